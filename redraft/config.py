@@ -1,0 +1,406 @@
+"""What a checkpoint is (ModelConfig) and how a page is redrafted (SamplerConfig): frozen records that refuse nonsense.
+
+Knows nothing of torch, files of weights, or text. The dictionaries it reads and writes are the published `config.json`,
+`generation_config.json`, and our own `redraft.json` (settings that transformers has no field for, and would refuse).
+`ModelConfig()` without arguments is the released 26B-A4B model.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+SLIDING, FULL = "sliding_attention", "full_attention"
+RELEASED_LAYERS = ((SLIDING,) * 5 + (FULL,)) * 5
+
+# transformers always builds a vision tower, a full-size one when `vision_config` is missing; this is the smallest it accepts.
+SMALLEST_VISION = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 0,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "position_embedding_size": 1,
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message names the value and, where there is one, the way out."""
+
+
+def _at_least(low: int | float, **values: int | float) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= low:
+            raise ConfigError(f"{name} must be at least {low}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a DiffusionGemma model. K=V on full layers and the mixture of experts are always on."""
+
+    vocab_size: int = 262_144
+    hidden_size: int = 2816
+    intermediate_size: int = 2112  # the dense MLP beside the experts, and the one of self-conditioning
+    moe_intermediate_size: int = 704
+    num_experts: int = 128
+    top_k_experts: int = 8
+    layer_types: tuple[str, ...] = RELEASED_LAYERS
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 8
+    num_global_key_value_heads: int = 2
+    head_dim: int = 256
+    global_head_dim: int = 512
+    sliding_window: int = 1024
+    rope_theta: float = 10_000.0
+    global_rope_theta: float = 1_000_000.0
+    global_rotary_fraction: float = 0.25
+    rms_norm_eps: float = 1e-6
+    final_logit_softcapping: float = 30.0
+    max_position_embeddings: int = 262_144
+    canvas_length: int = 256
+    pad_token_id: int = 0
+    bos_token_id: int = 2
+    eos_token_ids: tuple[int, ...] = (1, 106)
+    image_token_ids: tuple[int, int, int] = (255_999, 258_880, 258_882)  # begin, soft token, end
+    vision: Mapping[str, Any] = field(default_factory=lambda: dict(SMALLEST_VISION), repr=False)  # carried, never run
+
+    def __post_init__(self) -> None:
+        counts = {f.name: getattr(self, f.name) for f in fields(self) if f.type is int and not f.name.endswith("token_id")}
+        for name, value in counts.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive whole number, got {value!r}")
+        if not self.layer_types or set(self.layer_types) - {SLIDING, FULL}:
+            raise ConfigError(f"layer_types may hold {SLIDING!r} and {FULL!r}, got {list(self.layer_types)!r}")
+        if self.layer_types[-1] != FULL:
+            raise ConfigError(f"the last layer must be {FULL!r}, got {self.layer_types[-1]!r}")
+        for heads in (self.num_key_value_heads, self.num_global_key_value_heads):
+            if self.num_attention_heads % heads:
+                raise ConfigError(f"{self.num_attention_heads} attention heads cannot be shared among {heads} key-value heads")
+        if self.head_dim % 2 or self.global_head_dim % 2:
+            raise ConfigError(f"head sizes must be even (RoPE pairs), got {self.head_dim} and {self.global_head_dim}")
+        if self.top_k_experts > self.num_experts:
+            raise ConfigError(f"top_k_experts is {self.top_k_experts}, but there are only {self.num_experts} experts")
+        if not 0 < self.global_rotary_fraction <= 1:
+            raise ConfigError(f"partial_rotary_factor must be in (0, 1], got {self.global_rotary_fraction!r}")
+        for name in ("rope_theta", "global_rope_theta", "rms_norm_eps", "final_logit_softcapping"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        for token in (self.pad_token_id, self.bos_token_id, *self.eos_token_ids):
+            if not 0 <= token < self.vocab_size:
+                raise ConfigError(f"special token id {token} is outside the vocabulary of {self.vocab_size}")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers in the stack."""
+        return len(self.layer_types)
+
+    def layer_window(self, layer: int) -> int | None:
+        """The sliding window of a layer, None where it sees everything."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    def layer_heads(self, layer: int) -> tuple[int, int]:
+        """Key-value heads and head size of a layer."""
+        if self.layer_types[layer] == SLIDING:
+            return self.num_key_value_heads, self.head_dim
+        return self.num_global_key_value_heads, self.global_head_dim
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Weights by part. `active` is what one token of one forward is multiplied with."""
+        d, attention, norms = self.hidden_size, 0, d_norms(self)
+        for layer in range(self.num_hidden_layers):
+            heads, size = self.layer_heads(layer)
+            kv = 2 if self.layer_types[layer] == SLIDING else 1
+            attention += 2 * d * self.num_attention_heads * size + kv * d * heads * size
+        expert = 3 * d * self.moe_intermediate_size * self.num_hidden_layers
+        parts = {
+            "embedding": self.vocab_size * d,
+            "attention": attention,
+            "dense MLP": 3 * d * self.intermediate_size * self.num_hidden_layers,
+            "experts": expert * self.num_experts,
+            "router": (d * self.num_experts + d + self.num_experts) * self.num_hidden_layers,
+            "self-conditioning": 3 * d * self.intermediate_size,
+            "norms and scalars": norms,
+        }
+        total = sum(parts.values())
+        return parts | {"total": total, "active": total - expert * (self.num_experts - self.top_k_experts)}
+
+    def kv_bytes_per_token(self, bytes_per_value: int = 2) -> tuple[int, int]:
+        """Cache bytes one more token costs: in full layers (for ever), in sliding layers (up to the window)."""
+        cost = {SLIDING: 0, FULL: 0}
+        for layer, kind in enumerate(self.layer_types):
+            heads, size = self.layer_heads(layer)
+            cost[kind] += 2 * heads * size * bytes_per_value
+        return cost[FULL], cost[SLIDING]
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "ModelConfig":
+        """Reads a checkpoint's config.json."""
+        return cls.from_published(_read_json(path), str(path))
+
+    @classmethod
+    def from_published(cls, raw: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
+        """From the published dictionary. Sizes must be in it: the class defaults of other libraries are traps."""
+        _refuse_other_models(raw, source)
+        text = raw.get("text_config")
+        if not isinstance(text, Mapping):
+            raise ConfigError(f"{source} has no text_config")
+        _refuse_variants(text, source)
+        layer_types = _layer_types(text, source)
+        rope = _rope(text, source)
+        known = {
+            name: _required(text, name, source)
+            for name in (
+                "vocab_size hidden_size intermediate_size moe_intermediate_size num_experts top_k_experts "
+                "num_attention_heads num_key_value_heads head_dim sliding_window max_position_embeddings"
+            ).split()
+        }
+        optional = {n: text[n] for n in ("rms_norm_eps", "final_logit_softcapping") if text.get(n) is not None}
+        return cls(
+            **known,
+            **optional,
+            **_full_layer_heads(text, layer_types, source),
+            **rope,
+            layer_types=layer_types,
+            canvas_length=raw.get("canvas_length", 256),
+            pad_token_id=_first(text.get("pad_token_id"), 0),
+            bos_token_id=_first(text.get("bos_token_id"), 2),
+            eos_token_ids=_ids(_first(raw.get("eos_token_id"), text.get("eos_token_id"), 1)),
+            image_token_ids=tuple(
+                _first(raw.get(f"{name}_token_id"), default)
+                for name, default in (("boi", 255_999), ("image", 258_880), ("eoi", 258_882))
+            ),
+            vision=raw.get("vision_config") or dict(SMALLEST_VISION),
+        )
+
+    def to_published(self, dtype: str = "bfloat16") -> dict[str, Any]:
+        """The dictionary of config.json, in the released file's own keys."""
+        same = (
+            "vocab_size hidden_size intermediate_size moe_intermediate_size num_experts top_k_experts num_hidden_layers "
+            "num_attention_heads num_key_value_heads num_global_key_value_heads head_dim global_head_dim sliding_window "
+            "rms_norm_eps final_logit_softcapping max_position_embeddings pad_token_id bos_token_id"
+        ).split()
+        full_rope = {
+            "rope_type": "proportional",
+            "rope_theta": self.global_rope_theta,
+            "partial_rotary_factor": self.global_rotary_fraction,
+        }
+        boi, image, eoi = self.image_token_ids
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "diffusion_gemma",
+            "canvas_length": self.canvas_length,
+            "boi_token_id": boi,
+            "image_token_id": image,
+            "eoi_token_id": eoi,
+            "eos_token_id": list(self.eos_token_ids),
+            "tie_word_embeddings": True,
+            "dtype": dtype,
+            "text_config": {
+                "model_type": "diffusion_gemma_text",
+                **{name: getattr(self, name) for name in same},
+                "eos_token_id": self.eos_token_ids[0],
+                "layer_types": list(self.layer_types),
+                "rope_parameters": {FULL: full_rope, SLIDING: {"rope_type": "default", "rope_theta": self.rope_theta}},
+                "hidden_activation": "gelu_pytorch_tanh",
+                "use_bidirectional_attention": "vision",
+                "attention_bias": False,
+                "tie_word_embeddings": True,
+                "dtype": dtype,
+            },
+            "vision_config": dict(self.vision),
+        }
+
+
+def d_norms(cfg: ModelConfig) -> int:
+    """Weights in norms and layer scalars: seven norms and two scalars a layer, q and k norms, two norms outside."""
+    heads = sum(2 * cfg.layer_heads(layer)[1] for layer in range(cfg.num_hidden_layers))
+    return cfg.num_hidden_layers * (7 * cfg.hidden_size + 2) + heads + 2 * cfg.hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """How one canvas is denoised and when it is done. Defaults are those of the released checkpoint."""
+
+    canvas_length: int = 256
+    max_new_tokens: int = 256
+    max_steps: int = 48
+    entropy_bound: float = 0.1  # nats: summed entropy of what one step accepts, its least sure token excepted
+    t_min: float = 0.4
+    t_max: float = 0.8
+    stability_threshold: int = 1  # steps the argmax canvas must stay the same
+    confidence_threshold: float = 0.005  # nats: mean entropy must be strictly below
+    eos_token_ids: tuple[int, ...] = (1, 106, 50)
+    pad_token_id: int = 0
+    # For small models, whose entropies never fit the bound (see docs/tour.md, stop 5). Off for published checkpoints.
+    quota: bool = False
+    accept_at_end: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("canvas_length", "max_new_tokens", "max_steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive whole number, got {value!r}")
+        _at_least(0, stability_threshold=self.stability_threshold, t_min=self.t_min, pad_token_id=self.pad_token_id)
+        for name in ("entropy_bound", "confidence_threshold", "t_max"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"{name} must be above 0, got {value!r}")
+        if self.t_max < self.t_min:
+            raise ConfigError(f"t_max must not be below t_min, got {self.t_max} and {self.t_min}")
+        for token in self.eos_token_ids:
+            _at_least(0, eos_token_id=token)
+
+    @property
+    def max_canvases(self) -> int:
+        """Canvases that max_new_tokens needs; the last one is whole even when it is not full."""
+        return -(-self.max_new_tokens // self.canvas_length)
+
+    def changed(self, **changes: Any) -> "SamplerConfig":
+        """The same settings with some replaced; a value of None means: as it is."""
+        names = {f.name for f in fields(self)}
+        if unknown := sorted(set(changes) - names):
+            raise ConfigError(f"unknown sampler setting {unknown[0]!r}; known are {', '.join(sorted(names))}")
+        return replace(self, **{k: v for k, v in changes.items() if v is not None})
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, model: ModelConfig) -> "SamplerConfig":
+        """Reads generation_config.json and redraft.json beside the weights; what they omit has the released value."""
+        read = {name: _read_json(path) if (path := Path(folder) / name).exists() else {} for name in (GENERATION, OURS)}
+        return cls.from_published(read[GENERATION], model, read[OURS])
+
+    @classmethod
+    def from_published(
+        cls, raw: Mapping[str, Any], model: ModelConfig, ours: Mapping[str, Any] | None = None
+    ) -> "SamplerConfig":
+        """From the dictionaries of generation_config.json and redraft.json."""
+        names = {"max_denoising_steps": "max_steps"}
+        names |= {n: n for n in ("max_new_tokens", "t_min", "t_max", "stability_threshold", "confidence_threshold")}
+        names |= {"pad_token_id": "pad_token_id"}
+        known = {ours: raw[theirs] for theirs, ours in names.items() if raw.get(theirs) is not None}
+        sampler = raw.get("sampler_config") or {}
+        if (kind := sampler.get("_cls_name", "EntropyBoundSamplerConfig")) != "EntropyBoundSamplerConfig":
+            raise ConfigError(f"{GENERATION} asks for the sampler {kind!r}; redraft has EntropyBoundSamplerConfig")
+        if "entropy_bound" in sampler:
+            known["entropy_bound"] = sampler["entropy_bound"]
+        eos = _ids(_first(raw.get("eos_token_id"), model.eos_token_ids))
+        known.setdefault("pad_token_id", model.pad_token_id)
+        base = cls(canvas_length=model.canvas_length, eos_token_ids=eos, **known)
+        return base.changed(**(ours or {}).get("sampler", {}))
+
+    def to_published(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The dictionaries of generation_config.json (transformers reads it) and of redraft.json (only we do)."""
+        theirs = {
+            "max_new_tokens": self.max_new_tokens,
+            "max_denoising_steps": self.max_steps,
+            "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": float(self.entropy_bound)},
+            "t_min": self.t_min,
+            "t_max": self.t_max,
+            "stability_threshold": self.stability_threshold,
+            "confidence_threshold": float(self.confidence_threshold),
+            "eos_token_id": list(self.eos_token_ids),
+            "pad_token_id": self.pad_token_id,
+        }
+        ours = {n: v for n, v in asdict(self).items() if n in ("canvas_length", "quota", "accept_at_end")}
+        return theirs, {"sampler": ours}
+
+
+GENERATION, OURS = "generation_config.json", "redraft.json"
+
+
+def _read_json(path: str | Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; a checkpoint folder needs it") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} is not readable JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a JSON {type(raw).__name__}, not an object")
+    return raw
+
+
+def _required(raw: Mapping[str, Any], name: str, source: str) -> Any:
+    if raw.get(name) is None:
+        raise ConfigError(f"{source} does not say {name}")
+    return raw[name]
+
+
+def _first(*values: Any) -> Any:
+    return next(v for v in values if v is not None)
+
+
+def _ids(value: int | list[int] | tuple[int, ...]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _refuse_other_models(raw: Mapping[str, Any], source: str) -> None:
+    names = raw.get("architectures") or []
+    if raw.get("model_type") != "diffusion_gemma" and ARCHITECTURE not in names:
+        found = names[0] if names else raw.get("model_type", "nothing")
+        raise ConfigError(f"{source} describes {found!r}; redraft runs {ARCHITECTURE!r}")
+    if quant := raw.get("quantization_config"):
+        raise ConfigError(f"{source} is quantized ({quant.get('quant_method')!r}); load the bf16 checkpoint instead")
+
+
+def _refuse_variants(text: Mapping[str, Any], source: str) -> None:
+    # Each of these would silently change the mathematics; None means the key is absent.
+    allowed = {
+        "attention_bias": (None, False),
+        "hidden_activation": (None, "gelu_pytorch_tanh"),
+        "use_bidirectional_attention": (None, "vision"),
+        "tie_word_embeddings": (None, True),
+        "attention_k_eq_v": (None, True),
+        "enable_moe_block": (None, True),
+    }
+    for name, values in allowed.items():
+        if text.get(name) not in values:
+            raise ConfigError(f"{source}: {name} is {text[name]!r}; redraft runs {values[-1]!r} only")
+
+
+def _layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:
+    count = _required(text, "num_hidden_layers", source)
+    _at_least(1, num_hidden_layers=count)
+    listed = text.get("layer_types") or [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(count)]
+    if len(listed) != count:
+        raise ConfigError(f"{source} lists {len(listed)} layer_types for {count} layers")
+    return (*listed[:-1], FULL)  # forced, as transformers does
+
+
+def _full_layer_heads(text: Mapping[str, Any], layer_types: tuple[str, ...], source: str) -> dict[str, int]:
+    """Head size and key-value heads of full layers: two keys in released files, `per_layer_config` in re-saved ones."""
+    found = {
+        "num_global_key_value_heads": text.get("num_global_key_value_heads"),
+        "global_head_dim": text.get("global_head_dim"),
+    }
+    if per_layer := text.get("per_layer_config"):
+        full = [i for i, kind in enumerate(layer_types) if kind == FULL]
+        shapes = {tuple(sorted((per_layer.get(str(i)) or {}).items())) for i in full}
+        extra = {name for shape in shapes for name, _ in shape} - {"head_dim", "num_key_value_heads"}
+        if len(shapes) != 1 or extra or set(per_layer) - {str(i) for i in full}:
+            raise ConfigError(f"{source}: per_layer_config must give every full layer, and only those, the same head shape")
+        shape = dict(shapes.pop())
+        found = {"num_global_key_value_heads": shape.get("num_key_value_heads"), "global_head_dim": shape.get("head_dim")}
+    if found["num_global_key_value_heads"] is None:
+        found["num_global_key_value_heads"] = _required(text, "num_key_value_heads", source)
+    if found["global_head_dim"] is None:
+        raise ConfigError(f"{source} does not say global_head_dim")
+    return found
+
+
+def _rope(text: Mapping[str, Any], source: str) -> dict[str, float]:
+    rope = text.get("rope_parameters") or {}
+    sliding, full = rope.get(SLIDING) or {}, rope.get(FULL) or {}
+    kinds = (sliding.get("rope_type", "default"), full.get("rope_type", "proportional"))
+    if kinds != ("default", "proportional") or full.get("factor", 1.0) != 1.0:
+        raise ConfigError(f"{source}: RoPE {kinds} with factor {full.get('factor', 1.0)}; redraft runs default, proportional, 1")
+    if sliding.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"{source}: partial_rotary_factor on sliding layers is {sliding['partial_rotary_factor']}, not 1")
+    return {
+        "rope_theta": float(sliding.get("rope_theta", 10_000.0)),
+        "global_rope_theta": float(full.get("rope_theta", 1_000_000.0)),
+        "global_rotary_fraction": float(full.get("partial_rotary_factor", 0.25 if not full else 1.0)),
+    }

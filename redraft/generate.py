@@ -1,0 +1,235 @@
+"""The story: how a prompt becomes text, in one plain function. Everything faster must give the same tokens as this.
+
+    prompt -> [2 prefill] -> cache
+    noise  -> [3 start]   -> canvas -> [4 denoise] -> logits -> [5 step] -> canvas -> ... until it settles
+    canvas -> [6 commit]  -> tokens -> [7 encode]  -> cache -> [8 next canvas, or the end]
+
+Stops 1 and 8b (text to ids and back) are the tokenizer's. Knows nothing of scheduling, terminals or HTTP: it yields events,
+and whoever shows them translates. Shapes: B rows, C canvas positions, V vocabulary, D model size.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from redraft import random, rules, sampler
+from redraft.cache import KVCache
+from redraft.config import ModelConfig, SamplerConfig
+from redraft.model import DiffusionGemma
+from redraft.rules import Rules
+
+PREFILL_CHUNK = 2048  # tokens of prompt a pass: the causal mask of a pass is this times the context
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A page after one denoising step."""
+
+    block: int
+    step: int  # 1 is the first
+    ids_BC: Tensor  # the draft: the likeliest token everywhere
+    canvas_BC: Tensor  # what the next step reads: accepted tokens, and noise in place of the rest
+    accepted_BC: Tensor
+    entropy_BC: Tensor  # nats
+    settled_B: Tensor
+    max_steps: int
+    text: str = ""  # filled in by the Writer
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A page that will not change any more, stop token included, padding behind it."""
+
+    block: int
+    ids_BC: Tensor
+    entropy_BC: Tensor
+    settled_B: Tensor  # False where every step was used and the page still moved: treat such text with doubt
+    steps_B: Tensor
+    text: str = ""  # filled in by the Writer
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one row cost."""
+
+    prompt_tokens: int
+    new_tokens: int  # up to and with the stop token, padding excluded
+    canvases: int
+    settled: int  # canvases that settled before the last step
+    steps: int  # denoising passes
+    commits: int  # causal passes over finished canvases
+    seconds: float
+    prefill_seconds: float
+
+    @property
+    def forwards(self) -> int:
+        """Passes through the model after the prompt was read."""
+        return self.steps + self.commits
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens won by each pass, commit passes counted."""
+        return self.new_tokens / max(1, self.forwards)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output speed: what the user received over wall time, the reading of the prompt included."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end: every row's tokens (whole canvases, padded), why it ended ("stop" or "length"), and what it cost."""
+
+    ids_BT: Tensor
+    reasons: tuple[str, ...]
+    stats: tuple[Stats, ...]
+
+
+Event = Draft | Committed | Finished
+
+
+@torch.inference_mode()
+def generate(
+    model: DiffusionGemma,
+    prompts: Sequence[Sequence[int]],
+    cfg: SamplerConfig,
+    *,
+    seeds: Sequence[int],
+    constraints: Sequence[Rules] | None = None,
+    first_canvas_BC: Tensor | None = None,
+) -> Iterator[Event]:
+    """Redrafts page after page for every prompt until it stops or is long enough. Rows do not influence one another."""
+    constraints = constraints if constraints is not None else [Rules()] * len(prompts)
+    check(model.config, prompts, cfg, seeds, constraints, first_canvas_BC)
+    rows, length, vocab = len(prompts), cfg.canvas_length, model.config.vocab_size
+    bill = _Bill(cfg, [len(prompt) for prompt in prompts])
+
+    cache = model.new_cache(rows, max(map(len, prompts)) + (cfg.max_canvases - 1) * length, rewind=0)
+    prefill(model, prompts, cache)  # stop 2
+    bill.prefilled()
+
+    ended_B = torch.zeros(rows, dtype=torch.bool, device=model.device)
+    for block in range(cfg.max_canvases):
+        draws = random.draws(list(seeds), block, model.device)
+        fixed = rules.on_canvas(constraints, block, length, vocab, cfg.eos_token_ids, model.device)
+        given = first_canvas_BC is not None and block == 0
+        canvas_BC = first_canvas_BC.to(model.device) if given else draws.noise(0, length, vocab)
+        state = sampler.start(canvas_BC, fixed, ended_B)  # stop 3
+
+        soft_BCD = None
+        while not sampler.finished(state, cfg):
+            logits_BCV = model.denoise(state.ids_BC, soft_BCD, cache)  # stop 4
+            state, shaped_BCV = sampler.step(logits_BCV, state, cfg, draws, fixed)  # stop 5
+            yield _draft(block, state, cfg)
+            soft_BCD = model.soft_embed(shaped_BCV) if not sampler.finished(state, cfg) else None
+
+        ids_BC, ended_B = sampler.commit(state, cfg)  # stop 6
+        last = block + 1 == cfg.max_canvases or bool(ended_B.all())
+        bill.add(state, ids_BC, ended_B, last)
+        yield Committed(block, ids_BC, state.entropy_BC, state.settled_B | state.skipped_B, state.steps_B)
+        if last:
+            break
+        model.encode(ids_BC, cache)  # stop 7
+    yield bill.total(ended_B)  # stop 8
+
+
+def prefill(model: DiffusionGemma, prompts: Sequence[Sequence[int]], cache: KVCache) -> None:
+    """Reads all prompts into the cache, a chunk at a time. Shorter rows are padded on the right, which leaves no trace."""
+    longest = max(map(len, prompts))
+    padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+    ids_BS = torch.tensor(padded, dtype=torch.long, device=model.device)
+    for begin in range(0, longest, PREFILL_CHUNK):
+        chunk_BS = ids_BS[:, begin : begin + PREFILL_CHUNK]
+        model.encode(chunk_BS, cache, [min(max(len(p) - begin, 0), chunk_BS.shape[1]) for p in prompts])
+
+
+def check(
+    model: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    cfg: SamplerConfig,
+    seeds: Sequence[int],
+    constraints: Sequence[Rules],
+    first_canvas_BC: Tensor | None,
+) -> None:
+    """Refuses what cannot be generated, before anything is computed."""
+    if not prompts or any(len(prompt) == 0 for prompt in prompts):
+        raise ValueError("a prompt needs at least one token")
+    if not len(prompts) == len(seeds) == len(constraints):
+        raise ValueError(f"{len(prompts)} prompts, {len(seeds)} seeds and {len(constraints)} rules do not match")
+    for token in (token for prompt in prompts for token in prompt):
+        if not 0 <= token < model.vocab_size:
+            raise ValueError(f"prompt token {token} is outside the vocabulary of {model.vocab_size}")
+    longest, answer = max(map(len, prompts)), cfg.max_canvases * cfg.canvas_length
+    if longest + answer > model.max_position_embeddings:
+        raise ValueError(
+            f"prompt has {longest} tokens and the answer may take {answer}, but the model's context is "
+            f"{model.max_position_embeddings}; shorten the prompt or lower max_tokens"
+        )
+    for rule in constraints:
+        rule.check(model.vocab_size, answer)
+    if first_canvas_BC is not None:
+        shape, wanted = tuple(first_canvas_BC.shape), (len(prompts), cfg.canvas_length)
+        if shape != wanted:
+            raise ValueError(f"the first canvas has shape {shape}, the prompts and canvas_length ask for {wanted}")
+        if first_canvas_BC.min() < 0 or first_canvas_BC.max() >= model.vocab_size:
+            raise ValueError(f"the first canvas has a token outside the vocabulary of {model.vocab_size}")
+
+
+def _draft(block: int, state: sampler.Canvas, cfg: SamplerConfig) -> Draft:
+    return Draft(
+        block=block,
+        step=state.step,
+        ids_BC=state.best_BC,
+        canvas_BC=state.ids_BC,
+        accepted_BC=state.accepted_BC,
+        entropy_BC=state.entropy_BC,
+        settled_B=state.settled_B,
+        max_steps=cfg.max_steps,
+    )
+
+
+@dataclass
+class _Bill:
+    """Adds up, per row, what the loop above spends."""
+
+    cfg: SamplerConfig
+    prompt_tokens: list[int]
+    began: float = field(default_factory=time.perf_counter)
+    prefill_seconds: float = 0.0
+    pages: list[Tensor] = field(default_factory=list)
+    rows: list[dict[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        names = ("new_tokens", "canvases", "settled", "steps", "commits")
+        self.rows = [dict.fromkeys(names, 0) for _ in self.prompt_tokens]
+
+    def prefilled(self) -> None:
+        self.prefill_seconds = time.perf_counter() - self.began
+
+    def add(self, state: sampler.Canvas, ids_BC: Tensor, ended_B: Tensor, last: bool) -> None:
+        self.pages.append(ids_BC)
+        stops = torch.tensor(self.cfg.eos_token_ids, dtype=torch.long, device=ids_BC.device)
+        is_stop_BC = torch.isin(ids_BC, stops)
+        length = ids_BC.shape[1]
+        for row, bill in enumerate(self.rows):
+            if state.skipped_B[row]:
+                continue
+            found = is_stop_BC[row].nonzero()
+            bill["new_tokens"] += int(found[0]) + 1 if len(found) else length
+            bill["canvases"] += 1
+            bill["settled"] += int(state.settled_B[row])
+            bill["steps"] += int(state.steps_B[row])
+            bill["commits"] += int(not last and not ended_B[row])
+
+    def total(self, ended_B: Tensor) -> Finished:
+        seconds = time.perf_counter() - self.began
+        stats = tuple(
+            Stats(prompt_tokens=prompt, seconds=seconds, prefill_seconds=self.prefill_seconds, **bill)
+            for prompt, bill in zip(self.prompt_tokens, self.rows, strict=True)
+        )
+        reasons = tuple("stop" if ended else "length" for ended in ended_B.tolist())
+        return Finished(torch.cat(self.pages, dim=1), reasons, stats)

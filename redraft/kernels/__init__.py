@@ -1,0 +1,19 @@
+"""The operations a faster version may replace, one file each. What stands here is their definition in plain PyTorch."""
+
+from redraft.kernels.attention import attend
+from redraft.kernels.experts import gated_experts
+from redraft.kernels.norm import rms_norm
+from redraft.kernels.rope import rope_table, rotate
+from redraft.kernels.vocabulary import Belief, read_vocabulary, soft_embed, softcap_
+
+__all__ = [
+    "Belief",
+    "attend",
+    "gated_experts",
+    "read_vocabulary",
+    "rms_norm",
+    "rope_table",
+    "rotate",
+    "soft_embed",
+    "softcap_",
+]

@@ -1,0 +1,160 @@
+"""Canvas mathematics: from logits to the next canvas.
+
+Knows nothing of the model, the cache or text. Shapes: B rows, C canvas positions, V vocabulary.
+A step is: temperature -> sample -> accept while summed entropy stays under a bound -> noise elsewhere -> done?
+Acceptance is recomputed at every step: a token once accepted can be taken back, which is how a page corrects itself.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from redraft.config import SamplerConfig
+from redraft.kernels import Belief, read_vocabulary
+from redraft.random import Draws
+from redraft.rules import CanvasRules
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """A page between two steps."""
+
+    ids_BC: Tensor  # what the denoiser reads next: accepted tokens, noise elsewhere
+    best_BC: Tensor  # argmax of the last logits: the draft, and what gets committed
+    entropy_BC: Tensor  # nats, of the last temperature-shaped logits
+    accepted_BC: Tensor  # whose tokens in ids_BC are sampled, not noise
+    unchanged_B: Tensor  # steps in a row that best_BC has stayed the same
+    steps_B: Tensor  # denoising steps each row has used
+    settled_B: Tensor  # stopped because stable and confident; rows where this holds are frozen
+    skipped_B: Tensor  # rows whose text had ended before this canvas
+    step: int
+
+    @property
+    def frozen_B(self) -> Tensor:
+        """Rows that no step changes any more."""
+        return self.settled_B | self.skipped_B
+
+
+def start(ids_BC: Tensor, rules: CanvasRules | None = None, ended_B: Tensor | None = None) -> Canvas:
+    """A canvas before its first step, from noise or from the user's own tokens."""
+    rows, length = ids_BC.shape
+    ids_BC = rules.pin(ids_BC) if rules is not None else ids_BC
+    device = ids_BC.device
+    no_B = torch.zeros(rows, dtype=torch.bool, device=device)
+    count_B = torch.zeros(rows, dtype=torch.long, device=device)
+    return Canvas(
+        ids_BC=ids_BC,
+        best_BC=ids_BC,
+        entropy_BC=torch.full((rows, length), math.inf, device=device),
+        accepted_BC=rules.pinned_BC if rules is not None else torch.zeros_like(ids_BC, dtype=torch.bool),
+        unchanged_B=count_B,
+        steps_B=count_B,
+        settled_B=no_B,
+        skipped_B=ended_B if ended_B is not None else no_B,
+        step=0,
+    )
+
+
+def temperature(step: int, cfg: SamplerConfig) -> float:
+    """Falls linearly with the steps left: t_max at the first step, one notch above t_min at the last."""
+    return cfg.t_min + (cfg.t_max - cfg.t_min) * ((cfg.max_steps - step) / cfg.max_steps)
+
+
+def accept(entropy_BC: Tensor, bound: float, least_B: Tensor | None = None) -> Tensor:
+    """Which positions to keep, bool_BC: the surest ones, as long as the entropy of those before stays within the bound.
+
+    The sum leaves out the position's own entropy, so the surest is always accepted. `least_B` forces that many.
+    """
+    sorted_BC, order_BC = entropy_BC.sort(dim=-1)
+    keep_BC = sorted_BC.cumsum(dim=-1) - sorted_BC <= bound
+    if least_B is not None:
+        keep_BC |= torch.arange(keep_BC.shape[-1], device=keep_BC.device) < least_B[:, None]
+    return torch.zeros_like(keep_BC).scatter(-1, order_BC, keep_BC)
+
+
+def quota(state: Canvas, cfg: SamplerConfig) -> Tensor | None:
+    """How many positions must be accepted at this step, least_B, or None when the bound alone decides.
+
+    With a quota, what was refused last time is shared out over the steps left: 250 open positions and 10 steps to go
+    ask for 25 more than last time. At the last step that is everything.
+    """
+    left = cfg.max_steps - state.step
+    if cfg.quota:
+        had_B = state.accepted_BC.sum(dim=-1)
+        return had_B + -(-(state.ids_BC.shape[1] - had_B) // left)
+    if cfg.accept_at_end and left == 1:
+        return torch.full_like(state.steps_B, state.ids_BC.shape[1])
+    return None
+
+
+def settled(belief: Belief, state: Canvas, cfg: SamplerConfig, rules: CanvasRules | None) -> tuple[Tensor, Tensor]:
+    """Whether each row is stable and confident, and how long its argmax has stayed the same.
+
+    Confidence is the mean entropy of the positions that are the model's to decide; pins have none of their own.
+    """
+    same_B = (belief.best_BC == state.best_BC).all(dim=-1) if state.step > 0 else torch.zeros_like(state.settled_B)
+    unchanged_B = torch.where(same_B, state.unchanged_B + 1, 0)
+    mean_B = belief.entropy_BC.mean(dim=-1)
+    if rules is not None:
+        open_B = (~rules.pinned_BC).sum(dim=-1).clamp(min=1)
+        mean_B = belief.entropy_BC.sum(dim=-1) / open_B
+    return (unchanged_B >= cfg.stability_threshold) & (mean_B < cfg.confidence_threshold), unchanged_B
+
+
+def step(
+    logits_BCV: Tensor, state: Canvas, cfg: SamplerConfig, draws: Draws, rules: CanvasRules | None = None
+) -> tuple[Canvas, Tensor]:
+    """The next canvas, and the temperature-shaped logits that self-conditioning feeds back. Frozen rows stay as they are."""
+    shaped_BCV = rules.shape(logits_BCV) if rules is not None else logits_BCV
+    shaped_BCV = shaped_BCV / temperature(state.step, cfg)
+    length, now = state.ids_BC.shape[1], state.step + 1
+    belief = read_vocabulary(shaped_BCV, draws.uniform(now, length))
+    accepted_BC = accept(belief.entropy_BC, cfg.entropy_bound, quota(state, cfg))
+    noise_BC = draws.noise(now, length, logits_BCV.shape[-1])
+    if rules is not None:
+        accepted_BC = accepted_BC | rules.pinned_BC
+    done_B, unchanged_B = settled(belief, state, cfg, rules)
+    frozen_B = state.frozen_B
+    moved = Canvas(
+        ids_BC=torch.where(accepted_BC, belief.sampled_BC, noise_BC),
+        best_BC=belief.best_BC,
+        entropy_BC=belief.entropy_BC,
+        accepted_BC=accepted_BC,
+        unchanged_B=unchanged_B,
+        steps_B=state.steps_B + 1,
+        settled_B=done_B,
+        skipped_B=state.skipped_B,
+        step=now,
+    )
+    return _freeze(state, moved, frozen_B), shaped_BCV
+
+
+def _freeze(old: Canvas, new: Canvas, frozen_B: Tensor) -> Canvas:
+    if not frozen_B.any():
+        return new
+    names = ("ids_BC", "best_BC", "entropy_BC", "accepted_BC", "unchanged_B", "steps_B", "settled_B")
+    kept = {}
+    for name in names:
+        before, after = getattr(old, name), getattr(new, name)
+        kept[name] = torch.where(frozen_B if before.dim() == 1 else frozen_B[:, None], before, after)
+    return replace(new, **kept)
+
+
+def finished(state: Canvas, cfg: SamplerConfig) -> bool:
+    """Whether another step would change nothing, or is not allowed."""
+    return state.step >= cfg.max_steps or bool(state.frozen_B.all())
+
+
+def commit(state: Canvas, cfg: SamplerConfig) -> tuple[Tensor, Tensor]:
+    """The canvas as tokens, ids_BC with padding behind the first stop token, and which rows have ended by now.
+
+    What is committed is the argmax of the last logits, not the last sample: a page that never settled still carries
+    noise wherever it was refused.
+    """
+    stops = torch.tensor(cfg.eos_token_ids, dtype=torch.long, device=state.best_BC.device)
+    is_stop_BC = torch.isin(state.best_BC, stops)
+    after_BC = is_stop_BC.cumsum(dim=-1) - is_stop_BC.long() > 0
+    ended_B = is_stop_BC.any(dim=-1) | state.skipped_B
+    return torch.where(after_BC | state.skipped_B[:, None], cfg.pad_token_id, state.best_BC), ended_B
