@@ -36,7 +36,7 @@ class KVCache:
         self._windows = [config.layer_window(layer) for layer in range(config.num_hidden_layers)]
         self._sizes, self._keys, self._values = [], [], []
         for layer, window in enumerate(self._windows):
-            size = capacity if window is None or rewind is None else min(capacity, max(1, window - 1 + rewind))
+            size = capacity if window is None or rewind is None else min(capacity, window - 1 + rewind)
             heads, head_dim = config.layer_heads(layer)
             self._sizes.append(size)
             for store in (self._keys, self._values):

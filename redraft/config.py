@@ -73,6 +73,7 @@ class ModelConfig:
         for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive whole number, got {value!r}")
+        _at_least(2, sliding_window=self.sliding_window)  # one token of past, else there is nothing to keep
         if not self.layer_types or set(self.layer_types) - {SLIDING, FULL}:
             raise ConfigError(f"layer_types may hold {SLIDING!r} and {FULL!r}, got {list(self.layer_types)!r}")
         if self.layer_types[-1] != FULL:
@@ -372,23 +373,18 @@ def _layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:
 
 def _full_layer_heads(text: Mapping[str, Any], layer_types: tuple[str, ...], source: str) -> dict[str, int]:
     """Head size and key-value heads of full layers: two keys in released files, `per_layer_config` in re-saved ones."""
-    found = {
-        "num_global_key_value_heads": text.get("num_global_key_value_heads"),
-        "global_head_dim": text.get("global_head_dim"),
-    }
-    if per_layer := text.get("per_layer_config"):
-        full = [i for i, kind in enumerate(layer_types) if kind == FULL]
-        shapes = {tuple(sorted((per_layer.get(str(i)) or {}).items())) for i in full}
-        extra = {name for shape in shapes for name, _ in shape} - {"head_dim", "num_key_value_heads"}
-        if len(shapes) != 1 or extra or set(per_layer) - {str(i) for i in full}:
-            raise ConfigError(f"{source}: per_layer_config must give every full layer, and only those, the same head shape")
-        shape = dict(shapes.pop())
-        found = {"num_global_key_value_heads": shape.get("num_key_value_heads"), "global_head_dim": shape.get("head_dim")}
-    if found["num_global_key_value_heads"] is None:
-        found["num_global_key_value_heads"] = _required(text, "num_key_value_heads", source)
-    if found["global_head_dim"] is None:
-        raise ConfigError(f"{source} does not say global_head_dim")
-    return found
+    usual = {"head_dim": text.get("head_dim"), "num_key_value_heads": text.get("num_key_value_heads")}
+    per_layer = text.get("per_layer_config")
+    if per_layer is None:
+        if text.get("global_head_dim") is None:
+            raise ConfigError(f"{source} does not say global_head_dim")
+        heads = _first(text.get("num_global_key_value_heads"), _required(text, "num_key_value_heads", source))
+        return {"global_head_dim": text["global_head_dim"], "num_global_key_value_heads": heads}
+    full = {str(layer) for layer, kind in enumerate(layer_types) if kind == FULL}
+    shapes = [usual | (per_layer.get(layer) or {}) for layer in sorted(full)]
+    if set(per_layer) - full or any(shape != shapes[0] or set(shape) - set(usual) for shape in shapes):
+        raise ConfigError(f"{source}: per_layer_config must give every full layer, and only those, the same head shape")
+    return {"global_head_dim": shapes[0]["head_dim"], "num_global_key_value_heads": shapes[0]["num_key_value_heads"]}
 
 
 def _rope(text: Mapping[str, Any], source: str) -> dict[str, float]:

@@ -48,15 +48,17 @@ class Committed:
     entropy_BC: Tensor
     settled_B: Tensor  # False where every step was used and the page still moved: treat such text with doubt
     steps_B: Tensor
-    text: str = ""  # filled in by the Writer
+    text: str = ""  # filled in by the Writer, as is
+    reasoning: str = ""  # this
 
 
 @dataclass(frozen=True)
 class Stats:
     """What one row cost."""
 
+    seed: int  # gives the same tokens again
     prompt_tokens: int
-    new_tokens: int  # up to and with the stop token, padding excluded
+    new_tokens: int  # what the user gets: up to and with the stop token, at most max_new_tokens
     canvases: int
     settled: int  # canvases that settled before the last step
     steps: int  # denoising passes
@@ -106,7 +108,7 @@ def generate(
     constraints = constraints if constraints is not None else [Rules()] * len(prompts)
     check(model.config, prompts, cfg, seeds, constraints, first_canvas_BC)
     rows, length, vocab = len(prompts), cfg.canvas_length, model.config.vocab_size
-    bill = _Bill(cfg, [len(prompt) for prompt in prompts])
+    bill = _Bill(cfg, list(seeds), [len(prompt) for prompt in prompts])
 
     cache = model.new_cache(rows, max(map(len, prompts)) + (cfg.max_canvases - 1) * length, rewind=0)
     prefill(model, prompts, cache)  # stop 2
@@ -197,6 +199,7 @@ class _Bill:
     """Adds up, per row, what the loop above spends."""
 
     cfg: SamplerConfig
+    seeds: list[int]
     prompt_tokens: list[int]
     began: float = field(default_factory=time.perf_counter)
     prefill_seconds: float = 0.0
@@ -226,10 +229,12 @@ class _Bill:
             bill["commits"] += int(not last and not ended_B[row])
 
     def total(self, ended_B: Tensor) -> Finished:
-        seconds = time.perf_counter() - self.began
-        stats = tuple(
-            Stats(prompt_tokens=prompt, seconds=seconds, prefill_seconds=self.prefill_seconds, **bill)
-            for prompt, bill in zip(self.prompt_tokens, self.rows, strict=True)
-        )
-        reasons = tuple("stop" if ended else "length" for ended in ended_B.tolist())
-        return Finished(torch.cat(self.pages, dim=1), reasons, stats)
+        seconds, most = time.perf_counter() - self.began, self.cfg.max_new_tokens
+        reasons, stats = [], []
+        for row, bill in enumerate(self.rows):
+            reasons.append("stop" if ended_B[row] and bill["new_tokens"] <= most else "length")
+            bill["new_tokens"] = min(bill["new_tokens"], most)
+            seed, prompt = self.seeds[row], self.prompt_tokens[row]
+            clock = {"seconds": seconds, "prefill_seconds": self.prefill_seconds}
+            stats.append(Stats(seed=seed, prompt_tokens=prompt, **clock, **bill))
+        return Finished(torch.cat(self.pages, dim=1), tuple(reasons), tuple(stats))

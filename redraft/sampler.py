@@ -57,9 +57,13 @@ def start(ids_BC: Tensor, rules: CanvasRules | None = None, ended_B: Tensor | No
     )
 
 
-def temperature(step: int, cfg: SamplerConfig) -> float:
-    """Falls linearly with the steps left: t_max at the first step, one notch above t_min at the last."""
-    return cfg.t_min + (cfg.t_max - cfg.t_min) * ((cfg.max_steps - step) / cfg.max_steps)
+def temperature(step: int, cfg: SamplerConfig) -> Tensor:
+    """Falls linearly with the steps left: t_max at the first step, one notch above t_min at the last.
+
+    Float32 arithmetic throughout, as in transformers: a page that hangs on a hair must tip to the same side.
+    """
+    left = torch.tensor((cfg.max_steps - step) / cfg.max_steps, dtype=torch.float32)
+    return cfg.t_min + (cfg.t_max - cfg.t_min) * left
 
 
 def accept(entropy_BC: Tensor, bound: float, least_B: Tensor | None = None) -> Tensor:

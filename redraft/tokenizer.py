@@ -91,6 +91,16 @@ class Tokenizer:
         """Ids of a text to be continued: the start token, then the text as it stands."""
         return [*([self.bos_id] if self.bos_id is not None else []), *self.encode(text)]
 
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        ids = self.encode("a")
+        return ids, self.decode(ids)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of ids that stand in the middle of something, marks included: a leading space stays."""
+        before, text = self._anchor
+        return self.decode([*before, *ids], keep_special=True)[len(text) :]
+
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
         """Text of ids; marks are dropped unless asked for. Bytes that are no character become U+FFFD."""
         return self.vocabulary.decode(list(ids), skip_special_tokens=not keep_special)
@@ -122,7 +132,7 @@ class Tokenizer:
         environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
         try:
             return environment.from_string(source).render(
-                messages=[_with_arguments(m) for m in messages],
+                messages=_prepared(messages),
                 tools=list(tools) if tools else None,
                 enable_thinking=think,
                 add_generation_prompt=True,
@@ -144,21 +154,37 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise TokenizerError(f"message {index} ({message['role']}) has neither content nor tool_calls")
 
 
-def _with_arguments(message: Message) -> dict[str, Any]:
-    """A message whose tool calls carry arguments as a mapping; OpenAI clients send them as a string of JSON."""
-    message = dict(message)
-    calls = []
-    for call in message.get("tool_calls") or []:
-        inner = dict(call.get("function", call))
-        if isinstance(inner.get("arguments"), str):
-            try:
-                inner["arguments"] = json.loads(inner["arguments"] or "{}")
-            except json.JSONDecodeError as error:
-                raise TokenizerError(f"the arguments of the call to {inner.get('name')!r} are not JSON: {error}") from None
-        calls.append({**call, "function": inner})
-    if calls:
-        message["tool_calls"] = calls
-    return message
+def _prepared(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates expect them. OpenAI clients send a call's arguments as a string of JSON, and a response with
+    the id of its call in place of the function's name.
+    """
+    names: dict[str, str] = {}
+    prepared = []
+    for original in messages:
+        message = dict(original)
+        calls = []
+        for call in message.get("tool_calls") or []:
+            function = dict(call.get("function", call))
+            function["arguments"] = _arguments(function)
+            names[call.get("id", "")] = function.get("name", "")
+            calls.append({**call, "function": function})
+        if calls:
+            message["tool_calls"] = calls
+        if message["role"] == "tool" and "name" not in message:
+            message["name"] = names.get(message.get("tool_call_id", ""), "tool")
+        prepared.append(message)
+    return prepared
+
+
+def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = function.get("arguments") or {}
+    try:
+        parsed = json.loads(given) if isinstance(given, str) else given
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"the arguments of the call to {function.get('name')!r} are not JSON: {error}") from None
+    if not isinstance(parsed, Mapping):
+        raise TokenizerError(f"the arguments of the call to {function.get('name')!r} are {parsed!r}, not an object")
+    return parsed
 
 
 def _raise(message: str) -> None:
@@ -231,7 +257,7 @@ class Parsed:
 
 _THOUGHT = re.compile(r"<\|channel>(?:thought\n?)?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
 _CALL = re.compile(r"<\|tool_call>call:([\w.\-]+)(\{.*?\})<tool_call\|>", re.DOTALL)
-_MARK = re.compile(r"<\|?(?:turn|tool_response|eos|bos|pad|channel|tool_call|think)\|?>")
+_MARK = re.compile(r"<(?:eos|bos|pad|\|turn|turn\||\|tool_response|tool_response\||\|channel|channel\||\|think\|)>")
 
 
 def parse(answer: str) -> Parsed:

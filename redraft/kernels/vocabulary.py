@@ -12,6 +12,9 @@ from torch import Tensor
 
 BLOCK = 128  # vocabulary entries summed at once when sampling
 AT_ONCE = 2**18  # logits worked on at once: what stays in a CPU's cache
+# Nats below the best at which a token no longer counts. It is far under the rounding of any sum, and further down the
+# exponentials become denormal numbers, with which a CPU is fifty times slower.
+FAINT = 80.0
 
 
 class Belief(NamedTuple):
@@ -51,12 +54,11 @@ def _read(logits_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor]
 def _weigh(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Argmax, logits below the largest, and their exponentials: softmax before it is divided by its sum.
 
-    What lies 80 nats or more below the best weighs exactly 0: it is far under the rounding of the sum, and a CPU is
-    fifty times slower at products with the denormal numbers it would turn into (and at making them).
+    What is too faint weighs exactly 0, so that a forbidden token cannot be sampled.
     """
     top, best = logits.max(dim=-1)
-    below = (logits - top[..., None]).clamp_(min=-80.0)
-    return best, below, F.threshold_(below.exp(), 2e-35, 0.0)  # exp(-80) is 1.8e-35
+    below = (logits - top[..., None]).clamp_(min=-FAINT)
+    return best, below, F.threshold_(below.exp(), 2e-35, 0.0)  # exp(-FAINT) is 1.8e-35
 
 
 def sample_from(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
@@ -80,6 +82,7 @@ def sample_from(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
 
 def soft_embed(logits_BCV: Tensor, embedding_VD: Tensor) -> Tensor:
     """The embedding one expects under softmax(logits), the probabilities rounded to the embedding's own precision."""
-    _, _, weights_BCV = _weigh(logits_BCV.float())
-    probs_BCV = weights_BCV.div_(weights_BCV.sum(dim=-1, keepdim=True))
+    logits_BCV = logits_BCV.float()
+    floor_BC1 = logits_BCV.amax(dim=-1, keepdim=True) - FAINT
+    probs_BCV = torch.softmax(torch.maximum(logits_BCV, floor_BC1), dim=-1)
     return probs_BCV.to(embedding_VD.dtype) @ embedding_VD

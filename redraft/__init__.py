@@ -1,0 +1,36 @@
+"""redraft runs text-diffusion language models: a page of random tokens is redrafted, all at once, until it settles.
+
+    import redraft
+    writer = redraft.load("FOLDER or OWNER/NAME")
+    print(writer.write("Once upon a time"))
+
+This page lists what is public. `redraft.generate` is where to start reading.
+"""
+
+from redraft.checkpoint import CheckpointError, save
+from redraft.config import ConfigError, ModelConfig, SamplerConfig
+from redraft.generate import Committed, Draft, Finished, Stats
+from redraft.rules import Rules
+from redraft.tokenizer import Parsed, Tokenizer, TokenizerError, ToolCall
+from redraft.writer import Answer, Writer, load
+
+__all__ = [
+    "Answer",
+    "CheckpointError",
+    "Committed",
+    "ConfigError",
+    "Draft",
+    "Finished",
+    "ModelConfig",
+    "Parsed",
+    "Rules",
+    "SamplerConfig",
+    "Stats",
+    "Tokenizer",
+    "TokenizerError",
+    "ToolCall",
+    "Writer",
+    "load",
+    "save",
+]
+__version__ = "0.1.0"

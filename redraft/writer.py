@@ -1,0 +1,252 @@
+"""Writer: a model, its tokenizer and its sampler settings, ready to write. What `redraft.load()` returns.
+
+Everything here is `generate` with text at both ends; it adds no mathematics. A prompt is either text to be continued, or
+a conversation (a list of messages), which goes through the chat template.
+"""
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from redraft import checkpoint
+from redraft.config import SamplerConfig
+from redraft.generate import Committed, Draft, Event, Finished, Stats, generate
+from redraft.model import DiffusionGemma
+from redraft.rules import Rules
+from redraft.tokenizer import Decoder, Message, Parsed, Tokenizer, TokenizerError, ToolCall, parse
+
+Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was written. `str(answer)` is its text."""
+
+    text: str
+    reason: str  # "stop": the model ended it; "length": max_tokens did
+    settled: bool  # False when a page still moved at its last step: treat the text with doubt
+    ids: tuple[int, ...]  # without the stop token
+    stats: Stats
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        """Gives the same answer again."""
+        return self.stats.seed
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def load(
+    path_or_id: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
+) -> "Writer":
+    """A Writer from a checkpoint folder or a hub id. Without a dtype, weights stay in the precision they are stored in."""
+    folder = checkpoint.find(path_or_id)
+    device = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    config = checkpoint.load_config(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer.size > config.vocab_size:
+        raise TokenizerError(
+            f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, the model a vocabulary of "
+            f"{config.vocab_size}: they do not belong together"
+        )
+    sampler = SamplerConfig.from_folder(folder, config)
+    return Writer(checkpoint.load_model(folder, dtype=dtype, device=device), tokenizer, sampler)
+
+
+class Writer:
+    """Writes, streams and chats."""
+
+    def __init__(self, model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig) -> None:
+        self.model, self.tokenizer, self.sampler = model, tokenizer, sampler
+
+    @overload
+    def write(self, prompt: str, **options: Any) -> Answer: ...
+    @overload
+    def write(self, prompt: Sequence[str], **options: Any) -> list[Answer]: ...
+
+    def write(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        rules: Rules | None = None,
+        streamer: Any = None,
+        **settings: Any,
+    ) -> Answer | list[Answer]:
+        """Continues a text, or several at once: text number i is written with seed + i, as it would be alone.
+
+        `settings` are fields of SamplerConfig: `max_steps=20, entropy_bound=0.5`.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        ids = [self.tokenizer.prompt(text) for text in prompts]
+        answers = self._answers(ids, False, self._settings(max_tokens, settings), seed, rules, streamer)
+        return answers[0] if isinstance(prompt, str) else answers
+
+    def chat(
+        self,
+        messages: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        think: bool = False,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        rules: Rules | None = None,
+        streamer: Any = None,
+        **settings: Any,
+    ) -> Answer:
+        """Answers a conversation; a string is a conversation of one user message."""
+        ids = self.tokenizer.chat(as_messages(messages), tools=tools, think=think)
+        return self._answers([ids], True, self._settings(max_tokens, settings), seed, rules, streamer)[0]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        think: bool = False,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        rules: Rules | None = None,
+        **settings: Any,
+    ) -> Iterator[Event]:
+        """The events of one answer, their `text` filled in: every draft, every committed page, the end.
+
+        A string is continued, messages are answered. The texts of the Committed events add up to the answer's.
+        """
+        chatting = not isinstance(prompt, str)
+        ids = self.tokenizer.chat(prompt, tools=tools, think=think) if chatting else self.tokenizer.prompt(prompt)
+        cfg = self._settings(max_tokens, settings)
+        seed = seed if seed is not None else fresh_seed()
+        events = generate(self.model, [ids], cfg, seeds=[seed], constraints=[rules or Rules()])
+        return _with_text(events, cfg, _Reading(self.tokenizer, chatting))
+
+    def _settings(self, max_tokens: int | None, settings: Mapping[str, Any]) -> SamplerConfig:
+        return self.sampler.changed(max_new_tokens=max_tokens, **settings)
+
+    def _answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        chatting: bool,
+        cfg: SamplerConfig,
+        seed: int | None,
+        rules: Rules | None,
+        streamer: Any,
+    ) -> list[Answer]:
+        first = seed if seed is not None else fresh_seed()
+        seeds = [first + row for row in range(len(prompts))]
+        events = generate(self.model, prompts, cfg, seeds=seeds, constraints=[rules or Rules()] * len(prompts))
+        last = _drain(events if streamer is None else _feeding(events, prompts, streamer))
+        return [self._answer(last, row, chatting, cfg) for row in range(len(prompts))]
+
+    def _answer(self, last: Finished, row: int, chatting: bool, cfg: SamplerConfig) -> Answer:
+        ids, _ = received(last.ids_BT[row].tolist(), cfg, cfg.max_new_tokens)
+        parts = parse(self.tokenizer.decode(ids, keep_special=True)) if chatting else Parsed(self.tokenizer.decode(ids))
+        stats = last.stats[row]
+        return Answer(
+            text=parts.text,
+            reason=last.reasons[row],
+            settled=stats.settled == stats.canvases,
+            ids=tuple(ids),
+            stats=stats,
+            reasoning=parts.reasoning,
+            tool_calls=parts.tool_calls,
+        )
+
+
+def as_messages(prompt: Prompt) -> Sequence[Message]:
+    """A conversation; a string becomes its only message."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def fresh_seed() -> int:
+    """A seed nobody has asked for; it is reported, so that the answer can be had again."""
+    return secrets.randbits(32)
+
+
+def received(ids: Sequence[int], cfg: SamplerConfig, room: int) -> tuple[list[int], bool]:
+    """Of a committed page, the tokens a user gets: up to the stop token or the room left, and whether it stopped."""
+    for at, token in enumerate(ids[:room]):
+        if token in cfg.eos_token_ids:
+            return list(ids[:at]), True
+    return list(ids[:room]), False
+
+
+class _Reading:
+    """Turns the tokens of one answer into text as they come, thoughts and calls taken out of a chat's."""
+
+    def __init__(self, tokenizer: Tokenizer, chatting: bool) -> None:
+        self.tokenizer, self.chatting = tokenizer, chatting
+        self._decoder = Decoder(tokenizer, keep_special=chatting)
+        self._raw = ""
+        self._shown = Parsed("")
+
+    def draft(self, ids: Sequence[int]) -> str:
+        """A page that may still change."""
+        return self.tokenizer.decode(ids)
+
+    def add(self, ids: Sequence[int], final: bool) -> tuple[str, str]:
+        """New text and new reasoning."""
+        piece = self._decoder.feed(ids) + (self._decoder.flush() if final else "")
+        if not self.chatting:
+            return piece, ""
+        self._raw += piece
+        # A call that is still being written is text to nobody yet.
+        whole = self._raw if final else self._raw.rpartition("<|tool_call>")[0] if self._calling() else self._raw
+        before, self._shown = self._shown, parse(whole)
+        return self._shown.text[len(before.text) :], self._shown.reasoning[len(before.reasoning) :]
+
+    def _calling(self) -> bool:
+        return self._raw.rfind("<|tool_call>") > self._raw.rfind("<tool_call|>")
+
+
+def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading) -> Iterator[Event]:
+    room = cfg.max_new_tokens
+    for event in events:
+        match event:
+            case Draft():
+                ids, _ = received(event.ids_BC[0].tolist(), cfg, room)
+                yield replace(event, text=reading.draft(ids))
+            case Committed():
+                ids, stopped = received(event.ids_BC[0].tolist(), cfg, room)
+                room -= len(ids)
+                text, reasoning = reading.add(ids, final=stopped or room <= 0)
+                yield replace(event, text=text, reasoning=reasoning)
+            case Finished():
+                yield event
+
+
+def _feeding(events: Iterator[Event], prompts: Sequence[Sequence[int]], streamer: Any) -> Iterator[Event]:
+    """Passes events on and feeds a streamer the way transformers does: the prompt, drafts if it takes them, pages, the end."""
+    if getattr(streamer, "_takes_logits", False):
+        raise ValueError(f"{type(streamer).__name__} wants logits with every draft; redraft sends token ids")
+    longest = max(map(len, prompts))
+    streamer.put(torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts]))
+    for event in events:
+        if isinstance(event, Draft) and hasattr(streamer, "put_draft"):
+            streamer.put_draft(_plain(event.ids_BC))
+        elif isinstance(event, Committed):
+            streamer.put(_plain(event.ids_BC))
+        yield event
+    streamer.end()
+
+
+def _plain(ids: Tensor) -> Tensor:
+    return ids.detach().cpu().clone()
+
+
+def _drain(events: Iterator[Event]) -> Finished:
+    last: Event | None = None
+    for last in events:
+        pass
+    assert isinstance(last, Finished)
+    return last

@@ -1,0 +1,85 @@
+"""The reference: transformers' DiffusionGemma with our weights, and its generate fed with our random numbers."""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, EntropyBoundSamplerConfig
+from transformers.models.diffusion_gemma import generation_diffusion_gemma as theirs
+
+from redraft import random
+from redraft.checkpoint import published_name
+from redraft.config import ModelConfig, SamplerConfig
+from redraft.kernels.vocabulary import sample_from
+from redraft.model import DiffusionGemma
+
+
+def same_weights(ours: DiffusionGemma) -> DiffusionGemmaForBlockDiffusion:
+    """Their model with our weights."""
+    config = DiffusionGemmaConfig.from_dict(ours.config.to_published(str(ours.dtype).removeprefix("torch.")))
+    model = DiffusionGemmaForBlockDiffusion(config).to(ours.dtype).eval()
+    tensors = {published_name(name): tensor for name, tensor in ours.state_dict().items()}
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert not unexpected
+    model.tie_weights()
+    assert all("vision" in n or n.startswith(("lm_head", "model.encoder.language_model")) for n in missing), missing
+    return model
+
+
+@contextmanager
+def our_draws(monkeypatch, seeds: Sequence[int]):
+    """Inside, transformers starts, samples and renoises with the numbers that `redraft.random` gives these seeds.
+
+    Their loop draws a canvas at the start of a block, then per step a sample and a canvas of noise, in this order.
+    """
+    at = {"block": -1, "step": 0}
+
+    def canvas(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        if at["starting"]:
+            at["block"], at["step"], at["starting"] = at["block"] + 1, 0, False
+        draws = random.draws(list(seeds), at["block"], device)
+        return draws.noise(at["step"], self.canvas_length, self.vocab_size)
+
+    def multinomial(probs: torch.Tensor, num_samples: int) -> torch.Tensor:
+        at["step"] += 1
+        draws = random.draws(list(seeds), at["block"], probs.device)
+        return sample_from(probs, draws.uniform(at["step"], probs.shape[0] // len(seeds)).flatten())[:, None]
+
+    prepare = theirs.DiffusionGemmaGenerationMixin._prepare_denoiser_inputs
+
+    def begin(self, **kwargs):
+        at["starting"] = True
+        return prepare(self, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(theirs.EntropyBoundSampler, "initialize_canvas", canvas)
+        patch.setattr(theirs.DiffusionGemmaGenerationMixin, "_prepare_denoiser_inputs", begin)
+        patch.setattr(theirs.torch, "multinomial", multinomial)
+        yield
+
+
+def generate(
+    model: DiffusionGemmaForBlockDiffusion,
+    prompts_BS: torch.Tensor,
+    cfg: SamplerConfig,
+    **options: object,
+) -> theirs.DiffusionGemmaGenerationOutput:
+    """Their generate with our settings."""
+    model.config.canvas_length = cfg.canvas_length
+    return model.generate(
+        prompts_BS,
+        max_new_tokens=cfg.max_new_tokens,
+        max_denoising_steps=cfg.max_steps,
+        sampler_config=EntropyBoundSamplerConfig(entropy_bound=float(cfg.entropy_bound)),
+        t_min=cfg.t_min,
+        t_max=cfg.t_max,
+        stability_threshold=cfg.stability_threshold,
+        confidence_threshold=cfg.confidence_threshold,
+        eos_token_id=list(cfg.eos_token_ids) or None,
+        pad_token_id=cfg.pad_token_id,
+        **options,
+    )
+
+
+__all__ = ["ModelConfig", "generate", "our_draws", "replace", "same_weights"]

@@ -1,0 +1,107 @@
+"""What the tests are made of: tiny configurations, a model with weights that matter, a byte tokenizer, a checkpoint.
+
+Random weights alone make a model that never settles, and in which a rounding error grows tenfold at every step.
+`decided` damps the layers and sharpens the head: pages settle, rows stop at different steps, rounding errors die out.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer as Vocabulary, decoders, models, pre_tokenizers
+
+from redraft import checkpoint
+from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
+from redraft.model import DiffusionGemma
+from redraft.tokenizer import Tokenizer
+from redraft.writer import Writer
+
+MARKS = (
+    "<pad> <eos> <bos> <unk> <|turn> <turn|> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call> <tool_call|> "
+    '<|tool_response> <tool_response|> <|"|>'
+).split()
+VOCAB = len(MARKS) + 256
+
+BASE = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=24,
+    num_experts=4,
+    top_k_experts=2,
+    layer_types=(SLIDING, SLIDING, FULL),
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_global_key_value_heads=2,
+    head_dim=8,
+    global_head_dim=8,
+    sliding_window=16,
+    max_position_embeddings=512,
+    canvas_length=16,
+    eos_token_ids=(1, 5),
+    image_token_ids=(VOCAB - 3, VOCAB - 2, VOCAB - 1),
+)
+
+CONFIGS = {
+    "plain": BASE,
+    "wide full heads": replace(BASE, global_head_dim=24, num_global_key_value_heads=1),
+    "short window": replace(BASE, sliding_window=5, layer_types=(SLIDING, SLIDING, SLIDING, FULL)),
+    "window of two": replace(BASE, sliding_window=2),
+    "one layer": replace(BASE, layer_types=(FULL,)),
+    "more experts than tokens": replace(BASE, num_experts=40, top_k_experts=1),
+    "every expert": replace(BASE, num_experts=3, top_k_experts=3, layer_types=(FULL, SLIDING, FULL)),
+    "whole head turns": replace(BASE, global_rotary_fraction=1.0, rope_theta=100.0, hidden_size=40, num_key_value_heads=4),
+}
+
+
+def build(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> DiffusionGemma:
+    """A model in which every weight matters: norms and scalars are not left at one."""
+    generator = torch.Generator().manual_seed(seed)
+    model = DiffusionGemma(config)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            scale = 0.1 if tensor.dim() == 1 else 1.5 * tensor.shape[-1] ** -0.5
+            tensor.copy_(noise * scale + (tensor.dim() == 1) * (0.9 if "scalar" in name else 1.0))
+        model.embed_tokens.weight.mul_(0.3)
+    return model.eval().requires_grad_(False).to(dtype)
+
+
+def decided(config: ModelConfig, seed: int = 0) -> DiffusionGemma:
+    """A model sure enough of itself to settle after a few steps, more often than not."""
+    model = build(config, seed)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.post_attention_layernorm.weight.mul_(0.3)
+            layer.post_feedforward_layernorm.weight.mul_(0.3)
+        model.self_conditioning.down_proj.weight.mul_(0.07)
+        model.norm.weight.mul_(20.0)
+    return model
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Every byte is a token, behind the marks of a chat."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*MARKS, *alphabet])}
+    vocabulary = Vocabulary(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocabulary.decoder = decoders.ByteLevel()
+    vocabulary.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    return Tokenizer(vocabulary)
+
+
+def sampler(**changes: object) -> SamplerConfig:
+    """Settings for tiny canvases."""
+    return SamplerConfig.from_published({"eos_token_id": [1, 5]}, BASE).changed(**{"max_steps": 6, "entropy_bound": 1.0, "confidence_threshold": 0.1, **changes})
+
+
+def writer(seed: int = 0) -> Writer:
+    """A Writer that writes gibberish, quickly."""
+    return Writer(decided(BASE, seed), byte_tokenizer(), sampler(max_new_tokens=40))
+
+
+def save_folder(folder: Path, config: ModelConfig = BASE, seed: int = 0) -> Path:
+    """A whole checkpoint folder."""
+    checkpoint.save(decided(config, seed), folder, sampler=sampler(max_new_tokens=32))
+    byte_tokenizer().save(folder)
+    return folder
