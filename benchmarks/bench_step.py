@@ -12,6 +12,7 @@ import json
 import statistics
 import subprocess
 import time
+from itertools import pairwise
 
 import torch
 import transformers
@@ -71,13 +72,13 @@ def their_steps(model: DiffusionGemmaForBlockDiffusion, cfg: SamplerConfig) -> l
         streamer=times,
         pad_token_id=cfg.pad_token_id,
     )
-    return [b - a for a, b in zip(times.at, times.at[1:], strict=False)]
+    return [b - a for a, b in pairwise(times.at)]
 
 
 def our_steps(model: torch.nn.Module, cfg: SamplerConfig) -> list[float]:
     """Seconds of each step of ours."""
     at = [time.perf_counter() for e in generate(model, [PROMPT], cfg, seeds=[0]) if isinstance(e, Draft)]
-    return [b - a for a, b in zip(at, at[1:], strict=False)]
+    return [b - a for a, b in pairwise(at)]
 
 
 def main() -> None:
@@ -93,8 +94,8 @@ def main() -> None:
     torch.manual_seed(0)
     cfg = SamplerConfig(max_steps=args.steps, eos_token_ids=(1,))
 
-    theirs = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig.from_dict(CONFIG.to_published(args.dtype)))
-    theirs = theirs.to(getattr(torch, args.dtype)).eval()
+    config = DiffusionGemmaConfig.from_dict(CONFIG.to_published(args.dtype))
+    theirs = DiffusionGemmaForBlockDiffusion._from_config(config, dtype=getattr(torch, args.dtype)).eval()
     theirs.set_experts_implementation(args.experts)
     ours = from_state_dict(CONFIG, theirs.state_dict(), dtype=getattr(torch, args.dtype))
 

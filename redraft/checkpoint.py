@@ -8,16 +8,15 @@ prefix, except the encoder's layer scalars, the only text weights that exist twi
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from redraft.config import GENERATION, OURS, SMALLEST_VISION, ConfigError, ModelConfig, SamplerConfig
+from redraft.config import GENERATION, OURS, SMALLEST_VISION, ModelConfig, SamplerConfig
 from redraft.model import DiffusionGemma
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -82,8 +81,7 @@ class Tensors(Mapping[str, Tensor]):
                 raise CheckpointError(f"{folder / file} is missing") from None
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{folder / file} is damaged or cut short ({error}); download it again") from None
-            for name in self._files[file].keys():
-                self._file_of[name] = file
+            self._file_of |= dict.fromkeys(self._files[file].keys(), file)
 
     def _listed(self) -> list[str]:
         if not (self.folder / INDEX).exists():
@@ -97,7 +95,7 @@ class Tensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._files[self._file_of[name]].get_tensor(name)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 
     def __len__(self) -> int:
@@ -228,17 +226,3 @@ def write_text(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
-
-
-def load_sampler(folder: str | Path, config: ModelConfig) -> SamplerConfig:
-    """The sampler settings that come with a checkpoint."""
-    return SamplerConfig.from_folder(folder, config)
-
-
-def describe(folder: str | Path) -> dict[str, Any]:
-    """What stands in a folder without loading it: bytes of weights, tensors, shards."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    return {"files": len(files), "bytes": sum(f.stat().st_size for f in files)}
-
-
-__all__ = ["CheckpointError", "ConfigError", "Tensors", "find", "from_state_dict", "load_config", "load_model", "save"]

@@ -15,7 +15,7 @@ ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 SLIDING, FULL = "sliding_attention", "full_attention"
 RELEASED_LAYERS = ((SLIDING,) * 5 + (FULL,)) * 5
 
-# transformers always builds a vision tower, a full-size one when `vision_config` is missing; this is the smallest it accepts.
+# transformers always builds a vision tower, at full size when `vision_config` is missing; this is the smallest it accepts.
 SMALLEST_VISION = {
     "model_type": "gemma4_vision",
     "hidden_size": 8,
@@ -80,7 +80,9 @@ class ModelConfig:
             raise ConfigError(f"the last layer must be {FULL!r}, got {self.layer_types[-1]!r}")
         for heads in (self.num_key_value_heads, self.num_global_key_value_heads):
             if self.num_attention_heads % heads:
-                raise ConfigError(f"{self.num_attention_heads} attention heads cannot be shared among {heads} key-value heads")
+                raise ConfigError(
+                    f"{self.num_attention_heads} attention heads cannot be shared among {heads} key-value heads"
+                )
         if self.head_dim % 2 or self.global_head_dim % 2:
             raise ConfigError(f"head sizes must be even (RoPE pairs), got {self.head_dim} and {self.global_head_dim}")
         if self.top_k_experts > self.num_experts:
@@ -392,7 +394,9 @@ def _rope(text: Mapping[str, Any], source: str) -> dict[str, float]:
     sliding, full = rope.get(SLIDING) or {}, rope.get(FULL) or {}
     kinds = (sliding.get("rope_type", "default"), full.get("rope_type", "proportional"))
     if kinds != ("default", "proportional") or full.get("factor", 1.0) != 1.0:
-        raise ConfigError(f"{source}: RoPE {kinds} with factor {full.get('factor', 1.0)}; redraft runs default, proportional, 1")
+        raise ConfigError(
+            f"{source}: RoPE {kinds} with factor {full.get('factor', 1.0)}; redraft runs default, proportional, 1"
+        )
     if sliding.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{source}: partial_rotary_factor on sliding layers is {sliding['partial_rotary_factor']}, not 1")
     return {

@@ -3,7 +3,8 @@
 `encode` reads committed tokens causally and writes the cache; `denoise` reads a canvas bidirectionally and only looks at
 the cache; `soft_embed` turns what one step believes into what the next step is told. Knows nothing of sampling or text.
 Names of weights are those of the published checkpoints (`checkpoint.py` adds the prefix).
-Shapes: B rows, S tokens, C canvas positions, T cached tokens, D model size, H heads, G key-value heads, K head size, V vocabulary.
+Shapes: B rows, S tokens, C canvas positions, T cached tokens, D model size, H heads, G key-value heads, K head size,
+V vocabulary.
 """
 
 from collections.abc import Sequence

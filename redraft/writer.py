@@ -226,7 +226,7 @@ def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading) -
 
 
 def _feeding(events: Iterator[Event], prompts: Sequence[Sequence[int]], streamer: Any) -> Iterator[Event]:
-    """Passes events on and feeds a streamer the way transformers does: the prompt, drafts if it takes them, pages, the end."""
+    """Passes events on and feeds a streamer as transformers does: the prompt, drafts if it takes them, pages, the end."""
     if getattr(streamer, "_takes_logits", False):
         raise ValueError(f"{type(streamer).__name__} wants logits with every draft; redraft sends token ids")
     longest = max(map(len, prompts))
@@ -245,8 +245,6 @@ def _plain(ids: Tensor) -> Tensor:
 
 
 def _drain(events: Iterator[Event]) -> Finished:
-    last: Event | None = None
-    for last in events:
-        pass
+    *_, last = events
     assert isinstance(last, Finished)
     return last

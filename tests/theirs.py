@@ -18,7 +18,8 @@ from redraft.model import DiffusionGemma
 def same_weights(ours: DiffusionGemma) -> DiffusionGemmaForBlockDiffusion:
     """Their model with our weights."""
     config = DiffusionGemmaConfig.from_dict(ours.config.to_published(str(ours.dtype).removeprefix("torch.")))
-    model = DiffusionGemmaForBlockDiffusion(config).to(ours.dtype).eval()
+    # Not .to(dtype): that would round the RoPE frequencies as well, which loading a checkpoint does not.
+    model = DiffusionGemmaForBlockDiffusion._from_config(config, dtype=ours.dtype).eval()
     tensors = {published_name(name): tensor for name, tensor in ours.state_dict().items()}
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer as Vocabulary, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Vocabulary
 
 from redraft import checkpoint
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
@@ -92,7 +93,9 @@ def byte_tokenizer() -> Tokenizer:
 
 def sampler(**changes: object) -> SamplerConfig:
     """Settings for tiny canvases."""
-    return SamplerConfig.from_published({"eos_token_id": [1, 5]}, BASE).changed(**{"max_steps": 6, "entropy_bound": 1.0, "confidence_threshold": 0.1, **changes})
+    return SamplerConfig.from_published({"eos_token_id": [1, 5]}, BASE).changed(
+        **{"max_steps": 6, "entropy_bound": 1.0, "confidence_threshold": 0.1, **changes}
+    )
 
 
 def writer(seed: int = 0) -> Writer:

@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def gated_experts(
-    x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor
-) -> Tensor:
+def gated_experts(x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
     """Weighted sum over each token's experts. The sum runs in router order, so it does not depend on the batch."""
     n, k = experts_NK.shape
     order = experts_NK.flatten().argsort(stable=True)

@@ -1,0 +1,399 @@
+"""The command line: redraft "prompt", redraft chat, redraft info. Flags are those people know from llama.cpp and Ollama.
+
+On a terminal the canvas is drawn live; in a pipe only the final text goes to stdout. A user's mistake is one sentence on
+stderr and exit code 2; Ctrl-C keeps what is committed and exits with 130.
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+import redraft
+from redraft import checkpoint
+from redraft.config import ModelConfig
+from redraft.generate import Committed, Finished
+from redraft.terminal import CanvasView, summary
+from redraft.writer import Answer, Writer
+
+SHIPPED = Path(__file__).with_name("weights") / "tiny"
+
+
+class DefaultToWrite(TyperGroup):
+    """`redraft "prompt"` is `redraft write "prompt"`: anything that is not a command is something to write about."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Puts the command in where the user left it out."""
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h", "--version"):
+            args = ["write", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=DefaultToWrite,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(redraft.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Text-diffusion language models. `redraft "prompt"` is short for `redraft write "prompt"`."""
+
+
+def _whole(text: str) -> int:
+    """A whole number from the command line; typer's own message leaves out what was typed."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
+def _option(*names: str, help: str, parser: Any = None) -> Any:
+    return typer.Option(*names, help=help, parser=parser, metavar={_whole: "INT", _number: "FLOAT"}.get(parser))
+
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", envvar="REDRAFT_MODEL", help="Checkpoint folder, or hub id OWNER/NAME.")
+]
+MaxTokens = Annotated[
+    int | None,
+    _option("--max-tokens", "-n", "--max-new-tokens", help="Most tokens to write. [checkpoint's]", parser=_whole),
+]
+Steps = Annotated[
+    int | None,
+    _option(
+        "--max-denoising-steps", "--steps", "--diffusion-steps", help="Most steps for a page. [checkpoint's]", parser=_whole
+    ),
+]
+Seed = Annotated[
+    int | None, _option("--seed", help="The same seed gives the same text. [a fresh one, reported]", parser=_whole)
+]
+Bound = Annotated[float | None, _option("--entropy-bound", help="Nats one step may accept. [checkpoint's]", parser=_number)]
+Temperature = Annotated[
+    float | None,
+    _option("--temperature", "--temp", help="One temperature for all steps. [checkpoint's schedule]", parser=_number),
+]
+Block = Annotated[int | None, _option("--block-length", help="Tokens on a page. [checkpoint's]", parser=_whole)]
+Think = Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")]
+System = Annotated[str | None, typer.Option("--system", "-s", help="A system message before the conversation.")]
+Visual = Annotated[bool | None, typer.Option("--visual/--no-visual", help="Draw the canvas as it settles. [on a terminal]")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1. [a GPU if there is one]")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16. [as stored]")]
+
+
+@app.command()
+def write(
+    prompt: Annotated[str | None, typer.Argument(help="What to answer or continue; - or nothing reads stdin.")] = None,
+    model: Model = "",
+    max_tokens: MaxTokens = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    entropy_bound: Bound = None,
+    temperature: Temperature = None,
+    block_length: Block = None,
+    think: Think = False,
+    system: System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without a chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print text, statistics and seed as one JSON object.")] = False,
+    visual: Visual = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Answer a prompt, or continue a text when the model is not made for chat."""
+    text = _prompt(prompt)
+    writer = _load(model, device, dtype)
+    settings = _settings(steps, entropy_bound, temperature, block_length)
+    chatting = writer.tokenizer.can_chat and not raw
+    if not chatting and (system or think):
+        raise ValueError("--system and --think need a chat model; this one continues text")
+    messages: Any = _conversation(system, text) if chatting else text
+    options = {"max_tokens": max_tokens, "seed": seed, **settings}
+    if chatting:
+        options["think"] = think
+    console = Console(highlight=False)
+    if as_json:
+        answer = writer.chat(messages, **options) if chatting else writer.write(messages, **options)
+        print(json.dumps(_as_json(answer), ensure_ascii=False))
+    elif console.is_terminal if visual is None else visual:
+        _draw(writer, messages, options, console)
+    else:
+        _print_pieces(writer, messages, options)
+
+
+@app.command()
+def chat(
+    model: Model = "",
+    max_tokens: MaxTokens = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    entropy_bound: Bound = None,
+    temperature: Temperature = None,
+    block_length: Block = None,
+    think: Think = False,
+    system: System = None,
+    visual: Visual = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Talk with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
+    writer = _load(model, device, dtype)
+    settings = _settings(steps, entropy_bound, temperature, block_length)
+    options = {"max_tokens": max_tokens, "seed": seed, "think": think, **settings}
+    console = Console(highlight=False)
+    drawing = console.is_terminal if visual is None else visual
+    opening = _conversation(system, None)
+    messages = list(opening)
+    for line in _lines(console):
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = list(opening)
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            said = _draw(writer, messages, options, console) if drawing else _print_pieces(writer, messages, options)
+        except KeyboardInterrupt as stopped:
+            if not console.is_terminal:
+                raise
+            said = getattr(stopped, "committed", "")
+            console.print("[bright_black](stopped)")
+        messages.append({"role": "assistant", "content": said})
+
+
+@app.command()
+def info(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", envvar="REDRAFT_MODEL", help="Checkpoint folder, or hub id OWNER/NAME."),
+    ] = None,
+) -> None:
+    """Show a checkpoint's shape, its memory by format, and what would run where. Without -m: the released 26B-A4B."""
+    console = Console(highlight=False)
+    config, stored = ModelConfig(), None
+    if model:
+        folder = checkpoint.find(model)
+        config = checkpoint.load_config(folder)
+        stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    console.print(f"[bold]{model or 'DiffusionGemma 26B-A4B (released shape)'}[/bold]")
+    console.print(_shape_table(config))
+    console.print(_memory_table(config, stored))
+    console.print(_place_table())
+
+
+def _shape_table(config: ModelConfig) -> Table:
+    counts = config.parameter_counts()
+    table = Table("configuration", "", box=None, pad_edge=False)
+    sliding = sum(kind == "sliding_attention" for kind in config.layer_types)
+    rows = {
+        "vocabulary": f"{config.vocab_size:,}",
+        "model size": f"{config.hidden_size:,}",
+        "layers": f"{config.num_hidden_layers} ({sliding} with a window of {config.sliding_window:,}, the rest full)",
+        "heads": f"{config.num_attention_heads}; key-value {config.num_key_value_heads} x {config.head_dim}, "
+        f"in full layers {config.num_global_key_value_heads} x {config.global_head_dim}",
+        "experts": f"{config.num_experts} of {config.moe_intermediate_size:,}, {config.top_k_experts} at a time; "
+        f"dense {config.intermediate_size:,}",
+        "canvas": f"{config.canvas_length:,} tokens",
+        "context": f"{config.max_position_embeddings:,} tokens",
+        "parameters": f"{_si(counts['total'])}, {_si(counts['active'])} active",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for name, count in counts.items():
+        if name not in ("total", "active"):
+            table.add_row(f"  {name}", _si(count))
+    return table
+
+
+def _memory_table(config: ModelConfig, stored: int | None) -> Table:
+    """Weights by format. Embedding, norms, router and self-conditioning stay bf16 in every published format."""
+    counts = config.parameter_counts()
+    kept = sum(counts[name] for name in ("embedding", "router", "self-conditioning", "norms and scalars"))
+    linear = counts["total"] - kept
+    full, sliding = config.kv_bytes_per_token()
+    table = Table("memory", "", box=None, pad_edge=False)
+    if stored is not None:
+        table.add_row("on disk", _si(stored, "B"))
+    table.add_row("bf16", _si(2 * counts["total"], "B"))
+    table.add_row("fp8 layers", _si(2 * kept + linear, "B"))
+    table.add_row("4-bit experts (NVFP4)", _si(2 * (counts["total"] - counts["experts"]) + counts["experts"] * 9 / 16, "B"))
+    table.add_row("4-bit layers", _si(2 * kept + linear * 9 / 16, "B"))
+    table.add_row(
+        "cache", f"{full / 1024:,.0f} KiB a token, and {_si(sliding * (config.sliding_window - 1), 'B')} of windows"
+    )
+    return table
+
+
+def _place_table() -> Table:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    table = Table("here", "", box=None, pad_edge=False)
+    table.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")
+    table.add_row("cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+    table.add_row("gpu", gpu)
+    table.add_row("runs on", f"{'gpu' if torch.cuda.is_available() else 'cpu'}, every operation in plain PyTorch")
+    return table
+
+
+def _si(count: float, unit: str = "") -> str:
+    for scale, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
+        if count >= scale:
+            return f"{count / scale:.2f} {letter}{unit}"
+    return f"{count:.0f} {unit}"
+
+
+def _prompt(given: str | None) -> str:
+    """The prompt from the argument, or from a pipe."""
+    if given is not None and given != "-":
+        text = given
+    elif given == "-" or not sys.stdin.isatty():
+        text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    else:
+        raise ValueError("there is no prompt: give one, or pipe a text in")
+    if not text.strip():
+        raise ValueError("the prompt is empty")
+    return text
+
+
+def _load(model: str, device: str | None, dtype: str | None) -> Writer:
+    """The model, with a line on stderr while a person waits for it."""
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"--dtype is float32 or bfloat16, got {dtype!r}")
+    if not model and not SHIPPED.is_dir():
+        raise ValueError("which model? Give -m FOLDER or -m OWNER/NAME, or set REDRAFT_MODEL")
+    with _waiting(f"loading {model or 'tiny'}"):
+        return redraft.load(model or SHIPPED, device=device, dtype=dtype)
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+def _settings(
+    steps: int | None, entropy_bound: float | None, temperature: float | None, block_length: int | None
+) -> dict[str, Any]:
+    both = {"t_min": temperature, "t_max": temperature}
+    return {"max_steps": steps, "entropy_bound": entropy_bound, "canvas_length": block_length, **both}
+
+
+def _conversation(system: str | None, user: str | None) -> list[dict[str, str]]:
+    turns = (("system", system), ("user", user))
+    return [{"role": role, "content": text} for role, text in turns if text is not None]
+
+
+def _lines(console: Console) -> Iterator[str]:
+    """What the user types, or the lines of a pipe; empty ones are passed over."""
+    while True:
+        try:
+            line = console.input("[bold]> [/bold]") if console.is_terminal and sys.stdin.isatty() else input()
+        except EOFError:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _draw(writer: Writer, prompt: Any, options: dict[str, Any], console: Console) -> str:
+    """The answer drawn live; its text comes back, or rides on the KeyboardInterrupt that cut it short."""
+    said = ""
+    with CanvasView(console, writer.tokenizer, writer.sampler.eos_token_ids) as view:
+        try:
+            for event in view.show(writer.stream(prompt, **options)):
+                if isinstance(event, Committed):
+                    said += event.text
+                elif isinstance(event, Finished):
+                    console.print(summary(event.stats[0]), style="bright_black")
+        except KeyboardInterrupt as stop:
+            stop.committed = said  # type: ignore[attr-defined]
+            raise
+    return said
+
+
+def _print_pieces(writer: Writer, prompt: Any, options: dict[str, Any]) -> str:
+    """Committed text to stdout, page by page, and nothing else."""
+    said = ""
+    try:
+        for event in writer.stream(prompt, **options):
+            if isinstance(event, Committed):
+                said += event.text
+                print(event.text, end="", flush=True)
+    finally:
+        if said:
+            print(flush=True)
+    return said
+
+
+def _as_json(answer: Answer) -> dict[str, Any]:
+    stats = asdict(answer.stats)
+    for name in ("forwards", "tokens_per_forward", "tokens_per_second"):
+        stats[name] = getattr(answer.stats, name)
+    return {
+        "text": answer.text,
+        "reasoning": answer.reasoning,
+        "tool_calls": [asdict(call) for call in answer.tool_calls],
+        "reason": answer.reason,
+        "settled": answer.settled,
+        "seed": answer.seed,
+        "stats": stats,
+    }
+
+
+# Newer typer carries its own copy of click; the common ancestor of usage errors is found through what both export.
+UsageProblem = typer.BadParameter.mro()[2]
+
+
+def main() -> None:
+    """The entry point: mistakes become one sentence, Ctrl-C becomes 130. REDRAFT_DEBUG=1 shows the traceback instead."""
+    try:
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="redraft", standalone_mode=False))
+    except UsageProblem as error:
+        print(f"redraft: {error.format_message()} (see redraft --help)", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our pipe has gone; nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (ValueError, OSError) as error:
+        if os.environ.get("REDRAFT_DEBUG"):
+            raise
+        print(f"redraft: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

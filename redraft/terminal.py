@@ -1,0 +1,132 @@
+"""Events drawn on a terminal: the canvas settles in place, inside the scrollback, and committed text stays behind.
+
+A translator of the event stream; decides nothing. Grey is noise, green changed at this step, violet is draft (accepted
+before), plain text is committed. Redraws at most 20 times a second. When there is no terminal, nothing here runs.
+"""
+
+import time
+import unicodedata
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from rich.cells import cell_len
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from redraft.generate import Committed, Draft, Event, Finished, Stats
+from redraft.tokenizer import Tokenizer
+
+FRAME_SECONDS = 1 / 20
+NOISE, CHANGED, DRAFT, QUIET = "bright_black", "green", "medium_purple1", "bright_black"
+
+
+def harmless(text: str) -> str:
+    """Text without control characters: a model's output must not steer the terminal."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") or c == "\u200d")
+
+
+class CanvasView:
+    """Draws one answer. Use as a context manager around the stream; leaving it in any way clears the unfinished page."""
+
+    def __init__(self, console: Console, tokenizer: Tokenizer, stops: Iterable[int]) -> None:
+        self.console, self.tokenizer, self.stops = console, tokenizer, frozenset(stops)
+        self._live: Live | None = None
+        self._drawn = 0.0
+        self._column = 0  # where the committed text ends on its last line
+        self._before: tuple[list[int], list[bool]] | None = None  # tokens and acceptance one step ago
+
+    def __enter__(self) -> "CanvasView":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear()
+
+    def show(self, events: Iterator[Event]) -> Iterator[Event]:
+        """Draws events as they pass by."""
+        for event in events:
+            match event:
+                case Draft():
+                    self._draft(event)
+                case Committed():
+                    self._clear()
+                    self._before = None
+                    if event.reasoning:
+                        self._write(event.reasoning, QUIET)
+                    self._write(event.text)
+                case Finished():
+                    if self._column:
+                        self.console.out("")
+            yield event
+
+    def _draft(self, event: Draft) -> None:
+        tokens, accepted = event.canvas_BC[0].tolist(), event.accepted_BC[0].tolist()
+        page = self.page(tokens, accepted)
+        self._before = (tokens, accepted)
+        now = time.monotonic()
+        if now - self._drawn < FRAME_SECONDS:
+            return
+        self._drawn = now
+        if self._live is None:
+            if self._column:
+                self.console.out("")  # the page is drawn below; `_clear` comes back to the end of the text
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+        lines = page.wrap(self.console, self.console.width)
+        room = max(1, self.console.height - 3)
+        self._live.update(Group(Text("\n").join(lines[-room:]), meter(event)), refresh=True)
+
+    def page(self, tokens: list[int], accepted: list[bool]) -> Text:
+        """The canvas as coloured text, cut at an accepted stop token."""
+        end = next((i for i, t in enumerate(tokens) if accepted[i] and t in self.stops), len(tokens))
+        styles = [self._style(i, tokens[i], accepted[i]) for i in range(end)]
+        page = Text()
+        for style, run in groupby(range(end), key=styles.__getitem__):
+            text = harmless(self.tokenizer.spell([tokens[i] for i in run]))
+            page.append(text.replace("\n", " ") if style == NOISE else text, style)
+        return page
+
+    def _style(self, at: int, token: int, accepted: bool) -> str:
+        if not accepted:
+            return NOISE
+        if self._before is None or not self._before[1][at] or self._before[0][at] != token:
+            return CHANGED
+        return DRAFT
+
+    def _clear(self) -> None:
+        """Takes the page away and puts the cursor back behind the committed text."""
+        if self._live is None:
+            return
+        self._live.stop()
+        self._live = None
+        if self._column:
+            self.console.file.write(f"\x1b[1A\x1b[{self._column}C")
+            self.console.file.flush()
+
+    def _write(self, text: str, style: str | None = None) -> None:
+        text = harmless(text)
+        self.console.out(text, style=style, end="", highlight=False)
+        *_, last = text.split("\n")
+        before = 0 if "\n" in text else self._column
+        # A line that fills the width exactly is left alone: what follows starts the next one either way.
+        self._column = (before + cell_len(last.expandtabs())) % self.console.width
+
+
+def meter(event: Draft) -> Text:
+    """Step, how much of the page is accepted, and how unsure the model still is."""
+    accepted, total = int(event.accepted_BC[0].sum()), event.accepted_BC.shape[1]
+    filled = round(20 * accepted / total)
+    entropy = float(event.entropy_BC[0].mean())
+    text = Text(f"page {event.block + 1} · step {event.step}/{event.max_steps} ", QUIET)
+    text.append("█" * filled, CHANGED).append("░" * (20 - filled), QUIET)
+    return text.append(f" {accepted}/{total} accepted · entropy {entropy:.3f} nats", QUIET)
+
+
+def summary(stats: Stats) -> str:
+    """One line of what an answer cost."""
+    unsettled = stats.canvases - stats.settled
+    doubt = f" · {unsettled} of {stats.canvases} pages did not settle" if unsettled else ""
+    return (
+        f"{stats.new_tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f}/s) · {stats.forwards} forwards, "
+        f"{stats.tokens_per_forward:.1f} tokens each · seed {stats.seed}{doubt}"
+    )
