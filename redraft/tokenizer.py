@@ -138,7 +138,7 @@ class Tokenizer:
                 add_generation_prompt=True,
                 bos_token=self.bos,
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program, and may fail in every way a program can
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
 
 

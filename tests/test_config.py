@@ -1,0 +1,190 @@
+"""The released values, what the published files say, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import tiny
+
+from redraft.config import FULL, SLIDING, ConfigError, ModelConfig, SamplerConfig
+
+# config.json of google/diffusiongemma-26B-A4B-it: the keys that shape the text model, and what it leaves out.
+RELEASED = {
+    "architectures": ["DiffusionGemmaForBlockDiffusion"],
+    "model_type": "diffusion_gemma",
+    "canvas_length": 256,
+    "boi_token_id": 255999,
+    "eoi_token_id": 258882,
+    "image_token_id": 258880,
+    "eos_token_id": [1, 106],
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "diffusion_gemma_text",
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "moe_intermediate_size": 704,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "layer_types": ([SLIDING] * 5 + [FULL]) * 5,
+        "sliding_window": 1024,
+        "rope_parameters": {
+            FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 30.0,
+        "use_bidirectional_attention": "vision",
+        "attention_bias": False,
+        "vocab_size": 262144,
+        "max_position_embeddings": 262144,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    },
+    "vision_config": {"model_type": "gemma4_vision", "hidden_size": 1152},
+}
+GENERATION = {
+    "confidence_threshold": 0.005,
+    "eos_token_id": [1, 106, 50],
+    "max_denoising_steps": 48,
+    "max_new_tokens": 256,
+    "pad_token_id": 0,
+    "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.1},
+    "stability_threshold": 1,
+    "t_max": 0.8,
+    "t_min": 0.4,
+    "transformers_version": "5.8.0.dev0",
+}
+
+
+def with_text(**changes: object) -> dict:
+    text = {**RELEASED["text_config"], **changes}
+    return {**RELEASED, "text_config": {k: v for k, v in text.items() if v is not ...}}
+
+
+def test_the_released_file_is_the_default():
+    read = ModelConfig.from_published(RELEASED)
+    assert replace(read, vision=ModelConfig().vision) == ModelConfig()
+    assert read.vision["hidden_size"] == 1152
+    assert SamplerConfig.from_published(GENERATION, read) == SamplerConfig()
+
+
+def test_what_the_file_omits_is_derived():
+    bare = with_text(layer_types=..., rope_parameters=..., rms_norm_eps=..., num_global_key_value_heads=...)
+    read = ModelConfig.from_published(bare)
+    assert read.layer_types == ModelConfig().layer_types
+    assert (read.rope_theta, read.global_rope_theta, read.global_rotary_fraction) == (1e4, 1e6, 0.25)
+    assert read.num_global_key_value_heads == 8
+    assert ModelConfig.from_published(with_text(layer_types=[SLIDING] * 30)).layer_types[-1] == FULL
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_writing_and_reading_agree(name):
+    config = tiny.CONFIGS[name]
+    assert ModelConfig.from_published(json.loads(json.dumps(config.to_published()))) == config
+
+
+def test_parameter_counts_are_those_of_the_released_model():
+    counts = ModelConfig().parameter_counts()
+    billions = {name: round(count / 1e9, 3) for name, count in counts.items()}
+    assert billions["attention"] == 1.110
+    assert billions["dense MLP"] == 0.535
+    assert billions["experts"] == 22.838
+    assert billions["embedding"] == 0.738
+    assert billions["total"] == 25.251
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_parameter_counts_are_those_of_the_model(name):
+    config = tiny.CONFIGS[name]
+    model = tiny.build(config)
+    assert config.parameter_counts()["total"] == sum(tensor.numel() for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, ["LlamaForCausalLM"]),
+        ({}, ["nothing"]),
+        ({**RELEASED, "text_config": None}, ["text_config"]),
+        ({**RELEASED, "quantization_config": {"quant_method": "modelopt"}}, ["modelopt"]),
+        (with_text(hidden_size=...), ["hidden_size"]),
+        (with_text(num_experts=None), ["num_experts"]),
+        (with_text(hidden_size=0), ["hidden_size", "0"]),
+        (with_text(hidden_size="big"), ["hidden_size", "big"]),
+        (with_text(num_key_value_heads=3), ["16", "3"]),
+        (with_text(top_k_experts=129), ["129", "128"]),
+        (with_text(layer_types=[FULL]), ["1", "30"]),
+        (with_text(layer_types=["linear"] * 30), ["linear"]),
+        (with_text(attention_bias=True), ["attention_bias"]),
+        (with_text(use_bidirectional_attention="all"), ["all"]),
+        (with_text(hidden_activation="silu"), ["silu"]),
+        (with_text(global_head_dim=...), ["global_head_dim"]),
+        (with_text(head_dim=255), ["255"]),
+        (with_text(sliding_window=1), ["sliding_window", "1"]),
+        (with_text(pad_token_id=262144), ["262144"]),
+        (with_text(final_logit_softcapping=-1.0), ["-1.0"]),
+        (with_text(per_layer_config={"0": {"head_dim": 64}}), ["per_layer_config"]),
+        (with_text(rope_parameters={FULL: {"rope_type": "yarn"}}), ["yarn"]),
+    ],
+)
+def test_nonsense_is_refused_with_the_value(raw, words):
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_published(raw)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_steps": 0},
+        {"max_steps": 1.5},
+        {"max_new_tokens": -3},
+        {"canvas_length": True},
+        {"entropy_bound": 0.0},
+        {"entropy_bound": float("nan")},
+        {"confidence_threshold": 0},
+        {"t_min": 0.9},
+        {"t_min": -0.1},
+        {"stability_threshold": -1},
+        {"eos_token_ids": (-5,)},
+        {"temperature": 1.0},
+    ],
+)
+def test_sampler_nonsense_is_refused_with_the_value(change):
+    (name, value), *_ = change.items()
+    with pytest.raises(ConfigError) as caught:
+        SamplerConfig().changed(**change)
+    assert name.removesuffix("s") in str(caught.value)
+    assert name == "temperature" or str(value).strip("(),") in str(caught.value)
+
+
+def test_sampler_settings_survive_a_folder(tmp_path):
+    settings = SamplerConfig(canvas_length=64, max_steps=7, quota=True, accept_at_end=True, eos_token_ids=(1,), t_min=0.1)
+    theirs, ours = settings.to_published()
+    (tmp_path / "generation_config.json").write_text(json.dumps(theirs))
+    (tmp_path / "redraft.json").write_text(json.dumps(ours))
+    assert SamplerConfig.from_folder(tmp_path, ModelConfig()) == settings
+    with pytest.raises(ConfigError, match="ConfidenceSamplerConfig"):
+        SamplerConfig.from_published({"sampler_config": {"_cls_name": "ConfidenceSamplerConfig"}}, ModelConfig())
+
+
+def test_canvases_needed():
+    assert [SamplerConfig(max_new_tokens=n).max_canvases for n in (1, 256, 257, 512)] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "\xff"])
+def test_unreadable_json_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match="config.json"):
+        ModelConfig.from_json(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="does not exist"):
+        ModelConfig.from_json(tmp_path / "elsewhere.json")

@@ -1,0 +1,212 @@
+"""The canvas mathematics: invariants under random logits, and each rule of the reference by name."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redraft import random, sampler
+from redraft.config import SamplerConfig
+from redraft.rules import Rules, on_canvas
+
+VOCAB, LENGTH = 23, 9
+
+
+@st.composite
+def situations(draw):
+    """A canvas some steps into its way, with settings, rules and the logits of each step so far."""
+    rows = draw(st.integers(1, 3))
+    cfg = SamplerConfig(
+        canvas_length=LENGTH,
+        max_steps=draw(st.integers(1, 6)),
+        entropy_bound=draw(st.floats(1e-3, 30.0)),
+        t_min=draw(st.floats(0.05, 0.5)),
+        t_max=draw(st.floats(0.5, 2.0)),
+        stability_threshold=draw(st.integers(0, 2)),
+        confidence_threshold=draw(st.sampled_from([1e-6, 0.1, 2.0])),
+        eos_token_ids=(1, 5),
+        quota=draw(st.booleans()),
+        accept_at_end=draw(st.booleans()),
+    )
+    pins = st.dictionaries(st.integers(0, LENGTH - 1), st.integers(0, VOCAB - 1), max_size=4)
+    forbidden = st.lists(st.integers(0, VOCAB - 1), max_size=5)
+    rules = []
+    for _ in range(rows):
+        pinned = draw(pins)
+        rules.append(Rules(pins=pinned, forbidden=tuple(set(draw(forbidden)) - set(pinned.values()))))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    scale = draw(st.sampled_from([0.0, 1.0, 8.0, 30.0]))
+    drift = draw(st.booleans())
+    base = scale * torch.randn(rows, LENGTH, VOCAB, generator=generator)
+    logits = [base + (scale * torch.randn(base.shape, generator=generator) if drift else 0) for _ in range(cfg.max_steps)]
+    return cfg, rules, logits, list(range(rows))
+
+
+def run(situation):
+    """All states of the loop, with the fixed rules."""
+    cfg, rules, logits, seeds = situation
+    draws, fixed = random.draws(seeds, 0), on_canvas(rules, 0, LENGTH, VOCAB, cfg.eos_token_ids, "cpu")
+    states = [sampler.start(draws.noise(0, LENGTH, VOCAB), fixed)]
+    while not sampler.finished(states[-1], cfg):
+        state, _ = sampler.step(logits[states[-1].step], states[-1], cfg, draws, fixed)
+        states.append(state)
+    return states, draws, fixed
+
+
+@settings(max_examples=120, deadline=None)
+@given(situations())
+def test_invariants_of_the_loop(situation):
+    cfg, rules, _, _ = situation
+    states, draws, fixed = run(situation)
+    assert len(states) - 1 <= cfg.max_steps  # cost is linear in steps
+    for before, state in zip(states, states[1:], strict=False):
+        assert state.accepted_BC.any(dim=-1).all()
+        live = ~before.frozen_B
+        noise = draws.noise(state.step, LENGTH, VOCAB)
+        refused = ~state.accepted_BC & live[:, None]
+        assert torch.equal(state.ids_BC[refused], noise[refused])  # accepted plus renoised covers the canvas
+        for name in ("ids_BC", "best_BC", "entropy_BC", "accepted_BC", "steps_B", "settled_B"):
+            assert torch.equal(getattr(state, name)[~live], getattr(before, name)[~live])
+        assert torch.equal(state.steps_B[live], before.steps_B[live] + 1)
+        for row, rule in enumerate(rules):
+            for position, token in rule.pins.items():
+                assert state.ids_BC[row, position] == token
+                assert state.best_BC[row, position] == token
+                assert state.entropy_BC[row, position] == 0
+            assert not set(state.best_BC[row].tolist()) & set(rule.forbidden)
+            kept = state.ids_BC[row, state.accepted_BC[row]]
+            assert not set(kept.tolist()) & set(rule.forbidden)
+        if cfg.quota or (cfg.accept_at_end and state.step == cfg.max_steps):
+            needed = sampler.quota(before, cfg)
+            assert (state.accepted_BC.sum(-1)[live] >= needed[live]).all()
+    last = states[-1]
+    if (cfg.quota or cfg.accept_at_end) and last.step == cfg.max_steps:
+        assert last.accepted_BC[~states[-2].frozen_B].all()
+    ids, ended = sampler.commit(last, cfg)
+    for row in range(len(rules)):
+        stops = [i for i, t in enumerate(last.best_BC[row].tolist()) if t in cfg.eos_token_ids]
+        assert bool(ended[row]) == bool(stops)
+        end = stops[0] + 1 if stops else LENGTH
+        assert ids[row, :end].tolist() == last.best_BC[row, :end].tolist()
+        assert (ids[row, end:] == cfg.pad_token_id).all()
+        # A stop token before the last pin would have lost it.
+        assert all(position < end for position in rules[row].pins) or any(
+            t in cfg.eos_token_ids for t in rules[row].pins.values()
+        )
+
+
+@settings(max_examples=40, deadline=None)
+@given(situations())
+def test_batched_rows_equal_rows_alone(situation):
+    cfg, rules, logits, seeds = situation
+    together = run(situation)[0][-1]
+    for row in range(len(seeds)):
+        one = (cfg, [rules[row]], [step[row : row + 1] for step in logits], [seeds[row]])
+        alone = run(one)[0][-1]
+        for name in ("ids_BC", "best_BC", "accepted_BC", "steps_B", "settled_B"):
+            assert torch.equal(getattr(together, name)[row], getattr(alone, name)[0])
+
+
+def naive_accept(entropy: list[float], bound: float) -> list[bool]:
+    order = sorted(range(len(entropy)), key=entropy.__getitem__)
+    kept, total = [False] * len(entropy), 0.0
+    for position in order:
+        if total > bound:
+            break
+        kept[position] = True
+        total += entropy[position]
+    return kept
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]), min_size=1, max_size=12), st.sampled_from([0.1, 0.5, 1.25, 9]))
+def test_acceptance_equals_a_plain_loop(entropy, bound):
+    got = sampler.accept(torch.tensor([entropy]), bound)[0].tolist()
+    expected = naive_accept(entropy, bound)
+    assert sum(got) == sum(expected)
+    assert max(e for e, k in zip(entropy, got, strict=True) if k) == max(
+        e for e, k in zip(entropy, expected, strict=True) if k
+    )
+
+
+def test_temperature_falls_linearly_and_never_reaches_the_end():
+    cfg = SamplerConfig()
+    assert float(sampler.temperature(0, cfg)) == pytest.approx(0.8)
+    assert float(sampler.temperature(47, cfg)) == pytest.approx(0.4 + 0.4 / 48)
+
+
+def certain(tokens: list[int], sharpness: float = 40.0) -> torch.Tensor:
+    logits = torch.zeros(1, len(tokens), VOCAB)
+    return logits.scatter(-1, torch.tensor([tokens])[..., None], sharpness)
+
+
+def settle_steps(pages: list[list[int]], sharpness: float = 40.0, **changes: object) -> tuple[int, bool]:
+    """Steps until a loop over these argmax pages stops, and whether it settled."""
+    cfg = SamplerConfig(canvas_length=3, max_steps=len(pages), **changes)
+    draws = random.draws([0], 0)
+    state = sampler.start(draws.noise(0, 3, VOCAB))
+    while not sampler.finished(state, cfg):
+        state, _ = sampler.step(certain(pages[state.step], sharpness), state, cfg, draws)
+    return state.step, bool(state.settled_B[0])
+
+
+A, B = [7, 8, 9], [7, 8, 10]
+
+
+def test_stable_means_the_argmax_stayed_for_so_many_steps():
+    assert settle_steps([A, A, A, A]) == (2, True)
+    assert settle_steps([A, B, B, B]) == (3, True)
+    assert settle_steps([A, B, A, B]) == (4, False)
+    assert settle_steps([A, A, A, A], stability_threshold=0) == (1, True)
+    assert settle_steps([A, A, B, B, B, B], stability_threshold=2) == (5, True)
+
+
+def test_confident_is_strictly_below_the_threshold():
+    assert settle_steps([A, A], sharpness=0.5) == (2, False)
+    cfg = SamplerConfig(canvas_length=3)
+    draws = random.draws([0], 0)
+    state, _ = sampler.step(certain(A, 5.0), sampler.start(draws.noise(0, 3, VOCAB)), cfg, draws)
+    mean = float(state.entropy_BC.mean())
+    for threshold, settled in ((mean * 1.001, True), (mean, False)):
+        now = cfg.changed(confidence_threshold=threshold, stability_threshold=0)
+        state, _ = sampler.step(certain(A, 5.0), sampler.start(draws.noise(0, 3, VOCAB)), now, draws)
+        assert bool(state.settled_B) == settled
+
+
+def test_what_is_committed_is_the_argmax_not_the_sample():
+    cfg = SamplerConfig(canvas_length=4, max_steps=1, entropy_bound=1e-9)
+    draws = random.draws([3], 0)
+    logits = torch.randn(1, 4, VOCAB, generator=torch.Generator().manual_seed(0))
+    state, _ = sampler.step(logits, sampler.start(draws.noise(0, 4, VOCAB)), cfg, draws)
+    assert int(state.accepted_BC.sum()) == 1
+    assert sampler.commit(state, cfg.changed(eos_token_ids=()))[0].tolist() == logits.argmax(-1).tolist()
+
+
+def test_self_conditioning_gets_the_temperature_shaped_logits():
+    cfg = SamplerConfig(canvas_length=4, max_steps=4, t_min=0.2, t_max=1.0)
+    draws = random.draws([3], 0)
+    logits = torch.randn(1, 4, VOCAB)
+    state, shaped = sampler.step(logits, sampler.start(draws.noise(0, 4, VOCAB)), cfg, draws)
+    assert torch.equal(shaped, logits)
+    _, shaped = sampler.step(logits, state, cfg, draws)
+    assert torch.allclose(shaped, logits / 0.8)
+
+
+def test_quota_shares_the_open_positions_out():
+    cfg = SamplerConfig(canvas_length=10, max_steps=4, entropy_bound=1e-9, quota=True)
+    draws, counts = random.draws([0], 0), []
+    state = sampler.start(draws.noise(0, 10, VOCAB))
+    while not sampler.finished(state, cfg):
+        state, _ = sampler.step(torch.randn(1, 10, VOCAB), state, cfg, draws)
+        counts.append(int(state.accepted_BC.sum()))
+    assert counts == [3, 6, 8, 10]
+
+
+def test_a_start_knows_nothing():
+    state = sampler.start(torch.tensor([[1, 2]]), None, torch.tensor([True]))
+    assert math.isinf(state.entropy_BC[0, 0])
+    assert sampler.finished(state, SamplerConfig())
+    ids, ended = sampler.commit(state, SamplerConfig(pad_token_id=4))
+    assert ids.tolist() == [[4, 4]]
+    assert bool(ended)
