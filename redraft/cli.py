@@ -286,8 +286,6 @@ def _prompt(given: str | None) -> str:
 
 def _load(model: str, device: str | None, dtype: str | None) -> Writer:
     """The model, with a line on stderr while a person waits for it."""
-    if dtype not in (None, "float32", "bfloat16"):
-        raise ValueError(f"--dtype is float32 or bfloat16, got {dtype!r}")
     if not model and not SHIPPED.is_dir():
         raise ValueError("which model? Give -m FOLDER or -m OWNER/NAME, or set REDRAFT_MODEL")
     with _waiting(f"loading {model or 'tiny'}"):

@@ -4,10 +4,14 @@ A translator of the event stream; decides nothing. Grey is noise, green changed 
 before), plain text is committed. Redraws at most 20 times a second. When there is no terminal, nothing here runs.
 """
 
+import signal
+import threading
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
+from types import FrameType
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -26,6 +30,22 @@ def harmless(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") or c == "\u200d")
 
 
+@contextmanager
+def undivided() -> Iterator[None]:
+    """Around a drawing: Ctrl-C arrives after it, not in the middle, where it would leave half a page behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+    usual = signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if pressed and callable(usual):
+        usual(*pressed[0])
+
+
 class CanvasView:
     """Draws one answer. Use as a context manager around the stream; leaving it in any way clears the unfinished page."""
 
@@ -41,23 +61,27 @@ class CanvasView:
 
     def __exit__(self, *_: object) -> None:
         self._clear()
+        self._end_line()
 
     def show(self, events: Iterator[Event]) -> Iterator[Event]:
         """Draws events as they pass by."""
         for event in events:
-            match event:
-                case Draft():
-                    self._draft(event)
-                case Committed():
-                    self._clear()
-                    self._before = None
-                    if event.reasoning:
-                        self._write(event.reasoning, QUIET)
-                    self._write(event.text)
-                case Finished():
-                    if self._column:
-                        self.console.out("")
+            with undivided():
+                self._show(event)
             yield event
+
+    def _show(self, event: Event) -> None:
+        match event:
+            case Draft():
+                self._draft(event)
+            case Committed():
+                self._clear()
+                self._before = None
+                if event.reasoning:
+                    self._write(event.reasoning, QUIET)
+                self._write(event.text)
+            case Finished():
+                self._end_line()
 
     def _draft(self, event: Draft) -> None:
         tokens, accepted = event.canvas_BC[0].tolist(), event.accepted_BC[0].tolist()
@@ -102,6 +126,11 @@ class CanvasView:
         if self._column:
             self.console.file.write(f"\x1b[1A\x1b[{self._column}C")
             self.console.file.flush()
+
+    def _end_line(self) -> None:
+        if self._column:
+            self.console.out("")
+            self._column = 0
 
     def _write(self, text: str, style: str | None = None) -> None:
         text = harmless(text)

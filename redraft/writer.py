@@ -48,9 +48,8 @@ def load(
     path_or_id: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
 ) -> "Writer":
     """A Writer from a checkpoint folder or a hub id. Without a dtype, weights stay in the precision they are stored in."""
+    device, dtype = _device(device), _dtype(dtype)
     folder = checkpoint.find(path_or_id)
-    device = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     config = checkpoint.load_config(folder)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.size > config.vocab_size:
@@ -60,6 +59,24 @@ def load(
         )
     sampler = SamplerConfig.from_folder(folder, config)
     return Writer(checkpoint.load_model(folder, dtype=dtype, device=device), tokenizer, sampler)
+
+
+def _device(asked: torch.device | str | None) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    try:
+        device = torch.device(asked if asked is not None else "cuda" if has_gpu else "cpu")
+    except RuntimeError:
+        raise ValueError(f"{asked!r} is not a device; try cpu or cuda") from None
+    if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
+        raise ValueError(f"there is no {str(device)!r} here: {torch.cuda.device_count()} GPUs found; try cpu")
+    return device
+
+
+def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
+    dtype = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if asked is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise ValueError(f"{asked!r} is not a precision to compute in; try float32 or bfloat16")
+    return dtype
 
 
 class Writer:

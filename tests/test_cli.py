@@ -1,0 +1,293 @@
+"""The command line as people use it: in a pipe, on a terminal, with mistakes, and interrupted."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pyte
+import pytest
+import tiny
+import torch
+from rich.console import Console
+
+import redraft
+from redraft import cli
+from redraft.generate import Draft
+from redraft.terminal import CanvasView, harmless, summary
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory):
+    return str(tiny.save_folder(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(name="run")
+def _run(monkeypatch, capsys, folder):
+    """Runs the command line in this process: (exit code, stdout, stderr)."""
+
+    def run(*args: str, stdin: str | bytes | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["redraft", *args])
+        monkeypatch.delenv("REDRAFT_MODEL", raising=False)
+        raw = stdin.encode() if isinstance(stdin, str) else stdin or b""
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        out, err = capsys.readouterr()
+        return left.value.code or 0, out, err
+
+    return run
+
+
+def test_a_pipe_gets_the_text_and_nothing_else(run, folder):
+    expected = redraft.load(folder).chat("Hello", seed=3, max_tokens=30).text
+    for args in (("Hello",), ("write", "Hello")):
+        code, out, err = run(*args, "-m", folder, "--seed", "3", "-n", "30")
+        assert (code, out, err) == (0, expected + "\n", "")
+    assert run("-", "-m", folder, "--seed", "3", "-n", "30", stdin="Hello")[1] == expected + "\n"
+    assert run("-m", folder, "--seed", "3", "-n", "30", stdin="Hello")[1] == expected + "\n"
+    raw = redraft.load(folder).write("Hello", seed=3, max_tokens=30).text
+    assert run("Hello", "--raw", "-m", folder, "--seed", "3", "-n", "30")[1] == raw + "\n"
+
+
+def test_flags_reach_the_sampler(run, folder):
+    flags = ["--steps", "2", "--entropy-bound", "0.5", "--temp", "0.7", "--block-length", "8", "-n", "20", "--seed", "9"]
+    code, out, _ = run("Hello", "-m", folder, "--json", "--think", "-s", "Be kind", *flags)
+    answer = json.loads(out)
+    messages = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hello"}]
+    settings = {"max_steps": 2, "entropy_bound": 0.5, "t_min": 0.7, "t_max": 0.7, "canvas_length": 8}
+    expected = redraft.load(folder).chat(messages, think=True, max_tokens=20, seed=9, **settings)
+    assert code == 0
+    assert answer["text"] == expected.text
+    assert answer["seed"] == 9
+    assert answer["stats"]["steps"] == expected.stats.steps
+    assert set(answer) == {"text", "reasoning", "tool_calls", "reason", "settled", "seed", "stats"}
+
+
+def test_chat_remembers(run, folder, monkeypatch):
+    heard = []
+    original = redraft.Writer.stream
+
+    def stream(self, prompt, **options):
+        heard.append([dict(message) for message in prompt])
+        return original(self, prompt, **options)
+
+    monkeypatch.setattr(redraft.Writer, "stream", stream)
+    code, out, _ = run("chat", "-m", folder, "-n", "8", "--seed", "1", stdin="Hi\n\nMore\n/reset\nAgain\n/exit\nNever\n")
+    assert code == 0
+    assert [[m["content"] for m in messages if m["role"] == "user"] for messages in heard] == [["Hi"], ["Hi", "More"], ["Again"]]
+    assert heard[1][1] == {"role": "assistant", "content": out.split("\n")[0]} or "\n" in heard[1][1]["content"]
+
+
+def test_info_knows_the_released_model_and_a_folder(run, folder):
+    code, out, _ = run("info")
+    assert code == 0
+    for words in ("25.25 B", "50.50 GB", "26.02 GB", "17.67 GB", "262,144", "20 KiB a token", torch.__version__):
+        assert words in out
+    assert f"vocabulary           {tiny.VOCAB}" in run("info", "-m", folder)[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["hi", "-m", "/no/such/folder"], "/no/such/folder"),
+        (["hi"], "which model"),
+        (["hi", "-m", "{model}", "-n", "0"], "got 0"),
+        (["hi", "-m", "{model}", "-n", "-5"], "got -5"),
+        (["hi", "-m", "{model}", "-n", "many"], "'many' is not a whole number"),
+        (["hi", "-m", "{model}", "--steps", "0"], "got 0"),
+        (["hi", "-m", "{model}", "--steps", "1.5"], "'1.5' is not a whole number"),
+        (["hi", "-m", "{model}", "--entropy-bound", "-1"], "got -1.0"),
+        (["hi", "-m", "{model}", "--entropy-bound", "nan"], "nan"),
+        (["hi", "-m", "{model}", "--temp", "cold"], "'cold' is not a number"),
+        (["hi", "-m", "{model}", "--block-length", "0"], "got 0"),
+        (["hi", "-m", "{model}", "--dtype", "int3"], "int3"),
+        (["hi", "-m", "{model}", "--device", "toaster"], "toaster"),
+        (["x" * 600, "-m", "{model}"], "context is 512"),
+        (["", "-m", "{model}"], "prompt is empty"),
+        (["hi", "-m", "{model}", "--frobnicate"], "--frobnicate"),
+        (["hi", "there", "-m", "{model}"], "there"),
+        (["info", "-m", "/no/such/folder"], "/no/such/folder"),
+        (["chat", "-m", "/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_a_non_zero_exit(run, folder, args, words):
+    code, out, err = run(*[arg.format(model=folder) for arg in args])
+    assert code == 2
+    assert out == ""
+    assert words in err
+    assert err.startswith("redraft: ")
+    assert err.count("\n") == 1
+
+
+def test_damaged_checkpoints_are_one_sentence_too(run, tmp_path):
+    for name, content, words in (
+        ("model.safetensors", b"\xff" * 99, "damaged"),
+        ("config.json", b"{", "not readable JSON"),
+        ("tokenizer.json", b"{}", "not a readable tokenizer"),
+        ("generation_config.json", b'{"max_denoising_steps": -2}', "got -2"),
+    ):
+        folder = tiny.save_folder(tmp_path / name)
+        (folder / name).write_bytes(content)
+        code, _, err = run("hi", "-m", str(folder))
+        assert code == 2
+        assert words in err
+        assert err.count("\n") == 1
+
+
+def test_help_and_version(run):
+    assert run("--version")[1] == redraft.__version__ + "\n"
+    for args in ((), ("--help",), ("-h",)):
+        code, out, _ = run(*args)
+        assert code == 0
+        assert "Commands:" in out
+    assert "--max-denoising-steps" in run("write", "--help")[1]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "", "LINES": ""}
+
+
+def on_terminal(
+    args: list[str], *, columns: int = 60, lines: int = 20, interrupt_at: bytes | None = None, type_in: bytes | None = None
+):
+    """Runs the command on a pseudo-terminal: exit code, everything written, and the screen as it was at every read."""
+    screen = pyte.HistoryScreen(columns, lines, history=500)
+    stream = pyte.ByteStream(screen)
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.execvpe(sys.executable, [sys.executable, "-m", "redraft.cli", *args], environment())
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    written, shots, deadline = b"", [], time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if not select.select([fd], [], [], 1)[0]:
+            continue
+        try:
+            data = os.read(fd, 65536)
+        except OSError:
+            break
+        if not data:
+            break
+        written += data
+        stream.feed(data)
+        shots.append("\n".join(screen.display))
+        if interrupt_at is not None and interrupt_at in written:
+            os.kill(pid, signal.SIGINT)
+            interrupt_at = None
+        if type_in is not None and b"> " in written:
+            os.write(fd, type_in)
+            type_in = None
+        if b"(stopped)" in written:
+            os.write(fd, b"/exit\n")
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(fd)
+    above = ["".join(line[x].data for x in range(columns)) for line in screen.history.top]
+    return code, written, shots, [line.rstrip() for line in [*above, *screen.display]]
+
+
+def wrapped(text: str, columns: int) -> list[str]:
+    """What a terminal makes of a text."""
+    screen = pyte.HistoryScreen(columns, 200, history=500)
+    pyte.Stream(screen).feed(harmless(text).replace("\n", "\r\n"))
+    return [line.rstrip() for line in screen.display if line.strip()]
+
+
+@pytest.mark.parametrize("columns", [23, 60])
+def test_the_canvas_is_drawn_live_and_leaves_only_the_text(folder, columns):
+    flags = ["--seed", "5", "-n", "90", "--steps", "12", "--temp", "0.9", "--entropy-bound", "0.2"]
+    code, written, shots, lines = on_terminal(["Hello", "-m", folder, *flags], columns=columns)
+    assert code == 0
+    assert any("step" in shot for shot in shots)
+    settings = {"max_steps": 12, "entropy_bound": 0.2, "t_min": 0.9, "t_max": 0.9}
+    answer = redraft.load(folder).chat("Hello", seed=5, max_tokens=90, **settings)
+    assert answer.stats.canvases > 2
+    text = wrapped(answer.text, columns)
+    got = [line for line in lines if line.strip()]
+    assert got[: len(text)] == text
+    assert "".join(got[len(text) :]).startswith(summary(answer.stats)[:12])
+    assert "entropy" not in "".join(got)
+    assert b"\x1b[2J" not in written  # the screen is never cleared
+    assert b"\x1b[?1049h" not in written
+
+
+@pytest.fixture(name="restless", scope="module")
+def _restless(tmp_path_factory):
+    """A model that never settles nor stops: there is time to interrupt it."""
+    folder = tiny.save_folder(tmp_path_factory.mktemp("restless"))
+    never = tiny.sampler(confidence_threshold=1e-9, eos_token_ids=(), max_steps=200, max_new_tokens=400)
+    redraft.save(redraft.load(folder).model, folder, sampler=never)
+    return str(folder)
+
+
+def test_ctrl_c_keeps_what_is_committed(restless):
+    code, _, _, lines = on_terminal(["Hello", "-m", restless, "--seed", "5", "--raw"], interrupt_at=b"page 3")
+    assert code == 130
+    pages = (e.text for e in redraft.load(restless).stream("Hello", seed=5) if isinstance(e, redraft.Committed))
+    kept = wrapped(next(pages) + next(pages), 60)
+    assert [line for line in lines if line.strip()] == kept
+
+
+def test_ctrl_c_in_a_pipe_is_130_and_keeps_the_text(restless):
+    command = [sys.executable, "-m", "redraft.cli", "Hello", "-m", restless, "--seed", "5", "--raw"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), bufsize=0)
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    page = next(e.text for e in redraft.load(restless).stream("Hello", seed=5) if isinstance(e, redraft.Committed))
+    assert (first + rest).decode().startswith(page)
+    assert err == b""
+
+
+def test_ctrl_c_stops_an_answer_in_chat_and_the_talk_goes_on(restless):
+    code, _, _, lines = on_terminal(["chat", "-m", restless, "-n", "32"], interrupt_at=b"page 2", type_in=b"Hi\n")
+    assert code == 0
+    assert any("(stopped)" in line for line in lines)
+
+
+def test_a_closed_pipe_is_no_traceback(folder):
+    command = f"{sys.executable} -m redraft.cli Hello -m {folder} -n 400 --raw | true"
+    process = subprocess.run(["bash", "-c", command], capture_output=True, env=environment())
+    assert process.stderr == b""
+
+
+def test_colours_follow_what_happened_to_each_token():
+    tokenizer = tiny.byte_tokenizer()
+    view = CanvasView(None, tokenizer, [1])
+    ids = tokenizer.encode("abcd")
+    view._before = ([ids[0], ids[1], ids[3], ids[3]], [True, False, True, False])
+    page = view.page(ids, [True, True, True, False])
+    assert page.plain == "abcd"
+    assert [(span.start, span.end, span.style) for span in page.spans] == [
+        (0, 1, "medium_purple1"),
+        (1, 3, "green"),
+        (3, 4, "bright_black"),
+    ]
+    assert view.page([ids[0], 1, ids[2], ids[3]], [True] * 4).plain == "a"
+
+
+def test_a_model_cannot_steer_the_terminal():
+    assert harmless("a\x1b[2Jb\x07\r\n\tc\u202e") == "a[2Jb\n\tc"
+
+
+def test_frames_are_limited(folder, monkeypatch):
+    """Twenty frames a second at most, however fast the steps come."""
+    clock = [0.0]
+    monkeypatch.setattr("redraft.terminal.time.monotonic", lambda: clock[0])
+    frames = []
+    monkeypatch.setattr("redraft.terminal.Live.update", lambda self, *a, **k: frames.append(clock[0]))
+    writer = tiny.writer()
+    drafts = [e for e in writer.stream("x", seed=1) if isinstance(e, Draft)][:1] * 100
+    with CanvasView(Console(file=io.StringIO(), force_terminal=True), writer.tokenizer, [1]) as view:
+        for event in drafts:
+            clock[0] += 0.01
+            list(view.show(iter([event])))
+    assert 15 <= len(frames) <= 20

@@ -1,0 +1,158 @@
+"""Text at both ends: streamed = written, batched = alone, streamers of transformers, thoughts and calls taken apart."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from transformers import PreTrainedTokenizerFast, TextDiffusionStreamer
+
+import redraft
+from redraft.rules import Rules
+from redraft.tokenizer import ToolCall
+
+WRITER = tiny.writer()
+
+
+def saying(text: str) -> Rules:
+    """Rules that pin a whole answer, so that a model of gibberish says it."""
+    return Rules(pins=dict(enumerate(WRITER.tokenizer.encode(text))))
+
+
+def test_several_at_once_equal_one_by_one():
+    prompts = ["Once", "upon a time", "x" * 50]
+    together = WRITER.write(prompts, seed=5, max_tokens=40)
+    alone = [WRITER.write(prompt, seed=5 + i, max_tokens=40) for i, prompt in enumerate(prompts)]
+    assert [a.text for a in together] == [a.text for a in alone]
+    assert [a.ids for a in together] == [a.ids for a in alone]
+    assert [a.seed for a in together] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("prompt", ["Once upon", [{"role": "user", "content": "Hello"}]])
+@pytest.mark.parametrize("seed", range(6))
+def test_streamed_pieces_add_up_to_the_answer(prompt, seed):
+    events = list(WRITER.stream(prompt, seed=seed, max_tokens=40))
+    pieces = [e.text for e in events if isinstance(e, redraft.Committed)]
+    ask = WRITER.write if isinstance(prompt, str) else WRITER.chat
+    answer = ask(prompt, seed=seed, max_tokens=40)
+    assert "".join(pieces) == answer.text
+    assert events[-1].stats[0].new_tokens == answer.stats.new_tokens
+    drafts = [e for e in events if isinstance(e, redraft.Draft)]
+    assert drafts[-1].block == len(pieces) - 1
+    if answer.reason == "length":
+        assert WRITER.tokenizer.decode(answer.ids[32:]) == drafts[-1].text
+
+
+@pytest.mark.parametrize("most", [1, 15, 16, 17, 40])
+def test_max_tokens_is_kept(most):
+    for seed in range(8):
+        answer = WRITER.write("Once", seed=seed, max_tokens=most)
+        assert len(answer.ids) <= most
+        assert answer.stats.new_tokens == len(answer.ids) + (answer.reason == "stop")
+        assert (answer.reason == "length") == (len(answer.ids) == most)
+        assert not set(answer.ids) & {1, 5}
+
+
+def test_the_seed_of_an_answer_gives_it_again():
+    answer = WRITER.write("Once")
+    assert WRITER.write("Once", seed=answer.seed).ids == answer.ids
+    assert WRITER.write("Once", seed=answer.seed + 1).ids != answer.ids
+
+
+def test_thoughts_and_calls_are_taken_out():
+    said = "<|channel>thought\nhm<channel|>Hi<turn|>"
+    answer = WRITER.chat("Hello", think=True, rules=saying(said), max_tokens=64)
+    assert (answer.text, answer.reasoning, answer.reason) == ("Hi", "hm", "stop")
+    said = 'I look. <|tool_call>call:find{what:<|"|>ö<|"|>,n:2}<tool_call|><turn|>'
+    answer = WRITER.chat("Hello", rules=saying(said), max_tokens=80, tools=[{"name": "find", "description": "Finds"}])
+    assert answer.text == "I look."
+    assert answer.tool_calls == (ToolCall("find", {"what": "ö", "n": 2}),)
+
+
+def test_a_streamed_chat_never_shows_half_a_call_or_half_a_character():
+    """The canvas holds 16 tokens, so both the call and the umlauts lie across pages."""
+    said = '<|channel>thought\nhmmmm öööööö<channel|>Grüße ää <|tool_call>call:find{what:<|"|>some thing<|"|>}<tool_call|>!<turn|>'
+    events = list(WRITER.stream([{"role": "user", "content": "x"}], think=True, rules=saying(said), max_tokens=160))
+    pages = [e for e in events if isinstance(e, redraft.Committed)]
+    assert "".join(p.reasoning for p in pages) == "hmmmm öööööö"
+    assert "".join(p.text for p in pages) == "Grüße ää !"
+    assert len([p for p in pages if p.text]) > 1
+    assert not any("�" in p.text + p.reasoning for p in pages)
+
+
+class Recorder:
+    """A streamer in transformers' sense."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, torch.Tensor | None]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append(("put", value))
+
+    def put_draft(self, value: torch.Tensor) -> None:
+        self.calls.append(("put_draft", value))
+
+    def end(self) -> None:
+        self.calls.append(("end", None))
+
+
+def test_a_streamer_hears_what_transformers_would_tell_it():
+    recorder = Recorder()
+    answer = WRITER.write("Once", seed=1, max_tokens=32, streamer=recorder, eos_token_ids=())
+    names = [name for name, _ in recorder.calls]
+    assert names[0] == "put"
+    assert names[-1] == "end"
+    assert names.count("put") == 3
+    assert names.count("put_draft") == answer.stats.steps
+    assert recorder.calls[0][1].tolist() == [WRITER.tokenizer.prompt("Once")]
+    pages = [value for name, value in recorder.calls if name == "put"][1:]
+    assert tuple(torch.cat(pages, dim=1)[0].tolist()) == answer.ids
+
+
+def test_transformers_own_streamer_works(tmp_path, capsys):
+    WRITER.tokenizer.save(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    answer = WRITER.write("Once", seed=1, streamer=TextDiffusionStreamer(theirs, skip_prompt=True))
+    printed = capsys.readouterr().out
+    assert answer.text.strip("�")[-5:] in printed
+    assert "\x1b[33m" in printed  # drafts, in its yellow
+    wants_logits = TextDiffusionStreamer(theirs)
+    wants_logits._takes_logits = True
+    with pytest.raises(ValueError, match="wants logits"):
+        WRITER.write("Once", streamer=wants_logits)
+
+
+def test_a_folder_becomes_a_writer(tmp_path):
+    tiny.save_folder(tmp_path)
+    loaded = redraft.load(tmp_path)
+    assert loaded.write("Once", seed=3).ids == WRITER.write("Once", seed=3, max_tokens=32).ids
+    assert redraft.load(str(tmp_path), dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
+    tiny.save_folder(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["ab"] = 5000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=f"ids up to 5000.*vocabulary of {tiny.VOCAB}"):
+        redraft.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"top_k": 5}, "unknown sampler setting 'top_k'"),
+        ({"max_tokens": 0}, "got 0"),
+        ({"max_steps": -1}, "got -1"),
+        ({"max_tokens": 10_000}, "context is 512"),
+    ],
+)
+def test_mistakes_are_named(options, words):
+    for ask in (WRITER.write, WRITER.chat, lambda *a, **k: list(WRITER.stream(*a, **k))):
+        with pytest.raises(ValueError, match=words):
+            ask("Once", **options)
+
+
+def test_an_unknown_dtype_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="float17"):
+        redraft.load(tiny.save_folder(tmp_path), dtype="float17")
