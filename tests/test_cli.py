@@ -157,9 +157,12 @@ def environment() -> dict[str, str]:
 
 
 def on_terminal(
-    args: list[str], *, columns: int = 60, lines: int = 20, interrupt_at: bytes | None = None, type_in: bytes | None = None
+    args: list[str], *, columns: int = 60, lines: int = 20, interrupt_at: bytes | None = None, typing: list | None = None
 ):
-    """Runs the command on a pseudo-terminal: exit code, everything written, and the screen as it was at every read."""
+    """Runs the command on a pseudo-terminal: exit code, everything written, the screen at every read, the lines left.
+
+    `typing` is what to type, in order, each once something has been written.
+    """
     screen = pyte.HistoryScreen(columns, lines, history=500)
     stream = pyte.ByteStream(screen)
     pid, fd = pty.fork()
@@ -182,11 +185,8 @@ def on_terminal(
         if interrupt_at is not None and interrupt_at in written:
             os.kill(pid, signal.SIGINT)
             interrupt_at = None
-        if type_in is not None and b"> " in written:
-            os.write(fd, type_in)
-            type_in = None
-        if b"(stopped)" in written:
-            os.write(fd, b"/exit\n")
+        if typing and typing[0][0] in written:
+            os.write(fd, typing.pop(0)[1])
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(fd)
     above = ["".join(line[x].data for x in range(columns)) for line in screen.history.top]
@@ -248,7 +248,8 @@ def test_ctrl_c_in_a_pipe_is_130_and_keeps_the_text(restless):
 
 
 def test_ctrl_c_stops_an_answer_in_chat_and_the_talk_goes_on(restless):
-    code, _, _, lines = on_terminal(["chat", "-m", restless, "-n", "32"], interrupt_at=b"page 2", type_in=b"Hi\n")
+    typing = [(b"> ", b"Hi\n"), (b"(stopped)", b"/exit\n")]
+    code, _, _, lines = on_terminal(["chat", "-m", restless, "-n", "32"], interrupt_at=b"page 2", typing=typing)
     assert code == 0
     assert any("(stopped)" in line for line in lines)
 
