@@ -184,7 +184,7 @@ def test_canvases_needed():
 @pytest.mark.parametrize("content", ["{", "[1]", "\xff"])
 def test_unreadable_json_is_named(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         ModelConfig.from_json(tmp_path / "config.json")
     with pytest.raises(ConfigError, match="does not exist"):
         ModelConfig.from_json(tmp_path / "elsewhere.json")

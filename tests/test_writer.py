@@ -71,7 +71,8 @@ def test_thoughts_and_calls_are_taken_out():
 
 def test_a_streamed_chat_never_shows_half_a_call_or_half_a_character():
     """The canvas holds 16 tokens, so both the call and the umlauts lie across pages."""
-    said = '<|channel>thought\nhmmmm öööööö<channel|>Grüße ää <|tool_call>call:find{what:<|"|>some thing<|"|>}<tool_call|>!<turn|>'
+    said = "<|channel>thought\nhmmmm öööööö<channel|>Grüße ää "
+    said += '<|tool_call>call:find{what:<|"|>some thing<|"|>}<tool_call|>!<turn|>'
     events = list(WRITER.stream([{"role": "user", "content": "x"}], think=True, rules=saying(said), max_tokens=160))
     pages = [e for e in events if isinstance(e, redraft.Committed)]
     assert "".join(p.reasoning for p in pages) == "hmmmm öööööö"

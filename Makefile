@@ -1,0 +1,32 @@
+# make demo: something to look at.  make test: everything.  make lint: style only.
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/ready
+
+.PHONY: demo test lint docs bench clean
+
+demo: $(READY)
+	$(VENV)/bin/python examples/random_checkpoint.py build/demo
+	$(VENV)/bin/redraft "Once upon a time" -m build/demo --max-tokens 192
+
+test: lint
+	$(VENV)/bin/python -m pytest
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+docs: $(READY)
+	$(VENV)/bin/python docs/make_cli.py
+
+bench: $(READY)
+	$(VENV)/bin/python benchmarks/bench_step.py
+
+clean:
+	rm -rf $(VENV) build
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "redraft needs Python 3.11 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)

@@ -1,0 +1,176 @@
+"""The house rules: imports point down, everything public is explained, files stay small, documents tell the truth."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "redraft"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+sys.path.insert(0, str(ROOT / "docs"))
+import make_cli  # noqa: E402
+
+
+def ranks() -> dict[str, int]:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Who may import whom")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", text, re.MULTILINE)
+    return {name: int(rank) for rank, names in rows for name in names.split(", ")}
+
+
+def room(path: Path) -> str:
+    """config for redraft/config.py, kernels for everything below redraft/kernels."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """The rooms of redraft that a file imports; `redraft` itself is the contents page."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" if node.module == "redraft" else node.module for alias in node.names]
+        else:
+            continue
+        found |= {name for name in names if name == "redraft" or name.startswith("redraft.")}
+    return {name.split(".")[1] if "." in name else name for name in found}
+
+
+def test_every_module_has_a_rank_and_imports_only_downward():
+    table = ranks()
+    assert {room(path) for path in MODULES} - {"__init__"} == set(table)
+    for path in MODULES:
+        for target in imports(path):
+            if room(path) == "__init__" or (room(path), target) in (("cli", "redraft"), ("kernels", "kernels")):
+                continue
+            assert table[target] < table[room(path)], f"{path.name} imports {target}"
+
+
+def test_the_core_imports_with_only_the_core_installed():
+    hidden = "('transformers', 'pytest', 'hypothesis', 'fastapi', 'peft', 'pyte', 'huggingface_hub')"
+    code = f"import sys; [sys.modules.__setitem__(m, None) for m in {hidden}]; import redraft, redraft.cli"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def definitions(path: Path):
+    """Public functions, methods and classes at module or class level."""
+    pending = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            decorators = {d.id for d in node.decorator_list if isinstance(d, ast.Name)}
+            if "overload" not in decorators:
+                yield node
+            if isinstance(node, ast.ClassDef):
+                pending += node.body
+
+
+@pytest.mark.parametrize("path", [*MODULES, *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")], ids=str)
+def test_everything_public_has_a_docstring_and_types(path):
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} has no docstring"
+    for node in definitions(path):
+        assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
+        if isinstance(node, ast.FunctionDef):
+            given = [*node.args.args, *node.args.kwonlyargs, *node.args.posonlyargs]
+            untyped = [a.arg for a in given if a.annotation is None and a.arg not in ("self", "cls")]
+            assert not untyped, f"{path.name}: {node.name} does not type {untyped}"
+            assert node.returns is not None, f"{path.name}: {node.name} does not say what it returns"
+
+
+def test_files_and_functions_stay_within_a_readers_patience():
+    for path in [*MODULES, *(ROOT / "tests").glob("*.py")]:
+        source = path.read_text(encoding="utf-8")
+        assert source.count("\n") <= 500, f"{path} has {source.count(chr(10))} lines"
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 60, f"{path.name}: {node.name} has {length} lines"
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    return [ROOT / name for name in listed.stdout.split("\n") if name and (ROOT / name).is_file()]
+
+
+def test_no_machine_is_named():
+    """Neither a path of the machine this was written on, nor unfinished work."""
+    marks = re.compile("|".join(("/" + "work/", "/" + "root/", "TO" + "DO", "FIX" + "ME", "Not" + "ImplementedError")))
+    for path in tracked():
+        if path.suffix in (".py", ".md", ".toml", ".txt", ".jinja", "") and path.name != "LICENSE":
+            assert not marks.search(path.read_text(encoding="utf-8")), path
+
+
+def test_the_command_line_page_is_up_to_date():
+    assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == make_cli.document(), "run make docs"
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(name="demo", scope="module")
+def _demo(tmp_path_factory):
+    """An empty folder in which the README's commands find what `make demo` would have made."""
+    folder = tmp_path_factory.mktemp("readme")
+    script = ROOT / "examples" / "random_checkpoint.py"
+    subprocess.run([sys.executable, str(script), "build/demo"], cwd=folder, check=True, capture_output=True)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "redraft").write_text(f'#!/bin/sh\nexec {sys.executable} -m redraft.cli "$@"\n')
+    (folder / "bin" / "redraft").chmod(0o755)
+    return folder
+
+
+def run_in(folder: Path, command: list[str]) -> str:
+    path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "PATH": path})
+    assert run.returncode == 0, (command, run.stderr)
+    assert run.stdout.strip()
+    return run.stdout
+
+
+def test_the_readmes_commands_work(demo):
+    lines = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines() if line.strip()]
+    assert len(lines) >= 5
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for line in lines:
+        if line.startswith("make "):
+            assert line.split()[1] in targets
+        else:
+            run_in(demo, ["bash", "-c", line])
+
+
+def test_the_readmes_python_works(demo):
+    for block in blocks(ROOT / "README.md", "python"):
+        assert "\n" in run_in(demo, [sys.executable, "-c", block])
+
+
+def test_links_and_names_in_documents_exist():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    numerics = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    for file, name in re.findall(r"^\| `([\w/]+\.py)` (\w+)", numerics, re.MULTILINE):
+        assert re.search(rf"(def|class) {name}\b", (PACKAGE / file).read_text(encoding="utf-8")), (file, name)
+    for name in re.findall(r"\| `(test_\w+)` \|", numerics):
+        assert any(f"def {name}(" in path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py")), name
+
+
+def test_contributing_lists_every_module():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for path in PACKAGE.glob("*"):
+        if path.suffix in (".py", ".jinja") and path.name != "__init__.py":
+            assert f"`{path.name}`" in text, path.name
+
+
+def test_make_and_bash_can_read_our_files():
+    if shutil.which("make"):
+        subprocess.run(["make", "-n", "test"], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(["bash", "-n", ".ci/run"], cwd=ROOT, check=True)
