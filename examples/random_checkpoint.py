@@ -8,23 +8,9 @@ It has never been trained, so its pages are noise and say that they did not sett
 import sys
 
 import torch
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Vocabulary
 
 import redraft
 from redraft.model import DiffusionGemma
-
-MARKS = ["<pad>", "<eos>", "<bos>", "<unk>"]
-
-
-def byte_tokenizer() -> redraft.Tokenizer:
-    """Four marks, then one token for every byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = Vocabulary(models.BPE(vocab={t: i for i, t in enumerate([*MARKS, *alphabet])}, merges=[]))
-    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    vocabulary.decoder = decoders.ByteLevel()
-    vocabulary.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
-    return redraft.Tokenizer(vocabulary)
 
 
 def main(folder: str) -> None:
@@ -56,7 +42,7 @@ def main(folder: str) -> None:
             layer.experts.down_proj.normal_(0, 0.05)
     sampler = redraft.SamplerConfig.from_published({}, config).changed(max_steps=24, quota=True)
     redraft.save(model, folder, sampler=sampler)
-    byte_tokenizer().save(folder)
+    redraft.Tokenizer.of_bytes(["<pad>", "<eos>", "<bos>", "<unk>"]).save(folder)
     print(f"{folder}: {config.parameter_counts()['total'] / 1e6:.1f}M parameters, untrained")
 
 

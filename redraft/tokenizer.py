@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Vocabulary
 
 FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -52,6 +53,16 @@ class Tokenizer:
             template = (folder / TEMPLATE).read_text(encoding="utf-8")
         bos = settings.get("bos_token") or "<bos>"
         return cls(vocabulary, template=template, bos=bos["content"] if isinstance(bos, dict) else bos)
+
+    @classmethod
+    def of_bytes(cls, marks: Sequence[str]) -> "Tokenizer":
+        """A vocabulary of these marks and then one token for every byte: what a toy model needs."""
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = Vocabulary(models.BPE(vocab={token: i for i, token in enumerate([*marks, *alphabet])}, merges=[]))
+        vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        vocabulary.decoder = decoders.ByteLevel()
+        vocabulary.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+        return cls(vocabulary)
 
     def save(self, folder: str | Path) -> None:
         """Writes what `from_folder` reads, as transformers reads it too."""

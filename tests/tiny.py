@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Vocabulary
 
 from redraft import checkpoint
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
@@ -82,13 +80,7 @@ def decided(config: ModelConfig, seed: int = 0) -> DiffusionGemma:
 
 def byte_tokenizer() -> Tokenizer:
     """Every byte is a token, behind the marks of a chat."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*MARKS, *alphabet])}
-    vocabulary = Vocabulary(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    vocabulary.decoder = decoders.ByteLevel()
-    vocabulary.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
-    return Tokenizer(vocabulary)
+    return Tokenizer.of_bytes(MARKS)
 
 
 def sampler(**changes: object) -> SamplerConfig:

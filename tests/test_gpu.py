@@ -1,0 +1,58 @@
+"""GPU = CPU: draws to the bit, logits to rounding, tokens exactly (float32, models that do not amplify rounding)."""
+
+import pytest
+import tiny
+import torch
+
+from redraft import random
+from redraft.generate import generate
+from redraft.kernels import gated_experts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_draws_are_the_same_numbers():
+    for block, step in ((0, 0), (3, 7)):
+        there, here = (random.draws([5, -1, 2**40], block, device) for device in ("cuda", "cpu"))
+        assert torch.equal(there.noise(step, 256, 262_144).cpu(), here.noise(step, 256, 262_144))
+        assert torch.equal(there.uniform(step, 256).cpu(), here.uniform(step, 256))
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_logits_agree(name):
+    here = tiny.build(tiny.CONFIGS[name])
+    there = tiny.build(tiny.CONFIGS[name]).cuda()
+    ids, canvas = torch.arange(180).view(3, 60), torch.arange(48).view(3, 16)
+    results = []
+    for model in (here, there):
+        cache = model.new_cache(3, 60, rewind=0)
+        model.encode(ids.to(model.device), cache, [60, 1, 23])
+        first = model.denoise(canvas.to(model.device), None, cache)
+        results.append((first, model.denoise(canvas.to(model.device), model.soft_embed(first), cache)))
+    for mine, other in zip(*results, strict=True):
+        assert (mine - other.cpu()).abs().max() <= 1e-3 * mine.abs().max()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tokens_agree(seed):
+    prompts = [[2, 30, 40], [2, *range(60, 100)], [2]]
+    config = list(tiny.CONFIGS.values())[seed % len(tiny.CONFIGS)]
+    lasts = []
+    for device in ("cpu", "cuda"):
+        model = tiny.decided(config, seed).to(device)
+        *_, last = generate(model, prompts, tiny.sampler(max_new_tokens=48), seeds=[seed, 1, 2])
+        lasts.append(last)
+    assert torch.equal(lasts[0].ids_BT, lasts[1].ids_BT.cpu())
+    assert lasts[0].reasons == lasts[1].reasons
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top"), [(1, 8, 2), (7, 40, 3), (256, 128, 8)])
+def test_the_grouped_product_equals_the_loop_over_experts(tokens, experts, top):
+    torch.manual_seed(0)
+    x, gate_up, down = torch.randn(tokens, 64), torch.randn(experts, 96, 64) / 8, torch.randn(experts, 64, 48) / 7
+    chosen = torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)])
+    args = [t.bfloat16() for t in (x, torch.rand(tokens, top), gate_up, down)]
+    slow = gated_experts(args[0], chosen, *args[1:])
+    truth = gated_experts(args[0].float(), chosen, *(t.float() for t in args[1:]))
+    fast = gated_experts(args[0].cuda(), chosen.cuda(), *(t.cuda() for t in args[1:])).cpu()
+    assert (fast - truth).abs().max() <= 2 * (slow - truth).abs().max() + 1e-3
