@@ -6,12 +6,14 @@ Knows nothing of torch, files of weights, or text. The dictionaries it reads and
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+GENERATION, OURS = "generation_config.json", "redraft.json"
 SLIDING, FULL = "sliding_attention", "full_attention"
 RELEASED_LAYERS = ((SLIDING,) * 5 + (FULL,)) * 5
 
@@ -32,10 +34,30 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the value and, where there is one, the way out."""
 
 
-def _at_least(low: int | float, **values: int | float) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= low:
-            raise ConfigError(f"{name} must be at least {low}, got {value!r}")
+def _whole(name: str, value: Any, low: int = 1, high: int = 2**31 - 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
+    return value
+
+
+def _real(name: str, value: Any, low: float = 0.0) -> float:
+    """A finite number above `low`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= 1e30:
+        raise ConfigError(f"{name} must be a number above {low:g}, got {value!r}")
+    return float(value)
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    """A JSON object; None counts as an empty one."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be an object, got {value!r}")
+    return value or {}
+
+
+def _ids(name: str, value: Any, vocab_size: int = 2**31) -> tuple[int, ...]:
+    """Token ids, given as one or as a list."""
+    listed = value if isinstance(value, list | tuple) else (value,)
+    return tuple(_whole(name, token, 0, vocab_size - 1) for token in listed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +91,13 @@ class ModelConfig:
     vision: Mapping[str, Any] = field(default_factory=lambda: dict(SMALLEST_VISION), repr=False)  # carried, never run
 
     def __post_init__(self) -> None:
-        counts = {f.name: getattr(self, f.name) for f in fields(self) if f.type is int and not f.name.endswith("token_id")}
-        for name, value in counts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive whole number, got {value!r}")
-        _at_least(2, sliding_window=self.sliding_window)  # one token of past, else there is nothing to keep
-        if not self.layer_types or set(self.layer_types) - {SLIDING, FULL}:
+        for f in fields(self):
+            if f.type is int and not f.name.endswith("token_id"):
+                _whole(f.name, getattr(self, f.name))
+            elif f.type is float:
+                _real(f.name, getattr(self, f.name))
+        _whole("sliding_window", self.sliding_window, 2)  # itself and one token of past, else there is nothing to keep
+        if not self.layer_types or any(kind not in (SLIDING, FULL) for kind in self.layer_types):
             raise ConfigError(f"layer_types may hold {SLIDING!r} and {FULL!r}, got {list(self.layer_types)!r}")
         if self.layer_types[-1] != FULL:
             raise ConfigError(f"the last layer must be {FULL!r}, got {self.layer_types[-1]!r}")
@@ -87,14 +110,14 @@ class ModelConfig:
             raise ConfigError(f"head sizes must be even (RoPE pairs), got {self.head_dim} and {self.global_head_dim}")
         if self.top_k_experts > self.num_experts:
             raise ConfigError(f"top_k_experts is {self.top_k_experts}, but there are only {self.num_experts} experts")
-        if not 0 < self.global_rotary_fraction <= 1:
-            raise ConfigError(f"partial_rotary_factor must be in (0, 1], got {self.global_rotary_fraction!r}")
-        for name in ("rope_theta", "global_rope_theta", "rms_norm_eps", "final_logit_softcapping"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
-        for token in (self.pad_token_id, self.bos_token_id, *self.eos_token_ids):
-            if not 0 <= token < self.vocab_size:
-                raise ConfigError(f"special token id {token} is outside the vocabulary of {self.vocab_size}")
+        if self.global_rotary_fraction > 1:
+            raise ConfigError(f"partial_rotary_factor must be at most 1, got {self.global_rotary_fraction!r}")
+        specials = ("pad_token_id", self.pad_token_id), ("bos_token_id", self.bos_token_id)
+        for name, value in (*specials, ("eos_token_id", self.eos_token_ids)):
+            _ids(name, value, self.vocab_size)
+        _ids("image token ids", self.image_token_ids)
+        if not self.eos_token_ids:
+            raise ConfigError("eos_token_id is empty; a model needs a token that ends its text")
 
     @property
     def num_hidden_layers(self) -> int:
@@ -113,10 +136,13 @@ class ModelConfig:
 
     def parameter_counts(self) -> dict[str, int]:
         """Weights by part. `active` is what one token of one forward is multiplied with."""
-        d, attention, norms = self.hidden_size, 0, d_norms(self)
+        d, attention = self.hidden_size, 0
+        # Seven norms and two scalars a layer, q and k norms, two norms outside.
+        norms = self.num_hidden_layers * (7 * d + 2) + 2 * d
         for layer in range(self.num_hidden_layers):
             heads, size = self.layer_heads(layer)
             kv = 2 if self.layer_types[layer] == SLIDING else 1
+            norms += 2 * size
             attention += 2 * d * self.num_attention_heads * size + kv * d * heads * size
         expert = 3 * d * self.moe_intermediate_size * self.num_hidden_layers
         parts = {
@@ -142,7 +168,7 @@ class ModelConfig:
     @classmethod
     def from_json(cls, path: str | Path) -> "ModelConfig":
         """Reads a checkpoint's config.json."""
-        return cls.from_published(_read_json(path), str(path))
+        return cls.from_published(read_json(path), str(path))
 
     @classmethod
     def from_published(cls, raw: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
@@ -168,15 +194,15 @@ class ModelConfig:
             **_full_layer_heads(text, layer_types, source),
             **rope,
             layer_types=layer_types,
-            canvas_length=raw.get("canvas_length", 256),
+            canvas_length=_first(raw.get("canvas_length"), 256),
             pad_token_id=_first(text.get("pad_token_id"), 0),
             bos_token_id=_first(text.get("bos_token_id"), 2),
-            eos_token_ids=_ids(_first(raw.get("eos_token_id"), text.get("eos_token_id"), 1)),
+            eos_token_ids=_ids("eos_token_id", _first(raw.get("eos_token_id"), text.get("eos_token_id"), 1)),
             image_token_ids=tuple(
                 _first(raw.get(f"{name}_token_id"), default)
                 for name, default in (("boi", 255_999), ("image", 258_880), ("eoi", 258_882))
             ),
-            vision=raw.get("vision_config") or dict(SMALLEST_VISION),
+            vision=_object(f"{source}: vision_config", raw.get("vision_config")) or dict(SMALLEST_VISION),
         )
 
     def to_published(self, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -218,12 +244,6 @@ class ModelConfig:
         }
 
 
-def d_norms(cfg: ModelConfig) -> int:
-    """Weights in norms and layer scalars: seven norms and two scalars a layer, q and k norms, two norms outside."""
-    heads = sum(2 * cfg.layer_heads(layer)[1] for layer in range(cfg.num_hidden_layers))
-    return cfg.num_hidden_layers * (7 * cfg.hidden_size + 2) + heads + 2 * cfg.hidden_size
-
-
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
     """How one canvas is denoised and when it is done. Defaults are those of the released checkpoint."""
@@ -244,18 +264,19 @@ class SamplerConfig:
 
     def __post_init__(self) -> None:
         for name in ("canvas_length", "max_new_tokens", "max_steps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive whole number, got {value!r}")
-        _at_least(0, stability_threshold=self.stability_threshold, t_min=self.t_min, pad_token_id=self.pad_token_id)
-        for name in ("entropy_bound", "confidence_threshold", "t_max"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f"{name} must be above 0, got {value!r}")
+            _whole(name, getattr(self, name))
+        _whole("stability_threshold", self.stability_threshold, 0)
+        _ids("pad_token_id", self.pad_token_id)
+        object.__setattr__(self, "eos_token_ids", _ids("eos_token_ids", self.eos_token_ids))  # JSON has lists
+        _real("entropy_bound", self.entropy_bound)
+        _real("confidence_threshold", self.confidence_threshold)
+        _real("t_min", self.t_min, -1e-9)
+        _real("temperature (t_max)", self.t_max, 1e-4)  # colder than that, soft-capped logits overflow
         if self.t_max < self.t_min:
             raise ConfigError(f"t_max must not be below t_min, got {self.t_max} and {self.t_min}")
-        for token in self.eos_token_ids:
-            _at_least(0, eos_token_id=token)
+        for name in ("quota", "accept_at_end"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
 
     @property
     def max_canvases(self) -> int:
@@ -272,7 +293,7 @@ class SamplerConfig:
     @classmethod
     def from_folder(cls, folder: str | Path, model: ModelConfig) -> "SamplerConfig":
         """Reads generation_config.json and redraft.json beside the weights; what they omit has the released value."""
-        read = {name: _read_json(path) if (path := Path(folder) / name).exists() else {} for name in (GENERATION, OURS)}
+        read = {name: read_json(path) if (path := Path(folder) / name).exists() else {} for name in (GENERATION, OURS)}
         return cls.from_published(read[GENERATION], model, read[OURS])
 
     @classmethod
@@ -280,19 +301,18 @@ class SamplerConfig:
         cls, raw: Mapping[str, Any], model: ModelConfig, ours: Mapping[str, Any] | None = None
     ) -> "SamplerConfig":
         """From the dictionaries of generation_config.json and redraft.json."""
-        names = {"max_denoising_steps": "max_steps"}
-        names |= {n: n for n in ("max_new_tokens", "t_min", "t_max", "stability_threshold", "confidence_threshold")}
-        names |= {"pad_token_id": "pad_token_id"}
-        known = {ours: raw[theirs] for theirs, ours in names.items() if raw.get(theirs) is not None}
-        sampler = raw.get("sampler_config") or {}
+        same = ("max_new_tokens", "t_min", "t_max", "stability_threshold", "confidence_threshold", "pad_token_id")
+        names = {"max_denoising_steps": "max_steps", **{name: name for name in same}}
+        known = {mine: raw[theirs] for theirs, mine in names.items() if raw.get(theirs) is not None}
+        sampler = _object(f"{GENERATION}: sampler_config", raw.get("sampler_config"))
         if (kind := sampler.get("_cls_name", "EntropyBoundSamplerConfig")) != "EntropyBoundSamplerConfig":
             raise ConfigError(f"{GENERATION} asks for the sampler {kind!r}; redraft has EntropyBoundSamplerConfig")
         if "entropy_bound" in sampler:
             known["entropy_bound"] = sampler["entropy_bound"]
-        eos = _ids(_first(raw.get("eos_token_id"), model.eos_token_ids))
+        eos = _ids("eos_token_id", _first(raw.get("eos_token_id"), model.eos_token_ids))
         known.setdefault("pad_token_id", model.pad_token_id)
         base = cls(canvas_length=model.canvas_length, eos_token_ids=eos, **known)
-        return base.changed(**(ours or {}).get("sampler", {}))
+        return base.changed(**_object(f"{OURS}: sampler", (ours or {}).get("sampler")))
 
     def to_published(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The dictionaries of generation_config.json (transformers reads it) and of redraft.json (only we do)."""
@@ -301,7 +321,8 @@ class SamplerConfig:
             "max_denoising_steps": self.max_steps,
             "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": float(self.entropy_bound)},
             "t_min": self.t_min,
-            "t_max": self.t_max,
+            # transformers wants t_max above t_min; the next number up is the same temperature to float32
+            "t_max": max(self.t_max, math.nextafter(self.t_min, math.inf)),
             "stability_threshold": self.stability_threshold,
             "confidence_threshold": float(self.confidence_threshold),
             "eos_token_id": list(self.eos_token_ids),
@@ -311,15 +332,13 @@ class SamplerConfig:
         return theirs, {"sampler": ours}
 
 
-GENERATION, OURS = "generation_config.json", "redraft.json"
-
-
-def _read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; a checkpoint folder needs it") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a JSON {type(raw).__name__}, not an object")
@@ -336,16 +355,13 @@ def _first(*values: Any) -> Any:
     return next(v for v in values if v is not None)
 
 
-def _ids(value: int | list[int] | tuple[int, ...]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
 def _refuse_other_models(raw: Mapping[str, Any], source: str) -> None:
     names = raw.get("architectures") or []
+    names = names if isinstance(names, list) else [names]
     if raw.get("model_type") != "diffusion_gemma" and ARCHITECTURE not in names:
         found = names[0] if names else raw.get("model_type", "nothing")
         raise ConfigError(f"{source} describes {found!r}; redraft runs {ARCHITECTURE!r}")
-    if quant := raw.get("quantization_config"):
+    if quant := _object(f"{source}: quantization_config", raw.get("quantization_config")):
         raise ConfigError(f"{source} is quantized ({quant.get('quant_method')!r}); load the bf16 checkpoint instead")
 
 
@@ -365,9 +381,10 @@ def _refuse_variants(text: Mapping[str, Any], source: str) -> None:
 
 
 def _layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:
-    count = _required(text, "num_hidden_layers", source)
-    _at_least(1, num_hidden_layers=count)
+    count = _whole("num_hidden_layers", _required(text, "num_hidden_layers", source), 1, 10_000)
     listed = text.get("layer_types") or [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(count)]
+    if not isinstance(listed, list):
+        raise ConfigError(f"{source}: layer_types must be a list, got {listed!r}")
     if len(listed) != count:
         raise ConfigError(f"{source} lists {len(listed)} layer_types for {count} layers")
     return (*listed[:-1], FULL)  # forced, as transformers does
@@ -376,22 +393,22 @@ def _layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:
 def _full_layer_heads(text: Mapping[str, Any], layer_types: tuple[str, ...], source: str) -> dict[str, int]:
     """Head size and key-value heads of full layers: two keys in released files, `per_layer_config` in re-saved ones."""
     usual = {"head_dim": text.get("head_dim"), "num_key_value_heads": text.get("num_key_value_heads")}
-    per_layer = text.get("per_layer_config")
-    if per_layer is None:
+    per_layer = _object(f"{source}: per_layer_config", text.get("per_layer_config"))
+    if text.get("per_layer_config") is None:
         if text.get("global_head_dim") is None:
             raise ConfigError(f"{source} does not say global_head_dim")
         heads = _first(text.get("num_global_key_value_heads"), _required(text, "num_key_value_heads", source))
         return {"global_head_dim": text["global_head_dim"], "num_global_key_value_heads": heads}
     full = {str(layer) for layer, kind in enumerate(layer_types) if kind == FULL}
-    shapes = [usual | (per_layer.get(layer) or {}) for layer in sorted(full)]
+    shapes = [usual | _object(f"{source}: per_layer_config", per_layer.get(layer)) for layer in sorted(full)]
     if set(per_layer) - full or any(shape != shapes[0] or set(shape) - set(usual) for shape in shapes):
         raise ConfigError(f"{source}: per_layer_config must give every full layer, and only those, the same head shape")
     return {"global_head_dim": shapes[0]["head_dim"], "num_global_key_value_heads": shapes[0]["num_key_value_heads"]}
 
 
 def _rope(text: Mapping[str, Any], source: str) -> dict[str, float]:
-    rope = text.get("rope_parameters") or {}
-    sliding, full = rope.get(SLIDING) or {}, rope.get(FULL) or {}
+    rope = _object(f"{source}: rope_parameters", text.get("rope_parameters"))
+    sliding, full = (_object(f"{source}: rope_parameters", rope.get(kind)) for kind in (SLIDING, FULL))
     kinds = (sliding.get("rope_type", "default"), full.get("rope_type", "proportional"))
     if kinds != ("default", "proportional") or full.get("factor", 1.0) != 1.0:
         raise ConfigError(
@@ -399,8 +416,9 @@ def _rope(text: Mapping[str, Any], source: str) -> dict[str, float]:
         )
     if sliding.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{source}: partial_rotary_factor on sliding layers is {sliding['partial_rotary_factor']}, not 1")
+    fraction = full.get("partial_rotary_factor", 1.0 if full else 0.25)
     return {
-        "rope_theta": float(sliding.get("rope_theta", 10_000.0)),
-        "global_rope_theta": float(full.get("rope_theta", 1_000_000.0)),
-        "global_rotary_fraction": float(full.get("partial_rotary_factor", 0.25 if not full else 1.0)),
+        "rope_theta": _real(f"{source}: rope_theta", sliding.get("rope_theta", 10_000.0)),
+        "global_rope_theta": _real(f"{source}: rope_theta", full.get("rope_theta", 1_000_000.0)),
+        "global_rotary_fraction": _real(f"{source}: partial_rotary_factor", fraction),
     }

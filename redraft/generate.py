@@ -20,6 +20,7 @@ from redraft.cache import KVCache
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
+from redraft.tokenizer import ToolCall
 
 PREFILL_CHUNK = 2048  # tokens of prompt a pass: the causal mask of a pass is this times the context
 
@@ -48,8 +49,10 @@ class Committed:
     entropy_BC: Tensor
     settled_B: Tensor  # False where every step was used and the page still moved: treat such text with doubt
     steps_B: Tensor
-    text: str = ""  # filled in by the Writer, as is
-    reasoning: str = ""  # this
+    # Filled in by the Writer: what this page adds to the answer.
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,13 +132,14 @@ def generate(
             yield _draft(block, state, cfg)
             soft_BCD = model.soft_embed(shaped_BCV) if not sampler.finished(state, cfg) else None
 
-        ids_BC, ended_B = sampler.commit(state, cfg)  # stop 6
+        page = sampler.commit(state, cfg)  # stop 6
+        ended_B = page.ended_B
         last = block + 1 == cfg.max_canvases or bool(ended_B.all())
-        bill.add(state, ids_BC, ended_B, last)
-        yield Committed(block, ids_BC, state.entropy_BC, state.settled_B | state.skipped_B, state.steps_B)
+        bill.add(state, page, last)
+        yield Committed(block, page.ids_BC, state.entropy_BC, state.settled_B | state.skipped_B, state.steps_B)
         if last:
             break
-        model.encode(ids_BC, cache)  # stop 7
+        model.encode(page.ids_BC, cache)  # stop 7
     yield bill.total(ended_B)  # stop 8
 
 
@@ -162,17 +166,20 @@ def check(
         raise ValueError("a prompt needs at least one token")
     if not len(prompts) == len(seeds) == len(constraints):
         raise ValueError(f"{len(prompts)} prompts, {len(seeds)} seeds and {len(constraints)} rules do not match")
-    for token in (token for prompt in prompts for token in prompt):
-        if not 0 <= token < model.vocab_size:
-            raise ValueError(f"prompt token {token} is outside the vocabulary of {model.vocab_size}")
+    if wrong := [seed for seed in seeds if not isinstance(seed, int)]:
+        raise ValueError(f"a seed must be a whole number, got {wrong[0]!r}")
+    for what, tokens in (("prompt", (t for prompt in prompts for t in prompt)), ("pad", [cfg.pad_token_id])):
+        for token in tokens:
+            if not 0 <= token < model.vocab_size:
+                raise ValueError(f"{what} token {token} is outside the vocabulary of {model.vocab_size}")
     longest, answer = max(map(len, prompts)), cfg.max_canvases * cfg.canvas_length
     if longest + answer > model.max_position_embeddings:
         raise ValueError(
-            f"prompt has {longest} tokens and the answer may take {answer}, but the model's context is "
-            f"{model.max_position_embeddings}; shorten the prompt or lower max_tokens"
+            f"prompt has {longest} tokens and the answer may take {answer} (pages of {cfg.canvas_length}); "
+            f"the model's context is {model.max_position_embeddings}: shorten the prompt, max_tokens or the page"
         )
     for rule in constraints:
-        rule.check(model.vocab_size, answer)
+        rule.check(model.vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
     if first_canvas_BC is not None:
         shape, wanted = tuple(first_canvas_BC.shape), (len(prompts), cfg.canvas_length)
         if shape != wanted:
@@ -213,20 +220,14 @@ class _Bill:
     def prefilled(self) -> None:
         self.prefill_seconds = time.perf_counter() - self.began
 
-    def add(self, state: sampler.Canvas, ids_BC: Tensor, ended_B: Tensor, last: bool) -> None:
-        self.pages.append(ids_BC)
-        stops = torch.tensor(self.cfg.eos_token_ids, dtype=torch.long, device=ids_BC.device)
-        is_stop_BC = torch.isin(ids_BC, stops)
-        length = ids_BC.shape[1]
+    def add(self, state: sampler.Canvas, page: sampler.Page, last: bool) -> None:
+        self.pages.append(page.ids_BC)
         for row, bill in enumerate(self.rows):
-            if state.skipped_B[row]:
-                continue
-            found = is_stop_BC[row].nonzero()
-            bill["new_tokens"] += int(found[0]) + 1 if len(found) else length
-            bill["canvases"] += 1
+            bill["new_tokens"] += int(page.lengths_B[row])
+            bill["canvases"] += int(not state.skipped_B[row])
             bill["settled"] += int(state.settled_B[row])
             bill["steps"] += int(state.steps_B[row])
-            bill["commits"] += int(not last and not ended_B[row])
+            bill["commits"] += int(not last and not page.ended_B[row])
 
     def total(self, ended_B: Tensor) -> Finished:
         seconds, most = time.perf_counter() - self.began, self.cfg.max_new_tokens

@@ -24,7 +24,7 @@ def causal(queries_BS: Tensor, keys_BT: Tensor, window: int | None) -> Tensor:
 
 def cached_for_canvas(lengths_B: Tensor, keys_BT: Tensor, window: int | None) -> Tensor:
     """Which cached keys a canvas sees, bool_BT: the same for each of its positions."""
-    allowed_BT = (keys_BT >= 0) & (keys_BT < lengths_B[:, None])
+    allowed_BT = keys_BT >= 0
     if window is not None:
         allowed_BT &= keys_BT >= lengths_B[:, None] - (window - 1)
     return allowed_BT

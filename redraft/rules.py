@@ -27,14 +27,17 @@ class Rules:
         if clash := set(self.forbidden) & set(self.pins.values()):
             raise ValueError(f"token {min(clash)} is both pinned and forbidden")
 
-    def check(self, vocab_size: int, answer_length: int) -> None:
-        """Refuses tokens outside the vocabulary, pins beyond the answer, and rules that leave no token at all."""
+    def check(self, vocab_size: int, answer_length: int, stops: Sequence[int]) -> None:
+        """Refuses tokens outside the vocabulary, pins that the answer would not hold, and rules that leave no token."""
         for token in (*self.pins.values(), *self.forbidden):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"token {token} is outside the vocabulary of {vocab_size}")
         if self.pins and max(self.pins) >= answer_length:
             raise ValueError(f"a pin at {max(self.pins)} is beyond the answer's {answer_length} positions")
-        if len(set(self.forbidden)) >= vocab_size:
+        for position, token in self.pins.items():
+            if token in stops and position < max(self.pins):
+                raise ValueError(f"the stop token {token} pinned at {position} would cut off the pin at {max(self.pins)}")
+        if len({*self.forbidden, *(stops if self.pins else ())}) >= vocab_size:
             raise ValueError("every token is forbidden")
 
 
@@ -87,7 +90,7 @@ def on_canvas(
         last_B[row] = max(rule.pins, default=-1)
         forbidden_BV[row, list(rule.forbidden)] = True
     pinned = any(rule.pins for rule in rules)
-    unending_BC = (torch.arange(start, start + length) < last_B) & (pins_BC < 0)
+    unending_BC = torch.arange(start, start + length) < last_B
     return CanvasRules(
         pins_BC.to(device),
         forbidden_BV.to(device) if forbidden_BV.any() else None,

@@ -6,7 +6,8 @@ Acceptance is recomputed at every step: a token once accepted can be taken back,
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,11 +139,11 @@ def step(
 def _freeze(old: Canvas, new: Canvas, frozen_B: Tensor) -> Canvas:
     if not frozen_B.any():
         return new
-    names = ("ids_BC", "best_BC", "entropy_BC", "accepted_BC", "unchanged_B", "steps_B", "settled_B")
     kept = {}
-    for name in names:
-        before, after = getattr(old, name), getattr(new, name)
-        kept[name] = torch.where(frozen_B if before.dim() == 1 else frozen_B[:, None], before, after)
+    for field in fields(Canvas):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        if isinstance(after, Tensor):
+            kept[field.name] = torch.where(frozen_B if after.dim() == 1 else frozen_B[:, None], before, after)
     return replace(new, **kept)
 
 
@@ -151,14 +152,21 @@ def finished(state: Canvas, cfg: SamplerConfig) -> bool:
     return state.step >= cfg.max_steps or bool(state.frozen_B.all())
 
 
-def commit(state: Canvas, cfg: SamplerConfig) -> tuple[Tensor, Tensor]:
-    """The canvas as tokens, ids_BC with padding behind the first stop token, and which rows have ended by now.
+class Page(NamedTuple):
+    """A canvas as tokens."""
 
-    What is committed is the argmax of the last logits, not the last sample: a page that never settled still carries
-    noise wherever it was refused.
+    ids_BC: Tensor  # padding behind the first stop token
+    lengths_B: Tensor  # tokens up to and with the stop token; 0 where the text had ended before
+    ended_B: Tensor  # rows whose text has ended by now
+
+
+def commit(state: Canvas, cfg: SamplerConfig) -> Page:
+    """What becomes of a page: the argmax of the last logits, not the last sample.
+
+    A page that never settled still carries noise wherever the last step refused a token.
     """
     stops = torch.tensor(cfg.eos_token_ids, dtype=torch.long, device=state.best_BC.device)
     is_stop_BC = torch.isin(state.best_BC, stops)
-    after_BC = is_stop_BC.cumsum(dim=-1) - is_stop_BC.long() > 0
-    ended_B = is_stop_BC.any(dim=-1) | state.skipped_B
-    return torch.where(after_BC | state.skipped_B[:, None], cfg.pad_token_id, state.best_BC), ended_B
+    text_BC = (is_stop_BC.cumsum(dim=-1) - is_stop_BC.long() == 0) & ~state.skipped_B[:, None]
+    ids_BC = torch.where(text_BC, state.best_BC, cfg.pad_token_id)
+    return Page(ids_BC, text_BC.sum(dim=-1), is_stop_BC.any(dim=-1) | state.skipped_B)

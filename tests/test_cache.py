@@ -77,6 +77,8 @@ def test_a_limited_rewind_gives_what_it_promises_and_refuses_more():
     check(cache, contents)
     put(cache, contents, [[50, 51]])
     check(cache, contents)
+    with pytest.raises(ValueError, match="from 14 on"):  # 20 were written once; what that overwrote stays lost
+        cache.rewind([16])
     with pytest.raises(ValueError, match="cannot be cut to 30"):
         cache.rewind([30])
 

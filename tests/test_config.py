@@ -1,10 +1,12 @@
 """The released values, what the published files say, and what is refused."""
 
 import json
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import fields, replace
 
 import pytest
 import tiny
+from transformers import DiffusionGemmaGenerationConfig
 
 from redraft.config import FULL, SLIDING, ConfigError, ModelConfig, SamplerConfig
 
@@ -155,6 +157,10 @@ def test_nonsense_is_refused_with_the_value(raw, words):
         {"t_min": 0.9},
         {"t_min": -0.1},
         {"stability_threshold": -1},
+        {"stability_threshold": 1.0},
+        {"t_max": float("inf")},
+        {"t_max": 1e-50, "t_min": 0.0},
+        {"quota": "yes"},
         {"eos_token_ids": (-5,)},
         {"temperature": 1.0},
     ],
@@ -188,3 +194,54 @@ def test_unreadable_json_is_named(tmp_path, content):
         ModelConfig.from_json(tmp_path / "config.json")
     with pytest.raises(ConfigError, match="does not exist"):
         ModelConfig.from_json(tmp_path / "elsewhere.json")
+
+
+ODD = [None, True, -1, 0, 2.5, 10**30, float("inf"), float("nan"), "x", "3", "", [], [1, "x"], [[]], {}, {"a": 1}, [None]]
+
+
+def everywhere(raw: object, path: tuple = ()):
+    """Every place in a nested dictionary."""
+    if isinstance(raw, dict):
+        for key, value in raw.items():
+            yield (*path, key)
+            yield from everywhere(value, (*path, key))
+
+
+def replaced(raw: dict, path: tuple, value: object) -> dict:
+    head, *rest = path
+    return {**raw, head: replaced(raw[head], tuple(rest), value) if rest else value}
+
+
+@pytest.mark.parametrize("path", [p for p in everywhere(RELEASED) if p[0] != "vision_config" or len(p) == 1], ids=".".join)
+def test_odd_values_in_config_json_are_read_or_refused_but_never_crash(path):
+    for value in ODD:
+        with suppress(ConfigError):
+            read = ModelConfig.from_published(replaced(RELEASED, path, value))
+            assert ModelConfig.from_published(json.loads(json.dumps(read.to_published()))) == read
+
+
+@pytest.mark.parametrize("path", list(everywhere(GENERATION)), ids=".".join)
+def test_odd_values_in_generation_config_json_never_crash(path):
+    for value in ODD:
+        with suppress(ConfigError):
+            SamplerConfig.from_published(replaced(GENERATION, path, value), ModelConfig())
+
+
+def test_odd_values_in_redraft_json_never_crash():
+    for value in ODD:
+        for ours in ({"sampler": value}, *({"sampler": {f.name: value}} for f in fields(SamplerConfig))):
+            with suppress(ConfigError):
+                SamplerConfig.from_published(GENERATION, ModelConfig(), ours)
+
+
+def test_endless_nesting_is_unreadable_json(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match="not readable"):
+        ModelConfig.from_json(tmp_path / "config.json")
+
+
+def test_one_temperature_can_be_saved_for_transformers():
+    theirs, ours = SamplerConfig(t_min=0.7, t_max=0.7).to_published()
+    assert theirs["t_max"] > theirs["t_min"]
+    assert SamplerConfig.from_published(theirs, ModelConfig(), ours).t_max == pytest.approx(0.7, rel=1e-9)
+    assert DiffusionGemmaGenerationConfig(**theirs).t_min == 0.7

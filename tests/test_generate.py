@@ -60,6 +60,26 @@ def test_an_unsettled_page_says_so():
     assert all(s.settled == s.canvases for s in calm[-1].stats)
 
 
+def test_a_row_that_had_ended_does_not_look_unsettled():
+    for seed in range(20):
+        events = run(max_new_tokens=64, seeds=[seed, seed + 50, seed + 90], max_steps=30)
+        pages = [e for e in events if isinstance(e, Committed)]
+        over = [row for row in range(3) if len(pages) > 1 and int(pages[-1].steps_B[row]) == 0]
+        if over:
+            assert all(bool(pages[-1].settled_B[row]) for row in over)
+            assert all((pages[-1].ids_BC[row] == 0).all() for row in over)
+            return
+    pytest.fail("no row ended before the others")
+
+
+def test_sliding_layers_take_no_more_memory_than_their_window(monkeypatch):
+    made = []
+    original = MODEL.new_cache
+    monkeypatch.setattr(MODEL, "new_cache", lambda *args, **kwargs: made.append(original(*args, **kwargs)) or made[-1])
+    run([[2] * 200], max_new_tokens=16)
+    assert made[0]._keys[0].shape[1] == tiny.BASE.sliding_window - 1
+
+
 def test_the_bill():
     events = run([[2, 3, 4]], max_new_tokens=40, eos_token_ids=(), max_steps=3, confidence_threshold=1e-9)
     stats = events[-1].stats[0]
@@ -128,6 +148,10 @@ def test_a_long_prompt_is_read_in_chunks(monkeypatch):
         ({"max_new_tokens": 513}, "context is 512"),
         ({"seeds": [1]}, "3 prompts, 1 seeds"),
         ({"constraints": [Rules(pins={99: 5})] * 3, "max_new_tokens": 16}, "99"),
+        ({"constraints": [Rules(pins={17: 5})] * 3, "max_new_tokens": 17}, "17"),
+        ({"seeds": [1, 2.5, 3]}, "2.5"),
+        ({"pad_token_id": tiny.VOCAB}, "pad token"),
+        ({"canvas_length": 1000}, "pages of 1000"),
         ({"first_canvas_BC": torch.zeros(3, 5, dtype=torch.long)}, r"\(3, 5\)"),
         ({"first_canvas_BC": torch.full((3, 16), tiny.VOCAB)}, "first canvas"),
     ],

@@ -51,10 +51,12 @@ def test_a_stop_token_may_not_cut_off_a_pin():
     [
         (lambda: Rules(pins={-1: 3}), "-1"),
         (lambda: Rules(pins={0: 3}, forbidden=(3,)), "both pinned and forbidden"),
-        (lambda: Rules(pins={0: 10}).check(10, 8), "outside the vocabulary of 10"),
-        (lambda: Rules(pins={8: 1}).check(10, 8), "beyond the answer's 8"),
-        (lambda: Rules(forbidden=(12,)).check(10, 8), "12"),
-        (lambda: Rules(forbidden=tuple(range(10))).check(10, 8), "every token"),
+        (lambda: Rules(pins={0: 10}).check(10, 8, STOPS), "outside the vocabulary of 10"),
+        (lambda: Rules(pins={8: 1}).check(10, 8, STOPS), "beyond the answer's 8"),
+        (lambda: Rules(forbidden=(12,)).check(10, 8, STOPS), "12"),
+        (lambda: Rules(pins={2: 5, 6: 7}).check(10, 8, STOPS), "stop token 5 pinned at 2 would cut off the pin at 6"),
+        (lambda: Rules(pins={2: 5}, forbidden=(0, 2, 3, 4, 6, 7, 8, 9)).check(10, 8, STOPS), "every token"),
+        (lambda: Rules(forbidden=tuple(range(10))).check(10, 8, STOPS), "every token"),
     ],
 )
 def test_impossible_rules_are_refused(make, words):

@@ -36,6 +36,7 @@ def situations(draw):
     rules = []
     for _ in range(rows):
         pinned = draw(pins)
+        pinned = {p: t for p, t in pinned.items() if t not in (1, 5) or p == max(pinned)}  # what Rules.check lets through
         rules.append(Rules(pins=pinned, forbidden=tuple(set(draw(forbidden)) - set(pinned.values()))))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     scale = draw(st.sampled_from([0.0, 1.0, 8.0, 30.0]))
@@ -56,18 +57,30 @@ def run(situation):
     return states, draws, fixed
 
 
+def sampled(situation, before, draws, fixed) -> torch.Tensor:
+    """What a step draws from its logits, computed once more from the definition, in float64."""
+    cfg, _, logits, _ = situation
+    shaped = logits[before.step] if fixed is None else fixed.shape(logits[before.step])
+    probs = (shaped.double() / sampler.temperature(before.step, cfg)).softmax(-1)
+    uniform = draws.uniform(before.step + 1, LENGTH)
+    return torch.searchsorted(probs.cumsum(-1), uniform[..., None], right=True).squeeze(-1).clamp(max=VOCAB - 1)
+
+
 @settings(max_examples=120, deadline=None)
 @given(situations())
 def test_invariants_of_the_loop(situation):
     cfg, rules, _, _ = situation
-    states, draws, _ = run(situation)
+    states, draws, fixed = run(situation)
     assert len(states) - 1 <= cfg.max_steps  # cost is linear in steps
     for before, state in itertools.pairwise(states):
         assert state.accepted_BC.any(dim=-1).all()
         live = ~before.frozen_B
         noise = draws.noise(state.step, LENGTH, VOCAB)
         refused = ~state.accepted_BC & live[:, None]
-        assert torch.equal(state.ids_BC[refused], noise[refused])  # accepted plus renoised covers the canvas
+        # Accepted plus renoised covers the canvas: what is not noise is this step's sample.
+        assert torch.equal(state.ids_BC[refused], noise[refused])
+        kept = state.accepted_BC & live[:, None]
+        assert torch.equal(state.ids_BC[kept], sampled(situation, before, draws, fixed)[kept])
         for name in ("ids_BC", "best_BC", "entropy_BC", "accepted_BC", "steps_B", "settled_B"):
             assert torch.equal(getattr(state, name)[~live], getattr(before, name)[~live])
         assert torch.equal(state.steps_B[live], before.steps_B[live] + 1)
@@ -85,17 +98,15 @@ def test_invariants_of_the_loop(situation):
     last = states[-1]
     if (cfg.quota or cfg.accept_at_end) and last.step == cfg.max_steps:
         assert last.accepted_BC[~states[-2].frozen_B].all()
-    ids, ended = sampler.commit(last, cfg)
+    ids, lengths, ended = sampler.commit(last, cfg)
     for row in range(len(rules)):
         stops = [i for i, t in enumerate(last.best_BC[row].tolist()) if t in cfg.eos_token_ids]
         assert bool(ended[row]) == bool(stops)
         end = stops[0] + 1 if stops else LENGTH
         assert ids[row, :end].tolist() == last.best_BC[row, :end].tolist()
         assert (ids[row, end:] == cfg.pad_token_id).all()
-        # A stop token before the last pin would have lost it.
-        assert all(position < end for position in rules[row].pins) or any(
-            t in cfg.eos_token_ids for t in rules[row].pins.values()
-        )
+        assert lengths[row] == end
+        assert all(position < end for position in rules[row].pins)  # no stop token has cut one off
 
 
 @settings(max_examples=40, deadline=None)
@@ -175,6 +186,18 @@ def test_confident_is_strictly_below_the_threshold():
         assert bool(state.settled_B) == settled
 
 
+def test_pins_do_not_make_the_rest_look_confident():
+    """Two of three positions are pinned: the third decides, not the mean with two zeros."""
+    rules = on_canvas([Rules(pins={0: 7, 1: 8})], 0, 3, VOCAB, (), "cpu")
+    draws, logits = random.draws([0], 0), certain(A, 5.0)
+    start = sampler.start(draws.noise(0, 3, VOCAB), rules)
+    own = float(sampler.step(logits, start, SamplerConfig(canvas_length=3), draws, rules)[0].entropy_BC[0, 2])
+    for threshold, settled in ((own * 1.01, True), (own * 0.99, False)):
+        cfg = SamplerConfig(canvas_length=3, stability_threshold=0, confidence_threshold=threshold)
+        state, _ = sampler.step(logits, start, cfg, draws, rules)
+        assert bool(state.settled_B) == settled
+
+
 def test_what_is_committed_is_the_argmax_not_the_sample():
     cfg = SamplerConfig(canvas_length=4, max_steps=1, entropy_bound=1e-9)
     draws = random.draws([3], 0)
@@ -208,6 +231,7 @@ def test_a_start_knows_nothing():
     state = sampler.start(torch.tensor([[1, 2]]), None, torch.tensor([True]))
     assert math.isinf(state.entropy_BC[0, 0])
     assert sampler.finished(state, SamplerConfig())
-    ids, ended = sampler.commit(state, SamplerConfig(pad_token_id=4))
+    ids, lengths, ended = sampler.commit(state, SamplerConfig(pad_token_id=4))
+    assert lengths.tolist() == [0]
     assert ids.tolist() == [[4, 4]]
     assert bool(ended)
