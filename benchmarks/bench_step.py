@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import transformers
@@ -115,7 +116,8 @@ def report(times: dict[str, list[float]], args: argparse.Namespace) -> None:
         low, high = 1e3 * min(values), 1e3 * max(values)
         table.add_row(name, f"{median[name]:.1f}", f"{low:.1f}", f"{high:.1f}", str(len(values)))
     Console().print(table)
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    here = Path(__file__).parent
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
     print(
         json.dumps(
             {

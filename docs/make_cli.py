@@ -1,5 +1,6 @@
 """Writes docs/cli.md from the help texts: `python docs/make_cli.py` (or `make docs`). A test compares the two."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,9 @@ PAGES = ([], ["write"], ["chat"], ["info"])
 
 def help_page(command: list[str]) -> str:
     """What --help prints."""
-    run = subprocess.run(
-        [sys.executable, "-m", "redraft.cli", *command, "--help"], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-m", "redraft.cli", *command, "--help"]
+    width = {**os.environ, "COLUMNS": "80"}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=width)
     return "\n".join(line.rstrip() for line in run.stdout.strip().splitlines())
 
 

@@ -7,11 +7,12 @@
 This page lists what is public. `redraft.generate` is where to start reading.
 """
 
+from redraft.answers import Parsed, ToolCall
 from redraft.checkpoint import CheckpointError, save
 from redraft.config import ConfigError, ModelConfig, SamplerConfig
 from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.rules import Rules
-from redraft.tokenizer import Parsed, Tokenizer, TokenizerError, ToolCall
+from redraft.tokenizer import Tokenizer, TokenizerError
 from redraft.writer import Answer, Writer, load
 
 __all__ = [

@@ -16,13 +16,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from redraft.config import GENERATION, OURS, SMALLEST_VISION, ModelConfig, SamplerConfig
+from redraft.config import GENERATION, OURS, SMALLEST_VISION, ModelConfig, SamplerConfig, read_json
 from redraft.model import DiffusionGemma
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DECODER, ENCODER = "model.decoder.", "model.encoder.language_model."
 VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 SHARD_BYTES = 5 * 10**9
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CheckpointError(ValueError):
@@ -45,9 +46,15 @@ def tied_name(published: str) -> str | None:
     return None
 
 
-def find(path_or_id: str | Path) -> Path:
-    """The folder of a checkpoint: a local one, or a hub id such as google/diffusiongemma-26B-A4B-it, downloaded once."""
-    folder = Path(path_or_id).expanduser()
+def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
+    """The folder of a checkpoint: a local one, or a hub id such as google/diffusiongemma-26B-A4B-it, downloaded once.
+
+    Without weights only the small files are fetched.
+    """
+    try:
+        folder = Path(path_or_id).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise CheckpointError(f"there is no folder {str(path_or_id)!r}: {error}") from None
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -55,16 +62,15 @@ def find(path_or_id: str | Path) -> Path:
     name = str(path_or_id).removeprefix("https://").removeprefix("hf.co/").removeprefix("huggingface.co/")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         raise CheckpointError(f"there is no folder {str(path_or_id)!r}, and it is not a hub id (OWNER/NAME)")
-    return _download(name)
+    return _download(name, ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])])
 
 
-def _download(name: str) -> Path:
+def _download(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # whatever the network, a proxy or the hub may do: the user can only try again
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{name!r} is no folder here, and the hub could not give it: {reason}") from None
 
@@ -86,11 +92,11 @@ class Tensors(Mapping[str, Tensor]):
     def _listed(self) -> list[str]:
         if not (self.folder / INDEX).exists():
             return [WEIGHTS]
-        try:
-            files = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.folder / INDEX} is not a readable index: {error!r}") from None
-        return sorted({str(file) for file in files})
+        listed = read_json(self.folder / INDEX).get("weight_map")
+        files = list(listed.values()) if isinstance(listed, dict) else [None]
+        if wrong := [file for file in files if not isinstance(file, str) or file != Path(file).name]:
+            raise CheckpointError(f"{self.folder / INDEX} is not an index of files in its folder: it names {wrong[0]!r}")
+        return sorted(set(files))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._files[self._file_of[name]].get_tensor(name)
@@ -144,8 +150,8 @@ def _fetch(tensors: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tenso
     tensor = tensors[name]
     if tensor.shape != shape:
         raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, the configuration asks for {list(shape)}")
-    if not tensor.is_floating_point():
-        raise CheckpointError(f"tensor {name} is {tensor.dtype}; redraft reads floating-point weights")
+    if tensor.dtype not in PRECISIONS:
+        raise CheckpointError(f"tensor {name} is {tensor.dtype}; redraft reads {', '.join(map(str, PRECISIONS))}")
     return tensor
 
 
@@ -179,6 +185,7 @@ def save(
     if vision_from is not None:
         source = Tensors(Path(vision_from))
         tensors |= {name: source[name] for name in source if name.startswith(VISION)}
+        config["vision_config"] = dict(load_config(vision_from).vision)
     else:
         config["vision_config"] = dict(SMALLEST_VISION)
         tensors |= _smallest_vision(model.config.hidden_size, model.dtype)
@@ -216,9 +223,11 @@ def _write_weights(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
     if len(shards) > 1:
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    for old in (*folder.glob("model*.safetensors"), *folder.glob(INDEX)):
-        if old.name not in names and not (old.name == INDEX and len(shards) > 1):
-            old.unlink()  # shards of an earlier save; the index no longer lists them
+    else:
+        (folder / INDEX).unlink(missing_ok=True)
+    for old in folder.glob("model*.safetensors"):
+        if old.name not in names and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name):
+            old.unlink()  # shards of an earlier save; no index lists them any more
 
 
 def write_text(path: Path, text: str) -> None:

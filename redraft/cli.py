@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -24,8 +24,8 @@ import redraft
 from redraft import checkpoint
 from redraft.config import ModelConfig
 from redraft.generate import Committed, Finished
-from redraft.terminal import CanvasView, summary
-from redraft.writer import Answer, Writer
+from redraft.terminal import CanvasView, harmless, summary
+from redraft.writer import Writer
 
 SHIPPED = Path(__file__).with_name("weights") / "tiny"
 
@@ -143,8 +143,7 @@ def write(
         options["think"] = think
     console = Console(highlight=False)
     if as_json:
-        answer = writer.chat(messages, **options) if chatting else writer.write(messages, **options)
-        print(json.dumps(_as_json(answer), ensure_ascii=False))
+        _print_json(writer, messages, options)
     elif console.is_terminal if visual is None else visual:
         _draw(writer, messages, options, console)
     else:
@@ -180,15 +179,20 @@ def chat(
         if line == "/reset":
             messages = list(opening)
             continue
-        messages.append({"role": "user", "content": line})
+        asked = [*messages, {"role": "user", "content": line}]
         try:
-            said = _draw(writer, messages, options, console) if drawing else _print_pieces(writer, messages, options)
+            said = _draw(writer, asked, options, console) if drawing else _print_pieces(writer, asked, options)
         except KeyboardInterrupt as stopped:
             if not console.is_terminal:
                 raise
             said = getattr(stopped, "committed", "")
             console.print("[bright_black](stopped)")
-        messages.append({"role": "assistant", "content": said})
+        except ValueError as error:
+            if not console.is_terminal:
+                raise
+            console.print(harmless(str(error)), style="red", markup=False)  # the talk goes on without this message
+            continue
+        messages = [*asked, {"role": "assistant", "content": said}]
 
 
 @app.command()
@@ -202,10 +206,10 @@ def info(
     console = Console(highlight=False)
     config, stored = ModelConfig(), None
     if model:
-        folder = checkpoint.find(model)
+        folder = checkpoint.find(model, weights=False)
         config = checkpoint.load_config(folder)
         stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    console.print(f"[bold]{model or 'DiffusionGemma 26B-A4B (released shape)'}[/bold]")
+    console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)
     console.print(_shape_table(config))
     console.print(_memory_table(config, stored))
     console.print(_place_table())
@@ -242,7 +246,7 @@ def _memory_table(config: ModelConfig, stored: int | None) -> Table:
     linear = counts["total"] - kept
     full, sliding = config.kv_bytes_per_token()
     table = Table("memory", "", box=None, pad_edge=False)
-    if stored is not None:
+    if stored:
         table.add_row("on disk", _si(stored, "B"))
     table.add_row("bf16", _si(2 * counts["total"], "B"))
     table.add_row("fp8 layers", _si(2 * kept + linear, "B"))
@@ -275,7 +279,7 @@ def _prompt(given: str | None) -> str:
     """The prompt from the argument, or from a pipe."""
     if given is not None and given != "-":
         text = given
-    elif given == "-" or not sys.stdin.isatty():
+    elif sys.stdin is not None and (given == "-" or not sys.stdin.isatty()):
         text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
     else:
         raise ValueError("there is no prompt: give one, or pipe a text in")
@@ -288,8 +292,9 @@ def _load(model: str, device: str | None, dtype: str | None) -> Writer:
     """The model, with a line on stderr while a person waits for it."""
     if not model and not SHIPPED.is_dir():
         raise ValueError("which model? Give -m FOLDER or -m OWNER/NAME, or set REDRAFT_MODEL")
-    with _waiting(f"loading {model or 'tiny'}"):
-        return redraft.load(model or SHIPPED, device=device, dtype=dtype)
+    folder = checkpoint.find(model or SHIPPED)  # before the line below, which would garble a download's progress bar
+    with _waiting("loading"):
+        return redraft.load(folder, device=device, dtype=dtype)
 
 
 @contextmanager
@@ -316,7 +321,7 @@ def _conversation(system: str | None, user: str | None) -> list[dict[str, str]]:
 
 def _lines(console: Console) -> Iterator[str]:
     """What the user types, or the lines of a pipe; empty ones are passed over."""
-    while True:
+    while sys.stdin is not None:
         try:
             line = console.input("[bold]> [/bold]") if console.is_terminal and sys.stdin.isatty() else input()
         except EOFError:
@@ -342,55 +347,71 @@ def _draw(writer: Writer, prompt: Any, options: dict[str, Any], console: Console
 
 
 def _print_pieces(writer: Writer, prompt: Any, options: dict[str, Any]) -> str:
-    """Committed text to stdout, page by page, and nothing else."""
+    """Committed text to stdout, page by page, and nothing else; what it cost, and any doubt, to stderr."""
     said = ""
     try:
         for event in writer.stream(prompt, **options):
             if isinstance(event, Committed):
                 said += event.text
-                print(event.text, end="", flush=True)
+                print(harmless(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
+            elif isinstance(event, Finished):
+                print(summary(event.stats[0]), file=sys.stderr)
     finally:
         if said:
             print(flush=True)
     return said
 
 
-def _as_json(answer: Answer) -> dict[str, Any]:
-    stats = asdict(answer.stats)
-    for name in ("forwards", "tokens_per_forward", "tokens_per_second"):
-        stats[name] = getattr(answer.stats, name)
-    return {
-        "text": answer.text,
-        "reasoning": answer.reasoning,
-        "tool_calls": [asdict(call) for call in answer.tool_calls],
-        "reason": answer.reason,
-        "settled": answer.settled,
-        "seed": answer.seed,
-        "stats": stats,
-    }
+def _print_json(writer: Writer, prompt: Any, options: dict[str, Any]) -> None:
+    """The answer as one JSON object; what was committed when Ctrl-C came is printed too."""
+    pages: list[Committed] = []
+    answer: dict[str, Any] = {"reason": "interrupted", "settled": False, "seed": options["seed"], "stats": None}
+    try:
+        for event in writer.stream(prompt, **options):
+            if isinstance(event, Committed):
+                pages.append(event)
+            elif isinstance(event, Finished):
+                stats = event.stats[0]
+                derived = {n: getattr(stats, n) for n in ("forwards", "tokens_per_forward", "tokens_per_second")}
+                answer = {
+                    "reason": event.reasons[0],
+                    "settled": stats.settled == stats.canvases,
+                    "seed": stats.seed,
+                    "stats": asdict(stats) | derived,
+                }
+    finally:
+        if pages:
+            parts = {name: "".join(getattr(page, name) for page in pages) for name in ("text", "reasoning")}
+            calls = [asdict(call) for page in pages for call in page.tool_calls]
+            print(json.dumps({**parts, "tool_calls": calls, **answer}, ensure_ascii=False))
 
 
 # Newer typer carries its own copy of click; the common ancestor of usage errors is found through what both export.
-UsageProblem = typer.BadParameter.mro()[2]
+UsageProblem = next(kind for kind in typer.BadParameter.mro() if kind.__name__ == "ClickException")
 
 
 def main() -> None:
     """The entry point: mistakes become one sentence, Ctrl-C becomes 130. REDRAFT_DEBUG=1 shows the traceback instead."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a narrow console must not lose an answer for one character
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="redraft", standalone_mode=False))
     except UsageProblem as error:
-        print(f"redraft: {error.format_message()} (see redraft --help)", file=sys.stderr)
-        sys.exit(2)
+        _complain(f"{error.format_message()} (see redraft --help)")
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our pipe has gone; nothing is left to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    except torch.OutOfMemoryError as error:
+        _complain(f"out of GPU memory: {str(error).split('. ')[0]}; try a smaller model, a shorter prompt, or --device cpu")
     except (ValueError, OSError) as error:
         if os.environ.get("REDRAFT_DEBUG"):
             raise
-        print(f"redraft: {error}", file=sys.stderr)
-        sys.exit(2)
+        _complain(str(error))
+
+
+def _complain(sentence: str) -> NoReturn:
+    """One line, whatever a file's names or a template's message may hold."""
+    print(f"redraft: {harmless(' '.join(sentence.split()))}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from redraft import random, rules, sampler
+from redraft.answers import ToolCall
 from redraft.cache import KVCache
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
-from redraft.tokenizer import ToolCall
 
 PREFILL_CHUNK = 2048  # tokens of prompt a pass: the causal mask of a pass is this times the context
 

@@ -157,10 +157,9 @@ class DiffusionGemma(nn.Module):
         positions = cache.next_positions(ids_BS.shape[1])
         ropes = self._ropes(positions)
         mask_of = {}
-        for layer, kind in enumerate(self.config.layer_types):
-            if kind not in mask_of:
-                keys = torch.cat([cache.key_positions(layer), positions], dim=1)
-                mask_of[kind] = masks.causal(positions, keys, self.config.layer_window(layer))
+        for kind, layer in self._kinds.items():
+            keys = torch.cat([cache.key_positions(layer), positions], dim=1)
+            mask_of[kind] = masks.causal(positions, keys, self.config.layer_window(layer))
         x_BSD = self.embed(ids_BS)
         for index, layer in enumerate(self.layers):
             kind = self.config.layer_types[index]
@@ -176,7 +175,7 @@ class DiffusionGemma(nn.Module):
         ropes = self._ropes(cache.next_positions(length))
         mask_of = dict.fromkeys((SLIDING, FULL))
         if not cache.even:
-            for layer, kind in enumerate(self.config.layer_types):
+            for kind, layer in self._kinds.items():
                 window = self.config.layer_window(layer)
                 mask_of[kind] = masks.canvas(cache.lengths_B, cache.key_positions(layer), length, window)
         x_BCD = self.self_conditioning(self.embed(canvas_BC), soft_BCD)
@@ -202,6 +201,11 @@ class DiffusionGemma(nn.Module):
     def _embed_scale(self) -> float:
         # sqrt(2816) is 53.066 in float32 and 53.0 in bf16; the product must see the rounded one.
         return torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
+
+    @property
+    def _kinds(self) -> dict[str, int]:
+        """The kinds of layers, and a layer of each: what holds for one holds for all of its kind."""
+        return {kind: layer for layer, kind in enumerate(self.config.layer_types)}
 
     def _ropes(self, positions_BS: Tensor) -> dict[str, Rope]:
         c = self.config

@@ -54,6 +54,7 @@ class CanvasView:
         self._live: Live | None = None
         self._drawn = 0.0
         self._column = 0  # where the committed text ends on its last line
+        self._reasoned = False  # the last thing written was reasoning; the answer starts a line of its own
         self._before: tuple[list[int], list[bool]] | None = None  # tokens and acceptance one step ago
 
     def __enter__(self) -> "CanvasView":
@@ -79,6 +80,10 @@ class CanvasView:
                 self._before = None
                 if event.reasoning:
                     self._write(event.reasoning, QUIET)
+                    self._reasoned = True
+                if event.text and self._reasoned:
+                    self._end_line()
+                    self._reasoned = False
                 self._write(event.text)
             case Finished():
                 self._end_line()
@@ -135,10 +140,20 @@ class CanvasView:
     def _write(self, text: str, style: str | None = None) -> None:
         text = harmless(text)
         self.console.out(text, style=style, end="", highlight=False)
-        *_, last = text.split("\n")
-        before = 0 if "\n" in text else self._column
-        # A line that fills the width exactly is left alone: what follows starts the next one either way.
-        self._column = (before + cell_len(last.expandtabs())) % self.console.width
+        self._column = column_after(text, self._column, self.console.width)
+
+
+def column_after(text: str, column: int, width: int) -> int:
+    """Where the cursor stands after a text: 0 also when the last line is exactly full, as what follows starts the next."""
+    for character in text:
+        cells = 8 - column % 8 if character == "\t" else cell_len(character)
+        if character == "\n":
+            column = 0
+        elif column + cells > width:  # a wide character that does not fit leaves its last cell empty
+            column = cells
+        else:
+            column += cells
+    return column % width
 
 
 def meter(event: Draft) -> Text:

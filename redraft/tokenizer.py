@@ -1,21 +1,23 @@
-"""Text to ids and back, messages to a prompt, an answer to its parts. Knows nothing of the model.
+"""Text to ids and back, and messages to a prompt. Knows nothing of the model.
 
 The vocabulary is the checkpoint's tokenizer.json, through the `tokenizers` library; the chat template is the checkpoint's
 own, or ours (chat.jinja), rendered in jinja2's sandbox: a template comes with the weights and is not to be trusted.
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Vocabulary
+
+from redraft.config import read_json
 
 FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 DEFAULT_TEMPLATE = Path(__file__).with_name("chat.jinja")
@@ -31,12 +33,23 @@ class TokenizerError(ValueError):
 class Tokenizer:
     """A vocabulary with a chat template."""
 
-    def __init__(self, vocabulary: Vocabulary, *, template: str | None = None, bos: str = "<bos>") -> None:
-        self.vocabulary, self.template, self.bos = vocabulary, template, bos
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        template: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`settings` are those of tokenizer_config.json; of them, the special tokens are used, and all are saved again."""
+        vocabulary.no_truncation()  # a file may ask for either; a prompt must arrive whole and bare
+        vocabulary.no_padding()
+        self.vocabulary, self.template = vocabulary, template
+        self.settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", **(settings or {})}
+        self.specials = {name: _content(value) for name, value in self.settings.items() if name.endswith("_token")}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, and beside it the chat template and the start token where there are any."""
+        """Reads tokenizer.json, and beside it the chat template and the special tokens where there are any."""
         folder = Path(folder)
         if not (folder / FILE).exists():
             raise TokenizerError(f"{folder / FILE} does not exist; a checkpoint folder needs it")
@@ -44,15 +57,11 @@ class Tokenizer:
             vocabulary = Vocabulary.from_file(str(folder / FILE))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{folder / FILE} is not a readable tokenizer: {error}") from None
-        try:
-            settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8")) if (folder / SETTINGS).exists() else {}
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise TokenizerError(f"{folder / SETTINGS} is not readable JSON: {error}") from None
-        template = settings.get("chat_template")
+        settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+        template = _template(settings.pop("chat_template", None))
         if (folder / TEMPLATE).exists():
-            template = (folder / TEMPLATE).read_text(encoding="utf-8")
-        bos = settings.get("bos_token") or "<bos>"
-        return cls(vocabulary, template=template, bos=bos["content"] if isinstance(bos, dict) else bos)
+            template = (folder / TEMPLATE).read_text(encoding="utf-8", errors="replace")
+        return cls(vocabulary, template=template, settings={k: v for k, v in settings.items() if v is not None})
 
     @classmethod
     def of_bytes(cls, marks: Sequence[str]) -> "Tokenizer":
@@ -69,10 +78,11 @@ class Tokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.vocabulary.save(str(folder / FILE))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": self.bos}
-        (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        (folder / SETTINGS).write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
         if self.template is not None:
             (folder / TEMPLATE).write_text(self.template, encoding="utf-8")
+        else:
+            (folder / TEMPLATE).unlink(missing_ok=True)
 
     @property
     def size(self) -> int:
@@ -82,12 +92,7 @@ class Tokenizer:
     @property
     def bos_id(self) -> int | None:
         """The start token, None where the vocabulary has none."""
-        return self.vocabulary.token_to_id(self.bos)
-
-    @cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that are marks, not text."""
-        return frozenset(i for i, token in self.vocabulary.get_added_tokens_decoder().items() if token.special)
+        return self.vocabulary.token_to_id(self.specials["bos_token"])
 
     @property
     def can_chat(self) -> bool:
@@ -95,8 +100,8 @@ class Tokenizer:
         return self.template is not None or self.vocabulary.token_to_id("<|turn>") is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, marks such as <|turn> recognised, nothing added."""
-        return self.vocabulary.encode(text, add_special_tokens=False).ids
+        """Ids of a text, marks such as <|turn> recognised, nothing added. Bytes that were no character become "?"."""
+        return self.vocabulary.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
 
     def prompt(self, text: str) -> list[int]:
         """Ids of a text to be continued: the start token, then the text as it stands."""
@@ -135,34 +140,101 @@ class Tokenizer:
     ) -> str:
         """A conversation as the template writes it."""
         check_messages(messages)
+        check_tools(tools)
         if not self.can_chat:
             raise TokenizerError("this tokenizer has no turn marks (<|turn>), so it cannot chat; continue a text instead")
         source = self.template if self.template is not None else DEFAULT_TEMPLATE.read_text(encoding="utf-8")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise
-        environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
         try:
-            return environment.from_string(source).render(
-                messages=_prepared(messages),
-                tools=list(tools) if tools else None,
-                enable_thinking=think,
-                add_generation_prompt=True,
-                bos_token=self.bos,
+            return (
+                _environment()
+                .from_string(source)
+                .render(
+                    messages=_prepared(messages),
+                    tools=list(tools) if tools else None,
+                    enable_thinking=think,
+                    add_generation_prompt=True,
+                    **self.specials,
+                )
             )
         except Exception as error:  # a template is a program, and may fail in every way a program can
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
 
 
+class _Generation(jinja2.ext.Extension):
+    """The tag {% generation %}, with which templates mark answers for training; here what it encloses is just text."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What templates written for transformers expect to find."""
+    extensions = [_Generation, jinja2.ext.loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
+    return environment
+
+
+def _content(value: Any) -> str:
+    """A special token's text, which may be wrapped in an object."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    if not isinstance(text, str):
+        raise TokenizerError(f"{SETTINGS} has a special token that is no text: {value!r}")
+    return text
+
+
+def _template(value: Any) -> str | None:
+    """The chat template in tokenizer_config.json: a text, or a list of named ones of which we take the default."""
+    if isinstance(value, list):
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, Mapping)}
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise TokenizerError(f"{SETTINGS} has a chat_template that is no text: {value!r}")
+    return value
+
+
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuses what is not a conversation."""
-    if not messages:
+    """Refuses what is not a conversation, and what would be dropped silently."""
+    if not messages or isinstance(messages, str | Mapping):
         raise TokenizerError("a conversation needs at least one message")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             role = message.get("role") if isinstance(message, Mapping) else message
             raise TokenizerError(f"message {index} has the role {role!r}; known are {', '.join(ROLES)}")
-        if message.get("content") is None and not message.get("tool_calls"):
+        content, calls = message.get("content"), message.get("tool_calls")
+        if content is None and not calls:
             raise TokenizerError(f"message {index} ({message['role']}) has neither content nor tool_calls")
+        if isinstance(content, Mapping) and message["role"] == "tool":
+            continue
+        for part in content if isinstance(content, list | tuple) else [content or ""]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if not isinstance(text, str):
+                raise TokenizerError(f"message {index} holds something that is not text: {part!r}")
+        if calls is not None and not isinstance(calls, list | tuple):
+            raise TokenizerError(f"message {index}: tool_calls must be a list, got {calls!r}")
+        for call in calls or []:
+            _function_name(call, f"message {index}: a tool call")
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
+    """Refuses what is not a list of named functions."""
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise TokenizerError(f"tools must be a list of declarations, got {tools!r}")
+    for tool in tools or []:
+        _function_name(tool, "a tool")
+
+
+def _function_name(entry: Any, what: str) -> str:
+    function = entry.get("function", entry) if isinstance(entry, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise TokenizerError(f"{what} has no name: {entry!r}")
+    return name
 
 
 def _prepared(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -247,93 +319,3 @@ class Decoder:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, keep_special=self.keep_special)
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A function the model wants called."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Parsed:
-    """An answer taken apart."""
-
-    text: str
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-
-
-_THOUGHT = re.compile(r"<\|channel>(?:thought\n?)?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
-_CALL = re.compile(r"<\|tool_call>call:([\w.\-]+)(\{.*?\})<tool_call\|>", re.DOTALL)
-_MARK = re.compile(r"<(?:eos|bos|pad|\|turn|turn\||\|tool_response|tool_response\||\|channel|channel\||\|think\|)>")
-
-
-def parse(answer: str) -> Parsed:
-    """Text, reasoning and tool calls of an answer decoded with its marks. A call that cannot be read stays in the text."""
-    thoughts = [thought.strip() for thought in _THOUGHT.findall(answer)]
-    answer = _THOUGHT.sub("", answer)
-    calls: list[ToolCall] = []
-
-    def take(match: re.Match[str]) -> str:
-        try:
-            arguments, end = _value(match[2], 0)
-        except (ValueError, RecursionError):
-            return match[0]
-        if end != len(match[2]):
-            return match[0]
-        calls.append(ToolCall(match[1], arguments))
-        return ""
-
-    text = _CALL.sub(take, answer)
-    return Parsed(_MARK.sub("", text).strip(), "\n".join(t for t in thoughts if t), tuple(calls))
-
-
-_QUOTE = '<|"|>'
-_ATOM = re.compile(r"[^,\[\]{}]*")
-
-
-def _value(source: str, at: int) -> tuple[Any, int]:
-    """One value of the call notation, and where it ends: {key:value}, [value], <|"|>text<|"|>, 3, true, null."""
-    if source.startswith(_QUOTE, at):
-        end = source.index(_QUOTE, at + len(_QUOTE))
-        return source[at + len(_QUOTE) : end], end + len(_QUOTE)
-    if source.startswith("{", at):
-        return _members(source, at + 1)
-    if source.startswith("[", at):
-        return _items(source, at + 1)
-    atom = _ATOM.match(source, at)
-    assert atom is not None
-    try:
-        return json.loads(atom[0]), atom.end()
-    except json.JSONDecodeError:
-        return atom[0].strip(), atom.end()
-
-
-def _members(source: str, at: int) -> tuple[dict[str, Any], int]:
-    found: dict[str, Any] = {}
-    while not source.startswith("}", at):
-        colon = source.index(":", at)
-        key = source[at:colon].replace(_QUOTE, "").strip()
-        found[key], at = _value(source, colon + 1)
-        at = _separator(source, at, "}")
-    return found, at + 1
-
-
-def _items(source: str, at: int) -> tuple[list[Any], int]:
-    found: list[Any] = []
-    while not source.startswith("]", at):
-        item, at = _value(source, at)
-        found.append(item)
-        at = _separator(source, at, "]")
-    return found, at + 1
-
-
-def _separator(source: str, at: int, close: str) -> int:
-    if source.startswith(",", at):
-        return at + 1
-    if source.startswith(close, at):
-        return at
-    raise ValueError(f"expected ',' or {close!r} at {at} of {source!r}")

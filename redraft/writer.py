@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from redraft import checkpoint
+from redraft.answers import Parsed, ToolCall, parse
 from redraft.config import SamplerConfig
 from redraft.generate import Committed, Draft, Event, Finished, Stats, generate
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
-from redraft.tokenizer import Decoder, Message, Parsed, Tokenizer, TokenizerError, ToolCall, parse
+from redraft.tokenizer import Decoder, Message, Tokenizer, TokenizerError
 
 Prompt = str | Sequence[Message]
 
@@ -67,6 +68,8 @@ def _device(asked: torch.device | str | None) -> torch.device:
         device = torch.device(asked if asked is not None else "cuda" if has_gpu else "cpu")
     except RuntimeError:
         raise ValueError(f"{asked!r} is not a device; try cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"redraft runs on cpu and cuda, not on {str(device)!r}")
     if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
         raise ValueError(f"there is no {str(device)!r} here: {torch.cuda.device_count()} GPUs found; try cpu")
     return device
@@ -74,7 +77,7 @@ def _device(asked: torch.device | str | None) -> torch.device:
 
 def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
     dtype = getattr(torch, asked, None) if isinstance(asked, str) else asked
-    if asked is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+    if asked is not None and dtype not in checkpoint.PRECISIONS:
         raise ValueError(f"{asked!r} is not a precision to compute in; try float32 or bfloat16")
     return dtype
 
@@ -141,6 +144,8 @@ class Writer:
         A string is continued, messages are answered. The texts of the Committed events add up to the answer's.
         """
         chatting = not isinstance(prompt, str)
+        if not chatting and (tools or think):
+            raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
         ids = self.tokenizer.chat(prompt, tools=tools, think=think) if chatting else self.tokenizer.prompt(prompt)
         cfg = self._settings(max_tokens, settings)
         seed = seed if seed is not None else fresh_seed()
@@ -211,19 +216,16 @@ class _Reading:
         """A page that may still change."""
         return self.tokenizer.decode(ids)
 
-    def add(self, ids: Sequence[int], final: bool) -> tuple[str, str]:
-        """New text and new reasoning."""
+    def add(self, ids: Sequence[int], final: bool) -> Parsed:
+        """What these tokens add to the text, the reasoning and the calls."""
         piece = self._decoder.feed(ids) + (self._decoder.flush() if final else "")
         if not self.chatting:
-            return piece, ""
+            return Parsed(piece)
         self._raw += piece
-        # A call that is still being written is text to nobody yet.
-        whole = self._raw if final else self._raw.rpartition("<|tool_call>")[0] if self._calling() else self._raw
-        before, self._shown = self._shown, parse(whole)
-        return self._shown.text[len(before.text) :], self._shown.reasoning[len(before.reasoning) :]
-
-    def _calling(self) -> bool:
-        return self._raw.rfind("<|tool_call>") > self._raw.rfind("<tool_call|>")
+        before, self._shown = self._shown, parse(self._raw, final=final)
+        parts = [(getattr(before, name), getattr(self._shown, name)) for name in ("text", "reasoning", "tool_calls")]
+        assert all(new[: len(old)] == old for old, new in parts), (before, self._shown)
+        return Parsed(*(new[len(old) :] for old, new in parts))
 
 
 def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading) -> Iterator[Event]:
@@ -236,8 +238,8 @@ def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading) -
             case Committed():
                 ids, stopped = received(event.ids_BC[0].tolist(), cfg, room)
                 room -= len(ids)
-                text, reasoning = reading.add(ids, final=stopped or room <= 0)
-                yield replace(event, text=text, reasoning=reasoning)
+                new = reading.add(ids, final=stopped or room <= 0)
+                yield replace(event, text=new.text, reasoning=new.reasoning, tool_calls=new.tool_calls)
             case Finished():
                 yield event
 

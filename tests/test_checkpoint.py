@@ -88,11 +88,16 @@ def test_missing_encoder_scalars_are_the_decoders(folder):
 
 def test_vision_weights_are_passed_over_and_can_be_carried(folder, tmp_path):
     tower = "model.encoder.vision_tower.encoder.layers.0.input_layernorm.weight"
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["hidden_size"] = 16
+    (folder / "config.json").write_text(json.dumps(config))
     rewrite(folder, lambda tensors: tensors.update({tower: torch.arange(5.0)}))
     model = checkpoint.load_model(folder)
     checkpoint.save(model, tmp_path / "with", vision_from=folder)
     assert load_file(tmp_path / "with" / "model.safetensors")[tower].tolist() == [0, 1, 2, 3, 4]
+    assert checkpoint.load_config(tmp_path / "with").vision["hidden_size"] == 16
     checkpoint.save(model, tmp_path / "without")
+    assert checkpoint.load_config(tmp_path / "without").vision["hidden_size"] == 8
     assert tower not in load_file(tmp_path / "without" / "model.safetensors")
 
 
@@ -123,6 +128,12 @@ def cut(path: Path, keep: float) -> None:
             lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}'),
             ["model-2.safetensors", "missing"],
         ),
+        (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'), ["../x"]),
+        (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": null}}'), ["None"]),
+        (
+            lambda f: rewrite(f, lambda t: t.update({"model.decoder.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)})),
+            ["model.decoder.norm.weight", "float8"],
+        ),
         (lambda f: (f / "config.json").unlink(), ["config.json"]),
         (lambda f: (f / "config.json").write_text(json.dumps({"architectures": ["GPT2"]})), ["GPT2"]),
     ],
@@ -140,6 +151,7 @@ def test_finding_a_folder(folder, tmp_path, monkeypatch):
     for name, words in (
         (tmp_path / "nowhere" / "at" / "all", "there is no folder"),
         ("just-a-name", "there is no folder"),
+        ("~nobody-of-that-name/x", "there is no folder"),
         (folder / "config.json", "is a file"),
     ):
         with pytest.raises(CheckpointError, match=words):
@@ -160,7 +172,36 @@ def test_a_hub_id_is_downloaded_once_into_the_hubs_cache(folder, tmp_path, monke
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert checkpoint.find("owner/model.v1-it") == folder
-    assert asked == [("owner/model.v1-it", ["*.json", "*.safetensors", "*.jinja"])]
+    assert checkpoint.find("owner/model.v1-it", weights=False) == folder
+    assert asked == [("owner/model.v1-it", ["*.json", "*.jinja", *more]) for more in (["*.safetensors"], [])]
+
+
+def test_a_connection_that_breaks_is_one_sentence(monkeypatch):
+    def snapshot_download(name, allow_patterns):
+        raise RuntimeError("peer closed connection\nwithout sending complete message body")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match=r"could not give it: peer closed connection$"):
+        checkpoint.find("owner/model")
+
+
+def test_files_of_others_stay(folder):
+    others = ["model_lora.safetensors", "model2.safetensors", "model-fp32-backup.safetensors"]
+    for name in others:
+        (folder / name).write_bytes(b"x")
+    checkpoint.save(tiny.decided(tiny.BASE), folder)
+    assert all((folder / name).exists() for name in others)
+
+
+def test_a_save_that_fails_leaves_the_old_weights(folder, monkeypatch):
+    def failing(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("redraft.checkpoint.save_file", failing)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.save(tiny.decided(tiny.BASE, seed=9), folder)
+    assert same(tiny.decided(tiny.BASE), checkpoint.load_model(folder))
 
 
 MEASURE = """

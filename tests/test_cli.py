@@ -12,17 +12,19 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 
 import pyte
 import pytest
 import tiny
 import torch
 from rich.console import Console
+from rich.text import Text
 
 import redraft
 from redraft import cli
-from redraft.generate import Draft
-from redraft.terminal import CanvasView, harmless, summary
+from redraft.generate import Committed, Draft
+from redraft.terminal import CanvasView, column_after, harmless, summary, undivided
 
 
 @pytest.fixture(name="folder", scope="module")
@@ -51,7 +53,9 @@ def test_a_pipe_gets_the_text_and_nothing_else(run, folder):
     expected = redraft.load(folder).chat("Hello", seed=3, max_tokens=30).text
     for args in (("Hello",), ("write", "Hello")):
         code, out, err = run(*args, "-m", folder, "--seed", "3", "-n", "30")
-        assert (code, out, err) == (0, expected + "\n", "")
+        assert (code, out) == (0, expected + "\n")
+        assert err.count("\n") == 1
+        assert "seed 3" in err
     assert run("-", "-m", folder, "--seed", "3", "-n", "30", stdin="Hello")[1] == expected + "\n"
     assert run("-m", folder, "--seed", "3", "-n", "30", stdin="Hello")[1] == expected + "\n"
     raw = redraft.load(folder).write("Hello", seed=3, max_tokens=30).text
@@ -122,6 +126,11 @@ def test_info_knows_the_released_model_and_a_folder(run, folder):
         (["hi", "-m", "{model}", "--frobnicate"], "--frobnicate"),
         (["hi", "there", "-m", "{model}"], "there"),
         (["info", "-m", "/no/such/folder"], "/no/such/folder"),
+        (["info", "-m", "odd[/name]"], "odd[/name]"),
+        (["hi", "-m", "{model}", "--temp", "inf"], "inf"),
+        (["hi", "-m", "{model}", "--temp", "0"], "temperature"),
+        (["hi", "-m", "{model}", "--block-length", "100000", "-n", "5"], "pages of 100000"),
+        (["hi", "-m", "{model}", "--device", "meta"], "meta"),
         (["chat", "-m", "/no/such/folder"], "/no/such/folder"),
     ],
 )
@@ -193,6 +202,8 @@ def on_terminal(
             interrupt_at = None
         if typing and typing[0][0] in written:
             os.write(fd, typing.pop(0)[1])
+    else:
+        os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(fd)
     above = ["".join(line[x].data for x in range(columns)) for line in screen.history.top]
@@ -260,6 +271,45 @@ def test_ctrl_c_stops_an_answer_in_chat_and_the_talk_goes_on(restless):
     assert any("(stopped)" in line for line in lines)
 
 
+def test_a_message_that_is_too_long_does_not_end_the_talk(restless):
+    typing = [(b"> ", b"x" * 300 + b"\n"), (b"context is", b"/exit\n")]
+    code, _, _, lines = on_terminal(["chat", "-m", restless, "-n", "300"], typing=typing)
+    assert code == 0
+    assert any("context is 512" in line for line in lines)
+
+
+def test_json_keeps_what_was_committed(run, folder, monkeypatch):
+    """Ctrl-C on the second page; in this process, so that it comes exactly there."""
+    original = redraft.Writer.stream
+
+    def stream(self, prompt, **options):
+        for event in original(self, prompt, **options):
+            yield event
+            if isinstance(event, Committed):
+                raise KeyboardInterrupt
+
+    expected = next(e.text for e in redraft.load(folder).stream("Hello", seed=5) if isinstance(e, Committed))
+    monkeypatch.setattr(redraft.Writer, "stream", stream)
+    code, out, err = run("Hello", "-m", folder, "--seed", "5", "--json", "--raw")
+    answer = json.loads(out)
+    assert (code, err) == (130, "")
+    assert (answer["text"], answer["reason"], answer["seed"]) == (expected, "interrupted", 5)
+
+
+def test_strange_bytes_and_narrow_places(folder):
+    def run(command: str, **env: str) -> subprocess.CompletedProcess:
+        line = f"{sys.executable} -m redraft.cli {command}"
+        return subprocess.run(["bash", "-c", line], capture_output=True, env={**environment(), **env})
+
+    for command in (f"$'\\xff' -m {folder} -n 5", f"hi -s $'\\xff' -m {folder} -n 5", f"- -m {folder} -n 5 <<< $'\\xff'"):
+        assert run(command).returncode == 0
+    assert run(f"hi -m {folder} -n 30 --seed 3", PYTHONIOENCODING="ascii").returncode == 0
+    closed = run(f"-m {folder} <&-")
+    assert closed.returncode == 2
+    assert closed.stderr.startswith(b"redraft: there is no prompt")
+    assert run(f"chat -m {folder} <&-").returncode == 0
+
+
 def test_a_closed_pipe_is_no_traceback(folder):
     command = f"{sys.executable} -m redraft.cli Hello -m {folder} -n 400 --raw | true"
     process = subprocess.run(["bash", "-c", command], capture_output=True, env=environment())
@@ -279,6 +329,57 @@ def test_colours_follow_what_happened_to_each_token():
         (3, 4, "bright_black"),
     ]
     assert view.page([ids[0], 1, ids[2], ids[3]], [True] * 4).plain == "a"
+
+
+def test_nothing_a_checkpoint_holds_can_steer_the_terminal(run, tmp_path, folder):
+    spiteful = tiny.save_folder(tmp_path)
+    (spiteful / "chat_template.jinja").write_text('{{ raise_exception("\\x1b[31mred\\nsecond line") }}')
+    code, _, err = run("hi", "-m", str(spiteful))
+    assert code == 2
+    assert "\x1b" not in err
+    assert err.count("\n") == 1
+    _, written, _, _ = on_terminal(["Hello", "-m", folder, "--no-visual", "--seed", "3", "-n", "30"])
+    assert "\x16" in redraft.load(folder).chat("Hello", seed=3, max_tokens=30).text
+    assert b"\x16" not in written
+
+
+def test_ctrl_c_inside_a_drawing_arrives_after_it():
+    drawn = []
+
+    def draw() -> None:
+        with undivided():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+            drawn.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        draw()
+    assert drawn == ["whole"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "width", "after"),
+    [
+        ("abc", 0, 10, 3),
+        ("abc", 9, 10, 2),
+        ("ab\ncd", 5, 10, 2),
+        ("0123456789", 0, 10, 0),
+        ("a\tb", 0, 20, 9),
+        ("漢" * 12, 0, 23, 2),
+    ],
+)
+def test_where_the_cursor_stands(text, column, width, after):
+    assert column_after(text, column, width) == after
+
+
+def test_reasoning_and_answer_do_not_run_together():
+    console = Console(file=io.StringIO(), force_terminal=True, width=40)
+    page = Committed(0, torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1), torch.ones(1))
+    with CanvasView(console, tiny.byte_tokenizer(), [1]) as view:
+        events = [replace(page, reasoning="I think"), replace(page, reasoning=" so"), replace(page, text="The answer")]
+        list(view.show(iter(events)))
+    assert Text.from_ansi(console.file.getvalue()).plain.split("\n")[:2] == ["I think so", "The answer"]
 
 
 def test_a_model_cannot_steer_the_terminal():

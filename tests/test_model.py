@@ -94,16 +94,22 @@ def test_the_canvas_looks_both_ways_and_the_encoder_does_not(model):
 
 
 def test_a_sliding_stack_forgets_what_has_left_the_window():
-    """With one sliding layer below a full one, a far token reaches the canvas only through the full layer's own keys."""
+    """A token reaches one window further with every sliding layer, and from anywhere through a full one.
+
+    Three sliding layers of window 5 carry a token 3 * 4 positions; the full layer is silenced by zeroing what it says.
+    """
     model = tiny.build(tiny.CONFIGS["short window"])
-    config = model.config
-    assert config.layer_types[0] == SLIDING
-    assert config.layer_types[-1] == FULL
-    cache = model.new_cache(1, 60)
-    model.encode(IDS[:1], cache)
-    keys, _ = cache.view(0)
-    assert keys.shape[1] == config.sliding_window - 1
-    assert cache.view(len(model.layers) - 1)[0].shape[1] == 60
+    assert model.config.layer_types == (SLIDING, SLIDING, SLIDING, FULL)
+    changed = IDS[:1].clone()
+    changed[0, 20] = (changed[0, 20] + 1) % tiny.VOCAB
+
+    def reached() -> list[int]:
+        a, b = (model.encode(ids, model.new_cache(1, 60)) for ids in (IDS[:1], changed))
+        return (a - b).abs().amax(dim=-1)[0].gt(1e-6).nonzero().flatten().tolist()
+
+    assert reached()[-1] == 59
+    model.layers[3].post_attention_layernorm.weight.zero_()
+    assert reached() == list(range(20, 33))
 
 
 def test_soft_embedding_of_certainty_is_the_embedding(model):

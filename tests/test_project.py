@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_against_transformers
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "redraft"
@@ -102,6 +103,7 @@ def tracked() -> list[Path]:
 def test_no_machine_is_named():
     """Neither a path of the machine this was written on, nor unfinished work."""
     marks = re.compile("|".join(("/" + "work/", "/" + "root/", "TO" + "DO", "FIX" + "ME", "Not" + "ImplementedError")))
+    assert len(tracked()) > 40
     for path in tracked():
         if path.suffix in (".py", ".md", ".toml", ".txt", ".jinja", "") and path.name != "LICENSE":
             assert not marks.search(path.read_text(encoding="utf-8")), path
@@ -161,6 +163,12 @@ def test_links_and_names_in_documents_exist():
         assert re.search(rf"(def|class) {name}\b", (PACKAGE / file).read_text(encoding="utf-8")), (file, name)
     for name in re.findall(r"\| `(test_\w+)` \|", numerics):
         assert any(f"def {name}(" in path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py")), name
+
+
+def test_the_readme_counts_what_the_tests_count():
+    claimed = re.search(r"token for token \| (\d+) of (\d+) \|", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert claimed is not None
+    assert {int(n) for n in claimed.groups()} == {len(test_against_transformers.CASES)}
 
 
 def test_contributing_lists_every_module():

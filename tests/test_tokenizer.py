@@ -1,4 +1,4 @@
-"""Golden ids, the chat template, taking answers apart, and decoding that never splits a character."""
+"""Golden ids, the chat template, and decoding that never splits a character."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Vocabulary
 
-from redraft.tokenizer import Decoder, Parsed, Tokenizer, TokenizerError, ToolCall, parse
+from redraft.tokenizer import Decoder, Tokenizer, TokenizerError
 
 GOLDEN = Path(__file__).parent / "golden"
 GEMMA = Tokenizer(Vocabulary.from_file(str(GOLDEN / "gemma4_part.json")))
@@ -95,10 +95,70 @@ def test_the_checkpoints_own_template_is_used_and_cannot_escape(tmp_path):
         jinja2.sandbox.ImmutableSandboxedEnvironment().from_string("{{ x.__class__.mro() }}").render(x=[])
 
 
+def test_templates_written_for_transformers_render_the_same():
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    templates = [
+        "{{ bos_token }}{{ eos_token }}{% for m in messages %}{% if loop.index == 3 %}{% break %}{% endif %}x{% endfor %}",
+        "{% for m in messages %}{% generation %}{{ m.content | tojson }}{% endgeneration %}\n  {% endfor %}",
+        "{{ tools | tojson(indent=2) }}{{ messages[0] | tojson }}",
+        "{{ strftime_now('%Y') }}{% set ns = namespace(a=1) %}{{ ns.a }}",
+        "{%- if add_generation_prompt and not enable_thinking %}go{% endif %}",
+    ]
+    messages = [{"role": "user", "content": f"a < b & it's 'ö' {i}"} for i in range(3)]
+    tokenizer = Tokenizer(BYTES.vocabulary, settings={"eos_token": {"content": "<eos>"}})
+    for template in templates:
+        tokenizer.template = template
+        theirs, _ = render_jinja_template(
+            conversations=[messages],
+            tools=[WEATHER],
+            chat_template=template,
+            add_generation_prompt=True,
+            enable_thinking=False,
+            bos_token="<bos>",
+            eos_token="<eos>",
+        )
+        assert [tokenizer.render(messages, tools=[WEATHER])] == theirs
+
+
+def test_of_named_templates_the_default_is_taken(tmp_path):
+    BYTES.save(tmp_path)
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "bos_token": None}))
+    assert Tokenizer.from_folder(tmp_path).render(ESSAY) == "Write a long essay about Portugal.!"
+
+
+def test_a_file_that_asks_for_truncation_and_padding_is_not_obeyed(tmp_path):
+    vocabulary = Vocabulary.from_str(BYTES.vocabulary.to_str())
+    vocabulary.enable_truncation(4)
+    vocabulary.enable_padding(length=20)
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_folder(tmp_path).prompt("Once upon a time") == BYTES.prompt("Once upon a time")
+
+
+def test_bytes_that_are_no_text_do_not_crash():
+    assert BYTES.decode(BYTES.encode("a\udcffb")) == "a?b"
+
+
+def test_settings_survive_saving(tmp_path):
+    tokenizer = Tokenizer(BYTES.vocabulary, template="x", settings={"eos_token": "<eos>", "padding_side": "left"})
+    tokenizer.save(tmp_path)
+    again = Tokenizer.from_folder(tmp_path)
+    assert (again.settings, again.template) == (tokenizer.settings, "x")
+    BYTES.save(tmp_path)
+    assert Tokenizer.from_folder(tmp_path).template is None
+
+
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
         ([], "at least one"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "not text"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "not text"),
+        ([{"role": "user", "content": {"a": 1}}], "not text"),
+        ([{"role": "user", "content": 5}], "not text"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "no name"),
+        ([{"role": "assistant", "tool_calls": "abc"}], "must be a list"),
         ([{"role": "wizard", "content": "x"}], "wizard"),
         ([{"role": "user"}], "neither content"),
         (["hello"], "hello"),
@@ -109,6 +169,12 @@ def test_the_checkpoints_own_template_is_used_and_cannot_escape(tmp_path):
 def test_no_conversation(messages, words):
     with pytest.raises(TokenizerError, match=words):
         BYTES.render(messages)
+
+
+@pytest.mark.parametrize("tools", ["abc", [{}], ["x"], [{"function": {"name": ""}}], {"name": "f"}])
+def test_no_tools(tools):
+    with pytest.raises(TokenizerError, match=r"no name|must be a list"):
+        BYTES.render(ESSAY, tools=tools)
 
 
 def test_a_tokenizer_without_turns_cannot_chat():
@@ -125,49 +191,10 @@ def test_a_broken_tokenizer_file_is_named(tmp_path):
         Tokenizer.from_folder(tmp_path)
     BYTES.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
-        Tokenizer.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("answer", "parsed"),
-    [
-        ("Hello<turn|>", Parsed("Hello")),
-        ("<|channel>thought\nhm<channel|>Hello<turn|>", Parsed("Hello", "hm")),
-        ("<|channel>thought\n<channel|>Hello", Parsed("Hello")),
-        ("<|channel>thought\nnever ends", Parsed("", "never ends")),
-        (
-            '<|tool_call>call:f{a:<|"|>x, {y}<|"|>,b:[1,-2.5,true,null],c:{d:<|"|><|"|>}}<tool_call|><|tool_response>',
-            Parsed("", "", (ToolCall("f", {"a": "x, {y}", "b": [1, -2.5, True, None], "c": {"d": ""}}),)),
-        ),
-        ("Both <|tool_call>call:a.b-c{}<tool_call|>of them", Parsed("Both of them", "", (ToolCall("a.b-c", {}),))),
-        ("<|tool_call>call:f{a:}}<tool_call|>", Parsed("<|tool_call>call:f{a:}}<tool_call|>")),
-        ("a <think> is text", Parsed("a <think> is text")),
-    ],
-)
-def test_answers_are_taken_apart(answer, parsed):
-    assert parse(answer) == parsed
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_characters="<|>", codec="utf-8")),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.from_regex(r"[a-z_]+", fullmatch=True), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(st.from_regex(r"[a-z_]+", fullmatch=True), json_values, max_size=4))
-def test_a_call_written_by_the_template_reads_back(arguments):
-    messages = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
-    assert parse(BYTES.render(messages).split("model\n", 1)[1]).tool_calls == (ToolCall("f", arguments),)
-
-
-@given(st.text())
-def test_parsing_never_fails(text):
-    parse(text)
-    parse("<|tool_call>call:f{" + text + "}<tool_call|>")
+    for content in ("{", "[]", '{"bos_token": 5}', '{"eos_token": {"a": 1}}', '{"chat_template": 3}', "[" * 200_000):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json"):
+            Tokenizer.from_folder(tmp_path)
 
 
 @settings(max_examples=60)

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerFast, TextDiffusionStreamer
 
 import redraft
+from redraft.answers import ToolCall
 from redraft.rules import Rules
-from redraft.tokenizer import ToolCall
 
 WRITER = tiny.writer()
 
@@ -154,6 +154,27 @@ def test_mistakes_are_named(options, words):
             ask("Once", **options)
 
 
+def test_a_text_to_continue_has_no_tools():
+    for options in ({"think": True}, {"tools": [{"name": "f"}]}):
+        with pytest.raises(ValueError, match="need a conversation"):
+            WRITER.stream("Once", **options)
+
+
+def test_a_page_that_ends_inside_the_word_thought_shows_nothing_of_it():
+    for lead in range(16):
+        said = "x" * lead + "<|channel>thought\nabc def<channel|>Done<turn|>"
+        events = WRITER.stream([{"role": "user", "content": "x"}], rules=saying(said), max_tokens=80)
+        assert "".join(e.reasoning for e in events if isinstance(e, redraft.Committed)) == "abc def"
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "toaster", "cuda:99"])
+def test_other_devices_are_refused(tmp_path, device):
+    with pytest.raises(ValueError, match=device):
+        redraft.load(tmp_path, device=device)
+
+
 def test_an_unknown_dtype_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="float8"):
+        redraft.load(tiny.save_folder(tmp_path), dtype="float8_e4m3fn")
     with pytest.raises(ValueError, match="float17"):
         redraft.load(tiny.save_folder(tmp_path), dtype="float17")

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, EntropyBoundSamplerConfig
@@ -10,7 +9,7 @@ from transformers.models.diffusion_gemma import generation_diffusion_gemma as th
 
 from redraft import random
 from redraft.checkpoint import published_name
-from redraft.config import ModelConfig, SamplerConfig
+from redraft.config import SamplerConfig
 from redraft.kernels.vocabulary import sample_from
 from redraft.model import DiffusionGemma
 
@@ -81,6 +80,3 @@ def generate(
         pad_token_id=cfg.pad_token_id,
         **options,
     )
-
-
-__all__ = ["ModelConfig", "generate", "our_draws", "replace", "same_weights"]

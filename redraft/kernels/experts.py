@@ -14,7 +14,9 @@ def gated_experts(x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_
     n, k = experts_NK.shape
     order = experts_NK.flatten().argsort(stable=True)
     counts_E = torch.bincount(experts_NK.flatten(), minlength=gate_up_E2FD.shape[0])
-    grouped = x_ND.is_cuda and x_ND.dtype == torch.bfloat16
+    # The grouped product wants rows of whole 16 bytes.
+    whole = x_ND.shape[1] % 8 == 0 and down_EDF.shape[2] % 8 == 0
+    grouped = x_ND.is_cuda and x_ND.dtype == torch.bfloat16 and whole
     answer = _one_product if grouped else _expert_by_expert
     sorted_MD = answer(x_ND.index_select(0, order // k), counts_E, gate_up_E2FD, down_EDF)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=order.device))
