@@ -348,17 +348,18 @@ def _draw(writer: Writer, prompt: Any, options: dict[str, Any], console: Console
 
 def _print_pieces(writer: Writer, prompt: Any, options: dict[str, Any]) -> str:
     """Committed text to stdout, page by page, and nothing else; what it cost, and any doubt, to stderr."""
-    said = ""
+    said, cost = "", ""
     try:
         for event in writer.stream(prompt, **options):
             if isinstance(event, Committed):
                 said += event.text
                 print(harmless(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
             elif isinstance(event, Finished):
-                print(summary(event.stats[0]), file=sys.stderr)
+                cost = summary(event.stats[0])
     finally:
         if said:
             print(flush=True)
+    print(cost, file=sys.stderr)
     return said
 
 
