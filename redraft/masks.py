@@ -9,6 +9,9 @@ ones for every position of the canvas. With window 4 and 10 cached tokens, a can
 and 10, 11, 12, from each of its positions.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -35,3 +38,47 @@ def canvas(lengths_B: Tensor, keys_BT: Tensor, canvas_length: int, window: int |
     seen_BT = cached_for_canvas(lengths_B, keys_BT, window)
     own_BC = torch.ones(seen_BT.shape[0], canvas_length, dtype=torch.bool, device=seen_BT.device)
     return torch.cat([seen_BT, own_BC], dim=1)[:, None, :]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each token of a training row stands. All [B, L].
+
+    `starts` is the position at which a token's block begins, -1 where nothing is ever noised (prompt, padding).
+    """
+
+    positions: Tensor
+    starts: Tensor
+    documents: Tensor
+
+
+def training(layout: Layout, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The mask of one pass over [noisy | clean], as a function of row, query and key index (0 .. 2L - 1).
+
+    Clean tokens read causally, as in `causal`. A noisy token sees its whole block of noise, and of the clean half what
+    lies before its block: what `canvas` would show it after everything before was committed. Strictly before: were the
+    clean copy of its own block in sight, there would be nothing to learn. Nobody sees another document; a token that is
+    never noised sees, as noise, only itself. Same rule for a dense mask and for FlexAttention.
+    """
+    length = layout.positions.shape[1]
+    position, start, document = layout.positions, layout.starts, layout.documents
+
+    def may_look(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q_noisy, k_noisy, q_at, k_at = q < length, k < length, q % length, k % length
+        together = document[b, q_at] == document[b, k_at]
+        horizon = torch.where(q_noisy, start[b, q_at], position[b, q_at] + 1)  # clean keys lie before this
+        clean = ~k_noisy & (position[b, k_at] < horizon)
+        if window is not None:
+            reach = torch.where(q_noisy, start[b, q_at] - (window - 1), position[b, q_at] - (window - 1))
+            clean &= position[b, k_at] >= reach
+        noise = q_noisy & k_noisy & (start[b, q_at] == start[b, k_at]) & (start[b, q_at] >= 0)
+        return (together & (clean | noise)) | (q == k)
+
+    return may_look
+
+
+def dense(rule: Callable[[Tensor, Tensor, Tensor], Tensor], rows: int, size: int, device: torch.device) -> Tensor:
+    """A rule over indices as bool [B, size, size]."""
+    b = torch.arange(rows, device=device)[:, None, None]
+    index = torch.arange(size, device=device)
+    return rule(b, index[None, :, None], index[None, None, :])

@@ -7,11 +7,12 @@ Shapes: B rows, S tokens, C canvas positions, T cached tokens, D model size, H h
 V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from redraft import masks
 from redraft.cache import KVCache
@@ -77,7 +78,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = RMSNorm(self.head_dim, self.eps), RMSNorm(self.head_dim, self.eps)
 
     def forward(
-        self, x_BSD: Tensor, rope: Rope, mask: Tensor | None, past: tuple[Tensor, Tensor]
+        self, x_BSD: Tensor, rope: Rope, mask: Tensor | BlockMask | None, past: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The layer's answer, and the keys and values of its own tokens, for whoever wants to keep them."""
         heads = (-1, self.head_dim)
@@ -107,7 +108,7 @@ class Layer(nn.Module):
         self.register_buffer("encoder_layer_scalar", torch.ones(1))
 
     def forward(
-        self, x_BSD: Tensor, rope: Rope, mask: Tensor | None, past: tuple[Tensor, Tensor], scalar: Tensor
+        self, x_BSD: Tensor, rope: Rope, mask: Tensor | BlockMask | None, past: tuple[Tensor, Tensor], scalar: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The next residual stream, and this layer's own keys and values."""
         answer, k_BSGK, v_BSGK = self.self_attn(self.input_layernorm(x_BSD), rope, mask, past)
@@ -183,6 +184,29 @@ class DiffusionGemma(nn.Module):
             kind = self.config.layer_types[index]
             x_BCD, _, _ = layer(x_BCD, ropes[kind], mask_of[kind], cache.view(index), layer.layer_scalar)
         return self.head(self.norm(x_BCD))
+
+    def learn(
+        self,
+        noisy_BL: Tensor,
+        clean_BL: Tensor,
+        soft_BLD: Tensor | None,
+        positions_BL: Tensor,
+        mask_of: Mapping[str, Tensor | BlockMask],
+    ) -> tuple[Tensor, Tensor]:
+        """Both ways of running at once, for training: final hidden states of [noisy | clean], without a cache.
+
+        `mask_of` is `masks.training` by kind of layer. With it the noisy half gives what `denoise` gives behind a cache of
+        the clean text before each block, and the clean half what `encode` gives.
+        """
+        length, ropes = noisy_BL.shape[1], self._ropes(positions_BL.repeat(1, 2))
+        x_BSD = torch.cat([self.self_conditioning(self.embed(noisy_BL), soft_BLD), self.embed(clean_BL)], dim=1)
+        for index, layer in enumerate(self.layers):
+            kind = self.config.layer_types[index]
+            nothing = x_BSD.new_empty(len(x_BSD), 0, *self.config.layer_heads(index))
+            halves = (layer.layer_scalar.expand(length), layer.encoder_layer_scalar.expand(length))
+            x_BSD, _, _ = layer(x_BSD, ropes[kind], mask_of[kind], (nothing, nothing), torch.cat(halves)[:, None])
+        noisy, clean = self.norm(x_BSD).chunk(2, dim=1)
+        return noisy, clean
 
     def soft_embed(self, logits_BCV: Tensor) -> Tensor:
         """The expected embedding [B, C, D] under these logits: one step's belief, as the next step is told it."""

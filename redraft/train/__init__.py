@@ -1,0 +1,1 @@
+"""Training text-diffusion models: the objective. Knows nothing of scheduling, HTTP or the command line."""
