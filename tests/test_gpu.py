@@ -1,5 +1,7 @@
 """GPU = CPU: draws to the bit, logits to rounding, tokens exactly (float32, models that do not amplify rounding)."""
 
+from dataclasses import fields, replace
+
 import pytest
 import tiny
 import torch
@@ -7,6 +9,8 @@ import torch
 from redraft import random
 from redraft.generate import generate
 from redraft.kernels import gated_experts
+from redraft.masks import Layout
+from redraft.train import loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -56,3 +60,27 @@ def test_the_grouped_product_equals_the_loop_over_experts(tokens, experts, top):
     truth = gated_experts(args[0].float(), chosen, *(t.float() for t in args[1:]))
     fast = gated_experts(args[0].cuda(), chosen.cuda(), *(t.cuda() for t in args[1:])).cpu()
     assert (fast - truth).abs().max() <= 2 * (slow - truth).abs().max() + 1e-3
+
+
+def test_the_loss_and_its_gradients_agree_with_the_dense_mask_on_the_cpu():
+    """FlexAttention compiled for the GPU against the dense mask, the same draws on both sides."""
+    config = replace(tiny.BASE, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, sliding_window=40)
+    positions = torch.arange(160).repeat(2, 1)
+    layout = Layout(
+        positions, torch.where(positions < 30, -1, 30 + (positions - 30) // 26 * 26), torch.zeros_like(positions)
+    )
+    ids = torch.randint(0, tiny.VOCAB, (2, 160), generator=torch.Generator().manual_seed(0))
+    results = []
+    for device in ("cpu", "cuda"):
+        model = tiny.build(config).to(device).requires_grad_(True)
+        there = Layout(*(getattr(layout, f.name).to(device) for f in fields(Layout)))
+        cfg = loss.LossConfig(self_condition=1.0)
+        result = loss.losses(model, loss.Batch(ids.to(device), there), cfg, torch.Generator().manual_seed(1))
+        result.total.backward()
+        gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+        results.append((result.denoiser.item(), result.ar.item(), gradients))
+    (denoiser, ar, here), (denoiser_there, ar_there, other) = results
+    assert denoiser == pytest.approx(denoiser_there, rel=1e-3)
+    assert ar == pytest.approx(ar_there, rel=1e-3)
+    for name, gradient in here.items():
+        assert (gradient - other[name]).abs().max() <= 2e-2 * gradient.abs().max(), name
