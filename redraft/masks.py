@@ -70,7 +70,7 @@ def training(layout: Layout, window: int | None) -> Callable[[Tensor, Tensor, Te
         clean = ~k_noisy & (position[b, k_at] < horizon)
         if window is not None:
             reach = torch.where(q_noisy, start[b, q_at] - (window - 1), position[b, q_at] - (window - 1))
-            clean &= position[b, k_at] >= reach
+            clean = clean & (position[b, k_at] >= reach)  # not in place: FlexAttention compiles this
         noise = q_noisy & k_noisy & (start[b, q_at] == start[b, k_at]) & (start[b, q_at] >= 0)
         return (together & (clean | noise)) | (q == k)
 

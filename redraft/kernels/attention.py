@@ -21,7 +21,7 @@ def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockM
     q, k, v = (t.transpose(1, 2) for t in (q_BSHK, k_BTGK, v_BTGK))
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        flex = _compiled_flex() if q.is_cuda else flex_attention
+        flex = _compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
         out_BHSK = flex(q, k, v, block_mask=mask, scale=1.0, enable_gqa=grouped)
     else:
         dense = mask[:, None] if mask is not None else None

@@ -3,7 +3,7 @@
 Every canvas is corrupted by replacing tokens with uniform noise, and the model learns to say at every position, corrupted or
 not, what the clean token is: repairing and keeping are one task. The clean half learns to predict the next token, which
 keeps the encoder a language model. No weight by noise level, no loss on the prompt's canvas, no time input.
-Shapes: B rows, L tokens of a row, N of them at once, V vocabulary, D model size.
+Shapes: B rows, R of them at once, L tokens of a row, N tokens at once, V vocabulary, D model size.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from redraft import masks
+from redraft.kernels import read_vocabulary
 from redraft.masks import Layout
 from redraft.model import DiffusionGemma
 
@@ -142,13 +143,13 @@ def first_look(
     soft_BLD = torch.zeros_like(hidden_BLD)
     struck_BL = (noisy_BL != batch.ids_BL) & own_B[:, None]
     noisy_BL = noisy_BL.clone()
-    for row in chosen_B.nonzero().flatten().tolist():
-        logits_LV = model.head(hidden_BLD[row : row + 1]) / temperature_B[row]
-        soft_BLD[row] = model.soft_embed(logits_LV)[0]
-        if own_B[row]:
-            gumbel_LV = -torch.log(-torch.log(_uniform(logits_LV.shape, generator, device).clamp(1e-12, 1 - 1e-7)))
-            sampled_L = (logits_LV + gumbel_LV).argmax(dim=-1)[0]
-            noisy_BL[row] = torch.where(struck_BL[row], sampled_L, noisy_BL[row])
+    for some in chosen_B.nonzero().flatten().split(max(1, HEAD_TOKENS // noisy_BL.shape[1])):
+        logits_RLV = model.head(hidden_BLD[some]) / temperature_B[some][:, None, None]
+        soft_BLD[some] = model.soft_embed(logits_RLV)
+        if own_B[some].any():
+            uniform_RL = _uniform(logits_RLV.shape[:2], generator, device).double()
+            sampled_RL = read_vocabulary(logits_RLV, uniform_RL).sampled_BC
+            noisy_BL[some] = torch.where(struck_BL[some], sampled_RL, noisy_BL[some])
     return soft_BLD * batch.canvas_BL[..., None], noisy_BL
 
 
