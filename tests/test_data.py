@@ -1,0 +1,177 @@
+"""Packed = whole, resumed = unbroken, shards add up, and bad records are named."""
+
+import gzip
+import json
+import lzma
+import random
+
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redraft.train.data import BadRecord, DataConfig, Position, Rows, read_records, to_batch, train_tokenizer
+
+TOKENIZER = tiny.byte_tokenizer()
+STOP, PAD, BOS = 1, 0, 2
+
+
+@pytest.fixture(name="files")
+def _files(tmp_path):
+    """Three files, three formats, two compressed: 30 documents of 1 to 120 letters."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("abcdefgh ", k=rng.randint(0, 119))) + "." for _ in range(30)]
+    with lzma.open(tmp_path / "a.txt.xz", "wt") as file:
+        file.write("\n<|endofstory|>\n".join(texts[:10]))
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write("\n".join(json.dumps({"text": text}) for text in texts[10:20]))
+    lines = [{"prompt": "Say: ", "completion": text} for text in texts[20:25]]
+    lines += [
+        {"messages": [{"role": "user", "content": "Say"}, {"role": "assistant", "content": text}]} for text in texts[25:]
+    ]
+    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return tuple(str(path) for path in sorted(tmp_path.iterdir())), texts
+
+
+def rows(files, count, position=None, **changes):
+    cfg = DataConfig(files=files, **{"length": 64, "blocks": (8, 16), "shuffle": 7, **changes})
+    stream = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, position=position)
+    return [next(stream) for _ in range(count)], stream
+
+
+def answers(found) -> str:
+    """Everything learned, in order, fill and marks left out."""
+    ids = [i for row in found for i, start in zip(row.ids, row.starts, strict=True) if start >= 0]
+    return TOKENIZER.decode([i for i in ids if i not in (STOP, 5)])
+
+
+@pytest.mark.parametrize("blocks", [(8,), (8, 16, 64), (5,), (1,)])
+def test_every_document_is_packed_once_and_whole(files, blocks):
+    paths, texts = files
+    found, stream = rows(paths, 1, blocks=blocks, shuffle=1)
+    while stream.position.epoch == 0:
+        found.append(next(stream))
+    learned = answers(found)
+    for text in texts[:29]:  # the last may still be waiting
+        assert text in learned
+    for text in texts[:20]:
+        assert learned.count(text) <= 2 or len(text) < 8
+
+
+def test_a_row_says_where_everything_stands(files):
+    found, _ = rows(files[0], 60)
+    for number, row in enumerate(found):
+        block = (8, 16)[number % 2]
+        assert len(row.ids) == len(row.positions) == len(row.starts) == len(row.documents) == 64
+        for document in sorted(set(row.documents) - {-1}):
+            at = [i for i, d in enumerate(row.documents) if d == document]
+            assert [row.positions[i] for i in at] == list(range(len(at)))
+            prompt = sum(row.starts[i] == -1 for i in at)
+            assert all(row.starts[i] == -1 for i in at[:prompt])
+            assert [row.starts[i] for i in at[prompt:]] == [prompt + j // block * block for j in range(len(at) - prompt)]
+            assert (len(at) - prompt) % block == 0  # filled to the end of its last block
+            assert len(at) > prompt
+        padding = [i for i, d in enumerate(row.documents) if d == -1]
+        assert all(row.ids[i] == PAD and row.starts[i] == -1 for i in padding)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 80), st.sampled_from([1, 3, 50]))
+def test_resumed_equals_unbroken(tmp_path_factory, cut, shuffle):
+    folder = tmp_path_factory.mktemp("data")
+    lines = [json.dumps({"text": chr(97 + i % 26) * (1 + i * 7 % 90)}) for i in range(20)]
+    (folder / "a.jsonl").write_text("\n".join(lines[:9]))
+    (folder / "b.jsonl").write_text("\n".join(lines[9:]))
+    paths = (str(folder / "a.jsonl"), str(folder / "b.jsonl"))
+    unbroken, _ = rows(paths, 100, shuffle=shuffle)
+    _, stream = rows(paths, cut, shuffle=shuffle)
+    saved = json.loads(json.dumps(stream.position.to_json()))  # as a checkpoint would keep it
+    resumed, _ = rows(paths, 100 - cut, position=Position(**saved), shuffle=shuffle)
+    assert resumed == unbroken[cut:]
+
+
+def test_shards_share_the_records_out(files):
+    cfg = DataConfig(files=files[0], length=256, blocks=(8,), shuffle=5)
+    learned = []
+    for shard in range(3):
+        stream = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, shard=shard, shards=3)
+        found = []
+        while stream.position.epoch == 0:
+            found.append(next(stream))
+        learned.append(answers(found[:-1]))
+    long = [text for text in files[1] if len(text) > 20]
+    held = [sum(text in part for part in learned) for text in long]
+    assert max(held) == 1
+    assert sum(held) > 0.6 * len(long)  # the rest waits for a row that the next epoch completes
+    with pytest.raises(ValueError, match="shard 3 of 3"):
+        Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, shard=3, shards=3)
+
+
+def test_epochs_differ_and_seeds_do(files):
+    order = [answers(rows(files[0], 10, seed=seed)[0]) for seed in (0, 0, 1)]
+    assert order[0] == order[1]
+    assert order[0] != order[2]
+    _, stream = rows(files[0], 1)
+    first = [next(stream) for _ in range(10)]
+    while stream.position.epoch == 0:
+        next(stream)
+    assert [next(stream) for _ in range(10)] != first
+
+
+BAD = ["{", "[1]", '{"text": 5}', '{"text": ""}', '{"other": 1}', '{"prompt": "x"}', '{"messages": []}', '{"messages": [3]}']
+BAD += [
+    '{"messages": [{"role": "user", "content": "x"}]}',
+    '{"text": "a", "prompt": "b"}',
+    '{"prompt": 1, "completion": "x"}',
+]
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_record_is_named_and_stops_the_run_or_is_counted(tmp_path, line):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "good"}\n\n' + line + '\n{"text": "good"}\n')
+    with pytest.raises(BadRecord, match=r"d\.jsonl:3: "):
+        rows((str(path),), 5, shuffle=1)
+    found, stream = rows((str(path),), 5, shuffle=1, skip_bad=True)
+    assert stream.position.bad >= 1
+    assert set(answers(found)) == set("good")
+
+
+def test_nothing_to_learn_from_is_said(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(ValueError, match="nothing to learn"):
+        rows((str(tmp_path / "empty.txt"),), 1)
+    with pytest.raises(FileNotFoundError):
+        rows((str(tmp_path / "none.txt"),), 1)
+
+
+def test_text_files_are_parted_by_a_line(tmp_path):
+    (tmp_path / "s.txt").write_text("One\ntwo\n<|endofstory|>\nThree\n\n<|endofstory|>\nFour")
+    got = list(read_records(tmp_path / "s.txt", "<|endofstory|>"))
+    assert [record["text"] for _, record in got] == ["One\ntwo", "Three", "Four"]
+    assert [where.rsplit(":", 1)[1] for where, _ in got] == ["1", "4", "7"]
+
+
+def test_rows_become_a_batch(files):
+    found, _ = rows(files[0], 4)
+    batch = to_batch(found)
+    assert batch.ids_BL.shape == (4, 64)
+    assert int(batch.canvas_BL.sum()) == sum(start >= 0 for row in found for start in row.starts)
+
+
+def test_a_trained_vocabulary_spells_everything(tmp_path):
+    texts = ["the cat sat on the mat, " * 20, "naïve café 🦙 " * 20]
+    tokenizer = train_tokenizer(iter(texts), 300, ["<pad>", "<eos>", "<bos>"])
+    assert tokenizer.size == 300
+    assert tokenizer.bos_id == 2
+    for text in (*texts, "\x00 unseen Ω 你好\n\t"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(texts[0])) < 0.5 * len(texts[0])
+    with pytest.raises(ValueError, match="no room"):
+        train_tokenizer(iter(texts), 100, [])
+
+
+@pytest.mark.parametrize("change", [{"files": ()}, {"length": 0}, {"blocks": (100,)}, {"blocks": ()}, {"shuffle": 0}])
+def test_nonsense_is_refused(change):
+    with pytest.raises(ValueError):
+        DataConfig(**{"files": ("x",), "length": 64, **change})
