@@ -34,7 +34,7 @@ def _files(tmp_path):
 
 
 def rows(files, count, position=None, **changes):
-    cfg = DataConfig(files=files, **{"length": 64, "blocks": (8, 16), "shuffle": 7, **changes})
+    cfg = DataConfig(files=files, **{"length": 64, "blocks": (8, 16), "shuffle": 7, "lookahead": 3, **changes})
     stream = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, position=position)
     return [next(stream) for _ in range(count)], stream
 
@@ -51,11 +51,17 @@ def test_every_document_is_packed_once_and_whole(files, blocks):
     found, stream = rows(paths, 1, blocks=blocks, shuffle=1)
     while stream.position.epoch == 0:
         found.append(next(stream))
+    waiting = "".join(TOKENIZER.decode(document["answer"]) for document in stream.position.waiting)
     learned = answers(found)
-    for text in texts[:29]:  # the last may still be waiting
-        assert text in learned
-    for text in texts[:20]:
-        assert learned.count(text) <= 2 or len(text) < 8
+    for text in texts:
+        assert text in learned or text[-20:] in waiting
+        assert learned.count(text) <= 2  # the last row may hold what the next epoch begins with
+    assert sum(text in learned for text in texts) >= 25
+
+
+def test_little_is_left_empty(files):
+    found, _ = rows(files[0], 40, length=512, lookahead=32)
+    assert sum(d == -1 for row in found for d in row.documents) < 0.1 * 40 * 512
 
 
 def test_a_row_says_where_everything_stands(files):
@@ -91,7 +97,7 @@ def test_resumed_equals_unbroken(tmp_path_factory, cut, shuffle):
 
 
 def test_shards_share_the_records_out(files):
-    cfg = DataConfig(files=files[0], length=256, blocks=(8,), shuffle=5)
+    cfg = DataConfig(files=files[0], length=256, blocks=(8,), shuffle=5, lookahead=1)
     learned = []
     for shard in range(3):
         stream = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, shard=shard, shards=3)
@@ -162,7 +168,7 @@ def test_rows_become_a_batch(files):
 def test_a_trained_vocabulary_spells_everything(tmp_path):
     texts = ["the cat sat on the mat, " * 20, "naïve café 🦙 " * 20]
     tokenizer = train_tokenizer(iter(texts), 300, ["<pad>", "<eos>", "<bos>"])
-    assert tokenizer.size == 300
+    assert 259 < tokenizer.size <= 300
     assert tokenizer.bos_id == 2
     for text in (*texts, "\x00 unseen Ω 你好\n\t"):
         assert tokenizer.decode(tokenizer.encode(text)) == text

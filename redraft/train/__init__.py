@@ -1,1 +1,1 @@
-"""Training text-diffusion models: the objective. Knows nothing of scheduling, HTTP or the command line."""
+"""Training text-diffusion models: data and objective. Knows nothing of scheduling, HTTP or the command line."""

@@ -47,6 +47,7 @@ class DataConfig:
     length: int = 512
     blocks: tuple[int, ...] = (256,)  # row i has blocks of size blocks[i % len(blocks)]
     seed: int = 0
+    lookahead: int = 32  # documents to choose from when a row is filled up
     shuffle: int = 4096  # records held back at a time to be drawn from; 1 keeps the files' order
     separator: str = "<|endofstory|>"  # the line between documents of a .txt file
     skip_bad: bool = False  # count records that cannot be used instead of stopping at the first
@@ -54,7 +55,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.files:
             raise ValueError("no training files were given")
-        for name in ("length", "shuffle"):
+        for name in ("length", "lookahead", "shuffle"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.blocks or min(self.blocks) < 1 or max(self.blocks) > self.length:
@@ -137,9 +138,8 @@ def to_document(record: Record | BadRecord, where: str, tokenizer: Tokenizer, st
             prompt, answer = tokenizer.chat(before), last["content"]
             end = tokenizer.vocabulary.token_to_id("<turn|>") or stop
         else:
-            raise BadRecord(
-                f"{where}: a record is text, prompt and completion, or messages up to an assistant's; got {keys}"
-            )
+            kinds = "text, prompt and completion, or messages that end with the assistant's"
+            raise BadRecord(f"{where}: a record has {kinds}; this one has {sorted(record)}")
         if not isinstance(answer, str) or not answer:
             raise BadRecord(f"{where}: nothing to learn from {answer!r}")
         return Document(list(prompt), [*tokenizer.encode(answer), end])
@@ -173,10 +173,8 @@ class Row:
         document = max(self.documents, default=-1) + 1
         self.ids += ids
         self.positions += range(len(ids))
-        begins = range(len(piece.prompt), len(ids))
-        self.starts += [-1] * len(piece.prompt) + [
-            len(piece.prompt) + (at - len(piece.prompt)) // block * block for at in begins
-        ]
+        given = len(piece.prompt)
+        self.starts += [-1] * given + [given + at // block * block for at in range(len(filled))]
         self.documents += [document] * len(ids)
         return Document(ids[-(room // 4) :], left) if left else None
 
@@ -255,25 +253,24 @@ class Rows:
         return self
 
     def __next__(self) -> Row:
-        """The next row: documents are added as long as the next one fits, whole, or nothing else has."""
-        cfg, row = self.cfg, Row()
-        block = cfg.blocks[self.position.rows % len(cfg.blocks)]
+        """The next row: the document that has waited longest, then whatever fills the room best without being cut."""
+        row, waiting = Row(), self.position.waiting
+        block = self.cfg.blocks[self.position.rows % len(self.cfg.blocks)]
         while True:
-            waiting = self.position.waiting
-            document = Document(**waiting.pop(0)) if waiting else next(self._documents)
-            if len(document.prompt) + block > cfg.length:
-                document = Document(document.prompt[-(cfg.length - block) :] if cfg.length > block else [], document.answer)
-            room = cfg.length - len(row.ids)
-            needed = len(document.prompt) + -(-len(document.answer) // block) * block
-            if row.ids and needed > room:
-                waiting.insert(0, asdict(document))
+            while len(waiting) < self.cfg.lookahead:
+                waiting.append(asdict(next(self._documents)))
+            room = self.cfg.length - len(row.ids)
+            sizes = [len(d["prompt"]) + -(-len(d["answer"]) // block) * block for d in waiting]
+            fitting = [at for at, size in enumerate(sizes) if size <= room] if row.ids else [0]
+            if not fitting:
                 break
+            document = Document(**waiting.pop(max(fitting, key=sizes.__getitem__)))
+            if len(document.prompt) > room - block:  # of a prompt without end, the end
+                document = Document(document.prompt[len(document.prompt) - (room - block) :], document.answer)
             if (left := row.put(document, block, room, self.stop)) is not None:
                 waiting.insert(0, asdict(left))
-            if len(row.ids) + block > cfg.length:
-                break
         self.position.rows += 1
-        return row.padded(cfg.length, self.pad)
+        return row.padded(self.cfg.length, self.pad)
 
 
 def to_batch(rows: Sequence[Row], device: torch.device | str = "cpu") -> Batch:
