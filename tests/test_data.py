@@ -81,7 +81,7 @@ def test_a_row_says_where_everything_stands(files):
         assert all(row.ids[i] == PAD and row.starts[i] == -1 for i in padding)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 80), st.sampled_from([1, 3, 50]))
 def test_resumed_equals_unbroken(tmp_path_factory, cut, shuffle):
     folder = tmp_path_factory.mktemp("data")

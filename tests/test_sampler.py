@@ -66,7 +66,7 @@ def sampled(situation, before, draws, fixed) -> torch.Tensor:
     return torch.searchsorted(probs.cumsum(-1), uniform[..., None], right=True).squeeze(-1).clamp(max=VOCAB - 1)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(situations())
 def test_invariants_of_the_loop(situation):
     cfg, rules, _, _ = situation
@@ -109,7 +109,7 @@ def test_invariants_of_the_loop(situation):
         assert all(position < end for position in rules[row].pins)  # no stop token has cut one off
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(situations())
 def test_batched_rows_equal_rows_alone(situation):
     cfg, rules, logits, seeds = situation
