@@ -69,14 +69,12 @@ class KVCache:
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, T, G, K] a canvas may see, in order of position, every row ending at its own length."""
-        positions = self.key_positions(layer)
-        size, count = self._sizes[layer], positions.shape[1]
-        first = self.lengths[0] - count
-        if self.even and (first % size) + count <= size:
-            start = first % size
+        size, count = self._sizes[layer], self._seen(self._windows[layer])
+        start = (self.lengths[0] - count) % size
+        if self.even and start + count <= size:
             return self._keys[layer][:, start : start + count], self._values[layer][:, start : start + count]
         rows = torch.arange(self.rows, device=self.device)[:, None]
-        slots = positions % size
+        slots = self.key_positions(layer) % size
         return self._keys[layer][rows, slots], self._values[layer][rows, slots]
 
     def append(self, layer: int, k_BSGK: Tensor, v_BSGK: Tensor, counts: Sequence[int]) -> None:

@@ -196,12 +196,7 @@ def chat(
 
 
 @app.command()
-def info(
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", envvar="REDRAFT_MODEL", help="Checkpoint folder, or hub id OWNER/NAME."),
-    ] = None,
-) -> None:
+def info(model: Model = "") -> None:
     """Show a checkpoint's shape, its memory by format, and what would run where. Without -m: the released 26B-A4B."""
     console = Console(highlight=False)
     config, stored = ModelConfig(), None

@@ -270,7 +270,8 @@ class SamplerConfig:
         object.__setattr__(self, "eos_token_ids", _ids("eos_token_ids", self.eos_token_ids))  # JSON has lists
         _real("entropy_bound", self.entropy_bound)
         _real("confidence_threshold", self.confidence_threshold)
-        _real("t_min", self.t_min, -1e-9)
+        if self.t_min != 0 or isinstance(self.t_min, bool):
+            _real("t_min", self.t_min)
         _real("temperature (t_max)", self.t_max, 1e-4)  # colder than that, soft-capped logits overflow
         if self.t_max < self.t_min:
             raise ConfigError(f"t_max must not be below t_min, got {self.t_max} and {self.t_min}")

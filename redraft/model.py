@@ -125,7 +125,7 @@ class Layer(nn.Module):
 
 
 class DiffusionGemma(nn.Module):
-    """The model. See the module's docstring for its three methods."""
+    """The model. Generation needs `encode`, `denoise` and `soft_embed`; `learn` is both ways at once, for training."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

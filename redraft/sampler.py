@@ -121,7 +121,6 @@ def step(
     if rules is not None:
         accepted_BC = accepted_BC | rules.pinned_BC
     done_B, unchanged_B = settled(belief, state, cfg, rules)
-    frozen_B = state.frozen_B
     moved = Canvas(
         ids_BC=torch.where(accepted_BC, belief.sampled_BC, noise_BC),
         best_BC=belief.best_BC,
@@ -133,13 +132,14 @@ def step(
         skipped_B=state.skipped_B,
         step=now,
     )
-    return _freeze(state, moved, frozen_B), shaped_BCV
+    return _freeze(state, moved), shaped_BCV
 
 
-def _freeze(old: Canvas, new: Canvas, frozen_B: Tensor) -> Canvas:
+def _freeze(old: Canvas, new: Canvas) -> Canvas:
+    """The new canvas, except in rows that were frozen before it."""
+    frozen_B, kept = old.frozen_B, {}
     if not frozen_B.any():
         return new
-    kept = {}
     for field in fields(Canvas):
         before, after = getattr(old, field.name), getattr(new, field.name)
         if isinstance(after, Tensor):

@@ -26,8 +26,9 @@ NOISE, CHANGED, DRAFT, QUIET = "bright_black", "green", "medium_purple1", "brigh
 
 
 def harmless(text: str) -> str:
-    """Text without control characters: a model's output must not steer the terminal."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") or c == "\u200d")
+    """Text without control characters: a model's output must not steer the terminal. Joiners stay; scripts need them."""
+    kept = "\n\t\u200c\u200d"
+    return "".join(c for c in text if c in kept or unicodedata.category(c) not in ("Cc", "Cf"))
 
 
 @contextmanager

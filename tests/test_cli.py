@@ -384,6 +384,7 @@ def test_reasoning_and_answer_do_not_run_together():
 
 def test_a_model_cannot_steer_the_terminal():
     assert harmless("a\x1b[2Jb\x07\r\n\tc\u202e") == "a[2Jb\n\tc"
+    assert harmless("می\u200cخواهم 👩\u200d🚀") == "می\u200cخواهم 👩\u200d🚀"
 
 
 def test_frames_are_limited(folder, monkeypatch):

@@ -156,6 +156,7 @@ def test_nonsense_is_refused_with_the_value(raw, words):
         {"confidence_threshold": 0},
         {"t_min": 0.9},
         {"t_min": -0.1},
+        {"t_min": False},
         {"stability_threshold": -1},
         {"stability_threshold": 1.0},
         {"t_max": float("inf")},
