@@ -51,8 +51,15 @@ class Layout:
     starts: Tensor
     documents: Tensor
 
+    def to(self, device: torch.device | str) -> "Layout":
+        """The same on another device."""
+        return Layout(*(t.to(device, non_blocking=True) for t in (self.positions, self.starts, self.documents)))
 
-def training(layout: Layout, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+
+Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # row, query and key index -> may look
+
+
+def training(layout: Layout, window: int | None) -> Rule:
     """The mask of one pass over [noisy | clean], as a function of row, query and key index (0 .. 2L - 1).
 
     Clean tokens read causally, as in `causal`. A noisy token sees its whole block of noise, and of the clean half what
@@ -77,7 +84,7 @@ def training(layout: Layout, window: int | None) -> Callable[[Tensor, Tensor, Te
     return may_look
 
 
-def dense(rule: Callable[[Tensor, Tensor, Tensor], Tensor], rows: int, size: int, device: torch.device) -> Tensor:
+def dense(rule: Rule, rows: int, size: int, device: torch.device) -> Tensor:
     """A rule over indices as bool [B, size, size]."""
     b = torch.arange(rows, device=device)[:, None, None]
     index = torch.arange(size, device=device)

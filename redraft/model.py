@@ -18,7 +18,7 @@ from redraft import masks
 from redraft.cache import KVCache
 from redraft.config import FULL, SLIDING, ModelConfig
 from redraft.kernels import attend, rms_norm, rope_table, rotate, soft_embed, softcap_
-from redraft.moe import Experts, Router
+from redraft.moe import Experts, Router, Routing
 
 Rope = tuple[Tensor, Tensor]
 
@@ -109,19 +109,16 @@ class Layer(nn.Module):
 
     def forward(
         self, x_BSD: Tensor, rope: Rope, mask: Tensor | BlockMask | None, past: tuple[Tensor, Tensor], scalar: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The next residual stream, and this layer's own keys and values."""
+    ) -> tuple[Tensor, Tensor, Tensor, Routing]:
+        """The next residual stream, this layer's own keys and values, and who read what."""
         answer, k_BSGK, v_BSGK = self.self_attn(self.input_layernorm(x_BSD), rope, mask, past)
         x_BSD = x_BSD + self.post_attention_layernorm(answer)
         dense = self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(x_BSD)))
-        sparse = self.post_feedforward_layernorm_2(self.mixture(x_BSD))
-        return (x_BSD + self.post_feedforward_layernorm(dense + sparse)) * scalar, k_BSGK, v_BSGK
-
-    def mixture(self, x_BSD: Tensor) -> Tensor:
-        """The experts' answer. The router reads the raw residual, the experts its norm."""
         x_ND = x_BSD.flatten(0, 1)
-        answer_ND = self.experts(self.pre_feedforward_layernorm_2(x_ND), *self.router(x_ND))
-        return answer_ND.view_as(x_BSD)
+        routing = self.router(x_ND)  # the router reads the raw residual, the experts its norm
+        read_ND = self.experts(self.pre_feedforward_layernorm_2(x_ND), routing.experts_NK, routing.weights_NK)
+        sparse = self.post_feedforward_layernorm_2(read_ND.view_as(x_BSD))
+        return (x_BSD + self.post_feedforward_layernorm(dense + sparse)) * scalar, k_BSGK, v_BSGK, routing
 
 
 class DiffusionGemma(nn.Module):
@@ -165,7 +162,7 @@ class DiffusionGemma(nn.Module):
         for index, layer in enumerate(self.layers):
             kind = self.config.layer_types[index]
             past = cache.view(index)
-            x_BSD, k, v = layer(x_BSD, ropes[kind], mask_of[kind], past, layer.encoder_layer_scalar)
+            x_BSD, k, v, _ = layer(x_BSD, ropes[kind], mask_of[kind], past, layer.encoder_layer_scalar)
             cache.append(index, k, v, counts)
         cache.advance(counts)
         return self.norm(x_BSD)
@@ -182,7 +179,7 @@ class DiffusionGemma(nn.Module):
         x_BCD = self.self_conditioning(self.embed(canvas_BC), soft_BCD)
         for index, layer in enumerate(self.layers):
             kind = self.config.layer_types[index]
-            x_BCD, _, _ = layer(x_BCD, ropes[kind], mask_of[kind], cache.view(index), layer.layer_scalar)
+            x_BCD, _, _, _ = layer(x_BCD, ropes[kind], mask_of[kind], cache.view(index), layer.layer_scalar)
         return self.head(self.norm(x_BCD))
 
     def learn(
@@ -192,21 +189,24 @@ class DiffusionGemma(nn.Module):
         soft_BLD: Tensor | None,
         positions_BL: Tensor,
         mask_of: Mapping[str, Tensor | BlockMask],
-    ) -> tuple[Tensor, Tensor]:
-        """Both ways of running at once, for training: final hidden states of [noisy | clean], without a cache.
+    ) -> tuple[Tensor, Tensor, list[Routing]]:
+        """Both ways of running at once, for training: final hidden states of noisy and of clean, without a cache.
 
         `mask_of` is `masks.training` by kind of layer. With it the noisy half gives what `denoise` gives behind a cache of
         the clean text before each block, and the clean half what `encode` gives.
         """
         length, ropes = noisy_BL.shape[1], self._ropes(positions_BL.repeat(1, 2))
         x_BSD = torch.cat([self.self_conditioning(self.embed(noisy_BL), soft_BLD), self.embed(clean_BL)], dim=1)
+        routings = []
         for index, layer in enumerate(self.layers):
             kind = self.config.layer_types[index]
             nothing = x_BSD.new_empty(len(x_BSD), 0, *self.config.layer_heads(index))
             halves = (layer.layer_scalar.expand(length), layer.encoder_layer_scalar.expand(length))
-            x_BSD, _, _ = layer(x_BSD, ropes[kind], mask_of[kind], (nothing, nothing), torch.cat(halves)[:, None])
-        noisy, clean = self.norm(x_BSD).chunk(2, dim=1)
-        return noisy, clean
+            scalar = torch.cat(halves)[:, None]
+            x_BSD, _, _, routing = layer(x_BSD, ropes[kind], mask_of[kind], (nothing, nothing), scalar)
+            routings.append(routing)
+        noisy_BLD, clean_BLD = self.norm(x_BSD).chunk(2, dim=1)
+        return noisy_BLD, clean_BLD, routings
 
     def soft_embed(self, logits_BCV: Tensor) -> Tensor:
         """The expected embedding [B, C, D] under these logits: one step's belief, as the next step is told it."""
@@ -222,9 +222,9 @@ class DiffusionGemma(nn.Module):
         return softcap_(F.linear(hidden, self.embed_tokens.weight), self.config.final_logit_softcapping)
 
     @property
-    def _embed_scale(self) -> float:
+    def _embed_scale(self) -> Tensor:
         # sqrt(2816) is 53.066 in float32 and 53.0 in bf16; the product must see the rounded one.
-        return torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
+        return torch.full((), self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
 
     @property
     def _kinds(self) -> dict[str, int]:

@@ -3,11 +3,21 @@
 Shapes: N tokens, D model size, E experts, K chosen per token.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from redraft.config import ModelConfig
 from redraft.kernels import gated_experts, rms_norm
+
+
+class Routing(NamedTuple):
+    """Who reads which token, and how much that counts."""
+
+    experts_NK: Tensor
+    weights_NK: Tensor
+    probs_NE: Tensor  # before the choice; training keeps them from collapsing onto a few
 
 
 class Router(nn.Module):
@@ -20,13 +30,13 @@ class Router(nn.Module):
         self.scale = nn.Parameter(torch.ones(config.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
 
-    def forward(self, residual_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Chosen experts and their weights, both [N, K]. The K probabilities are renormalised, then scaled per expert."""
+    def forward(self, residual_ND: Tensor) -> Routing:
+        """The best K of each token. Their probabilities are renormalised, then scaled per expert."""
         x_ND = rms_norm(residual_ND, None, self.eps) * self.scale * residual_ND.shape[-1] ** -0.5
         probs_NE = torch.softmax(self.proj(x_ND), dim=-1, dtype=torch.float32)
         weights_NK, experts_NK = probs_NE.topk(self.top_k, dim=-1)
         weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
-        return experts_NK, weights_NK * self.per_expert_scale[experts_NK]
+        return Routing(experts_NK, weights_NK * self.per_expert_scale[experts_NK], probs_NE)
 
 
 class Experts(nn.Module):

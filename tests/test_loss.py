@@ -1,15 +1,16 @@
 """The objective: its mask cell by cell, its pass equal to encode and denoise, its noise as promised, its loss by hand."""
 
 import itertools
+import math
 
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask
 
 from redraft import masks
 from redraft.masks import Layout
+from redraft.moe import Routing
 from redraft.train import loss
 from redraft.train.loss import Batch, LossConfig
 
@@ -68,8 +69,8 @@ def test_one_pass_equals_encoding_and_denoising_block_by_block(name):
     model = tiny.build(tiny.CONFIGS[name])
     data, noisy = batch(), batch(1).ids_BL
     soft = torch.randn(2, LENGTH, model.config.hidden_size)
-    mask_of = loss.training_masks(model, data.layout)
-    noisy_BLD, clean_BLD = model.learn(noisy, data.ids_BL, soft, data.layout.positions, mask_of)
+    mask_of = loss.dense_masks(model.config, data.layout)
+    noisy_BLD, clean_BLD, _ = model.learn(noisy, data.ids_BL, soft, data.layout.positions, mask_of)
     for row, document in ((0, 0), (1, 0), (1, 1)):
         at = (data.layout.documents[row] == document).nonzero().flatten()
         ids = data.ids_BL[row : row + 1, at]
@@ -90,43 +91,80 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_agrees_with_the_dense_mask():
+def test_flex_attention_agrees_with_the_dense_mask_batch_after_batch():
     model, data = tiny.build(tiny.CONFIGS["short window"]), batch()
-    dense = loss.training_masks(model, data.layout)
-    sparse = {}
-    for layer, kind in enumerate(model.config.layer_types):
-        rule = masks.training(data.layout, model.config.layer_window(layer))
-        size = 2 * LENGTH
-        sparse[kind] = create_block_mask(lambda b, h, q, k, rule=rule: rule(b, q, k), 2, None, size, size, device="cpu")
-    with torch.no_grad():
-        pairs = [model.learn(data.ids_BL, data.ids_BL, None, data.layout.positions, m) for m in (dense, sparse)]
-    for a, b in zip(*pairs, strict=True):
-        close(a, b)
+    sparse = loss.SparseMasks(model.config, 2, LENGTH, "cpu")
+    for layout in (data.layout, Layout(*(getattr(data.layout, n).flip(0) for n in NAMES))):
+        both = (loss.dense_masks(model.config, layout), sparse(layout))
+        with torch.no_grad():
+            pairs = [model.learn(data.ids_BL, data.ids_BL, None, layout.positions, m)[:2] for m in both]
+            firsts = [
+                model.learn(data.ids_BL[:1], data.ids_BL[:1], None, layout.positions[:1], loss.first_rows(m, 1))[:2]
+                for m in both
+            ]
+        for a, b in (*zip(*pairs, strict=True), *zip(*firsts, strict=True)):
+            close(a, b)
 
 
-def test_noise_levels_are_one_per_block_stratified_and_sometimes_full():
-    rows = 64
-    layout = Layout(*(t[:1].expand(rows, -1) for t in (packed().positions, packed().starts, packed().documents)))
-    data = Batch(torch.zeros(rows, LENGTH, dtype=torch.long), layout)
-    t = loss.noise_levels(data, LossConfig(full_noise=0.0), generator())
-    for start in (5, 11, 17):
-        block = t[:, layout.starts[0] == start]
-        assert (block == block[:, :1]).all()
-    levels = t.unique()
-    assert len(levels) == 4 * rows  # three blocks and the prompt of every row
-    assert (levels.diff() - 1 / len(levels)).abs().max() < 1e-3  # evenly spread over (0, 1)
-    full = loss.noise_levels(data, LossConfig(full_noise=0.25), generator())
-    assert 0.15 < (full == 1).float().mean() < 0.35
+def many(rows: int) -> Batch:
+    layout = Layout(*(getattr(packed(), n).repeat(rows // 2, 1) for n in NAMES))
+    return Batch(torch.randint(0, tiny.VOCAB, (rows, LENGTH), generator=generator()), layout)
 
 
-def test_corruption_replaces_a_share_t_of_the_canvas_and_nothing_else():
-    data = batch()
-    big = Batch(data.ids_BL.repeat(300, 1), Layout(*(getattr(data.layout, n).repeat(300, 1) for n in NAMES)))
-    for t in (0.0, 0.3, 1.0):
-        noisy = loss.corrupt(big, torch.full(big.ids_BL.shape, t), tiny.VOCAB, generator())
-        changed = (noisy != big.ids_BL)[big.canvas_BL].float().mean()
-        assert abs(changed - t * (1 - 1 / tiny.VOCAB)) < 0.03
-        assert torch.equal(noisy[~big.canvas_BL], big.ids_BL[~big.canvas_BL])
+def test_blocks_are_numbered_through_the_batch():
+    data = many(4)
+    index, count = loss.number_blocks(data.layout)
+    seen = {}
+    for b, i in itertools.product(range(4), range(LENGTH)):
+        key = (b, *(int(getattr(data.layout, n)[b, i]) for n in ("starts", "documents")))
+        if key[1] < 0 or key[2] < 0:
+            assert index[b, i] == -1
+        else:
+            assert seen.setdefault(key, int(index[b, i])) == index[b, i]
+    assert sorted(seen.values()) == list(range(count))
+
+
+def test_noise_levels_are_stratified_and_sometimes_full():
+    levels = loss.noise_levels(200, LossConfig(full_noise=0.0), generator()).sort().values
+    assert (levels.diff() - 1 / 200).abs().max() < 1e-3  # evenly spread over (0, 1)
+    full = loss.noise_levels(2000, LossConfig(full_noise=0.25), generator())
+    assert 0.2 < (full == 1).float().mean() < 0.3
+
+
+@pytest.mark.parametrize("t", [1e-4, 0.3, 1.0])
+def test_noise_strikes_a_share_t_of_the_canvas_and_nothing_else(t):
+    data = many(600)
+    index, count = loss.number_blocks(data.layout)
+    hit = loss.struck(data.layout, torch.full((count,), t), index, 0.0, generator())
+    assert abs(hit[data.canvas_BL].float().mean() - t) < 0.02
+    assert not hit[~data.canvas_BL].any()
+
+
+def test_a_hole_is_one_stretch_of_a_block():
+    data = many(200)
+    index, count = loss.number_blocks(data.layout)
+    t = loss.noise_levels(count, LossConfig(full_noise=0.0), generator())
+    hit = loss.struck(data.layout, t, index, 1.0, generator(1))
+    firsts = set()
+    for block in range(count):
+        inside = hit.flatten()[(index == block).flatten()].int()
+        assert int(inside.sum()) == math.ceil(t[block] * len(inside))
+        assert int((inside.diff() == 1).sum()) + int(inside[0]) == 1  # begins once
+        firsts.add(int(inside.argmax()))
+    assert len(firsts) > 3
+
+
+def test_what_is_drawn_is_noise_where_it_struck_and_text_elsewhere():
+    data = many(40)
+    noise = loss.draw(data, LossConfig(self_condition=0.5, on_policy=0.25, full_noise=1.0), tiny.VOCAB, generator())
+    changed = (noise.noisy_BL != data.ids_BL)[data.canvas_BL].float().mean()
+    assert abs(changed - (1 - 1 / tiny.VOCAB)) < 0.02
+    assert torch.equal(noise.noisy_BL[~data.canvas_BL], data.ids_BL[~data.canvas_BL])
+    assert (len(noise.temperature_R), len(noise.uniform_OL)) == (20, 5)
+    assert 0.4 <= noise.temperature_R.min() <= noise.temperature_R.max() <= 1
+    shares = [len(loss.draw(many(2), LossConfig(self_condition=0.25), 9, generator(i)).temperature_R) for i in range(200)]
+    assert set(shares) == {0, 1}
+    assert 0.35 < sum(shares) / 200 < 0.65  # a quarter of two rows, rounded by chance
 
 
 NAMES = ("positions", "starts", "documents")
@@ -134,46 +172,125 @@ NAMES = ("positions", "starts", "documents")
 
 def test_the_losses_are_the_plain_means():
     model, data = tiny.build(tiny.BASE), batch()
-    cfg = LossConfig(self_condition=0.0, ar_weight=0.5)
+    cfg = LossConfig(self_condition=0.0, ar_weight=0.5, balance_weight=0.1)
     got = loss.losses(model, data, cfg, generator(3))
-    rng = generator(3)
-    noisy = loss.corrupt(data, loss.noise_levels(data, cfg, rng), tiny.VOCAB, rng)
-    noisy_BLD, clean_BLD = model.learn(
-        noisy, data.ids_BL, None, data.layout.positions, loss.training_masks(model, data.layout)
-    )
+    noisy = loss.draw(data, cfg, tiny.VOCAB, generator(3)).noisy_BL
+    mask_of = loss.dense_masks(model.config, data.layout)
+    noisy_BLD, clean_BLD, routings = model.learn(noisy, data.ids_BL, None, data.layout.positions, mask_of)
     per_token = F.cross_entropy(model.head(noisy_BLD).transpose(1, 2), data.ids_BL, reduction="none")
     denoiser = per_token[data.canvas_BL].mean()
     ahead = F.cross_entropy(model.head(clean_BLD)[:, :-1].transpose(1, 2), data.ids_BL[:, 1:], reduction="none")
     ar = ahead[data.next_BL[:, :-1]].mean()
     assert torch.allclose(got.denoiser, denoiser, rtol=1e-5)
     assert torch.allclose(got.ar, ar, rtol=1e-5)
-    assert torch.allclose(got.total, denoiser + 0.5 * ar, rtol=1e-5)
+    assert torch.allclose(got.total, denoiser + 0.5 * ar + 0.1 * loss.imbalance(routings)[0], rtol=1e-5)
     assert not data.next_BL[1, TWO[0] - 1]  # the last token of a document predicts nothing
+
+
+def test_logits_in_pieces_give_the_same_loss_and_gradients(monkeypatch):
+    model, data = tiny.build(tiny.BASE).requires_grad_(True), batch()
+    cfg, found = LossConfig(self_condition=1.0, on_policy=0.5), []
+    for at_once in (2**28, 7 * tiny.VOCAB):
+        monkeypatch.setattr(loss, "HEAD_LOGITS", at_once)
+        model.zero_grad()
+        total = loss.losses(model, data, cfg, generator(3)).total
+        total.backward()
+        found.append([total.detach(), *(p.grad for p in model.parameters())])
+    for whole, pieces in zip(*found, strict=True):
+        assert torch.allclose(whole, pieces, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_agree_with_a_plain_reference():
+    """The definition by hand: block by block through a cache that keeps its gradients, every loss its own forward pass."""
+    model, data = tiny.build(tiny.CONFIGS["every expert"]).requires_grad_(True), batch()
+    cfg = LossConfig(self_condition=0.0, balance_weight=0.0)
+    loss.losses(model, data, cfg, generator(4)).total.backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    noisy = loss.draw(data, cfg, tiny.VOCAB, generator(4)).noisy_BL
+    denoiser, ar = [], []
+    for row, document in ((0, 0), (1, 0), (1, 1)):
+        at = (data.layout.documents[row] == document).nonzero().flatten()
+        ids = data.ids_BL[row, at][None]
+        hidden = model.encode(ids, Kept(model))
+        ar.append(F.cross_entropy(model.head(hidden[0, :-1]), ids[0, 1:], reduction="none"))
+        for start in sorted(set(data.layout.starts[row, at].tolist()) - {-1}):
+            here = at[data.layout.starts[row, at] == start]
+            cache = Kept(model)
+            if start:
+                model.encode(ids[:, :start], cache)
+            logits = model.denoise(noisy[row, here][None], None, cache)
+            denoiser.append(F.cross_entropy(logits[0], data.ids_BL[row, here], reduction="none"))
+    (torch.cat(denoiser).mean() + torch.cat(ar).mean()).backward()
+    for name, p in model.named_parameters():
+        if p.grad is None or not p.grad.any():
+            assert name not in got or not got[name].any(), name
+        else:
+            assert (got[name] - p.grad).abs().max() <= 1e-4 * p.grad.abs().max(), name
+
+
+class Kept:
+    """A cache of plain concatenations, through which gradients flow: the plainest there is."""
+
+    def __init__(self, model) -> None:
+        self.config, self.length, self.pairs = model.config, 0, {}
+
+    even = False
+
+    @property
+    def lengths_B(self) -> torch.Tensor:
+        return torch.tensor([self.length])
+
+    def next_positions(self, count: int) -> torch.Tensor:
+        return torch.arange(self.length, self.length + count)[None]
+
+    def key_positions(self, layer: int) -> torch.Tensor:
+        return torch.arange(self.length)[None]
+
+    def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        empty = torch.zeros(1, 0, *self.config.layer_heads(layer))
+        return self.pairs.get(layer, (empty, empty))
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, counts: list[int]) -> None:
+        self.pairs[layer] = tuple(torch.cat(pair, dim=1) for pair in zip(self.view(layer), (k, v), strict=True))
+
+    def advance(self, counts: list[int]) -> None:
+        self.length += counts[0]
 
 
 def test_the_second_pass_is_told_what_the_first_believed():
     model, data = tiny.build(tiny.BASE), batch()
-    mask_of = loss.training_masks(model, data.layout)
-    soft, noisy = loss.first_look(model, data.ids_BL, data, mask_of, LossConfig(self_condition=1.0, t_min=1.0), generator())
-    hidden, _ = model.learn(data.ids_BL, data.ids_BL, None, data.layout.positions, mask_of)
+    mask_of = loss.dense_masks(model.config, data.layout)
+    noise = loss.Noise(data.ids_BL, torch.tensor([1.0]), torch.zeros(0, LENGTH))
+    soft, noisy = loss.first_look(model, data, noise, data.canvas_BL, loss.first_rows(mask_of, 1))
+    hidden, _, _ = model.learn(data.ids_BL, data.ids_BL, None, data.layout.positions, mask_of)
     expected = model.soft_embed(model.head(hidden)) * data.canvas_BL[..., None]
-    close(soft, expected)
+    close(soft[:1], expected[:1])
+    assert not soft[1].any()
     assert torch.equal(noisy, data.ids_BL)
-    none, _ = loss.first_look(model, data.ids_BL, data, mask_of, LossConfig(self_condition=0.0), generator())
-    assert not none.any()
 
 
 def test_on_policy_rows_carry_the_models_own_samples_where_noise_had_struck():
     model, data = tiny.decided(tiny.BASE), batch()
-    mask_of = loss.training_masks(model, data.layout)
-    noisy = loss.corrupt(data, torch.full(data.ids_BL.shape, 0.5), tiny.VOCAB, generator(1))
-    cfg = LossConfig(self_condition=1.0, on_policy=1.0)
-    _, own = loss.first_look(model, noisy, data, mask_of, cfg, generator(2))
-    struck = noisy != data.ids_BL
-    assert torch.equal(own[~struck], noisy[~struck])
-    logits = model.head(model.learn(noisy, data.ids_BL, None, data.layout.positions, mask_of)[0])
-    ranks = (logits > logits.gather(-1, own[..., None])).sum(-1)[struck]
+    mask_of = loss.dense_masks(model.config, data.layout)
+    noise = loss.draw(data, LossConfig(self_condition=1.0, on_policy=0.5), tiny.VOCAB, generator(1))
+    _, own = loss.first_look(model, data, noise, data.canvas_BL, mask_of)
+    struck = noise.noisy_BL != data.ids_BL
+    assert torch.equal(own[~struck], data.ids_BL[~struck])
+    assert torch.equal(own[1], noise.noisy_BL[1])  # half of two rows
+    logits = model.head(model.learn(noise.noisy_BL, data.ids_BL, None, data.layout.positions, mask_of)[0])
+    ranks = (logits > logits.gather(-1, own[..., None])).sum(-1)[0][struck[0]]
     assert ranks.float().mean() < 0.1 * tiny.VOCAB  # noise would lie in the middle
+
+
+def test_balance_is_one_when_even_and_experts_when_collapsed():
+    even = Routing(torch.arange(8).view(4, 2) % 4, torch.ones(4, 2), torch.full((4, 4), 0.25))
+    assert torch.allclose(loss.imbalance([even])[0], torch.tensor(1.0))
+    assert torch.allclose(loss.imbalance([even])[1], torch.full((1, 4), 0.25))
+    one = Routing(
+        torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1), F.one_hot(torch.zeros(4, dtype=torch.long), 4).float()
+    )
+    assert torch.allclose(loss.imbalance([one])[0], torch.tensor(4.0))
 
 
 def test_the_same_seed_gives_the_same_loss_and_gradients_reach_every_weight():

@@ -4,6 +4,8 @@ Shapes: N tokens, K experts chosen per token, M = N * K pairs sorted by expert, 
 (gate and up stacked: 2F).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,30 +14,59 @@ from torch import Tensor
 def gated_experts(x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
     """Weighted sum over each token's experts. The sum runs in router order, so it does not depend on the batch."""
     n, k = experts_NK.shape
-    order = experts_NK.flatten().argsort(stable=True)
-    counts_E = torch.bincount(experts_NK.flatten(), minlength=gate_up_E2FD.shape[0])
+    expert_M, order_M = experts_NK.flatten().sort(stable=True)
+    ends_E = torch.searchsorted(expert_M, torch.arange(len(gate_up_E2FD), device=expert_M.device), right=True)
+    back_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(n * k, device=order_M.device))
     # The grouped product wants rows of whole 16 bytes.
     whole = x_ND.shape[1] % 8 == 0 and down_EDF.shape[2] % 8 == 0
     grouped = x_ND.is_cuda and x_ND.dtype == torch.bfloat16 and whole
     answer = _one_product if grouped else _expert_by_expert
-    sorted_MD = answer(x_ND.index_select(0, order // k), counts_E, gate_up_E2FD, down_EDF)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=order.device))
-    by_token_NKD = sorted_MD.index_select(0, back).view(n, k, -1)
+    sorted_MD = answer(_Deal.apply(x_ND, order_M, back_M, k), ends_E, gate_up_E2FD, down_EDF)
+    by_token_NKD = _Collect.apply(sorted_MD, order_M, back_M).view(n, k, -1)
     return torch.bmm(weights_NK[:, None].float(), by_token_NKD.float()).squeeze(1).to(x_ND.dtype)
 
 
-def _expert_by_expert(x_MD: Tensor, counts_E: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
+class _Deal(torch.autograd.Function):
+    """Each token to its K experts. Its gradient is a gather too; torch's own would add up by atomics, slow and unordered."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, back_M: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(back_M)
+        ctx.k = k
+        return x_ND.index_select(0, order_M // k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None, None]:
+        (back_M,) = ctx.saved_tensors
+        return grad_MD.index_select(0, back_M).unflatten(0, (-1, ctx.k)).sum(dim=1), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The experts' answers in the order of the tokens again."""
+
+    @staticmethod
+    def forward(ctx: Any, sorted_MD: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
+        ctx.save_for_backward(order_M)
+        return sorted_MD.index_select(0, back_M)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None]:
+        (order_M,) = ctx.saved_tensors
+        return grad_MD.index_select(0, order_M), None, None
+
+
+def _expert_by_expert(x_MD: Tensor, ends_E: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
     """The definition: each expert with tokens reads its slice."""
     outputs = []
-    for expert, x in enumerate(x_MD.split(counts_E.tolist())):
+    for expert, x in enumerate(x_MD.tensor_split(ends_E[:-1].cpu())):
         if len(x):
             outputs.append(F.linear(_gate(F.linear(x, gate_up_E2FD[expert])), down_EDF[expert]))
     return torch.cat(outputs)
 
 
-def _one_product(x_MD: Tensor, counts_E: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
+def _one_product(x_MD: Tensor, ends_E: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
     """The same as two grouped products on the GPU: no wait for the counts, no launch per expert."""
-    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    ends_E = ends_E.int()
     inner = _gate(F.grouped_mm(x_MD, gate_up_E2FD.transpose(1, 2), offs=ends_E))
     return F.grouped_mm(inner, down_EDF.transpose(1, 2), offs=ends_E)
 

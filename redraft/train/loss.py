@@ -3,23 +3,35 @@
 Every canvas is corrupted by replacing tokens with uniform noise, and the model learns to say at every position, corrupted or
 not, what the clean token is: repairing and keeping are one task. The clean half learns to predict the next token, which
 keeps the encoder a language model. No weight by noise level, no loss on the prompt's canvas, no time input.
-Shapes: B rows, R of them at once, L tokens of a row, N tokens at once, V vocabulary, D model size.
+
+    batch -> [1 how noisy] -> t -> [2 corrupt] -> Noise        what chance decides, drawn once, before the pass
+    layout -> [3 masks]                                         who may look at whom
+    Objective: [4 first look] -> belief -> the pass that learns -> [5 cross-entropies] + [6 balance]
+
+Shapes: B rows, R of them given a first look, O of those on-policy, L tokens of a row, N tokens at once, V vocabulary,
+D model size, E experts.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from redraft import masks
-from redraft.kernels import read_vocabulary
+from redraft.config import ModelConfig
+from redraft.kernels.vocabulary import sample_from
 from redraft.masks import Layout
 from redraft.model import DiffusionGemma
+from redraft.moe import Routing
 
-HEAD_TOKENS = 4096  # positions whose logits exist at once; their gradient is recomputed
+Masks = Mapping[str, Tensor | BlockMask]  # by kind of layer
+
+HEAD_LOGITS = 2**28  # logits that exist at once; with more of them, pieces are recomputed for their gradient
+IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +39,20 @@ class LossConfig:
     """How much of what. Shares are probabilities."""
 
     full_noise: float = 0.1  # of blocks: t = 1, as at a canvas's first step
+    holes: float = 0.0  # of the other blocks: noise strikes one stretch of tokens instead of tokens here and there
     self_condition: float = 0.5  # of rows
     on_policy: float = 0.0  # of self-conditioned rows: corrupted by the model's own samples instead of noise
     ar_weight: float = 1.0
+    balance_weight: float = 0.01  # of the experts' imbalance
     t_min: float = 0.4  # temperature of the logits fed back, drawn between this and 1: inference feeds tempered ones
 
     def __post_init__(self) -> None:
-        for name in ("full_noise", "self_condition", "on_policy"):
+        for name in ("full_noise", "holes", "self_condition", "on_policy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
-        if not self.ar_weight >= 0:
-            raise ValueError(f"ar_weight must be 0 or more, got {self.ar_weight!r}")
+        for name in ("ar_weight", "balance_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
         if not 0 < self.t_min <= 1:
             raise ValueError(f"t_min must be above 0 and at most 1, got {self.t_min!r}")
 
@@ -58,64 +73,127 @@ class Batch:
     def next_BL(self) -> Tensor:
         """Whose successor in the row is its successor in the text."""
         documents = self.layout.documents
-        same_BL = torch.zeros_like(documents, dtype=torch.bool)
-        same_BL[:, :-1] = (documents[:, :-1] == documents[:, 1:]) & (documents[:, :-1] >= 0)
-        return same_BL
+        same_BL = (documents[:, :-1] == documents[:, 1:]) & (documents[:, :-1] >= 0)
+        return F.pad(same_BL, (0, 1), value=False)
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Mean cross-entropies in nats per token, and their weighted sum."""
+class Losses(NamedTuple):
+    """Mean cross-entropies in nats per token, their weighted sum, and how tokens fall on the experts of each layer."""
 
     total: Tensor
     denoiser: Tensor
     ar: Tensor
+    share_E: Tensor  # [layers, E], sums to 1 in each layer
 
 
 # 1. How noisy
 
 
-def noise_levels(batch: Batch, cfg: LossConfig, generator: torch.Generator) -> Tensor:
-    """t of every token, t_BL, the same throughout a block: stratified over the blocks of the batch, some of them 1."""
-    starts, documents = batch.layout.starts, batch.layout.documents
-    row_BL = torch.arange(len(starts), device=starts.device)[:, None].expand_as(starts)
-    _, block_BL = torch.unique(torch.stack([row_BL, documents, starts], dim=-1).flatten(0, 1), dim=0, return_inverse=True)
-    count = int(block_BL.max()) + 1
-    # One draw from each of `count` equal slices of (0, 1), dealt out at random: no batch is all easy or all hard.
-    offset = _uniform((1,), generator, starts.device)
-    slices = torch.randperm(count, generator=generator, device=generator.device).to(starts.device)
-    t_N = ((slices + offset) / count).clamp(1e-4, 1 - 1e-4)
-    t_N = torch.where(_uniform((count,), generator, starts.device) < cfg.full_noise, 1.0, t_N)
-    return t_N[block_BL].view_as(starts)
+def number_blocks(layout: Layout) -> tuple[Tensor, int]:
+    """Which block of the batch each token belongs to, index_BL (-1 in none), and how many there are."""
+    starts, documents = layout.starts, layout.documents
+    new_BL = torch.ones_like(starts, dtype=torch.bool)
+    new_BL[:, 1:] = (starts[:, 1:] != starts[:, :-1]) | (documents[:, 1:] != documents[:, :-1])
+    canvas_BL = (starts >= 0) & (documents >= 0)
+    index_BL = (new_BL & canvas_BL).flatten().cumsum(0).view_as(starts) - 1
+    return torch.where(canvas_BL, index_BL, -1), int(index_BL[-1, -1]) + 1
+
+
+def noise_levels(count: int, cfg: LossConfig, generator: torch.Generator) -> Tensor:
+    """t of every block: one draw from each of `count` equal slices of (0, 1), dealt out at random; some are 1.
+
+    Stratified, so that no batch is all easy or all hard.
+    """
+    slices, offset = torch.randperm(count, generator=generator), torch.rand(1, generator=generator)
+    t_N = ((slices + offset) / max(1, count)).clamp(1e-4, 1 - 1e-4)
+    return torch.where(torch.rand(count, generator=generator) < cfg.full_noise, 1.0, t_N)
 
 
 # 2. What the denoiser reads
 
 
-def corrupt(batch: Batch, t_BL: Tensor, vocab_size: int, generator: torch.Generator) -> Tensor:
-    """Every canvas token replaced with probability t by a uniform one, which may be the same. Prompts stay whole."""
-    shape, device = batch.ids_BL.shape, batch.ids_BL.device
-    noise_BL = torch.randint(vocab_size, shape, generator=generator, device=generator.device).to(device)
-    hit_BL = (_uniform(shape, generator, device) < t_BL) & batch.canvas_BL
-    return torch.where(hit_BL, noise_BL, batch.ids_BL)
+@dataclass(frozen=True)
+class Noise:
+    """What chance decides about a batch. The first R rows are given a first look, the first of those are on-policy."""
+
+    noisy_BL: Tensor
+    temperature_R: Tensor
+    uniform_OL: Tensor  # chooses the samples of the on-policy rows
+
+    def to(self, device: torch.device | str) -> "Noise":
+        """The same on another device."""
+        return Noise(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
+
+
+def struck(layout: Layout, t_N: Tensor, index_BL: Tensor, holes: float, generator: torch.Generator) -> Tensor:
+    """Which tokens noise replaces, bool_BL: each of a block with probability t, or a stretch of t of its length."""
+    t_BL = t_N[index_BL]
+    hit_BL = torch.rand(index_BL.shape, generator=generator) < t_BL
+    if holes:
+        length_N = torch.bincount(index_BL[index_BL >= 0], minlength=len(t_N))
+        stretched_N = (torch.rand(len(t_N), generator=generator) < holes) & (t_N < 1)
+        size_N = (t_N * length_N).ceil()
+        first_N = (torch.rand(len(t_N), generator=generator) * (length_N - size_N + 1)).floor()
+        at_BL = layout.positions - layout.starts - first_N[index_BL]
+        hit_BL = torch.where(stretched_N[index_BL], (at_BL >= 0) & (at_BL < size_N[index_BL]), hit_BL)
+    return hit_BL & (index_BL >= 0)
+
+
+def draw(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Generator) -> Noise:
+    """Everything random about one pass, from a generator on the CPU: a seed means the same on every device.
+
+    Noise is uniform over the vocabulary and may repeat the clean token. Prompts stay whole. Shares of rows that are no
+    whole number are rounded up or down by chance.
+    """
+    shape = batch.ids_BL.shape
+    index_BL, count = number_blocks(batch.layout)
+    t_N = noise_levels(count, cfg, generator)
+    hit_BL = struck(batch.layout, t_N, index_BL, cfg.holes, generator)
+    noise_BL = torch.randint(vocab_size, shape, generator=generator)
+    noisy_BL = torch.where(hit_BL, noise_BL, batch.ids_BL)
+    looks, own = torch.rand(2, generator=generator).tolist()
+    rows = int(cfg.self_condition * shape[0] + looks)
+    temperature_R = cfg.t_min + (1 - cfg.t_min) * torch.rand(rows, generator=generator)
+    on_policy = (int(cfg.on_policy * rows + own), shape[1])
+    return Noise(noisy_BL, temperature_R, torch.rand(on_policy, generator=generator, dtype=torch.float64))
 
 
 # 3. Who may look at whom
 
 
-def training_masks(model: DiffusionGemma, layout: Layout) -> Mapping[str, Tensor | BlockMask]:
-    """By kind of layer: FlexAttention's sparse mask on a GPU, a dense one elsewhere."""
+def dense_masks(config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
+    """The masks written out, for devices without FlexAttention."""
     rows, length = layout.positions.shape
-    found: dict[str, Tensor | BlockMask] = {}
-    for layer, kind in enumerate(model.config.layer_types):
-        if kind not in found:
-            rule = masks.training(layout, model.config.layer_window(layer))
-            found[kind] = (
-                create_block_mask(lambda b, h, q, k, rule=rule: rule(b, q, k), rows, None, 2 * length, 2 * length)
-                if layout.positions.is_cuda
-                else masks.dense(rule, rows, 2 * length, layout.positions.device)
-            )
-    return found
+    rule_of = training_rules(config, layout)
+    return {kind: masks.dense(rule, rows, 2 * length, layout.positions.device) for kind, rule in rule_of.items()}
+
+
+def training_rules(config: ModelConfig, layout: Layout) -> dict[str, masks.Rule]:
+    """By kind of layer: the rule over this layout."""
+    windows = {kind: config.layer_window(layer) for layer, kind in enumerate(config.layer_types)}
+    return {kind: masks.training(layout, window) for kind, window in windows.items()}
+
+
+class SparseMasks:
+    """FlexAttention's masks, over one layout that stays in place: what was compiled for one batch serves all of its size."""
+
+    def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device | str) -> None:
+        names = [f.name for f in fields(Layout)]
+        self.layout = Layout(**{n: torch.zeros(rows, length, dtype=torch.int32, device=device) for n in names})
+        self.rules = {kind: _with_heads(rule) for kind, rule in training_rules(config, self.layout).items()}
+        self.build = torch.compile(create_block_mask) if self.layout.positions.is_cuda else create_block_mask
+
+    def __call__(self, layout: Layout) -> dict[str, BlockMask]:
+        """The masks of this layout; the ones given before are void."""
+        for f in fields(Layout):
+            getattr(self.layout, f.name).copy_(getattr(layout, f.name), non_blocking=True)
+        rows, length = layout.positions.shape
+        device = self.layout.positions.device
+        return {k: self.build(rule, rows, None, 2 * length, 2 * length, device=device) for k, rule in self.rules.items()}
+
+
+def _with_heads(rule: masks.Rule) -> Any:
+    return lambda b, h, q, k: rule(b, q, k)
 
 
 # 4. What a first look believes
@@ -123,65 +201,109 @@ def training_masks(model: DiffusionGemma, layout: Layout) -> Mapping[str, Tensor
 
 @torch.no_grad()
 def first_look(
-    model: DiffusionGemma,
-    noisy_BL: Tensor,
-    batch: Batch,
-    mask_of: Mapping[str, Tensor | BlockMask],
-    cfg: LossConfig,
-    generator: torch.Generator,
+    model: DiffusionGemma, batch: Batch, noise: Noise, canvas_BL: Tensor, mask_of: Masks
 ) -> tuple[Tensor, Tensor]:
-    """A pass without gradient: for rows chosen with probability `self_condition`, the belief that the second pass is told.
+    """A pass without gradient over the first R rows: the belief that the second pass is told, and what that pass reads.
 
-    Returns soft_BLD (zero for the other rows, and for tokens of no canvas) and the noisy rows, in which on-policy rows have
-    the model's own samples wherever noise had struck: plausible errors instead of random ones.
+    The belief soft_BLD is zero for the other rows and for tokens of no canvas. In on-policy rows the model's own samples
+    stand wherever noise had struck: plausible errors instead of random ones.
     """
-    rows, device = len(noisy_BL), noisy_BL.device
-    chosen_B = _uniform((rows,), generator, device) < cfg.self_condition
-    own_B = chosen_B & (_uniform((rows,), generator, device) < cfg.on_policy)
-    temperature_B = cfg.t_min + (1 - cfg.t_min) * _uniform((rows,), generator, device)
-    hidden_BLD, _ = model.learn(noisy_BL, batch.ids_BL, None, batch.layout.positions, mask_of)
-    soft_BLD = torch.zeros_like(hidden_BLD)
-    struck_BL = (noisy_BL != batch.ids_BL) & own_B[:, None]
-    noisy_BL = noisy_BL.clone()
-    for some in chosen_B.nonzero().flatten().split(max(1, HEAD_TOKENS // noisy_BL.shape[1])):
-        logits_RLV = model.head(hidden_BLD[some]) / temperature_B[some][:, None, None]
-        soft_BLD[some] = model.soft_embed(logits_RLV)
-        if own_B[some].any():
-            uniform_RL = _uniform(logits_RLV.shape[:2], generator, device).double()
-            sampled_RL = read_vocabulary(logits_RLV, uniform_RL).sampled_BC
-            noisy_BL[some] = torch.where(struck_BL[some], sampled_RL, noisy_BL[some])
-    return soft_BLD * batch.canvas_BL[..., None], noisy_BL
+    rows, own = len(noise.temperature_R), len(noise.uniform_OL)
+    noisy_RL, clean_RL = noise.noisy_BL[:rows], batch.ids_BL[:rows]
+    hidden_RLD, _, _ = model.learn(noisy_RL, clean_RL, None, batch.layout.positions[:rows], mask_of)
+    told, drawn = [], []
+    at_once = max(1, HEAD_LOGITS // model.config.vocab_size // noisy_RL.shape[1])
+    for begin in range(0, rows, at_once):
+        part = slice(begin, begin + at_once)
+        logits_NLV = model.head(hidden_RLD[part]) / noise.temperature_R[part, None, None]
+        told.append(model.soft_embed(logits_NLV))
+        if begin < own:
+            probs_NLV = torch.softmax(logits_NLV[: own - begin], dim=-1)
+            uniform_NL = noise.uniform_OL[part]
+            drawn.append(sample_from(probs_NLV.flatten(0, 1), uniform_NL.flatten()).view_as(uniform_NL))
+    soft_RLD = torch.cat(told) * canvas_BL[:rows, :, None]
+    soft_BLD = F.pad(soft_RLD, (0, 0, 0, 0, 0, len(batch.ids_BL) - rows))
+    if not own:
+        return soft_BLD, noise.noisy_BL
+    mine_OL = torch.where(noisy_RL[:own] != clean_RL[:own], torch.cat(drawn), noisy_RL[:own])
+    return soft_BLD, torch.cat([mine_OL, noise.noisy_BL[own:]])
 
 
 # 5. The two cross-entropies
 
 
+def cross_entropy(model: DiffusionGemma, hidden_BLD: Tensor, targets_BL: Tensor) -> Tensor:
+    """Mean over the targets that are not IGNORED, in float32. Where logits would dwarf the model they are made in pieces."""
+
+    def summed(hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        return F.cross_entropy(model.head(hidden_ND), targets_N, ignore_index=IGNORED, reduction="sum")
+
+    at_once = HEAD_LOGITS // model.config.vocab_size
+    hidden_ND, targets_N = hidden_BLD.flatten(0, 1), targets_BL.flatten()
+    pieces = list(zip(hidden_ND.split(at_once), targets_N.split(at_once), strict=True))
+    if len(pieces) == 1:
+        total = summed(*pieces[0])
+    else:
+        total = sum(torch.utils.checkpoint.checkpoint(summed, *piece, use_reentrant=False) for piece in pieces)
+    return total / (targets_N != IGNORED).sum().clamp(min=1)
+
+
+# 6. Balance
+
+
+def imbalance(routings: Sequence[Routing]) -> tuple[Tensor, Tensor]:
+    """How unevenly tokens fall on the experts (1 when even, mean over layers), and the shares themselves [layers, E].
+
+    Share times mean probability, summed: the gradient takes probability away from experts that get more than their share.
+    """
+    probs = torch.stack([routing.probs_NE.mean(dim=0) for routing in routings])
+    experts = probs.shape[1]
+    with torch.no_grad():
+        everyone = torch.arange(experts, device=probs.device)
+        share = torch.stack([(r.experts_NK[..., None] == everyone).float().mean(dim=(0, 1)) for r in routings])
+    return experts * (share * probs).sum(dim=1).mean(), share
+
+
+class Objective(nn.Module):
+    """The whole of it as one module: what is compiled, sharded and differentiated."""
+
+    def __init__(self, model: DiffusionGemma, cfg: LossConfig) -> None:
+        super().__init__()
+        self.model, self.cfg = model, cfg
+
+    def forward(self, batch: Batch, noise: Noise, mask_of: Masks, first_mask_of: Masks) -> Losses:
+        """Losses of one batch. `first_mask_of` is the masks of the rows that are given a first look."""
+        canvas_BL, noisy_BL, soft_BLD = batch.canvas_BL, noise.noisy_BL, None
+        if len(noise.temperature_R):
+            soft_BLD, noisy_BL = first_look(self.model, batch, noise, canvas_BL, first_mask_of)
+        positions_BL = batch.layout.positions
+        noisy_BLD, clean_BLD, routings = self.model.learn(noisy_BL, batch.ids_BL, soft_BLD, positions_BL, mask_of)
+        denoiser = cross_entropy(self.model, noisy_BLD, torch.where(canvas_BL, batch.ids_BL, IGNORED))
+        ar = cross_entropy(self.model, clean_BLD, torch.where(batch.next_BL, batch.ids_BL.roll(-1, dims=1), IGNORED))
+        uneven, share_E = imbalance(routings)
+        return Losses(denoiser + self.cfg.ar_weight * ar + self.cfg.balance_weight * uneven, denoiser, ar, share_E)
+
+
 def losses(model: DiffusionGemma, batch: Batch, cfg: LossConfig, generator: torch.Generator) -> Losses:
-    """Sections 1 to 4, then the pass that learns."""
-    t_BL = noise_levels(batch, cfg, generator)
-    noisy_BL = corrupt(batch, t_BL, model.config.vocab_size, generator)
-    mask_of = training_masks(model, batch.layout)
-    soft_BLD = None
-    if cfg.self_condition > 0:
-        soft_BLD, noisy_BL = first_look(model, noisy_BL, batch, mask_of, cfg, generator)
-    noisy_BLD, clean_BLD = model.learn(noisy_BL, batch.ids_BL, soft_BLD, batch.layout.positions, mask_of)
-    denoiser = cross_entropy(model, noisy_BLD, batch.ids_BL, batch.canvas_BL)
-    ar = cross_entropy(model, clean_BLD, batch.ids_BL.roll(-1, dims=1), batch.next_BL)
-    return Losses(denoiser + cfg.ar_weight * ar, denoiser, ar)
+    """The objective from beginning to end, plainly."""
+    noise = draw(batch, cfg, model.config.vocab_size, generator).to(model.device)
+    batch = Batch(batch.ids_BL.to(model.device), batch.layout.to(model.device))
+    mask_of = dense_masks(model.config, batch.layout)
+    return Objective(model, cfg)(batch, noise, mask_of, first_rows(mask_of, len(noise.temperature_R)))
 
 
-def cross_entropy(model: DiffusionGemma, hidden_BLD: Tensor, targets_BL: Tensor, counted_BL: Tensor) -> Tensor:
-    """Mean over the counted tokens, in float32. Logits are made a piece at a time: whole they would dwarf the model."""
-    hidden_ND, targets_N = hidden_BLD[counted_BL], targets_BL[counted_BL]
-    pieces = zip(hidden_ND.split(HEAD_TOKENS), targets_N.split(HEAD_TOKENS), strict=True)
-
-    def piece(hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model.head(hidden), targets, reduction="sum")
-
-    summed = [torch.utils.checkpoint.checkpoint(piece, h, t, use_reentrant=False) for h, t in pieces]
-    return torch.stack(summed).sum() / max(1, len(targets_N)) if summed else hidden_BLD.sum() * 0.0
+def first_rows(mask_of: Masks, rows: int) -> dict[str, Tensor | BlockMask]:
+    """The masks of the first rows alone, for a pass without gradient."""
+    return {kind: _first(mask, rows) if isinstance(mask, BlockMask) else mask[:rows] for kind, mask in mask_of.items()}
 
 
-def _uniform(shape: tuple[int, ...] | torch.Size, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Uniform numbers drawn where the generator lives, so that a seed means the same on every device it is carried to."""
-    return torch.rand(shape, generator=generator, device=generator.device).to(device)
+def _first(mask: BlockMask, rows: int) -> BlockMask:
+    """A BlockMask can be sliced, but then refuses to be used: it cannot know whether its rule counts rows. Ours does."""
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    return BlockMask.from_kv_blocks(
+        *(getattr(mask, name)[:rows] for name in names),
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask.mask_mod,
+        seq_lengths=mask.seq_lengths,
+        compute_q_blocks=False,
+    )
