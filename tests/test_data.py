@@ -10,7 +10,19 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft.train.data import BadRecord, DataConfig, Position, Rows, read_records, to_batch, train_tokenizer
+from redraft.train.data import (
+    BadRecord,
+    Batches,
+    DataConfig,
+    Position,
+    ReadAhead,
+    Rows,
+    Source,
+    read_records,
+    stack,
+    to_batch,
+    train_tokenizer,
+)
 
 TOKENIZER = tiny.byte_tokenizer()
 STOP, PAD, BOS = 1, 0, 2
@@ -33,8 +45,12 @@ def _files(tmp_path):
     return tuple(str(path) for path in sorted(tmp_path.iterdir())), texts
 
 
-def rows(files, count, position=None, **changes):
-    cfg = DataConfig(files=files, **{"length": 64, "blocks": (8, 16), "shuffle": 7, "lookahead": 3, **changes})
+def rows(files, count, position=None, source=None, **changes):
+    source = source or {}
+    cfg = DataConfig(
+        sources=(Source(files=files, **source),),
+        **{"length": 64, "blocks": (8, 16), "shuffle": 7, "lookahead": 3, **changes},
+    )
     stream = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, position=position)
     return [next(stream) for _ in range(count)], stream
 
@@ -49,9 +65,9 @@ def answers(found) -> str:
 def test_every_document_is_packed_once_and_whole(files, blocks):
     paths, texts = files
     found, stream = rows(paths, 1, blocks=blocks, shuffle=1)
-    while stream.position.epoch == 0:
+    while stream.position.epochs == [0]:
         found.append(next(stream))
-    waiting = "".join(TOKENIZER.decode(document["answer"]) for document in stream.position.waiting)
+    waiting = "".join(TOKENIZER.decode(document.answer) for document in stream.position.waiting)
     learned = answers(found)
     for text in texts:
         assert text in learned or text[-20:] in waiting
@@ -92,17 +108,17 @@ def test_resumed_equals_unbroken(tmp_path_factory, cut, shuffle):
     unbroken, _ = rows(paths, 100, shuffle=shuffle)
     _, stream = rows(paths, cut, shuffle=shuffle)
     saved = json.loads(json.dumps(stream.position.to_json()))  # as a checkpoint would keep it
-    resumed, _ = rows(paths, 100 - cut, position=Position(**saved), shuffle=shuffle)
+    resumed, _ = rows(paths, 100 - cut, position=Position.from_json(saved), shuffle=shuffle)
     assert resumed == unbroken[cut:]
 
 
 def test_shards_share_the_records_out(files):
-    cfg = DataConfig(files=files[0], length=256, blocks=(8,), shuffle=5, lookahead=1)
+    cfg = DataConfig(sources=(Source(files=files[0]),), length=256, blocks=(8,), shuffle=5, lookahead=1)
     learned = []
     for shard in range(3):
         stream = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, shard=shard, shards=3)
         found = []
-        while stream.position.epoch == 0:
+        while stream.position.epochs == [0]:
             found.append(next(stream))
         learned.append(answers(found[:-1]))
     long = [text for text in files[1] if len(text) > 20]
@@ -119,9 +135,37 @@ def test_epochs_differ_and_seeds_do(files):
     assert order[0] != order[2]
     _, stream = rows(files[0], 1)
     first = [next(stream) for _ in range(10)]
-    while stream.position.epoch == 0:
+    while stream.position.epochs == [0]:
         next(stream)
     assert [next(stream) for _ in range(10)] != first
+
+
+def test_sources_are_mixed_by_share_and_repeat_at_their_own_pace(tmp_path):
+    (tmp_path / "few.jsonl").write_text("\n".join(json.dumps({"code": "x" * 9}) for _ in range(5)))
+    (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"text": "y" * 9}) for _ in range(500)))
+    few = Source(files=(str(tmp_path / "few.jsonl"),), share=1.0, text="code")
+    many = Source(files=(str(tmp_path / "many.jsonl"),), share=3.0)
+    cfg = DataConfig(sources=(few, many), length=64, blocks=(10,))
+    stream = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD)
+    learned = answers([next(stream) for _ in range(100)])
+    assert 0.2 < learned.count("x") / len(learned) < 0.3
+    assert stream.position.epochs[0] > 5 * stream.position.epochs[1]
+    saved = Position.from_json(json.loads(json.dumps(stream.position.to_json())))
+    resumed = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, position=saved)
+    assert [next(resumed) for _ in range(20)] == [next(stream) for _ in range(20)]
+    with pytest.raises(ValueError, match="position is one of 2 sources"):
+        Rows(DataConfig(sources=(few,), length=64, blocks=(10,)), TOKENIZER, stop=STOP, pad=PAD, position=saved)
+
+
+def test_a_text_may_begin_at_any_of_its_lines(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree")
+    found, _ = rows((str(tmp_path / "a.txt"),), 60, source={"mid_start": 1.0}, blocks=(16,))
+    texts = set()
+    for row in found:
+        for document in set(row.documents) - {-1}:
+            here = [i for i, d, s in zip(row.ids, row.documents, row.starts, strict=True) if d == document and s >= 0]
+            texts.add(TOKENIZER.decode([i for i in here if i != STOP]))
+    assert texts == {"one\ntwo\nthree", "two\nthree", "three"}
 
 
 BAD = ["{", "[1]", '{"text": 5}', '{"text": ""}', '{"other": 1}', '{"prompt": "x"}', '{"messages": []}', '{"messages": [3]}']
@@ -160,9 +204,41 @@ def test_text_files_are_parted_by_a_line(tmp_path):
 
 def test_rows_become_a_batch(files):
     found, _ = rows(files[0], 4)
-    batch = to_batch(found)
+    batch = to_batch(stack(found))
     assert batch.ids_BL.shape == (4, 64)
     assert int(batch.canvas_BL.sum()) == sum(start >= 0 for row in found for start in row.starts)
+    assert batch.ids_BL.tolist() == [row.ids for row in found]
+
+
+def test_read_ahead_gives_the_same_batches(files):
+    cfg = DataConfig(sources=(Source(files=files[0]),), length=64, blocks=(8,))
+    here = Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 3)
+    there = ReadAhead(Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 3))
+    try:
+        for _ in range(8):
+            (a, position), (b, other) = next(here), next(there)
+            assert (a == b).all()
+            assert position == other
+    finally:
+        there.close()
+
+
+def test_read_ahead_passes_errors_on(tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{")
+    cfg = DataConfig(sources=(Source(files=(str(tmp_path / "bad.jsonl"),)),), length=64, blocks=(8,))
+    there = ReadAhead(Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 3))
+    with pytest.raises(BadRecord, match=r"bad\.jsonl:1"):
+        next(there)
+    there.close()
+
+
+def test_the_beginning_of_a_text_may_be_given(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 40)
+    found, _ = rows((str(tmp_path / "a.txt"),), 40, source={"given": 0.5}, blocks=(16,))
+    given = {sum(start == -1 for start in row.starts[: row.documents.count(0)]) - 1 for row in found}
+    assert min(given) == 0
+    assert 5 <= max(given) <= 10
+    assert len(given) > 3
 
 
 def test_a_trained_vocabulary_spells_everything(tmp_path):
@@ -177,7 +253,13 @@ def test_a_trained_vocabulary_spells_everything(tmp_path):
         train_tokenizer(iter(texts), 100, [])
 
 
-@pytest.mark.parametrize("change", [{"files": ()}, {"length": 0}, {"blocks": (100,)}, {"blocks": ()}, {"shuffle": 0}])
+@pytest.mark.parametrize("change", [{"sources": ()}, {"length": 0}, {"blocks": (100,)}, {"blocks": ()}, {"shuffle": 0}])
 def test_nonsense_is_refused(change):
     with pytest.raises(ValueError):
-        DataConfig(**{"files": ("x",), "length": 64, **change})
+        DataConfig(**{"sources": (Source(files=("x",)),), "length": 64, **change})
+
+
+@pytest.mark.parametrize("change", [{"files": ()}, {"share": 0.0}, {"mid_start": 2.0}])
+def test_a_source_refuses_nonsense(change):
+    with pytest.raises(ValueError):
+        Source(**{"files": ("x",), **change})

@@ -1,8 +1,9 @@
 """Text and JSON lines to packed rows with block boundaries: streamed, shuffled by seed, sharded, resumable to the document.
 
-    files -> records -> documents (prompt ids, answer ids) -> rows of L tokens -> batches
+    sources -> records -> documents (prompt ids, answer ids) -> rows of L tokens -> batches
 
-A record is one of {"text"}, {"prompt", "completion"}, {"messages"}; in a .txt file documents are parted by a line. An answer
+A record is one of {"text"}, {"prompt", "completion"}, {"messages"}; in a .txt file documents are parted by a line. Sources
+are mixed by share, each going through its files epoch after epoch. An answer
 ends with the stop token and is filled with it to the end of its last block, and the fill is learned: it is how a model says
 that it has nothing more to say. Knows nothing of the model. Shapes: B rows, L tokens of a row.
 """
@@ -10,12 +11,16 @@ that it has nothing more to say. Knows nothing of the model. Shapes: B rows, L t
 import gzip
 import json
 import lzma
+import multiprocessing
+import queue
 import random
+import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Vocabulary
@@ -40,10 +45,30 @@ class Document:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Which files, in which order, packed how."""
+class Source:
+    """Files of one kind."""
 
     files: tuple[str, ...]
+    share: float = 1.0  # of the documents, relative to the other sources
+    text: str = "text"  # what JSON records call their text
+    mid_start: float = 0.0  # of text records: begin at a random line instead of the first
+    given: float = 0.0  # of text records: up to a quarter of the text is prompt
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise ValueError("a source has no files")
+        if not self.share > 0:
+            raise ValueError(f"share must be above 0, got {self.share!r}")
+        for name in ("mid_start", "given"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which texts, in which order, packed how."""
+
+    sources: tuple[Source, ...]
     length: int = 512
     blocks: tuple[int, ...] = (256,)  # row i has blocks of size blocks[i % len(blocks)]
     seed: int = 0
@@ -53,8 +78,8 @@ class DataConfig:
     skip_bad: bool = False  # count records that cannot be used instead of stopping at the first
 
     def __post_init__(self) -> None:
-        if not self.files:
-            raise ValueError("no training files were given")
+        if not self.sources:
+            raise ValueError("there are no sources to learn from")
         for name in ("length", "lookahead", "shuffle"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -99,10 +124,10 @@ def _parsed(line: str, where: str) -> Record | BadRecord:
     return record if isinstance(record, dict) else BadRecord(f"{where}: a JSON {type(record).__name__}, not an object")
 
 
-def ordered(cfg: DataConfig, epoch: int) -> Iterator[tuple[str, Record | BadRecord]]:
+def ordered(cfg: DataConfig, source: Source, epoch: int) -> Iterator[tuple[str, Record | BadRecord]]:
     """All records once, in an order that depends on seed and epoch only: files shuffled, then drawn from a buffer."""
     rng = random.Random(f"{cfg.seed} {epoch}")
-    files = list(cfg.files)
+    files = list(source.files)
     if cfg.shuffle > 1:
         rng.shuffle(files)
     held: list[tuple[str, Record | BadRecord]] = []
@@ -120,6 +145,19 @@ def ordered(cfg: DataConfig, epoch: int) -> Iterator[tuple[str, Record | BadReco
 
 
 # 2. Records to documents
+
+
+def cut(record: Record | BadRecord, source: Source, rng: random.Random) -> Record | BadRecord:
+    """The record under its usual name, its text perhaps begun in the middle."""
+    if isinstance(record, BadRecord):
+        return record
+    if source.text != "text" and source.text in record:
+        record = {**record, "text": record[source.text]}
+    text = record.get("text")
+    if isinstance(text, str) and rng.random() < source.mid_start:
+        starts = [at + 1 for at, letter in enumerate(text) if letter == "\n"]
+        record = {**record, "text": text[rng.choice([0, *starts]) :].lstrip("\n") or text}
+    return record
 
 
 def to_document(record: Record | BadRecord, where: str, tokenizer: Tokenizer, stop: int) -> Document:
@@ -147,6 +185,14 @@ def to_document(record: Record | BadRecord, where: str, tokenizer: Tokenizer, st
         raise
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise BadRecord(f"{where}: {error}") from None
+
+
+def give(document: Document, source: Source, rng: random.Random) -> Document:
+    """The document, the beginning of its text perhaps made prompt: a canvas may start anywhere in a sentence."""
+    if rng.random() >= source.given:
+        return document
+    given = rng.randint(0, len(document.answer) // 4)
+    return Document(document.prompt + document.answer[:given], document.answer[given:])
 
 
 # 3. Documents to rows
@@ -193,15 +239,22 @@ class Row:
 class Position:
     """Where a stream of rows stands; written into checkpoints. Everything follows from it and the configuration."""
 
-    epoch: int = 0
-    taken: int = 0  # records of this epoch that were read, by all shards
+    epochs: list[int] = field(default_factory=list)  # of each source
+    taken: list[int] = field(default_factory=list)  # records of this epoch that were read, by all shards
+    documents: int = 0
     rows: int = 0
     bad: int = 0
-    waiting: list[dict[str, list[int]]] = field(default_factory=list)  # documents read but not yet packed
+    waiting: list[Document] = field(default_factory=list)  # read but not yet packed
 
     def to_json(self) -> dict[str, Any]:
-        """What `Position(**...)` takes."""
-        return asdict(self)
+        """A copy that JSON can hold."""
+        lists = {"epochs": list(self.epochs), "taken": list(self.taken)}
+        return {**vars(self), **lists, "waiting": [[document.prompt, document.answer] for document in self.waiting]}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "Position":
+        """The position that `to_json` wrote."""
+        return cls(**{**saved, "waiting": [Document(*document) for document in saved["waiting"]]})
 
 
 class Rows:
@@ -222,32 +275,46 @@ class Rows:
             raise ValueError(f"shard {shard} of {shards} does not exist")
         self.cfg, self.tokenizer, self.stop, self.pad = cfg, tokenizer, stop, pad
         self.shard, self.shards = shard, shards
-        self.position = position if position is not None else Position()
-        self._documents = self._read()
+        none = [0] * len(cfg.sources)
+        self.position = position if position is not None else Position(epochs=list(none), taken=list(none))
+        if len(self.position.taken) != len(cfg.sources):
+            raise ValueError(f"the position is one of {len(self.position.taken)} sources, the data has {len(cfg.sources)}")
+        self._of_source = [self._read(number) for number in range(len(cfg.sources))]
 
-    def _read(self) -> Iterator[Document]:
-        """Documents of this shard from the position on, epoch after epoch. Records already taken are only counted."""
+    def _next_document(self) -> Document:
+        """From a source drawn by share; the draw depends on how many came before, so it needs no memory."""
+        rng = random.Random(f"{self.cfg.seed} {self.shard} {self.position.documents}")
+        (source,) = rng.choices(range(len(self.cfg.sources)), [source.share for source in self.cfg.sources])
+        self.position.documents += 1
+        return next(self._of_source[source])
+
+    def _read(self, number: int) -> Iterator[Document]:
+        """Documents of a source from the position on, epoch after epoch. Records already taken are only counted."""
+        source, position = self.cfg.sources[number], self.position
         while True:
             seen = found = 0
-            for where, record in ordered(self.cfg, self.position.epoch):
+            for where, record in ordered(self.cfg, source, position.epochs[number]):
                 seen += 1
-                if seen <= self.position.taken:
+                if seen <= position.taken[number]:
+                    found += 1
                     continue
-                self.position.taken = seen
+                position.taken[number] = seen
                 if (seen - 1) % self.shards != self.shard:
                     continue
+                rng = random.Random(f"{self.cfg.seed} {position.epochs[number]} {seen}")
                 try:
-                    document = to_document(record, where, self.tokenizer, self.stop)
+                    document = to_document(cut(record, source, rng), where, self.tokenizer, self.stop)
+                    document = give(document, source, rng)
                 except BadRecord:
                     if not self.cfg.skip_bad:
                         raise
-                    self.position.bad += 1
+                    position.bad += 1
                     continue
                 found += 1
                 yield document
-            if not found and not self.position.rows:
-                raise ValueError(f"there is nothing to learn from in {', '.join(self.cfg.files)}")
-            self.position.epoch, self.position.taken = self.position.epoch + 1, 0
+            if not found:
+                raise ValueError(f"there is nothing to learn from in {', '.join(source.files)}")
+            position.epochs[number], position.taken[number] = position.epochs[number] + 1, 0
 
     def __iter__(self) -> Iterator[Row]:
         return self
@@ -258,29 +325,94 @@ class Rows:
         block = self.cfg.blocks[self.position.rows % len(self.cfg.blocks)]
         while True:
             while len(waiting) < self.cfg.lookahead:
-                waiting.append(asdict(next(self._documents)))
+                waiting.append(self._next_document())
             room = self.cfg.length - len(row.ids)
-            sizes = [len(d["prompt"]) + -(-len(d["answer"]) // block) * block for d in waiting]
+            sizes = [len(d.prompt) + -(-len(d.answer) // block) * block for d in waiting]
             fitting = [at for at, size in enumerate(sizes) if size <= room] if row.ids else [0]
             if not fitting:
                 break
-            document = Document(**waiting.pop(max(fitting, key=sizes.__getitem__)))
+            document = waiting.pop(max(fitting, key=sizes.__getitem__))
             if len(document.prompt) > room - block:  # of a prompt without end, the end
                 document = Document(document.prompt[len(document.prompt) - (room - block) :], document.answer)
             if (left := row.put(document, block, room, self.stop)) is not None:
-                waiting.insert(0, asdict(left))
+                waiting.insert(0, left)
         self.position.rows += 1
         return row.padded(self.cfg.length, self.pad)
 
 
-def to_batch(rows: Sequence[Row], device: torch.device | str = "cpu") -> Batch:
-    """Rows as tensors."""
-    columns = ("ids", "positions", "starts", "documents")
-    ids, *places = (torch.tensor([getattr(row, name) for row in rows], device=device) for name in columns)
+# 4. Rows to batches
+
+COLUMNS = ("ids", "positions", "starts", "documents")
+
+
+def stack(rows: Sequence[Row]) -> np.ndarray:
+    """The columns of some rows, [4, B, L]."""
+    return np.array([[getattr(row, name) for row in rows] for name in COLUMNS], dtype=np.int32)
+
+
+def to_batch(columns_4BL: np.ndarray) -> Batch:
+    """Columns as tensors."""
+    ids, *places = torch.from_numpy(columns_4BL).long()
     return Batch(ids, Layout(*places))
 
 
-# 4. A vocabulary
+class Batches:
+    """Batches of one stream of rows, each with the position behind it, made in this process."""
+
+    def __init__(self, stream: Rows, rows: int) -> None:
+        self.stream, self.rows = stream, rows
+
+    def __next__(self) -> tuple[np.ndarray, dict[str, Any]]:
+        """Columns of the next rows, and where to go on after them."""
+        columns_4BL = stack([next(self.stream) for _ in range(self.rows)])
+        return columns_4BL, self.stream.position.to_json()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ReadAhead:
+    """The same batches, made in a process of their own while the GPU works on earlier ones."""
+
+    def __init__(self, batches: Batches, depth: int = 4) -> None:
+        stream = batches.stream
+        names = ("cfg", "tokenizer", "stop", "pad", "shard", "shards", "position")
+        context = multiprocessing.get_context("spawn")  # a fork would inherit the GPU
+        self.queue = context.Queue(depth)
+        arguments = ({name: getattr(stream, name) for name in names}, batches.rows, self.queue)
+        self.process = context.Process(target=_make_batches, args=arguments, daemon=True)
+        self.process.start()
+
+    def __next__(self) -> tuple[np.ndarray, dict[str, Any]]:
+        """The next batch, or the error that ended them."""
+        while True:
+            try:
+                item = self.queue.get(timeout=5)
+            except queue.Empty:
+                if not self.process.is_alive():
+                    raise RuntimeError(f"the reading process ended with code {self.process.exitcode}") from None
+                continue
+            if isinstance(item, BaseException):
+                raise item
+            return item
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.process.terminate()
+        self.process.join()
+
+
+def _make_batches(stream: dict[str, Any], rows: int, out: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the one that trains decides
+    try:
+        batches = Batches(Rows(**stream), rows)
+        while True:
+            out.put(next(batches))
+    except Exception as error:
+        out.put(error)
+
+
+# 5. A vocabulary
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, marks: Sequence[str]) -> Tokenizer:

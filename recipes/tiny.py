@@ -1,0 +1,68 @@
+"""The model that ships in redraft/weights/tiny: 16M parameters, mixture of experts, stories and Python functions.
+
+Reads the data from the folder in REDRAFT_DATA (default: data): stories/*.txt.xz, stories/ccby_storybooks.jsonl.xz and
+code/pyfuncs_train.jsonl.xz. What a run costs and gives is in redraft/weights/tiny/README.md.
+"""
+
+import os
+from pathlib import Path
+
+from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
+from redraft.train.data import DataConfig, Source
+from redraft.train.loop import TrainConfig
+from redraft.train.loss import LossConfig
+from redraft.train.optim import OptimConfig
+
+
+def recipe(folder: Path) -> TrainConfig:
+    """The whole configuration."""
+    texts = Path(os.environ.get("REDRAFT_DATA", "data"))
+    stories = Source(
+        files=tuple(str(texts / f"stories/stories_{n:02}.txt.xz") for n in range(8)), share=0.77, mid_start=0.3, given=0.3
+    )
+    books = Source(files=(str(texts / "stories/ccby_storybooks.jsonl.xz"),), share=0.01, mid_start=0.5, given=0.3)
+    functions = Source(files=(str(texts / "code/pyfuncs_train.jsonl.xz"),), share=0.22, text="t", given=0.3)
+    model = ModelConfig(
+        vocab_size=4096,
+        hidden_size=384,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        num_experts=4,
+        top_k_experts=2,
+        layer_types=((SLIDING,) * 3 + (FULL,)) * 2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        num_global_key_value_heads=1,
+        head_dim=64,
+        global_head_dim=128,
+        sliding_window=256,
+        max_position_embeddings=4096,
+        canvas_length=256,
+        eos_token_ids=(1,),
+        image_token_ids=(4093, 4094, 4095),
+    )
+    sampler = SamplerConfig(
+        canvas_length=256,
+        max_new_tokens=256,
+        max_steps=32,
+        entropy_bound=1.0,
+        confidence_threshold=0.02,
+        eos_token_ids=(1,),
+        quota=True,
+        accept_at_end=True,
+    )
+    return TrainConfig(
+        model=model,
+        sampler=sampler,
+        data=DataConfig(sources=(stories, books, functions), length=1088, blocks=(256, 64, 128, 256, 32)),
+        loss=LossConfig(holes=0.2, on_policy=0.5),
+        optim=OptimConfig(),
+        steps=5000,
+        rows=48,
+        microbatches=3,
+        precision="bfloat16",
+        compile=True,
+        read_ahead=True,
+        report_every=50,
+        save_every=1000,
+    )

@@ -1,0 +1,414 @@
+"""The training loop: batches in, checkpoints and reports out.
+
+    streams -> batch -> draw -> objective -> gradients -> optimizer -> report, now and then a checkpoint
+
+A step is `microbatches` passes. Each has a stream of rows and a source of chance of its own, numbered through all processes:
+the same seed gives the same losses however the microbatches are spread over them. Nothing random outlives a step, so a
+checkpoint is tensors, positions in the data, and the step. Knows nothing of terminals: it yields events.
+"""
+
+import json
+import math
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from redraft import checkpoint
+from redraft.config import ModelConfig, SamplerConfig
+from redraft.masks import Layout
+from redraft.model import DiffusionGemma
+from redraft.tokenizer import Tokenizer
+from redraft.train import data, saves
+from redraft.train.data import Batches, DataConfig, Position, ReadAhead, Rows
+from redraft.train.loss import Batch, LossConfig, Losses, Noise, Objective, SparseMasks, dense_masks, draw, first_rows
+from redraft.train.optim import OptimConfig, Optimizer, rate
+
+MARKS = ("<pad>", "<eos>", "<bos>")
+PAD, STOP = 0, 1
+VOCABULARY_BYTES = 40_000_000  # of text that a vocabulary is trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole training run. `recipes/` has functions that return one."""
+
+    model: ModelConfig
+    data: DataConfig
+    sampler: SamplerConfig  # saved with the model
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    tokenizer: str = "bpe"  # "bpe": trained on the data; "bytes"; or a folder that has one
+    init: str = ""  # a checkpoint folder to start from, its tokenizer with it; empty: from nothing
+    steps: int = 1000
+    rows: int = 16  # of a microbatch
+    microbatches: int = 1  # of a step, over all processes
+    seed: int = 0
+    precision: str = "float32"  # of the computation; weights are float32 always. "bfloat16" on GPUs
+    compile: bool = False
+    read_ahead: bool = False  # make batches in processes of their own
+    report_every: int = 10
+    save_every: int = 500
+    keep: int = 2
+    max_seconds: float = math.inf  # stop, with a checkpoint, when this much time has passed
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rows", "microbatches", "report_every", "save_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
+        if self.precision not in ("float32", "bfloat16"):
+            raise ValueError(f"precision is float32 or bfloat16, got {self.precision!r}")
+
+    @property
+    def step_tokens(self) -> int:
+        """Clean tokens a step reads, padding included."""
+        return self.rows * self.microbatches * self.data.length
+
+
+@dataclass(frozen=True)
+class Report:
+    """How it goes, averaged since the last report."""
+
+    step: int
+    steps: int
+    loss: float
+    denoiser: float  # nats per token
+    ar: float
+    balance: float  # the busiest expert's share of tokens over its fair share, worst layer
+    idle: float  # the idlest expert's
+    gradient: float
+    rate: float
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    epoch: int  # of the first source
+    bad: int  # records skipped
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint was written."""
+
+    step: int
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The run is over, or was told to stop; the averaged weights lie in `model`, ready to be loaded."""
+
+    step: int
+    model: Path
+    why: str  # "done", "stopped" or "out of time"
+
+
+Event = Report | Saved | Ended
+
+
+# 1. What a run is made of
+
+
+def build_tokenizer(cfg: TrainConfig, out: Path) -> Tokenizer:
+    """The vocabulary of a run; one that is trained is kept in the run's folder."""
+    if cfg.init or cfg.tokenizer not in ("bpe", "bytes"):
+        return Tokenizer.from_folder(cfg.init or cfg.tokenizer)
+    if cfg.tokenizer == "bytes":
+        return Tokenizer.of_bytes(MARKS)
+    kept = out / "tokenizer"
+    if saves.first() and not (kept / "tokenizer.json").exists():
+        data.train_tokenizer(_sample(cfg.data), cfg.model.vocab_size, MARKS).save(kept)
+    saves.barrier()
+    return Tokenizer.from_folder(kept)
+
+
+def _sample(cfg: DataConfig) -> Iterator[str]:
+    """Texts from every source, each about as much."""
+    for source in cfg.sources:
+        left = VOCABULARY_BYTES // len(cfg.sources)
+        for _, record in data.ordered(cfg, source, 0):
+            if left <= 0:
+                break
+            record = data.cut(record, source, random.Random(0))
+            if isinstance(record, dict) and isinstance(record.get("text"), str):
+                left -= len(record["text"])
+                yield record["text"]
+
+
+def build_model(cfg: TrainConfig) -> DiffusionGemma:
+    """From a checkpoint, or with fresh weights."""
+    if cfg.init:
+        return checkpoint.load_model(cfg.init, dtype=torch.float32).requires_grad_(True)
+    return fresh(cfg.model, cfg.seed)
+
+
+def fresh(config: ModelConfig, seed: int) -> DiffusionGemma:
+    """Random weights under which every layer hands on about what it is given.
+
+    Norms behind the sublayers start small: with them at one, the residual stream would be made of its last layers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model = DiffusionGemma(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() >= 2:
+                scale = 1.0 if "router" in name else p.shape[-1] ** -0.5
+                p.copy_(torch.randn(p.shape, generator=generator) * scale)
+            elif name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+                p.fill_((2 * config.num_hidden_layers) ** -0.5)
+    return model
+
+
+def shard(objective: Objective, precision: str) -> None:
+    """FSDP2: every layer's weights are spread over the processes and gathered when it is its turn."""
+    dtype = getattr(torch, precision) if precision != "float32" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    for layer in objective.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(objective, mp_policy=policy)
+
+
+def computed_in(objective: Objective, precision: str) -> Callable[..., Losses]:
+    """The objective with its float32 weights rounded for the computation; gradients arrive in float32."""
+    named = dict(objective.named_parameters())
+    dtype = getattr(torch, precision)
+
+    def run(*arguments: Any) -> Losses:
+        rounded = {name: p.to(dtype) for name, p in named.items()}
+        return torch.func.functional_call(objective, rounded, arguments)
+
+    return run
+
+
+# 2. The loop
+
+
+class Trainer:
+    """One run in one folder; begins where the folder's last checkpoint ends."""
+
+    def __init__(self, cfg: TrainConfig, out: str | Path, device: torch.device | str = "cpu") -> None:
+        self.cfg, self.out, self.device = cfg, Path(out), torch.device(device)
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if cfg.microbatches % self.world:
+            raise ValueError(f"{cfg.microbatches} microbatches cannot be shared by {self.world} processes")
+        self.tokenizer = build_tokenizer(cfg, self.out)
+        model = build_model(cfg)
+        self.config = model.config
+        if self.tokenizer.size > self.config.vocab_size:
+            raise ValueError(f"the tokenizer has {self.tokenizer.size} tokens, the model {self.config.vocab_size}")
+        self.objective = Objective(model, cfg.loss).to(self.device)
+        for layer in model.layers:  # constants; float32 ones would lift everything behind them to float32
+            layer.layer_scalar.data = layer.layer_scalar.to(getattr(torch, cfg.precision))
+            layer.encoder_layer_scalar.data = layer.encoder_layer_scalar.to(getattr(torch, cfg.precision))
+        if self.world > 1:
+            shard(self.objective, cfg.precision)
+        self.optimizer = Optimizer(self.objective.model, cfg.optim)
+        plain = cfg.precision == "float32" or self.world > 1
+        self.compute = self.objective if plain else computed_in(self.objective, cfg.precision)
+        if cfg.compile:
+            self.compute = torch.compile(self.compute, dynamic=False)
+        self.sparse = SparseMasks(self.config, cfg.rows, cfg.data.length, device) if self.device.type == "cuda" else None
+        self.step, self.seconds, self.positions = 0, 0.0, {}
+        self._resume()
+
+    def _resume(self) -> None:
+        folder = saves.latest(self.out)
+        if folder is None:
+            return
+        state = saves.load(folder, self.optimizer.state())
+        if state["world_rows"] != [self.cfg.rows, self.cfg.microbatches]:
+            raise ValueError(
+                f"{folder} was made with {state['world_rows']} rows and microbatches, "
+                f"this run has {[self.cfg.rows, self.cfg.microbatches]}: give the old ones, or another folder"
+            )
+        self.step, self.seconds, self.positions = state["step"], state["seconds"], state["positions"]
+
+    @property
+    def mine(self) -> range:
+        """The microbatches of a step that are this process's."""
+        return range(self.rank, self.cfg.microbatches, self.world)
+
+    def run(self) -> Iterator[Event]:
+        """Trains to the end, to the time limit, or until told to stop; a checkpoint is written in every case."""
+        streams = {m: self._stream(m) for m in self.mine}
+        try:
+            with _told_to_stop() as told:
+                yield from self._steps(streams, told)
+        finally:
+            for stream in streams.values():
+                stream.close()
+
+    def _stream(self, m: int) -> Batches | ReadAhead:
+        position = Position.from_json(self.positions[str(m)]) if str(m) in self.positions else None
+        numbers = {"stop": STOP, "pad": PAD, "shard": m, "shards": self.cfg.microbatches}
+        if self.cfg.init:
+            numbers |= {"stop": self.config.eos_token_ids[0], "pad": self.config.pad_token_id}
+        batches = Batches(Rows(self.cfg.data, self.tokenizer, **numbers, position=position), self.cfg.rows)
+        return ReadAhead(batches) if self.cfg.read_ahead else batches
+
+    def _steps(self, streams: dict[int, Batches | ReadAhead], told: dict[str, bool]) -> Iterator[Event]:
+        cfg, meter, saved = self.cfg, Meter(self), self.step
+        while self.step < cfg.steps:
+            meter.add(*self.one_step(streams))
+            over = self._agreed(bool(told) or meter.seconds > cfg.max_seconds)
+            if self.step % cfg.report_every == 0 or self.step == cfg.steps:
+                yield meter.report()
+            if over:
+                break
+            if self.step % cfg.save_every == 0 and self.step < cfg.steps:
+                yield self._save(meter)
+                saved = self.step
+        if saved != self.step:
+            yield self._save(meter)
+        why = "done" if self.step >= cfg.steps else "stopped" if told else "out of time"
+        yield Ended(self.step, self.export(), why)
+
+    def one_step(self, streams: dict[int, Batches | ReadAhead]) -> tuple[list[Losses], Tensor]:
+        """Gradients of this process's microbatches, then the optimizer's move."""
+        found = []
+        for m in self.mine:
+            columns, self.positions[str(m)] = next(streams[m])
+            chance = random.Random(f"{self.cfg.seed} {self.step} {m}").getrandbits(62)
+            losses = self.losses(data.to_batch(columns), torch.Generator().manual_seed(chance))
+            # FSDP averages over processes; what is left is to average over this process's passes.
+            (losses.total / len(self.mine)).backward()
+            found.append(Losses(*(t.detach() for t in losses)))
+        norm = self.optimizer.step(self.step, rate(self.step, self.cfg.steps, self.cfg.optim))
+        self.step += 1
+        return found, norm
+
+    def losses(self, batch: Batch, generator: torch.Generator) -> Losses:
+        """The objective on one batch, on this run's device."""
+        noise = draw(batch, self.cfg.loss, self.config.vocab_size, generator)
+        noise = Noise(*(self._onto(t) for t in vars(noise).values()))
+        batch = Batch(self._onto(batch.ids_BL), Layout(*(self._onto(t) for t in vars(batch.layout).values())))
+        mask_of = self.sparse(batch.layout) if self.sparse else dense_masks(self.config, batch.layout)
+        return self.compute(batch, noise, mask_of, first_rows(mask_of, len(noise.temperature_R)))
+
+    def _onto(self, tensor: Tensor) -> Tensor:
+        """To the device without waiting for it."""
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    def _agreed(self, over: bool) -> bool:
+        """Whether any process wants to stop; they must do so at the same step."""
+        if self.world == 1:
+            return over
+        flag = torch.tensor(float(over), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def _save(self, meter: "Meter") -> Saved:
+        self.seconds = meter.seconds
+        positions = self.positions
+        if self.world > 1:
+            everyone: list[Any] = [None] * self.world
+            dist.all_gather_object(everyone, positions)
+            positions = {m: position for part in everyone for m, position in part.items()}
+        state = {"step": self.step, "seconds": self.seconds, "positions": positions}
+        state["world_rows"] = [self.cfg.rows, self.cfg.microbatches]
+        return Saved(self.step, saves.save(self.out, self.step, self.optimizer.state(), state, self.cfg.keep))
+
+    def export(self) -> Path:
+        """The averaged weights in the published layout, bf16, with tokenizer and sampler settings."""
+        folder = self.out / "model"
+        whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.optimizer.average.items()}
+        if saves.first():
+            model = DiffusionGemma(self.config)
+            model.load_state_dict(whole, strict=False)  # what is not there are scalars that training leaves at one
+            checkpoint.save(model.to(torch.bfloat16), folder, sampler=self.cfg.sampler)
+            self.tokenizer.save(folder)
+        saves.barrier()
+        return folder
+
+
+class Meter:
+    """Adds up losses where they are, and looks at them only when a report is due: looking makes the GPU wait."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.began, self.before = trainer, time.perf_counter(), trainer.seconds
+        self._clear()
+
+    def _clear(self) -> None:
+        self.passes: list[Losses] = []
+        self.norm: Tensor | None = None
+        self.steps, self.since = 0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Of training so far, earlier runs included."""
+        return self.before + time.perf_counter() - self.began
+
+    def add(self, passes: list[Losses], norm: Tensor) -> None:
+        """One step's results."""
+        self.passes += passes
+        self.norm, self.steps = norm, self.steps + 1
+
+    def report(self) -> Report:
+        """What was added since the last report. Non-finite losses end the run with a sentence."""
+        trainer, cfg = self.trainer, self.trainer.cfg
+        means = torch.stack([torch.stack(one[:3]) for one in self.passes]).mean(dim=0)
+        share = torch.stack([one.share_E for one in self.passes]).mean(dim=0)
+        if trainer.world > 1:
+            for tensor in (means, share):
+                dist.all_reduce(tensor)
+                tensor /= trainer.world
+        loss, denoiser, ar = means.tolist()
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss is {loss} at step {trainer.step}: lower the rates, or look at the data")
+        fair = share * share.shape[1]
+        positions = trainer.positions.values()
+        tokens = cfg.step_tokens
+        report = Report(
+            step=trainer.step,
+            steps=cfg.steps,
+            loss=loss,
+            denoiser=denoiser,
+            ar=ar,
+            balance=float(fair.max()),
+            idle=float(fair.min()),
+            gradient=float(self.norm),
+            rate=rate(trainer.step - 1, cfg.steps, cfg.optim),
+            tokens=trainer.step * tokens,
+            tokens_per_second=self.steps * tokens / (time.perf_counter() - self.since),
+            seconds=self.seconds,
+            epoch=min(position["epochs"][0] for position in positions),
+            bad=sum(position["bad"] for position in positions),
+        )
+        self._clear()
+        return report
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[dict[str, bool]]:
+    """Holds Ctrl-C and SIGTERM back until a checkpoint is written; a second one is obeyed at once."""
+    told: dict[str, bool] = {}
+    before = {}
+
+    def note(number: int, frame: Any) -> None:
+        told["stop"] = True
+        signal.signal(number, before[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, note)
+    except ValueError:
+        pass  # not in the main thread: whoever runs us there has other ways to stop
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def describe(cfg: TrainConfig) -> str:
+    """The whole configuration as JSON, for the run's folder."""
+    return json.dumps(asdict(cfg), indent=2, default=str) + "\n"

@@ -1,0 +1,135 @@
+"""Who moves which weight and how fast: Muon for matrices, AdamW for the rest, a schedule, a running average.
+
+Weights are float32 whatever the model computes in. Experts are stacked matrices, which Muon cannot see as such: it is given
+each expert's matrix, gate and up apart, as a view into the stack. State is a flat dictionary of tensors by name, updated
+in place, so that checkpoints can be read straight into it. Knows nothing of losses, data or files.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Rates and their schedule."""
+
+    muon_lr: float = 2.5e-3  # in units of AdamW's: updates are scaled to the same root mean square
+    adamw_lr: float = 2e-3
+    weight_decay: float = 0.05
+    momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0  # largest norm of the gradient
+    warmup: int = 100  # steps to full rate
+    cooldown: float = 0.4  # last share of the steps: the rate falls to zero
+    ema: float = 0.998
+
+    def __post_init__(self) -> None:
+        for name in ("muon_lr", "adamw_lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        for name in ("cooldown", "ema", "momentum"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)!r}")
+        for name in ("warmup", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
+
+
+def rate(step: int, steps: int, cfg: OptimConfig) -> float:
+    """The share of the full rate at a step (0 is the first): up, along, down. Above 0 at every step but beyond the last."""
+    up = min(1.0, (step + 1) / (cfg.warmup + 1))
+    cooling = cfg.cooldown * steps
+    down = min(1.0, (steps - step) / cooling) if cooling else 1.0
+    return max(0.0, min(up, down))
+
+
+def is_matrix(name: str, weight: Tensor) -> bool:
+    """Whether Muon moves it: maps between hidden states. Embedding, router and norms are AdamW's."""
+    return weight.dim() >= 2 and "embed_tokens" not in name and "router" not in name
+
+
+def matrices(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of a weight, each with a name of its own. Under sharding a stack holds only this process's experts."""
+    if weight.dim() == 2:
+        yield name, weight
+        return
+    first, stack = 0, weight
+    if isinstance(weight, DTensor):
+        first, stack = _first_here(weight), weight.to_local()
+    for expert, matrix in enumerate(stack, first):
+        halves = matrix.chunk(2) if name.endswith("gate_up_proj") else (matrix,)
+        for part, half in enumerate(halves):
+            yield f"{name}.{expert}.{part}", half
+
+
+def _first_here(weight: DTensor) -> int:
+    """The index of this process's first row of a weight that is sharded along its first axis."""
+    mesh = weight.device_mesh
+    each = -(-weight.shape[0] // mesh.size())
+    return min(mesh.get_local_rank() * each, weight.shape[0])
+
+
+class Optimizer:
+    """Both optimizers and the average of one model."""
+
+    def __init__(self, model: nn.Module, cfg: OptimConfig) -> None:
+        self.cfg = cfg
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.weights = named
+        self.stacks = [(n, p) for n, p in named.items() if is_matrix(n, p) and p.dim() > 2]
+        self.pieces = {n: m.detach() for name, p in self.stacks for n, m in matrices(name, p)}
+        flat = {n: p for n, p in named.items() if is_matrix(n, p) and p.dim() == 2}
+        self.of_muon = {**flat, **self.pieces}
+        self.of_adamw = {n: p for n, p in named.items() if not is_matrix(n, p)}
+        decay = {"weight_decay": cfg.weight_decay}
+        self.muon = torch.optim.Muon(
+            self.of_muon.values(), lr=cfg.muon_lr, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw", **decay
+        )
+        still = [p for p in self.of_adamw.values() if p.dim() < 2]  # norms are not pulled towards zero
+        moved = [p for p in self.of_adamw.values() if p.dim() >= 2]
+        groups = [{"params": moved, **decay}, {"params": still, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.adamw_lr, betas=cfg.betas)
+        self.average = {name: p.detach().clone() for name, p in named.items()}
+        self._begin()
+
+    def _begin(self) -> None:
+        """State that both would otherwise make at their first step, so that a checkpoint finds where to go."""
+        for p in self.of_muon.values():
+            self.muon.state[p]["momentum_buffer"] = torch.zeros_like(p.detach())
+        for p in self.of_adamw.values():
+            zeros = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
+            self.adamw.state[p] = {"step": torch.tensor(0.0), **zeros}
+
+    def step(self, number: int, share: float) -> Tensor:
+        """One step at this share of the full rates. Returns the gradient's norm before clipping; clears the gradients."""
+        norm = nn.utils.clip_grad_norm_(self.weights.values(), self.cfg.clip)
+        for name, p in self.stacks:
+            if p.grad is not None:
+                for piece, gradient in matrices(name, p.grad):
+                    self.pieces[piece].grad = gradient
+        for optimizer, lr in ((self.muon, self.cfg.muon_lr), (self.adamw, self.cfg.adamw_lr)):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * share
+            optimizer.step()
+            optimizer.zero_grad()
+        for p in self.weights.values():
+            p.grad = None
+        with torch.no_grad():
+            averages, now = list(self.average.values()), [p.detach() for p in self.weights.values()]
+            young = (1 + number) / (10 + number)  # else the average would remember the random beginning
+            get_ema_multi_avg_fn(min(self.cfg.ema, young))(averages, now, None)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything a checkpoint must hold, by name; the tensors themselves, not copies."""
+        found = {f"weight.{name}": p.detach() for name, p in self.weights.items()}
+        found |= {f"average.{name}": tensor for name, tensor in self.average.items()}
+        for kind, optimizer, named in (("muon", self.muon, self.of_muon), ("adamw", self.adamw, self.of_adamw)):
+            for name, p in named.items():
+                found |= {f"{kind}.{name}.{what}": tensor for what, tensor in optimizer.state[p].items()}
+        return found
