@@ -23,7 +23,7 @@ def gated_experts(x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_
     answer = _one_product if grouped else _expert_by_expert
     sorted_MD = answer(_Deal.apply(x_ND, order_M, back_M, k), ends_E, gate_up_E2FD, down_EDF)
     by_token_NKD = _Collect.apply(sorted_MD, order_M, back_M).view(n, k, -1)
-    return torch.bmm(weights_NK[:, None].float(), by_token_NKD.float()).squeeze(1).to(x_ND.dtype)
+    return (weights_NK[..., None].float() * by_token_NKD).sum(dim=1).to(x_ND.dtype)
 
 
 class _Deal(torch.autograd.Function):

@@ -215,7 +215,7 @@ class Trainer:
         plain = cfg.precision == "float32" or self.world > 1
         self.compute = self.objective if plain else computed_in(self.objective, cfg.precision)
         if cfg.compile:
-            self.compute = torch.compile(self.compute, dynamic=False)
+            self.objective.compile(dynamic=False)
         self.sparse = SparseMasks(self.config, cfg.rows, cfg.data.length, device) if self.device.type == "cuda" else None
         self.step, self.seconds, self.positions = 0, 0.0, {}
         self._resume()

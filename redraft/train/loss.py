@@ -199,9 +199,19 @@ def _with_heads(rule: masks.Rule) -> Any:
 # 4. What a first look believes
 
 
+def tempered(model: DiffusionGemma, hidden_NLD: Tensor, temperature_N: Tensor) -> Tensor:
+    """Logits at a temperature for each row."""
+    return model.head(hidden_NLD) / temperature_N[:, None, None]
+
+
+def believed(model: DiffusionGemma, hidden_NLD: Tensor, temperature_N: Tensor) -> Tensor:
+    """The expected embedding of each token at that temperature."""
+    return model.soft_embed(tempered(model, hidden_NLD, temperature_N))
+
+
 @torch.no_grad()
 def first_look(
-    model: DiffusionGemma, batch: Batch, noise: Noise, canvas_BL: Tensor, mask_of: Masks
+    model: DiffusionGemma, batch: Batch, noise: Noise, canvas_BL: Tensor, mask_of: Masks, believe: Any = believed
 ) -> tuple[Tensor, Tensor]:
     """A pass without gradient over the first R rows: the belief that the second pass is told, and what that pass reads.
 
@@ -211,20 +221,16 @@ def first_look(
     rows, own = len(noise.temperature_R), len(noise.uniform_OL)
     noisy_RL, clean_RL = noise.noisy_BL[:rows], batch.ids_BL[:rows]
     hidden_RLD, _, _ = model.learn(noisy_RL, clean_RL, None, batch.layout.positions[:rows], mask_of)
-    told, drawn = [], []
     at_once = max(1, HEAD_LOGITS // model.config.vocab_size // noisy_RL.shape[1])
-    for begin in range(0, rows, at_once):
-        part = slice(begin, begin + at_once)
-        logits_NLV = model.head(hidden_RLD[part]) / noise.temperature_R[part, None, None]
-        told.append(model.soft_embed(logits_NLV))
-        if begin < own:
-            probs_NLV = torch.softmax(logits_NLV[: own - begin], dim=-1)
-            uniform_NL = noise.uniform_OL[part]
-            drawn.append(sample_from(probs_NLV.flatten(0, 1), uniform_NL.flatten()).view_as(uniform_NL))
+    parts = [slice(begin, begin + at_once) for begin in range(0, rows, at_once)]
+    told = [believe(model, hidden_RLD[part], noise.temperature_R[part]) for part in parts]
     soft_RLD = torch.cat(told) * canvas_BL[:rows, :, None]
     soft_BLD = F.pad(soft_RLD, (0, 0, 0, 0, 0, len(batch.ids_BL) - rows))
-    if not own:
-        return soft_BLD, noise.noisy_BL
+    drawn = [noise.noisy_BL[:0]]
+    for part in (slice(part.start, min(part.stop, own)) for part in parts if part.start < own):
+        probs_NLV = torch.softmax(tempered(model, hidden_RLD[part], noise.temperature_R[part]), dim=-1)
+        uniform_NL = noise.uniform_OL[part]
+        drawn.append(sample_from(probs_NLV.flatten(0, 1), uniform_NL.flatten()).view_as(uniform_NL))
     mine_OL = torch.where(noisy_RL[:own] != clean_RL[:own], torch.cat(drawn), noisy_RL[:own])
     return soft_BLD, torch.cat([mine_OL, noise.noisy_BL[own:]])
 
@@ -270,16 +276,24 @@ class Objective(nn.Module):
     def __init__(self, model: DiffusionGemma, cfg: LossConfig) -> None:
         super().__init__()
         self.model, self.cfg = model, cfg
+        self.cross_entropy, self.believed = cross_entropy, believed
+
+    def compile(self, **options: Any) -> None:
+        """Part by part: one graph serves all layers of a kind. The whole as one graph takes minutes to compile."""
+        for part in (*self.model.layers, self.model.self_conditioning, self.model.norm):
+            part.compile(**options)
+        self.cross_entropy = torch.compile(cross_entropy, **options)
+        self.believed = torch.compile(believed, **options)
 
     def forward(self, batch: Batch, noise: Noise, mask_of: Masks, first_mask_of: Masks) -> Losses:
         """Losses of one batch. `first_mask_of` is the masks of the rows that are given a first look."""
         canvas_BL, noisy_BL, soft_BLD = batch.canvas_BL, noise.noisy_BL, None
         if len(noise.temperature_R):
-            soft_BLD, noisy_BL = first_look(self.model, batch, noise, canvas_BL, first_mask_of)
+            soft_BLD, noisy_BL = first_look(self.model, batch, noise, canvas_BL, first_mask_of, self.believed)
         positions_BL = batch.layout.positions
         noisy_BLD, clean_BLD, routings = self.model.learn(noisy_BL, batch.ids_BL, soft_BLD, positions_BL, mask_of)
-        denoiser = cross_entropy(self.model, noisy_BLD, torch.where(canvas_BL, batch.ids_BL, IGNORED))
-        ar = cross_entropy(self.model, clean_BLD, torch.where(batch.next_BL, batch.ids_BL.roll(-1, dims=1), IGNORED))
+        denoiser = self.cross_entropy(self.model, noisy_BLD, torch.where(canvas_BL, batch.ids_BL, IGNORED))
+        ar = self.cross_entropy(self.model, clean_BLD, torch.where(batch.next_BL, batch.ids_BL.roll(-1, dims=1), IGNORED))
         uneven, share_E = imbalance(routings)
         return Losses(denoiser + self.cfg.ar_weight * ar + self.cfg.balance_weight * uneven, denoiser, ar, share_E)
 
