@@ -54,7 +54,7 @@ def recipe(folder: Path) -> TrainConfig:
     return TrainConfig(
         model=model,
         sampler=sampler,
-        data=DataConfig(sources=(stories, books, functions), length=1088, blocks=(256, 64, 128, 256, 32)),
+        data=DataConfig(sources=(stories, books, functions), length=1088, skip_bad=True, blocks=(256, 64, 128, 256, 32)),
         loss=LossConfig(holes=0.2, on_policy=0.5),
         optim=OptimConfig(),
         steps=5000,

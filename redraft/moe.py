@@ -36,7 +36,9 @@ class Router(nn.Module):
         probs_NE = torch.softmax(self.proj(x_ND), dim=-1, dtype=torch.float32)
         weights_NK, experts_NK = probs_NE.topk(self.top_k, dim=-1)
         weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
-        return Routing(experts_NK, weights_NK * self.per_expert_scale[experts_NK], probs_NE)
+        # Not scale[experts]: the gradient of that adds up all tokens in E places, one atomic addition after another.
+        scale_NK = self.per_expert_scale.expand_as(probs_NE).gather(-1, experts_NK)
+        return Routing(experts_NK, weights_NK * scale_NK, probs_NE)
 
 
 class Experts(nn.Module):

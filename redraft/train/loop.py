@@ -197,6 +197,8 @@ class Trainer:
 
     def __init__(self, cfg: TrainConfig, out: str | Path, device: torch.device | str = "cpu") -> None:
         self.cfg, self.out, self.device = cfg, Path(out), torch.device(device)
+        if self.device.type == "cuda":
+            torch.set_num_threads(1)  # what is left to the CPU is small, and many threads only wait for one another
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if cfg.microbatches % self.world:
             raise ValueError(f"{cfg.microbatches} microbatches cannot be shared by {self.world} processes")

@@ -5,6 +5,7 @@ each expert's matrix, gate and up apart, as a view into the stack. State is a fl
 in place, so that checkpoints can be read straight into it. Knows nothing of losses, data or files.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -74,6 +75,64 @@ def _first_here(weight: DTensor) -> int:
     return min(mesh.get_local_rank() * each, weight.shape[0])
 
 
+class Muon(torch.optim.Muon):
+    """torch's Muon, all matrices of one shape at a time: one by one, a hundred small products leave a GPU waiting.
+
+    Sharded matrices are gathered for it, so that every process finds the same move and makes its own part of it.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """The move of torch's own, in the same arithmetic."""
+        for group in self.param_groups:
+            moved = [p for p in group["params"] if p.grad is not None]
+            weights, gradients = [_local(p) for p in moved], [_local(p.grad) for p in moved]
+            momenta = [_local(self.state[p]["momentum_buffer"]) for p in moved]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            alike: dict[torch.Size, list[int]] = {}
+            for at, p in enumerate(moved):
+                alike.setdefault(p.shape, []).append(at)
+            for shape, members in alike.items():
+                stack = torch.stack([_gathered(updates[at], moved[at]) for at in members])
+                turned = orthogonal(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                parts = [_part(matrix, moved[at]) for matrix, at in zip(turned.float(), members, strict=True)]
+                size = group["lr"] * 0.2 * math.sqrt(max(shape))
+                torch._foreach_add_([weights[at] for at in members], parts, alpha=-size)
+
+
+def orthogonal(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Each matrix of a stack with its singular values brought near one, by Newton and Schulz, in bf16."""
+    a, b, c = coefficients
+    x = stack.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gathered(update: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return update
+    whole = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(update, like.device_mesh, like.placements, run_check=False, **whole).full_tensor()
+
+
+def _part(matrix: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return matrix
+    first = _first_here(like)
+    return matrix[first : first + like.to_local().shape[0]]
+
+
 class Optimizer:
     """Both optimizers and the average of one model."""
 
@@ -87,7 +146,7 @@ class Optimizer:
         self.of_muon = {**flat, **self.pieces}
         self.of_adamw = {n: p for n, p in named.items() if not is_matrix(n, p)}
         decay = {"weight_decay": cfg.weight_decay}
-        self.muon = torch.optim.Muon(
+        self.muon = Muon(
             self.of_muon.values(), lr=cfg.muon_lr, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw", **decay
         )
         still = [p for p in self.of_adamw.values() if p.dim() < 2]  # norms are not pulled towards zero

@@ -1,0 +1,66 @@
+"""Batched Muon = torch's Muon, and every weight is moved by exactly one of the two optimizers."""
+
+import pytest
+import tiny
+import torch
+
+from redraft.train.optim import Muon, OptimConfig, Optimizer, matrices, rate
+
+SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (16, 16), (5, 40)]
+
+
+def test_muon_moves_as_torchs_own():
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    ours, theirs = ([torch.nn.Parameter(t.clone()) for t in start] for _ in range(2))
+    settings = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    both = Muon(ours, **settings), torch.optim.Muon(theirs, **settings)
+    for p in ours:
+        both[0].state[p]["momentum_buffer"] = torch.zeros_like(p)
+    for _ in range(5):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+        for optimizer in both:
+            optimizer.step()
+    for before, p, q in zip(start, ours, theirs, strict=True):
+        assert (p - q).norm() < 0.01 * (q - before).norm()
+
+
+def test_every_weight_has_one_mover_and_stacks_are_taken_apart():
+    model = tiny.build(tiny.BASE).requires_grad_(True)
+    optimizer = Optimizer(model, OptimConfig())
+    moved = sum(p.numel() for p in [*optimizer.of_muon.values(), *optimizer.of_adamw.values()])
+    assert moved == sum(p.numel() for p in model.parameters())
+    assert not any("embed" in n or "router" in n or "norm" in n for n in optimizer.of_muon)
+    stack = model.layers[0].experts.gate_up_proj
+    pieces = dict(matrices("gate_up_proj", stack))
+    assert len(pieces) == 2 * tiny.BASE.num_experts
+    assert torch.equal(torch.cat([pieces["gate_up_proj.3.0"], pieces["gate_up_proj.3.1"]]), stack[3])
+
+
+def test_a_step_moves_every_weight_and_the_average_follows():
+    model = tiny.build(tiny.BASE).requires_grad_(True)
+    optimizer = Optimizer(model, OptimConfig())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    norm = optimizer.step(0, 1.0)
+    assert norm > 1
+    for name, p in model.named_parameters():
+        assert not torch.equal(p, before[name]), name
+        assert p.grad is None
+        assert torch.allclose(optimizer.average[name], before[name].lerp(p.detach(), 0.9), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(0, 1 / 11), (9, 10 / 11), (10, 1.0), (59, 1.0), (80, 0.5), (99, 0.025), (100, 0)]
+)
+def test_the_rate_goes_up_along_and_down(step, expected):
+    assert rate(step, 100, OptimConfig(warmup=10, cooldown=0.4)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("change", [{"muon_lr": 0.0}, {"clip": -1.0}, {"cooldown": 1.5}, {"ema": -0.1}, {"warmup": -1}])
+def test_nonsense_is_refused(change):
+    with pytest.raises(ValueError, match=str(next(iter(change.values())))):
+        OptimConfig(**change)
