@@ -56,30 +56,53 @@ class Layout:
         return Layout(*(t.to(device, non_blocking=True) for t in (self.positions, self.starts, self.documents)))
 
 
-Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # row, query and key index -> may look
+@dataclass(frozen=True)
+class Spans:
+    """What a query of [noisy | clean] sees, over its 2L indices: clean tokens from `low` to before `high`, and its `block`.
+
+    All [B, 2L], in places of the row. Blocks are numbered by where they begin; what is in none has a number of its own.
+    """
+
+    low: Tensor
+    high: Tensor
+    block: Tensor
 
 
-def training(layout: Layout, window: int | None) -> Rule:
-    """The mask of one pass over [noisy | clean], as a function of row, query and key index (0 .. 2L - 1).
+def spans(layout: Layout, window: int | None) -> Spans:
+    """The mask of one pass over [noisy | clean].
 
     Clean tokens read causally, as in `causal`. A noisy token sees its whole block of noise, and of the clean half what
     lies before its block: what `canvas` would show it after everything before was committed. Strictly before: were the
     clean copy of its own block in sight, there would be nothing to learn. Nobody sees another document; a token that is
-    never noised sees, as noise, only itself. Same rule for a dense mask and for FlexAttention.
+    never noised sees, as noise, only itself, and so does padding.
     """
     length = layout.positions.shape[1]
-    position, start, document = layout.positions, layout.starts, layout.documents
+    place_L = torch.arange(length, device=layout.positions.device)
+    origin_BL = place_L - layout.positions  # of the document
+    noised_BL = (layout.starts >= 0) & (layout.documents >= 0)
+    block_BL = torch.where(noised_BL, origin_BL + layout.starts, -1 - place_L)
+    high_BL = torch.where(noised_BL, block_BL, 0)
+    end_BL = torch.where(layout.documents >= 0, place_L + 1, 0)
+    high_BS, low_BS = torch.cat([high_BL, end_BL], dim=1), origin_BL.repeat(1, 2)
+    if window is not None:
+        # A canvas sees the last window - 1 tokens before it; a clean token counts itself among its window.
+        seen = torch.cat([high_BL - (window - 1), end_BL - window], dim=1)
+        low_BS = torch.maximum(low_BS, seen)
+    alone_BL = (-1 - length - place_L).expand_as(block_BL)
+    return Spans(low_BS, high_BS, torch.cat([block_BL, alone_BL], dim=1))
+
+
+Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # row, query and key index (0 .. 2L - 1) -> may look
+
+
+def training(spans: Spans) -> Rule:
+    """Spans as a rule, the same for a dense mask and for FlexAttention, which compiles it into its kernel."""
+    low, high, block = spans.low, spans.high, spans.block
+    length = low.shape[1] // 2
 
     def may_look(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q_noisy, k_noisy, q_at, k_at = q < length, k < length, q % length, k % length
-        together = document[b, q_at] == document[b, k_at]
-        horizon = torch.where(q_noisy, start[b, q_at], position[b, q_at] + 1)  # clean keys lie before this
-        clean = ~k_noisy & (position[b, k_at] < horizon)
-        if window is not None:
-            reach = torch.where(q_noisy, start[b, q_at] - (window - 1), position[b, q_at] - (window - 1))
-            clean = clean & (position[b, k_at] >= reach)  # not in place: FlexAttention compiles this
-        noise = q_noisy & k_noisy & (start[b, q_at] == start[b, k_at]) & (start[b, q_at] >= 0)
-        return (together & (clean | noise)) | (q == k)
+        place = k - length  # negative for noisy keys, and no span begins below zero
+        return ((place >= low[b, q]) & (place < high[b, q])) | (block[b, q] == block[b, k])
 
     return may_look
 

@@ -46,14 +46,14 @@ def generator(seed: int = 0) -> torch.Generator:
 @pytest.mark.parametrize("window", [None, 2, 5])
 def test_the_training_mask_cell_by_cell(window):
     layout = packed()
-    mask = masks.dense(masks.training(layout, window), 2, 2 * LENGTH, torch.device("cpu"))
+    mask = masks.dense(masks.training(masks.spans(layout, window)), 2, 2 * LENGTH, torch.device("cpu"))
     for b, q, k in itertools.product(range(2), range(2 * LENGTH), range(2 * LENGTH)):
         (qp, qs, qd), (kp, ks, kd) = (
             [int(t[b, i % LENGTH]) for t in (layout.positions, layout.starts, layout.documents)] for i in (q, k)
         )
         if q == k:
             expected = True
-        elif qd != kd or (q >= LENGTH and k < LENGTH):
+        elif qd != kd or qd == -1 or (q >= LENGTH and k < LENGTH):
             expected = False
         elif q < LENGTH and k < LENGTH:
             expected = qs == ks and qs >= 0

@@ -24,13 +24,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from redraft import masks
 from redraft.config import ModelConfig
 from redraft.kernels.vocabulary import sample_from
-from redraft.masks import Layout
+from redraft.masks import Layout, Spans
 from redraft.model import DiffusionGemma
 from redraft.moe import Routing
 
 Masks = Mapping[str, Tensor | BlockMask]  # by kind of layer
 
-HEAD_LOGITS = 2**28  # logits that exist at once; with more of them, pieces are recomputed for their gradient
+HEAD_LOGITS = 2**29  # logits that exist at once; with more of them, pieces are recomputed for their gradient
 IGNORED = -100
 
 
@@ -161,35 +161,38 @@ def draw(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Genera
 # 3. Who may look at whom
 
 
+def training_spans(config: ModelConfig, layout: Layout) -> dict[str, Spans]:
+    """By kind of layer."""
+    windows = {kind: config.layer_window(layer) for layer, kind in enumerate(config.layer_types)}
+    return {kind: masks.spans(layout, window) for kind, window in windows.items()}
+
+
 def dense_masks(config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
     """The masks written out, for devices without FlexAttention."""
     rows, length = layout.positions.shape
-    rule_of = training_rules(config, layout)
-    return {kind: masks.dense(rule, rows, 2 * length, layout.positions.device) for kind, rule in rule_of.items()}
-
-
-def training_rules(config: ModelConfig, layout: Layout) -> dict[str, masks.Rule]:
-    """By kind of layer: the rule over this layout."""
-    windows = {kind: config.layer_window(layer) for layer, kind in enumerate(config.layer_types)}
-    return {kind: masks.training(layout, window) for kind, window in windows.items()}
+    device = layout.positions.device
+    found = training_spans(config, layout)
+    return {kind: masks.dense(masks.training(spans), rows, 2 * length, device) for kind, spans in found.items()}
 
 
 class SparseMasks:
-    """FlexAttention's masks, over one layout that stays in place: what was compiled for one batch serves all of its size."""
+    """FlexAttention's masks, over spans that stay in place: what was compiled for one batch serves all of its size."""
 
     def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device | str) -> None:
-        names = [f.name for f in fields(Layout)]
-        self.layout = Layout(**{n: torch.zeros(rows, length, dtype=torch.int32, device=device) for n in names})
-        self.rules = {kind: _with_heads(rule) for kind, rule in training_rules(config, self.layout).items()}
-        self.build = torch.compile(create_block_mask) if self.layout.positions.is_cuda else create_block_mask
+        self.config, self.rows, self.length, self.device = config, rows, length, torch.device(device)
+        shape, kinds = (rows, 2 * length), set(config.layer_types)
+        places = {kind: [torch.zeros(shape, dtype=torch.int32, device=device) for _ in fields(Spans)] for kind in kinds}
+        self.spans = {kind: Spans(*tensors) for kind, tensors in places.items()}
+        self.rules = {kind: _with_heads(masks.training(spans)) for kind, spans in self.spans.items()}
+        self.build = torch.compile(create_block_mask) if self.device.type == "cuda" else create_block_mask
 
     def __call__(self, layout: Layout) -> dict[str, BlockMask]:
         """The masks of this layout; the ones given before are void."""
-        for f in fields(Layout):
-            getattr(self.layout, f.name).copy_(getattr(layout, f.name), non_blocking=True)
-        rows, length = layout.positions.shape
-        device = self.layout.positions.device
-        return {k: self.build(rule, rows, None, 2 * length, 2 * length, device=device) for k, rule in self.rules.items()}
+        for kind, spans in training_spans(self.config, layout).items():
+            for f in fields(Spans):
+                getattr(self.spans[kind], f.name).copy_(getattr(spans, f.name))
+        shape = (self.rows, None, 2 * self.length, 2 * self.length)
+        return {kind: self.build(rule, *shape, device=self.device) for kind, rule in self.rules.items()}
 
 
 def _with_heads(rule: masks.Rule) -> Any:
