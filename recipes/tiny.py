@@ -18,7 +18,7 @@ def recipe(folder: Path) -> TrainConfig:
     """The whole configuration."""
     texts = Path(os.environ.get("REDRAFT_DATA", "data"))
     stories = Source(
-        files=tuple(str(texts / f"stories/stories_{n:02}.txt.xz") for n in range(8)), share=0.77, mid_start=0.3, given=0.3
+        files=tuple(str(texts / f"stories/stories_{n:02}.txt.xz") for n in range(8)), share=0.77, mid_start=0.5, given=0.3
     )
     books = Source(files=(str(texts / "stories/ccby_storybooks.jsonl.xz"),), share=0.01, mid_start=0.5, given=0.3)
     functions = Source(files=(str(texts / "code/pyfuncs_train.jsonl.xz"),), share=0.22, text="t", given=0.3)
@@ -54,12 +54,14 @@ def recipe(folder: Path) -> TrainConfig:
     return TrainConfig(
         model=model,
         sampler=sampler,
-        data=DataConfig(sources=(stories, books, functions), length=1088, skip_bad=True, blocks=(256, 64, 128, 256, 32)),
-        loss=LossConfig(holes=0.2, on_policy=0.5),
+        data=DataConfig(
+            sources=(stories, books, functions), length=1088, short=0.5, skip_bad=True, blocks=(256, 64, 128, 256, 32)
+        ),
+        loss=LossConfig(holes=0.2, on_policy=0.3),
         optim=OptimConfig(),
         steps=5000,
-        rows=48,
-        microbatches=3,
+        rows=72,
+        microbatches=2,
         precision="bfloat16",
         compile=True,
         read_ahead=True,

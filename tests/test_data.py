@@ -140,6 +140,23 @@ def test_epochs_differ_and_seeds_do(files):
     assert [next(stream) for _ in range(10)] != first
 
 
+def test_a_last_block_may_be_cut_short_behind_the_end(files):
+    whole, _ = rows(files[0], 200, blocks=(16,), length=512)
+    cut, stream = rows(files[0], 200, blocks=(16,), length=512, short=0.5)
+    fills = [sum(i == STOP for row in found for i in row.ids) for found in (whole, cut)]
+    assert fills[1] < 0.9 * fills[0]
+    lengths = set()
+    for row in cut:
+        for document in set(row.documents) - {-1}:
+            ids = [i for i, d, s in zip(row.ids, row.documents, row.starts, strict=True) if d == document and s >= 0]
+            lengths.add(len(ids) % 16)
+            assert STOP in ids or len(ids) % 16 == 0  # cut behind the end, never before
+    assert lengths == set(range(16))
+    saved = Position.from_json(json.loads(json.dumps(stream.position.to_json())))
+    again, _ = rows(files[0], 5, position=saved, blocks=(16,), length=512, short=0.5)
+    assert again == [next(stream) for _ in range(5)]
+
+
 def test_sources_are_mixed_by_share_and_repeat_at_their_own_pace(tmp_path):
     (tmp_path / "few.jsonl").write_text("\n".join(json.dumps({"code": "x" * 9}) for _ in range(5)))
     (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"text": "y" * 9}) for _ in range(500)))

@@ -72,6 +72,7 @@ class DataConfig:
     length: int = 512
     blocks: tuple[int, ...] = (256,)  # row i has blocks of size blocks[i % len(blocks)]
     seed: int = 0
+    short: float = 0.0  # of documents: behind the end, the last block is cut off at random, to spend less on filling
     lookahead: int = 32  # documents to choose from when a row is filled up
     shuffle: int = 4096  # records held back at a time to be drawn from; 1 keeps the files' order
     separator: str = "<|endofstory|>"  # the line between documents of a .txt file
@@ -83,6 +84,8 @@ class DataConfig:
         for name in ("length", "lookahead", "shuffle"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.short <= 1:
+            raise ValueError(f"short is a share between 0 and 1, got {self.short!r}")
         if not self.blocks or min(self.blocks) < 1 or max(self.blocks) > self.length:
             raise ValueError(f"blocks must be between 1 and the row length {self.length}, got {self.blocks}")
 
@@ -207,14 +210,14 @@ class Row:
     starts: list[int] = field(default_factory=list)
     documents: list[int] = field(default_factory=list)
 
-    def put(self, piece: Document, block: int, room: int, stop: int) -> Document | None:
-        """Adds as much of a document as fits in `room`, filled to a whole block; what is left comes back.
+    def put(self, piece: Document, block: int, room: int, stop: int, fill: int) -> Document | None:
+        """Adds as much of a document as fits in `room`, filled to a whole block by at most `fill`; the rest comes back.
 
         What is left is given the end of what went in as its prompt, so that it does not start from nothing.
         """
         fits = max(0, (room - len(piece.prompt)) // block * block)
         taken, left = piece.answer[:fits], piece.answer[fits:]
-        filled = taken + [stop] * (-len(taken) % block if not left else 0)
+        filled = taken + [stop] * (min(fill, -len(taken) % block) if not left else 0)
         ids = piece.prompt + filled
         document = max(self.documents, default=-1) + 1
         self.ids += ids
@@ -334,7 +337,9 @@ class Rows:
             document = waiting.pop(max(fitting, key=sizes.__getitem__))
             if len(document.prompt) > room - block:  # of a prompt without end, the end
                 document = Document(document.prompt[len(document.prompt) - (room - block) :], document.answer)
-            if (left := row.put(document, block, room, self.stop)) is not None:
+            rng = random.Random(f"{self.cfg.seed} {self.shard} {self.position.rows} {room}")
+            fill = rng.randint(0, block) if rng.random() < self.cfg.short else block
+            if (left := row.put(document, block, room, self.stop, fill)) is not None:
                 waiting.insert(0, left)
         self.position.rows += 1
         return row.padded(self.cfg.length, self.pad)

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from redraft import masks
 from redraft.config import ModelConfig
-from redraft.kernels.vocabulary import sample_from
+from redraft.kernels import read_vocabulary
 from redraft.masks import Layout, Spans
 from redraft.model import DiffusionGemma
 from redraft.moe import Routing
@@ -41,7 +41,8 @@ class LossConfig:
     full_noise: float = 0.1  # of blocks: t = 1, as at a canvas's first step
     holes: float = 0.0  # of the other blocks: noise strikes one stretch of tokens instead of tokens here and there
     self_condition: float = 0.5  # of rows
-    on_policy: float = 0.0  # of self-conditioned rows: corrupted by the model's own samples instead of noise
+    on_policy: float = 0.0  # of self-conditioned rows: the surest of the model's own samples stand in place of their noise
+    on_policy_nats: float = 2.0  # how unsure a sample may be, drawn between 0 and this for each row
     ar_weight: float = 1.0
     balance_weight: float = 0.01  # of the experts' imbalance
     t_min: float = 0.4  # temperature of the logits fed back, drawn between this and 1: inference feeds tempered ones
@@ -50,7 +51,7 @@ class LossConfig:
         for name in ("full_noise", "holes", "self_condition", "on_policy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
-        for name in ("ar_weight", "balance_weight"):
+        for name in ("ar_weight", "balance_weight", "on_policy_nats"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
         if not 0 < self.t_min <= 1:
@@ -118,7 +119,8 @@ class Noise:
 
     noisy_BL: Tensor
     temperature_R: Tensor
-    uniform_OL: Tensor  # chooses the samples of the on-policy rows
+    nats_O: Tensor  # samples of the on-policy rows stand where they are surer than this
+    uniform_OL: Tensor  # chooses them
 
     def to(self, device: torch.device | str) -> "Noise":
         """The same on another device."""
@@ -154,8 +156,10 @@ def draw(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Genera
     looks, own = torch.rand(2, generator=generator).tolist()
     rows = int(cfg.self_condition * shape[0] + looks)
     temperature_R = cfg.t_min + (1 - cfg.t_min) * torch.rand(rows, generator=generator)
-    on_policy = (int(cfg.on_policy * rows + own), shape[1])
-    return Noise(noisy_BL, temperature_R, torch.rand(on_policy, generator=generator, dtype=torch.float64))
+    on_policy = int(cfg.on_policy * rows + own)
+    nats_O = cfg.on_policy_nats * torch.rand(on_policy, generator=generator)
+    uniform_OL = torch.rand(on_policy, shape[1], generator=generator, dtype=torch.float64)
+    return Noise(noisy_BL, temperature_R, nats_O, uniform_OL)
 
 
 # 3. Who may look at whom
@@ -218,8 +222,8 @@ def first_look(
 ) -> tuple[Tensor, Tensor]:
     """A pass without gradient over the first R rows: the belief that the second pass is told, and what that pass reads.
 
-    The belief soft_BLD is zero for the other rows and for tokens of no canvas. In on-policy rows the model's own samples
-    stand wherever noise had struck: plausible errors instead of random ones.
+    The belief soft_BLD is zero for the other rows and for tokens of no canvas. In on-policy rows samples the model is sure
+    of stand where noise had struck, as on a canvas between two steps: what is left to learn there are plausible errors.
     """
     rows, own = len(noise.temperature_R), len(noise.uniform_OL)
     noisy_RL, clean_RL = noise.noisy_BL[:rows], batch.ids_BL[:rows]
@@ -229,13 +233,13 @@ def first_look(
     told = [believe(model, hidden_RLD[part], noise.temperature_R[part]) for part in parts]
     soft_RLD = torch.cat(told) * canvas_BL[:rows, :, None]
     soft_BLD = F.pad(soft_RLD, (0, 0, 0, 0, 0, len(batch.ids_BL) - rows))
-    drawn = [noise.noisy_BL[:0]]
+    own_OL = [noise.noisy_BL[:0]]
     for part in (slice(part.start, min(part.stop, own)) for part in parts if part.start < own):
-        probs_NLV = torch.softmax(tempered(model, hidden_RLD[part], noise.temperature_R[part]), dim=-1)
-        uniform_NL = noise.uniform_OL[part]
-        drawn.append(sample_from(probs_NLV.flatten(0, 1), uniform_NL.flatten()).view_as(uniform_NL))
-    mine_OL = torch.where(noisy_RL[:own] != clean_RL[:own], torch.cat(drawn), noisy_RL[:own])
-    return soft_BLD, torch.cat([mine_OL, noise.noisy_BL[own:]])
+        logits_NLV = tempered(model, hidden_RLD[part], noise.temperature_R[part])
+        belief = read_vocabulary(logits_NLV, noise.uniform_OL[part])
+        sure_NL = (belief.entropy_BC < noise.nats_O[part, None]) & (noisy_RL[part] != clean_RL[part])
+        own_OL.append(torch.where(sure_NL, belief.sampled_BC, noisy_RL[part]))
+    return soft_BLD, torch.cat([*own_OL, noise.noisy_BL[own:]])
 
 
 # 5. The two cross-entropies
