@@ -55,7 +55,7 @@ def recipe(folder: Path) -> TrainConfig:
         model=model,
         sampler=sampler,
         data=DataConfig(
-            sources=(stories, books, functions), length=1088, short=0.5, skip_bad=True, blocks=(256, 64, 128, 256, 32)
+            sources=(stories, books, functions), length=1088, short=0.8, skip_bad=True, blocks=(64, 256, 32, 128)
         ),
         loss=LossConfig(holes=0.2, on_policy=0.3),
         optim=OptimConfig(),

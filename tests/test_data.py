@@ -150,7 +150,7 @@ def test_a_last_block_may_be_cut_short_behind_the_end(files):
         for document in set(row.documents) - {-1}:
             ids = [i for i, d, s in zip(row.ids, row.documents, row.starts, strict=True) if d == document and s >= 0]
             lengths.add(len(ids) % 16)
-            assert STOP in ids or len(ids) % 16 == 0  # cut behind the end, never before
+            assert {STOP, 5} & set(ids) or len(ids) % 16 == 0  # cut behind the end, never before
     assert lengths == set(range(16))
     saved = Position.from_json(json.loads(json.dumps(stream.position.to_json())))
     again, _ = rows(files[0], 5, position=saved, blocks=(16,), length=512, short=0.5)
