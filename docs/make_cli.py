@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGES = ([], ["write"], ["chat"], ["info"])
+PAGES = ([], ["write"], ["chat"], ["info"], ["train"], ["eval"])
 
 
 def help_page(command: list[str]) -> str:

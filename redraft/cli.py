@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import redraft
-from redraft import checkpoint
+from redraft import checkpoint, cli_train
 from redraft.config import ModelConfig
 from redraft.generate import Committed, Finished
 from redraft.terminal import CanvasView, harmless, summary
@@ -193,6 +193,10 @@ def chat(
             console.print(harmless(str(error)), style="red", markup=False)  # the talk goes on without this message
             continue
         messages = [*asked, {"role": "assistant", "content": said}]
+
+
+app.command()(cli_train.train)
+app.command("eval")(cli_train.evaluate)
 
 
 @app.command()

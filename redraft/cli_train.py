@@ -1,0 +1,154 @@
+"""The commands for people who make models: redraft train and redraft eval. `cli.py` puts them on the command line."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+METRICS, CURVES, CONFIG = "metrics.jsonl", "curves.png", "recipe.json"
+
+
+# 1. redraft train
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A name from recipes/ (toy, tiny), or the path of a recipe.")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a value: --set steps=100 --set optim.warmup=20.")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="The run's folder. [runs/RECIPE]")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
+) -> None:
+    """Train a model. A run that was stopped goes on where its last checkpoint is; torchrun spreads it over processes."""
+    from redraft.train import recipes
+    from redraft.train.loop import Trainer, describe
+
+    folder = Path(out or f"runs/{Path(recipe).stem}")
+    with _processes(device) as (place, first):
+        config = recipes.load(recipe, folder, changes or [])
+        trainer = Trainer(config, folder, place)
+        if first:
+            (folder / CONFIG).write_text(describe(config), encoding="utf-8")
+        _follow(trainer, folder, first)
+
+
+@contextmanager
+def _processes(device: str | None) -> Iterator[tuple[str, bool]]:
+    """This process's device, and whether it is the one that speaks. Joins the others where torchrun started several."""
+    import torch.distributed as dist
+
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield place, True
+        return
+    if place == "cuda":
+        place = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if place.startswith("cuda") else "gloo")
+    try:
+        yield place, dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def _follow(trainer: Any, folder: Path, first: bool) -> None:
+    """Runs a trainer to its end: a bar on a terminal, lines elsewhere, metrics in the folder, a picture when it is over."""
+    from redraft.train import curves
+    from redraft.train.loop import Ended, Report, Saved
+
+    console = Console(stderr=True, highlight=False)
+    if not first:
+        for _ in trainer.run():
+            pass
+        return
+    trim(folder / METRICS, trainer.step)
+    with (folder / METRICS).open("a", encoding="utf-8") as metrics, _bar(console, trainer.cfg.steps) as bar:
+        for event in trainer.run():
+            if isinstance(event, Report):
+                metrics.write(json.dumps(asdict(event)) + "\n")
+                metrics.flush()
+                bar(event)
+            elif isinstance(event, Saved) and not console.is_terminal:
+                console.print(f"saved {event.folder}")
+            elif isinstance(event, Ended):
+                ended = event
+    try:
+        curves.draw(folder / METRICS, folder / CURVES)
+        console.print(f"losses: {folder / CURVES}")
+    except ValueError as error:
+        console.print(str(error), markup=False)
+    console.print(f"{ended.why} at step {ended.step} of {trainer.cfg.steps}; try it: redraft -m {ended.model} PROMPT")
+    if ended.why == "stopped":
+        raise KeyboardInterrupt  # the exit code of a run that someone stopped
+
+
+def trim(metrics: Path, step: int) -> None:
+    """Forgets reports of steps that will be done again."""
+    if metrics.exists():
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if line.strip() and json.loads(line)["step"] <= step]
+        metrics.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+@contextmanager
+def _bar(console: Console, steps: int) -> Iterator[Any]:
+    if not console.is_terminal:
+        yield lambda report: console.print(sentence(report))
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("compiling", total=steps)
+        yield lambda report: progress.update(task, completed=report.step, description=sentence(report))
+
+
+def sentence(report: Any) -> str:
+    """A report in one line."""
+    return (
+        f"step {report.step}  loss {report.loss:.3f} (denoiser {report.denoiser:.3f}, next token {report.ar:.3f})  "
+        f"{report.tokens_per_second:,.0f} tokens/s"
+    )
+
+
+# 2. redraft eval
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id OWNER/NAME.")],
+    task: Annotated[str, typer.Option("--task", "-t", help="stories, samples, code.")] = "stories",
+    data: Annotated[str, typer.Option("--data", envvar="REDRAFT_DATA", help="Folder with stories/ and code/.")] = "data",
+    judge: Annotated[str, typer.Option("--judge", help="samples: a Llama checkpoint with tokens.jsonl.")] = "data/teacher",
+    count: Annotated[int, typer.Option("--count", "-n", help="Texts, samples or holes.")] = 150,
+    levels: Annotated[int, typer.Option("--levels", help="stories: noise levels of the bound.")] = 16,
+    canvas: Annotated[int | None, typer.Option("--block-length", help="Tokens on a canvas. [64; checkpoint's]")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="Write the scores here, as JSON.")] = None,
+) -> None:
+    """Score a model: likelihood and repair on stories, samples under a judge, lines of code put back."""
+    from redraft import writer
+    from redraft.train import scores
+
+    known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code}
+    if task not in known:
+        raise ValueError(f"there is no task {task!r}; known are {', '.join(known)}")
+    subject = writer.load(model, device=device, dtype="float32" if device != "cuda" else None)
+    options = {"data": Path(data), "judge": judge, "count": count, "levels": levels, "canvas": canvas}
+    found = known[task](subject.model, subject.tokenizer, subject.sampler, scores.Options(**options))
+    table = Table("score", "", box=None, pad_edge=False)
+    for name, value in found.items():
+        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    Console(stderr=True, highlight=False).print(table)
+    text = json.dumps({"model": model, "task": task, **found})
+    print(text)
+    if out:
+        Path(out).write_text(text + "\n", encoding="utf-8")
+    sys.stdout.flush()

@@ -1,0 +1,30 @@
+"""A run's metrics as a picture: losses, rate and speed over tokens."""
+
+import json
+from pathlib import Path
+
+
+def draw(metrics: Path, picture: Path) -> None:
+    """Reads the JSON lines of a run and writes a PNG. Needs matplotlib, which comes with redraft[train]."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("the picture of the losses needs matplotlib: pip install 'redraft[train]'") from None
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{metrics} has no reports yet")
+    tokens = [line["tokens"] / 1e6 for line in lines]
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    losses, schedule = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for name, label in (("denoiser", "denoiser"), ("ar", "next token")):
+        losses.plot(tokens, [line[name] for line in lines], label=label)
+    losses.set_ylabel("cross-entropy, nats per token")
+    losses.set_yscale("log")
+    losses.legend()
+    losses.grid(alpha=0.3)
+    schedule.plot(tokens, [line["rate"] for line in lines], color="tab:green", label="share of the full rate")
+    schedule.plot(tokens, [line["balance"] for line in lines], color="tab:red", label="busiest expert, times its share")
+    schedule.set_xlabel("million tokens")
+    schedule.legend()
+    schedule.grid(alpha=0.3)
+    figure.savefig(picture, dpi=110)

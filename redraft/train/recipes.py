@@ -1,0 +1,77 @@
+"""Recipes: a file with a function `recipe(folder)` that returns a TrainConfig, found by name, changed by key=value."""
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from redraft.train.loop import TrainConfig
+
+FOLDERS = (Path("recipes"), Path(__file__).parents[2] / "recipes")  # where one works, and beside the package
+
+
+def load(name: str, out: Path, changes: Sequence[str] = ()) -> TrainConfig:
+    """The configuration of a recipe, given by name or by path, with changes such as "optim.warmup=20"."""
+    path = _find(name)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "recipe"):
+        raise ValueError(f"{path} has no function recipe(folder)")
+    config = module.recipe(out)
+    for change in changes:
+        config = changed(config, change)
+    return config
+
+
+def _find(name: str) -> Path:
+    if name.endswith(".py") or "/" in name:
+        if not Path(name).is_file():
+            raise ValueError(f"there is no recipe {name}")
+        return Path(name)
+    known = {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("*.py"))}
+    if name not in known:
+        raise ValueError(f"there is no recipe {name!r}; known are {', '.join(sorted(known)) or 'none'}, or give a path")
+    return known[name]
+
+
+def changed(config: Any, change: str) -> Any:
+    """The configuration with one value replaced: "steps=100", "optim.warmup=20", "data.blocks=[32, 64]"."""
+    key, equals, text = change.partition("=")
+    if not equals:
+        raise ValueError(f"--set wants key=value, got {change!r}")
+    return _replaced(config, key.strip().split("."), text.strip(), change)
+
+
+def _replaced(config: Any, path: list[str], text: str, change: str) -> Any:
+    known = [f.name for f in fields(config)]
+    if path[0] not in known:
+        raise ValueError(f"--set {change}: there is no {path[0]!r} here; known are {', '.join(known)}")
+    old = getattr(config, path[0])
+    if len(path) > 1:
+        if not is_dataclass(old):
+            raise ValueError(f"--set {change}: {path[0]!r} has no parts")
+        return replace(config, **{path[0]: _replaced(old, path[1:], text, change)})
+    return replace(config, **{path[0]: _value(text, old, change)})
+
+
+def _value(text: str, old: Any, change: str) -> Any:
+    """The text as a value of the old one's kind."""
+    if isinstance(old, str):
+        return text
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise ValueError(f"--set {change}: {text!r} is no JSON value") from None
+    if isinstance(old, tuple) and isinstance(value, list):
+        return tuple(value)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(old, bool) != isinstance(value, bool) or not (
+        isinstance(value, type(old)) or (type(old) is float and whole)
+    ):
+        raise ValueError(f"--set {change}: {text} is no {type(old).__name__}")
+    return value

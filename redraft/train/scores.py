@@ -1,0 +1,86 @@
+"""The scores of a model card, a task each: which texts, which protocol, which numbers. What they mean is in `evals.py`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redraft.config import SamplerConfig
+from redraft.model import DiffusionGemma
+from redraft.tokenizer import Tokenizer
+from redraft.train import evals
+from redraft.train.data import open_text
+from redraft.train.judge import LlamaJudge
+
+PROMPT = "Once upon a time"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the tasks can be told."""
+
+    data: Path
+    judge: str
+    count: int
+    levels: int
+    canvas: int | None
+
+
+def stories(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+    """Likelihood and repair on real TinyStories: paragraphs of more than 300 characters, each alone."""
+    texts = paragraphs(options.data / "stories/tinystories_val_a.txt.xz", options.count)
+    block = options.canvas or 64
+    spoken = evals.autoregressive(model, tokenizer, texts)
+    denoised = evals.nelbo(model, tokenizer, texts, block, options.levels)
+    found = {
+        "texts": len(texts),
+        "block": block,
+        "ar_bits_per_byte": spoken.bits_per_byte,
+        "ar_nats_per_token": spoken.nats_per_token,
+        "nelbo_bits_per_byte": denoised.bits_per_byte,
+        "nelbo_over_ar": denoised.nats / spoken.nats,
+    }
+    for looks in (1, 2):
+        for level, (kept, mended) in evals.repair(model, tokenizer, texts, block, looks).items():
+            found |= {f"kept_{level}_look{looks}": kept, f"mended_{level}_look{looks}": mended}
+    return found
+
+
+def paragraphs(path: Path, count: int) -> list[str]:
+    """The first paragraphs longer than 300 characters."""
+    with open_text(path) as file:
+        return [text for text in file.read().split("\n\n") if len(text) > 300][:count]
+
+
+def samples(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+    """Drafted stories beside spoken ones of the same weights and the same entropy, under a judge."""
+    sampler = sampler.changed(canvas_length=options.canvas)
+    judge = LlamaJudge(options.judge, model.device)
+    pages = evals.drafted(model, tokenizer, PROMPT, options.count, sampler)
+
+    def speak(temperature: float) -> evals.Sampled:
+        return evals.spoken(model, tokenizer, PROMPT, options.count, sampler, temperature)
+
+    found = evals.compare(pages, PROMPT, judge, speak)
+    return {
+        "samples": options.count,
+        "canvas": sampler.canvas_length,
+        "perplexity": found.drafted,
+        "perplexity_left_to_right": found.spoken,
+        "ratio": found.ratio,
+        "entropy": found.entropy,
+        "tokens_per_forward": found.tokens_per_forward,
+        "left_to_right": [[round(number, 4) for number in point] for point in found.curve],
+        "first": pages.texts[0],
+    }
+
+
+def code(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+    """Lines of Python functions put back, with what follows in sight and without."""
+    sampler = sampler.changed(canvas_length=options.canvas)
+    with open_text(options.data / "code/pyfuncs_eval.jsonl.xz") as file:
+        texts = [json.loads(line)["t"] for line in file]
+    taken = evals.holes(tokenizer, texts, longest=32)[: options.count]
+    fills = evals.exact(evals.filled(model, tokenizer, taken, sampler), taken)
+    hidden = evals.exact(evals.continued(model, tokenizer, taken), taken)
+    return {"holes": len(taken), "canvas": sampler.canvas_length, "filled": fills, "left_to_right": hidden}
