@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from redraft.train.optim import Muon, OptimConfig, Optimizer, matrices, rate
+from redraft.train.optim import Muon, OptimConfig, Optimizer, clip, matrices, rate
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (16, 16), (5, 40)]
 
@@ -51,6 +51,19 @@ def test_a_step_moves_every_weight_and_the_average_follows():
         assert not torch.equal(p, before[name]), name
         assert p.grad is None
         assert torch.allclose(optimizer.average[name], before[name].lerp(p.detach(), 0.9), atol=1e-6)
+
+
+def test_gradients_are_clipped_as_torch_does():
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    for most in (0.5, 1e6):
+        ours, theirs = [t.clone() for t in start], [torch.nn.Parameter(t.clone()) for t in start]
+        for p, t in zip(theirs, start, strict=True):
+            p.grad = t.clone()
+        expected = torch.nn.utils.clip_grad_norm_(theirs, most)
+        assert torch.allclose(clip(ours, most).float(), expected)
+        for t, p in zip(ours, theirs, strict=True):
+            assert torch.allclose(t, p.grad, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

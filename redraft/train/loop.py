@@ -201,7 +201,7 @@ class Trainer:
             torch.set_num_threads(1)  # what is left to the CPU is small, and many threads only wait for one another
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if cfg.microbatches % self.world:
-            raise ValueError(f"{cfg.microbatches} microbatches cannot be shared by {self.world} processes")
+            raise ValueError(f"{cfg.microbatches} microbatches cannot be shared by {self.world} processes: set a multiple")
         self.tokenizer = build_tokenizer(cfg, self.out)
         model = build_model(cfg)
         self.config = model.config

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -115,6 +116,17 @@ def orthogonal(stack: Tensor, coefficients: tuple[float, float, float], steps: i
     return x.mT if tall else x
 
 
+def clip(gradients: list[Tensor], most: float) -> Tensor:
+    """Shrinks gradients to a norm of at most `most`; returns what it was. Summed in float64: the same however sharded."""
+    here = [_local(gradient) for gradient in gradients]
+    squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in here]).square().sum()
+    if isinstance(gradients[0], DTensor):
+        dist.all_reduce(squares)
+    norm = squares.sqrt()
+    torch._foreach_mul_(here, (most / norm.clamp(min=most)).float())
+    return norm
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -166,7 +178,7 @@ class Optimizer:
 
     def step(self, number: int, share: float) -> Tensor:
         """One step at this share of the full rates. Returns the gradient's norm before clipping; clears the gradients."""
-        norm = nn.utils.clip_grad_norm_(self.weights.values(), self.cfg.clip)
+        norm = clip([p.grad for p in self.weights.values() if p.grad is not None], self.cfg.clip)
         for name, p in self.stacks:
             if p.grad is not None:
                 for piece, gradient in matrices(name, p.grad):
@@ -182,7 +194,7 @@ class Optimizer:
             averages, now = list(self.average.values()), [p.detach() for p in self.weights.values()]
             young = (1 + number) / (10 + number)  # else the average would remember the random beginning
             get_ema_multi_avg_fn(min(self.cfg.ema, young))(averages, now, None)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm
 
     def state(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, by name; the tensors themselves, not copies."""

@@ -1,0 +1,250 @@
+"""Resumed = unbroken, many processes = one, and whatever happens there is a checkpoint that loads, or none."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from redraft import checkpoint
+from redraft.tokenizer import Tokenizer
+from redraft.train import saves
+from redraft.train.data import DataConfig, Source
+from redraft.train.loop import Ended, Report, Saved, TrainConfig, Trainer, computed_in, fresh
+from redraft.train.loss import LossConfig, Objective
+from redraft.train.optim import OptimConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+def config(folder: Path, **changes: object) -> TrainConfig:
+    """A run of a few seconds over a text that repeats itself."""
+    texts = folder / "texts.txt"
+    folder.mkdir(parents=True, exist_ok=True)
+    texts.write_text("\n<|endofstory|>\n".join(f"{n} and {n + 1} are {2 * n + 1}" for n in range(50)))
+    usual = {
+        "model": tiny.BASE,
+        "sampler": tiny.sampler(),
+        "data": DataConfig(sources=(Source(files=(str(texts),), given=0.5),), length=40, blocks=(4, 8)),
+        "loss": LossConfig(on_policy=0.5, holes=0.2),
+        "optim": OptimConfig(warmup=2),
+        "tokenizer": "bytes",
+        "steps": 8,
+        "rows": 2,
+        "microbatches": 2,
+        "report_every": 1,
+        "save_every": 4,
+    }
+    return TrainConfig(**{**usual, **changes})
+
+
+def events(cfg: TrainConfig, out: Path) -> list:
+    return list(Trainer(cfg, out).run())
+
+
+def losses(found: list) -> list[float]:
+    return [event.loss for event in found if isinstance(event, Report)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(checkpoint.load_model(folder).state_dict())
+
+
+def test_resumed_equals_unbroken_to_the_bit(tmp_path):
+    cfg = config(tmp_path)
+    whole = Trainer(cfg, tmp_path / "whole")
+    unbroken = list(whole.run())
+    first = Trainer(cfg, tmp_path / "parts")
+    run = first.run()
+    began = []
+    for event in run:
+        began.append(event)
+        if isinstance(event, Saved):
+            run.close()  # the process is gone; what it did after the checkpoint is lost
+    second = Trainer(cfg, tmp_path / "parts")
+    assert second.step == 4
+    resumed = list(second.run())
+    assert losses(began) + losses(resumed) == losses(unbroken)
+    for name, tensor in whole.optimizer.state().items():
+        assert torch.equal(tensor, second.optimizer.state()[name]), name
+    assert second.positions == whole.positions
+
+
+def test_the_model_that_comes_out_is_the_average_and_loads(tmp_path):
+    trainer = Trainer(config(tmp_path, steps=3), tmp_path / "run")
+    *_, ended = trainer.run()
+    assert ended == Ended(3, tmp_path / "run/model", "done")
+    for name, tensor in weights(ended.model).items():
+        if name in trainer.optimizer.average:
+            assert torch.equal(tensor, trainer.optimizer.average[name].to(torch.bfloat16)), name
+    assert Tokenizer.from_folder(ended.model).encode("hi") == trainer.tokenizer.encode("hi")
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path):
+    events(config(tmp_path, steps=6, save_every=1, keep=2), tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-00000005", "step-00000006"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, number):
+    found = []
+    for event in Trainer(config(tmp_path, steps=100, save_every=100), tmp_path / "run").run():
+        found.append(event)
+        if isinstance(event, Report) and event.step == 3:
+            os.kill(os.getpid(), number)
+    assert found[-1].why == "stopped"
+    assert found[-1].step in (3, 4)
+    assert Trainer(config(tmp_path, steps=100), tmp_path / "run").step == found[-1].step
+
+
+def test_out_of_time_ends_the_run_with_a_checkpoint(tmp_path):
+    *_, saved, ended = events(config(tmp_path, steps=100, max_seconds=0.0), tmp_path / "run")
+    assert (saved.step, ended.why) == (1, "out of time")
+
+
+def test_losses_fall_and_experts_share_the_work(tmp_path):
+    found = [
+        e for e in events(config(tmp_path, steps=60, rows=8, microbatches=1), tmp_path / "run") if isinstance(e, Report)
+    ]
+    assert found[-1].denoiser < 0.8 * found[0].denoiser
+    assert found[-1].ar < 0.8 * found[0].ar
+    assert found[-1].idle > 0.1
+    assert found[-1].tokens == 60 * 8 * 40
+
+
+def test_bf16_computes_near_float32_and_keeps_float32_weights(tmp_path):
+    both = [losses(events(config(tmp_path, precision=p), tmp_path / p)) for p in ("float32", "bfloat16")]
+    assert max(abs(a - b) for a, b in zip(*both, strict=True)) < 0.1
+    assert both[0] != both[1]
+    objective = Objective(fresh(tiny.BASE, 0), LossConfig())
+    assert computed_in(objective, "bfloat16") is not objective
+    trainer = Trainer(config(tmp_path, precision="bfloat16"), tmp_path / "run")
+    assert {p.dtype for p in trainer.objective.parameters()} == {torch.float32}
+
+
+def test_a_run_can_start_from_a_checkpoint(tmp_path):
+    start = tiny.save_folder(tmp_path / "start")
+    trainer = Trainer(config(tmp_path, init=str(start), steps=2), tmp_path / "run")
+    before = weights(start)
+    for name, p in trainer.objective.model.named_parameters():
+        assert torch.equal(p.to(before[name].dtype), before[name]), name
+    *_, ended = trainer.run()
+    assert Tokenizer.from_folder(ended.model).size == tiny.byte_tokenizer().size
+
+
+def test_another_batch_does_not_continue_a_run(tmp_path):
+    events(config(tmp_path, steps=2), tmp_path / "run")
+    with pytest.raises(ValueError, match="another folder"):
+        Trainer(config(tmp_path, rows=3), tmp_path / "run")
+
+
+def test_a_vocabulary_is_trained_once(tmp_path):
+    cfg = config(tmp_path, tokenizer="bpe", model=replace(tiny.BASE, vocab_size=300), steps=1)
+    events(cfg, tmp_path / "run")
+    kept = tmp_path / "run/tokenizer/tokenizer.json"
+    stamp = kept.stat().st_mtime_ns
+    Trainer(replace(cfg, steps=2), tmp_path / "run")
+    assert kept.stat().st_mtime_ns == stamp
+    with pytest.raises(ValueError, match="the tokenizer has 259 tokens, the model 200"):
+        Trainer(config(tmp_path, model=replace(tiny.BASE, vocab_size=200, image_token_ids=(1, 2, 3))), tmp_path / "other")
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_a_sentence(tmp_path):
+    trainer = Trainer(config(tmp_path), tmp_path / "run")
+    with torch.no_grad():
+        trainer.objective.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="the loss is nan at step 1"):
+        list(trainer.run())
+
+
+KILLED = """
+import os, signal, sys, torch
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from redraft.train import saves
+out, at = Path({out!r}), int(sys.argv[1])
+tensors = {{"a": torch.full((1000,), 1.0), "b": torch.full((3, 3), 1.0)}}
+saves.save(out, 1, tensors, {{"value": 1.0}}, 1)
+seen = 0
+def watch(event, arguments):
+    global seen
+    writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+    if writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"):
+        seen += 1
+        if seen == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
+for name in tensors:
+    tensors[name].fill_(2.0)
+saves.save(out, 2, tensors, {{"value": 2.0}}, 1)
+print("survived", seen)
+"""
+
+
+def test_a_killed_run_leaves_no_checkpoint_that_loads_wrongly(tmp_path):
+    """Killed before every single change to the file system in turn, until it survives them all."""
+    at, outcomes = 1, []
+    while True:
+        out = tmp_path / str(at)
+        code = KILLED.format(tests=str(ROOT / "tests"), out=str(out))
+        run = subprocess.run([sys.executable, "-c", code, str(at)], capture_output=True, text=True, cwd=ROOT)
+        tensors = {"a": torch.zeros(1000), "b": torch.zeros(3, 3)}
+        state = saves.load(saves.latest(out), tensors)
+        assert state["value"] in (1.0, 2.0)
+        assert all((tensor == state["value"]).all() for tensor in tensors.values())
+        outcomes.append(state["value"])
+        if run.returncode == 0:
+            break
+        assert run.returncode == -signal.SIGKILL, run.stderr
+        saves.save(out, 2, tensors, {"value": state["value"]}, 1)  # what was left behind is in nobody's way
+        at += 1
+    assert len(outcomes) >= 6
+    assert outcomes == sorted(outcomes)  # the old one, then from the rename on the new one
+    assert 2.0 in outcomes[:-1]
+
+
+DISTRIBUTED = """
+import sys, torch, torch.distributed as dist
+sys.path[:0] = [{tests!r}, {root!r}]
+torch.set_num_threads(1)
+from pathlib import Path
+import test_loop
+from redraft.train.loop import Trainer
+dist.init_process_group("gloo")
+cfg = test_loop.config(Path({folder!r}), steps=20, save_every=10)
+trainer = Trainer(cfg, Path({folder!r}) / "two")
+found = test_loop.losses(list(trainer.run()))
+if dist.get_rank() == 0:
+    print("LOSSES", found)
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path):
+    """FSDP2 over gloo. What they wrote, one process reads and goes on with."""
+    script = tmp_path / "run.py"
+    config(tmp_path)
+    script.write_text(DISTRIBUTED.format(tests=str(ROOT / "tests"), root=str(ROOT), folder=str(tmp_path)))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    run = subprocess.run(launcher, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr[-3000:]
+    line = next(line for line in run.stdout.splitlines() if line.startswith("LOSSES"))
+    two = json.loads(line.removeprefix("LOSSES "))
+    cfg = config(tmp_path, steps=20, save_every=10)
+    torch.set_num_threads(1)  # as in each of the two: sums split over threads round differently
+    one = Trainer(cfg, tmp_path / "one")
+    alone = losses(list(one.run()))
+    torch.set_num_threads(2)
+    assert len(two) == len(alone) == 20
+    assert max(abs(a - b) for a, b in zip(two, alone, strict=True)) < 1e-4
+    gathered = Trainer(cfg, tmp_path / "two")
+    assert gathered.step == 20
+    for name, tensor in one.optimizer.state().items():
+        other = gathered.optimizer.state()[name]
+        assert torch.allclose(tensor, other, rtol=1e-2, atol=1e-3), name
