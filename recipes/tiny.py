@@ -25,7 +25,7 @@ def recipe(folder: Path) -> TrainConfig:
     model = ModelConfig(
         vocab_size=4096,
         hidden_size=384,
-        intermediate_size=512,
+        intermediate_size=576,
         moe_intermediate_size=128,
         num_experts=4,
         top_k_experts=2,
@@ -57,11 +57,11 @@ def recipe(folder: Path) -> TrainConfig:
         data=DataConfig(
             sources=(stories, books, functions), length=1088, short=0.8, skip_bad=True, blocks=(64, 256, 32, 128)
         ),
-        loss=LossConfig(holes=0.2, on_policy=0.3),
+        loss=LossConfig(holes=0.1, on_policy=0.3),
         optim=OptimConfig(),
         steps=5000,
-        rows=72,
-        microbatches=2,
+        rows=96,
+        streams=2,
         precision="bfloat16",
         compile=True,
         read_ahead=True,

@@ -14,6 +14,7 @@ from redraft.train.data import (
     BadRecord,
     Batches,
     DataConfig,
+    Interleaved,
     Position,
     ReadAhead,
     Rows,
@@ -238,6 +239,16 @@ def test_read_ahead_gives_the_same_batches(files):
             assert position == other
     finally:
         there.close()
+
+
+def test_streams_are_interleaved(files):
+    cfg = DataConfig(sources=(Source(files=files[0]),), length=64, blocks=(8,))
+    streams = [[Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, shard=s, shards=2), 3) for s in range(2)] for _ in range(2)]
+    columns, positions = next(Interleaved(streams[0]))
+    for number, stream in enumerate(streams[1]):
+        alone, position = next(stream)
+        assert (columns[:, number::2] == alone).all()
+        assert positions[number] == position
 
 
 def test_read_ahead_passes_errors_on(tmp_path):

@@ -38,6 +38,7 @@ def config(folder: Path, **changes: object) -> TrainConfig:
         "steps": 8,
         "rows": 2,
         "microbatches": 2,
+        "streams": 2,
         "report_every": 1,
         "save_every": 4,
     }
@@ -141,7 +142,7 @@ def test_a_run_can_start_from_a_checkpoint(tmp_path):
 def test_another_batch_does_not_continue_a_run(tmp_path):
     events(config(tmp_path, steps=2), tmp_path / "run")
     with pytest.raises(ValueError, match="another folder"):
-        Trainer(config(tmp_path, rows=3), tmp_path / "run")
+        Trainer(config(tmp_path, rows=4), tmp_path / "run")
 
 
 def test_a_vocabulary_is_trained_once(tmp_path):

@@ -407,6 +407,24 @@ class ReadAhead:
         self.process.join()
 
 
+class Interleaved:
+    """Several streams as one, a row of each in turn: one process alone may be too slow for a GPU."""
+
+    def __init__(self, streams: Sequence[Batches | ReadAhead]) -> None:
+        self.streams = streams
+
+    def __next__(self) -> tuple[np.ndarray, list[dict[str, Any]]]:
+        """Columns of the next rows, and the positions of all streams behind them."""
+        parts, positions = zip(*(next(stream) for stream in self.streams), strict=True)
+        columns_4BSL = np.stack(parts, axis=2)
+        return columns_4BSL.reshape(len(COLUMNS), -1, columns_4BSL.shape[-1]), list(positions)
+
+    def close(self) -> None:
+        """Ends what the streams hold."""
+        for stream in self.streams:
+            stream.close()
+
+
 def _make_batches(stream: dict[str, Any], rows: int, out: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the one that trains decides
     try:

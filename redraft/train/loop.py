@@ -30,7 +30,7 @@ from redraft.masks import Layout
 from redraft.model import DiffusionGemma
 from redraft.tokenizer import Tokenizer
 from redraft.train import data, saves
-from redraft.train.data import Batches, DataConfig, Position, ReadAhead, Rows
+from redraft.train.data import Batches, DataConfig, Interleaved, Position, ReadAhead, Rows
 from redraft.train.loss import Batch, LossConfig, Losses, Noise, Objective, SparseMasks, dense_masks, draw, first_rows
 from redraft.train.optim import OptimConfig, Optimizer, rate
 
@@ -57,12 +57,15 @@ class TrainConfig:
     precision: str = "float32"  # of the computation; weights are float32 always. "bfloat16" on GPUs
     compile: bool = False
     read_ahead: bool = False  # make batches in processes of their own
+    streams: int = 1  # of rows, for each microbatch; a process each when reading ahead
     report_every: int = 10
     save_every: int = 500
     keep: int = 2
     max_seconds: float = math.inf  # stop, with a checkpoint, when this much time has passed
 
     def __post_init__(self) -> None:
+        if self.streams < 1 or self.rows % self.streams:
+            raise ValueError(f"{self.rows} rows cannot be taken from {self.streams} streams in turn")
         for name in ("steps", "rows", "microbatches", "report_every", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
@@ -227,12 +230,14 @@ class Trainer:
         if folder is None:
             return
         state = saves.load(folder, self.optimizer.state())
-        if state["world_rows"] != [self.cfg.rows, self.cfg.microbatches]:
-            raise ValueError(
-                f"{folder} was made with {state['world_rows']} rows and microbatches, "
-                f"this run has {[self.cfg.rows, self.cfg.microbatches]}: give the old ones, or another folder"
-            )
+        if state["batch"] != self._batch:
+            raise ValueError(f"{folder} was made with {state['batch']}, this run has {self._batch}: give another folder")
         self.step, self.seconds, self.positions = state["step"], state["seconds"], state["positions"]
+
+    @property
+    def _batch(self) -> dict[str, int]:
+        """What positions in the data depend on."""
+        return {name: getattr(self.cfg, name) for name in ("rows", "microbatches", "streams")}
 
     @property
     def mine(self) -> range:
@@ -249,15 +254,20 @@ class Trainer:
             for stream in streams.values():
                 stream.close()
 
-    def _stream(self, m: int) -> Batches | ReadAhead:
-        position = Position.from_json(self.positions[str(m)]) if str(m) in self.positions else None
-        numbers = {"stop": STOP, "pad": PAD, "shard": m, "shards": self.cfg.microbatches}
-        if self.cfg.init:
-            numbers |= {"stop": self.config.eos_token_ids[0], "pad": self.config.pad_token_id}
-        batches = Batches(Rows(self.cfg.data, self.tokenizer, **numbers, position=position), self.cfg.rows)
-        return ReadAhead(batches) if self.cfg.read_ahead else batches
+    def _stream(self, m: int) -> Interleaved:
+        cfg, saved = self.cfg, self.positions.get(str(m), [None] * self.cfg.streams)
+        marks = {"stop": STOP, "pad": PAD}
+        if cfg.init:
+            marks = {"stop": self.config.eos_token_ids[0], "pad": self.config.pad_token_id}
+        parts = []
+        for number, position in enumerate(saved):
+            shards = {"shard": m * cfg.streams + number, "shards": cfg.microbatches * cfg.streams}
+            position = Position.from_json(position) if position is not None else None
+            rows = Rows(cfg.data, self.tokenizer, **marks, **shards, position=position)
+            parts.append(Batches(rows, cfg.rows // cfg.streams))
+        return Interleaved([ReadAhead(part) if cfg.read_ahead else part for part in parts])
 
-    def _steps(self, streams: dict[int, Batches | ReadAhead], told: dict[str, bool]) -> Iterator[Event]:
+    def _steps(self, streams: dict[int, Interleaved], told: dict[str, bool]) -> Iterator[Event]:
         cfg, meter, saved = self.cfg, Meter(self), self.step
         while self.step < cfg.steps:
             meter.add(*self.one_step(streams))
@@ -274,7 +284,7 @@ class Trainer:
         why = "done" if self.step >= cfg.steps else "stopped" if told else "out of time"
         yield Ended(self.step, self.export(), why)
 
-    def one_step(self, streams: dict[int, Batches | ReadAhead]) -> tuple[list[Losses], Tensor]:
+    def one_step(self, streams: dict[int, Interleaved]) -> tuple[list[Losses], Tensor]:
         """Gradients of this process's microbatches, then the optimizer's move."""
         found = []
         for m in self.mine:
@@ -316,7 +326,7 @@ class Trainer:
             dist.all_gather_object(everyone, positions)
             positions = {m: position for part in everyone for m, position in part.items()}
         state = {"step": self.step, "seconds": self.seconds, "positions": positions}
-        state["world_rows"] = [self.cfg.rows, self.cfg.microbatches]
+        state["batch"] = self._batch
         return Saved(self.step, saves.save(self.out, self.step, self.optimizer.state(), state, self.cfg.keep))
 
     def export(self) -> Path:
@@ -367,7 +377,7 @@ class Meter:
         if not math.isfinite(loss):
             raise ValueError(f"the loss is {loss} at step {trainer.step}: lower the rates, or look at the data")
         fair = share * share.shape[1]
-        positions = trainer.positions.values()
+        positions = [position for one in trainer.positions.values() for position in one]
         tokens = cfg.step_tokens
         report = Report(
             step=trainer.step,
