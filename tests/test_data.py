@@ -142,8 +142,8 @@ def test_epochs_differ_and_seeds_do(files):
 
 
 def test_a_last_block_may_be_cut_short_behind_the_end(files):
-    whole, _ = rows(files[0], 200, blocks=(16,), length=512)
-    cut, stream = rows(files[0], 200, blocks=(16,), length=512, short=0.5)
+    whole, _ = rows(files[0], 40, blocks=(16,), length=512)
+    cut, stream = rows(files[0], 40, blocks=(16,), length=512, short=0.5)
     fills = [sum(i == STOP for row in found for i in row.ids) for found in (whole, cut)]
     assert fills[1] < 0.9 * fills[0]
     lengths = set()

@@ -1,0 +1,173 @@
+"""Scores against what they mean: the bound is tight where it should be, batched = alone, holes are the lines they were."""
+
+import math
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+
+from redraft.generate import generate
+from redraft.train import evals
+from redraft.train.evals import Hole, Sampled
+from redraft.train.loss import dense_masks
+
+TOKENIZER = tiny.byte_tokenizer()
+TEXTS = ["One day a fox", "the cat sat on the mat and slept", "hi", "a longer text, with more than one block in it"]
+
+
+def test_the_bound_is_the_entropy_where_the_model_is_perfect():
+    """A single token of known distribution: what the others say about it is that distribution, and the bound is tight."""
+    vocab = 5
+    prior = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.double)
+    entropy = float(-(prior * prior.log()).sum())
+    clean, noisy = (t.flatten() for t in torch.meshgrid(torch.arange(vocab), torch.arange(vocab), indexing="ij"))
+    total, levels = 0.0, 4000
+    for level in range(levels):
+        t = (level + 0.5) / levels
+        a = 1 - t
+        weight = prior[clean] * (t / vocab + a * (clean == noisy))
+        # What a denoiser that sees the token itself believes: prior times likelihood.
+        logits = prior.log() + F.one_hot(noisy, vocab) * math.log1p(vocab * a / t)
+        total += float((weight * evals.bound(logits, noisy, clean, t)).sum()) / levels
+    assert total == pytest.approx(entropy, rel=1e-3)
+
+
+def test_the_bound_is_above_the_entropy_for_any_other_model():
+    vocab, prior = 4, torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=torch.double)
+    clean, noisy = (t.flatten() for t in torch.meshgrid(torch.arange(vocab), torch.arange(vocab), indexing="ij"))
+    wrong, total = torch.tensor([0.25] * 4, dtype=torch.double), 0.0
+    for level in range(400):
+        t = (level + 0.5) / 400
+        weight = prior[clean] * (t / vocab + (1 - t) * (clean == noisy))
+        logits = wrong.log() + F.one_hot(noisy, vocab) * math.log1p(vocab * (1 - t) / t)
+        total += float((weight * evals.bound(logits, noisy, clean, t)).sum()) / 400
+    assert total == pytest.approx(math.log(4), rel=1e-2)  # the cross-entropy of a uniform guess
+
+
+def test_next_token_loss_is_the_plain_sum_however_batched():
+    model = tiny.build(tiny.BASE)
+    nats = tokens = 0
+    for text in TEXTS:
+        ids = torch.tensor([TOKENIZER.prompt(text)])
+        logits = model.head(model.encode(ids, model.new_cache(1, ids.shape[1])))
+        nats += float(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
+        tokens += ids.shape[1] - 1
+    found = evals.autoregressive(model, TOKENIZER, TEXTS)
+    assert found.nats == pytest.approx(nats, rel=1e-5)
+    assert found.tokens == tokens
+    assert found.nats_per_token == pytest.approx(nats / tokens, rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / sum(map(len, TEXTS)), rel=1e-5)
+
+
+def test_a_second_look_is_told_what_the_first_believed():
+    model = tiny.build(tiny.BASE)
+    batch = evals.rows_of([TOKENIZER.prompt(text) for text in TEXTS], 8, model.device)
+    noisy = evals.strike(batch, 0.5, tiny.VOCAB, torch.Generator().manual_seed(0))
+    assert torch.equal(noisy[~batch.canvas_BL], batch.ids_BL[~batch.canvas_BL])
+    first, second = evals.look(model, batch, noisy, dense_masks(model.config, batch.layout), 2)
+    ids, cache = TOKENIZER.prompt(TEXTS[0]), model.new_cache(1, 64)
+    model.encode(torch.tensor([ids[:9]]), cache)  # the start token and the first block of eight
+    plain = model.denoise(noisy[:1, 9 : len(ids)], None, cache)
+    assert torch.allclose(first[:1, 9 : len(ids)], plain, atol=1e-4)
+    told = model.denoise(noisy[:1, 9 : len(ids)], model.soft_embed(plain), cache)
+    assert torch.allclose(second[:1, 9 : len(ids)], told, atol=1e-3)
+
+
+def test_the_bound_of_a_model_is_finite_and_seeded():
+    model = tiny.build(tiny.BASE)
+    first, again = (evals.nelbo(model, TOKENIZER, TEXTS, 8, levels=4) for _ in range(2))
+    assert first == again
+    assert math.isfinite(first.nats)
+    assert first.tokens == evals.autoregressive(model, TOKENIZER, TEXTS).tokens
+
+
+@pytest.mark.parametrize(("answer", "expected"), [("clean", (1.0, 1.0)), ("noisy", (1.0, 0.0))])
+def test_repair_counts_what_is_kept_and_what_is_mended(monkeypatch, answer, expected):
+    def look(model, batch, noisy_BL, mask_of, looks):
+        yield F.one_hot(batch.ids_BL if answer == "clean" else noisy_BL, tiny.VOCAB).float()
+
+    monkeypatch.setattr(evals, "look", look)
+    found = evals.repair(tiny.build(tiny.BASE), TOKENIZER, TEXTS * 4, 8)
+    assert list(found) == list(evals.LEVELS)
+    assert set(found.values()) == {expected}
+
+
+def test_drafted_samples_are_what_users_get():
+    model, sampler = tiny.decided(tiny.BASE), tiny.sampler(max_new_tokens=32)
+    found = evals.drafted(model, TOKENIZER, "Hi", 3, sampler, seed=7)
+    *_, end = generate(model, [TOKENIZER.prompt("Hi")], sampler, seeds=[8])
+    kept = [i for i in end.ids_BT[0, : end.stats[0].new_tokens].tolist() if i not in sampler.eos_token_ids]
+    assert found.ids[1] == kept
+    assert found.texts[1] == TOKENIZER.decode(kept)
+    assert found.tokens_per_forward > 0
+
+
+def test_cold_speech_is_the_likeliest_token_after_token():
+    model, sampler = tiny.build(tiny.BASE), tiny.sampler(max_new_tokens=6)
+    found = evals.spoken(model, TOKENIZER, "Hi", 2, sampler, temperature=1e-3)
+    ids = TOKENIZER.prompt("Hi")
+    for _ in range(6):
+        row = torch.tensor([ids])
+        ids.append(int(model.head(model.encode(row, model.new_cache(1, len(ids))))[0, -1].argmax()))
+        if ids[-1] in sampler.eos_token_ids:
+            break
+    expected = [i for i in ids[len(TOKENIZER.prompt("Hi")) :] if i not in sampler.eos_token_ids]
+    assert found.ids == [expected, expected]
+    warm = evals.spoken(model, TOKENIZER, "Hi", 8, sampler, temperature=1.0, seed=3)
+    assert len({tuple(ids) for ids in warm.ids}) > 1
+
+
+def test_samples_are_compared_at_the_same_entropy():
+    def speak(temperature: float) -> Sampled:
+        return Sampled([f"{temperature}"], [list(range(round(100 * temperature)))], 1.0)
+
+    pages = Sampled(["pages"], [list(range(92))], 6.0)  # entropy log 92, between those of 1.0 and 0.85
+    found = evals.compare(pages, "", lambda texts: 9.0 if texts == ["pages"] else math.exp(float(texts[0])), speak)
+    share = (math.log(92) - math.log(85)) / (math.log(100) - math.log(85))
+    assert found.spoken == pytest.approx(math.exp(0.85 + 0.15 * share))
+    assert found.ratio == pytest.approx(9.0 / found.spoken)
+    assert (found.tokens_per_forward, len(found.curve)) == (6.0, 6)
+    assert Sampled([""], [[1, 1, 1]], 1.0).entropy == 0
+    assert Sampled([""], [[1, 2]], 1.0).entropy == pytest.approx(math.log(2))
+
+
+CODE = "def f(x):\n    y = x + 1\n    if y:\n        return y\n    return None\n"
+
+
+def test_a_hole_is_a_line_and_what_stands_around_it():
+    seen = set()
+    for seed in range(30):
+        (hole,) = evals.holes(TOKENIZER, [CODE], longest=64, seed=seed)
+        assert [*hole.before, *hole.line, *hole.after] == TOKENIZER.encode(CODE)
+        seen.add(TOKENIZER.decode(hole.line))
+    assert seen == {"y = x + 1", "if y:", "return y"}  # neither the first nor the last
+    assert {TOKENIZER.decode(evals.holes(TOKENIZER, [CODE], 6, s)[0].line) for s in range(9)} == {"if y:"}
+    assert evals.holes(TOKENIZER, ["one line", "x\n\n.\ny"], 64) == []
+
+
+@pytest.mark.parametrize("length", [1, 60])
+def test_filling_keeps_everything_around_and_the_length(length):
+    model, sampler = tiny.decided(tiny.BASE), tiny.sampler(canvas_length=32, max_steps=4)
+    text = TOKENIZER.encode("a" * length)
+    hole = Hole(text, TOKENIZER.encode("12345"), TOKENIZER.encode("z" * length))
+    plan = evals._on_canvas(hole, sampler)
+    assert plan.given == (0 if length == 1 else 60 - 13)
+    assert {plan.pins[at] for at in range(plan.first)} == {text[0]}
+    (answer,) = evals.filled(model, TOKENIZER, [hole], sampler)
+    assert len(answer) == 5
+    assert evals.exact([answer, hole.line], [hole, hole]) >= 0.5
+
+
+def test_left_to_right_stops_at_the_newline():
+    model = tiny.build(tiny.BASE)
+    hole = Hole(TOKENIZER.encode("def"), TOKENIZER.encode("abc"), TOKENIZER.encode("\nx"))
+    (said,) = evals.continued(model, TOKENIZER, [hole])
+    assert len(said) <= 2 * 3 + 8
+    newline = TOKENIZER.encode("\n")[0]
+    assert newline not in said
+    ids = [*TOKENIZER.prompt(""), *hole.before]
+    for token in said:
+        row = torch.tensor([ids])
+        assert int(model.head(model.encode(row, model.new_cache(1, len(ids))))[0, -1].argmax()) == token
+        ids.append(token)
