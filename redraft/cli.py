@@ -23,7 +23,8 @@ from typer.core import TyperGroup
 import redraft
 from redraft import checkpoint, cli_train
 from redraft.config import ModelConfig
-from redraft.generate import Committed, Finished
+from redraft.generate import Committed, Event, Finished
+from redraft.recording import Recording
 from redraft.terminal import CanvasView, harmless, summary
 from redraft.writer import Writer
 
@@ -126,6 +127,7 @@ def write(
     system: System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without a chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, statistics and seed as one JSON object.")] = False,
+    record: Annotated[str | None, typer.Option("--record", help="Keep the run as a moving picture: OUT.svg.")] = None,
     visual: Visual = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -142,12 +144,17 @@ def write(
     if chatting:
         options["think"] = think
     console = Console(highlight=False)
+    events: Iterator[Event] = writer.stream(messages, **options)
+    recording = Recording(text, writer.tokenizer, writer.sampler.eos_token_ids) if record else None
+    events = recording.watch(events) if recording else events
     if as_json:
-        _print_json(writer, messages, options)
+        _print_json(events, seed)
     elif console.is_terminal if visual is None else visual:
-        _draw(writer, messages, options, console)
+        _draw(writer, events, console)
     else:
-        _print_pieces(writer, messages, options)
+        _print_pieces(events)
+    if recording and record:
+        recording.save(record)
 
 
 @app.command()
@@ -181,7 +188,8 @@ def chat(
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            said = _draw(writer, asked, options, console) if drawing else _print_pieces(writer, asked, options)
+            events = writer.stream(asked, **options)
+            said = _draw(writer, events, console) if drawing else _print_pieces(events)
         except KeyboardInterrupt as stopped:
             if not console.is_terminal:
                 raise
@@ -329,12 +337,12 @@ def _lines(console: Console) -> Iterator[str]:
             yield line.strip()
 
 
-def _draw(writer: Writer, prompt: Any, options: dict[str, Any], console: Console) -> str:
+def _draw(writer: Writer, events: Iterator[Event], console: Console) -> str:
     """The answer drawn live; its text comes back, or rides on the KeyboardInterrupt that cut it short."""
     said = ""
     with CanvasView(console, writer.tokenizer, writer.sampler.eos_token_ids) as view:
         try:
-            for event in view.show(writer.stream(prompt, **options)):
+            for event in view.show(events):
                 if isinstance(event, Committed):
                     said += event.text
                 elif isinstance(event, Finished):
@@ -345,11 +353,11 @@ def _draw(writer: Writer, prompt: Any, options: dict[str, Any], console: Console
     return said
 
 
-def _print_pieces(writer: Writer, prompt: Any, options: dict[str, Any]) -> str:
+def _print_pieces(events: Iterator[Event]) -> str:
     """Committed text to stdout, page by page, and nothing else; what it cost, and any doubt, to stderr."""
     said, cost = "", ""
     try:
-        for event in writer.stream(prompt, **options):
+        for event in events:
             if isinstance(event, Committed):
                 said += event.text
                 print(harmless(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
@@ -362,12 +370,12 @@ def _print_pieces(writer: Writer, prompt: Any, options: dict[str, Any]) -> str:
     return said
 
 
-def _print_json(writer: Writer, prompt: Any, options: dict[str, Any]) -> None:
+def _print_json(events: Iterator[Event], seed: int | None) -> None:
     """The answer as one JSON object; what was committed when Ctrl-C came is printed too."""
     pages: list[Committed] = []
-    answer: dict[str, Any] = {"reason": "interrupted", "settled": False, "seed": options["seed"], "stats": None}
+    answer: dict[str, Any] = {"reason": "interrupted", "settled": False, "seed": seed, "stats": None}
     try:
-        for event in writer.stream(prompt, **options):
+        for event in events:
             if isinstance(event, Committed):
                 pages.append(event)
             elif isinstance(event, Finished):

@@ -47,16 +47,47 @@ def undivided() -> Iterator[None]:
         usual(*pressed[0])
 
 
+class Painter:
+    """Drafts as coloured text. Remembers the last one, to know what changed."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Iterable[int]) -> None:
+        self.tokenizer, self.stops = tokenizer, frozenset(stops)
+        self.before: tuple[list[int], list[bool]] | None = None  # tokens and acceptance one step ago
+
+    def draft(self, event: Draft) -> Text:
+        """The first row's canvas after a step."""
+        tokens, accepted = event.canvas_BC[0].tolist(), event.accepted_BC[0].tolist()
+        page = self.page(tokens, accepted)
+        self.before = (tokens, accepted)
+        return page
+
+    def page(self, tokens: list[int], accepted: list[bool]) -> Text:
+        """The canvas as coloured text, cut at an accepted stop token."""
+        end = next((i for i, t in enumerate(tokens) if accepted[i] and t in self.stops), len(tokens))
+        styles = [self._style(i, tokens[i], accepted[i]) for i in range(end)]
+        page = Text()
+        for style, run in groupby(range(end), key=styles.__getitem__):
+            text = harmless(self.tokenizer.spell([tokens[i] for i in run]))
+            page.append(text.replace("\n", " ") if style == NOISE else text, style)
+        return page
+
+    def _style(self, at: int, token: int, accepted: bool) -> str:
+        if not accepted:
+            return NOISE
+        if self.before is None or not self.before[1][at] or self.before[0][at] != token:
+            return CHANGED
+        return DRAFT
+
+
 class CanvasView:
     """Draws one answer. Use as a context manager around the stream; leaving it in any way clears the unfinished page."""
 
     def __init__(self, console: Console, tokenizer: Tokenizer, stops: Iterable[int]) -> None:
-        self.console, self.tokenizer, self.stops = console, tokenizer, frozenset(stops)
+        self.console, self.painter = console, Painter(tokenizer, stops)
         self._live: Live | None = None
         self._drawn = 0.0
         self._column = 0  # where the committed text ends on its last line
         self._reasoned = False  # the last thing written was reasoning; the answer starts a line of its own
-        self._before: tuple[list[int], list[bool]] | None = None  # tokens and acceptance one step ago
 
     def __enter__(self) -> "CanvasView":
         return self
@@ -78,7 +109,7 @@ class CanvasView:
                 self._draft(event)
             case Committed():
                 self._clear()
-                self._before = None
+                self.painter.before = None
                 if event.reasoning:
                     self._write(event.reasoning, QUIET)
                     self._reasoned = True
@@ -90,9 +121,7 @@ class CanvasView:
                 self._end_line()
 
     def _draft(self, event: Draft) -> None:
-        tokens, accepted = event.canvas_BC[0].tolist(), event.accepted_BC[0].tolist()
-        page = self.page(tokens, accepted)
-        self._before = (tokens, accepted)
+        page = self.painter.draft(event)
         now = time.monotonic()
         if now - self._drawn < FRAME_SECONDS:
             return
@@ -105,23 +134,6 @@ class CanvasView:
         lines = page.wrap(self.console, self.console.width)
         room = max(1, self.console.height - 3)
         self._live.update(Group(Text("\n").join(lines[-room:]), meter(event)), refresh=True)
-
-    def page(self, tokens: list[int], accepted: list[bool]) -> Text:
-        """The canvas as coloured text, cut at an accepted stop token."""
-        end = next((i for i, t in enumerate(tokens) if accepted[i] and t in self.stops), len(tokens))
-        styles = [self._style(i, tokens[i], accepted[i]) for i in range(end)]
-        page = Text()
-        for style, run in groupby(range(end), key=styles.__getitem__):
-            text = harmless(self.tokenizer.spell([tokens[i] for i in run]))
-            page.append(text.replace("\n", " ") if style == NOISE else text, style)
-        return page
-
-    def _style(self, at: int, token: int, accepted: bool) -> str:
-        if not accepted:
-            return NOISE
-        if self._before is None or not self._before[1][at] or self._before[0][at] != token:
-            return CHANGED
-        return DRAFT
 
     def _clear(self) -> None:
         """Takes the page away and puts the cursor back behind the committed text."""

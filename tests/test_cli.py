@@ -24,7 +24,7 @@ from rich.text import Text
 import redraft
 from redraft import cli
 from redraft.generate import Committed, Draft
-from redraft.terminal import CanvasView, column_after, harmless, summary, undivided
+from redraft.terminal import CanvasView, Painter, column_after, harmless, summary, undivided
 
 
 @pytest.fixture(name="folder", scope="module")
@@ -318,9 +318,9 @@ def test_a_closed_pipe_is_no_traceback(folder):
 
 def test_colours_follow_what_happened_to_each_token():
     tokenizer = tiny.byte_tokenizer()
-    view = CanvasView(None, tokenizer, [1])
+    view = Painter(tokenizer, [1])
     ids = tokenizer.encode("abcd")
-    view._before = ([ids[0], ids[1], ids[3], ids[3]], [True, False, True, False])
+    view.before = ([ids[0], ids[1], ids[3], ids[3]], [True, False, True, False])
     page = view.page(ids, [True, True, True, False])
     assert page.plain == "abcd"
     assert [(span.start, span.end, span.style) for span in page.spans] == [

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from redraft import masks
 from redraft.masks import Layout
 from redraft.moe import Routing
-from redraft.train import loss
+from redraft.train import loss, masked
 from redraft.train.loss import Batch, LossConfig
 
 BLOCK, PROMPT, LENGTH = 6, 5, 23  # 5 of prompt, blocks at 5, 11, 17
@@ -288,6 +288,42 @@ def test_on_policy_rows_carry_the_models_surest_samples_where_noise_had_struck()
     assert torch.equal(own[0][~sure], noise.noisy_BL[0][~sure])
     ranks = (logits > logits.gather(-1, own[0][:, None])).sum(-1)[sure]
     assert ranks.float().mean() < 0.05 * tiny.VOCAB  # noise would lie in the middle
+
+
+def test_masks_hide_tokens_and_only_they_are_learned():
+    model, data = tiny.build(tiny.BASE), many(8)
+    cfg = LossConfig(noise="mask", self_condition=0.0)
+    noisy = loss.draw(data, cfg, tiny.VOCAB, generator()).noisy_BL
+    hidden = noisy != data.ids_BL
+    assert set(noisy[hidden].tolist()) == {tiny.VOCAB - 1}
+    got = loss.losses(model, data, cfg, generator())
+    mask_of = loss.dense_masks(model.config, data.layout)
+    noisy_BLD, _, _ = model.learn(noisy, data.ids_BL, None, data.layout.positions, mask_of)
+    per_token = F.cross_entropy(model.head(noisy_BLD).transpose(1, 2), data.ids_BL, reduction="none")
+    assert torch.allclose(got.denoiser, per_token[hidden].mean(), rtol=1e-5)
+    with pytest.raises(ValueError, match="on_policy must be 0"):
+        LossConfig(noise="mask", on_policy=0.5)
+    with pytest.raises(ValueError, match="uniform or mask"):
+        LossConfig(noise="gauss")
+
+
+def test_what_masked_diffusion_writes_stays_written(monkeypatch):
+    model, cfg = tiny.decided(tiny.BASE), tiny.sampler(max_steps=5, entropy_bound=0.5)
+    seen, denoise = [], model.denoise
+
+    def watched(canvas, soft, cache):
+        seen.append(canvas.clone())
+        return denoise(canvas, soft, cache)
+
+    monkeypatch.setattr(model, "denoise", watched)
+    canvas, steps = masked.fill_masks(model, [[2, 9, 8], [2]], cfg, [0, 1])
+    mask = tiny.VOCAB - 1
+    assert (seen[0] == mask).all()
+    assert not (canvas == mask).any()
+    assert steps == len(seen) <= 5
+    for before, after in itertools.pairwise([*seen, canvas]):
+        assert torch.equal(before[before != mask], after[before != mask])
+        assert ((after != mask).sum(-1) > (before != mask).sum(-1)).all()
 
 
 def test_balance_is_one_when_even_and_experts_when_collapsed():

@@ -210,6 +210,8 @@ class Trainer:
         self.config = model.config
         if self.tokenizer.size > self.config.vocab_size:
             raise ValueError(f"the tokenizer has {self.tokenizer.size} tokens, the model {self.config.vocab_size}")
+        if cfg.loss.noise == "mask" and self.tokenizer.size == self.config.vocab_size:
+            raise ValueError(f"mask noise needs a token that no text uses; all {self.config.vocab_size} are taken")
         self.objective = Objective(model, cfg.loss).to(self.device)
         for layer in model.layers:  # constants; float32 ones would lift everything behind them to float32
             layer.layer_scalar.data = layer.layer_scalar.to(getattr(torch, cfg.precision))

@@ -38,6 +38,7 @@ IGNORED = -100
 class LossConfig:
     """How much of what. Shares are probabilities."""
 
+    noise: str = "uniform"  # "mask": one extra token, the vocabulary's last, for comparison only (see masked.py)
     full_noise: float = 0.1  # of blocks: t = 1, as at a canvas's first step
     holes: float = 0.0  # of the other blocks: noise strikes one stretch of tokens instead of tokens here and there
     self_condition: float = 0.5  # of rows
@@ -48,6 +49,10 @@ class LossConfig:
     t_min: float = 0.4  # temperature of the logits fed back, drawn between this and 1: inference feeds tempered ones
 
     def __post_init__(self) -> None:
+        if self.noise not in ("uniform", "mask"):
+            raise ValueError(f"noise is uniform or mask, got {self.noise!r}")
+        if self.noise == "mask" and self.on_policy:
+            raise ValueError(f"a mask hides that a token is wrong: on_policy must be 0 with it, got {self.on_policy!r}")
         for name in ("full_noise", "holes", "self_condition", "on_policy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
@@ -152,6 +157,8 @@ def draw(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Genera
     t_N = noise_levels(count, cfg, generator)
     hit_BL = struck(batch.layout, t_N, index_BL, cfg.holes, generator)
     noise_BL = torch.randint(vocab_size, shape, generator=generator)
+    if cfg.noise == "mask":
+        noise_BL = torch.full(shape, vocab_size - 1)
     noisy_BL = torch.where(hit_BL, noise_BL, batch.ids_BL)
     looks, own = torch.rand(2, generator=generator).tolist()
     rows = int(cfg.self_condition * shape[0] + looks)
@@ -299,7 +306,8 @@ class Objective(nn.Module):
             soft_BLD, noisy_BL = first_look(self.model, batch, noise, canvas_BL, first_mask_of, self.believed)
         positions_BL = batch.layout.positions
         noisy_BLD, clean_BLD, routings = self.model.learn(noisy_BL, batch.ids_BL, soft_BLD, positions_BL, mask_of)
-        denoiser = self.cross_entropy(self.model, noisy_BLD, torch.where(canvas_BL, batch.ids_BL, IGNORED))
+        counted_BL = canvas_BL if self.cfg.noise == "uniform" else canvas_BL & (noise.noisy_BL != batch.ids_BL)
+        denoiser = self.cross_entropy(self.model, noisy_BLD, torch.where(counted_BL, batch.ids_BL, IGNORED))
         ar = self.cross_entropy(self.model, clean_BLD, torch.where(batch.next_BL, batch.ids_BL.roll(-1, dims=1), IGNORED))
         uneven, share_E = imbalance(routings)
         return Losses(denoiser + self.cfg.ar_weight * ar + self.cfg.balance_weight * uneven, denoiser, ar, share_E)

@@ -1,0 +1,93 @@
+"""Recipes are found, changed by key=value, and mistakes are named. `toy` learns what it says it learns."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_loop import config
+
+from redraft.train import curves, recipes
+from redraft.train.judge import vocabulary
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_recipes_at_hand_load_and_say_what_they_cost(tmp_path):
+    for path in sorted((ROOT / "recipes").glob("*.py")):
+        loaded = recipes.load(path.stem, tmp_path / path.stem)
+        assert loaded.model.vocab_size >= 259
+        assert "ost" in path.read_text().split('"""')[1], f"{path} does not say what it costs"
+        assert recipes.load(str(path), tmp_path / path.stem) == loaded
+
+
+def test_the_shipped_model_fits_its_folder(tmp_path):
+    model = recipes.load("tiny", tmp_path).model
+    assert model.parameter_counts()["total"] * 2 < 32 * 2**20 - 400_000
+    assert model.num_experts > model.top_k_experts
+
+
+@pytest.mark.parametrize(
+    ("change", "read"),
+    [
+        ("steps=7", lambda c: c.steps == 7),
+        ("optim.warmup=3", lambda c: c.optim.warmup == 3),
+        ("optim.clip=2", lambda c: c.optim.clip == 2),
+        ("data.blocks=[4, 16]", lambda c: c.data.blocks == (4, 16)),
+        ("tokenizer=some/folder", lambda c: c.tokenizer == "some/folder"),
+        ("compile=true", lambda c: c.compile is True),
+        ("max_seconds=5", lambda c: c.max_seconds == 5),
+        ("model.num_experts=8", lambda c: c.model.num_experts == 8),
+    ],
+)
+def test_a_value_is_replaced(tmp_path, change, read):
+    assert read(recipes.changed(config(tmp_path), change))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("steps", "key=value"),
+        ("stepz=3", "no 'stepz' here; known are model"),
+        ("optim.lr=3", "no 'lr' here; known are muon_lr"),
+        ("steps.more=3", "'steps' has no parts"),
+        ("steps=three", "no JSON value"),
+        ("steps=true", "is no int"),
+        ("steps=1.5", "is no int"),
+        ("compile=1", "is no bool"),
+        ("optim.clip=-1", "clip must be above 0"),
+        ("rows=0", "rows"),
+    ],
+)
+def test_a_mistake_in_a_change_is_named(tmp_path, change, complaint):
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        recipes.changed(config(tmp_path), change)
+
+
+def test_a_recipe_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(ValueError, match="no recipe 'nothing'; known are tiny, toy"):
+        recipes.load("nothing", tmp_path)
+    with pytest.raises(ValueError, match=r"no recipe none/x\.py"):
+        recipes.load("none/x.py", tmp_path)
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(ValueError, match="has no function recipe"):
+        recipes.load(str(tmp_path / "empty.py"), tmp_path)
+
+
+def test_curves_become_a_picture(tmp_path):
+    lines = [{"tokens": n * 1000, "denoiser": 3 / n, "ar": 2 / n, "rate": 0.5, "balance": 1.1} for n in range(1, 9)]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    curves.draw(tmp_path / "m.jsonl", tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (tmp_path / "m.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no reports yet"):
+        curves.draw(tmp_path / "m.jsonl", tmp_path / "c.png")
+
+
+def test_the_judges_vocabulary_merges_the_earliest_pair_first():
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "ab", "bc", "abc", "a", "b", "c", " "]
+    encoder = vocabulary(tokens)
+    assert encoder.encode("abc").ids == [261]  # ab first, then abc
+    assert encoder.encode("bca").ids == [260, 262]
+    assert encoder.encode("a b").ids == [262, 265, 263]
+    assert encoder.encode("é").ids == [3 + 0xC3, 3 + 0xA9]
