@@ -79,15 +79,16 @@ def _follow(trainer: Any, folder: Path, first: bool) -> None:
                 metrics.flush()
                 bar(event)
             elif isinstance(event, Saved) and not console.is_terminal:
-                console.print(f"saved {event.folder}")
+                console.print(f"saved {event.folder}", soft_wrap=True)
             elif isinstance(event, Ended):
                 ended = event
     try:
         curves.draw(folder / METRICS, folder / CURVES)
-        console.print(f"losses: {folder / CURVES}")
+        console.print(f"losses: {folder / CURVES}", soft_wrap=True)
     except ValueError as error:
         console.print(str(error), markup=False)
-    console.print(f"{ended.why} at step {ended.step} of {trainer.cfg.steps}; try it: redraft -m {ended.model} PROMPT")
+    last = f"{ended.why} at step {ended.step} of {trainer.cfg.steps}; try it: redraft -m {ended.model} PROMPT"
+    console.print(last, soft_wrap=True)
     if ended.why == "stopped":
         raise KeyboardInterrupt  # the exit code of a run that someone stopped
 
@@ -103,7 +104,7 @@ def trim(metrics: Path, step: int) -> None:
 @contextmanager
 def _bar(console: Console, steps: int) -> Iterator[Any]:
     if not console.is_terminal:
-        yield lambda report: console.print(sentence(report))
+        yield lambda report: console.print(sentence(report), soft_wrap=True)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:

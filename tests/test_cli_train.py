@@ -1,0 +1,175 @@
+"""redraft train and redraft eval as people type them."""
+
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from redraft import cli
+from redraft.train import judge, scores
+
+ROOT = Path(__file__).parents[1]
+RECIPE = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_loop
+
+
+def recipe(folder):
+    return test_loop.config(folder)
+"""
+
+
+@pytest.fixture(name="run")
+def _run(monkeypatch, capsys):
+    """Runs the command line in this process: (exit code, stdout, stderr)."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["redraft", *args])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        out, err = capsys.readouterr()
+        return left.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture(name="recipe")
+def _recipe(tmp_path):
+    path = tmp_path / "small.py"
+    path.write_text(RECIPE.format(tests=str(ROOT / "tests")))
+    return str(path)
+
+
+def metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_a_model_metrics_and_a_picture(run, recipe, tmp_path):
+    out = tmp_path / "run"
+    code, _, err = run("train", recipe, "--out", str(out), "--set", "steps=3", "--device", "cpu")
+    assert code == 0
+    assert [line["step"] for line in metrics(out)] == [1, 2, 3]
+    assert {"loss", "denoiser", "ar", "tokens_per_second", "balance", "idle", "rate", "epoch"} <= set(metrics(out)[0])
+    assert (out / "curves.png").stat().st_size > 1000
+    assert json.loads((out / "recipe.json").read_text())["steps"] == 3
+    assert "step 3  loss" in err
+    assert f"redraft -m {out}/model" in err
+    code, text, _ = run("Hi", "--raw", "-m", str(out / "model"), "--json", "-n", "8")
+    assert code == 0
+    assert json.loads(text)["stats"]["canvases"] == 1
+
+
+def test_a_run_goes_on_where_it_stopped(run, recipe, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run("train", recipe, "--out", str(whole), "--set", "steps=6", "--device", "cpu")
+    run("train", recipe, "--out", str(parts), "--set", "steps=6", "--set", "max_seconds=0", "--device", "cpu")
+    assert [line["step"] for line in metrics(parts)] == [1]
+    run("train", recipe, "--out", str(parts), "--set", "steps=6", "--device", "cpu")
+    assert [line["loss"] for line in metrics(parts)] == [line["loss"] for line in metrics(whole)]
+
+
+def test_ctrl_c_keeps_what_was_learned(recipe, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "redraft.cli", "train", recipe, "--out", str(out), "--set", "steps=100000"]
+    process = subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    while not (out / "metrics.jsonl").exists() or not metrics(out):
+        time.sleep(0.2)
+        assert process.poll() is None, process.stderr.read()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped at step" in err
+    assert list(out.glob("step-*"))
+
+
+def test_two_processes_are_started_by_torchrun(recipe, tmp_path):
+    out = tmp_path / "run"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "redraft.cli"]
+    command = [*launcher, "train", recipe, "--out", str(out), "--set", "steps=3", "--device", "cpu"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [line["step"] for line in metrics(out)] == [1, 2, 3]
+    assert done.stderr.count("done at step 3") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nothing"], "no recipe 'nothing'"),
+        (["toy", "--set", "stepz=1"], "no 'stepz' here"),
+        (["toy", "--set", "steps=x"], "no JSON value"),
+        (["tiny"], "stories_0"),
+    ],
+)
+def test_a_mistake_is_one_sentence(run, tmp_path, monkeypatch, arguments, complaint):
+    monkeypatch.setenv("REDRAFT_DATA", str(tmp_path / "nowhere"))
+    code, _, err = run("train", *arguments, "--out", str(tmp_path / "run"), "--device", "cpu")
+    assert code == 2
+    assert complaint in err
+    assert err.strip().count("\n") == 0
+
+
+@pytest.fixture(name="data")
+def _data(tmp_path):
+    """A folder as the evaluations expect it, with texts of our own."""
+    (tmp_path / "stories").mkdir()
+    (tmp_path / "code").mkdir()
+    with lzma.open(tmp_path / "stories/tinystories_val_a.txt.xz", "wt") as file:
+        file.write("\n\n".join(["short"] + [f"{n} little foxes went out to play. " * 11 for n in range(3)]))
+    with lzma.open(tmp_path / "code/pyfuncs_eval.jsonl.xz", "wt") as file:
+        for n in range(3):
+            file.write(json.dumps({"t": f"def f{n}(x):\n    y = x + {n}\n    return y\n    pass\n"}) + "\n")
+    return tmp_path
+
+
+def test_stories_and_code_are_scored(run, data, tmp_path):
+    folder = str(tiny.save_folder(tmp_path / "model"))
+    common = ["--data", str(data), "--count", "2", "--device", "cpu"]
+    code, out, err = run("eval", folder, *common, "--levels", "2", "--out", str(tmp_path / "scores.json"))
+    assert code == 0
+    found = json.loads(out)
+    assert found["texts"] == 2
+    assert found["ar_bits_per_byte"] > 0
+    assert 0 <= found["kept_0.3_look2"] <= 1
+    assert json.loads((tmp_path / "scores.json").read_text()) == found
+    assert "nelbo_over_ar" in err
+    code, out, _ = run("eval", folder, "--task", "code", *common, "--block-length", "32")
+    assert code == 0
+    assert json.loads(out)["holes"] == 2
+    code, _, err = run("eval", folder, "--task", "poems", *common)
+    assert (code, "no task 'poems'" in err) == (2, True)
+    code, _, err = run("eval", folder, "--data", str(tmp_path / "none"), "--device", "cpu")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_samples_are_scored_by_a_judge(run, data, tmp_path, monkeypatch):
+    class Letters:
+        """Finds letters likelier than anything else."""
+
+        def __init__(self, folder: str, device: torch.device) -> None:
+            assert folder == "someone"
+
+        def __call__(self, texts: list[str]) -> float:
+            letters = sum(c.isalpha() for text in texts for c in text)
+            return 1 + 10 * (1 - letters / sum(map(len, texts)))
+
+    monkeypatch.setattr(scores, "LlamaJudge", Letters)
+    folder = str(tiny.save_folder(tmp_path / "model"))
+    code, out, _ = run("eval", folder, "--task", "samples", "--count", "2", "--judge", "someone", "--device", "cpu")
+    assert code == 0
+    found = json.loads(out)
+    assert found["ratio"] == pytest.approx(found["perplexity"] / found["perplexity_left_to_right"])
+    assert len(found["left_to_right"]) == 6
+    with pytest.raises(ValueError, match=r"no tokens\.jsonl"):
+        judge.LlamaJudge(tmp_path)
