@@ -57,8 +57,8 @@ def recipe(folder: Path) -> TrainConfig:
         data=DataConfig(
             sources=(stories, books, functions), length=1088, short=0.8, skip_bad=True, blocks=(64, 256, 32, 128)
         ),
-        loss=LossConfig(holes=0.1, on_policy=0.3),
-        optim=OptimConfig(),
+        loss=LossConfig(t_power=1.5, holes=0.1),
+        optim=OptimConfig(muon_lr=5e-3, adamw_lr=2.5e-3),
         steps=5000,
         rows=96,
         streams=2,

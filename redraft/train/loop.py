@@ -157,7 +157,9 @@ def build_model(cfg: TrainConfig) -> DiffusionGemma:
 def fresh(config: ModelConfig, seed: int) -> DiffusionGemma:
     """Random weights under which every layer hands on about what it is given.
 
-    Norms behind the sublayers start small: with them at one, the residual stream would be made of its last layers.
+    Norms behind the sublayers start small: with them at one, the residual stream would be made of its last layers. Norms
+    of queries and keys start at what makes their product as large as elsewhere, where it is divided by sqrt(K): at one,
+    attention would begin all but decided, and take long to change its mind.
     """
     generator = torch.Generator().manual_seed(seed)
     model = DiffusionGemma(config)
@@ -168,6 +170,8 @@ def fresh(config: ModelConfig, seed: int) -> DiffusionGemma:
                 p.copy_(torch.randn(p.shape, generator=generator) * scale)
             elif name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
                 p.fill_((2 * config.num_hidden_layers) ** -0.5)
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                p.fill_(len(p) ** -0.25)
     return model
 
 

@@ -39,6 +39,7 @@ class LossConfig:
     """How much of what. Shares are probabilities."""
 
     noise: str = "uniform"  # "mask": one extra token, the vocabulary's last, for comparison only (see masked.py)
+    t_power: float = 1.0  # t is a uniform number to this power: above 1, more blocks are lightly noised
     full_noise: float = 0.1  # of blocks: t = 1, as at a canvas's first step
     holes: float = 0.0  # of the other blocks: noise strikes one stretch of tokens instead of tokens here and there
     self_condition: float = 0.5  # of rows
@@ -56,6 +57,8 @@ class LossConfig:
         for name in ("full_noise", "holes", "self_condition", "on_policy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
+        if not self.t_power > 0:
+            raise ValueError(f"t_power must be above 0, got {self.t_power!r}")
         for name in ("ar_weight", "balance_weight", "on_policy_nats"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
@@ -111,7 +114,7 @@ def noise_levels(count: int, cfg: LossConfig, generator: torch.Generator) -> Ten
     Stratified, so that no batch is all easy or all hard.
     """
     slices, offset = torch.randperm(count, generator=generator), torch.rand(1, generator=generator)
-    t_N = ((slices + offset) / max(1, count)).clamp(1e-4, 1 - 1e-4)
+    t_N = ((slices + offset) / max(1, count)).pow(cfg.t_power).clamp(1e-4, 1 - 1e-4)
     return torch.where(torch.rand(count, generator=generator) < cfg.full_noise, 1.0, t_N)
 
 
