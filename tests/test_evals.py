@@ -132,7 +132,7 @@ def test_samples_are_compared_at_the_same_entropy():
     assert Sampled([""], [[1, 2]], 1.0).entropy == pytest.approx(math.log(2))
 
 
-CODE = "def f(x):\n    y = x + 1\n    if y:\n        return y\n    return None\n"
+CODE = "def f(x):\n    'what it does'\n    y = x + 1\n    if y:\n        return y\n    return None\n"
 
 
 def test_a_hole_is_a_line_and_what_stands_around_it():
@@ -141,9 +141,10 @@ def test_a_hole_is_a_line_and_what_stands_around_it():
         (hole,) = evals.holes(TOKENIZER, [CODE], longest=64, seed=seed)
         assert [*hole.before, *hole.line, *hole.after] == TOKENIZER.encode(CODE)
         seen.add(TOKENIZER.decode(hole.line))
-    assert seen == {"y = x + 1", "if y:", "return y"}  # neither the first nor the last
+    assert seen == {"y = x + 1", "if y:", "return y"}  # no signature, no words, not the last
     assert {TOKENIZER.decode(evals.holes(TOKENIZER, [CODE], 6, s)[0].line) for s in range(9)} == {"if y:"}
-    assert evals.holes(TOKENIZER, ["one line", "x\n\n.\ny"], 64) == []
+    assert evals.holes(TOKENIZER, ["one line", "x\n\n.\ny", "def f():\n    'only words'\n", "x = 1\ny = 2\nz = 3"], 64) == []
+    assert evals.first_statement("    def f(self):\n        pass") == 2
 
 
 @pytest.mark.parametrize("length", [1, 60])

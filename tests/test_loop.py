@@ -1,5 +1,6 @@
 """Resumed = unbroken, many processes = one, and whatever happens there is a checkpoint that loads, or none."""
 
+import itertools
 import json
 import os
 import signal
@@ -107,6 +108,21 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, number):
 def test_out_of_time_ends_the_run_with_a_checkpoint(tmp_path):
     *_, saved, ended = events(config(tmp_path, steps=100, max_seconds=0.0), tmp_path / "run")
     assert (saved.step, ended.why) == (1, "out of time")
+
+
+def test_a_run_by_the_clock_cools_down_in_time(tmp_path):
+    cfg = config(tmp_path, steps=10**6, max_seconds=3.0, by_clock=True, report_every=1)
+    found = events(cfg, tmp_path / "run")
+    reports = [event for event in found if isinstance(event, Report)]
+    assert found[-1].why == "done"
+    assert found[-2].step == found[-1].step < 10**5
+    rates = [report.rate for report in reports]
+    assert max(rates) == 1.0
+    assert 0 <= rates[-1] < 0.1
+    late = [report for report in reports if report.seconds > 1.9]
+    assert all(a.rate >= b.rate for a, b in itertools.pairwise(late))
+    with pytest.raises(ValueError, match="by_clock needs max_seconds"):
+        config(tmp_path, by_clock=True)
 
 
 def test_losses_fall_and_experts_share_the_work(tmp_path):

@@ -70,7 +70,7 @@ def test_gradients_are_clipped_as_torch_does():
     ("step", "expected"), [(0, 1 / 11), (9, 10 / 11), (10, 1.0), (59, 1.0), (80, 0.5), (99, 0.025), (100, 0)]
 )
 def test_the_rate_goes_up_along_and_down(step, expected):
-    assert rate(step, 100, OptimConfig(warmup=10, cooldown=0.4)) == pytest.approx(expected)
+    assert rate(step, 1 - step / 100, OptimConfig(warmup=10, cooldown=0.4)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("change", [{"muon_lr": 0.0}, {"clip": -1.0}, {"cooldown": 1.5}, {"ema": -0.1}, {"warmup": -1}])

@@ -8,9 +8,11 @@
 Everything is seeded. Knows nothing of terminals. Shapes: B rows, L tokens of a row, V vocabulary, N tokens, S samples.
 """
 
+import ast
 import itertools
 import math
 import random
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -307,15 +309,19 @@ class Hole:
 
 
 def holes(tokenizer: Tokenizer, texts: Sequence[str], longest: int, seed: int = 0) -> list[Hole]:
-    """One line of each text: not the first, not the last, with three letters at least and `longest` tokens at most."""
+    """One line of the code of each function: neither its signature nor its docstring nor its last line.
+
+    It has three letters or digits at least and `longest` tokens at most. Texts that are no Python are passed over.
+    """
     found = []
     for number, text in enumerate(texts):
         lines, at, fit = text.rstrip("\n").split("\n"), 0, []
         encoded = tokenizer.vocabulary.encode(text, add_special_tokens=False)
-        for line in lines:
+        first_line = first_statement(text)
+        for count, line in enumerate(lines[:-1], 1):
             begin, end = at + len(line) - len(line.lstrip()), at + len(line)
             inside = [i for i, (first, last) in enumerate(encoded.offsets) if first < end and last > begin]
-            if at and end < len(text.rstrip("\n")) and sum(map(str.isalnum, line)) >= 3 and len(inside) <= longest:
+            if count >= first_line and sum(map(str.isalnum, line)) >= 3 and len(inside) <= longest:
                 fit.append(slice(inside[0], inside[-1] + 1))
             at = end + 1
         if fit:
@@ -324,12 +330,24 @@ def holes(tokenizer: Tokenizer, texts: Sequence[str], longest: int, seed: int = 
     return found
 
 
+def first_statement(text: str) -> float:
+    """The line (1 is the first) on which a function's code begins, behind its docstring; infinite where there is none."""
+    try:
+        tree = ast.parse(textwrap.dedent(text))
+    except (SyntaxError, ValueError):
+        return math.inf
+    body = next((n.body for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)), [])
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    return body[0].lineno if body else math.inf
+
+
 def filled(
     model: DiffusionGemma, tokenizer: Tokenizer, taken: Sequence[Hole], sampler: SamplerConfig, seed: int = 0
 ) -> list[list[int]]:
     """Every hole filled on one canvas, all that stands around it pinned, its length in tokens known."""
     answers = []
-    settings = sampler.changed(max_new_tokens=sampler.canvas_length)
+    settings = sampler.changed(max_new_tokens=sampler.canvas_length, t_min=0.2, t_max=0.2)  # one answer is right
     for begin in range(0, len(taken), ROWS):
         some = taken[begin : begin + ROWS]
         plans = [_on_canvas(hole, sampler) for hole in some]

@@ -62,6 +62,7 @@ class TrainConfig:
     save_every: int = 500
     keep: int = 2
     max_seconds: float = math.inf  # stop, with a checkpoint, when this much time has passed
+    by_clock: bool = False  # cool down by the clock, so that the run is done when max_seconds have passed
 
     def __post_init__(self) -> None:
         if self.streams < 1 or self.rows % self.streams:
@@ -69,6 +70,8 @@ class TrainConfig:
         for name in ("steps", "rows", "microbatches", "report_every", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
+        if self.by_clock and math.isinf(self.max_seconds):
+            raise ValueError("by_clock needs max_seconds")
         if self.precision not in ("float32", "bfloat16"):
             raise ValueError(f"precision is float32 or bfloat16, got {self.precision!r}")
 
@@ -228,7 +231,8 @@ class Trainer:
         if cfg.compile:
             self.objective.compile(dynamic=False)
         self.sparse = SparseMasks(self.config, cfg.rows, cfg.data.length, device) if self.device.type == "cuda" else None
-        self.step, self.seconds, self.positions = 0, 0.0, {}
+        self.step, self.before, self.positions = 0, 0.0, {}
+        self.began = time.perf_counter()
         self._resume()
 
     def _resume(self) -> None:
@@ -238,7 +242,21 @@ class Trainer:
         state = saves.load(folder, self.optimizer.state())
         if state["batch"] != self._batch:
             raise ValueError(f"{folder} was made with {state['batch']}, this run has {self._batch}: give another folder")
-        self.step, self.seconds, self.positions = state["step"], state["seconds"], state["positions"]
+        self.step, self.before, self.positions = state["step"], state["seconds"], state["positions"]
+
+    @property
+    def seconds(self) -> float:
+        """Of training so far, earlier runs included."""
+        return self.before + time.perf_counter() - self.began
+
+    @property
+    def left(self) -> float:
+        """The share of the run that is left, by steps or by the clock; all processes must agree on it."""
+        left = 1 - self.step / self.cfg.steps
+        if not self.cfg.by_clock:
+            return left
+        left = min(left, 1 - self.seconds / self.cfg.max_seconds)
+        return -self._most(-left)
 
     @property
     def _batch(self) -> dict[str, int]:
@@ -253,6 +271,7 @@ class Trainer:
     def run(self) -> Iterator[Event]:
         """Trains to the end, to the time limit, or until told to stop; a checkpoint is written in every case."""
         streams = {m: self._stream(m) for m in self.mine}
+        self.began = time.perf_counter()
         try:
             with _told_to_stop() as told:
                 yield from self._steps(streams, told)
@@ -277,17 +296,18 @@ class Trainer:
         cfg, meter, saved = self.cfg, Meter(self), self.step
         while self.step < cfg.steps:
             meter.add(*self.one_step(streams))
-            over = self._agreed(bool(told) or meter.seconds > cfg.max_seconds)
+            over = self._most(float(bool(told) or self.seconds > cfg.max_seconds)) > 0
             if self.step % cfg.report_every == 0 or self.step == cfg.steps:
                 yield meter.report()
             if over:
                 break
             if self.step % cfg.save_every == 0 and self.step < cfg.steps:
-                yield self._save(meter)
+                yield self._save()
                 saved = self.step
         if saved != self.step:
-            yield self._save(meter)
-        why = "done" if self.step >= cfg.steps else "stopped" if told else "out of time"
+            yield self._save()
+        done = self.step >= cfg.steps or (cfg.by_clock and not told)
+        why = "done" if done else "stopped" if told else "out of time"
         yield Ended(self.step, self.export(), why)
 
     def one_step(self, streams: dict[int, Interleaved]) -> tuple[list[Losses], Tensor]:
@@ -300,7 +320,8 @@ class Trainer:
             # FSDP averages over processes; what is left is to average over this process's passes.
             (losses.total / len(self.mine)).backward()
             found.append(Losses(*(t.detach() for t in losses)))
-        norm = self.optimizer.step(self.step, rate(self.step, self.cfg.steps, self.cfg.optim))
+        self.share = rate(self.step, self.left, self.cfg.optim)
+        norm = self.optimizer.step(self.step, self.share)
         self.step += 1
         return found, norm
 
@@ -316,16 +337,15 @@ class Trainer:
         """To the device without waiting for it."""
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
-    def _agreed(self, over: bool) -> bool:
-        """Whether any process wants to stop; they must do so at the same step."""
+    def _most(self, number: float) -> float:
+        """The largest of all processes' numbers: what they do next must not differ."""
         if self.world == 1:
-            return over
-        flag = torch.tensor(float(over), device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+            return number
+        largest = torch.tensor(number, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
 
-    def _save(self, meter: "Meter") -> Saved:
-        self.seconds = meter.seconds
+    def _save(self) -> Saved:
         positions = self.positions
         if self.world > 1:
             everyone: list[Any] = [None] * self.world
@@ -352,18 +372,13 @@ class Meter:
     """Adds up losses where they are, and looks at them only when a report is due: looking makes the GPU wait."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.began, self.before = trainer, time.perf_counter(), trainer.seconds
+        self.trainer = trainer
         self._clear()
 
     def _clear(self) -> None:
         self.passes: list[Losses] = []
         self.norm: Tensor | None = None
         self.steps, self.since = 0, time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Of training so far, earlier runs included."""
-        return self.before + time.perf_counter() - self.began
 
     def add(self, passes: list[Losses], norm: Tensor) -> None:
         """One step's results."""
@@ -394,10 +409,10 @@ class Meter:
             balance=float(fair.max()),
             idle=float(fair.min()),
             gradient=float(self.norm),
-            rate=rate(trainer.step - 1, cfg.steps, cfg.optim),
+            rate=trainer.share,
             tokens=trainer.step * tokens,
             tokens_per_second=self.steps * tokens / (time.perf_counter() - self.since),
-            seconds=self.seconds,
+            seconds=trainer.seconds,
             epoch=min(position["epochs"][0] for position in positions),
             bad=sum(position["bad"] for position in positions),
         )

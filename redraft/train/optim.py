@@ -42,12 +42,11 @@ class OptimConfig:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
 
 
-def rate(step: int, steps: int, cfg: OptimConfig) -> float:
-    """The share of the full rate at a step (0 is the first): up, along, down. Above 0 at every step but beyond the last."""
-    up = min(1.0, (step + 1) / (cfg.warmup + 1))
-    cooling = cfg.cooldown * steps
-    down = min(1.0, (steps - step) / cooling) if cooling else 1.0
-    return max(0.0, min(up, down))
+def rate(step: int, left: float, cfg: OptimConfig) -> float:
+    """The share of the full rate at a step (0 is the first) with this share of the run left: up, along, down to zero."""
+    up = (step + 1) / (cfg.warmup + 1)
+    down = left / cfg.cooldown if cfg.cooldown else 1.0
+    return max(0.0, min(1.0, up, down))
 
 
 def is_matrix(name: str, weight: Tensor) -> bool:
