@@ -62,7 +62,7 @@ def _processes(device: str | None) -> Iterator[tuple[str, bool]]:
 
 
 def _follow(trainer: Any, folder: Path, first: bool) -> None:
-    """Runs a trainer to its end: a bar on a terminal, lines elsewhere, metrics in the folder, a picture when it is over."""
+    """Runs a trainer to its end: a bar on a terminal, lines elsewhere, metrics in the folder, a picture at the end."""
     from redraft.train import curves
     from redraft.train.loop import Ended, Report, Saved
 
@@ -89,6 +89,7 @@ def _follow(trainer: Any, folder: Path, first: bool) -> None:
         console.print(str(error), markup=False)
     last = f"{ended.why} at step {ended.step} of {trainer.cfg.steps}; try it: redraft -m {ended.model} PROMPT"
     console.print(last, soft_wrap=True)
+    print(ended.model)
     if ended.why == "stopped":
         raise KeyboardInterrupt  # the exit code of a run that someone stopped
 

@@ -55,8 +55,8 @@ def metrics(out: Path) -> list[dict]:
 
 def test_a_run_leaves_a_model_metrics_and_a_picture(run, recipe, tmp_path):
     out = tmp_path / "run"
-    code, _, err = run("train", recipe, "--out", str(out), "--set", "steps=3", "--device", "cpu")
-    assert code == 0
+    code, printed, err = run("train", recipe, "--out", str(out), "--set", "steps=3", "--device", "cpu")
+    assert (code, printed) == (0, f"{out}/model\n")
     assert [line["step"] for line in metrics(out)] == [1, 2, 3]
     assert {"loss", "denoiser", "ar", "tokens_per_second", "balance", "idle", "rate", "epoch"} <= set(metrics(out)[0])
     assert (out / "curves.png").stat().st_size > 1000
