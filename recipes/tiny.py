@@ -39,7 +39,7 @@ def recipe(folder: Path) -> TrainConfig:
         max_position_embeddings=4096,
         canvas_length=256,
         eos_token_ids=(1,),
-        image_token_ids=(4093, 4094, 4095),
+        image_token_ids=(3, 4, 5),
     )
     sampler = SamplerConfig(
         canvas_length=256,

@@ -51,7 +51,7 @@ def recipe(folder: Path) -> TrainConfig:
         max_position_embeddings=1024,
         canvas_length=32,
         eos_token_ids=(1,),
-        image_token_ids=(261, 262, 263),
+        image_token_ids=(3, 4, 5),
     )
     sampler = SamplerConfig(
         canvas_length=32,

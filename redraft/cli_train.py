@@ -132,24 +132,30 @@ def evaluate(
     count: Annotated[int, typer.Option("--count", "-n", help="Texts, samples or holes.")] = 150,
     levels: Annotated[int, typer.Option("--levels", help="stories: noise levels of the bound.")] = 16,
     canvas: Annotated[int | None, typer.Option("--block-length", help="Tokens on a canvas. [64; checkpoint's]")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a sampler setting: --set max_steps=40 --set t_max=1.0.")
+    ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Write the scores here, as JSON.")] = None,
 ) -> None:
     """Score a model: likelihood and repair on stories, samples under a judge, lines of code put back."""
     from redraft import writer
-    from redraft.train import scores
+    from redraft.train import recipes, scores
 
     known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code}
     if task not in known:
         raise ValueError(f"there is no task {task!r}; known are {', '.join(known)}")
     subject = writer.load(model, device=device, dtype="float32" if device != "cuda" else None)
     options = {"data": Path(data), "judge": judge, "count": count, "levels": levels, "canvas": canvas}
-    found = known[task](subject.model, subject.tokenizer, subject.sampler, scores.Options(**options))
+    sampler = subject.sampler
+    for change in changes or []:
+        sampler = recipes.changed(sampler, change)
+    found = known[task](subject.model, subject.tokenizer, sampler, scores.Options(**options))
     table = Table("score", "", box=None, pad_edge=False)
     for name, value in found.items():
         table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
     Console(stderr=True, highlight=False).print(table)
-    text = json.dumps({"model": model, "task": task, **found})
+    text = json.dumps({"model": model, "task": task, "changes": changes or [], **found})
     print(text)
     if out:
         Path(out).write_text(text + "\n", encoding="utf-8")

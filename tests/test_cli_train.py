@@ -166,9 +166,12 @@ def test_samples_are_scored_by_a_judge(run, data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(scores, "LlamaJudge", Letters)
     folder = str(tiny.save_folder(tmp_path / "model"))
-    code, out, _ = run("eval", folder, "--task", "samples", "--count", "2", "--judge", "someone", "--device", "cpu")
+    common = ["eval", folder, "--task", "samples", "--count", "2", "--judge", "someone", "--device", "cpu"]
+    code, out, _ = run(*common, "--set", "max_steps=2", "--set", "max_new_tokens=16", "--set", "stability_threshold=9")
     assert code == 0
     found = json.loads(out)
+    assert found["tokens_per_forward"] <= 8  # two steps at least for a canvas of 16
+    assert found["changes"][0] == "max_steps=2"
     assert found["ratio"] == pytest.approx(found["perplexity"] / found["perplexity_left_to_right"])
     assert len(found["left_to_right"]) == 6
     with pytest.raises(ValueError, match=r"no tokens\.jsonl"):

@@ -12,7 +12,7 @@ from test_loop import config
 import redraft
 from redraft.train import curves, evals, recipes
 from redraft.train.judge import vocabulary
-from redraft.train.loop import Trainer
+from redraft.train.loop import MARKS, Trainer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -22,7 +22,8 @@ import toy  # noqa: E402
 def test_the_recipes_at_hand_load_and_say_what_they_cost(tmp_path):
     for path in sorted((ROOT / "recipes").glob("*.py")):
         loaded = recipes.load(path.stem, tmp_path / path.stem)
-        assert loaded.model.vocab_size >= 259
+        assert loaded.model.vocab_size >= 262
+        assert max(loaded.model.image_token_ids) < len(MARKS)
         assert "ost" in path.read_text().split('"""')[1], f"{path} does not say what it costs"
         assert recipes.load(str(path), tmp_path / path.stem) == loaded
 
@@ -40,7 +41,7 @@ def test_toy_learns_its_grammar(tmp_path):
     writer = redraft.load(ended.model, dtype="float32")
     pages = evals.drafted(writer.model, writer.tokenizer, "the ", 16, writer.sampler)
     assert share_of_words(["the " + text for text in pages.texts]) > 0.5
-    noise = [writer.tokenizer.decode(torch.randint(3, 259, (96,)).tolist()) for _ in range(16)]
+    noise = [writer.tokenizer.decode(torch.randint(6, 262, (96,)).tolist()) for _ in range(16)]
     assert share_of_words(noise) < 0.02
 
 

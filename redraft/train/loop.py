@@ -34,7 +34,8 @@ from redraft.train.data import Batches, DataConfig, Interleaved, Position, ReadA
 from redraft.train.loss import Batch, LossConfig, Losses, Noise, Objective, SparseMasks, dense_masks, draw, first_rows
 from redraft.train.optim import OptimConfig, Optimizer, rate
 
-MARKS = ("<pad>", "<eos>", "<bos>")
+# The first ids of a vocabulary of our own. transformers looks for images wherever their marks stand: no word may have them.
+MARKS = ("<pad>", "<eos>", "<bos>", "<|image>", "<|image|>", "<image|>")
 PAD, STOP = 0, 1
 VOCABULARY_BYTES = 40_000_000  # of text that a vocabulary is trained on
 
