@@ -55,7 +55,7 @@ def recipe(folder: Path) -> TrainConfig:
         model=model,
         sampler=sampler,
         data=DataConfig(
-            sources=(stories, books, functions), length=1088, short=0.8, skip_bad=True, blocks=(64, 256, 32, 128)
+            sources=(stories, books, functions), length=1088, short=0.3, skip_bad=True, blocks=(64, 256, 32, 128)
         ),
         loss=LossConfig(t_power=1.5, holes=0.1),
         optim=OptimConfig(muon_lr=5e-3, adamw_lr=2.5e-3),

@@ -260,6 +260,22 @@ def test_read_ahead_passes_errors_on(tmp_path):
     there.close()
 
 
+def test_a_reader_that_is_killed_is_not_waited_for(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    cfg = DataConfig(sources=(Source(files=(str(tmp_path / "a.txt"),)),), length=4096, blocks=(8,))
+    there = ReadAhead(Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 32))
+    next(there)
+    there.process.kill()
+
+    def drain() -> None:
+        while True:  # what was ready may still come
+            next(there)
+
+    with pytest.raises(RuntimeError, match="reading process ended with code -9"):
+        drain()
+    there.close()
+
+
 def test_the_beginning_of_a_text_may_be_given(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 40)
     found, _ = rows((str(tmp_path / "a.txt"),), 40, source={"given": 0.5}, blocks=(16,))

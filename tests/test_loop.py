@@ -106,8 +106,9 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, number):
 
 
 def test_out_of_time_ends_the_run_with_a_checkpoint(tmp_path):
-    *_, saved, ended = events(config(tmp_path, steps=100, max_seconds=0.0), tmp_path / "run")
-    assert (saved.step, ended.why) == (1, "out of time")
+    for expected in (1, 2):  # each call has the time for itself
+        *_, saved, ended = events(config(tmp_path, steps=100, max_seconds=0.0), tmp_path / "run")
+        assert (saved.step, ended.why) == (expected, "out of time")
 
 
 def test_a_run_by_the_clock_cools_down_in_time(tmp_path):
@@ -117,9 +118,8 @@ def test_a_run_by_the_clock_cools_down_in_time(tmp_path):
     assert found[-1].why == "done"
     assert found[-2].step == found[-1].step < 10**5
     rates = [report.rate for report in reports]
-    assert max(rates) == 1.0
-    assert 0 <= rates[-1] < 0.1
-    late = [report for report in reports if report.seconds > 1.9]
+    assert rates[-1] == min(rates) < 0.5 * max(rates)
+    late = [report for report in reports if report.seconds > 2.0]
     assert all(a.rate >= b.rate for a, b in itertools.pairwise(late))
     with pytest.raises(ValueError, match="by_clock needs max_seconds"):
         config(tmp_path, by_clock=True)
@@ -153,6 +153,10 @@ def test_a_run_can_start_from_a_checkpoint(tmp_path):
         assert torch.equal(p.to(before[name].dtype), before[name]), name
     *_, ended = trainer.run()
     assert Tokenizer.from_folder(ended.model).size == tiny.byte_tokenizer().size
+    after = weights(ended.model)
+    for name in (n for n in before if n.endswith("layer_scalar")):
+        assert torch.equal(after[name], before[name].to(after[name].dtype)), name
+        assert not torch.equal(after[name], torch.ones_like(after[name])), name
 
 
 def test_another_batch_does_not_continue_a_run(tmp_path):

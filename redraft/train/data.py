@@ -387,13 +387,15 @@ class ReadAhead:
         arguments = ({name: getattr(stream, name) for name in names}, batches.rows, self.queue)
         self.process = context.Process(target=_make_batches, args=arguments, daemon=True)
         self.process.start()
+        self.queue._writer.close()  # else a reader that dies in the middle of a batch would be waited for for ever
 
     def __next__(self) -> tuple[np.ndarray, dict[str, Any]]:
         """The next batch, or the error that ended them."""
         while True:
             try:
                 item = self.queue.get(timeout=5)
-            except queue.Empty:
+            except (queue.Empty, EOFError, OSError):
+                self.process.join(0.1)
                 if not self.process.is_alive():
                     raise RuntimeError(f"the reading process ended with code {self.process.exitcode}") from None
                 continue

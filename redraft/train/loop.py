@@ -62,8 +62,8 @@ class TrainConfig:
     report_every: int = 10
     save_every: int = 500
     keep: int = 2
-    max_seconds: float = math.inf  # stop, with a checkpoint, when this much time has passed
-    by_clock: bool = False  # cool down by the clock, so that the run is done when max_seconds have passed
+    max_seconds: float = math.inf  # stop, with a checkpoint, when this call has taken as long
+    by_clock: bool = False  # cool down by the clock: the run, all its calls together, is done after max_seconds
 
     def __post_init__(self) -> None:
         if self.streams < 1 or self.rows % self.streams:
@@ -221,7 +221,8 @@ class Trainer:
         if cfg.loss.noise == "mask" and self.tokenizer.size == self.config.vocab_size:
             raise ValueError(f"mask noise needs a token that no text uses; all {self.config.vocab_size} are taken")
         self.objective = Objective(model, cfg.loss).to(self.device)
-        for layer in model.layers:  # constants; float32 ones would lift everything behind them to float32
+        self.constants = {name: tensor.clone() for name, tensor in model.named_buffers()}  # as they will be saved
+        for layer in model.layers:  # float32 ones would lift everything behind them to float32
             layer.layer_scalar.data = layer.layer_scalar.to(getattr(torch, cfg.precision))
             layer.encoder_layer_scalar.data = layer.encoder_layer_scalar.to(getattr(torch, cfg.precision))
         if self.world > 1:
@@ -295,10 +296,11 @@ class Trainer:
 
     def _steps(self, streams: dict[int, Interleaved], told: dict[str, bool]) -> Iterator[Event]:
         cfg, meter, saved = self.cfg, Meter(self), self.step
-        while self.step < cfg.steps:
+        while self.step < cfg.steps and not (cfg.by_clock and self.left <= 0):
             meter.add(*self.one_step(streams))
-            over = self._most(float(bool(told) or self.seconds > cfg.max_seconds)) > 0
-            if self.step % cfg.report_every == 0 or self.step == cfg.steps:
+            spent = self.seconds if cfg.by_clock else self.seconds - self.before
+            over = self._most(float(bool(told) or spent > cfg.max_seconds)) > 0
+            if self.step % cfg.report_every == 0 or self.step == cfg.steps or over:
                 yield meter.report()
             if over:
                 break
@@ -362,7 +364,7 @@ class Trainer:
         whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.optimizer.average.items()}
         if saves.first():
             model = DiffusionGemma(self.config)
-            model.load_state_dict(whole, strict=False)  # what is not there are scalars that training leaves at one
+            model.load_state_dict(whole | self.constants)
             checkpoint.save(model.to(torch.bfloat16), folder, sampler=self.cfg.sampler)
             self.tokenizer.save(folder)
         saves.barrier()
