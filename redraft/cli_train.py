@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -145,7 +144,7 @@ def evaluate(
     known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code}
     if task not in known:
         raise ValueError(f"there is no task {task!r}; known are {', '.join(known)}")
-    subject = writer.load(model, device=device, dtype="float32" if device != "cuda" else None)
+    subject = writer.load(model, device=device, dtype="float32")
     options = {"data": Path(data), "judge": judge, "count": count, "levels": levels, "canvas": canvas}
     sampler = subject.sampler
     for change in changes or []:
@@ -159,4 +158,3 @@ def evaluate(
     print(text)
     if out:
         Path(out).write_text(text + "\n", encoding="utf-8")
-    sys.stdout.flush()

@@ -78,6 +78,7 @@ def _first_here(weight: DTensor) -> int:
 class Muon(torch.optim.Muon):
     """torch's Muon, all matrices of one shape at a time: one by one, a hundred small products leave a GPU waiting.
 
+    Steps are sized to AdamW's ("match_rms_adamw") and momentum is Nesterov's, whatever the constructor was told otherwise.
     Sharded matrices are gathered for it, so that every process finds the same move and makes its own part of it.
     """
 

@@ -26,17 +26,18 @@ def save(out: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any]
     final = out / f"step-{step:08}"
     part = final.with_name(final.name + ".part")
     if first():
-        for stale in (part, final):  # left by a run that was killed, or that went this way before
-            shutil.rmtree(stale, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed
         part.mkdir(parents=True)
     barrier()
     with _quietly():
         dcp.save(tensors, checkpoint_id=part, no_dist=not dist.is_initialized())
     if first():
         (part / STATE).write_text(json.dumps(state), encoding="utf-8")
+        if final.exists():  # a run that went this way before
+            _forget(final)
         os.rename(part, final)
         for old in sorted(_complete(out))[:-keep]:
-            shutil.rmtree(out / f"step-{old:08}", ignore_errors=True)
+            _forget(out / f"step-{old:08}")
     barrier()
     return final
 
@@ -63,6 +64,14 @@ def barrier() -> None:
     """Waits for the other processes, where there are any."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def _forget(folder: Path) -> None:
+    """Takes the name away first: half a folder must not look like a whole one."""
+    gone = folder.with_name(folder.name + ".old")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _complete(out: Path) -> list[int]:
