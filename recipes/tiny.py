@@ -58,7 +58,7 @@ def recipe(folder: Path) -> TrainConfig:
         data=DataConfig(
             sources=(stories, books, functions), length=1088, short=0.3, skip_bad=True, blocks=(64, 256, 32, 128)
         ),
-        loss=LossConfig(t_power=1.5, holes=0.1),
+        loss=LossConfig(t_power=1.5, holes=0.2),
         optim=OptimConfig(muon_lr=5e-3, adamw_lr=2.5e-3),
         steps=5000,
         rows=96,

@@ -66,6 +66,30 @@ def test_gradients_are_clipped_as_torch_does():
             assert torch.allclose(t, p.grad, rtol=1e-5)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_gradient_costs_its_step_alone(bad):
+    model = tiny.build(tiny.BASE).requires_grad_(True)
+    optimizer = Optimizer(model, OptimConfig(weight_decay=0.0))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for number, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, bad if number == 3 else 1.0)
+    assert not optimizer.step(0, 1.0).isfinite()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), name
+
+
+def test_rates_and_decay_reach_the_right_weights():
+    model = tiny.build(tiny.BASE).requires_grad_(True)
+    optimizer = Optimizer(model, OptimConfig(muon_lr=1e-2, adamw_lr=1e-2, weight_decay=0.5))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step(0, 0.5)  # nothing to follow: what moves is decay alone
+    for name, p in model.named_parameters():
+        expected = before[name] if p.dim() < 2 else before[name] * (1 - 0.5 * 1e-2 * 0.5)
+        assert torch.allclose(p, expected, rtol=1e-6), name
+
+
 @pytest.mark.parametrize(
     ("step", "expected"), [(0, 1 / 11), (9, 10 / 11), (10, 1.0), (59, 1.0), (80, 0.5), (99, 0.025), (100, 0)]
 )

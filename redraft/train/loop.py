@@ -100,6 +100,7 @@ class Report:
     seconds: float
     epoch: int  # of the first source
     bad: int  # records skipped
+    lost: int  # passes of these steps whose loss was not finite: they moved nothing
 
 
 @dataclass(frozen=True)
@@ -389,17 +390,22 @@ class Meter:
         self.norm, self.steps = norm, self.steps + 1
 
     def report(self) -> Report:
-        """What was added since the last report. Non-finite losses end the run with a sentence."""
+        """What was added since the last report. Where no loss was finite the run ends with a sentence."""
         trainer, cfg = self.trainer, self.trainer.cfg
-        means = torch.stack([torch.stack(one[:3]) for one in self.passes]).mean(dim=0)
+        terms = torch.stack([torch.stack(one[:3]) for one in self.passes])
+        good = terms[:, 0].isfinite()
+        sums = torch.cat([terms.where(good[:, None], 0.0).sum(dim=0), good.sum()[None]])
         share = torch.stack([one.share_E for one in self.passes]).mean(dim=0)
         if trainer.world > 1:
-            for tensor in (means, share):
+            for tensor in (sums, share):
                 dist.all_reduce(tensor)
-                tensor /= trainer.world
-        loss, denoiser, ar = means.tolist()
-        if not math.isfinite(loss):
-            raise ValueError(f"the loss is {loss} at step {trainer.step}: lower the rates, or look at the data")
+            share /= trainer.world
+        *totals, finite = sums.tolist()
+        if not finite:
+            raise ValueError(
+                f"the loss is {float(terms[-1, 0])} at step {trainer.step}: lower the rates, or look at the data"
+            )
+        loss, denoiser, ar = (total / finite for total in totals)
         fair = share * share.shape[1]
         positions = [position for one in trainer.positions.values() for position in one]
         tokens = cfg.step_tokens
@@ -418,6 +424,7 @@ class Meter:
             seconds=trainer.seconds,
             epoch=min(position["epochs"][0] for position in positions),
             bad=sum(position["bad"] for position in positions),
+            lost=self.steps * cfg.microbatches - int(finite),
         )
         self._clear()
         return report

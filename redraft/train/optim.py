@@ -117,13 +117,18 @@ def orthogonal(stack: Tensor, coefficients: tuple[float, float, float], steps: i
 
 
 def clip(gradients: list[Tensor], most: float) -> Tensor:
-    """Shrinks gradients to a norm of at most `most`; returns what it was. Summed in float64: the same however sharded."""
+    """Shrinks gradients to a norm of at most `most`; returns what it was. Summed in float64: the same however sharded.
+
+    Gradients that are not finite become zero: one bad pass costs a step, not the run.
+    """
     here = [_local(gradient) for gradient in gradients]
     squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in here]).square().sum()
     if isinstance(gradients[0], DTensor):
         dist.all_reduce(squares)
     norm = squares.sqrt()
     torch._foreach_mul_(here, (most / norm.clamp(min=most)).float())
+    for gradient in here:
+        gradient.masked_fill_(~norm.isfinite(), 0.0)
     return norm
 
 
