@@ -127,9 +127,10 @@ def _data(tmp_path):
     (tmp_path / "code").mkdir()
     with lzma.open(tmp_path / "stories/tinystories_val_a.txt.xz", "wt") as file:
         file.write("\n\n".join(["short"] + [f"{n} little foxes went out to play. " * 11 for n in range(3)]))
-    with lzma.open(tmp_path / "code/pyfuncs_eval.jsonl.xz", "wt") as file:
-        for n in range(3):
-            file.write(json.dumps({"t": f"def f{n}(x):\n    y = x + {n}\n    return y\n    pass\n"}) + "\n")
+    for name, numbers in (("eval", (0, 1, 2)), ("train", (1, 5))):
+        with lzma.open(tmp_path / f"code/pyfuncs_{name}.jsonl.xz", "wt") as file:
+            for n in numbers:
+                file.write(json.dumps({"t": f"def f{n}(x):\n    y = x + {n}\n\n    return y * {n}\n    pass\n"}) + "\n")
     return tmp_path
 
 
@@ -146,7 +147,7 @@ def test_stories_and_code_are_scored(run, data, tmp_path):
     assert "nelbo_over_ar" in err
     code, out, _ = run("eval", folder, "--task", "code", *common, "--block-length", "32")
     assert code == 0
-    assert json.loads(out)["holes"] == 2
+    assert (json.loads(out)["holes"], json.loads(out)["new"]) == (2, 1)  # f1 was trained on
     code, _, err = run("eval", folder, "--task", "poems", *common)
     assert (code, "no task 'poems'" in err) == (2, True)
     code, _, err = run("eval", folder, "--data", str(tmp_path / "none"), "--device", "cpu")
@@ -172,7 +173,7 @@ def test_samples_are_scored_by_a_judge(run, data, tmp_path, monkeypatch):
     found = json.loads(out)
     assert found["tokens_per_forward"] <= 8  # two steps at least for a canvas of 16
     assert found["changes"][0] == "max_steps=2"
-    assert found["ratio"] == pytest.approx(found["perplexity"] / found["perplexity_left_to_right"])
-    assert len(found["left_to_right"]) == 6
+    assert (found["entropy"], found["ratio"]) == (None, None)  # too short to say
+    assert len(found["left_to_right"]) == 7
     with pytest.raises(ValueError, match=r"no tokens\.jsonl"):
         judge.LlamaJudge(tmp_path)

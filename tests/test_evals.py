@@ -120,16 +120,33 @@ def test_cold_speech_is_the_likeliest_token_after_token():
 
 def test_samples_are_compared_at_the_same_entropy():
     def speak(temperature: float) -> Sampled:
-        return Sampled([f"{temperature}"], [list(range(round(100 * temperature)))], 1.0)
+        return Sampled([f"{temperature}"], [varied(round(80 * temperature))], 1.0)
 
-    pages = Sampled(["pages"], [list(range(92))], 6.0)  # entropy log 92, between those of 1.0 and 0.85
-    found = evals.compare(pages, "", lambda texts: 9.0 if texts == ["pages"] else math.exp(float(texts[0])), speak)
-    share = (math.log(92) - math.log(85)) / (math.log(100) - math.log(85))
-    assert found.spoken == pytest.approx(math.exp(0.85 + 0.15 * share))
+    pages = Sampled(["pages"], [varied(74)], 6.0)  # between 1.0 and 0.85, which have 80 and 68
+    found = evals.compare(pages, "", judged, speak)
+    low, at, high = (evals._entropy(varied(count)) for count in (68, 74, 80))
+    assert found.spoken == pytest.approx(math.exp(0.85 + 0.15 * (at - low) / (high - low)))
     assert found.ratio == pytest.approx(9.0 / found.spoken)
-    assert (found.tokens_per_forward, len(found.curve)) == (6.0, 6)
-    assert Sampled([""], [[1, 1, 1]], 1.0).entropy == 0
-    assert Sampled([""], [[1, 2]], 1.0).entropy == pytest.approx(math.log(2))
+    assert [point[0] for point in found.curve] == list(evals.TEMPERATURES)
+    for strange in (varied(2), [1, 2, 3]):  # more alike than any speech, and too short to say
+        assert evals.compare(Sampled(["pages"], [strange], 6.0), "", judged, speak).ratio is None
+
+
+def judged(texts):
+    return 9.0 if texts == ["pages"] else math.exp(float(texts[0]))
+
+
+def varied(count):
+    """A text of WINDOW tokens and more, `count` different ones in its window."""
+    return [min(at, count - 1) for at in range(evals.WINDOW)] + [*range(1000, 1020)]
+
+
+def test_entropy_is_of_as_many_tokens_in_every_text():
+    same, two = [1] * evals.WINDOW, [1, 2] * (evals.WINDOW // 2)
+    assert Sampled([""], [same], 1.0).entropy == 0
+    assert Sampled([""] * 3, [two, two + [3] * 50, [4, 5, 6]], 1.0).entropy == pytest.approx(math.log(2))
+    assert Sampled([""], [[1, 2]], 1.0).entropy is None
+    assert Sampled([""] * 2, [[1, 2], [1] * 6], 1.0).length == 4
 
 
 CODE = "def f(x):\n    'what it does'\n    y = x + 1\n    if y:\n        return y\n    return None\n"

@@ -128,6 +128,8 @@ def test_blocks_are_numbered_through_the_batch():
 def test_noise_levels_are_stratified_and_sometimes_full():
     levels = loss.noise_levels(200, LossConfig(full_noise=0.0), generator()).sort().values
     assert (levels.diff() - 1 / 200).abs().max() < 1e-3  # evenly spread over (0, 1)
+    offsets = {round(float(loss.noise_levels(4, LossConfig(full_noise=0.0), generator(i)).min()), 4) for i in range(9)}
+    assert len(offsets) == 9  # the slices are the same, the place inside them is not
     squared = loss.noise_levels(200, LossConfig(full_noise=0.0, t_power=2.0), generator()).sort().values
     assert torch.allclose(squared, levels.square(), atol=1e-4)
     full = loss.noise_levels(2000, LossConfig(full_noise=0.25), generator())
@@ -157,6 +159,14 @@ def test_a_hole_is_one_stretch_of_a_block():
     assert len(firsts) > 3
 
 
+def test_a_belief_is_at_its_rows_temperature():
+    model = tiny.build(tiny.BASE)
+    hidden = torch.randn(2, 3, tiny.BASE.hidden_size, generator=generator())
+    told = loss.believed(model, hidden, torch.tensor([0.5, 1.0]))
+    assert torch.allclose(told[0], model.soft_embed(model.head(hidden[0]) * 2), atol=1e-6)
+    assert torch.allclose(told[1], model.soft_embed(model.head(hidden[1])), atol=1e-6)
+
+
 def test_what_is_drawn_is_noise_where_it_struck_and_text_elsewhere():
     data = many(40)
     noise = loss.draw(data, LossConfig(self_condition=0.5, on_policy=0.25, full_noise=1.0), tiny.VOCAB, generator())
@@ -164,7 +174,8 @@ def test_what_is_drawn_is_noise_where_it_struck_and_text_elsewhere():
     assert abs(changed - (1 - 1 / tiny.VOCAB)) < 0.02
     assert torch.equal(noise.noisy_BL[~data.canvas_BL], data.ids_BL[~data.canvas_BL])
     assert (len(noise.temperature_R), len(noise.uniform_OL)) == (20, 5)
-    assert 0.4 <= noise.temperature_R.min() <= noise.temperature_R.max() <= 1
+    assert 0.4 <= noise.temperature_R.min() <= 0.5
+    assert 0.9 <= noise.temperature_R.max() <= 1
     shares = [len(loss.draw(many(2), LossConfig(self_condition=0.25), 9, generator(i)).temperature_R) for i in range(200)]
     assert set(shares) == {0, 1}
     assert 0.35 < sum(shares) / 200 < 0.65  # a quarter of two rows, rounded by chance

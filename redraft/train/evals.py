@@ -31,6 +31,8 @@ from redraft.train.loss import Batch, Masks, dense_masks
 
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 ROWS = 16  # texts looked at together
+WINDOW = 100  # tokens that entropy is taken over: it grows with length, and lengths differ
+TEMPERATURES = (1.2, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25)  # of the left-to-right samples that others are compared with
 
 
 # 1. Texts to rows
@@ -191,15 +193,21 @@ class Sampled:
     tokens_per_forward: float
 
     @property
-    def entropy(self) -> float:
-        """Of the tokens inside a text, in nats, averaged over texts: it falls when a text repeats itself."""
-        return sum(map(_entropy, self.ids)) / len(self.ids)
+    def entropy(self) -> float | None:
+        """Of the first WINDOW tokens inside a text, in nats, averaged over texts that long: it falls with repetition."""
+        long = [ids[:WINDOW] for ids in self.ids if len(ids) >= WINDOW]
+        return sum(map(_entropy, long)) / len(long) if long else None
+
+    @property
+    def length(self) -> float:
+        """Tokens of a text, on average."""
+        return sum(map(len, self.ids)) / len(self.ids)
 
 
 def _entropy(ids: list[int]) -> float:
     counts = torch.tensor([ids.count(token) for token in set(ids)]).double()
     shares = counts / counts.sum()
-    return float(-(shares * shares.log()).sum()) if ids else 0.0
+    return float(-(shares * shares.log()).sum())
 
 
 def drafted(
@@ -259,15 +267,13 @@ class Comparison:
     """Drafted samples beside spoken ones of the same entropy."""
 
     drafted: float  # perplexity under the judge
-    spoken: float  # the same for left-to-right samples, interpolated to the drafted ones' entropy
-    entropy: float
-    tokens_per_forward: float
-    curve: list[tuple[float, float, float]]  # temperature, entropy, perplexity of spoken samples
+    spoken: float | None  # of left-to-right samples of the same entropy; None where no temperature gives it
+    curve: list[tuple[float, float | None, float, float]]  # temperature, entropy, perplexity, length of spoken samples
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
         """Above 1: drafting costs quality."""
-        return self.drafted / self.spoken
+        return self.drafted / self.spoken if self.spoken is not None else None
 
 
 def compare(pages: Sampled, prompt: str, judge: Judge, speak: Callable[[float], Sampled]) -> Comparison:
@@ -277,23 +283,22 @@ def compare(pages: Sampled, prompt: str, judge: Judge, speak: Callable[[float], 
     it is taken on the straight line.
     """
     curve = []
-    for temperature in (1.2, 1.0, 0.85, 0.7, 0.55, 0.4):
+    for temperature in TEMPERATURES:
         voices = speak(temperature)
-        curve.append((temperature, voices.entropy, judge([prompt + text for text in voices.texts])))
-    points = sorted((entropy, math.log(perplexity)) for _, entropy, perplexity in curve)
-    matched = math.exp(_interpolated(points, pages.entropy))
+        perplexity = judge([prompt + text for text in voices.texts])
+        curve.append((temperature, voices.entropy, perplexity, voices.length))
+    points = sorted((entropy, math.log(perplexity)) for _, entropy, perplexity, _ in curve if entropy is not None)
+    matched = _interpolated(points, pages.entropy) if pages.entropy is not None else None
     own = judge([prompt + text for text in pages.texts])
-    return Comparison(own, matched, pages.entropy, pages.tokens_per_forward, curve)
+    return Comparison(own, math.exp(matched) if matched is not None else None, curve)
 
 
-def _interpolated(points: list[tuple[float, float]], at: float) -> float:
-    """On the line between the neighbours; beyond the ends, the end."""
-    if at <= points[0][0] or at >= points[-1][0]:
-        return points[0][1] if at <= points[0][0] else points[-1][1]
+def _interpolated(points: list[tuple[float, float]], at: float) -> float | None:
+    """On the line between the neighbours; None beyond the ends."""
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x0 <= at <= x1:
             return y0 + (y1 - y0) * (at - x0) / max(x1 - x0, 1e-9)
-    raise AssertionError("unreachable: the points enclose it")
+    return None
 
 
 # 5. Infill

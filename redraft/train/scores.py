@@ -1,7 +1,9 @@
 """The scores of a model card, a task each: which texts, which protocol, which numbers. What they mean is in `evals.py`."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +70,47 @@ def samples(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig,
         "perplexity": found.drafted,
         "perplexity_left_to_right": found.spoken,
         "ratio": found.ratio,
-        "entropy": found.entropy,
-        "tokens_per_forward": found.tokens_per_forward,
-        "left_to_right": [[round(number, 4) for number in point] for point in found.curve],
+        "entropy": pages.entropy,
+        "length": pages.length,
+        "tokens_per_forward": pages.tokens_per_forward,
+        "left_to_right": [[number and round(number, 4) for number in point] for point in found.curve],
         "first": pages.texts[0],
     }
 
 
 def code(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """Lines of Python functions put back, with what follows in sight and without."""
+    """Lines of Python functions put back, with what follows in sight and without.
+
+    Packages copy from one another: a hole is new if no training function has its line between the same two neighbours.
+    """
     sampler = sampler.changed(canvas_length=options.canvas)
-    with open_text(options.data / "code/pyfuncs_eval.jsonl.xz") as file:
-        texts = [json.loads(line)["t"] for line in file]
-    taken = evals.holes(tokenizer, texts, longest=32)[: options.count]
-    fills = evals.exact(evals.filled(model, tokenizer, taken, sampler), taken)
-    hidden = evals.exact(evals.continued(model, tokenizer, taken), taken)
-    return {"holes": len(taken), "canvas": sampler.canvas_length, "filled": fills, "left_to_right": hidden}
+    taken = evals.holes(tokenizer, functions(options.data / "code/pyfuncs_eval.jsonl.xz"), longest=32)[: options.count]
+    known = {three for text in functions(options.data / "code/pyfuncs_train.jsonl.xz") for three in threes(text)}
+    new = [place(tokenizer, hole) not in known for hole in taken]
+    found = {"holes": len(taken), "new": sum(new), "canvas": sampler.canvas_length}
+    ways = {
+        "filled": evals.filled(model, tokenizer, taken, sampler),
+        "left_to_right": evals.continued(model, tokenizer, taken),
+    }
+    for way, answers in ways.items():
+        found[way] = evals.exact(answers, taken)
+        found[f"{way}_new"] = evals.exact(list(compress(answers, new)), list(compress(taken, new)))
+    return found
+
+
+def functions(path: Path) -> list[str]:
+    """The texts of a file of functions."""
+    with open_text(path) as file:
+        return [json.loads(line)["t"] for line in file]
+
+
+def threes(text: str) -> Iterator[tuple[str, str, str]]:
+    """Every three lines that follow one another, indentation and blank lines apart."""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    return zip(lines, lines[1:], lines[2:], strict=False)
+
+
+def place(tokenizer: Tokenizer, hole: evals.Hole) -> tuple[str, str, str]:
+    """The line of a hole between its neighbours."""
+    before, line, after = (tokenizer.decode(ids).strip() for ids in (hole.before, hole.line, hole.after))
+    return before.split("\n")[-1].strip(), line, after.split("\n")[0].strip()
