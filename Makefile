@@ -1,4 +1,4 @@
-# make demo: something to look at.  make test: everything.  make lint: style only.
+# make demo: a story, redrafted on your terminal.  make test: everything.  make lint: style only.
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/ready
@@ -6,8 +6,7 @@ READY := $(VENV)/ready
 .PHONY: demo test lint docs bench clean
 
 demo: $(READY)
-	$(VENV)/bin/python examples/random_checkpoint.py build/demo
-	$(VENV)/bin/redraft "Once upon a time" -m build/demo --max-tokens 192
+	$(VENV)/bin/redraft "Once upon a time"
 
 test: lint
 	$(VENV)/bin/python -m pytest

@@ -1,7 +1,7 @@
 """redraft runs text-diffusion language models: a page of random tokens is redrafted, all at once, until it settles.
 
     import redraft
-    writer = redraft.load("FOLDER or OWNER/NAME")
+    writer = redraft.load()  # the small model that comes along; or load("FOLDER"), load("OWNER/NAME")
     print(writer.write("Once upon a time"))
 
 This page lists what is public. `redraft.generate` is where to start reading.

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch
@@ -26,9 +25,7 @@ from redraft.config import ModelConfig
 from redraft.generate import Committed, Event, Finished
 from redraft.recording import Recording
 from redraft.terminal import CanvasView, harmless, summary
-from redraft.writer import Writer
-
-SHIPPED = Path(__file__).with_name("weights") / "tiny"
+from redraft.writer import SHIPPED, Writer
 
 
 class DefaultToWrite(TyperGroup):
@@ -85,7 +82,10 @@ def _option(*names: str, help: str, parser: Any = None) -> Any:
 
 
 Model = Annotated[
-    str, typer.Option("--model", "-m", envvar="REDRAFT_MODEL", help="Checkpoint folder, or hub id OWNER/NAME.")
+    str,
+    typer.Option(
+        "--model", "-m", envvar="REDRAFT_MODEL", help="Checkpoint folder, or hub id OWNER/NAME. [tiny, in the package]"
+    ),
 ]
 MaxTokens = Annotated[
     int | None,
@@ -208,8 +208,12 @@ app.command("eval")(cli_train.evaluate)
 
 
 @app.command()
-def info(model: Model = "") -> None:
-    """Show a checkpoint's shape, its memory by format, and what would run where. Without -m: the released 26B-A4B."""
+def info(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Checkpoint folder, or hub id OWNER/NAME. [the released 26B-A4B shape]")
+    ] = "",
+) -> None:
+    """Show a checkpoint's shape, its memory by format, and what would run where."""
     console = Console(highlight=False)
     config, stored = ModelConfig(), None
     if model:
@@ -297,8 +301,6 @@ def _prompt(given: str | None) -> str:
 
 def _load(model: str, device: str | None, dtype: str | None) -> Writer:
     """The model, with a line on stderr while a person waits for it."""
-    if not model and not SHIPPED.is_dir():
-        raise ValueError("which model? Give -m FOLDER or -m OWNER/NAME, or set REDRAFT_MODEL")
     folder = checkpoint.find(model or SHIPPED)  # before the line below, which would garble a download's progress bar
     with _waiting("loading"):
         return redraft.load(folder, device=device, dtype=dtype)

@@ -8,7 +8,7 @@ Knows nothing of torch, files of weights, or text. The dictionaries it reads and
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +261,8 @@ class SamplerConfig:
     # For small models, whose entropies never fit the bound (see docs/tour.md, stop 5). Off for published checkpoints.
     quota: bool = False
     accept_at_end: bool = False
+    spread: int = 0  # of the unsure within this many places, a step accepts only the surest; 0: no such rule
+    stops_last: bool = False  # stop tokens are accepted behind everything else
 
     def __post_init__(self) -> None:
         for name in ("canvas_length", "max_new_tokens", "max_steps"):
@@ -275,7 +277,8 @@ class SamplerConfig:
         _real("temperature (t_max)", self.t_max, 1e-4)  # colder than that, soft-capped logits overflow
         if self.t_max < self.t_min:
             raise ConfigError(f"t_max must not be below t_min, got {self.t_max} and {self.t_min}")
-        for name in ("quota", "accept_at_end"):
+        _whole("spread", self.spread, 0)
+        for name in ("quota", "accept_at_end", "stops_last"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
 
@@ -329,8 +332,8 @@ class SamplerConfig:
             "eos_token_id": list(self.eos_token_ids),
             "pad_token_id": self.pad_token_id,
         }
-        ours = {n: v for n, v in asdict(self).items() if n in ("canvas_length", "quota", "accept_at_end")}
-        return theirs, {"sampler": ours}
+        names = ("canvas_length", "quota", "accept_at_end", "spread", "stops_last")
+        return theirs, {"sampler": {name: getattr(self, name) for name in names}}
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

@@ -10,12 +10,16 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.config import SamplerConfig
 from redraft.kernels import Belief, read_vocabulary
 from redraft.random import Draws
 from redraft.rules import CanvasRules
+
+SURE = 0.2  # nats: with `spread`, whoever is surer than this needs no distance
+BEHIND = 1e3  # more than any entropy
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,29 @@ def accept(entropy_BC: Tensor, bound: float, least_B: Tensor | None = None) -> T
     return torch.zeros_like(keep_BC).scatter(-1, order_BC, keep_BC)
 
 
+def accepted(belief: Belief, state: Canvas, cfg: SamplerConfig) -> Tensor:
+    """What this step keeps, by entropy, quota, and the two rules that keep small models from contradicting themselves.
+
+    `stops_last`: at first, the end of a page is what a model is surest of; accepted early, it eats the text before it.
+    `spread`: neighbours drawn apart from one another disagree ("was was"), positions far apart seldom do.
+    """
+    worry_BC, least_B = belief.entropy_BC, quota(state, cfg)
+    if cfg.stops_last:
+        stops = torch.tensor(cfg.eos_token_ids, dtype=torch.long, device=worry_BC.device)
+        worry_BC = worry_BC + BEHIND * torch.isin(belief.best_BC, stops)
+    if not cfg.spread or state.step + 1 == cfg.max_steps:
+        return accept(worry_BC, cfg.entropy_bound, least_B)
+    may_BC = apart(worry_BC, state.accepted_BC & (belief.best_BC == state.ids_BC), cfg.spread)
+    return accept(torch.where(may_BC, worry_BC, worry_BC + BEHIND), cfg.entropy_bound, least_B) & may_BC
+
+
+def apart(worry_BC: Tensor, kept_BC: Tensor, spread: int) -> Tensor:
+    """Who may be accepted, bool_BC: what was and still is believed, the sure, and of the rest the surest around."""
+    open_BC = torch.where(kept_BC, torch.inf, worry_BC)
+    least_BC = -F.max_pool1d(-open_BC[:, None], 2 * spread - 1, stride=1, padding=spread - 1)[:, 0]
+    return kept_BC | (worry_BC < SURE) | (open_BC == least_BC)
+
+
 def quota(state: Canvas, cfg: SamplerConfig) -> Tensor | None:
     """How many positions must be accepted at this step, least_B, or None when the bound alone decides.
 
@@ -116,7 +143,7 @@ def step(
     shaped_BCV = shaped_BCV / temperature(state.step, cfg)
     length, now = state.ids_BC.shape[1], state.step + 1
     belief = read_vocabulary(shaped_BCV, draws.uniform(now, length))
-    accepted_BC = accept(belief.entropy_BC, cfg.entropy_bound, quota(state, cfg))
+    accepted_BC = accepted(belief, state, cfg)
     noise_BC = draws.noise(now, length, logits_BCV.shape[-1])
     if rules is not None:
         accepted_BC = accepted_BC | rules.pinned_BC

@@ -22,6 +22,7 @@ from redraft.rules import Rules
 from redraft.tokenizer import Decoder, Message, Tokenizer, TokenizerError
 
 Prompt = str | Sequence[Message]
+SHIPPED = Path(__file__).with_name("weights") / "tiny"
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,12 @@ class Answer:
 
 
 def load(
-    path_or_id: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
+    path_or_id: str | Path = SHIPPED, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
 ) -> "Writer":
-    """A Writer from a checkpoint folder or a hub id. Without a dtype, weights stay in the precision they are stored in."""
+    """A Writer from a checkpoint folder or a hub id; without either, the small model that comes with redraft.
+
+    Without a dtype, weights stay in the precision they are stored in.
+    """
     device, dtype = _device(device), _dtype(dtype)
     folder = checkpoint.find(path_or_id)
     config = checkpoint.load_config(folder)

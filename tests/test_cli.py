@@ -109,7 +109,6 @@ def test_info_knows_the_released_model_and_a_folder(run, folder):
     ("args", "words"),
     [
         (["hi", "-m", "/no/such/folder"], "/no/such/folder"),
-        (["hi"], "which model"),
         (["hi", "-m", "{model}", "-n", "0"], "got 0"),
         (["hi", "-m", "{model}", "-n", "-5"], "got -5"),
         (["hi", "-m", "{model}", "-n", "many"], "'many' is not a whole number"),

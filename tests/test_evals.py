@@ -124,7 +124,7 @@ def test_samples_are_compared_at_the_same_entropy():
 
     pages = Sampled(["pages"], [varied(74)], 6.0)  # between 1.0 and 0.85, which have 80 and 68
     found = evals.compare(pages, "", judged, speak)
-    low, at, high = (evals._entropy(varied(count)) for count in (68, 74, 80))
+    low, at, high = (Sampled([""], [varied(count)], 1.0).entropy for count in (68, 74, 80))
     assert found.spoken == pytest.approx(math.exp(0.85 + 0.15 * (at - low) / (high - low)))
     assert found.ratio == pytest.approx(9.0 / found.spoken)
     assert [point[0] for point in found.curve] == list(evals.TEMPERATURES)
@@ -141,9 +141,10 @@ def varied(count):
     return [min(at, count - 1) for at in range(evals.WINDOW)] + [*range(1000, 1020)]
 
 
-def test_entropy_is_of_as_many_tokens_in_every_text():
+def test_entropy_is_of_as_many_tokens_of_every_text():
     same, two = [1] * evals.WINDOW, [1, 2] * (evals.WINDOW // 2)
     assert Sampled([""], [same], 1.0).entropy == 0
+    assert Sampled([""] * 2, [same, [2] * evals.WINDOW], 1.0).entropy == pytest.approx(math.log(2))  # taken together
     assert Sampled([""] * 3, [two, two + [3] * 50, [4, 5, 6]], 1.0).entropy == pytest.approx(math.log(2))
     assert Sampled([""], [[1, 2]], 1.0).entropy is None
     assert Sampled([""] * 2, [[1, 2], [1] * 6], 1.0).length == 4

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from redraft import random, sampler
 from redraft.config import SamplerConfig
+from redraft.kernels import Belief
 from redraft.rules import Rules, on_canvas
 
 VOCAB, LENGTH = 23, 9
@@ -30,6 +32,8 @@ def situations(draw):
         eos_token_ids=(1, 5),
         quota=draw(st.booleans()),
         accept_at_end=draw(st.booleans()),
+        spread=draw(st.sampled_from([0, 0, 1, 2, 20])),
+        stops_last=draw(st.booleans()),
     )
     pins = st.dictionaries(st.integers(0, LENGTH - 1), st.integers(0, VOCAB - 1), max_size=4)
     forbidden = st.lists(st.integers(0, VOCAB - 1), max_size=5)
@@ -92,7 +96,7 @@ def test_invariants_of_the_loop(situation):
             assert not set(state.best_BC[row].tolist()) & set(rule.forbidden)
             kept = state.ids_BC[row, state.accepted_BC[row]]
             assert not set(kept.tolist()) & set(rule.forbidden)
-        if cfg.quota or (cfg.accept_at_end and state.step == cfg.max_steps):
+        if (cfg.quota and not cfg.spread) or (cfg.accept_at_end and state.step == cfg.max_steps):
             needed = sampler.quota(before, cfg)
             assert (state.accepted_BC.sum(-1)[live] >= needed[live]).all()
     last = states[-1]
@@ -107,6 +111,47 @@ def test_invariants_of_the_loop(situation):
         assert (ids[row, end:] == cfg.pad_token_id).all()
         assert lengths[row] == end
         assert all(position < end for position in rules[row].pins)  # no stop token has cut one off
+
+
+def belief_of(entropies, best):
+    """A step's belief with these entropies and these likeliest tokens."""
+    entropy = torch.tensor([entropies])
+    return Belief(torch.tensor([best]), entropy, torch.tensor([best]))
+
+
+def test_of_unsure_neighbours_the_surest_is_accepted():
+    cfg = SamplerConfig(canvas_length=8, max_steps=4, entropy_bound=100.0, spread=3)
+    state = sampler.start(torch.zeros(1, 8, dtype=torch.long))
+    entropies = [1.0, 0.9, 1.1, 1.2, 0.1, 0.15, 2.0, 0.8]
+    first = sampler.accepted(belief_of(entropies, [7] * 8), state, cfg)
+    # 1 is the surest around it; 4 and 5 are sure; 7 has 5 beside it, which is surer
+    assert first.tolist() == [[False, True, False, False, True, True, False, False]]
+    # What was accepted and is still believed is no longer in anybody's way.
+    state = replace(state, ids_BC=torch.full((1, 8), 7), accepted_BC=first)
+    second = sampler.accepted(belief_of(entropies, [7] * 8), state, cfg)
+    assert second.tolist() == [[True, True, False, False, True, True, False, True]]
+    changed = sampler.accepted(belief_of(entropies, [7, 8, *[7] * 6]), state, cfg)
+    assert changed.tolist() == [[False, True, False, False, True, True, False, True]]  # 1 is believed no more: again a rival
+    full = sampler.accepted(belief_of(entropies, [7] * 8), replace(state, step=3), replace(cfg, accept_at_end=True))
+    assert full.all()
+
+
+def test_a_quota_asks_only_for_what_may_be_accepted():
+    cfg = SamplerConfig(canvas_length=8, max_steps=2, entropy_bound=1e-3, spread=8, quota=True)
+    state = sampler.start(torch.zeros(1, 8, dtype=torch.long))
+    found = sampler.accepted(belief_of([2.0, 1.0, *[3.0] * 6], [7] * 8), state, cfg)
+    assert found.nonzero().tolist() == [[0, 1]]
+
+
+def test_stop_tokens_come_last():
+    cfg = SamplerConfig(canvas_length=4, max_steps=4, entropy_bound=5.0, stops_last=True, eos_token_ids=(1, 5))
+    state = sampler.start(torch.zeros(1, 4, dtype=torch.long))
+    belief = belief_of([0.1, 4.0, 3.0, 0.2], [1, 7, 8, 5])
+    assert sampler.accepted(belief, state, cfg).tolist() == [[False, True, True, False]]
+    asked = replace(cfg, quota=True, max_steps=1)
+    assert sampler.accepted(belief, state, asked).all()
+    alone = belief_of([0.3, 0.1, 0.2, 0.4], [1, 1, 5, 5])
+    assert sampler.accepted(alone, state, cfg).tolist() == [[False, True, False, False]]  # the surest, always
 
 
 @settings(max_examples=40)

@@ -27,8 +27,8 @@ class LlamaJudge:
         if not (folder / "tokens.jsonl").exists():
             raise ValueError(f"{folder} has no tokens.jsonl; a judge is a Llama checkpoint with a list of its tokens")
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-        lines = (folder / "tokens.jsonl").read_text(encoding="utf-8").splitlines()
-        self.vocabulary = vocabulary([json.loads(line) for line in lines])
+        with (folder / "tokens.jsonl").open(encoding="utf-8") as lines:  # not splitlines(): tokens may be line separators
+            self.vocabulary = vocabulary([json.loads(line) for line in lines])
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, the start token first."""
