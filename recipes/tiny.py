@@ -47,10 +47,14 @@ def recipe(folder: Path) -> TrainConfig:
         max_new_tokens=256,
         max_steps=32,
         entropy_bound=1.0,
-        confidence_threshold=0.02,
+        t_min=0.5,
+        t_max=0.5,
+        confidence_threshold=0.05,
         eos_token_ids=(1,),
         quota=True,
         accept_at_end=True,
+        spread=8,
+        stops_last=True,
     )
     return TrainConfig(
         model=model,

@@ -174,6 +174,6 @@ def test_samples_are_scored_by_a_judge(run, data, tmp_path, monkeypatch):
     assert found["tokens_per_forward"] <= 8  # two steps at least for a canvas of 16
     assert found["changes"][0] == "max_steps=2"
     assert (found["entropy"], found["ratio"]) == (None, None)  # too short to say
-    assert len(found["left_to_right"]) == 7
+    assert len(found["left_to_right"]) == 8
     with pytest.raises(ValueError, match=r"no tokens\.jsonl"):
         judge.LlamaJudge(tmp_path)

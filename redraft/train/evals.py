@@ -33,7 +33,7 @@ from redraft.train.loss import Batch, Masks, dense_masks
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 ROWS = 16  # texts looked at together
 WINDOW = 100  # tokens of each text that entropy is taken over: it grows with length, and lengths differ
-TEMPERATURES = (1.2, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25)  # of the left-to-right samples that others are compared with
+TEMPERATURES = (1.2, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1)  # of the left-to-right samples that others are compared with
 
 
 # 1. Texts to rows
