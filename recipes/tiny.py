@@ -1,8 +1,9 @@
 """The model that ships in redraft/weights/tiny: 16M parameters, mixture of experts, stories and Python functions.
 
 Reads the data from the folder in REDRAFT_DATA (default: data): stories/*.txt.xz, stories/ccby_storybooks.jsonl.xz and
-code/pyfuncs_train.jsonl.xz. A step is 104,448 tokens. Cost: an earlier form of this recipe read 0.5M tokens/s on one
-H200, after up to four minutes of compiling (docs/lab.md); 5,000 steps are 0.5 billion tokens. Not yet run to its end.
+code/pyfuncs_train.jsonl.xz. A step is 104,448 tokens. Cost: 0.535M tokens/s on one H200 behind two and a half minutes of
+compiling. The weights that ship were trained by the clock, 6,887 steps in 25 minutes
+(benchmarks/results/train_tiny_h200_202611.md); the 5,000 steps below take 19.
 """
 
 import os
