@@ -159,19 +159,6 @@ def test_a_hole_is_one_stretch_of_a_block():
     assert len(firsts) > 3
 
 
-def test_copies_come_from_the_same_block_and_near():
-    data = many(40)
-    index, _ = loss.number_blocks(data.layout)
-    ids = torch.arange(data.ids_BL.numel()).view_as(data.ids_BL)
-    found = loss.copied(ids, index, generator())
-    assert set((found - ids).flatten().tolist()) == {-2, -1, 0, 1, 2}
-    assert torch.equal(index.flatten()[found], index)
-    cfg = LossConfig(full_noise=1.0, copies=1.0)
-    noise = loss.draw(Batch(ids, data.layout), cfg, tiny.VOCAB, generator())
-    assert ((noise.noisy_BL - ids).abs() <= 2).all()
-    assert torch.equal(noise.noisy_BL[~data.canvas_BL], ids[~data.canvas_BL])
-
-
 def test_a_belief_is_at_its_rows_temperature():
     model = tiny.build(tiny.BASE)
     hidden = torch.randn(2, 3, tiny.BASE.hidden_size, generator=generator())

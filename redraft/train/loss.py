@@ -42,7 +42,6 @@ class LossConfig:
     t_power: float = 1.0  # t is a uniform number to this power: above 1, more blocks are lightly noised
     full_noise: float = 0.1  # of blocks: t = 1, as at a canvas's first step
     holes: float = 0.0  # of the other blocks: noise strikes one stretch of tokens instead of tokens here and there
-    copies: float = 0.0  # of struck tokens: not noise but a neighbour's token, as where a page says "was was"
     self_condition: float = 0.5  # of rows
     on_policy: float = 0.0  # of self-conditioned rows: the surest of the model's own samples stand in place of their noise
     on_policy_nats: float = 2.0  # how unsure a sample may be, drawn between 0 and this for each row
@@ -53,12 +52,9 @@ class LossConfig:
     def __post_init__(self) -> None:
         if self.noise not in ("uniform", "mask"):
             raise ValueError(f"noise is uniform or mask, got {self.noise!r}")
-        for name in ("on_policy", "copies"):
-            if self.noise == "mask" and getattr(self, name):
-                raise ValueError(
-                    f"a mask hides that a token is wrong: {name} must be 0 with it, got {getattr(self, name)!r}"
-                )
-        for name in ("full_noise", "holes", "copies", "self_condition", "on_policy"):
+        if self.noise == "mask" and self.on_policy:
+            raise ValueError(f"a mask hides that a token is wrong: on_policy must be 0 with it, got {self.on_policy!r}")
+        for name in ("full_noise", "holes", "self_condition", "on_policy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
         if not self.t_power > 0:
@@ -153,14 +149,6 @@ def struck(layout: Layout, t_N: Tensor, index_BL: Tensor, holes: float, generato
     return hit_BL & (index_BL >= 0)
 
 
-def copied(ids_BL: Tensor, index_BL: Tensor, generator: torch.Generator) -> Tensor:
-    """For every token one that stands one or two places away in its block; its own at the block's edge."""
-    length = ids_BL.shape[1]
-    far_BL = torch.tensor([-2, -1, 1, 2])[torch.randint(4, ids_BL.shape, generator=generator)]
-    from_BL = (torch.arange(length) + far_BL).clamp(0, length - 1)
-    return torch.where(index_BL.gather(1, from_BL) == index_BL, ids_BL.gather(1, from_BL), ids_BL)
-
-
 def draw(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Generator) -> Noise:
     """Everything random about one pass, from a generator on the CPU: a seed means the same on every device.
 
@@ -172,9 +160,6 @@ def draw(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Genera
     t_N = noise_levels(count, cfg, generator)
     hit_BL = struck(batch.layout, t_N, index_BL, cfg.holes, generator)
     noise_BL = torch.randint(vocab_size, shape, generator=generator)
-    if cfg.copies:
-        instead_BL = torch.rand(shape, generator=generator) < cfg.copies
-        noise_BL = torch.where(instead_BL, copied(batch.ids_BL, index_BL, generator), noise_BL)
     if cfg.noise == "mask":
         noise_BL = torch.full(shape, vocab_size - 1)
     noisy_BL = torch.where(hit_BL, noise_BL, batch.ids_BL)
