@@ -96,7 +96,8 @@ def test_invariants_of_the_loop(situation):
             assert not set(state.best_BC[row].tolist()) & set(rule.forbidden)
             kept = state.ids_BC[row, state.accepted_BC[row]]
             assert not set(kept.tolist()) & set(rule.forbidden)
-        if (cfg.quota and not cfg.spread) or (cfg.accept_at_end and state.step == cfg.max_steps):
+        last_step = state.step == cfg.max_steps
+        if (cfg.quota and (last_step or not cfg.spread)) or (cfg.accept_at_end and last_step):
             needed = sampler.quota(before, cfg)
             assert (state.accepted_BC.sum(-1)[live] >= needed[live]).all()
     last = states[-1]

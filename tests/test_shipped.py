@@ -59,7 +59,7 @@ def test_it_writes_without_a_network(tmp_path):
     assert len(run.stdout.split()) > 20
 
 
-def test_stories_are_made_of_words_and_end(writer):
+def test_stories_are_made_of_words(writer):
     known = set(re.findall(r"[a-z]+", (STORY + CARD).lower()))
     answers = writer.write(["Once upon a time"] * 4, seed=0)
     words = [word for answer in answers for word in re.findall(r"[a-z]+", answer.text.lower())]
