@@ -41,7 +41,7 @@ class LossConfig:
     noise: str = "uniform"  # "mask": one extra token, the vocabulary's last, for comparison only (see masked.py)
     t_power: float = 1.0  # t is a uniform number to this power: above 1, more blocks are lightly noised
     full_noise: float = 0.1  # of blocks: t = 1, as at a canvas's first step
-    holes: float = 0.0  # of the other blocks: noise strikes one stretch of tokens instead of tokens here and there
+    holes: float = 0.0  # of the blocks: noise strikes stretches of tokens instead of tokens here and there
     self_condition: float = 0.5  # of rows
     on_policy: float = 0.0  # of self-conditioned rows: the surest of the model's own samples stand in place of their noise
     on_policy_nats: float = 2.0  # how unsure a sample may be, drawn between 0 and this for each row
@@ -136,17 +136,21 @@ class Noise:
 
 
 def struck(layout: Layout, t_N: Tensor, index_BL: Tensor, holes: float, generator: torch.Generator) -> Tensor:
-    """Which tokens noise replaces, bool_BL: each of a block with probability t, or a stretch of t of its length."""
-    t_BL = t_N[index_BL]
-    hit_BL = torch.rand(index_BL.shape, generator=generator) < t_BL
+    """Which tokens noise replaces, bool_BL: each of a block with probability t, or each stretch of it as a whole.
+
+    Stretches of a block are equally long, from 2 tokens to half of it, as likely between 4 and 8 as between 32 and 64.
+    """
+    chance_BL = torch.rand(index_BL.shape, generator=generator)
     if holes:
         length_N = torch.bincount(index_BL[index_BL >= 0], minlength=len(t_N))
-        stretched_N = (torch.rand(len(t_N), generator=generator) < holes) & (t_N < 1)
-        size_N = (t_N * length_N).ceil()
-        first_N = (torch.rand(len(t_N), generator=generator) * (length_N - size_N + 1)).floor()
-        at_BL = layout.positions - layout.starts - first_N[index_BL]
-        hit_BL = torch.where(stretched_N[index_BL], (at_BL >= 0) & (at_BL < size_N[index_BL]), hit_BL)
-    return hit_BL & (index_BL >= 0)
+        size_N = (2 * (length_N / 4).clamp(min=1) ** torch.rand(len(t_N), generator=generator)).long()
+        size_N = torch.where(torch.rand(len(t_N), generator=generator) < holes, size_N, 1)
+        shift_N = (torch.rand(len(t_N), generator=generator) * size_N).long()
+        at_BL = layout.positions - layout.starts
+        behind_BL = torch.minimum(at_BL, (at_BL + shift_N[index_BL]) % size_N[index_BL])  # the stretch's first token
+        first_BL = torch.arange(index_BL.shape[1]) - torch.where(index_BL >= 0, behind_BL, 0)
+        chance_BL = chance_BL.gather(1, first_BL)
+    return (chance_BL < t_N[index_BL]) & (index_BL >= 0)
 
 
 def draw(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Generator) -> Noise:
