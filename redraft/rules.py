@@ -16,7 +16,7 @@ NEVER = -1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules of one row: `pins` maps answer positions to token ids, `forbidden` ids may stand nowhere."""
+    """The rules of one row: `pins` maps answer positions to token ids, `forbidden` ids stand nowhere but where pinned."""
 
     pins: Mapping[int, int] = field(default_factory=dict)
     forbidden: tuple[int, ...] = ()
@@ -24,8 +24,6 @@ class Rules:
     def __post_init__(self) -> None:
         if any(position < 0 for position in self.pins):
             raise ValueError(f"a pin's position must be 0 or more, got {min(self.pins)}")
-        if clash := set(self.forbidden) & set(self.pins.values()):
-            raise ValueError(f"token {min(clash)} is both pinned and forbidden")
 
     def check(self, vocab_size: int, answer_length: int, stops: Sequence[int]) -> None:
         """Refuses tokens outside the vocabulary, pins that the answer would not hold, and rules that leave no token."""

@@ -75,7 +75,7 @@ def test_resumed_equals_unbroken_to_the_bit(tmp_path):
     assert losses(began) + losses(resumed) == losses(unbroken)
     for name, tensor in whole.optimizer.state().items():
         assert torch.equal(tensor, second.optimizer.state()[name]), name
-    assert second.positions == whole.positions
+    assert second.task.positions == whole.task.positions
 
 
 def test_the_model_that_comes_out_is_the_average_and_loads(tmp_path):

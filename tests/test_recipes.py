@@ -11,8 +11,9 @@ from test_loop import config
 
 import redraft
 from redraft.train import curves, evals, recipes
+from redraft.train.data import MARKS
 from redraft.train.judge import vocabulary
-from redraft.train.loop import MARKS, Trainer
+from redraft.train.loop import Trainer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))

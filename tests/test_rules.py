@@ -50,7 +50,6 @@ def test_a_stop_token_may_not_cut_off_a_pin():
     ("make", "words"),
     [
         (lambda: Rules(pins={-1: 3}), "-1"),
-        (lambda: Rules(pins={0: 3}, forbidden=(3,)), "both pinned and forbidden"),
         (lambda: Rules(pins={0: 10}).check(10, 8, STOPS), "outside the vocabulary of 10"),
         (lambda: Rules(pins={8: 1}).check(10, 8, STOPS), "beyond the answer's 8"),
         (lambda: Rules(forbidden=(12,)).check(10, 8, STOPS), "12"),

@@ -133,16 +133,19 @@ def symmetries(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     Rows trade places inside their band, bands do, columns likewise, and half of the boards are mirrored.
     """
 
+    def chance(*shape: int) -> Tensor:
+        return torch.rand((count, *shape), generator=generator, device=generator.device)
+
     def lines() -> Tensor:
-        bands_N3 = torch.rand(count, 3, generator=generator).argsort(dim=-1)
-        inside_N33 = torch.rand(count, 3, 3, generator=generator).argsort(dim=-1)
+        bands_N3 = chance(3).argsort(dim=-1)
+        inside_N33 = chance(3, 3).argsort(dim=-1)
         return (bands_N3[:, :, None] * 3 + inside_N33).flatten(1)
 
     rows_N9, columns_N9 = lines(), lines()
     from_NRC = rows_N9[:, :, None] * SIZE + columns_N9[:, None, :]
-    mirrored = torch.rand(count, generator=generator) < 0.5
+    mirrored = chance() < 0.5
     from_NRC = torch.where(mirrored[:, None, None], from_NRC.transpose(1, 2), from_NRC)
-    digits_NG = torch.rand(count, SIZE, generator=generator).argsort(dim=-1) + 1
+    digits_NG = chance(SIZE).argsort(dim=-1) + 1
     return from_NRC.flatten(1), digits_NG
 
 

@@ -31,6 +31,10 @@ from redraft.train.loss import Batch
 
 Record = Mapping[str, Any]
 
+# The first ids of a vocabulary of our own. transformers looks for images wherever their marks stand: no word may have them.
+MARKS = ("<pad>", "<eos>", "<bos>", "<|image>", "<|image|>", "<image|>")
+PAD, STOP = 0, 1
+
 
 class BadRecord(ValueError):
     """A record that cannot be used: which file, which line, why."""

@@ -20,23 +20,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from redraft import checkpoint
 from redraft.config import ModelConfig, SamplerConfig
-from redraft.masks import Layout
 from redraft.model import DiffusionGemma
 from redraft.tokenizer import Tokenizer
-from redraft.train import data, saves
-from redraft.train.data import Batches, DataConfig, Interleaved, Position, ReadAhead, Rows
-from redraft.train.loss import Batch, LossConfig, Losses, Noise, Objective, SparseMasks, dense_masks, draw, first_rows
+from redraft.train import boards, data, saves
+from redraft.train.boards import Boards, PuzzleConfig
+from redraft.train.data import MARKS, DataConfig
+from redraft.train.loss import LossConfig, Losses
 from redraft.train.optim import OptimConfig, Optimizer, rate
+from redraft.train.texts import Texts
 
-# The first ids of a vocabulary of our own. transformers looks for images wherever their marks stand: no word may have them.
-MARKS = ("<pad>", "<eos>", "<bos>", "<|image>", "<|image|>", "<image|>")
-PAD, STOP = 0, 1
 VOCABULARY_BYTES = 40_000_000  # of text that a vocabulary is trained on
 
 
@@ -45,7 +43,7 @@ class TrainConfig:
     """A whole training run. `recipes/` has functions that return one."""
 
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig | PuzzleConfig
     sampler: SamplerConfig  # saved with the model
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -101,6 +99,7 @@ class Report:
     epoch: int  # of the first source
     bad: int  # records skipped
     lost: int  # passes of these steps whose loss was not finite: they moved nothing
+    solved: float | None = None  # of puzzles that were given up or solved since the last report
 
 
 @dataclass(frozen=True)
@@ -128,6 +127,8 @@ Event = Report | Saved | Ended
 
 def build_tokenizer(cfg: TrainConfig, out: Path) -> Tokenizer:
     """The vocabulary of a run; one that is trained is kept in the run's folder."""
+    if isinstance(cfg.data, PuzzleConfig):
+        return boards.tokenizer()
     if cfg.init or cfg.tokenizer not in ("bpe", "bytes"):
         return Tokenizer.from_folder(cfg.init or cfg.tokenizer)
     if cfg.tokenizer == "bytes":
@@ -180,7 +181,7 @@ def fresh(config: ModelConfig, seed: int) -> DiffusionGemma:
     return model
 
 
-def shard(objective: Objective, precision: str) -> None:
+def shard(objective: nn.Module, precision: str) -> None:
     """FSDP2: every layer's weights are spread over the processes and gathered when it is its turn."""
     dtype = getattr(torch, precision) if precision != "float32" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
@@ -189,7 +190,7 @@ def shard(objective: Objective, precision: str) -> None:
     fully_shard(objective, mp_policy=policy)
 
 
-def computed_in(objective: Objective, precision: str) -> Callable[..., Losses]:
+def computed_in(objective: nn.Module, precision: str) -> Callable[..., Losses]:
     """The objective with its float32 weights rounded for the computation; gradients arrive in float32."""
     named = dict(objective.named_parameters())
     dtype = getattr(torch, precision)
@@ -217,11 +218,9 @@ class Trainer:
         self.tokenizer = build_tokenizer(cfg, self.out)
         model = build_model(cfg)
         self.config = model.config
-        if self.tokenizer.size > self.config.vocab_size:
-            raise ValueError(f"the tokenizer has {self.tokenizer.size} tokens, the model {self.config.vocab_size}")
-        if cfg.loss.noise == "mask" and self.tokenizer.size == self.config.vocab_size:
-            raise ValueError(f"mask noise needs a token that no text uses; all {self.config.vocab_size} are taken")
-        self.objective = Objective(model, cfg.loss).to(self.device)
+        kind = Boards if isinstance(cfg.data, PuzzleConfig) else Texts
+        self.task = kind(cfg, self.config, self.tokenizer, self.device, self.mine)
+        self.objective = self.task.objective(model).to(self.device)
         self.constants = {name: tensor.clone() for name, tensor in model.named_buffers()}  # as they will be saved
         for layer in model.layers:  # float32 ones would lift everything behind them to float32
             layer.layer_scalar.data = layer.layer_scalar.to(getattr(torch, cfg.precision))
@@ -233,8 +232,7 @@ class Trainer:
         self.compute = self.objective if plain else computed_in(self.objective, cfg.precision)
         if cfg.compile:
             self.objective.compile(dynamic=False)
-        self.sparse = SparseMasks(self.config, cfg.rows, cfg.data.length, device) if self.device.type == "cuda" else None
-        self.step, self.before, self.positions = 0, 0.0, {}
+        self.step, self.before = 0, 0.0
         self.began = time.perf_counter()
         self._resume()
 
@@ -242,10 +240,13 @@ class Trainer:
         folder = saves.latest(self.out)
         if folder is None:
             return
-        state = saves.load(folder, self.optimizer.state())
+        state = saves.load(folder, self._tensors())
         if state["batch"] != self._batch:
             raise ValueError(f"{folder} was made with {state['batch']}, this run has {self._batch}: give another folder")
-        self.step, self.before, self.positions = state["step"], state["seconds"], state["positions"]
+        self.step, self.before, self.task.positions = state["step"], state["seconds"], state["positions"]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return self.optimizer.state() | self.task.tensors()
 
     @property
     def seconds(self) -> float:
@@ -273,32 +274,18 @@ class Trainer:
 
     def run(self) -> Iterator[Event]:
         """Trains to the end, to the time limit, or until told to stop; a checkpoint is written in every case."""
-        streams = {m: self._stream(m) for m in self.mine}
+        self.task.open()
         self.began = time.perf_counter()
         try:
             with _told_to_stop() as told:
-                yield from self._steps(streams, told)
+                yield from self._steps(told)
         finally:
-            for stream in streams.values():
-                stream.close()
+            self.task.close()
 
-    def _stream(self, m: int) -> Interleaved:
-        cfg, saved = self.cfg, self.positions.get(str(m), [None] * self.cfg.streams)
-        marks = {"stop": STOP, "pad": PAD}
-        if cfg.init:
-            marks = {"stop": self.config.eos_token_ids[0], "pad": self.config.pad_token_id}
-        parts = []
-        for number, position in enumerate(saved):
-            shards = {"shard": m * cfg.streams + number, "shards": cfg.microbatches * cfg.streams}
-            position = Position.from_json(position) if position is not None else None
-            rows = Rows(cfg.data, self.tokenizer, **marks, **shards, position=position)
-            parts.append(Batches(rows, cfg.rows // cfg.streams))
-        return Interleaved([ReadAhead(part) if cfg.read_ahead else part for part in parts])
-
-    def _steps(self, streams: dict[int, Interleaved], told: dict[str, bool]) -> Iterator[Event]:
+    def _steps(self, told: dict[str, bool]) -> Iterator[Event]:
         cfg, meter, saved = self.cfg, Meter(self), self.step
         while self.step < cfg.steps and not (cfg.by_clock and self.left <= 0):
-            meter.add(*self.one_step(streams))
+            meter.add(*self.one_step())
             spent = self.seconds if cfg.by_clock else self.seconds - self.before
             over = self._most(float(bool(told) or spent > cfg.max_seconds)) > 0
             if self.step % cfg.report_every == 0 or self.step == cfg.steps or over:
@@ -314,13 +301,12 @@ class Trainer:
         why = "done" if done else "stopped" if told else "out of time"
         yield Ended(self.step, self.export(), why)
 
-    def one_step(self, streams: dict[int, Interleaved]) -> tuple[list[Losses], Tensor]:
+    def one_step(self) -> tuple[list[Losses], Tensor]:
         """Gradients of this process's microbatches, then the optimizer's move."""
         found = []
         for m in self.mine:
-            columns, self.positions[str(m)] = next(streams[m])
             chance = random.Random(f"{self.cfg.seed} {self.step} {m}").getrandbits(62)
-            losses = self.losses(data.to_batch(columns), torch.Generator().manual_seed(chance))
+            losses = self.task.losses(self.compute, m, torch.Generator().manual_seed(chance))
             # FSDP averages over processes; what is left is to average over this process's passes.
             (losses.total / len(self.mine)).backward()
             found.append(Losses(*(t.detach() for t in losses)))
@@ -328,18 +314,6 @@ class Trainer:
         norm = self.optimizer.step(self.step, self.share)
         self.step += 1
         return found, norm
-
-    def losses(self, batch: Batch, generator: torch.Generator) -> Losses:
-        """The objective on one batch, on this run's device."""
-        noise = draw(batch, self.cfg.loss, self.config.vocab_size, generator)
-        noise = Noise(*(self._onto(t) for t in vars(noise).values()))
-        batch = Batch(self._onto(batch.ids_BL), Layout(*(self._onto(t) for t in vars(batch.layout).values())))
-        mask_of = self.sparse(batch.layout) if self.sparse else dense_masks(self.config, batch.layout)
-        return self.compute(batch, noise, mask_of, first_rows(mask_of, len(noise.temperature_R)))
-
-    def _onto(self, tensor: Tensor) -> Tensor:
-        """To the device without waiting for it."""
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def _most(self, number: float) -> float:
         """The largest of all processes' numbers: what they do next must not differ."""
@@ -350,14 +324,14 @@ class Trainer:
         return float(largest)
 
     def _save(self) -> Saved:
-        positions = self.positions
+        positions = self.task.positions
         if self.world > 1:
             everyone: list[Any] = [None] * self.world
             dist.all_gather_object(everyone, positions)
             positions = {m: position for part in everyone for m, position in part.items()}
         state = {"step": self.step, "seconds": self.seconds, "positions": positions}
         state["batch"] = self._batch
-        return Saved(self.step, saves.save(self.out, self.step, self.optimizer.state(), state, self.cfg.keep))
+        return Saved(self.step, saves.save(self.out, self.step, self._tensors(), state, self.cfg.keep))
 
     def export(self) -> Path:
         """The averaged weights in the published layout, bf16, with tokenizer and sampler settings."""
@@ -407,7 +381,6 @@ class Meter:
             )
         loss, denoiser, ar = (total / finite for total in totals)
         fair = share * share.shape[1]
-        positions = [position for one in trainer.positions.values() for position in one]
         tokens = cfg.step_tokens
         report = Report(
             step=trainer.step,
@@ -422,9 +395,8 @@ class Meter:
             tokens=trainer.step * tokens,
             tokens_per_second=self.steps * tokens / (time.perf_counter() - self.since),
             seconds=trainer.seconds,
-            epoch=min(position["epochs"][0] for position in positions),
-            bad=sum(position["bad"] for position in positions),
             lost=self.steps * cfg.microbatches - int(finite),
+            **trainer.task.told(),
         )
         self._clear()
         return report

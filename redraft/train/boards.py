@@ -1,0 +1,356 @@
+"""What a run needs to learn to solve puzzles: boards as the sampler leaves them between two steps, and a loss on them.
+
+Every row of a batch is a place for a puzzle. A step is one pass over all places: the model reads the canvas, is told what it
+believed before, and learns to say the solution in every open cell; then each canvas moves as the sampler would move it.
+A puzzle leaves when it was solved twice in a row, or after `passes`, and another takes its place: so the passes go to
+those that need them, and what the model learns on are its own half-solved boards, errors included.
+
+A model that reads from left to right learns here too, for comparison: the puzzle, then the solution, cell after cell.
+Shapes: B places, C = 81 cells, G = 9 digits, S prompt tokens, P puzzles, D model size.
+"""
+
+import csv
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as Vocabulary
+from torch import Tensor, nn
+
+from redraft import masks, sampler
+from redraft.config import ModelConfig
+from redraft.kernels import softcap_
+from redraft.model import DiffusionGemma
+from redraft.sudoku import generator as boards
+from redraft.sudoku import tokens
+from redraft.sudoku.board import CELLS
+from redraft.tokenizer import Tokenizer
+from redraft.train import saves
+from redraft.train.data import MARKS, open_text
+from redraft.train.loss import Losses, imbalance
+
+if TYPE_CHECKING:
+    from redraft.train.loop import TrainConfig
+
+AT_ONCE = 8192  # puzzles made together
+FEWEST, MOST = 24, 45  # clues of those that are not dug as far as they go
+
+
+@dataclass(frozen=True, kw_only=True)
+class PuzzleConfig:
+    """Which puzzles, and how long each is worked on."""
+
+    files: tuple[str, ...] = ()  # CSV with columns puzzle and solution; .xz and .gz are read too
+    shares: tuple[float, ...] = ()  # of the puzzles, one for each file; the rest is generated
+    generated: int = 100_000  # puzzles made when the run begins, and kept in `kept`; half of them minimal
+    kept: str = "puzzles.npz"
+    passes: int = 20  # a puzzle that is not solved by then is given up
+    causal: bool = False  # learn left to right instead, for comparison
+    given: float = 0.2  # of puzzles: begin with some cells filled in, one in ten of them wrongly
+    temperatures: tuple[float, float] = (0.3, 1.0)  # each puzzle has its own,
+    bounds: tuple[float, float] = (0.03, 1.0)  # and its own entropy bound
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.files) != len(self.shares):
+            raise ValueError(f"{len(self.files)} files of puzzles have {len(self.shares)} shares")
+        if self.generated < 1 or not 0 <= sum(self.shares) < 1:
+            raise ValueError(f"something must be generated: {self.generated} puzzles, files have {sum(self.shares):.2f}")
+        if self.passes < 1:
+            raise ValueError(f"passes must be at least 1, got {self.passes}")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return CELLS
+
+
+def tokenizer() -> Tokenizer:
+    """The vocabulary of `sudoku/tokens.py`, words parted by spaces."""
+    vocabulary = Vocabulary(models.WordLevel({word: i for i, word in enumerate([*MARKS, *tokens.WORDS])}, MARKS[0]))
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    vocabulary.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    return Tokenizer(vocabulary)
+
+
+# 1. Puzzles
+
+
+def read_puzzles(path: str) -> tuple[np.ndarray, np.ndarray]:
+    """Puzzles and solutions of a CSV file, digits [P, C]."""
+    with open_text(path) as file:
+        rows = [(row["puzzle"], row["solution"]) for row in csv.DictReader(file)]
+    columns = (np.array([list(text.encode()) for text in column], dtype=np.uint8) - 48 for column in zip(*rows, strict=True))
+    puzzles, solutions = columns
+    return puzzles, solutions
+
+
+def make_puzzles(cfg: PuzzleConfig, device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+    """Generated puzzles, from the file of an earlier call where there is one."""
+    if saves.first() and not Path(cfg.kept).exists():
+        chance, found = torch.Generator(device).manual_seed(cfg.seed), []
+        for begin in range(0, cfg.generated, AT_ONCE):
+            full_NC = boards.full_boards(min(AT_ONCE, cfg.generated - begin), chance, device)
+            clues_N = torch.randint(FEWEST, MOST + 1, (len(full_NC),), generator=chance, device=device)
+            clues_N[::2] = 0
+            found.append(torch.stack([boards.dig(full_NC, clues_N, chance), full_NC]).to(torch.uint8).cpu())
+        puzzles, solutions = torch.cat(found, dim=1).numpy()
+        Path(cfg.kept).parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(cfg.kept, puzzles=puzzles, solutions=solutions)
+    saves.barrier()
+    with np.load(cfg.kept) as file:
+        return file["puzzles"], file["solutions"]
+
+
+class Pool:
+    """All puzzles on the device, and puzzles drawn from it: a source by its share, one of its puzzles, turned by chance."""
+
+    def __init__(self, cfg: PuzzleConfig, device: torch.device) -> None:
+        parts = [*(read_puzzles(file) for file in cfg.files), make_puzzles(cfg, device)]
+        both = [torch.from_numpy(np.concatenate(column)).to(device) for column in zip(*parts, strict=True)]
+        self.puzzles_PC, self.solutions_PC = both
+        sizes = torch.tensor([len(puzzles) for puzzles, _ in parts], device=device)
+        self.sizes_F, self.firsts_F = sizes, sizes.cumsum(0) - sizes
+        self.upto_F = torch.tensor([*cfg.shares, 1 - sum(cfg.shares)], device=device).cumsum(0)
+
+    def draw(self, count: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
+        """That many puzzles with their solutions, [count, C]."""
+        file_N = torch.searchsorted(self.upto_F, torch.rand(count, generator=chance, device=chance.device))
+        file_N = file_N.clamp(max=len(self.upto_F) - 1)
+        place_N = torch.rand(count, generator=chance, device=chance.device, dtype=torch.float64) * self.sizes_F[file_N]
+        at_N = self.firsts_F[file_N] + place_N.long()
+        way = boards.symmetries(count, chance)
+        return boards.turned(self.puzzles_PC[at_N].long(), *way), boards.turned(self.solutions_PC[at_N].long(), *way)
+
+
+# 2. Places
+
+
+@dataclass
+class Places:
+    """Puzzles being worked on. Tensors stay where they are and are written over: a checkpoint reads into them."""
+
+    puzzle_BC: Tensor
+    solution_BC: Tensor
+    ids_BC: Tensor  # the canvas
+    probs_BCG: Tensor  # what the last pass believed; zeros before the first
+    passes_B: Tensor
+    right_B: Tensor  # passes in a row that the likeliest board was the solution
+    over_B: Tensor  # to be replaced
+    temperature_B: Tensor
+    bound_B: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> "Places":
+        """All of them to be filled."""
+        board, number = torch.zeros(rows, CELLS, dtype=torch.long), torch.zeros(rows)
+        probs, over = torch.zeros(rows, CELLS, 9), torch.ones(rows, dtype=torch.bool)
+        whole = (board, board, board, probs, number.long(), number.long(), over, number, number)
+        return cls(*(tensor.clone().to(device) for tensor in whole))
+
+    def put(self, where_B: Tensor, **changes: Tensor) -> None:
+        """Writes these fields in these rows."""
+        for name, new in changes.items():
+            old = getattr(self, name)
+            old.copy_(torch.where(where_B.view(-1, *[1] * (old.dim() - 1)), new, old))
+
+
+def refill(places: Places, pool: Pool, cfg: PuzzleConfig, chance: torch.Generator) -> None:
+    """New puzzles where the old ones are over: clues, and noise, or some digits by chance, in the open cells."""
+    rows = len(places.over_B)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(rows, generator=chance, device=chance.device)
+
+    puzzle_BC, solution_BC = pool.draw(rows, chance)
+    noise_BC = torch.randint(tokens.SIZE, (rows, CELLS), generator=chance, device=chance.device)
+    told_B = (uniform(0, 1) < cfg.given) * uniform(0, 1)
+    told_BC = torch.rand((rows, CELLS), generator=chance, device=chance.device) < told_B[:, None]
+    wrong_BC = torch.rand((rows, CELLS), generator=chance, device=chance.device) < 0.1
+    digit_BC = torch.where(wrong_BC, noise_BC % 9, solution_BC - 1) + tokens.DIGITS.start
+    low, high = (float(np.log(bound)) for bound in cfg.bounds)
+    places.put(
+        places.over_B,
+        puzzle_BC=puzzle_BC,
+        solution_BC=solution_BC,
+        ids_BC=with_clues(torch.where(told_BC, digit_BC, noise_BC), puzzle_BC),
+        probs_BCG=torch.zeros_like(places.probs_BCG),
+        passes_B=torch.zeros_like(places.passes_B),
+        right_B=torch.zeros_like(places.right_B),
+        temperature_B=uniform(*cfg.temperatures),
+        bound_B=uniform(low, high).exp(),
+    )
+
+
+def with_clues(ids_BC: Tensor, puzzle_BC: Tensor) -> Tensor:
+    """A canvas with the clues pinned."""
+    return torch.where(puzzle_BC > 0, puzzle_BC + (tokens.CLUES.start - 1), ids_BC)
+
+
+def advance(places: Places, logits_BCG: Tensor, passes: int, chance: torch.Generator) -> None:
+    """Moves every canvas as `sampler.step` would: sample, accept under the bound, noise elsewhere."""
+    open_BC = places.puzzle_BC == 0
+    logs_BCG = (logits_BCG.float() / places.temperature_B[:, None, None]).log_softmax(dim=-1)
+    probs_BCG = logs_BCG.exp()
+    entropy_BC = -(probs_BCG * logs_BCG).sum(dim=-1) * open_BC
+    uniform_BC1 = torch.rand((*open_BC.shape, 1), generator=chance, device=chance.device)
+    sampled_BC = (probs_BCG.cumsum(dim=-1) < uniform_BC1).sum(dim=-1).clamp(max=8)
+    noise_BC = torch.randint(tokens.SIZE, open_BC.shape, generator=chance, device=chance.device)
+    accepted_BC = sampler.accept(entropy_BC, places.bound_B[:, None])
+    ids_BC = torch.where(accepted_BC, sampled_BC + tokens.DIGITS.start, noise_BC)
+    right_B = ((logits_BCG.argmax(dim=-1) + 1 == places.solution_BC) | ~open_BC).all(dim=-1)
+    everywhere = torch.ones_like(right_B)
+    places.put(
+        everywhere,
+        ids_BC=with_clues(ids_BC, places.puzzle_BC),
+        probs_BCG=probs_BCG,
+        passes_B=places.passes_B + 1,
+        right_B=torch.where(right_B, places.right_B + 1, 0),
+    )
+    places.put(everywhere, over_B=(places.right_B >= 2) | (places.passes_B >= passes))
+
+
+# 3. The objectives
+
+
+class BoardObjective(nn.Module):
+    """A pass over boards, and the cross-entropy of the digits in open cells. The prompt is the same for all: read once."""
+
+    def __init__(self, model: DiffusionGemma, balance_weight: float) -> None:
+        super().__init__()
+        self.model, self.balance_weight = model, balance_weight
+        self.register_buffer("prompt_1S", torch.tensor([[model.config.bos_token_id, *tokens.NAMES]]))
+
+    def compile(self, **options: Any) -> None:
+        """Part by part, as the objective of texts."""
+        for part in (*self.model.layers, self.model.self_conditioning, self.model.norm):
+            part.compile(**options)
+
+    def forward(self, ids_BC: Tensor, probs_BCG: Tensor, puzzle_BC: Tensor, solution_BC: Tensor) -> tuple[Losses, Tensor]:
+        """The loss, and the logits of the digits."""
+        model, prompt_1S, device = self.model, self.prompt_1S, ids_BC.device
+        digits_GD = model.embed_tokens.weight[tokens.DIGITS.start : tokens.DIGITS.stop]
+        length = prompt_1S.shape[1]
+        with torch.no_grad():  # what was believed: digits, or for certain the clue; zeros before the first pass
+            soft_BCD = probs_BCG.to(model.dtype) @ digits_GD
+            begun_B11 = probs_BCG.flatten(1).any(dim=-1)[:, None, None]
+            clues_BCD = model.embed_tokens(with_clues(torch.zeros_like(ids_BC), puzzle_BC)) * begun_B11
+            soft_BCD = torch.where(puzzle_BC[..., None] > 0, clues_BCD, soft_BCD) * model._embed_scale
+        at_1S = torch.arange(length, device=device)[None]
+        prompt_ropes, ropes = model._ropes(at_1S), model._ropes(length + torch.arange(CELLS, device=device)[None])
+        x_1SD, x_BCD = model.embed(prompt_1S), model.self_conditioning(model.embed(ids_BC), soft_BCD)
+        routings = []
+        for index, layer in enumerate(model.layers):
+            kind, window = model.config.layer_types[index], model.config.layer_window(index)
+            nothing = x_1SD.new_empty(1, 0, *model.config.layer_heads(index))
+            mask = masks.causal(at_1S, at_1S, window)
+            x_1SD, k, v, _ = layer(x_1SD, prompt_ropes[kind], mask, (nothing, nothing), layer.encoder_layer_scalar)
+            past = tuple(t.expand(len(x_BCD), -1, -1, -1) for t in (k, v))
+            x_BCD, _, _, routing = layer(x_BCD, ropes[kind], None, past, layer.layer_scalar)
+            routings.append(routing)
+        logits_BCG = softcap_(F.linear(model.norm(x_BCD), digits_GD), model.config.final_logit_softcapping)
+        return _total(logits_BCG, puzzle_BC, solution_BC, routings, self.balance_weight), logits_BCG
+
+
+class CausalObjective(nn.Module):
+    """The same from left to right: all 81 cells of the puzzle, then its solution, each digit from what stands before it."""
+
+    def __init__(self, model: DiffusionGemma, balance_weight: float) -> None:
+        super().__init__()
+        self.model, self.balance_weight = model, balance_weight
+
+    def compile(self, **options: Any) -> None:
+        """Part by part."""
+        for part in (*self.model.layers, self.model.norm):
+            part.compile(**options)
+
+    def forward(self, puzzle_BC: Tensor, solution_BC: Tensor) -> tuple[Losses, Tensor]:
+        """The loss, and the logits of the digits."""
+        model = self.model
+        digits_GD = model.embed_tokens.weight[tokens.DIGITS.start : tokens.DIGITS.stop]
+        ids_BS = left_to_right(puzzle_BC, solution_BC[:, :-1], model.config.bos_token_id)
+        at_1S = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
+        ropes, x_BSD, routings = model._ropes(at_1S), model.embed(ids_BS), []
+        for index, layer in enumerate(model.layers):
+            kind, window = model.config.layer_types[index], model.config.layer_window(index)
+            nothing = x_BSD.new_empty(len(x_BSD), 0, *model.config.layer_heads(index))
+            mask = masks.causal(at_1S, at_1S, window)
+            x_BSD, _, _, routing = layer(x_BSD, ropes[kind], mask, (nothing, nothing), layer.encoder_layer_scalar)
+            routings.append(routing)
+        hidden_BCD = model.norm(x_BSD)[:, -CELLS:]
+        logits_BCG = softcap_(F.linear(hidden_BCD, digits_GD), model.config.final_logit_softcapping)
+        return _total(logits_BCG, puzzle_BC, solution_BC, routings, self.balance_weight), logits_BCG
+
+
+def left_to_right(puzzle_BC: Tensor, digits_BN: Tensor, bos: int) -> Tensor:
+    """The puzzle, blanks included, and behind it the first digits of a solution."""
+    start_B1 = torch.full_like(puzzle_BC[:, :1], bos)
+    blank_BC = torch.full_like(puzzle_BC, tokens.BLANK)
+    return torch.cat([start_B1, with_clues(blank_BC, puzzle_BC), digits_BN + (tokens.DIGITS.start - 1)], dim=1)
+
+
+def _total(logits_BCG: Tensor, puzzle_BC: Tensor, solution_BC: Tensor, routings: list, balance_weight: float) -> Losses:
+    open_BC = puzzle_BC == 0
+    each_N = F.cross_entropy(logits_BCG.flatten(0, 1), (solution_BC - 1).flatten(), reduction="none")
+    loss = (each_N * open_BC.flatten()).sum() / open_BC.sum().clamp(min=1)
+    uneven, share_E = imbalance(routings)
+    return Losses(loss + balance_weight * uneven, loss, torch.zeros_like(loss), share_E)
+
+
+# 4. The task
+
+
+class Boards:
+    """The task of a run whose data are puzzles; see `texts.py` for what a task is."""
+
+    def __init__(
+        self, cfg: "TrainConfig", config: ModelConfig, words: Tokenizer, device: torch.device, numbers: Iterable[int]
+    ) -> None:
+        if config.vocab_size != tokens.SIZE:
+            raise ValueError(f"puzzles have a vocabulary of {tokens.SIZE} tokens, the model {config.vocab_size}")
+        self.cfg, self.device = cfg, device
+        self.pool = Pool(cfg.data, device)
+        self.places = {m: Places.empty(cfg.rows, device) for m in numbers}
+        self.counts = torch.zeros(2, device=device)  # left, solved
+        self.positions: dict[str, Any] = {}
+
+    def objective(self, model: DiffusionGemma) -> nn.Module:
+        """What is compiled, sharded and differentiated."""
+        kind = CausalObjective if self.cfg.data.causal else BoardObjective
+        return kind(model, self.cfg.loss.balance_weight)
+
+    def open(self) -> None:
+        """Nothing to open."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def losses(self, compute: Callable[..., Any], m: int, generator: torch.Generator) -> Losses:
+        """One pass over the places of microbatch m, which move on."""
+        places, cfg = self.places[m], self.cfg.data
+        chance = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        refill(places, self.pool, cfg, chance)
+        if cfg.causal:
+            losses, logits_BCG = compute(places.puzzle_BC, places.solution_BC)
+        else:
+            read = (places.ids_BC.clone(), places.probs_BCG.clone())  # the gradient needs them after they have moved on
+            losses, logits_BCG = compute(*read, places.puzzle_BC, places.solution_BC)
+        with torch.no_grad():
+            advance(places, logits_BCG, 1 if cfg.causal else cfg.passes, chance)
+            self.counts += torch.stack([places.over_B.sum(), (places.over_B & (places.right_B > 0)).sum()])
+        return losses
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The places: half-solved boards outlive a step."""
+        return {f"places.{m}.{f.name}": getattr(places, f.name) for m, places in self.places.items() for f in fields(Places)}
+
+    def told(self) -> dict[str, Any]:
+        """The share of puzzles that left solved."""
+        left, solved = self.counts.tolist()
+        self.counts.zero_()
+        return {"epoch": 0, "bad": 0, "solved": solved / left if left else None}

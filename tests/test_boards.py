@@ -1,0 +1,153 @@
+"""Learning to solve puzzles: a pass is encode and denoise, canvases move as the sampler's do, resumed = unbroken."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from redraft import random, rules, sampler
+from redraft.config import SamplerConfig
+from redraft.rules import Rules
+from redraft.sudoku import generator, tokens
+from redraft.sudoku.board import CELLS
+from redraft.train import boards
+from redraft.train.boards import BoardObjective, Boards, Places, Pool, PuzzleConfig
+from redraft.train.loop import TrainConfig, Trainer, fresh
+from redraft.train.optim import OptimConfig
+
+CONFIG = replace(
+    tiny.BASE, vocab_size=tokens.SIZE, canvas_length=CELLS, sliding_window=256, image_token_ids=(3, 4, 5), eos_token_ids=(1,)
+)
+NOTHING = tuple(token for token in range(tokens.SIZE) if token not in tokens.DIGITS)
+
+
+def chance(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def puzzles(tmp_path_factory) -> PuzzleConfig:
+    """Twelve easy ones in a file, twelve made on the spot."""
+    folder = tmp_path_factory.mktemp("puzzles")
+    full = generator.full_boards(12, chance(1))
+    easy = generator.dig(full, torch.full((12,), 60), chance(2))
+    lines = [",".join("".join(map(str, board)) for board in pair) for pair in zip(easy.tolist(), full.tolist(), strict=True)]
+    (folder / "easy.csv").write_text("puzzle,solution\n" + "\n".join(lines) + "\n")
+    return PuzzleConfig(
+        files=(str(folder / "easy.csv"),), shares=(0.5,), generated=12, kept=str(folder / "own.npz"), passes=4
+    )
+
+
+def config(puzzles: PuzzleConfig, **changes) -> TrainConfig:
+    settings = SamplerConfig(canvas_length=CELLS, max_new_tokens=CELLS, eos_token_ids=(1,))
+    usual = {"steps": 6, "rows": 4, "report_every": 2, "save_every": 100}
+    return TrainConfig(model=CONFIG, sampler=settings, data=puzzles, **usual | changes)
+
+
+def test_tokens_are_words_of_their_vocabulary():
+    words = boards.tokenizer()
+    assert words.size <= tokens.SIZE
+    assert [words.encode(word) for word in tokens.WORDS] == [[i] for i in range(tokens.MARKS, words.size)]
+    puzzle = tuple(n % 10 for n in range(CELLS))
+    canvas = words.encode(" ".join(tokens.WORDS[9 + n - 1] if n else "5" for n in puzzle))
+    assert tokens.board(canvas) == tuple(n or 5 for n in puzzle)
+    assert {cell: canvas[cell] for cell in tokens.pins(puzzle)} == tokens.pins(puzzle)
+    assert tokens.board([0, tokens.BLANK, tokens.NAMES[0]]) == (0, 0, 0)
+
+
+def test_puzzles_drawn_from_the_pool_keep_their_solutions(puzzles):
+    drawn, solved = Pool(puzzles, torch.device("cpu")).draw(40, chance())
+    assert ((drawn == 0) | (drawn == solved)).all()
+    assert torch.equal(generator.solve_many(drawn, chance()), solved)
+    clues = (drawn > 0).sum(dim=-1)
+    assert 8 < int((clues == 60).sum()) < 32  # the file's; ours have 45 at most
+    with np.load(puzzles.kept) as kept:
+        assert kept["puzzles"].shape == (12, CELLS)
+
+
+def test_a_pass_that_learns_is_what_generation_computes(puzzles):
+    model = fresh(CONFIG, 0)
+    drawn, solved = Pool(puzzles, torch.device("cpu")).draw(3, chance())
+    fixed = rules.on_canvas(
+        [Rules(pins=tokens.pins(tuple(board)), forbidden=NOTHING) for board in drawn.tolist()],
+        0, CELLS, tokens.SIZE, (1,), "cpu",
+    )  # fmt: skip
+    settings = SamplerConfig(canvas_length=CELLS, max_new_tokens=CELLS, t_min=0.7, t_max=0.7, entropy_bound=0.5)
+    draws = random.draws([1, 2, 3], 0)
+    prompt = torch.tensor([[CONFIG.bos_token_id, *tokens.NAMES]] * 3)
+    cache = model.new_cache(3, prompt.shape[1])
+    objective, soft, probs = BoardObjective(model, 0.0), None, torch.zeros(3, CELLS, 9)
+    with torch.no_grad():
+        model.encode(prompt, cache)
+        state = sampler.start(draws.noise(0, CELLS, tokens.SIZE), fixed)
+        for _ in range(3):
+            logits = model.denoise(state.ids_BC, soft, cache)
+            losses, got = objective(state.ids_BC, probs, drawn, solved)
+            digits = logits[..., list(tokens.DIGITS)]
+            assert torch.allclose(got, digits, atol=1e-4)
+            open_cells = drawn == 0
+            expected = torch.nn.functional.cross_entropy(digits[open_cells], solved[open_cells] - 1)
+            assert torch.allclose(losses.denoiser, expected, atol=1e-4)
+            places = Places.empty(3, torch.device("cpu"))
+            places.puzzle_BC, places.solution_BC = drawn, solved
+            places.temperature_B[:], places.bound_B[:] = 0.7, 0.5
+            boards.advance(places, got, 4, chance())
+            state, shaped = sampler.step(logits, state, settings, draws, fixed)
+            soft, probs = model.soft_embed(shaped), places.probs_BCG
+            believed = shaped.softmax(dim=-1)[..., list(tokens.DIGITS)]
+            assert torch.allclose(probs[open_cells], believed[open_cells], atol=1e-4)
+            accepted = torch.isin(places.ids_BC, torch.tensor([*tokens.DIGITS, *tokens.CLUES]))
+            assert accepted[state.accepted_BC].all()  # elsewhere noise may be a digit too
+            assert torch.equal(places.ids_BC[~open_cells], state.ids_BC[~open_cells])
+
+
+def test_a_solved_puzzle_leaves_and_an_unsolved_one_is_given_up(puzzles):
+    places, pool = Places.empty(2, torch.device("cpu")), Pool(puzzles, torch.device("cpu"))
+    boards.refill(places, pool, puzzles, chance())
+    first = places.puzzle_BC.clone()
+    sure = torch.nn.functional.one_hot(places.solution_BC - 1, 9).float() * 20
+    doubt = torch.stack([sure[0], torch.zeros(CELLS, 9)])
+    for number in range(4):
+        places.over_B[:] = False
+        boards.advance(places, doubt, 4, chance(number))
+        assert places.over_B.tolist() == [number >= 1, number == 3]
+    boards.refill(places, pool, puzzles, chance(9))
+    assert (places.puzzle_BC != first).any(dim=-1).all()
+    assert places.passes_B.tolist() == [0, 0]
+    assert not places.probs_BCG.any()
+
+
+def test_resumed_is_unbroken(puzzles, tmp_path):
+    cfg = config(puzzles, microbatches=2)
+    whole = Trainer(cfg, tmp_path / "whole")
+    *_, last = list(whole.run())
+    list(Trainer(replace(cfg, steps=3), tmp_path / "parts").run())
+    second = Trainer(cfg, tmp_path / "parts")
+    assert second.step == 3
+    list(second.run())
+    for name, tensor in whole._tensors().items():
+        assert torch.equal(tensor, second._tensors()[name]), name
+    assert last.why == "done"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_few_steps_learn_puzzles_by_heart(puzzles, tmp_path, causal):
+    """Digits that follow from the board beat chance (2.2 nats) soon; without looking at it they never do."""
+    optim = OptimConfig(muon_lr=2e-2, adamw_lr=1e-2, warmup=5)
+    cfg = config(replace(puzzles, causal=causal, shares=(0.99,)), steps=80, rows=32, report_every=20, optim=optim)
+    reports = [event for event in Trainer(cfg, tmp_path).run() if hasattr(event, "solved")]
+    assert reports[-1].denoiser < 2.15 < 2.5 < reports[0].denoiser
+
+
+def test_what_cannot_be_learned_from_is_refused(puzzles, tmp_path):
+    with pytest.raises(ValueError, match="2 files of puzzles have 1 shares"):
+        replace(puzzles, files=("a", "b"))
+    with pytest.raises(ValueError, match="something must be generated"):
+        replace(puzzles, shares=(1.0,))
+    with pytest.raises(ValueError, match="passes must be at least 1, got 0"):
+        replace(puzzles, passes=0)
+    wrong = replace(config(puzzles), model=replace(CONFIG, vocab_size=200))
+    with pytest.raises(ValueError, match="a vocabulary of 112 tokens, the model 200"):
+        Boards(wrong, wrong.model, boards.tokenizer(), torch.device("cpu"), [0])
