@@ -8,6 +8,7 @@ Full layers keep every token. Sliding layers keep a ring of the last R tokens, p
 R = 5; after 7 tokens the slots hold positions 5, 6, 2, 3, 4. A view of it is in order of position: 4, 5, 6.
 """
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -94,6 +95,15 @@ class KVCache:
             slots = torch.tensor([(self.lengths[row] + i) % size for i in kept], dtype=torch.long, device=self.device)
             self._keys[layer][row, slots] = k_BSGK[row, kept.start : count]
             self._values[layer][row, slots] = v_BSGK[row, kept.start : count]
+
+    def rows_of(self, rows: Sequence[int]) -> "KVCache":
+        """A cache of these rows of this one, in this order, a row as often as it is named."""
+        other = copy.copy(self)
+        at = torch.tensor(rows, dtype=torch.long, device=self.device)
+        other.rows = len(rows)
+        other.lengths, other._longest = [self.lengths[row] for row in rows], [self._longest[row] for row in rows]
+        other._keys, other._values = ([tensor[at] for tensor in store] for store in (self._keys, self._values))
+        return other
 
     def advance(self, counts: Sequence[int]) -> None:
         """The tokens that every layer has appended become part of the context."""

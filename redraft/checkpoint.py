@@ -26,6 +26,10 @@ SHARD_BYTES = 5 * 10**9
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+PACKAGED = Path(__file__).with_name("weights")
+SHIPPED = ("tiny", "sudoku")  # models in the package
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read or found; the message names the file or tensor."""
 
@@ -47,7 +51,7 @@ def tied_name(published: str) -> str | None:
 
 
 def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
-    """The folder of a checkpoint: a local one, or a hub id such as google/diffusiongemma-26B-A4B-it, downloaded once.
+    """The folder of a checkpoint: a local one, one in the package by its name ("tiny"), or a hub id, downloaded once.
 
     Without weights only the small files are fetched.
     """
@@ -59,6 +63,8 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
         return folder
     if folder.exists():
         raise CheckpointError(f"{path_or_id} is a file; give the folder that holds config.json and the weights")
+    if str(path_or_id) in SHIPPED:
+        return PACKAGED / str(path_or_id)
     name = str(path_or_id).removeprefix("https://").removeprefix("hf.co/").removeprefix("huggingface.co/")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         raise CheckpointError(f"there is no folder {str(path_or_id)!r}, and it is not a hub id (OWNER/NAME)")

@@ -13,16 +13,19 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from redraft import checkpoint
+from redraft import checkpoint, solving
 from redraft.answers import Parsed, ToolCall, parse
 from redraft.config import SamplerConfig
 from redraft.generate import Committed, Draft, Event, Finished, Stats, generate
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
+from redraft.solving import Solution
+from redraft.sudoku import board as boards
+from redraft.sudoku.board import Board
 from redraft.tokenizer import Decoder, Message, Tokenizer, TokenizerError
 
 Prompt = str | Sequence[Message]
-SHIPPED = Path(__file__).with_name("weights") / "tiny"
+SHIPPED, SUDOKU = checkpoint.PACKAGED / "tiny", checkpoint.PACKAGED / "sudoku"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def load(
 ) -> "Writer":
     """A Writer from a checkpoint folder or a hub id; without either, the small model that comes with redraft.
 
-    Without a dtype, weights stay in the precision they are stored in.
+    "tiny" and "sudoku" are the models in the package. Without a dtype, weights stay in the precision they are stored in.
     """
     device, dtype = _device(device), _dtype(dtype)
     folder = checkpoint.find(path_or_id)
@@ -155,6 +158,32 @@ class Writer:
         seed = seed if seed is not None else fresh_seed()
         events = generate(self.model, [ids], cfg, seeds=[seed], constraints=[rules or Rules()])
         return _with_text(events, cfg, _Reading(self.tokenizer, chatting))
+
+    @overload
+    def solve_sudoku(self, puzzle: str | Board, **options: Any) -> Solution: ...
+    @overload
+    def solve_sudoku(self, puzzle: Sequence[str | Board], **options: Any) -> list[Solution]: ...
+
+    def solve_sudoku(
+        self, puzzle: str | Board | Sequence[str | Board], *, seed: int | None = None, **options: Any
+    ) -> Solution | list[Solution]:
+        """Solves a puzzle (81 characters, a drawn grid, or 81 numbers), or several at once. For models made for boards.
+
+        Puzzle number i has seed + i. `options` are `canvases=64`, `check=True`, and fields of SamplerConfig.
+        """
+        alone = isinstance(puzzle, str) or (len(puzzle) > 0 and isinstance(puzzle[0], int))
+        given = [puzzle] if alone else puzzle
+        puzzles = [boards.checked(one if isinstance(one, str) else boards.line(one)) for one in given]
+        events = self.sudoku_events(puzzles, seed=seed if seed is not None else fresh_seed(), **options)
+        found = sorted((e for e in events if isinstance(e, Solution)), key=lambda solution: solution.number)
+        return found[0] if alone else found
+
+    def sudoku_events(
+        self, puzzles: Sequence[Board], *, seed: int, canvases: int = 64, check: bool = True, **settings: Any
+    ) -> Iterator[solving.Pass | Solution]:
+        """Every pass over the boards, and every puzzle when it is done."""
+        cfg = self._settings(None, settings)
+        return solving.solve(self.model, puzzles, cfg, seed=seed, canvases=canvases, check=check)
 
     def _settings(self, max_tokens: int | None, settings: Mapping[str, Any]) -> SamplerConfig:
         return self.sampler.changed(max_new_tokens=max_tokens, **settings)

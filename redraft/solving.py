@@ -1,0 +1,228 @@
+"""Sudoku on canvases: clues pinned, noise in the open cells, redrafted until the board stands still.
+
+Every canvas is what `generate` makes of it, token for token; here many of them run at once, and one that is done leaves the
+batch. With `check` a finished board is held against the rules, which is not the model's doing and is counted apart: a wrong
+one is tried again, from itself partly noised or from noise, on ever more canvases at a time, up to a limit.
+
+Shapes: N canvases in the batch, C = 81 cells.
+"""
+
+import time
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redraft import random, rules, sampler
+from redraft.config import SamplerConfig
+from redraft.model import DiffusionGemma
+from redraft.rules import Rules
+from redraft.sudoku import tokens
+from redraft.sudoku.board import CELLS, Board, clashing, solves
+
+ROWS = 64  # canvases in a batch
+STRUCK = 0.4  # of the cells of a wrong board, noised for another try
+ATTEMPT = 1 << 32  # between the seeds of two tries of one puzzle
+FORBIDDEN = tuple(token for token in range(tokens.SIZE) if token not in tokens.DIGITS)  # but where pinned
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What became of a puzzle."""
+
+    number: int  # of the puzzle, in the order given
+    puzzle: Board
+    board: Board
+    solved: bool  # by the rules
+    settled: bool  # the last canvas stood still; else it ran out of steps
+    at_first: bool  # the first canvas was right, without any check
+    canvases: int
+    forwards: int  # passes that worked on this puzzle, on all its canvases
+    revisions: int  # digits that were thought better of, on the canvas that is shown
+    seconds: float  # from the start of its first canvas
+    seed: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The batch after one step: for whoever wants to look."""
+
+    numbers: tuple[int, ...]  # which puzzles
+    tries: tuple[int, ...]
+    step: int
+    best_NC: Tensor  # token ids
+    accepted_NC: Tensor
+
+
+@dataclass(frozen=True)
+class Try:
+    """One canvas to be run."""
+
+    number: int
+    attempt: int  # 0 is the first
+    start: Board | None = None  # digits to begin from; 0 and None are noise
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One canvas that is done."""
+
+    of: Try
+    board: Board
+    settled: bool
+    steps: int
+    revisions: int
+    beside: int  # canvases of the same puzzle still at work then
+
+
+def fits(model: DiffusionGemma) -> bool:
+    """Whether this is a model for boards."""
+    return model.config.vocab_size == tokens.SIZE and model.config.canvas_length == CELLS
+
+
+def solve(
+    model: DiffusionGemma,
+    puzzles: Sequence[Board],
+    cfg: SamplerConfig,
+    *,
+    seed: int,
+    canvases: int = 64,
+    check: bool = True,
+    rows: int = ROWS,
+) -> Iterator[Pass | Solution]:
+    """Solves puzzles, in batches, and tells each when it is done. Puzzle number i has the seed `seed + i`.
+
+    Without `check` every puzzle has one canvas, right or wrong.
+    """
+    if not fits(model):
+        raise ValueError(
+            f"this model has a vocabulary of {model.config.vocab_size} and pages of {model.config.canvas_length}: "
+            "it was not made for boards; use redraft/weights/sudoku"
+        )
+    if canvases < 1:
+        raise ValueError(f"a puzzle needs at least one canvas, got {canvases}")
+    most = canvases if check else 1
+    for begin in range(0, len(puzzles), rows):
+        numbers = range(begin, min(begin + rows, len(puzzles)))
+        books = {number: _Book(number, puzzles[number], seed + number) for number in numbers}
+        while books:
+            tries = [one for book in books.values() for one in book.next_tries(most)]
+            for first in range(0, len(tries), rows):
+                some = [one for one in tries[first : first + rows] if one.number in books]
+                for event in run(model, puzzles, some, cfg, seed, books) if some else ():
+                    if isinstance(event, Pass):
+                        yield event
+                        continue
+                    book = books[event.of.number]
+                    book.outcomes.append(event)
+                    if book.right or book.tried >= most:
+                        yield books.pop(book.number).solution()
+
+
+class _Book:
+    """What is known of one puzzle."""
+
+    def __init__(self, number: int, puzzle: Board, seed: int) -> None:
+        self.number, self.puzzle, self.seed, self.began = number, puzzle, seed, time.perf_counter()
+        self.outcomes: list[Outcome] = []
+
+    @property
+    def tried(self) -> int:
+        return len(self.outcomes)
+
+    @property
+    def right(self) -> bool:
+        return bool(self.outcomes) and solves(self.outcomes[-1].board, self.puzzle)
+
+    def next_tries(self, most: int) -> list[Try]:
+        """One at first, then as many as there were: half of them begin from wrong boards, half from noise."""
+        count = min(max(1, self.tried), most - self.tried)
+        found = []
+        for attempt in range(self.tried, self.tried + count):
+            again = attempt % 2 and self.outcomes
+            start = self._doubted(self.outcomes[-1 - (attempt // 2) % self.tried].board, attempt) if again else None
+            found.append(Try(self.number, attempt, start))
+        return found
+
+    def _doubted(self, board: Board, attempt: int) -> Board:
+        """A wrong board without the digits that contradict one another, and without some of the others."""
+        draws = random.draws([self.seed + attempt * ATTEMPT], 1)
+        struck = (draws.uniform(0, CELLS)[0] < STRUCK).tolist()
+        wrong = clashing(board)
+        return tuple(0 if struck[cell] or cell in wrong else digit for cell, digit in enumerate(board))
+
+    def solution(self) -> Solution:
+        last = self.outcomes[-1]
+        return Solution(
+            number=self.number,
+            puzzle=self.puzzle,
+            board=last.board,
+            solved=self.right,
+            settled=last.settled,
+            at_first=solves(self.outcomes[0].board, self.puzzle),
+            canvases=self.tried,
+            forwards=sum(outcome.steps for outcome in self.outcomes) + (last.beside * last.steps if self.right else 0),
+            revisions=last.revisions,
+            seconds=time.perf_counter() - self.began,
+            seed=self.seed,
+        )
+
+
+@torch.inference_mode()
+def run(
+    model: DiffusionGemma,
+    puzzles: Sequence[Board],
+    tries: Sequence[Try],
+    cfg: SamplerConfig,
+    seed: int,
+    wanted: Container[int],
+) -> Iterator[Pass | Outcome]:
+    """Canvases side by side, as `generate` would run each. One that is done leaves, as do those no longer wanted."""
+    device, tries = model.device, list(tries)
+    cache = model.new_cache(1, 1 + CELLS)
+    model.encode(torch.tensor([[model.config.bos_token_id, *tokens.NAMES]], device=device), cache)  # the same for all
+    cache = cache.rows_of([0] * len(tries))
+    constraints = [Rules(pins=tokens.pins(puzzles[one.number]), forbidden=FORBIDDEN) for one in tries]
+    draws = random.draws([seed + one.number + one.attempt * ATTEMPT for one in tries], 0, device)
+    fixed = rules.on_canvas(constraints, 0, CELLS, tokens.SIZE, cfg.eos_token_ids, device)
+    noise_NC = draws.noise(0, CELLS, tokens.SIZE)
+    given_NC = torch.tensor([one.start or (0,) * CELLS for one in tries], device=device)
+    ids_NC = torch.where(given_NC > 0, given_NC + (tokens.DIGITS.start - 1), noise_NC)
+    state = sampler.start(ids_NC, fixed)
+    revised_N, soft_NCD = torch.zeros(len(tries), dtype=torch.long, device=device), None
+    while tries:
+        logits_NCV = model.denoise(state.ids_BC, soft_NCD, cache)
+        before_NC = state.best_BC if state.step else None
+        state, shaped_NCV = sampler.step(logits_NCV, state, cfg, draws, fixed)
+        if before_NC is not None:
+            revised_N = revised_N + (state.best_BC != before_NC).sum(dim=-1)
+        whose = tuple(one.number for one in tries), tuple(one.attempt for one in tries)
+        yield Pass(*whose, state.step, state.best_BC, state.accepted_BC)
+        out = state.step >= cfg.max_steps
+        done = [row for row, settled in enumerate(state.settled_B.tolist()) if settled or out]
+        for row in done:
+            if tries[row].number in wanted:
+                board, settled = tokens.board(state.best_BC[row].tolist()), bool(state.settled_B[row])
+                yield Outcome(tries[row], board, settled, state.step, int(revised_N[row]), _beside(tries, row, done))
+        left = [row for row in range(len(tries)) if row not in done and tries[row].number in wanted]
+        if len(left) < len(tries):
+            at_N = torch.tensor(left, dtype=torch.long, device=device)
+            tries = [tries[row] for row in left]
+            if not tries:
+                return
+            state, fixed, draws = _rows(state, at_N), _rows(fixed, at_N), _rows(draws, at_N)
+            cache, shaped_NCV, revised_N = cache.rows_of(left), shaped_NCV[at_N], revised_N[at_N]
+        soft_NCD = model.soft_embed(shaped_NCV)
+
+
+def _beside(tries: Sequence[Try], row: int, done: Sequence[int]) -> int:
+    """How many canvases of this row's puzzle go on, or are done at the same step and further down."""
+    return sum(one.number == tries[row].number and (at > row or at not in done) for at, one in enumerate(tries) if at != row)
+
+
+def _rows(record: Any, at_N: Tensor) -> Any:
+    """Some rows of a record of tensors."""
+    parts = {f.name: getattr(record, f.name) for f in fields(record)}
+    return replace(record, **{name: value[at_N] for name, value in parts.items() if isinstance(value, Tensor)})
