@@ -125,11 +125,17 @@ def sentence(report: Any) -> str:
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id OWNER/NAME.")],
-    task: Annotated[str, typer.Option("--task", "-t", help="stories, samples, code.")] = "stories",
-    data: Annotated[str, typer.Option("--data", envvar="REDRAFT_DATA", help="Folder with stories/ and code/.")] = "data",
+    task: Annotated[
+        str | None,
+        typer.Option("--task", "-t", help="stories, samples, code, sudoku, sudoku-spoken. [stories, or sudoku]"),
+    ] = None,
+    data: Annotated[
+        str, typer.Option("--data", envvar="REDRAFT_DATA", help="Folder with stories/, code/ and sudoku/.")
+    ] = "data",
     judge: Annotated[str, typer.Option("--judge", help="samples: a Llama checkpoint with tokens.jsonl.")] = "data/teacher",
-    count: Annotated[int, typer.Option("--count", "-n", help="Texts, samples or holes.")] = 150,
+    count: Annotated[int, typer.Option("--count", "-n", help="Texts, samples, holes, or puzzles of a list.")] = 150,
     levels: Annotated[int, typer.Option("--levels", help="stories: noise levels of the bound.")] = 16,
+    canvases: Annotated[int, typer.Option("--canvases", help="sudoku: most canvases of a puzzle.")] = 64,
     canvas: Annotated[int | None, typer.Option("--block-length", help="Tokens on a canvas. [64; checkpoint's]")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a sampler setting: --set max_steps=40 --set t_max=1.0.")
@@ -137,24 +143,38 @@ def evaluate(
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Write the scores here, as JSON.")] = None,
 ) -> None:
-    """Score a model: likelihood and repair on stories, samples under a judge, lines of code put back."""
-    from redraft import writer
+    """Score a model: likelihood and repair on stories, samples under a judge, lines of code put back, puzzles solved."""
+    from redraft import solving, writer
     from redraft.train import recipes, scores
 
-    known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code}
-    if task not in known:
+    known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code, "sudoku": scores.sudoku}
+    known["sudoku-spoken"] = scores.sudoku_spoken
+    if task is not None and task not in known:
         raise ValueError(f"there is no task {task!r}; known are {', '.join(known)}")
     subject = writer.load(model, device=device, dtype="float32")
-    options = {"data": Path(data), "judge": judge, "count": count, "levels": levels, "canvas": canvas}
+    task = task or ("sudoku" if solving.fits(subject.model) else "stories")
+    console = Console(stderr=True, highlight=False)
+    options = {"data": Path(data), "judge": judge, "count": count, "levels": levels, "canvas": canvas, "canvases": canvases}
+    options["picture"] = Path(out).with_suffix(".png") if out else None
     sampler = subject.sampler
     for change in changes or []:
         sampler = recipes.changed(sampler, change)
-    found = known[task](subject.model, subject.tokenizer, sampler, scores.Options(**options))
+    with console.status("scoring") as status:
+        found = known[task](subject.model, subject.tokenizer, sampler, scores.Options(**options, tell=status.update))
     table = Table("score", "", box=None, pad_edge=False)
-    for name, value in found.items():
+    for name, value in flat(found):
         table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
-    Console(stderr=True, highlight=False).print(table)
+    console.print(table)
     text = json.dumps({"model": model, "task": task, "changes": changes or [], **found})
     print(text)
     if out:
         Path(out).write_text(text + "\n", encoding="utf-8")
+
+
+def flat(found: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Scores by name, those of parts behind their part's; long lists are left to the JSON."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{before}{name} ")
+        elif not isinstance(value, list):
+            yield f"{before}{name}", value

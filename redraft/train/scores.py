@@ -1,7 +1,7 @@
 """The scores of a model card, a task each: which texts, which protocol, which numbers. What they mean is in `evals.py`."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 from redraft.config import SamplerConfig
 from redraft.model import DiffusionGemma
 from redraft.tokenizer import Tokenizer
-from redraft.train import evals
+from redraft.train import board_scores, evals
 from redraft.train.data import open_text
 from redraft.train.judge import LlamaJudge
 
@@ -26,6 +26,9 @@ class Options:
     count: int
     levels: int
     canvas: int | None
+    canvases: int = 64
+    picture: Path | None = None
+    tell: Callable[[str], None] = lambda text: None
 
 
 def stories(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
@@ -96,6 +99,35 @@ def code(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, op
         found[way] = evals.exact(answers, taken)
         found[f"{way}_new"] = evals.exact(list(compress(answers, new)), list(compress(taken, new)))
     return found
+
+
+def sudoku(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+    """Puzzles solved, list by list, on one canvas and with check and restarts; a picture of it where one is asked for."""
+    rows = 1024 if model.device.type == "cuda" else 64
+    found = {}
+    for listed in puzzle_lists(options):
+        found[listed.name] = board_scores.score(
+            model, listed, sampler, canvases=options.canvases, rows=rows, tell=_counted(listed, options)
+        )
+    if options.picture:
+        board_scores.draw(found, options.picture)
+    return found
+
+
+def sudoku_spoken(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+    """The same lists by a model that was trained to solve them left to right."""
+    return {listed.name: board_scores.spoken(model, listed) for listed in puzzle_lists(options)}
+
+
+def puzzle_lists(options: Options) -> Iterator[board_scores.Listed]:
+    """The generated puzzles, then the lists at hand."""
+    yield board_scores.generated(options.count)
+    for name in board_scores.LISTS:
+        yield board_scores.read(options.data / "sudoku", name, options.count)
+
+
+def _counted(listed: board_scores.Listed, options: Options) -> Callable[[int], None]:
+    return lambda done: options.tell(f"{listed.name}: {done} of {len(listed.puzzles)}")
 
 
 def functions(path: Path) -> list[str]:

@@ -1,0 +1,125 @@
+"""Puzzles on canvases: batched = alone = `generate`, clues stay, a wrong board is said to be wrong."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_boards import CONFIG
+
+from redraft import solving
+from redraft.config import SamplerConfig
+from redraft.generate import Committed, generate
+from redraft.rules import Rules
+from redraft.solving import FORBIDDEN, Pass, Solution, Try
+from redraft.sudoku import generator, tokens
+from redraft.sudoku.board import CELLS, clashing, solves
+from redraft.train.loop import fresh
+
+MODEL = fresh(CONFIG, 0).requires_grad_(False)
+CFG = SamplerConfig(
+    canvas_length=CELLS, max_new_tokens=CELLS, max_steps=5, entropy_bound=3.0, confidence_threshold=2.19, eos_token_ids=(1,)
+)
+
+
+def chance(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+FULL = [tuple(board) for board in generator.full_boards(6, chance(0)).tolist()]
+PUZZLES = [
+    tuple(board) for board in generator.dig(torch.tensor(FULL), torch.tensor([81, 79, 70, 60, 40, 30]), chance(1)).tolist()
+]
+
+
+def solved(puzzles, **options) -> list[Solution]:
+    events = solving.solve(MODEL, puzzles, CFG, **{"seed": 3, **options})
+    return sorted((e for e in events if isinstance(e, Solution)), key=lambda solution: solution.number)
+
+
+def test_every_canvas_is_what_generate_makes_of_it():
+    found = solved(PUZZLES, check=False)
+    prompt = [CONFIG.bos_token_id, *tokens.NAMES]
+    rules = [Rules(pins=tokens.pins(puzzle), forbidden=FORBIDDEN) for puzzle in PUZZLES]
+    events = list(generate(MODEL, [prompt] * 6, CFG, seeds=range(3, 9), constraints=rules))
+    page = next(event for event in events if isinstance(event, Committed))
+    assert [solution.board for solution in found] == [tokens.board(ids) for ids in page.ids_BC.tolist()]
+    assert [solution.forwards for solution in found] == page.steps_B.tolist()
+    assert [solution.settled for solution in found] == page.settled_B.tolist()
+    assert len({solution.forwards for solution in found}) > 1  # some leave the batch before others
+
+
+def test_batched_is_alone():
+    together = solved(PUZZLES, canvases=4)
+    for number, puzzle in enumerate(PUZZLES):
+        (alone,) = solved([puzzle], seed=3 + number, canvases=4)
+        assert replace(alone, number=number, seconds=0) == replace(together[number], seconds=0)
+    assert [replace(s, seconds=0) for s in solved(PUZZLES, canvases=4, rows=2)] == [replace(s, seconds=0) for s in together]
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**40), open_cells=st.sets(st.integers(0, 80)), canvases=st.integers(1, 3))
+def test_clues_are_never_overwritten(seed, open_cells, canvases):
+    puzzle = tuple(0 if cell in open_cells else digit for cell, digit in enumerate(FULL[seed % 6]))
+    for event in solving.solve(MODEL, [puzzle], CFG, seed=seed, canvases=canvases):
+        rows = [event.board] if isinstance(event, Solution) else [tokens.board(ids) for ids in event.best_NC.tolist()]
+        for board in rows:
+            assert all(clue in (0, digit) for clue, digit in zip(puzzle, board, strict=True))
+            assert all(1 <= digit <= 9 for digit in board)
+
+
+def test_a_wrong_board_is_tried_again_and_said_to_be_wrong():
+    hopeless = PUZZLES[5]
+    (once,) = solved([hopeless], check=False)
+    assert (once.solved, once.at_first, once.canvases) == (False, False, 1)
+    (often,) = solved([hopeless], canvases=11)
+    assert (often.solved, often.canvases) == (False, 11)
+    assert often.forwards > 5 * once.forwards
+    full, nearly = solved(PUZZLES[:2])
+    assert full.solved
+    assert full.at_first
+    assert full.canvases == 1
+    assert nearly.solved == solves(nearly.board, PUZZLES[1])
+    assert nearly.at_first == (nearly.canvases == 1 and nearly.solved)
+
+
+def test_tries_double_and_begin_from_noise_or_from_a_wrong_board():
+    book = solving._Book(0, PUZZLES[4], 7)
+    counts = []
+    wrong = (1,) * 40 + FULL[4][40:]
+    while book.tried < 64:
+        tries = book.next_tries(64)
+        counts.append(len(tries))
+        for one in tries:
+            assert (one.start is not None) == bool(one.attempt % 2)
+            if one.start:
+                assert all(start in (0, digit) for start, digit in zip(one.start, wrong, strict=True))
+                assert not clashing(one.start)
+                assert any(one.start)
+        book.outcomes += [solving.Outcome(one, wrong, True, 5, 0, 0) for one in tries]
+    assert counts == [1, 1, 2, 4, 8, 16, 32]
+    starts = [book._doubted(wrong, attempt) for attempt in range(5)]
+    assert len(set(starts)) == 5
+
+
+def test_a_right_canvas_ends_the_others_of_its_puzzle():
+    """Three canvases of a full board and one of a hopeless one: the first pass ends the three."""
+    wanted = {0: None, 5: None}
+    tries, seen = [Try(0, 0), Try(0, 1), Try(5, 0), Try(0, 2)], []
+    settings = CFG.changed(confidence_threshold=1e-9, max_steps=3, stability_threshold=0)
+    for event in solving.run(MODEL, PUZZLES, tries, settings, 3, wanted):
+        if isinstance(event, Pass):
+            seen.append(event.numbers)
+        elif event.of.number == 0:
+            assert event.beside == 2
+            wanted.pop(0)
+    assert seen == [(0, 0, 5, 0), (5,), (5,)]
+
+
+def test_what_cannot_be_solved_is_refused():
+    other = fresh(replace(CONFIG, vocab_size=120), 0)
+    with pytest.raises(ValueError, match="a vocabulary of 120 and pages of 81: it was not made for boards"):
+        next(solving.solve(other, PUZZLES, CFG, seed=0))
+    with pytest.raises(ValueError, match="at least one canvas, got 0"):
+        next(solving.solve(MODEL, PUZZLES, CFG, seed=0, canvases=0))
