@@ -23,7 +23,7 @@ from rich.text import Text
 
 from redraft.solving import Pass, Solution
 from redraft.sudoku import board as boards
-from redraft.sudoku import solver, tokens
+from redraft.sudoku import solver
 from redraft.sudoku.board import Board, BoardError
 from redraft.terminal import CHANGED, FRAME_SECONDS, NOISE, QUIET, undivided
 from redraft.writer import SUDOKU, fresh_seed, load
@@ -121,7 +121,7 @@ def _draw(events: Iterable[Pass | Solution], puzzle: Board, console: Console) ->
             if isinstance(event, Solution):
                 live.update(picture(event.board, puzzle), refresh=True)
                 return event
-            digits = tokens.board(event.best_NC[0].tolist())
+            digits = tuple(event.boards_NC[0].tolist())
             time.sleep(max(0.0, shown + FRAME_SECONDS - time.monotonic()))  # too quick to be seen otherwise
             shown = time.monotonic()
             tried = f" · canvas {event.tries[0] + 1}, {len(event.tries)} at once" if event.tries[0] else ""

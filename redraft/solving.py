@@ -21,6 +21,7 @@ from redraft.model import DiffusionGemma
 from redraft.rules import Rules
 from redraft.sudoku import tokens
 from redraft.sudoku.board import CELLS, Board, clashing, solves
+from redraft.sudoku.generator import symmetries, turned
 
 ROWS = 64  # canvases in a batch
 STRUCK = 0.4  # of the cells of a wrong board, noised for another try
@@ -52,7 +53,7 @@ class Pass:
     numbers: tuple[int, ...]  # which puzzles
     tries: tuple[int, ...]
     step: int
-    best_NC: Tensor  # token ids
+    boards_NC: Tensor  # digits
     accepted_NC: Tensor
 
 
@@ -63,6 +64,17 @@ class Try:
     number: int
     attempt: int  # 0 is the first
     start: Board | None = None  # digits to begin from; 0 and None are noise
+
+    def way(self, seed: int) -> tuple[Tensor, Tensor]:
+        """The symmetry under which the model sees the puzzle: what it cannot find one way it may find another.
+
+        The first try has the puzzle as it is given.
+        """
+        if not self.attempt:
+            return torch.arange(CELLS), torch.arange(1, 10)
+        chance = torch.Generator().manual_seed((seed + self.number + self.attempt * ATTEMPT) % 2**63)
+        from_1C, digits_1G = symmetries(1, chance)
+        return from_1C[0], digits_1G[0]
 
 
 @dataclass(frozen=True)
@@ -181,14 +193,17 @@ def run(
 ) -> Iterator[Pass | Outcome]:
     """Canvases side by side, as `generate` would run each. One that is done leaves, as do those no longer wanted."""
     device, tries = model.device, list(tries)
+    from_NC, digits_NG = (torch.stack(column) for column in zip(*(one.way(seed) for one in tries), strict=True))
+    seen_NC = turned(torch.tensor([puzzles[one.number] for one in tries]), from_NC, digits_NG)
+    given_NC = turned(torch.tensor([one.start or (0,) * CELLS for one in tries]), from_NC, digits_NG).to(device)
+    back = _Back(from_NC.to(device), digits_NG.to(device))
     cache = model.new_cache(1, 1 + CELLS)
     model.encode(torch.tensor([[model.config.bos_token_id, *tokens.NAMES]], device=device), cache)  # the same for all
     cache = cache.rows_of([0] * len(tries))
-    constraints = [Rules(pins=tokens.pins(puzzles[one.number]), forbidden=FORBIDDEN) for one in tries]
+    constraints = [Rules(pins=tokens.pins(tuple(board)), forbidden=FORBIDDEN) for board in seen_NC.tolist()]
     draws = random.draws([seed + one.number + one.attempt * ATTEMPT for one in tries], 0, device)
     fixed = rules.on_canvas(constraints, 0, CELLS, tokens.SIZE, cfg.eos_token_ids, device)
     noise_NC = draws.noise(0, CELLS, tokens.SIZE)
-    given_NC = torch.tensor([one.start or (0,) * CELLS for one in tries], device=device)
     ids_NC = torch.where(given_NC > 0, given_NC + (tokens.DIGITS.start - 1), noise_NC)
     state = sampler.start(ids_NC, fixed)
     revised_N, soft_NCD = torch.zeros(len(tries), dtype=torch.long, device=device), None
@@ -199,12 +214,13 @@ def run(
         if before_NC is not None:
             revised_N = revised_N + (state.best_BC != before_NC).sum(dim=-1)
         whose = tuple(one.number for one in tries), tuple(one.attempt for one in tries)
-        yield Pass(*whose, state.step, state.best_BC, state.accepted_BC)
+        boards_NC = back.boards(state.best_BC)
+        yield Pass(*whose, state.step, boards_NC, back.places(state.accepted_BC))
         out = state.step >= cfg.max_steps
         done = [row for row, settled in enumerate(state.settled_B.tolist()) if settled or out]
         for row in done:
             if tries[row].number in wanted:
-                board, settled = tokens.board(state.best_BC[row].tolist()), bool(state.settled_B[row])
+                board, settled = tuple(boards_NC[row].tolist()), bool(state.settled_B[row])
                 yield Outcome(tries[row], board, settled, state.step, int(revised_N[row]), _beside(tries, row, done))
         left = [row for row in range(len(tries)) if row not in done and tries[row].number in wanted]
         if len(left) < len(tries):
@@ -213,8 +229,27 @@ def run(
             if not tries:
                 return
             state, fixed, draws = _rows(state, at_N), _rows(fixed, at_N), _rows(draws, at_N)
-            cache, shaped_NCV, revised_N = cache.rows_of(left), shaped_NCV[at_N], revised_N[at_N]
+            cache, back, shaped_NCV, revised_N = cache.rows_of(left), _rows(back, at_N), shaped_NCV[at_N], revised_N[at_N]
         soft_NCD = model.soft_embed(shaped_NCV)
+
+
+@dataclass(frozen=True)
+class _Back:
+    """From what the model sees to the puzzle as it was given."""
+
+    from_NC: Tensor
+    digits_NG: Tensor
+
+    def places(self, values_NC: Tensor) -> Tensor:
+        """Cells where they belong."""
+        return torch.empty_like(values_NC).scatter_(1, self.from_NC, values_NC)
+
+    def boards(self, ids_NC: Tensor) -> Tensor:
+        """Digits of token ids; 0 where a token is none."""
+        digit_V = torch.tensor(tokens.board(list(range(tokens.SIZE))), device=ids_NC.device)
+        names_NG = torch.zeros(len(ids_NC), 10, dtype=torch.long, device=ids_NC.device)
+        names_NG.scatter_(1, self.digits_NG, torch.arange(1, 10, device=ids_NC.device).expand_as(self.digits_NG))
+        return self.places(names_NG.gather(1, digit_V[ids_NC]))
 
 
 def _beside(tries: Sequence[Try], row: int, done: Sequence[int]) -> int:

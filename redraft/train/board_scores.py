@@ -55,9 +55,6 @@ def score(
 ) -> dict[str, Any]:
     """One list: one canvas without check, check and restarts, forwards, by guesses, and how many were right at each pass."""
     solutions_NC = torch.tensor(listed.solutions, device=model.device)
-    digits = torch.full((tokens.SIZE,), 0, device=model.device)
-    for part in (tokens.DIGITS, tokens.CLUES):
-        digits[part.start : part.stop] = torch.arange(1, 10, device=model.device)
     right_at = torch.zeros(len(listed.puzzles), sampler.max_steps + 1, dtype=torch.bool, device=model.device)
     cells, first_steps, found = torch.zeros(len(listed.puzzles)), torch.zeros(len(listed.puzzles)), []
     events = solving.solve(model, listed.puzzles, sampler, seed=0, canvases=canvases, check=canvases > 1, rows=rows)
@@ -69,7 +66,7 @@ def score(
         first = [row for row, attempt in enumerate(event.tries) if attempt == 0]
         if first:
             whose = torch.tensor([event.numbers[row] for row in first], device=model.device)
-            same = digits[event.best_NC[first]] == solutions_NC[whose]
+            same = event.boards_NC[first] == solutions_NC[whose]
             right_at[whose, event.step :] = same.all(dim=-1)[:, None]  # what it is when it leaves, it stays
             cells[whose.cpu()] = same.float().mean(dim=-1).cpu()
             first_steps[whose.cpu()] = float(event.step)
