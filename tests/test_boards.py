@@ -120,7 +120,7 @@ def test_a_solved_puzzle_leaves_and_an_unsolved_one_is_given_up(puzzles):
 
 
 def test_resumed_is_unbroken(puzzles, tmp_path):
-    cfg = config(puzzles, microbatches=2)
+    cfg = config(replace(puzzles, together=2), microbatches=2)
     whole = Trainer(cfg, tmp_path / "whole")
     *_, last = list(whole.run())
     list(Trainer(replace(cfg, steps=3), tmp_path / "parts").run())
@@ -139,6 +139,30 @@ def test_a_few_steps_learn_puzzles_by_heart(puzzles, tmp_path, causal):
     cfg = config(replace(puzzles, causal=causal, shares=(0.99,)), steps=80, rows=32, report_every=20, optim=optim)
     reports = [event for event in Trainer(cfg, tmp_path).run() if hasattr(event, "solved")]
     assert reports[-1].denoiser < 2.15 < 2.5 < reports[0].denoiser
+
+
+def test_passes_of_one_step_are_learned_together(puzzles):
+    """The first pass has a gradient from the second's loss, through what it believed; alone it has none of that."""
+    cfg = config(replace(puzzles, together=2))
+    task = Boards(cfg, CONFIG, boards.tokenizer(), torch.device("cpu"), [0])
+    objective, seen = task.objective(fresh(CONFIG, 0)), []
+
+    def compute(ids, probs, *rest):
+        losses, logits = objective(ids, probs, *rest)
+        if seen:
+            (gradient,) = torch.autograd.grad(losses.denoiser, seen[-1][1], retain_graph=True)
+            assert gradient.abs().sum() > 0
+            assert torch.allclose(probs, boards.tempered(seen[-1][1], task.places[0]).exp())
+        else:
+            assert not probs.requires_grad
+        seen.append((losses, logits))
+        return losses, logits
+
+    found = task.losses(compute, 0, chance())
+    assert len(seen) == 2
+    assert torch.allclose(found.total, (seen[0][0].total + seen[1][0].total) / 2)
+    assert task.places[0].passes_B.tolist() == [2] * 4
+    assert not task.places[0].probs_BCG.requires_grad
 
 
 def test_what_cannot_be_learned_from_is_refused(puzzles, tmp_path):

@@ -50,6 +50,7 @@ class PuzzleConfig:
     generated: int = 100_000  # puzzles made when the run begins, and kept in `kept`; half of them minimal
     kept: str = "puzzles.npz"
     passes: int = 20  # a puzzle that is not solved by then is given up
+    together: int = 1  # passes of a step; what one of them believes is learned with what the next makes of it
     causal: bool = False  # learn left to right instead, for comparison
     given: float = 0.2  # of puzzles: begin with some cells filled in, one in ten of them wrongly
     temperatures: tuple[float, float] = (0.3, 1.0)  # each puzzle has its own,
@@ -61,13 +62,14 @@ class PuzzleConfig:
             raise ValueError(f"{len(self.files)} files of puzzles have {len(self.shares)} shares")
         if self.generated < 1 or not 0 <= sum(self.shares) < 1:
             raise ValueError(f"something must be generated: {self.generated} puzzles, files have {sum(self.shares):.2f}")
-        if self.passes < 1:
-            raise ValueError(f"passes must be at least 1, got {self.passes}")
+        for name in ("passes", "together"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
-        return CELLS
+        """Tokens of a row that a step reads."""
+        return CELLS * (1 if self.causal else self.together)
 
 
 def tokenizer() -> Tokenizer:
@@ -192,10 +194,15 @@ def with_clues(ids_BC: Tensor, puzzle_BC: Tensor) -> Tensor:
     return torch.where(puzzle_BC > 0, puzzle_BC + (tokens.CLUES.start - 1), ids_BC)
 
 
+def tempered(logits_BCG: Tensor, places: Places) -> Tensor:
+    """Logarithms of the digits' probabilities at each puzzle's temperature."""
+    return (logits_BCG.float() / places.temperature_B[:, None, None]).log_softmax(dim=-1)
+
+
 def advance(places: Places, logits_BCG: Tensor, passes: int, chance: torch.Generator) -> None:
     """Moves every canvas as `sampler.step` would: sample, accept under the bound, noise elsewhere."""
     open_BC = places.puzzle_BC == 0
-    logs_BCG = (logits_BCG.float() / places.temperature_B[:, None, None]).log_softmax(dim=-1)
+    logs_BCG = tempered(logits_BCG, places)
     probs_BCG = logs_BCG.exp()
     entropy_BC = -(probs_BCG * logs_BCG).sum(dim=-1) * open_BC
     uniform_BC1 = torch.rand((*open_BC.shape, 1), generator=chance, device=chance.device)
@@ -236,11 +243,12 @@ class BoardObjective(nn.Module):
         model, prompt_1S, device = self.model, self.prompt_1S, ids_BC.device
         digits_GD = model.embed_tokens.weight[tokens.DIGITS.start : tokens.DIGITS.stop]
         length = prompt_1S.shape[1]
-        with torch.no_grad():  # what was believed: digits, or for certain the clue; zeros before the first pass
-            soft_BCD = probs_BCG.to(model.dtype) @ digits_GD
-            begun_B11 = probs_BCG.flatten(1).any(dim=-1)[:, None, None]
-            clues_BCD = model.embed_tokens(with_clues(torch.zeros_like(ids_BC), puzzle_BC)) * begun_B11
-            soft_BCD = torch.where(puzzle_BC[..., None] > 0, clues_BCD, soft_BCD) * model._embed_scale
+        table_VD = model.embed_tokens.weight.detach()
+        # What was believed: digits, or for certain the clue; zeros before the first pass.
+        soft_BCD = probs_BCG.to(model.dtype) @ table_VD[tokens.DIGITS.start : tokens.DIGITS.stop]
+        begun_B11 = probs_BCG.detach().flatten(1).any(dim=-1)[:, None, None]
+        clues_BCD = F.embedding(with_clues(torch.zeros_like(ids_BC), puzzle_BC), table_VD) * begun_B11
+        soft_BCD = torch.where(puzzle_BC[..., None] > 0, clues_BCD, soft_BCD) * model._embed_scale
         at_1S = torch.arange(length, device=device)[None]
         prompt_ropes, ropes = model._ropes(at_1S), model._ropes(length + torch.arange(CELLS, device=device)[None])
         x_1SD, x_BCD = model.embed(prompt_1S), model.self_conditioning(model.embed(ids_BC), soft_BCD)
@@ -337,13 +345,21 @@ class Boards:
         refill(places, self.pool, cfg, chance)
         if cfg.causal:
             losses, logits_BCG = compute(places.puzzle_BC, places.solution_BC)
+            advance(places, logits_BCG.detach(), 1, chance)
         else:
-            read = (places.ids_BC.clone(), places.probs_BCG.clone())  # the gradient needs them after they have moved on
-            losses, logits_BCG = compute(*read, places.puzzle_BC, places.solution_BC)
-        with torch.no_grad():
-            advance(places, logits_BCG, 1 if cfg.causal else cfg.passes, chance)
-            self.counts += torch.stack([places.over_B.sum(), (places.over_B & (places.right_B > 0)).sum()])
+            losses = self._passes(compute, places, chance)
+        self.counts += torch.stack([places.over_B.sum(), (places.over_B & (places.right_B > 0)).sum()])
         return losses
+
+    def _passes(self, compute: Callable[..., Any], places: Places, chance: torch.Generator) -> Losses:
+        """The mean of some passes, each told with its gradient what the one before believed."""
+        found, probs_BCG = [], places.probs_BCG.clone()  # the gradient needs it after the places have moved on
+        for _ in range(self.cfg.data.together):
+            losses, logits_BCG = compute(places.ids_BC.clone(), probs_BCG, places.puzzle_BC, places.solution_BC)
+            found.append(losses)
+            probs_BCG = tempered(logits_BCG, places).exp()
+            advance(places, logits_BCG.detach(), self.cfg.data.passes, chance)
+        return Losses(*(torch.stack(part).mean(dim=0) for part in zip(*found, strict=True)))
 
     def tensors(self) -> dict[str, Tensor]:
         """The places: half-solved boards outlive a step."""

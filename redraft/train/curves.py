@@ -17,13 +17,17 @@ def draw(metrics: Path, picture: Path) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, schedule = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for name, label in (("denoiser", "denoiser"), ("ar", "next token")):
-        losses.plot(tokens, [line[name] for line in lines], label=label)
+        if any(line[name] for line in lines):
+            losses.plot(tokens, [line[name] for line in lines], label=label)
     losses.set_ylabel("cross-entropy, nats per token")
     losses.set_yscale("log")
     losses.legend()
     losses.grid(alpha=0.3)
     schedule.plot(tokens, [line["rate"] for line in lines], color="tab:green", label="share of the full rate")
     schedule.plot(tokens, [line["balance"] for line in lines], color="tab:red", label="busiest expert, times its share")
+    if lines[-1].get("solved") is not None:
+        solved = [line["solved"] or 0.0 for line in lines]
+        schedule.plot(tokens, solved, color="tab:blue", label="puzzles solved, of those that left")
     schedule.set_xlabel("million tokens")
     schedule.legend()
     schedule.grid(alpha=0.3)
