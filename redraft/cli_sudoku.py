@@ -73,18 +73,21 @@ def given(text: str) -> list[tuple[str, Board]]:
     """Puzzles of an argument: a file's, stdin's, or the argument itself. Each with where it stands, empty for a lone one."""
     if text == "-":
         return _read(sys.stdin.buffer.read(), "stdin")
-    try:
-        path = Path(text)
-        if path.is_file():
-            return _read(path.read_bytes(), text)
-    except (OSError, ValueError):  # no name a file could have
-        pass
+    if _is_file(text):
+        return _read(Path(text).read_bytes(), text)
     try:
         return [("", boards.checked(text))]
     except BoardError as error:
         if len(text) < boards.CELLS and not any(character.isdigit() for character in text):
             raise BoardError(f"there is no file {text!r}, and as a puzzle: {error}") from None
         raise
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # no name a file could have
+        return False
 
 
 def _read(raw: bytes, name: str) -> list[tuple[str, Board]]:
