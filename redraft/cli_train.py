@@ -127,7 +127,9 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id OWNER/NAME.")],
     task: Annotated[
         str | None,
-        typer.Option("--task", "-t", help="stories, samples, code, sudoku, sudoku-spoken. [stories, or sudoku]"),
+        typer.Option(
+            "--task", "-t", help="stories, samples, code, sudoku, sudoku-spoken, sudoku-written. [stories, or sudoku]"
+        ),
     ] = None,
     data: Annotated[
         str, typer.Option("--data", envvar="REDRAFT_DATA", help="Folder with stories/, code/ and sudoku/.")
@@ -148,7 +150,7 @@ def evaluate(
     from redraft.train import recipes, scores
 
     known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code, "sudoku": scores.sudoku}
-    known["sudoku-spoken"] = scores.sudoku_spoken
+    known |= {"sudoku-spoken": scores.sudoku_spoken, "sudoku-written": scores.sudoku_written}
     if task is not None and task not in known:
         raise ValueError(f"there is no task {task!r}; known are {', '.join(known)}")
     subject = writer.load(model, device=device, dtype="float32")

@@ -1,5 +1,6 @@
 """Learning to solve puzzles: a pass is encode and denoise, canvases move as the sampler's do, resumed = unbroken."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +11,11 @@ import torch
 from redraft import random, rules, sampler
 from redraft.config import SamplerConfig
 from redraft.rules import Rules
-from redraft.sudoku import generator, tokens
-from redraft.sudoku.board import CELLS
+from redraft.sudoku import generator, texts, tokens
+from redraft.sudoku.board import CELLS, solves
 from redraft.train import boards
 from redraft.train.boards import BoardObjective, Boards, Places, Pool, PuzzleConfig
+from redraft.train.data import open_text
 from redraft.train.loop import TrainConfig, Trainer, fresh
 from redraft.train.optim import OptimConfig
 
@@ -65,6 +67,28 @@ def test_puzzles_drawn_from_the_pool_keep_their_solutions(puzzles):
     assert 8 < int((clues == 60).sum()) < 32  # the file's; ours have 45 at most
     with np.load(puzzles.kept) as kept:
         assert kept["puzzles"].shape == (12, CELLS)
+
+
+def test_puzzles_as_texts(puzzles, tmp_path):
+    boards.write_texts(puzzles, tmp_path / "p.jsonl.gz", count=30, clues=(62, 66))
+    with open_text(tmp_path / "p.jsonl.gz") as file:
+        records = [json.loads(line) for line in file]
+    assert len(records) == 30
+    for record in records:
+        solution = texts.read(record["completion"])
+        puzzle = tuple(int(c) for c in record["prompt"] if c.isdigit())
+        assert record["prompt"] == texts.prompt(puzzle)
+        assert record["completion"] == texts.answer(solution)
+        assert solves(solution, puzzle)
+        assert 62 <= sum(map(bool, puzzle)) <= 66
+    for wrong in (
+        "",
+        " 1 2\n",
+        texts.answer((0,) * 81),
+        texts.answer(solution)[:-4],
+        texts.answer(solution).replace("1", "x"),
+    ):
+        assert texts.read(wrong) is None
 
 
 def test_a_pass_that_learns_is_what_generation_computes(puzzles):

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from redraft import solving
 from redraft.config import SamplerConfig
+from redraft.generate import generate
 from redraft.model import DiffusionGemma
 from redraft.solving import Solution
-from redraft.sudoku import generator, solver, tokens
+from redraft.sudoku import generator, solver, texts, tokens
 from redraft.sudoku.board import CELLS, Board, solves
+from redraft.tokenizer import Tokenizer
 from redraft.train.boards import left_to_right, read_puzzles
 
 LISTS = ("17clue", "diabolical", "top1465", "hardest11")
@@ -35,11 +37,11 @@ class Listed:
     solutions: list[Board]
 
 
-def generated(count: int) -> Listed:
-    """Puzzles of 30 to 45 clues."""
+def generated(count: int, most: int = 45) -> Listed:
+    """Puzzles of 30 clues and more."""
     chance = torch.Generator().manual_seed(SEED)
     full_NC = generator.full_boards(count, chance)
-    clues_N = torch.randint(30, 46, (count,), generator=chance)
+    clues_N = torch.randint(30, most + 1, (count,), generator=chance)
     puzzles_NC = generator.dig(full_NC, clues_N, chance)
     return Listed(GENERATED, [tuple(board) for board in puzzles_NC.tolist()], [tuple(board) for board in full_NC.tolist()])
 
@@ -125,6 +127,28 @@ def spoken(model: DiffusionGemma, listed: Listed, rows: int = 64) -> dict[str, A
         right, cells = right + int(same_BC.all(dim=-1).sum()), cells + float(same_BC.float().mean(dim=-1).sum())
     count = len(listed.puzzles)
     return {"puzzles": count, "exact": right / count, "cells": cells / count, "forwards": CELLS}
+
+
+def written(
+    model: DiffusionGemma, tokenizer: Tokenizer, listed: Listed, sampler: SamplerConfig, rows: int = 32
+) -> dict[str, Any]:
+    """The same list by a model that writes: the puzzle as a prompt, the solution as text. Clues are not held."""
+    right = kept = read = 0
+    steps: list[int] = []
+    for begin in range(0, len(listed.puzzles), rows):
+        puzzles, solutions = listed.puzzles[begin : begin + rows], listed.solutions[begin : begin + rows]
+        prompts = [tokenizer.prompt(texts.prompt(puzzle)) for puzzle in puzzles]
+        seeds = range(begin, begin + len(puzzles))
+        *_, last = generate(model, prompts, sampler, seeds=list(seeds))
+        for row, (puzzle, solution) in enumerate(zip(puzzles, solutions, strict=True)):
+            board = texts.read(tokenizer.decode(last.ids_BT[row].tolist()))
+            read += board is not None
+            right += board == solution
+            kept += board is not None and all(c in (0, d) for c, d in zip(puzzle, board, strict=True))
+            steps.append(last.stats[row].steps)
+    count = len(listed.puzzles)
+    shares = {"boards": read / count, "clues_kept": kept / count, "exact": right / count}
+    return {"puzzles": count, **shares, "steps": sum(steps) / count}
 
 
 def draw(found: dict[str, dict[str, Any]], picture: Path) -> None:

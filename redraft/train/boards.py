@@ -10,6 +10,8 @@ Shapes: B places, C = 81 cells, G = 9 digits, S prompt tokens, P puzzles, D mode
 """
 
 import csv
+import gzip
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,7 +29,7 @@ from redraft.config import ModelConfig
 from redraft.kernels import softcap_
 from redraft.model import DiffusionGemma
 from redraft.sudoku import generator as boards
-from redraft.sudoku import tokens
+from redraft.sudoku import texts, tokens
 from redraft.sudoku.board import CELLS
 from redraft.tokenizer import Tokenizer
 from redraft.train import saves
@@ -128,6 +130,31 @@ class Pool:
         at_N = self.firsts_F[file_N] + place_N.long()
         way = boards.symmetries(count, chance)
         return boards.turned(self.puzzles_PC[at_N].long(), *way), boards.turned(self.solutions_PC[at_N].long(), *way)
+
+
+def write_texts(cfg: PuzzleConfig, path: Path, count: int, clues: tuple[int, int], seed: int = 0) -> None:
+    """Puzzles with so many clues as prompts and completions, JSON lines, written once: with more clues than one from the
+    pool has, the rest being digits of its solution."""
+    if path.exists():
+        return
+    chance, pool = torch.Generator().manual_seed(seed), Pool(cfg, torch.device("cpu"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with gzip.open(part, "wt", encoding="utf-8", compresslevel=1) as file:
+        for begin in range(0, count, AT_ONCE):
+            puzzle_NC, solution_NC = pool.draw(min(AT_ONCE, count - begin), chance)
+            puzzle_NC = with_more(puzzle_NC, solution_NC, clues, chance)
+            for puzzle, solution in zip(puzzle_NC.tolist(), solution_NC.tolist(), strict=True):
+                file.write(json.dumps({"prompt": texts.prompt(puzzle), "completion": texts.answer(solution)}) + "\n")
+    part.rename(path)
+
+
+def with_more(puzzle_NC: Tensor, solution_NC: Tensor, clues: tuple[int, int], chance: torch.Generator) -> Tensor:
+    """Puzzles with digits of their solutions added, up to a number of clues between these two."""
+    wanted_N = torch.randint(clues[0], clues[1] + 1, (len(puzzle_NC),), generator=chance)
+    order_NC = torch.rand(puzzle_NC.shape, generator=chance) - (puzzle_NC > 0).float()  # clues come first
+    rank_NC = order_NC.argsort(dim=-1).argsort(dim=-1)
+    return torch.where((rank_NC < wanted_N[:, None]) | (puzzle_NC > 0), solution_NC, 0)
 
 
 # 2. Places

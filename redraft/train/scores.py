@@ -119,6 +119,12 @@ def sudoku_spoken(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerC
     return {listed.name: board_scores.spoken(model, listed) for listed in puzzle_lists(options)}
 
 
+def sudoku_written(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+    """Generated puzzles of 30 to 40 clues as prompts, for a model that writes text."""
+    listed = board_scores.generated(options.count, most=40)
+    return board_scores.written(model, tokenizer, listed, sampler.changed(canvas_length=options.canvas))
+
+
 def puzzle_lists(options: Options) -> Iterator[board_scores.Listed]:
     """The generated puzzles, then the lists at hand."""
     yield board_scores.generated(options.count)

@@ -1,0 +1,40 @@
+"""`tiny` learns Sudoku from prompts, as text: the recipe that was told in public, with our small model.
+
+Puzzles of 30 to 40 clues are made of the training lists in REDRAFT_DATA (sudoku/*_train.csv.xz), turned by chance, some of
+the solution's digits added; they are written to the run's folder once.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from redraft.train import boards, recipes
+from redraft.train.boards import PuzzleConfig
+from redraft.train.data import DataConfig, Source
+from redraft.train.loop import TrainConfig
+from redraft.train.loss import LossConfig
+from redraft.train.optim import OptimConfig
+
+
+def recipe(folder: Path) -> TrainConfig:
+    """The configuration of `tiny`, from its weights, with other data."""
+    lists = Path(os.environ.get("REDRAFT_DATA", "data")) / "sudoku"
+    puzzles = PuzzleConfig(
+        files=tuple(str(lists / f"{name}_train.csv.xz") for name in ("17clue", "diabolical", "hardest11")),
+        shares=(0.33, 0.33, 0.33),
+        generated=64,
+        kept=str(folder / "puzzles.npz"),
+    )
+    texts = folder / "puzzles.jsonl.gz"
+    boards.write_texts(puzzles, texts, count=400_000, clues=(30, 40))
+    first = recipes.load("tiny", folder)
+    return replace(
+        first,
+        init="redraft/weights/tiny",
+        data=DataConfig(sources=(Source(files=(str(texts),)),), length=896, blocks=(128,)),
+        loss=LossConfig(ar_weight=0.1, on_policy=0.5, self_condition=0.75),
+        optim=OptimConfig(muon_lr=4e-3, adamw_lr=2e-3, cooldown=0.5),
+        sampler=replace(first.sampler, canvas_length=128, max_new_tokens=128, spread=0, stops_last=False, entropy_bound=0.3),
+        steps=2500,
+        rows=112,
+    )
