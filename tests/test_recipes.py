@@ -96,7 +96,7 @@ def test_a_mistake_in_a_change_is_named(tmp_path, change, complaint):
 
 
 def test_a_recipe_that_is_not_there_is_said(tmp_path):
-    with pytest.raises(ValueError, match="no recipe 'nothing'; known are sudoku, tiny, tiny_more, tiny_sudoku, toy"):
+    with pytest.raises(ValueError, match="no recipe 'nothing'; known are sudoku, tiny, tiny_sudoku, toy"):
         recipes.load("nothing", tmp_path)
     with pytest.raises(ValueError, match=r"no recipe none/x\.py"):
         recipes.load("none/x.py", tmp_path)
