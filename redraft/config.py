@@ -263,7 +263,6 @@ class SamplerConfig:
     accept_at_end: bool = False
     spread: int = 0  # of the unsure within this many places, a step accepts only the surest; 0: no such rule
     stops_last: bool = False  # stop tokens are accepted behind everything else
-    patience: int = 0  # steps after which a page that has not settled begins anew, all it believed forgotten; 0: never
 
     def __post_init__(self) -> None:
         for name in ("canvas_length", "max_new_tokens", "max_steps"):
@@ -279,7 +278,6 @@ class SamplerConfig:
         if self.t_max < self.t_min:
             raise ConfigError(f"t_max must not be below t_min, got {self.t_max} and {self.t_min}")
         _whole("spread", self.spread, 0)
-        _whole("patience", self.patience, 0)
         for name in ("quota", "accept_at_end", "stops_last"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -334,7 +332,7 @@ class SamplerConfig:
             "eos_token_id": list(self.eos_token_ids),
             "pad_token_id": self.pad_token_id,
         }
-        names = ("canvas_length", "quota", "accept_at_end", "spread", "stops_last", "patience")
+        names = ("canvas_length", "quota", "accept_at_end", "spread", "stops_last")
         return theirs, {"sampler": {name: getattr(self, name) for name in names}}
 
 

@@ -148,12 +148,6 @@ def step(
     if rules is not None:
         accepted_BC = accepted_BC | rules.pinned_BC
     done_B, unchanged_B = settled(belief, state, cfg, rules)
-    if cfg.patience and now % cfg.patience == 0:  # a page that wanders does not find its way back; noise may
-        accepted_BC = accepted_BC & done_B[:, None]
-        nothing_BCV = torch.zeros_like(logits_BCV)
-        shaped_BCV = torch.where(done_B[:, None, None], shaped_BCV, nothing_BCV)
-        if rules is not None:
-            accepted_BC, shaped_BCV = accepted_BC | rules.pinned_BC, rules.shape(shaped_BCV)
     moved = Canvas(
         ids_BC=torch.where(accepted_BC, belief.sampled_BC, noise_BC),
         best_BC=belief.best_BC,

@@ -177,7 +177,7 @@ def test_easy_puzzles_are_solved_on_one_canvas_in_a_few_passes(writer):
 def test_transformers_loads_it_and_gives_the_same_board(writer, monkeypatch):
     other = DiffusionGemmaForBlockDiffusion.from_pretrained(SUDOKU, dtype=torch.float32).eval()
     prompt = [writer.model.config.bos_token_id, *tokens.NAMES]
-    cfg = writer.sampler.changed(max_steps=6, patience=0)
+    cfg = writer.sampler.changed(max_steps=6)
     *_, page, _ = generate(writer.model, [prompt], cfg, seeds=[4], constraints=[Rules()])
     with theirs.our_draws(monkeypatch, [4]):
         found = theirs.generate(other, torch.tensor([prompt]), cfg)

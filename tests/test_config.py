@@ -164,7 +164,6 @@ def test_nonsense_is_refused_with_the_value(raw, words):
         {"quota": "yes"},
         {"stops_last": 1},
         {"spread": -1},
-        {"patience": -1},
         {"spread": 2.5},
         {"eos_token_ids": (-5,)},
         {"temperature": 1.0},
@@ -179,7 +178,7 @@ def test_sampler_nonsense_is_refused_with_the_value(change):
 
 
 def test_sampler_settings_survive_a_folder(tmp_path):
-    flags = {"quota": True, "accept_at_end": True, "spread": 3, "stops_last": True, "patience": 9}
+    flags = {"quota": True, "accept_at_end": True, "spread": 3, "stops_last": True}
     settings = SamplerConfig(canvas_length=64, max_steps=7, eos_token_ids=(1,), **flags)
     theirs, ours = settings.to_published()
     (tmp_path / "generation_config.json").write_text(json.dumps(theirs))

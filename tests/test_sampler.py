@@ -155,28 +155,6 @@ def test_stop_tokens_come_last():
     assert sampler.accepted(alone, state, cfg).tolist() == [[False, True, False, False]]  # the surest, always
 
 
-def test_a_page_that_has_not_settled_in_time_begins_anew():
-    """Row 0 is sure and settles at step 2; row 1 is not, and loses what it had and believed."""
-    cfg = SamplerConfig(canvas_length=4, max_steps=9, entropy_bound=100.0, patience=2)
-    rules = on_canvas([Rules(), Rules(pins={3: 5}, forbidden=(6,))], 0, 4, 8, (1,), "cpu")
-    logits = torch.zeros(2, 4, 8)
-    logits[0, :, 7], logits[1, :, 7] = 30.0, 1.0
-    state = sampler.start(torch.zeros(2, 4, dtype=torch.long), rules)
-    draws = random.draws([1, 2], 0)
-    state, _ = sampler.step(logits, state, cfg, draws, rules)
-    assert state.accepted_BC.all()
-    state, shaped = sampler.step(logits, state, cfg, draws, rules)
-    assert state.settled_B.tolist() == [True, False]
-    assert state.accepted_BC.tolist() == [[True] * 4, [False, False, False, True]]
-    assert state.ids_BC[1, 3] == 5
-    probs = shaped.softmax(dim=-1)
-    assert torch.allclose(probs[0, 0, 7], torch.tensor(1.0))
-    assert torch.allclose(probs[1, 0], torch.tensor([1, 0, 1, 1, 1, 1, 0, 1]) / 6)  # neither the end nor what is forbidden
-    assert probs[1, 3, 5] == 1
-    state, _ = sampler.step(logits, state, cfg, draws, rules)
-    assert state.accepted_BC.all()
-
-
 @settings(max_examples=40)
 @given(situations())
 def test_batched_rows_equal_rows_alone(situation):
