@@ -31,17 +31,26 @@ class KVCache:
         rewind: int | None = None,
     ) -> None:
         """Room for `capacity` tokens a row. `rewind=None` allows cutting back to anywhere, at the price of memory."""
-        self.capacity, self.rows, self.device = capacity, rows, torch.device(device)
+        self.capacity, self.rows, self.device, self._rewind = capacity, rows, torch.device(device), rewind
         self.lengths = [0] * rows
         self._longest = [0] * rows  # ever written; older ring slots are gone
         self._windows = [config.layer_window(layer) for layer in range(config.num_hidden_layers)]
         self._sizes, self._keys, self._values = [], [], []
         for layer, window in enumerate(self._windows):
-            size = capacity if window is None or rewind is None else min(capacity, window - 1 + rewind)
+            size = _size(window, capacity, rewind)
             heads, head_dim = config.layer_heads(layer)
             self._sizes.append(size)
             for store in (self._keys, self._values):
                 store.append(torch.zeros(rows, size, heads, head_dim, dtype=dtype, device=self.device))
+
+    @classmethod
+    def bytes_of(cls, config: ModelConfig, capacity: int, dtype: torch.dtype, rewind: int | None = None) -> int:
+        """What a cache of one row would hold."""
+        total = 0
+        for layer in range(config.num_hidden_layers):
+            heads, head_dim = config.layer_heads(layer)
+            total += 2 * _size(config.layer_window(layer), capacity, rewind) * heads * head_dim * dtype.itemsize
+        return total
 
     @property
     def lengths_B(self) -> Tensor:
@@ -65,12 +74,12 @@ class KVCache:
 
     def key_positions(self, layer: int) -> Tensor:
         """The positions in a layer's view, [B, T] or [1, T]; negative where a shorter row has no token."""
-        seen = self._seen(self._windows[layer])
+        seen = self.seen(layer)
         return self.next_positions(seen) - seen
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, T, G, K] a canvas may see, in order of position, every row ending at its own length."""
-        size, count = self._sizes[layer], self._seen(self._windows[layer])
+        size, count = self._sizes[layer], self.seen(layer)
         start = (self.lengths[0] - count) % size
         if self.even and start + count <= size:
             return self._keys[layer][:, start : start + count], self._values[layer][:, start : start + count]
@@ -105,6 +114,22 @@ class KVCache:
         other._keys, other._values = ([tensor[at] for tensor in store] for store in (self._keys, self._values))
         return other
 
+    def resized(self, capacity: int) -> "KVCache":
+        """The same context with another capacity, this one where it has it already. The old one must not be used again."""
+        if capacity == self.capacity:
+            return self
+        other = copy.copy(self)
+        other.capacity, other._keys, other._values = capacity, [], []
+        other._sizes = [_size(window, capacity, self._rewind) for window in self._windows]
+        for layer, size in enumerate(other._sizes):
+            oldest = max(0, max(self.lengths) - min(size, self._sizes[layer]))
+            held = torch.arange(oldest, max(self.lengths), device=self.device)
+            for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
+                moved = mine[layer].new_zeros(self.rows, size, *mine[layer].shape[2:])
+                moved[:, held % size] = mine[layer][:, held % self._sizes[layer]]
+                theirs.append(moved)
+        return other
+
     def advance(self, counts: Sequence[int]) -> None:
         """The tokens that every layer has appended become part of the context."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
@@ -124,6 +149,12 @@ class KVCache:
                     )
         self.lengths = list(lengths)
 
-    def _seen(self, window: int | None) -> int:
-        longest = max(self.lengths)
+    def seen(self, layer: int) -> int:
+        """Tokens in a layer's view."""
+        longest, window = max(self.lengths), self._windows[layer]
         return longest if window is None else min(longest, window - 1)
+
+
+def _size(window: int | None, capacity: int, rewind: int | None) -> int:
+    """Tokens a layer keeps."""
+    return capacity if window is None or rewind is None else min(capacity, window - 1 + rewind)

@@ -245,6 +245,25 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How many requests run at once, and what they may use."""
+
+    places: int = 8  # requests that run at once
+    cache_bytes: int | None = None  # for keys and values; None: half of the memory that is free
+    prefill_chunk: int = 2048  # tokens of a prompt read in one round
+    keep_contexts: int = 8  # of finished requests, for prompts that begin alike
+    rewind: int = 512  # tokens a kept context can be cut back by
+
+    def __post_init__(self) -> None:
+        for name in ("places", "prefill_chunk"):
+            _whole(name, getattr(self, name))
+        for name in ("keep_contexts", "rewind"):
+            _whole(name, getattr(self, name), 0)
+        if self.cache_bytes is not None:
+            _whole("cache_bytes", self.cache_bytes, 1, 2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
     """How one canvas is denoised and when it is done. Defaults are those of the released checkpoint."""
 

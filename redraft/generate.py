@@ -68,6 +68,7 @@ class Stats:
     commits: int  # causal passes over finished canvases
     seconds: float
     prefill_seconds: float
+    reused: int = 0  # tokens of the prompt that an earlier request had read
 
     @property
     def forwards(self) -> int:
@@ -87,7 +88,10 @@ class Stats:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end: every row's tokens (whole canvases, padded), why it ended ("stop" or "length"), and what it cost."""
+    """The end: every row's tokens (whole canvases, padded), why it ended, and what it cost.
+
+    Reasons are "stop" and "length"; the engine knows a "deadline" too.
+    """
 
     ids_BT: Tensor
     reasons: tuple[str, ...]
@@ -111,7 +115,7 @@ def generate(
     constraints = constraints if constraints is not None else [Rules()] * len(prompts)
     check(model.config, prompts, cfg, seeds, constraints, first_canvas_BC)
     rows, length, vocab = len(prompts), cfg.canvas_length, model.config.vocab_size
-    bill = _Bill(cfg, list(seeds), [len(prompt) for prompt in prompts])
+    bill = Bill(cfg, list(seeds), [len(prompt) for prompt in prompts])
 
     cache = model.new_cache(rows, max(map(len, prompts)) + (cfg.max_canvases - 1) * length, rewind=0)
     prefill(model, prompts, cache)  # stop 2
@@ -129,7 +133,7 @@ def generate(
         while not sampler.finished(state, cfg):
             logits_BCV = model.denoise(state.ids_BC, soft_BCD, cache)  # stop 4
             state, shaped_BCV = sampler.step(logits_BCV, state, cfg, draws, fixed)  # stop 5
-            yield _draft(block, state, cfg)
+            yield draft_of(block, state, cfg)
             soft_BCD = model.soft_embed(shaped_BCV) if not sampler.finished(state, cfg) else None
 
         page = sampler.commit(state, cfg)  # stop 6
@@ -188,7 +192,7 @@ def check(
             raise ValueError(f"the first canvas has a token outside the vocabulary of {model.vocab_size}")
 
 
-def _draft(block: int, state: sampler.Canvas, cfg: SamplerConfig) -> Draft:
+def draft_of(block: int, state: sampler.Canvas, cfg: SamplerConfig) -> Draft:
     return Draft(
         block=block,
         step=state.step,
@@ -202,7 +206,7 @@ def _draft(block: int, state: sampler.Canvas, cfg: SamplerConfig) -> Draft:
 
 
 @dataclass
-class _Bill:
+class Bill:
     """Adds up, per row, what the loop above spends."""
 
     cfg: SamplerConfig
@@ -212,15 +216,19 @@ class _Bill:
     prefill_seconds: float = 0.0
     pages: list[Tensor] = field(default_factory=list)
     rows: list[dict[str, int]] = field(default_factory=list)
+    reused: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         names = ("new_tokens", "canvases", "settled", "steps", "commits")
         self.rows = [dict.fromkeys(names, 0) for _ in self.prompt_tokens]
+        self.reused = [0] * len(self.rows)
 
     def prefilled(self) -> None:
+        """The prompt has been read."""
         self.prefill_seconds = time.perf_counter() - self.began
 
     def add(self, state: sampler.Canvas, page: sampler.Page, last: bool) -> None:
+        """A page is committed; behind the last one no pass follows."""
         self.pages.append(page.ids_BC)
         for row, bill in enumerate(self.rows):
             bill["new_tokens"] += int(page.lengths_B[row])
@@ -230,6 +238,7 @@ class _Bill:
             bill["commits"] += int(not last and not page.ended_B[row])
 
     def total(self, ended_B: Tensor) -> Finished:
+        """The end: all pages, and every row's cost."""
         seconds, most = time.perf_counter() - self.began, self.cfg.max_new_tokens
         reasons, stats = [], []
         for row, bill in enumerate(self.rows):
@@ -237,5 +246,5 @@ class _Bill:
             bill["new_tokens"] = min(bill["new_tokens"], most)
             seed, prompt = self.seeds[row], self.prompt_tokens[row]
             clock = {"seconds": seconds, "prefill_seconds": self.prefill_seconds}
-            stats.append(Stats(seed=seed, prompt_tokens=prompt, **clock, **bill))
+            stats.append(Stats(seed=seed, prompt_tokens=prompt, reused=self.reused[row], **clock, **bill))
         return Finished(torch.cat(self.pages, dim=1), tuple(reasons), tuple(stats))

@@ -16,6 +16,7 @@ from torch import Tensor
 from redraft import checkpoint, solving
 from redraft.answers import Parsed, ToolCall, parse
 from redraft.config import SamplerConfig
+from redraft.engine import Engine, Request
 from redraft.generate import Committed, Draft, Event, Finished, Stats, generate
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
@@ -94,6 +95,7 @@ class Writer:
 
     def __init__(self, model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig) -> None:
         self.model, self.tokenizer, self.sampler = model, tokenizer, sampler
+        self.engine = Engine(model)
 
     @overload
     def write(self, prompt: str, **options: Any) -> Answer: ...
@@ -144,20 +146,21 @@ class Writer:
         max_tokens: int | None = None,
         seed: int | None = None,
         rules: Rules | None = None,
+        seconds: float | None = None,
         **settings: Any,
     ) -> Iterator[Event]:
         """The events of one answer, their `text` filled in: every draft, every committed page, the end.
 
-        A string is continued, messages are answered. The texts of the Committed events add up to the answer's.
+        A string is continued, messages are answered. The texts of the Committed events add up to the answer's. After
+        `seconds` the page in work is committed as it is, and that is all.
         """
         chatting = not isinstance(prompt, str)
         if not chatting and (tools or think):
             raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
         ids = self.tokenizer.chat(prompt, tools=tools, think=think) if chatting else self.tokenizer.prompt(prompt)
         cfg = self._settings(max_tokens, settings)
-        seed = seed if seed is not None else fresh_seed()
-        events = generate(self.model, [ids], cfg, seeds=[seed], constraints=[rules or Rules()])
-        return _with_text(events, cfg, _Reading(self.tokenizer, chatting))
+        request = self.engine.add(ids, cfg, seed=seed if seed is not None else fresh_seed(), rules=rules, seconds=seconds)
+        return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting))
 
     @overload
     def solve_sudoku(self, puzzle: str | Board, **options: Any) -> Solution: ...
@@ -199,9 +202,20 @@ class Writer:
     ) -> list[Answer]:
         first = seed if seed is not None else fresh_seed()
         seeds = [first + row for row in range(len(prompts))]
-        events = generate(self.model, prompts, cfg, seeds=seeds, constraints=[rules or Rules()] * len(prompts))
-        last = _drain(events if streamer is None else _feeding(events, prompts, streamer))
-        return [self._answer(last, row, chatting, cfg) for row in range(len(prompts))]
+        if streamer is not None:  # which wants all rows step by step
+            events = generate(self.model, prompts, cfg, seeds=seeds, constraints=[rules or Rules()] * len(prompts))
+            last = _drain(_feeding(events, prompts, streamer))
+            return [self._answer(last, row, chatting, cfg) for row in range(len(prompts))]
+        requests: list[Request] = []
+        try:
+            requests += [
+                self.engine.add(ids, cfg, seed=number, rules=rules) for ids, number in zip(prompts, seeds, strict=True)
+            ]
+            ends = self.engine.run(requests)
+        finally:
+            for request in requests:
+                self.engine.cancel(request)
+        return [self._answer(ends[request], 0, chatting, cfg) for request in requests]
 
     def _answer(self, last: Finished, row: int, chatting: bool, cfg: SamplerConfig) -> Answer:
         ids, _ = received(last.ids_BT[row].tolist(), cfg, cfg.max_new_tokens)

@@ -1,0 +1,6 @@
+"""Many requests at once over one model: schedule -> run -> settle. Each gets the tokens that `generate` gives."""
+
+from redraft.engine.engine import Engine
+from redraft.engine.request import Request
+
+__all__ = ["Engine", "Request"]

@@ -1,0 +1,161 @@
+"""The engine: requests arrive, read their prompts, redraft page after page each at its own step, and leave one by one.
+
+    schedule: admit, in order, within the memory
+    run:      a chunk of a prompt, pages to read, a denoising pass for all
+    settle:   each request's sampler, events, pages that are done
+
+The tokens are those of `generate`, whatever runs beside it. Knows nothing of threads or HTTP; one step at a time, and
+between two of them requests can be added and cancelled.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from redraft.cache import KVCache
+from redraft.config import EngineConfig, SamplerConfig
+from redraft.engine.request import Request
+from redraft.engine.runner import Runner
+from redraft.engine.scheduler import Kept, Scheduler
+from redraft.generate import Bill, Event, Finished, check
+from redraft.model import DiffusionGemma
+from redraft.rules import Rules
+
+
+class Engine:
+    """Runs requests over one model."""
+
+    def __init__(self, model: DiffusionGemma, config: EngineConfig | None = None) -> None:
+        self.model, self.config = model, config or EngineConfig()
+        self.runner = Runner(model, self.config.prefill_chunk)
+        budget = self.config.cache_bytes or free_bytes(model.device) // 2
+        self.scheduler = Scheduler(self.config.places, budget, Kept(self.config.keep_contexts), self._cost)
+        self._added = 0
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        cfg: SamplerConfig,
+        *,
+        seed: int,
+        rules: Rules | None = None,
+        first_1C: Tensor | None = None,
+        seconds: float | None = None,
+    ) -> Request:
+        """A request for text behind this prompt. After `seconds` the best page so far is committed, and that is all.
+
+        What cannot be generated is refused here, and nothing else notices.
+        """
+        rules = rules or Rules()
+        check(self.model.config, [prompt], cfg, [seed], [rules], first_1C)
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
+        deadline = time.monotonic() + seconds if seconds is not None else None
+        bill = Bill(cfg, [seed], [len(prompt)])
+        request = Request(self._added, tuple(prompt), cfg, seed, rules, first_1C, deadline, bill)
+        self.scheduler.check(request)
+        self.scheduler.waiting.append(request)
+        self._added += 1
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Nothing more comes of it. What it has read is kept for another that begins alike."""
+        if not request.over:
+            request.over = True
+            self._leave(request)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.scheduler.running and not self.scheduler.waiting
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """The events of one request from now on; the others go on beside it. A stream that is left cancels its request."""
+        request.inbox = deque()
+        return self._stream(request, request.inbox)
+
+    def _stream(self, request: Request, inbox: deque[Event]) -> Iterator[Event]:
+        try:
+            while inbox or not request.over:
+                if inbox:
+                    yield inbox.popleft()
+                else:
+                    self.step()
+        finally:
+            self.cancel(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Request, Event]]:
+        """One round for everybody. Returns what happened, to whom."""
+        for request in self.scheduler.admit():
+            self._begin(request)
+        running = list(self.scheduler.running)
+        if reading := next((request for request in running if request.reading), None):
+            self.runner.read(reading)  # one chunk a round: those who redraft do not wait for a long prompt
+            if not reading.reading:
+                reading.bill.prefilled()
+        self.runner.read_pages([request for request in running if request.page is not None])
+        ready = [request for request in running if not request.reading]
+        for request in ready:
+            if request.state is None:
+                request.start_page(self.model.config.vocab_size, self.model.device)
+        logits = self.runner.denoise(ready) if ready else {}
+        found = []
+        for request in ready:
+            events = list(self._settle(request, logits[request]))
+            found += [(request, event) for event in events]
+            if request.inbox is not None:
+                request.inbox += events
+        return found
+
+    def _begin(self, request: Request) -> None:
+        """Its cache: one that begins like its prompt, or an empty one."""
+        found = self.scheduler.kept.take(request.prompt)
+        if found is None:
+            request.cache = self.model.new_cache(1, request.capacity, rewind=self.config.rewind)
+        else:
+            request.context, cache = found
+            request.cache = cache.resized(request.capacity)
+            request.read = request.bill.reused[0] = len(request.context)
+            if not request.reading:
+                request.bill.prefilled()
+
+    def _settle(self, request: Request, logits_1CV: Tensor) -> Iterator[Event]:
+        draft, shaped_1CV = request.settle(logits_1CV)
+        yield draft
+        late = request.deadline is not None and time.monotonic() >= request.deadline
+        if not request.page_is_done and not late:
+            request.soft_1CD = self.model.soft_embed(shaped_1CV)
+            return
+        yield from request.commit(late)
+        if request.over:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        self.scheduler.leave(request)
+        if request.cache is not None and request.context:
+            self.scheduler.kept.put(request.context, request.cache)
+        request.cache = request.state = request.soft_1CD = request.page = None
+
+    def _cost(self, request: Request) -> int:
+        """Bytes of cache."""
+        return KVCache.bytes_of(self.model.config, request.capacity, self.model.dtype, self.config.rewind)
+
+    def run(self, requests: Sequence[Request]) -> dict[Request, Finished]:
+        """All of them to their end; for when nobody watches."""
+        found: dict[Request, Finished] = {}
+        wanted = set(requests)
+        while any(not request.over for request in wanted):
+            found |= {whose: event for whose, event in self.step() if isinstance(event, Finished)}
+        return {request: found[request] for request in requests if request in found}
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory nobody uses now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,89 @@
+"""One request: what was asked, and how far it is. Knows nothing of the other requests.
+
+    waiting -> [admitted: it has a cache] -> reading its prompt -> redrafting a page -> committing it -> ... -> over
+
+Shapes: one row, C canvas positions, D model size.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from redraft import random, rules, sampler
+from redraft.cache import KVCache
+from redraft.config import SamplerConfig
+from redraft.generate import Bill, Committed, Draft, Event, draft_of
+from redraft.rules import CanvasRules, Rules
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt on its way. Made by `Engine.add`; the engine moves it."""
+
+    number: int
+    prompt: tuple[int, ...]
+    cfg: SamplerConfig
+    seed: int
+    rules: Rules
+    first_1C: Tensor | None  # the user's own first canvas
+    deadline: float | None  # of time.monotonic()
+    bill: Bill
+    cache: KVCache | None = None
+    read: int = 0  # tokens of the prompt that the cache holds
+    block: int = 0
+    state: sampler.Canvas | None = None  # the page in work
+    soft_1CD: Tensor | None = None  # what its last step believed
+    page: sampler.Page | None = None  # committed, not yet read into the cache
+    over: bool = False  # finished, cancelled or refused: nothing more comes of it
+    context: list[int] = field(default_factory=list)  # the tokens in the cache
+    draws: random.Draws | None = None
+    fixed: CanvasRules | None = None
+    inbox: deque[Event] | None = None  # events for the one who streams it
+
+    @property
+    def capacity(self) -> int:
+        """Tokens its cache must hold: the prompt and all pages but the last."""
+        return len(self.prompt) + (self.cfg.max_canvases - 1) * self.cfg.canvas_length
+
+    @property
+    def reading(self) -> bool:
+        """Whether a part of the prompt is still to be read."""
+        return self.read < len(self.prompt)
+
+    def start_page(self, vocab_size: int, device: torch.device) -> None:
+        """A new canvas: noise, or the user's own tokens."""
+        length = self.cfg.canvas_length
+        self.draws = random.draws([self.seed], self.block, device)
+        self.fixed = rules.on_canvas([self.rules], self.block, length, vocab_size, self.cfg.eos_token_ids, device)
+        given = self.first_1C is not None and self.block == 0
+        canvas_1C = self.first_1C.to(device) if given else self.draws.noise(0, length, vocab_size)
+        ended_B = torch.zeros(1, dtype=torch.bool, device=device)
+        self.state, self.soft_1CD = sampler.start(canvas_1C, self.fixed, ended_B), None
+
+    def settle(self, logits_1CV: Tensor) -> tuple[Draft, Tensor]:
+        """One step of its page; what it believes comes back, for whoever makes it an embedding."""
+        self.state, shaped_1CV = sampler.step(logits_1CV, self.state, self.cfg, self.draws, self.fixed)
+        return draft_of(self.block, self.state, self.cfg), shaped_1CV
+
+    @property
+    def page_is_done(self) -> bool:
+        """Whether another step would change nothing, or is not allowed."""
+        return sampler.finished(self.state, self.cfg)
+
+    def commit(self, late: bool) -> list[Event]:
+        """The page leaves as it is: emitted now, read into the cache later, if anything is to come behind it."""
+        state, page = self.state, sampler.commit(self.state, self.cfg)
+        ended = bool(page.ended_B[0])
+        last = self.block + 1 == self.cfg.max_canvases or ended or late
+        self.bill.add(state, page, last)
+        settled_B = state.settled_B | state.skipped_B
+        events: list[Event] = [Committed(self.block, page.ids_BC, state.entropy_BC, settled_B, state.steps_B)]
+        self.state, self.soft_1CD = None, None
+        if not last:
+            self.page = page
+            return events
+        self.over, end = True, self.bill.total(page.ended_B)
+        cut = late and not ended and self.block + 1 < self.cfg.max_canvases
+        return [*events, replace(end, reasons=("deadline",)) if cut else end]

@@ -1,0 +1,107 @@
+"""Who may run: requests wait in order for a place and for memory; contexts of finished ones are kept while there is room.
+
+Memory is counted in bytes of cache, which a request states before it begins: nothing is promised twice. A new prompt that
+begins like a kept context takes it over, cut back to where they part.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from redraft.cache import KVCache
+from redraft.engine.request import Request
+
+
+class Kept:
+    """Contexts that may come back, the latest last."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._of: OrderedDict[tuple[int, ...], KVCache] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(cache.nbytes for cache in self._of.values())
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def put(self, context: Sequence[int], cache: KVCache) -> None:
+        """Keeps a context, and forgets the oldest where there are too many."""
+        self._of[tuple(context)] = cache
+        self._of.move_to_end(tuple(context))
+        while len(self._of) > self.most:
+            self.forget()
+
+    def forget(self) -> bool:
+        """Drops the oldest; False where there is none."""
+        if self._of:
+            self._of.popitem(last=False)
+            return True
+        return False
+
+    def take(self, prompt: Sequence[int]) -> tuple[list[int], KVCache] | None:
+        """The context that has most of this prompt's beginning, cut back to that, and no longer kept here."""
+        found = max(self._of, key=lambda context: _common(context, prompt), default=())
+        shared = _common(found, prompt)
+        if not shared:
+            return None
+        cache = self._of[found]
+        try:
+            cache.rewind([shared])
+        except ValueError:  # its windows do not reach back that far
+            return None
+        del self._of[found]
+        return list(found[:shared]), cache
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    length = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+class Scheduler:
+    """Admits requests in the order they came."""
+
+    def __init__(self, places: int, budget: int, kept: Kept, cost: Callable[[Request], int]) -> None:
+        self.places, self.budget, self.kept, self.cost = places, budget, kept, cost
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    @property
+    def used(self) -> int:
+        """Bytes of cache promised to requests that run."""
+        return sum(self.cost(request) for request in self.running)
+
+    def check(self, request: Request) -> None:
+        """Refuses what will never fit."""
+        if (cost := self.cost(request)) > self.budget:
+            raise MemoryError(
+                f"this request needs {cost / 2**20:,.0f} MiB of cache for {request.capacity:,} tokens, and there are "
+                f"{self.budget / 2**20:,.0f} MiB in all: shorten the prompt or max_tokens"
+            )
+
+    def admit(self) -> list[Request]:
+        """Those whose turn it is now. Kept contexts make room; a request in front is never overtaken."""
+        found = []
+        while self.waiting and len(self.running) < self.places:
+            cost = self.cost(self.waiting[0])
+            if self.used + cost > self.budget:
+                break
+            while self.used + cost + self.kept.nbytes > self.budget and self.kept.forget():
+                pass
+            request = self.waiting.popleft()
+            self.running.append(request)
+            found.append(request)
+        return found
+
+    def leave(self, request: Request) -> None:
+        """It is over, wherever it was."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)

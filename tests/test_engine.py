@@ -1,0 +1,209 @@
+"""The engine: for every mix of requests the tokens are those of `generate`, and memory is never promised twice."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from redraft import random
+from redraft.cache import KVCache
+from redraft.config import ConfigError, EngineConfig
+from redraft.engine import Engine
+from redraft.engine.scheduler import Kept
+from redraft.generate import Committed, Draft, Finished, generate
+from redraft.rules import Rules
+
+CONFIG = replace(tiny.BASE, sliding_window=7)
+MODEL = tiny.decided(CONFIG, 4)
+BUDGET = 4 * KVCache.bytes_of(CONFIG, 200, torch.float32)
+
+
+def engine(**changes) -> Engine:
+    return Engine(MODEL, EngineConfig(**{"cache_bytes": BUDGET, "prefill_chunk": 5, "rewind": 6, **changes}))
+
+
+@st.composite
+def asked(draw):
+    """One request, as `generate` and `Engine.add` take it."""
+    beginning = draw(st.sampled_from([[2], [2, 30, 40, 50], [2, *range(60, 90)]]))
+    prompt = beginning + draw(st.lists(st.integers(20, 200), max_size=6))
+    length = draw(st.sampled_from([8, 16]))
+    cfg = tiny.sampler(
+        canvas_length=length,
+        max_new_tokens=draw(st.integers(1, 3 * length)),
+        max_steps=draw(st.integers(1, 6)),
+        entropy_bound=draw(st.sampled_from([0.1, 1.0, 5.0])),
+        quota=draw(st.booleans()),
+        spread=draw(st.sampled_from([0, 3])),
+    )
+    first = random.draws([draw(st.integers(0, 99))], 0).noise(0, length, tiny.VOCAB) if draw(st.booleans()) else None
+    pins = {0: draw(st.integers(20, 200))} if draw(st.booleans()) else {}
+    return prompt, cfg, draw(st.integers(0, 2**40)), Rules(pins=pins), first
+
+
+def alone(prompt, cfg, seed, rules, first):
+    return list(generate(MODEL, [prompt], cfg, seeds=[seed], constraints=[rules], first_canvas_BC=first))
+
+
+def same(ours, theirs) -> None:
+    """Event for event, all that is tokens."""
+    assert [type(event) for event in ours] == [type(event) for event in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(mine, Finished):
+            assert torch.equal(mine.ids_BT, other.ids_BT)
+            assert mine.reasons == other.reasons
+            costs = [replace(end.stats[0], seconds=0, prefill_seconds=0, reused=0) for end in (mine, other)]
+            assert costs[0] == costs[1]
+        else:
+            assert torch.equal(mine.ids_BC, other.ids_BC)
+        if isinstance(mine, Draft):
+            assert torch.equal(mine.canvas_BC, other.canvas_BC)
+            assert torch.equal(mine.accepted_BC, other.accepted_BC)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
+    """Requests come at any round, some are cancelled; what is left is as if each had been alone."""
+    subject = engine(places=data.draw(st.integers(1, 4)), keep_contexts=data.draw(st.sampled_from([0, 1, 4])))
+    wanted = data.draw(st.lists(asked(), min_size=1, max_size=5))
+    waiting, running, cancelled, events = list(wanted), {}, set(), {}
+    while waiting or not subject.idle:
+        if waiting and (subject.idle or data.draw(st.booleans())):
+            one = waiting.pop()
+            prompt, cfg, seed, rules, first = one
+            request = subject.add(prompt, cfg, seed=seed, rules=rules, first_1C=first)
+            running[request], events[request] = one, []
+        if running and data.draw(st.integers(0, 19)) == 0:
+            gone = data.draw(st.sampled_from(sorted(running, key=lambda request: request.number)))
+            if not gone.over:
+                cancelled.add(gone)
+            subject.cancel(gone)
+        for whose, event in subject.step():
+            assert whose not in cancelled
+            events[whose].append(event)
+        assert subject.scheduler.used + subject.scheduler.kept.nbytes <= BUDGET
+    for request, one in running.items():
+        expected = alone(*one)
+        same(events[request], expected[: len(events[request])])
+        assert request in cancelled or len(events[request]) == len(expected)
+
+
+def test_a_context_is_found_again_and_not_read_again(monkeypatch):
+    subject, read = engine(prefill_chunk=100), []
+    usual = MODEL.encode
+    monkeypatch.setattr(MODEL, "encode", lambda ids, *rest: read.append(ids.shape[1]) or usual(ids, *rest))
+    cfg = tiny.sampler(max_new_tokens=16)
+    prompt = [2, *range(30, 60)]
+    first = subject.add(prompt, cfg, seed=1)
+    subject.run([first])
+    longer = subject.add([*prompt, 99, 98], cfg, seed=2)
+    found = subject.run([longer])[longer]
+    assert read == [31, 2]
+    assert found.stats[0].reused == 31
+    again = subject.add([*prompt[:-3], 77], cfg, seed=3)
+    cut = subject.run([again])[again]
+    assert read[2:] == [1]
+    assert cut.stats[0].reused == 28
+    monkeypatch.undo()
+    for request, seed in ((longer, 2), (again, 3)):
+        expected = alone(list(request.prompt), cfg, seed, Rules(), None)[-1]
+        assert torch.equal((found if request is longer else cut).ids_BT, expected.ids_BT)
+
+
+def test_kept_contexts_make_room_and_the_oldest_goes_first():
+    kept = Kept(2)
+    caches = [KVCache(CONFIG, 1, 10) for _ in range(3)]
+    for cache, context in zip(caches, ([1, 2], [3, 4, 5], [6]), strict=True):
+        cache.advance([len(context)])
+        kept.put(context, cache)
+    assert len(kept) == 2
+    assert kept.take([1, 2]) is None
+    context, cache = kept.take([3, 4, 9])
+    assert (context, cache.lengths) == ([3, 4], [2])
+    assert len(kept) == 1
+    assert kept.forget()
+    assert not kept.forget()
+
+
+def test_a_resized_cache_holds_the_same():
+    for window in (4, 7):
+        config = replace(CONFIG, sliding_window=window)
+        model = tiny.decided(config, 1)
+        for before, after in ((12, 40), (40, 12), (12, 12)):
+            cache = model.new_cache(1, before, rewind=3)
+            model.encode(torch.tensor([[2, *range(30, 41)]]), cache)
+            cache.rewind([10])
+            views = [[t.clone() for t in cache.view(layer)] for layer in range(config.num_hidden_layers)]
+            other = cache.resized(after)
+            assert other.capacity == after
+            for layer, pair in enumerate(views):
+                assert all(torch.equal(a, b) for a, b in zip(pair, other.view(layer), strict=True))
+            with pytest.raises(ValueError, match="cannot be cut"):
+                other.rewind([2 if window == 4 else 1])
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers():
+    subject = engine(cache_bytes=KVCache.bytes_of(CONFIG, 50, torch.float32, 6))
+    with pytest.raises(MemoryError, match="for 116 tokens"):
+        subject.add([2] * 100, tiny.sampler(max_new_tokens=32), seed=0)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        subject.add([2, 10**6], tiny.sampler(), seed=0)
+    with pytest.raises(ValueError, match="a deadline must be ahead, got -1"):
+        subject.add([2], tiny.sampler(), seed=0, seconds=-1)
+    assert subject.idle
+    for wrong in ({"places": 0}, {"prefill_chunk": 0}, {"rewind": -1}, {"cache_bytes": 0}):
+        with pytest.raises(ConfigError):
+            EngineConfig(**wrong)
+
+
+def test_requests_wait_for_memory_and_are_not_overtaken():
+    cfg = tiny.sampler(max_new_tokens=16)
+    subject = engine(cache_bytes=2 * KVCache.bytes_of(CONFIG, 60, torch.float32, 6))
+    large = [subject.add([2] * 60, cfg, seed=n) for n in range(3)]
+    small = subject.add([2], cfg, seed=9)
+    subject.step()
+    assert subject.scheduler.running == large[:2]
+    assert list(subject.scheduler.waiting) == [large[2], small]
+    assert set(subject.run([*large, small])) == {*large, small}
+
+
+def test_a_deadline_commits_the_best_page(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("redraft.engine.engine.time.monotonic", lambda: now[0])
+    cfg = tiny.sampler(max_new_tokens=48, max_steps=6, confidence_threshold=1e-9, eos_token_ids=())
+    subject = engine()
+    request, other = subject.add([2, 30], cfg, seed=1, seconds=5.0), subject.add([2, 30], cfg, seed=1)
+    events = {request: [], other: []}
+    for step in range(40):
+        now[0] = 100.0 + (6.0 if step == 9 else 0.0)
+        for whose, event in subject.step():
+            events[whose].append(event)
+    expected = alone([2, 30], cfg, 1, Rules(), None)
+    assert len(events[other]) == len(expected)
+    same(events[other], expected)
+    *drafts, page, end = events[request]
+    same(drafts, expected[: len(drafts)])
+    assert torch.equal(page.ids_BC, drafts[-1].ids_BC)
+    assert end.reasons == ("deadline",)
+    assert end.stats[0].canvases == 2
+    assert end.stats[0].commits == 1
+    assert end.ids_BT.shape[1] == 32
+
+
+def test_a_stream_left_early_is_cancelled_and_others_go_on():
+    subject, cfg = engine(), tiny.sampler(max_new_tokens=48)
+    kept, left = (subject.add([2, 30, n], cfg, seed=n) for n in (40, 41))
+    for event in subject.stream(left):
+        assert isinstance(event, Draft)
+        break
+    assert left.over
+    assert subject.scheduler.running == [kept]
+    events = list(subject.stream(kept))
+    expected = alone([2, 30, 40], cfg, 40, Rules(), None)
+    same(events, expected[len(expected) - len(events) :])
+    assert any(isinstance(event, Committed) for event in events)
+    assert subject.idle
