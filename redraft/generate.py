@@ -193,6 +193,7 @@ def check(
 
 
 def draft_of(block: int, state: sampler.Canvas, cfg: SamplerConfig) -> Draft:
+    """A canvas as whoever watches sees it."""
     return Draft(
         block=block,
         step=state.step,
