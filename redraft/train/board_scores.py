@@ -163,6 +163,7 @@ def draw(found: dict[str, dict[str, Any]], picture: Path) -> None:
         shares = scores["right_after"]
         axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], label=name)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("forwards, one canvas")
     axes.set_ylabel("boards right, %")
     axes.legend()
