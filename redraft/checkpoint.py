@@ -16,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from redraft import quant
 from redraft.config import GENERATION, OURS, SMALLEST_VISION, ModelConfig, SamplerConfig, read_json
+from redraft.kernels.fp8 import EIGHT
 from redraft.model import DiffusionGemma
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -124,7 +126,8 @@ def load_model(
 ) -> DiffusionGemma:
     """The model in a folder. Without a dtype, weights stay as stored and, on a CPU, are used from the mapped file."""
     config = load_config(folder)
-    return from_state_dict(config, Tensors(Path(folder)), dtype=dtype, device=device)
+    tensors: Mapping[str, Tensor] = Tensors(Path(folder))
+    return from_state_dict(config, quant.Fused(tensors) if config.quant else tensors, dtype=dtype, device=device)
 
 
 def from_state_dict(
@@ -137,26 +140,29 @@ def from_state_dict(
     """A model whose weights are these published tensors; built without memory of its own."""
     with torch.device("meta"):
         model = DiffusionGemma(config)
+        model = quant.apply_fp8(model) if config.quant else model
     table = {ours: published_name(ours) for ours in model.state_dict()}
     _refuse_strangers(tensors, set(table.values()))
     weights: dict[str, Tensor] = {}
     for ours, wanted in model.state_dict().items():
-        weights[ours] = _fetch(tensors, table[ours], wanted.shape)
-        kind = dtype or weights["embed_tokens.weight"].dtype
+        weights[ours] = _fetch(tensors, table[ours], wanted)
+        packed = wanted.dtype == EIGHT or quant.is_scale(ours)
+        kind = wanted.dtype if packed else dtype or weights["embed_tokens.weight"].dtype
         weights[ours] = weights[ours].to(device=device, dtype=kind)
     model.load_state_dict(weights, assign=True)
     return model.eval().requires_grad_(False)
 
 
-def _fetch(tensors: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+def _fetch(tensors: Mapping[str, Tensor], name: str, wanted: Tensor) -> Tensor:
     if name not in tensors and name.startswith(ENCODER):
         name = DECODER + name.removeprefix(ENCODER)  # some trainers drop the encoder's scalars; they were released equal
     if name not in tensors:
         raise CheckpointError(f"the checkpoint has no tensor {name}")
     tensor = tensors[name]
-    if tensor.shape != shape:
-        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, the configuration asks for {list(shape)}")
-    if tensor.dtype not in PRECISIONS:
+    if tensor.shape != wanted.shape:
+        asked = list(wanted.shape)
+        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, the configuration asks for {asked}")
+    if (tensor.dtype == EIGHT) != (wanted.dtype == EIGHT) or tensor.dtype not in (*PRECISIONS, EIGHT):
         raise CheckpointError(f"tensor {name} is {tensor.dtype}; redraft reads {', '.join(map(str, PRECISIONS))}")
     return tensor
 
@@ -187,7 +193,10 @@ def save(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {published_name(name): tensor for name, tensor in model.state_dict().items()}
+    tensors = quant.unfused(tensors) if model.config.quant else tensors
     config = model.config.to_published(str(model.dtype).removeprefix("torch."))
+    if model.config.quant:
+        config["quantization_config"] = quant.published(model.config.num_hidden_layers)
     if vision_from is not None:
         source = Tensors(Path(vision_from))
         tensors |= {name: source[name] for name in source if name.startswith(VISION)}
@@ -234,6 +243,11 @@ def _write_weights(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -
     for old in folder.glob("model*.safetensors"):
         if old.name not in names and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name):
             old.unlink()  # shards of an earlier save; no index lists them any more
+
+
+def with_vision(folder: Path) -> Path | None:
+    """The folder, if its checkpoint has vision weights worth carrying along."""
+    return folder if any(name.startswith(VISION) for name in Tensors(folder)) else None
 
 
 def write_text(path: Path, text: str) -> None:

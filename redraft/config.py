@@ -88,6 +88,7 @@ class ModelConfig:
     bos_token_id: int = 2
     eos_token_ids: tuple[int, ...] = (1, 106)
     image_token_ids: tuple[int, int, int] = (255_999, 258_880, 258_882)  # begin, soft token, end
+    quant: str | None = None  # "fp8": weights by channel, activations by token, as compressed-tensors publishes it
     vision: Mapping[str, Any] = field(default_factory=lambda: dict(SMALLEST_VISION), repr=False)  # carried, never run
 
     def __post_init__(self) -> None:
@@ -194,6 +195,7 @@ class ModelConfig:
             **_full_layer_heads(text, layer_types, source),
             **rope,
             layer_types=layer_types,
+            quant=_quant(raw, source),
             canvas_length=_first(raw.get("canvas_length"), 256),
             pad_token_id=_first(text.get("pad_token_id"), 0),
             bos_token_id=_first(text.get("bos_token_id"), 2),
@@ -384,8 +386,24 @@ def _refuse_other_models(raw: Mapping[str, Any], source: str) -> None:
     if raw.get("model_type") != "diffusion_gemma" and ARCHITECTURE not in names:
         found = names[0] if names else raw.get("model_type", "nothing")
         raise ConfigError(f"{source} describes {found!r}; redraft runs {ARCHITECTURE!r}")
-    if quant := _object(f"{source}: quantization_config", raw.get("quantization_config")):
-        raise ConfigError(f"{source} is quantized ({quant.get('quant_method')!r}); load the bf16 checkpoint instead")
+
+
+def _quant(raw: Mapping[str, Any], source: str) -> str | None:
+    """How the weights are packed."""
+    quant = _object(f"{source}: quantization_config", raw.get("quantization_config"))
+    if not quant:
+        return None
+    kind = (quant.get("quant_method"), quant.get("format"))
+    groups = list(_object(f"{source}: config_groups", quant.get("config_groups")).values())
+    schemes = [_object(f"{source}: a group of quantization_config", group) for group in groups]
+    weights = [_object(f"{source}: weights of a group", scheme.get("weights")) for scheme in schemes]
+    known = all((w.get("num_bits"), w.get("type"), w.get("strategy")) == (8, "float", "channel") for w in weights)
+    if kind == ("compressed-tensors", "float-quantized") and weights and known:
+        return "fp8"
+    raise ConfigError(
+        f"{source} is quantized as {kind[0]!r}, format {kind[1]!r}; redraft reads compressed-tensors' fp8 by channel: "
+        "load that or the bf16 checkpoint instead"
+    )
 
 
 def _refuse_variants(text: Mapping[str, Any], source: str) -> None:

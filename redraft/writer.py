@@ -19,6 +19,7 @@ from redraft.config import SamplerConfig
 from redraft.engine import Engine, Request
 from redraft.generate import Committed, Draft, Event, Finished, Stats, generate
 from redraft.model import DiffusionGemma
+from redraft.quant import FP8, apply_fp8
 from redraft.rules import Rules
 from redraft.solving import Solution
 from redraft.sudoku import board as boards
@@ -51,12 +52,19 @@ class Answer:
 
 
 def load(
-    path_or_id: str | Path = SHIPPED, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
+    path_or_id: str | Path = SHIPPED,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    quant: str | None = None,
 ) -> "Writer":
     """A Writer from a checkpoint folder or a hub id; without either, the small model that comes with redraft.
 
     "tiny" and "sudoku" are the models in the package. Without a dtype, weights stay in the precision they are stored in.
+    `quant="fp8"` packs a checkpoint's layers on the way in.
     """
+    if quant not in (None, FP8):
+        raise ValueError(f"there is no quantization {quant!r}; known is {FP8}")
     device, dtype = _device(device), _dtype(dtype)
     folder = checkpoint.find(path_or_id)
     config = checkpoint.load_config(folder)
@@ -67,7 +75,10 @@ def load(
             f"{config.vocab_size}: they do not belong together"
         )
     sampler = SamplerConfig.from_folder(folder, config)
-    return Writer(checkpoint.load_model(folder, dtype=dtype, device=device), tokenizer, sampler)
+    model = checkpoint.load_model(folder, dtype=dtype, device=device)
+    if quant == FP8 and not model.config.quant:
+        model = apply_fp8(model)
+    return Writer(model, tokenizer, sampler)
 
 
 def _device(asked: torch.device | str | None) -> torch.device:

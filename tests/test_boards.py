@@ -160,9 +160,9 @@ def test_resumed_is_unbroken(puzzles, tmp_path):
 def test_a_few_steps_learn_puzzles_by_heart(puzzles, tmp_path, causal):
     """Digits that follow from the board beat chance (2.2 nats) soon; without looking at it they never do."""
     optim = OptimConfig(muon_lr=2e-2, adamw_lr=1e-2, warmup=5)
-    cfg = config(replace(puzzles, causal=causal, shares=(0.99,)), steps=80, rows=32, report_every=20, optim=optim)
+    cfg = config(replace(puzzles, causal=causal, shares=(0.99,)), steps=80, rows=32, report_every=5, optim=optim)
     reports = [event for event in Trainer(cfg, tmp_path).run() if hasattr(event, "solved")]
-    assert reports[-1].denoiser < 2.15 < 2.5 < reports[0].denoiser
+    assert reports[-1].denoiser < 2.15 < 2.4 < reports[0].denoiser
 
 
 def test_passes_of_one_step_are_learned_together(puzzles):

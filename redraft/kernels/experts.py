@@ -10,15 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redraft.kernels.fp8 import Packed, linear8
 
-def gated_experts(x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
+
+def gated_experts(
+    x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor | Packed, down_EDF: Tensor | Packed
+) -> Tensor:
     """Weighted sum over each token's experts. The sum runs in router order, so it does not depend on the batch."""
     n, k = experts_NK.shape
+    packed = isinstance(gate_up_E2FD, Packed)
+    experts = len(gate_up_E2FD.weight if packed else gate_up_E2FD)
     expert_M, order_M = experts_NK.flatten().sort(stable=True)
-    ends_E = torch.searchsorted(expert_M, torch.arange(len(gate_up_E2FD), device=expert_M.device), right=True)
+    ends_E = torch.searchsorted(expert_M, torch.arange(experts, device=expert_M.device), right=True)
     back_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(n * k, device=order_M.device))
     # The grouped product wants rows of whole 16 bytes.
-    whole = x_ND.shape[1] % 8 == 0 and down_EDF.shape[2] % 8 == 0
+    whole = not packed and x_ND.shape[1] % 8 == 0 and down_EDF.shape[2] % 8 == 0
     grouped = x_ND.is_cuda and x_ND.dtype == torch.bfloat16 and whole
     answer = _one_product if grouped else _expert_by_expert
     sorted_MD = answer(_Deal.apply(x_ND, order_M, back_M, k), ends_E, gate_up_E2FD, down_EDF)
@@ -55,12 +61,13 @@ class _Collect(torch.autograd.Function):
         return grad_MD.index_select(0, order_M), None, None
 
 
-def _expert_by_expert(x_MD: Tensor, ends_E: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
+def _expert_by_expert(x_MD: Tensor, ends_E: Tensor, gate_up_E2FD: Tensor | Packed, down_EDF: Tensor | Packed) -> Tensor:
     """The definition: each expert with tokens reads its slice."""
+    product = linear8 if isinstance(gate_up_E2FD, Packed) else F.linear
     outputs = []
     for expert, x in enumerate(x_MD.tensor_split(ends_E[:-1].cpu())):
         if len(x):
-            outputs.append(F.linear(_gate(F.linear(x, gate_up_E2FD[expert])), down_EDF[expert]))
+            outputs.append(product(_gate(product(x, gate_up_E2FD[expert])), down_EDF[expert]))
     return torch.cat(outputs)
 
 

@@ -1,0 +1,134 @@
+"""fp8: packed = unpacked within its rounding, saved = loaded to the bit, the published names, and what is left alone."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import redraft
+from redraft import checkpoint, quant
+from redraft.checkpoint import CheckpointError
+from redraft.config import ConfigError, ModelConfig
+from redraft.generate import generate
+from redraft.kernels.fp8 import EIGHT, Packed, linear8, pack, unpack
+from redraft.quant.fp8 import Experts8, Linear8
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1e-6, 1e-3, 1.0, 1e6]))
+def test_packing_keeps_every_number_within_a_sixteenth(seed, size):
+    x = torch.randn(3, 17, generator=torch.Generator().manual_seed(seed)) * size
+    x[1] = 0
+    packed = pack(x, torch.bfloat16)
+    assert packed.weight.dtype == EIGHT
+    assert packed.scale.shape == (3, 1)
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    error = (unpack(packed) - x).abs()
+    assert (error <= x.abs() / 16 + largest / 448).all()  # three bits of fraction; small ones are rounded to a grid
+    again = pack(unpack(packed), torch.bfloat16)
+    assert torch.allclose(unpack(again), unpack(packed), rtol=0.13)
+
+
+def test_a_product_is_of_rounded_numbers():
+    chance = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 5, 24, generator=chance), torch.randn(7, 24, generator=chance)
+    packed = pack(w, torch.bfloat16)
+    rounded = unpack(pack(x.reshape(-1, 24))).view_as(x)
+    expected = rounded @ unpack(packed).T
+    assert torch.allclose(linear8(x, packed), expected, atol=1e-4)
+    assert linear8(x.bfloat16(), packed).dtype == torch.bfloat16
+    assert not torch.allclose(linear8(x, packed), x @ w.T, atol=1e-3)
+    stack = Packed(packed.weight[None], packed.scale[None])
+    assert torch.equal(stack[0].weight.float(), packed.weight.float())
+
+
+def test_what_is_packed_and_what_is_left_alone():
+    model = quant.apply_fp8(tiny.build(tiny.BASE))
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    for name, kind in kinds.items():
+        last = name.rsplit(".", 1)[-1]
+        if last in ("q_proj", "k_proj", "v_proj", "o_proj") or (".mlp." in name and last.endswith("_proj")):
+            assert kind is Linear8, name
+        if last == "experts":
+            assert kind is Experts8, name
+        if "router" in name or "self_conditioning" in name or "embed" in name:
+            assert kind not in (Linear8, Experts8), name
+    assert model.config.quant == "fp8"
+    assert quant.apply_fp8(model) is model  # packed once
+
+
+@pytest.mark.parametrize("name", ["plain", "one layer", "more experts than tokens", "every expert"])
+def test_saved_is_loaded_to_the_bit(tmp_path, name):
+    model = quant.apply_fp8(tiny.decided(tiny.CONFIGS[name], 3))
+    checkpoint.save(model, tmp_path)
+    again = checkpoint.load_model(tmp_path)
+    assert again.config == model.config
+    mine, theirs = model.state_dict(), again.state_dict()
+    assert set(mine) == set(theirs)
+    for key in mine:
+        assert mine[key].dtype == theirs[key].dtype, key
+        assert torch.equal(mine[key].float(), theirs[key].float()), key
+    events = [list(generate(m, [[2, 30, 40]], tiny.sampler(max_new_tokens=16), seeds=[1])) for m in (model, again)]
+    assert torch.equal(events[0][-1].ids_BT, events[1][-1].ids_BT)
+
+
+def test_the_file_is_as_published(tmp_path):
+    checkpoint.save(quant.apply_fp8(tiny.build(tiny.BASE)), tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        stem = "model.decoder.layers.0"
+        for part in ("experts.3.gate_proj", "experts.0.up_proj", "experts.0.down_proj", "self_attn.q_proj", "mlp.down_proj"):
+            weight, scale = (file.get_tensor(f"{stem}.{part}.{kind}") for kind in ("weight", "weight_scale"))
+            assert (weight.dtype, scale.dtype) == (EIGHT, torch.bfloat16)
+            assert scale.shape == (weight.shape[0], 1)
+        assert file.get_tensor(f"{stem}.experts.0.gate_proj.weight").shape == (24, 32)
+    assert not any("experts.gate_up_proj" in name for name in names)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "float-quantized")
+    assert "model.decoder.layers.2.router.proj" in config["ignore"]
+    assert "lm_head" in config["ignore"]
+
+
+def test_other_packings_are_refused_in_a_sentence(tmp_path):
+    checkpoint.save(quant.apply_fp8(tiny.build(tiny.BASE)), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for change, words in (
+        ({"quant_method": "modelopt"}, "quantized as 'modelopt'"),
+        ({"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        ({"config_groups": {}}, "fp8 by channel"),
+        ({"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, "fp8 by channel"),
+        ({"config_groups": [1]}, "config_groups must be an object"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            ModelConfig.from_published(raw | {"quantization_config": raw["quantization_config"] | change})
+    del raw["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="a tensor that this model does not"):
+        checkpoint.load_model(tmp_path)
+    with pytest.raises(ValueError, match="no quantization 'int3'; known is fp8"):
+        redraft.load(quant="int3")
+    plain = replace(tiny.BASE, quant="fp8")
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is torch\.float32"):
+        checkpoint.from_state_dict(
+            plain, {checkpoint.published_name(k): v for k, v in tiny.build(tiny.BASE).state_dict().items()}
+        )
+
+
+def test_on_the_way_in_is_as_on_disk(tmp_path, monkeypatch, capsys):
+    from test_cli import cli  # the command line, in this process
+
+    tiny.save_folder(tmp_path / "plain")
+    monkeypatch.setattr("sys.argv", ["redraft", "quantize", str(tmp_path / "plain"), str(tmp_path / "packed")])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert not left.value.code
+    assert capsys.readouterr().out == f"{tmp_path / 'packed'}\n"
+    sizes = [sum(f.stat().st_size for f in (tmp_path / n).glob("*.safetensors")) for n in ("plain", "packed")]
+    assert sizes[1] < sizes[0]
+    one, other = redraft.load(tmp_path / "plain", quant="fp8"), redraft.load(tmp_path / "packed")
+    assert one.write("Hello", seed=2).ids == other.write("Hello", seed=2).ids
+    assert redraft.load(tmp_path / "packed", quant="fp8").model.config.quant == "fp8"
