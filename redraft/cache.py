@@ -33,9 +33,9 @@ class KVCache:
         """Room for `capacity` tokens a row. `rewind=None` allows cutting back to anywhere, at the price of memory."""
         self.capacity, self.rows, self.device, self._rewind = capacity, rows, torch.device(device), rewind
         self.lengths = [0] * rows
-        self._longest = [0] * rows  # ever written; older ring slots are gone
         self._windows = [config.layer_window(layer) for layer in range(config.num_hidden_layers)]
         self._sizes, self._keys, self._values = [], [], []
+        self._oldest = [[0] * rows for _ in self._windows]  # positions still held, by layer; older ring slots are gone
         for layer, window in enumerate(self._windows):
             size = _size(window, capacity, rewind)
             heads, head_dim = config.layer_heads(layer)
@@ -110,7 +110,8 @@ class KVCache:
         other = copy.copy(self)
         at = torch.tensor(rows, dtype=torch.long, device=self.device)
         other.rows = len(rows)
-        other.lengths, other._longest = [self.lengths[row] for row in rows], [self._longest[row] for row in rows]
+        other.lengths = [self.lengths[row] for row in rows]
+        other._oldest = [[oldest[row] for row in rows] for oldest in self._oldest]
         other._keys, other._values = ([tensor[at] for tensor in store] for store in (self._keys, self._values))
         return other
 
@@ -128,20 +129,27 @@ class KVCache:
                 moved = mine[layer].new_zeros(self.rows, size, *mine[layer].shape[2:])
                 moved[:, held % size] = mine[layer][:, held % self._sizes[layer]]
                 theirs.append(moved)
+        other._oldest = [list(oldest) for oldest in self._oldest]
+        other._forget()
         return other
 
     def advance(self, counts: Sequence[int]) -> None:
         """The tokens that every layer has appended become part of the context."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self._longest = [max(pair) for pair in zip(self._longest, self.lengths, strict=True)]
+        self._forget()
+
+    def _forget(self) -> None:
+        """What no longer fits in the rings is gone."""
+        for oldest, size in zip(self._oldest, self._sizes, strict=True):
+            oldest[:] = [max(had, length - size) for had, length in zip(oldest, self.lengths, strict=True)]
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Cuts each row back to a former length; what follows then is written over."""
         for row, length in enumerate(lengths):
             if not 0 <= length <= self.lengths[row]:
                 raise ValueError(f"row {row} holds {self.lengths[row]} tokens and cannot be cut to {length}")
-            for window, size in zip(self._windows, self._sizes, strict=True):
-                oldest = max(0, self._longest[row] - size)
+            for window, size, held in zip(self._windows, self._sizes, self._oldest, strict=True):
+                oldest = held[row]
                 if window is not None and max(0, length - (window - 1)) < oldest:
                     raise ValueError(
                         f"row {row} cannot be cut to {length}: its sliding layers keep {size} tokens, from {oldest} on; "

@@ -61,12 +61,12 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
         folder = Path(path_or_id).expanduser()
     except RuntimeError as error:  # ~nobody
         raise CheckpointError(f"there is no folder {str(path_or_id)!r}: {error}") from None
+    if str(path_or_id) in SHIPPED and not (folder / CONFIG).exists():
+        return PACKAGED / str(path_or_id)
     if folder.is_dir():
         return folder
     if folder.exists():
         raise CheckpointError(f"{path_or_id} is a file; give the folder that holds config.json and the weights")
-    if str(path_or_id) in SHIPPED:
-        return PACKAGED / str(path_or_id)
     name = str(path_or_id).removeprefix("https://").removeprefix("hf.co/").removeprefix("huggingface.co/")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         raise CheckpointError(f"there is no folder {str(path_or_id)!r}, and it is not a hub id (OWNER/NAME)")

@@ -54,6 +54,8 @@ def sudoku(
     writer = load(model or SUDOKU, device=device, dtype=dtype)
     puzzles = [one for _, one in numbered]
     seed = seed if seed is not None else fresh_seed()
+    if out and not Path(out).absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {str(Path(out).parent)!r} to write {out!r} into")
     events = writer.sudoku_events(puzzles, seed=seed, canvases=canvases, check=check, max_steps=steps)
     console = Console(highlight=False)
     drawing = not as_json and not out and (console.is_terminal if visual is None else visual)
@@ -73,26 +75,32 @@ def given(text: str) -> list[tuple[str, Board]]:
     """Puzzles of an argument: a file's, stdin's, or the argument itself. Each with where it stands, empty for a lone one."""
     if text == "-":
         return _read(sys.stdin.buffer.read(), "stdin")
-    if _is_file(text):
+    if is_file(text):
         return _read(Path(text).read_bytes(), text)
     try:
         return [("", boards.checked(text))]
     except BoardError as error:
-        if len(text) < boards.CELLS and not any(character.isdigit() for character in text):
-            raise BoardError(f"there is no file {text!r}, and as a puzzle: {error}") from None
+        if any(character.isalpha() or character == "/" for character in text):
+            raise BoardError(f"there is no file {text[:200]!r}, and as a puzzle: {error}") from None
         raise
 
 
-def _is_file(text: str) -> bool:
+def is_file(text: str) -> bool:
+    """Whether something to read lies there; a pipe does, too."""
     try:
-        return Path(text).is_file()
-    except (OSError, ValueError):  # no name a file could have
+        path = Path(text)
+        if text and path.is_dir():
+            raise BoardError(f"{text!r} is a folder; give a file of puzzles")
+        return bool(text) and path.exists()
+    except (OSError, ValueError) as error:  # no name a file could have
+        if isinstance(error, BoardError):
+            raise
         return False
 
 
 def _read(raw: bytes, name: str) -> list[tuple[str, Board]]:
     with _named(name):
-        found = list(boards.read_many(raw.decode("utf-8", errors="replace")))
+        found = list(boards.read_many(raw.decode("utf-8-sig", errors="replace")))
         if not found:
             raise BoardError("there is no puzzle in it")
     return [(f"{name}, line {number}", one) for number, one in found]
@@ -123,7 +131,8 @@ def _draw(events: Iterable[Pass | Solution], puzzle: Board, console: Console) ->
         for event in events:
             if isinstance(event, Solution):
                 live.update(picture(event.board, puzzle), refresh=True)
-                return event
+                found = event
+                break
             digits = tuple(event.boards_NC[0].tolist())
             time.sleep(max(0.0, shown + FRAME_SECONDS - time.monotonic()))  # too quick to be seen otherwise
             shown = time.monotonic()
@@ -133,7 +142,9 @@ def _draw(events: Iterable[Pass | Solution], puzzle: Board, console: Console) ->
                 page = picture(digits, puzzle, before, event.accepted_NC[0].tolist())
                 live.update(Group(page, meter), refresh=True)
             before = digits
-    raise AssertionError("no solution came")
+    if not console.is_terminal:
+        console.print()  # rich leaves the cursor at the end of the last line
+    return found
 
 
 def picture(board: Board, puzzle: Board, before: Board | None = None, accepted: list[bool] | None = None) -> Text:

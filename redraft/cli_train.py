@@ -21,7 +21,7 @@ METRICS, CURVES, CONFIG = "metrics.jsonl", "curves.png", "recipe.json"
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="A name from recipes/ (toy, tiny), or the path of a recipe.")],
+    recipe: Annotated[str, typer.Argument(help="A name from recipes/ (toy, tiny, sudoku), or the path of a recipe.")],
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value: --set steps=100 --set optim.warmup=20.")
     ] = None,
@@ -151,6 +151,8 @@ def evaluate(
 
     known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code, "sudoku": scores.sudoku}
     known |= {"sudoku-spoken": scores.sudoku_spoken, "sudoku-written": scores.sudoku_written}
+    if count < 1:
+        raise ValueError(f"--count must be at least 1, got {count}")
     if task is not None and task not in known:
         raise ValueError(f"there is no task {task!r}; known are {', '.join(known)}")
     subject = writer.load(model, device=device, dtype="float32")

@@ -10,6 +10,7 @@ Shapes: N canvases in the batch, C = 81 cells.
 import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -106,24 +107,31 @@ def solve(
 ) -> Iterator[Pass | Solution]:
     """Solves puzzles, in batches, and tells each when it is done. Puzzle number i has the seed `seed + i`.
 
-    Without `check` every puzzle has one canvas, right or wrong.
+    Without `check` every puzzle has one canvas, right or wrong. What cannot be run is refused at once.
     """
     if not fits(model):
         raise ValueError(
             f"this model has a vocabulary of {model.config.vocab_size} and pages of {model.config.canvas_length}: "
             "it was not made for boards; use redraft/weights/sudoku"
         )
+    for name, value in (("seed", seed), ("canvases", canvases)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
     if canvases < 1:
         raise ValueError(f"a puzzle needs at least one canvas, got {canvases}")
-    most = canvases if check else 1
+    return _solve(model, puzzles, cfg, seed, canvases if check else 1, rows)
+
+
+def _solve(
+    model: DiffusionGemma, puzzles: Sequence[Board], cfg: SamplerConfig, seed: int, most: int, rows: int
+) -> Iterator[Pass | Solution]:
     for begin in range(0, len(puzzles), rows):
         numbers = range(begin, min(begin + rows, len(puzzles)))
         books = {number: _Book(number, puzzles[number], seed + number) for number in numbers}
         while books:
             tries = [one for book in books.values() for one in book.next_tries(most)]
-            for first in range(0, len(tries), rows):
-                some = [one for one in tries[first : first + rows] if one.number in books]
-                for event in run(model, puzzles, some, cfg, seed, books) if some else ():
+            for some in _batches(tries, rows):
+                for event in run(model, puzzles, some, cfg, seed, books):
                     if isinstance(event, Pass):
                         yield event
                         continue
@@ -131,6 +139,19 @@ def solve(
                     book.outcomes.append(event)
                     if book.right or book.tried >= most:
                         yield books.pop(book.number).solution()
+
+
+def _batches(tries: Sequence[Try], rows: int) -> Iterator[list[Try]]:
+    """About so many canvases at once, those of one puzzle always together: what becomes of it depends on nobody else."""
+    batch: list[Try] = []
+    for _, group in groupby(tries, key=lambda one: one.number):
+        some = list(group)
+        if batch and len(batch) + len(some) > rows:
+            yield batch
+            batch = []
+        batch += some
+    if batch:
+        yield batch
 
 
 class _Book:
@@ -174,7 +195,7 @@ class _Book:
             solved=self.right,
             settled=last.settled,
             at_first=solves(self.outcomes[0].board, self.puzzle),
-            canvases=self.tried,
+            canvases=self.tried + (last.beside if self.right else 0),
             forwards=sum(outcome.steps for outcome in self.outcomes) + (last.beside * last.steps if self.right else 0),
             revisions=last.revisions,
             seconds=time.perf_counter() - self.began,

@@ -35,7 +35,7 @@ class Answer:
     """What was written. `str(answer)` is its text."""
 
     text: str
-    reason: str  # "stop": the model ended it; "length": max_tokens did
+    reason: str  # "stop": the model ended it; "length": max_tokens did; "deadline": the clock did
     settled: bool  # False when a page still moved at its last step: treat the text with doubt
     ids: tuple[int, ...]  # without the stop token
     stats: Stats
@@ -185,9 +185,9 @@ class Writer:
 
         Puzzle number i has seed + i. `options` are `canvases=64`, `check=True`, and fields of SamplerConfig.
         """
-        alone = isinstance(puzzle, str) or (len(puzzle) > 0 and isinstance(puzzle[0], int))
-        given = [puzzle] if alone else puzzle
-        puzzles = [boards.checked(one if isinstance(one, str) else boards.line(one)) for one in given]
+        many = [puzzle] if isinstance(puzzle, str) else list(puzzle)
+        alone = isinstance(puzzle, str) or (len(many) > 0 and not hasattr(many[0], "__iter__"))
+        puzzles = [boards.given(one) for one in ([puzzle] if alone else many)]
         events = self.sudoku_events(puzzles, seed=seed if seed is not None else fresh_seed(), **options)
         found = sorted((e for e in events if isinstance(e, Solution)), key=lambda solution: solution.number)
         return found[0] if alone else found

@@ -11,6 +11,7 @@ import torch
 from redraft import random, rules, sampler
 from redraft.config import SamplerConfig
 from redraft.rules import Rules
+from redraft.solving import FORBIDDEN
 from redraft.sudoku import generator, texts, tokens
 from redraft.sudoku.board import CELLS, solves
 from redraft.train import boards
@@ -22,7 +23,6 @@ from redraft.train.optim import OptimConfig
 CONFIG = replace(
     tiny.BASE, vocab_size=tokens.SIZE, canvas_length=CELLS, sliding_window=256, image_token_ids=(3, 4, 5), eos_token_ids=(1,)
 )
-NOTHING = tuple(token for token in range(tokens.SIZE) if token not in tokens.DIGITS)
 
 
 def chance(seed: int = 0) -> torch.Generator:
@@ -95,7 +95,7 @@ def test_a_pass_that_learns_is_what_generation_computes(puzzles):
     model = fresh(CONFIG, 0)
     drawn, solved = Pool(puzzles, torch.device("cpu")).draw(3, chance())
     fixed = rules.on_canvas(
-        [Rules(pins=tokens.pins(tuple(board)), forbidden=NOTHING) for board in drawn.tolist()],
+        [Rules(pins=tokens.pins(tuple(board)), forbidden=FORBIDDEN) for board in drawn.tolist()],
         0, CELLS, tokens.SIZE, (1,), "cpu",
     )  # fmt: skip
     settings = SamplerConfig(canvas_length=CELLS, max_new_tokens=CELLS, t_min=0.7, t_max=0.7, entropy_bound=0.5)
@@ -194,8 +194,21 @@ def test_what_cannot_be_learned_from_is_refused(puzzles, tmp_path):
         replace(puzzles, files=("a", "b"))
     with pytest.raises(ValueError, match="something must be generated"):
         replace(puzzles, shares=(1.0,))
-    with pytest.raises(ValueError, match="passes must be at least 1, got 0"):
-        replace(puzzles, passes=0)
+    for change, words in (
+        ({"passes": 0}, "passes must be at least 1, got 0"),
+        ({"bounds": (0.0, 1.0)}, "from above 0 upwards, got 0.0 to 1.0"),
+        ({"given": 2.0}, "given and shares are shares, got 2.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            replace(puzzles, **change)
+    for text, words in (
+        ("puzzle,solution\n", "has no puzzles"),
+        ("quiz\n1\n", "line 2, puzzle: a puzzle has 81 cells, this one has 0"),
+        (f"puzzle,solution\n{'1' * 81},{'x' * 81}\n", "line 2, solution: 'x'"),
+    ):
+        (tmp_path / "bad.csv").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            boards.read_puzzles(str(tmp_path / "bad.csv"))
     wrong = replace(config(puzzles), model=replace(CONFIG, vocab_size=200))
     with pytest.raises(ValueError, match="a vocabulary of 112 tokens, the model 200"):
         Boards(wrong, wrong.model, boards.tokenizer(), torch.device("cpu"), [0])

@@ -4,9 +4,11 @@ import contextlib
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pyte
 import pytest
@@ -23,10 +25,11 @@ from redraft.generate import generate
 from redraft.rules import Rules
 from redraft.solving import FORBIDDEN
 from redraft.sudoku import board as boards
-from redraft.sudoku import generator, tokens
+from redraft.sudoku import generator, texts, tokens
 from redraft.sudoku.board import BoardError
 from redraft.train import board_scores
-from redraft.writer import SUDOKU
+from redraft.train.boards import left_to_right
+from redraft.writer import SHIPPED, SUDOKU
 
 PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
 SOLVED = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
@@ -114,6 +117,12 @@ def test_a_wrong_board_is_said_to_be_wrong(run, tmp_path):
         ("." * 81, "more than one solution"),
         ("12345678.........9" + "." * 63, "has no solution"),
         ("nothing.txt", "there is no file 'nothing.txt'"),
+        ("puzzles17.txt", "there is no file 'puzzles17.txt'"),
+        ("/", "'/' is a folder; give a file of puzzles"),
+        (
+            ".....5.8....6.1.43..........1.5........1.6...3.......553.....61........4.........",
+            "not known after 50,000 guesses",
+        ),
         ("", "81 cells, this one has 0"),
     ],
 )
@@ -132,6 +141,14 @@ def test_mistakes_in_a_file_name_their_line(run, tmp_path):
     assert "line 2: 'x' (character 81)" in run(str(tmp_path / "bad.txt"))[2]
     (tmp_path / "bad.txt").write_text("")
     assert "there is no puzzle in it" in run(str(tmp_path / "bad.txt"))[2]
+    (tmp_path / "bad.txt").write_bytes(b"\0" * 300_000)
+    assert run(str(tmp_path / "bad.txt"))[2].count("\n") == 1
+    (tmp_path / "good.txt").write_bytes(b"\xef\xbb\xbfpuzzle\r\n" + PUZZLE.encode() + b"\r\n")
+    assert run(str(tmp_path / "good.txt"), "--seed", "1")[0] == 0
+    (tmp_path / "old.csv").write_text("old")
+    assert "at least one canvas" in run(PUZZLE, "--canvases", "0", "--out", str(tmp_path / "old.csv"))[2]
+    assert (tmp_path / "old.csv").read_text() == "old"
+    assert "there is no folder" in run(PUZZLE, "--out", str(tmp_path / "no" / "out.csv"))[2]
     assert "was not made for boards" in run(PUZZLE, "-m", "tiny")[2]
 
 
@@ -174,7 +191,47 @@ def test_easy_puzzles_are_solved_on_one_canvas_in_a_few_passes(writer):
     assert sum(part["puzzles"] for part in found["by_guesses"].values()) == 60
 
 
-def test_transformers_loads_it_and_gives_the_same_board(writer, monkeypatch):
+@pytest.mark.parametrize("wrong", [None, 5, [1, 2], [[1] * 81, None], torch.zeros(81), ["x"], [1.5] * 81, [10] * 81])
+def test_what_is_no_puzzle_is_said_to_be_none(writer, wrong):
+    with pytest.raises((BoardError, TypeError)) as caught:
+        writer.solve_sudoku(wrong)
+    assert isinstance(caught.value, BoardError) or not hasattr(wrong, "__iter__")
+
+
+def test_left_to_right_is_what_it_says(writer):
+    """Cell after cell from everything before it, without a cache."""
+    listed = board_scores.generated(2)
+    found = board_scores.spoken(writer.model, listed, rows=1)
+    right = []
+    for puzzle, solution in zip(listed.puzzles, listed.solutions, strict=True):
+        said = []
+        for cell in range(81):
+            ids = left_to_right(torch.tensor([puzzle]), torch.tensor([said], dtype=torch.long), 2)
+            with torch.inference_mode():
+                hidden = writer.model.encode(ids, writer.model.new_cache(1, ids.shape[1]))
+                logits = writer.model.head(hidden[0, -1])[tokens.DIGITS.start : tokens.DIGITS.stop]
+            said.append(puzzle[cell] or int(logits.argmax()) + 1)
+        right.append(sum(a == b for a, b in zip(said, solution, strict=True)) / 81)
+    assert abs(found["cells"] - sum(right) / 2) < 1e-6
+    assert found["exact"] == 0.0  # it was not trained for that
+
+
+def test_written_boards_are_read_and_compared(monkeypatch):
+    listed, reader = board_scores.generated(3), redraft.Tokenizer.from_folder(SHIPPED)
+    answers = [texts.answer(listed.solutions[0]), "no board", texts.answer(listed.solutions[1])]
+
+    def pretend(model, prompts, cfg, *, seeds):
+        assert [reader.decode(ids) for ids in prompts] == [texts.prompt(puzzle) for puzzle in listed.puzzles]
+        ids = [reader.encode(text) for text in answers]
+        padded = torch.tensor([row + [0] * (200 - len(row)) for row in ids])
+        yield SimpleNamespace(ids_BT=padded, stats=[SimpleNamespace(steps=n) for n in (4, 5, 6)])
+
+    monkeypatch.setattr(board_scores, "generate", pretend)
+    found = board_scores.written(None, reader, listed, None)
+    assert found == {"puzzles": 3, "boards": 2 / 3, "clues_kept": 1 / 3, "exact": 1 / 3, "steps": 5.0}
+
+
+def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch):
     other = DiffusionGemmaForBlockDiffusion.from_pretrained(SUDOKU, dtype=torch.float32).eval()
     prompt = [writer.model.config.bos_token_id, *tokens.NAMES]
     cfg = writer.sampler.changed(max_steps=6)
@@ -192,15 +249,17 @@ def test_it_is_quick():
     for _ in range(3):
         began = time.perf_counter()
         command = [sys.executable, "-m", "redraft.cli", "sudoku", PUZZLE, "--json", "--seed", "1"]
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        run = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         times.append((time.perf_counter() - began, json.loads(run.stdout)["seconds"]))
     assert min(whole for whole, _ in times) < 4, times
     assert min(solving for _, solving in times) < 1, times
 
 
 def test_a_file_runs_at_five_puzzles_a_second(writer):
-    puzzles = easy(128)
-    began = time.perf_counter()
-    found = writer.solve_sudoku(puzzles, seed=0)
-    assert len(found) / (time.perf_counter() - began) > 5
-    assert all(solution.solved for solution in found)
+    puzzles, rates = easy(64), []
+    for _ in range(2):
+        began = time.perf_counter()
+        found = writer.solve_sudoku(puzzles, seed=0)
+        rates.append(len(found) / (time.perf_counter() - began))
+        assert all(solution.solved for solution in found)
+    assert max(rates) > 5, rates

@@ -1,5 +1,6 @@
 """The engine: for every mix of requests the tokens are those of `generate`, and memory is never promised twice."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,13 @@ from hypothesis import strategies as st
 
 from redraft import random
 from redraft.cache import KVCache
-from redraft.config import ConfigError, EngineConfig
+from redraft.config import FULL, SLIDING, ConfigError, EngineConfig
 from redraft.engine import Engine
 from redraft.engine.scheduler import Kept
 from redraft.generate import Committed, Draft, Finished, generate
 from redraft.rules import Rules
 
-CONFIG = replace(tiny.BASE, sliding_window=7)
+CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
 MODEL = tiny.decided(CONFIG, 4)
 BUDGET = 4 * KVCache.bytes_of(CONFIG, 200, torch.float32)
 
@@ -33,8 +34,8 @@ def asked(draw):
     length = draw(st.sampled_from([8, 16]))
     cfg = tiny.sampler(
         canvas_length=length,
-        max_new_tokens=draw(st.integers(1, 3 * length)),
-        max_steps=draw(st.integers(1, 6)),
+        max_new_tokens=draw(st.integers(1, 2 * length + 1)),
+        max_steps=draw(st.integers(1, 4)),
         entropy_bound=draw(st.sampled_from([0.1, 1.0, 5.0])),
         quota=draw(st.booleans()),
         spread=draw(st.sampled_from([0, 3])),
@@ -69,7 +70,7 @@ def same(ours, theirs) -> None:
 def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
     """Requests come at any round, some are cancelled; what is left is as if each had been alone."""
     subject = engine(places=data.draw(st.integers(1, 4)), keep_contexts=data.draw(st.sampled_from([0, 1, 4])))
-    wanted = data.draw(st.lists(asked(), min_size=1, max_size=5))
+    wanted = data.draw(st.lists(asked(), min_size=1, max_size=4))
     waiting, running, cancelled, events = list(wanted), {}, set(), {}
     while waiting or not subject.idle:
         if waiting and (subject.idle or data.draw(st.booleans())):
@@ -114,19 +115,97 @@ def test_a_context_is_found_again_and_not_read_again(monkeypatch):
         assert torch.equal((found if request is longer else cut).ids_BT, expected.ids_BT)
 
 
+def put(kept: Kept, context: list[int], rewind: int | None = None) -> None:
+    cache = KVCache(CONFIG, 1, 60, rewind=rewind)
+    cache.advance([len(context)])
+    kept.put(context, cache)
+
+
 def test_kept_contexts_make_room_and_the_oldest_goes_first():
     kept = Kept(2)
-    caches = [KVCache(CONFIG, 1, 10) for _ in range(3)]
-    for cache, context in zip(caches, ([1, 2], [3, 4, 5], [6]), strict=True):
-        cache.advance([len(context)])
-        kept.put(context, cache)
+    first, second, third = (list(range(start, start + 30)) for start in (0, 100, 200))
+    for context in (first, second, third):
+        put(kept, context)
     assert len(kept) == 2
-    assert kept.take([1, 2]) is None
-    context, cache = kept.take([3, 4, 9])
-    assert (context, cache.lengths) == ([3, 4], [2])
-    assert len(kept) == 1
-    assert kept.forget()
+    assert kept.take(first) is None
+    assert kept.take([*second[:15], 9]) is None  # not worth it
+    context, cache = kept.take([*second[:20], 9])
+    assert (context, cache.lengths) == (second[:20], [20])
+    assert len(kept) == 2  # another may want the rest of it
+    context, _ = kept.take([*second, 9])
+    assert (context, len(kept)) == (second, 1)
+    put(kept, first)
+    assert kept.forget(sparing=[*third, 1])  # the oldest is about to be taken over
+    assert kept.take(first) is None
+    assert not kept.forget(sparing=[*third, 1])
+    assert kept.forget(sparing=[*third[:20], 1])
     assert not kept.forget()
+
+
+def test_where_the_best_context_cannot_be_cut_the_next_is_taken():
+    kept, prompt = Kept(4), list(range(40))
+    put(kept, [*prompt[:30], *range(100, 125)], rewind=2)  # its windows do not reach back to 30
+    put(kept, prompt[:20], rewind=2)
+    context, cache = kept.take(prompt)
+    assert (context, cache.lengths) == (prompt[:20], [20])
+
+
+def test_a_fault_ends_what_runs_and_spoils_nothing_that_comes(monkeypatch):
+    """Ctrl-C in the middle of reading a prompt leaves a half-written cache: it must not be found again."""
+    subject, cfg, prompt = engine(), tiny.sampler(max_new_tokens=32), [2, *range(60, 100)]
+    usual, calls = MODEL.encode, []
+
+    def interrupted(ids, cache, *rest):
+        calls.append(ids)
+        if len(calls) == 6:
+            usual(ids, cache, *rest)
+            raise KeyboardInterrupt
+        return usual(ids, cache, *rest)
+
+    monkeypatch.setattr(MODEL, "encode", interrupted)
+    one, other = subject.add(prompt, cfg, seed=1), subject.add([2, 30], cfg, seed=2)
+    beside = subject.stream(other)
+    with pytest.raises(KeyboardInterrupt):
+        list(subject.stream(one))
+    assert one.over
+    assert other.over
+    assert subject.idle
+    assert len(subject.scheduler.kept) == 0
+    list(beside.request.inbox)
+    beside.request.inbox.clear()
+    with pytest.raises(RuntimeError, match="failed while this request ran"):
+        next(beside)
+    monkeypatch.undo()
+    again = subject.add(prompt, cfg, seed=1)
+    assert torch.equal(subject.run([again])[again].ids_BT, alone(prompt, cfg, 1, Rules(), None)[-1].ids_BT)
+
+
+def test_a_stream_nobody_began_is_cancelled_too():
+    subject = engine()
+    request = subject.add([2, 30], tiny.sampler(), seed=1)
+    subject.stream(request).close()
+    assert request.over
+    assert subject.idle
+    request = subject.add([2, 30], tiny.sampler(), seed=1)
+    subject.stream(request)  # and let go
+    assert request.over
+
+
+def test_threads_may_share_an_engine():
+    subject, cfg = engine(places=3), tiny.sampler(max_new_tokens=32)
+    found = {}
+
+    def write(seed: int) -> None:
+        request = subject.add([2, 30, 40 + seed], cfg, seed=seed)
+        found[seed] = subject.run([request])[request]
+
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(6):
+        assert torch.equal(found[seed].ids_BT, alone([2, 30, 40 + seed], cfg, seed, Rules(), None)[-1].ids_BT)
 
 
 def test_a_resized_cache_holds_the_same():
@@ -142,13 +221,17 @@ def test_a_resized_cache_holds_the_same():
             assert other.capacity == after
             for layer, pair in enumerate(views):
                 assert all(torch.equal(a, b) for a, b in zip(pair, other.view(layer), strict=True))
-            with pytest.raises(ValueError, match="cannot be cut"):
-                other.rewind([2 if window == 4 else 1])
+            whole = before == 12 and window - 1 + 3 >= 12
+            oldest = 0 if whole else 12 - (window - 1 + 3) + window - 1  # what the rings lost with 12 tokens stays lost
+            other.rewind([max(oldest, 1)])
+            if not whole:
+                with pytest.raises(ValueError, match="cannot be cut"):
+                    other.rewind([oldest - 1])
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
     subject = engine(cache_bytes=KVCache.bytes_of(CONFIG, 50, torch.float32, 6))
-    with pytest.raises(MemoryError, match="for 116 tokens"):
+    with pytest.raises(ValueError, match=r"this request needs 0\.0 MiB of cache for 116 tokens"):
         subject.add([2] * 100, tiny.sampler(max_new_tokens=32), seed=0)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         subject.add([2, 10**6], tiny.sampler(), seed=0)
@@ -189,6 +272,11 @@ def test_a_deadline_commits_the_best_page(monkeypatch):
     same(drafts, expected[: len(drafts)])
     assert torch.equal(page.ids_BC, drafts[-1].ids_BC)
     assert end.reasons == ("deadline",)
+    only = subject.add(
+        [2, 30], tiny.sampler(max_new_tokens=16, confidence_threshold=1e-9, eos_token_ids=()), seed=1, seconds=1
+    )
+    now[0] = 200.0
+    assert subject.run([only])[only].reasons == ("deadline",)
     assert end.stats[0].canvases == 2
     assert end.stats[0].commits == 1
     assert end.ids_BT.shape[1] == 32

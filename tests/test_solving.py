@@ -117,9 +117,50 @@ def test_a_right_canvas_ends_the_others_of_its_puzzle():
     assert seen == [(0, 0, 5, 0), (5,), (5,)]
 
 
+def test_what_becomes_of_a_puzzle_depends_on_no_other():
+    """Tries of one puzzle stay in one batch, however small it is."""
+    tries = [Try(number, attempt) for number in range(3) for attempt in range(2, 4)]
+    batches = list(solving._batches(tries, 3))
+    assert [[one.number for one in batch] for batch in batches] == [[0, 0], [1, 1], [2, 2]]
+    assert [len(batch) for batch in solving._batches(tries, 4)] == [4, 2]
+
+
+def test_a_turned_puzzle_comes_back_as_it_was_given():
+    one = Try(4, 1)
+    from_C, _ = one.way(3)
+    assert sorted(from_C.tolist()) == list(range(CELLS))
+    assert from_C.tolist() != list(range(CELLS))
+    assert all(torch.equal(a, b) for a, b in zip(one.way(3), Try(4, 1).way(3), strict=True))
+    assert torch.equal(Try(4, 0).way(3)[0], torch.arange(CELLS))
+    for event in solving.run(MODEL, PUZZLES, [Try(4, 0), one, Try(4, 2)], CFG, 3, {4}):
+        for board in [event.board] if not isinstance(event, Pass) else event.boards_NC.tolist():
+            assert all(clue in (0, digit) for clue, digit in zip(PUZZLES[4], board, strict=True))
+        if isinstance(event, Pass):
+            clues = torch.tensor(PUZZLES[4]) > 0
+            assert event.accepted_NC[:, clues].all()
+
+
+def test_revisions_are_digits_that_changed():
+    before, changed = None, 0
+    for event in solving.run(MODEL, PUZZLES, [Try(5, 0)], CFG, 3, {5}):
+        if isinstance(event, Pass):
+            changed += 0 if before is None else int((event.boards_NC != before).sum())
+            before = event.boards_NC
+        else:
+            assert event.revisions == changed > 0
+
+
+def test_siblings_of_a_right_canvas_are_counted():
+    book = solving._Book(0, FULL[0], 1)
+    book.outcomes = [solving.Outcome(Try(0, n), board, True, 5, 0, 2) for n, board in enumerate([(1,) * CELLS, FULL[0]])]
+    assert (book.solution().canvases, book.solution().forwards) == (4, 5 + 5 + 2 * 5)
+
+
 def test_what_cannot_be_solved_is_refused():
     other = fresh(replace(CONFIG, vocab_size=120), 0)
     with pytest.raises(ValueError, match="a vocabulary of 120 and pages of 81: it was not made for boards"):
-        next(solving.solve(other, PUZZLES, CFG, seed=0))
+        solving.solve(other, PUZZLES, CFG, seed=0)
     with pytest.raises(ValueError, match="at least one canvas, got 0"):
-        next(solving.solve(MODEL, PUZZLES, CFG, seed=0, canvases=0))
+        solving.solve(MODEL, PUZZLES, CFG, seed=0, canvases=0)
+    with pytest.raises(ValueError, match=r"seed must be a whole number, got 1\.5"):
+        solving.solve(MODEL, PUZZLES, CFG, seed=1.5)

@@ -4,14 +4,14 @@
     run:      a chunk of a prompt, pages to read, a denoising pass for all
     settle:   each request's sampler, events, pages that are done
 
-The tokens are those of `generate`, whatever runs beside it. Knows nothing of threads or HTTP; one step at a time, and
-between two of them requests can be added and cancelled.
+The tokens are those of `generate`, whatever runs beside it. Any thread may add, step and cancel; one does so at a time.
 """
 
-import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Engine:
         self.runner = Runner(model, self.config.prefill_chunk)
         budget = self.config.cache_bytes or free_bytes(model.device) // 2
         self.scheduler = Scheduler(self.config.places, budget, Kept(self.config.keep_contexts), self._cost)
-        self._added = 0
+        self._added, self._lock = 0, threading.RLock()
 
     def add(
         self,
@@ -58,39 +58,44 @@ class Engine:
         bill = Bill(cfg, [seed], [len(prompt)])
         request = Request(self._added, tuple(prompt), cfg, seed, rules, first_1C, deadline, bill)
         self.scheduler.check(request)
-        self.scheduler.waiting.append(request)
-        self._added += 1
+        with self._lock:
+            self.scheduler.waiting.append(request)
+            self._added += 1
         return request
 
     def cancel(self, request: Request) -> None:
         """Nothing more comes of it. What it has read is kept for another that begins alike."""
-        if not request.over:
-            request.over = True
-            self._leave(request)
+        with self._lock:
+            if not request.over:
+                request.over = True
+                self._leave(request)
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self.scheduler.running and not self.scheduler.waiting
 
-    def stream(self, request: Request) -> Iterator[Event]:
-        """The events of one request from now on; the others go on beside it. A stream that is left cancels its request."""
+    def stream(self, request: Request) -> "Stream":
+        """The events of one request from now on; the others go on beside it."""
         request.inbox = deque()
-        return self._stream(request, request.inbox)
-
-    def _stream(self, request: Request, inbox: deque[Event]) -> Iterator[Event]:
-        try:
-            while inbox or not request.over:
-                if inbox:
-                    yield inbox.popleft()
-                else:
-                    self.step()
-        finally:
-            self.cancel(request)
+        return Stream(self, request)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Request, Event]]:
-        """One round for everybody. Returns what happened, to whom."""
+        """One round for everybody. Returns what happened, to whom.
+
+        Where it fails, by the machine's fault or by Ctrl-C, what runs is over: half-written caches serve nobody.
+        """
+        with self._lock:
+            try:
+                return self._step()
+            except BaseException as error:
+                for request in list(self.scheduler.running):
+                    request.over, request.error = True, error
+                    self._leave(request, keep=False)
+                raise
+
+    def _step(self) -> list[tuple[Request, Event]]:
         for request in self.scheduler.admit():
             self._begin(request)
         running = list(self.scheduler.running)
@@ -135,9 +140,9 @@ class Engine:
         if request.over:
             self._leave(request)
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Request, keep: bool = True) -> None:
         self.scheduler.leave(request)
-        if request.cache is not None and request.context:
+        if keep and request.cache is not None and request.context:
             self.scheduler.kept.put(request.context, request.cache)
         request.cache = request.state = request.soft_1CD = request.page = None
 
@@ -146,16 +151,46 @@ class Engine:
         return KVCache.bytes_of(self.model.config, request.capacity, self.model.dtype, self.config.rewind)
 
     def run(self, requests: Sequence[Request]) -> dict[Request, Finished]:
-        """All of them to their end; for when nobody watches."""
-        found: dict[Request, Finished] = {}
-        wanted = set(requests)
-        while any(not request.over for request in wanted):
-            found |= {whose: event for whose, event in self.step() if isinstance(event, Finished)}
-        return {request: found[request] for request in requests if request in found}
+        """All of them to their end; for when nobody watches. One that was cancelled is left out."""
+        streams = [self.stream(request) for request in requests]  # all of them, before the first step is made
+        ends = [[event for event in stream if isinstance(event, Finished)] for stream in streams]
+        return {request: end[0] for request, end in zip(requests, ends, strict=True) if end}
+
+
+class Stream:
+    """Events of one request, as they come. Left before its end, it cancels the request."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.engine, self.request = engine, request
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Event:
+        inbox = self.request.inbox
+        with self.engine._lock:
+            while not inbox and not self.request.over:
+                self.engine.step()
+            if inbox:
+                return inbox.popleft()
+        if self.request.error is not None:
+            raise RuntimeError(f"the engine failed while this request ran: {self.request.error}")
+        raise StopIteration
+
+    def close(self) -> None:
+        """Nobody reads on."""
+        self.engine.cancel(self.request)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory nobody uses now."""
+    """Memory nobody uses now; where it cannot be asked for, what any machine has."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 8 * 2**30

@@ -41,6 +41,7 @@ class Request:
     draws: random.Draws | None = None
     fixed: CanvasRules | None = None
     inbox: deque[Event] | None = None  # events for the one who streams it
+    error: BaseException | None = None  # the machine's fault that ended it
 
     @property
     def capacity(self) -> int:
@@ -75,7 +76,7 @@ class Request:
     def commit(self, late: bool) -> list[Event]:
         """The page leaves as it is: emitted now, read into the cache later, if anything is to come behind it."""
         state, page = self.state, sampler.commit(self.state, self.cfg)
-        ended = bool(page.ended_B[0])
+        ended, done = bool(page.ended_B[0]), self.page_is_done
         last = self.block + 1 == self.cfg.max_canvases or ended or late
         self.bill.add(state, page, last)
         settled_B = state.settled_B | state.skipped_B
@@ -85,5 +86,5 @@ class Request:
             self.page = page
             return events
         self.over, end = True, self.bill.total(page.ended_B)
-        cut = late and not ended and self.block + 1 < self.cfg.max_canvases
+        cut = late and not ended and not (done and self.block + 1 == self.cfg.max_canvases)
         return [*events, replace(end, reasons=("deadline",)) if cut else end]

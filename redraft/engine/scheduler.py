@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from redraft.cache import KVCache
 from redraft.engine.request import Request
 
+WORTH = 16  # tokens in common that are worth looking up
+
 
 class Kept:
     """Contexts that may come back, the latest last."""
@@ -33,26 +35,35 @@ class Kept:
         while len(self._of) > self.most:
             self.forget()
 
-    def forget(self) -> bool:
-        """Drops the oldest; False where there is none."""
-        if self._of:
-            self._of.popitem(last=False)
-            return True
-        return False
+    def forget(self, sparing: Sequence[int] = ()) -> bool:
+        """Drops the oldest, one that this prompt will take over last of all; False where there is nothing to drop."""
+        best = self._matches(sparing)[:1]
+        if best and len(best[0]) == _common(best[0], sparing):
+            rest = [context for context in self._of if context != best[0]]
+        else:
+            rest = list(self._of)
+        if rest:
+            del self._of[rest[0]]
+        return bool(rest)
 
     def take(self, prompt: Sequence[int]) -> tuple[list[int], KVCache] | None:
-        """The context that has most of this prompt's beginning, cut back to that, and no longer kept here."""
-        found = max(self._of, key=lambda context: _common(context, prompt), default=())
-        shared = _common(found, prompt)
-        if not shared:
-            return None
-        cache = self._of[found]
-        try:
-            cache.rewind([shared])
-        except ValueError:  # its windows do not reach back that far
-            return None
-        del self._of[found]
-        return list(found[:shared]), cache
+        """The context that has most of this prompt's beginning, cut back to that. One that goes on elsewhere stays, too."""
+        for context in self._matches(prompt):
+            shared = _common(context, prompt)
+            cache = self._of[context] if shared == len(context) else self._of[context].rows_of([0])
+            try:
+                cache.rewind([shared])
+            except ValueError:  # its windows do not reach back that far
+                continue
+            if shared == len(context):
+                del self._of[context]
+            return list(context[:shared]), cache
+        return None
+
+    def _matches(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
+        """Contexts worth taking, the longest match first."""
+        lengths = {context: _common(context, prompt) for context in self._of}
+        return sorted((c for c, shared in lengths.items() if shared >= WORTH), key=lambda c: -lengths[c])
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -80,9 +91,9 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Refuses what will never fit."""
         if (cost := self.cost(request)) > self.budget:
-            raise MemoryError(
-                f"this request needs {cost / 2**20:,.0f} MiB of cache for {request.capacity:,} tokens, and there are "
-                f"{self.budget / 2**20:,.0f} MiB in all: shorten the prompt or max_tokens"
+            raise ValueError(
+                f"this request needs {cost / 2**20:,.1f} MiB of cache for {request.capacity:,} tokens, and there are "
+                f"{self.budget / 2**20:,.1f} MiB in all: shorten the prompt or max_tokens"
             )
 
     def admit(self) -> list[Request]:
@@ -92,9 +103,9 @@ class Scheduler:
             cost = self.cost(self.waiting[0])
             if self.used + cost > self.budget:
                 break
-            while self.used + cost + self.kept.nbytes > self.budget and self.kept.forget():
-                pass
             request = self.waiting.popleft()
+            while self.used + cost + self.kept.nbytes > self.budget and self.kept.forget(sparing=request.prompt):
+                pass
             self.running.append(request)
             found.append(request)
         return found

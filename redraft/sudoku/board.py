@@ -3,9 +3,8 @@
 Rows, columns and boxes count from 1 in every message, as people count them.
 """
 
-import csv
-import io
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 
 Board = tuple[int, ...]
@@ -50,6 +49,19 @@ def checked(text: str) -> Board:
     if wrong := conflicts(board):
         raise BoardError(f"the clues contradict one another: {wrong[0]}")
     return board
+
+
+def given(puzzle: str | Iterable[int]) -> Board:
+    """A puzzle as a program hands it over: text, or 81 whole numbers."""
+    if isinstance(puzzle, str):
+        return checked(puzzle)
+    try:
+        digits = [operator.index(digit) for digit in puzzle]
+    except TypeError:
+        raise BoardError(f"a puzzle is text or 81 whole numbers, got {str(puzzle)[:60]!r}") from None
+    if wrong := [digit for digit in digits if not 0 <= digit <= SIZE]:
+        raise BoardError(f"a cell has 0 to 9, got {wrong[0]}")
+    return checked(line(tuple(digits)))
 
 
 def conflicts(board: Board) -> list[str]:
@@ -101,7 +113,7 @@ def read_many(text: str) -> Iterator[tuple[int, Board]]:
         yield from _grids(lines)
         return
     for number, one in filled:
-        first = next(csv.reader(io.StringIO(one)))[0].strip()
+        first = one.split(",")[0].strip().strip('"')
         if number == filled[0][0] and first.lower() in ("puzzle", "quizzes", "question"):
             continue
         yield number, _named(first, number)

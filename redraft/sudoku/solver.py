@@ -4,6 +4,7 @@ Candidates of a cell are nine bits. A hard puzzle takes tens of milliseconds; `g
 thousands of puzzles at once.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -11,6 +12,7 @@ from itertools import islice
 from redraft.sudoku.board import CELLS, PEERS, UNITS, Board, BoardError, conflicts
 
 ALL = 0b111111111
+MOST = 50_000  # guesses; the hardest puzzles known take some thousand
 DIGIT = {1 << (digit - 1): digit for digit in range(1, 10)}
 
 
@@ -20,6 +22,7 @@ class Search:
 
     puzzle: Board
     guesses: int = 0
+    most: float = math.inf  # guesses after which it is given up
 
     def solutions(self) -> Iterator[Board]:
         """All of them, in order of the digits guessed."""
@@ -38,6 +41,8 @@ class Search:
         for bit in DIGIT:
             if candidates[cell] & bit:
                 self.guesses += 1
+                if self.guesses > self.most:
+                    raise BoardError(f"whether this puzzle has one solution is not known after {self.most:,} guesses")
                 tried = candidates.copy()
                 tried[cell] = bit
                 if singles(tried, [cell]):
@@ -81,7 +86,7 @@ def singles(candidates: list[int], decided: list[int]) -> bool:
 
 def solve(puzzle: Board) -> Board:
     """The solution; puzzles with none or with several are refused."""
-    found = list(islice(Search(puzzle).solutions(), 2))
+    found = list(islice(Search(puzzle, most=MOST).solutions(), 2))
     if not found:
         raise BoardError("this puzzle has no solution")
     if len(found) > 1:

@@ -30,7 +30,7 @@ from redraft.kernels import softcap_
 from redraft.model import DiffusionGemma
 from redraft.sudoku import generator as boards
 from redraft.sudoku import texts, tokens
-from redraft.sudoku.board import CELLS
+from redraft.sudoku.board import CELLS, Board, BoardError, parse
 from redraft.tokenizer import Tokenizer
 from redraft.train import saves
 from redraft.train.data import MARKS, open_text
@@ -49,7 +49,7 @@ class PuzzleConfig:
 
     files: tuple[str, ...] = ()  # CSV with columns puzzle and solution; .xz and .gz are read too
     shares: tuple[float, ...] = ()  # of the puzzles, one for each file; the rest is generated
-    generated: int = 100_000  # puzzles made when the run begins, and kept in `kept`; half of them minimal
+    generated: int = 100_000  # puzzles made when the run begins, unless `kept` has some already; half of them minimal
     kept: str = "puzzles.npz"
     passes: int = 20  # a puzzle that is not solved by then is given up
     together: int = 1  # passes of a step; what one of them believes is learned with what the next makes of it
@@ -64,6 +64,11 @@ class PuzzleConfig:
             raise ValueError(f"{len(self.files)} files of puzzles have {len(self.shares)} shares")
         if self.generated < 1 or not 0 <= sum(self.shares) < 1:
             raise ValueError(f"something must be generated: {self.generated} puzzles, files have {sum(self.shares):.2f}")
+        for low, high in (self.temperatures, self.bounds):
+            if not 0 < low <= high:
+                raise ValueError(f"temperatures and bounds go from above 0 upwards, got {low} to {high}")
+        if not 0 <= self.given <= 1 or any(share < 0 for share in self.shares):
+            raise ValueError(f"given and shares are shares, got {self.given} and {self.shares}")
         for name in ("passes", "together"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -87,10 +92,17 @@ def tokenizer() -> Tokenizer:
 
 def read_puzzles(path: str) -> tuple[np.ndarray, np.ndarray]:
     """Puzzles and solutions of a CSV file, digits [P, C]."""
+    found: tuple[list[Board], list[Board]] = ([], [])
     with open_text(path) as file:
-        rows = [(row["puzzle"], row["solution"]) for row in csv.DictReader(file)]
-    columns = (np.array([list(text.encode()) for text in column], dtype=np.uint8) - 48 for column in zip(*rows, strict=True))
-    puzzles, solutions = columns
+        for number, row in enumerate(csv.DictReader(file), 2):
+            for name, column in zip(("puzzle", "solution"), found, strict=True):
+                try:
+                    column.append(parse(row.get(name) or ""))
+                except BoardError as error:
+                    raise BoardError(f"{path}, line {number}, {name}: {error}") from None
+    if not found[0]:
+        raise BoardError(f"{path} has no puzzles")
+    puzzles, solutions = (np.array(column, dtype=np.uint8) for column in found)
     return puzzles, solutions
 
 
@@ -104,8 +116,10 @@ def make_puzzles(cfg: PuzzleConfig, device: torch.device) -> tuple[np.ndarray, n
             clues_N[::2] = 0
             found.append(torch.stack([boards.dig(full_NC, clues_N, chance), full_NC]).to(torch.uint8).cpu())
         puzzles, solutions = torch.cat(found, dim=1).numpy()
-        Path(cfg.kept).parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(cfg.kept, puzzles=puzzles, solutions=solutions)
+        part = Path(cfg.kept + ".part.npz")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(part, puzzles=puzzles, solutions=solutions)
+        part.replace(cfg.kept)
     saves.barrier()
     with np.load(cfg.kept) as file:
         return file["puzzles"], file["solutions"]

@@ -105,7 +105,7 @@ def sudoku(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, 
     """Puzzles solved, list by list, on one canvas and with check and restarts; a picture of it where one is asked for."""
     rows = 1024 if model.device.type == "cuda" else 64
     found = {}
-    for listed in puzzle_lists(options):
+    for listed in list(puzzle_lists(options)):  # a list that is not there is noticed before anything is scored
         found[listed.name] = board_scores.score(
             model, listed, sampler, canvases=options.canvases, rows=rows, tell=_counted(listed, options)
         )
