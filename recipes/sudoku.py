@@ -1,7 +1,8 @@
 """The model that ships in redraft/weights/sudoku: 3.9M parameters that solve Sudoku, and nothing else.
 
 Reads the puzzles of REDRAFT_DATA (default: data), sudoku/{17clue,diabolical,hardest11}_train.csv.xz, and makes as many of
-its own, which stay in the run's folder.
+its own, which stay in the run's folder. Cost: the weights that ship took 13 minutes on one H200, compiling included
+(benchmarks/results/train_sudoku_h200_202611.md).
 """
 
 import os

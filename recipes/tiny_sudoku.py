@@ -1,7 +1,7 @@
 """`tiny` learns Sudoku from prompts, as text: the recipe that was told in public, with our small model.
 
 Puzzles of 30 to 40 clues are made of the training lists in REDRAFT_DATA (sudoku/*_train.csv.xz), turned by chance, some of
-the solution's digits added; they are written to the run's folder once.
+the solution's digits added; they are written to the run's folder once. What it costs has not been measured yet.
 """
 
 import os
@@ -26,7 +26,8 @@ def recipe(folder: Path) -> TrainConfig:
         kept=str(folder / "puzzles.npz"),
     )
     texts = folder / "puzzles.jsonl.gz"
-    boards.write_texts(puzzles, texts, count=400_000, clues=(30, 40))
+    if lists.is_dir():
+        boards.write_texts(puzzles, texts, count=400_000, clues=(30, 40))
     first = recipes.load("tiny", folder)
     return replace(
         first,

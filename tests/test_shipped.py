@@ -91,12 +91,12 @@ def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch, se
 
 FIRST_FRAME = """
 import sys
-from redraft import generate
-watched = generate.draft_of
+from redraft.engine import request
+watched = request.draft_of
 def told(*a):
     print("frame", file=sys.stderr, flush=True)
     return watched(*a)
-generate.draft_of = told
+request.draft_of = told
 from redraft.cli import main
 sys.argv = ["redraft", "Once upon a time", "--seed", "1", "--json"]
 main()

@@ -149,7 +149,8 @@ class Pool:
 def write_texts(cfg: PuzzleConfig, path: Path, count: int, clues: tuple[int, int], seed: int = 0) -> None:
     """Puzzles with so many clues as prompts and completions, JSON lines, written once: with more clues than one from the
     pool has, the rest being digits of its solution."""
-    if path.exists():
+    if path.exists() or not saves.first():
+        saves.barrier()
         return
     chance, pool = torch.Generator().manual_seed(seed), Pool(cfg, torch.device("cpu"))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,6 +162,7 @@ def write_texts(cfg: PuzzleConfig, path: Path, count: int, clues: tuple[int, int
             for puzzle, solution in zip(puzzle_NC.tolist(), solution_NC.tolist(), strict=True):
                 file.write(json.dumps({"prompt": texts.prompt(puzzle), "completion": texts.answer(solution)}) + "\n")
     part.rename(path)
+    saves.barrier()
 
 
 def with_more(puzzle_NC: Tensor, solution_NC: Tensor, clues: tuple[int, int], chance: torch.Generator) -> Tensor:
