@@ -143,6 +143,7 @@ def evaluate(
         list[str] | None, typer.Option("--set", help="Change a sampler setting: --set max_steps=40 --set t_max=1.0.")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
+    quant: Annotated[str | None, typer.Option("--quant", help="fp8: pack the layers on the way in.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Write the scores here, as JSON.")] = None,
 ) -> None:
     """Score a model: likelihood and repair on stories, samples under a judge, lines of code put back, puzzles solved."""
@@ -155,7 +156,7 @@ def evaluate(
         raise ValueError(f"--count must be at least 1, got {count}")
     if task is not None and task not in known:
         raise ValueError(f"there is no task {task!r}; known are {', '.join(known)}")
-    subject = writer.load(model, device=device, dtype="float32")
+    subject = writer.load(model, device=device, dtype="float32", quant=quant)
     task = task or ("sudoku" if solving.fits(subject.model) else "stories")
     console = Console(stderr=True, highlight=False)
     options = {"data": Path(data), "judge": judge, "count": count, "levels": levels, "canvas": canvas, "canvases": canvases}
@@ -169,7 +170,7 @@ def evaluate(
     for name, value in flat(found):
         table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
     console.print(table)
-    text = json.dumps({"model": model, "task": task, "changes": changes or [], **found})
+    text = json.dumps({"model": model, "task": task, "quant": quant, "changes": changes or [], **found})
     print(text)
     if out:
         Path(out).write_text(text + "\n", encoding="utf-8")
