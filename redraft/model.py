@@ -155,7 +155,7 @@ class DiffusionGemma(nn.Module):
         """
         counts = counts if counts is not None else [ids_BS.shape[1]] * ids_BS.shape[0]
         positions = cache.next_positions(ids_BS.shape[1])
-        ropes = self._ropes(positions)
+        ropes = self.ropes(positions)
         mask_of = {}
         for kind, layer in self._kinds.items():
             keys = torch.cat([cache.key_positions(layer), positions], dim=1)
@@ -172,7 +172,7 @@ class DiffusionGemma(nn.Module):
     def denoise(self, canvas_BC: Tensor, soft_BCD: Tensor | None, cache: KVCache) -> Tensor:
         """Logits [B, C, V] for every canvas position at once, float32, soft-capped. The cache is only read."""
         length = canvas_BC.shape[1]
-        ropes = self._ropes(cache.next_positions(length))
+        ropes = self.ropes(cache.next_positions(length))
         mask_of = dict.fromkeys((SLIDING, FULL))
         if not cache.even:
             for kind, layer in self._kinds.items():
@@ -197,7 +197,7 @@ class DiffusionGemma(nn.Module):
         `mask_of` is `masks.training` by kind of layer. With it the noisy half gives what `denoise` gives behind a cache of
         the clean text before each block, and the clean half what `encode` gives.
         """
-        length, ropes = noisy_BL.shape[1], self._ropes(positions_BL.repeat(1, 2))
+        length, ropes = noisy_BL.shape[1], self.ropes(positions_BL.repeat(1, 2))
         x_BSD = torch.cat([self.self_conditioning(self.embed(noisy_BL), soft_BLD), self.embed(clean_BL)], dim=1)
         routings = []
         for index, layer in enumerate(self.layers):
@@ -213,18 +213,19 @@ class DiffusionGemma(nn.Module):
     def soft_embed(self, logits_BCV: Tensor) -> Tensor:
         """The expected embedding [B, C, D] under these logits: one step's belief, as the next step is told it."""
         # Rounded to the weights' precision first, as transformers does: in bf16 the rounding is part of the model.
-        return soft_embed(logits_BCV.to(self.dtype), self.embed_tokens.weight) * self._embed_scale
+        return soft_embed(logits_BCV.to(self.dtype), self.embed_tokens.weight) * self.embed_scale
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, scaled by sqrt(D) in the weights' precision."""
-        return self.embed_tokens(ids) * self._embed_scale
+        return self.embed_tokens(ids) * self.embed_scale
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits from final hidden states; the weights are the embedding's."""
         return softcap_(F.linear(hidden, self.embed_tokens.weight), self.config.final_logit_softcapping)
 
     @property
-    def _embed_scale(self) -> Tensor:
+    def embed_scale(self) -> Tensor:
+        """What embeddings are multiplied with."""
         # sqrt(2816) is 53.066 in float32 and 53.0 in bf16; the product must see the rounded one.
         return torch.full((), self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
 
@@ -233,7 +234,8 @@ class DiffusionGemma(nn.Module):
         """The kinds of layers, and a layer of each: what holds for one holds for all of its kind."""
         return {kind: layer for layer, kind in enumerate(self.config.layer_types)}
 
-    def _ropes(self, positions_BS: Tensor) -> dict[str, Rope]:
+    def ropes(self, positions_BS: Tensor) -> dict[str, Rope]:
+        """The turns of queries and keys at these positions, by kind of layer."""
         c = self.config
         full = rope_table(positions_BS, c.global_head_dim, c.global_rope_theta, c.global_rotary_fraction, self.dtype)
         return {SLIDING: rope_table(positions_BS, c.head_dim, c.rope_theta, 1.0, self.dtype), FULL: full}

@@ -291,9 +291,9 @@ class BoardObjective(nn.Module):
         soft_BCD = probs_BCG.to(model.dtype) @ table_VD[tokens.DIGITS.start : tokens.DIGITS.stop]
         begun_B11 = probs_BCG.detach().flatten(1).any(dim=-1)[:, None, None]
         clues_BCD = F.embedding(with_clues(torch.zeros_like(ids_BC), puzzle_BC), table_VD) * begun_B11
-        soft_BCD = torch.where(puzzle_BC[..., None] > 0, clues_BCD, soft_BCD) * model._embed_scale
+        soft_BCD = torch.where(puzzle_BC[..., None] > 0, clues_BCD, soft_BCD) * model.embed_scale
         at_1S = torch.arange(length, device=device)[None]
-        prompt_ropes, ropes = model._ropes(at_1S), model._ropes(length + torch.arange(CELLS, device=device)[None])
+        prompt_ropes, ropes = model.ropes(at_1S), model.ropes(length + torch.arange(CELLS, device=device)[None])
         x_1SD, x_BCD = model.embed(prompt_1S), model.self_conditioning(model.embed(ids_BC), soft_BCD)
         routings = []
         for index, layer in enumerate(model.layers):
@@ -326,7 +326,7 @@ class CausalObjective(nn.Module):
         digits_GD = model.embed_tokens.weight[tokens.DIGITS.start : tokens.DIGITS.stop]
         ids_BS = left_to_right(puzzle_BC, solution_BC[:, :-1], model.config.bos_token_id)
         at_1S = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
-        ropes, x_BSD, routings = model._ropes(at_1S), model.embed(ids_BS), []
+        ropes, x_BSD, routings = model.ropes(at_1S), model.embed(ids_BS), []
         for index, layer in enumerate(model.layers):
             kind, window = model.config.layer_types[index], model.config.layer_window(index)
             nothing = x_BSD.new_empty(len(x_BSD), 0, *model.config.layer_heads(index))
