@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from redraft import checkpoint
 from redraft.train import boards, recipes
 from redraft.train.boards import PuzzleConfig
 from redraft.train.data import DataConfig, Source
@@ -31,7 +32,7 @@ def recipe(folder: Path) -> TrainConfig:
     first = recipes.load("tiny", folder)
     return replace(
         first,
-        init="redraft/weights/tiny",
+        init=str(checkpoint.PACKAGED / "tiny"),
         data=DataConfig(sources=(Source(files=(str(texts),)),), length=896, blocks=(128,)),
         loss=LossConfig(ar_weight=0.1, on_policy=0.5, self_condition=0.75),
         optim=OptimConfig(muon_lr=4e-3, adamw_lr=2e-3, cooldown=0.5),

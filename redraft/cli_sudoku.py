@@ -61,7 +61,7 @@ def sudoku(
     drawing = not as_json and not out and (console.is_terminal if visual is None else visual)
     if len(puzzles) == 1 and not as_json and not out:
         found = [_draw(events, puzzles[0], console) if drawing else _last(events)]
-        _tell(found[0], console, drawn=drawing)
+        _tell(found[0], drawn=drawing)
     else:
         found = _many(events, len(puzzles), as_json, out)
     if not all(solution.solved for solution in found):
@@ -88,14 +88,12 @@ def given(text: str) -> list[tuple[str, Board]]:
 def is_file(text: str) -> bool:
     """Whether something to read lies there; a pipe does, too."""
     try:
-        path = Path(text)
-        if text and path.is_dir():
-            raise BoardError(f"{text!r} is a folder; give a file of puzzles")
-        return bool(text) and path.exists()
-    except (OSError, ValueError) as error:  # no name a file could have
-        if isinstance(error, BoardError):
-            raise
+        exists, folder = Path(text).exists(), Path(text).is_dir()
+    except (OSError, ValueError):  # no name a file could have
         return False
+    if text and folder:
+        raise BoardError(f"{text!r} is a folder; give a file of puzzles")
+    return bool(text) and exists
 
 
 def _read(raw: bytes, name: str) -> list[tuple[str, Board]]:
@@ -169,7 +167,7 @@ def picture(board: Board, puzzle: Board, before: Board | None = None, accepted: 
     return page
 
 
-def _tell(solution: Solution, console: Console, *, drawn: bool) -> None:
+def _tell(solution: Solution, *, drawn: bool) -> None:
     """The board and its line to stdout, unless drawn; what it took to stderr, and first of all whether it is right."""
     if not drawn:
         print(boards.grid(solution.board))

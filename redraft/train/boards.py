@@ -147,12 +147,17 @@ class Pool:
 
 
 def write_texts(cfg: PuzzleConfig, path: Path, count: int, clues: tuple[int, int], seed: int = 0) -> None:
-    """Puzzles with so many clues as prompts and completions, JSON lines, written once: with more clues than one from the
-    pool has, the rest being digits of its solution."""
-    if path.exists() or not saves.first():
-        saves.barrier()
-        return
-    chance, pool = torch.Generator().manual_seed(seed), Pool(cfg, torch.device("cpu"))
+    """Puzzles of the pool with so many clues, digits of the solution added, as prompts and completions: JSON lines.
+
+    Written once, by the first process; the others wait.
+    """
+    pool = Pool(cfg, torch.device("cpu"))  # all processes make one, since they wait for one another in it
+    if saves.first() and not path.exists():
+        _write(pool, path, count, clues, torch.Generator().manual_seed(seed))
+    saves.barrier()
+
+
+def _write(pool: Pool, path: Path, count: int, clues: tuple[int, int], chance: torch.Generator) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     with gzip.open(part, "wt", encoding="utf-8", compresslevel=1) as file:
@@ -162,7 +167,6 @@ def write_texts(cfg: PuzzleConfig, path: Path, count: int, clues: tuple[int, int
             for puzzle, solution in zip(puzzle_NC.tolist(), solution_NC.tolist(), strict=True):
                 file.write(json.dumps({"prompt": texts.prompt(puzzle), "completion": texts.answer(solution)}) + "\n")
     part.rename(path)
-    saves.barrier()
 
 
 def with_more(puzzle_NC: Tensor, solution_NC: Tensor, clues: tuple[int, int], chance: torch.Generator) -> Tensor:
