@@ -40,7 +40,7 @@ def recipe(folder: Path) -> TrainConfig:
     sampler = SamplerConfig(
         canvas_length=81,
         max_new_tokens=81,
-        max_steps=32,
+        max_steps=96,
         entropy_bound=0.3,
         t_min=0.6,
         t_max=0.6,

@@ -33,10 +33,11 @@ def recipe(folder: Path) -> TrainConfig:
     return replace(
         first,
         init=str(checkpoint.PACKAGED / "tiny"),
-        data=DataConfig(sources=(Source(files=(str(texts),)),), length=896, blocks=(128,)),
-        loss=LossConfig(ar_weight=0.1, on_policy=0.5, self_condition=0.75),
+        data=DataConfig(sources=(Source(files=(str(texts),)),), length=792, blocks=(96,)),
+        loss=LossConfig(t_power=0.7, full_noise=0.25, ar_weight=0.1, on_policy=0.5, self_condition=0.75),
         optim=OptimConfig(muon_lr=4e-3, adamw_lr=2e-3, cooldown=0.5),
-        sampler=replace(first.sampler, canvas_length=128, max_new_tokens=128, spread=0, stops_last=False, entropy_bound=0.3),
+        sampler=replace(first.sampler, canvas_length=96, max_new_tokens=96, spread=0, stops_last=False, entropy_bound=0.3),
         steps=2500,
-        rows=112,
+        rows=128,
+        streams=4,
     )

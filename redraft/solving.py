@@ -1,10 +1,13 @@
 """Sudoku on canvases: clues pinned, noise in the open cells, redrafted until the board stands still.
 
-Every canvas is what `generate` makes of it, token for token; here many of them run at once, and one that is done leaves the
-batch. With `check` a finished board is held against the rules, which is not the model's doing and is counted apart: a wrong
-one is tried again, from itself partly noised or from noise, on ever more canvases at a time, up to a limit.
+Every canvas is what `generate` makes of it, token for token, but that every few passes the model is shown the board another
+way: what it cannot settle one way it may settle another. Many canvases run at once, and one that is done leaves the batch.
 
-Shapes: N canvases in the batch, C = 81 cells.
+With `check` a finished board is held against the rules, which is not the model's doing and is counted apart: a wrong one is
+tried again on ever more canvases at a time, up to a limit. They begin from noise or from the wrong board partly noised,
+and take a digit or two for granted that the first canvas was in doubt about: a wrong guess cannot settle, a right one helps.
+
+Shapes: N canvases in the batch, C = 81 cells, G = 9 digits, V vocabulary.
 """
 
 import time
@@ -19,14 +22,21 @@ from torch import Tensor
 from redraft import random, rules, sampler
 from redraft.config import SamplerConfig
 from redraft.model import DiffusionGemma
-from redraft.rules import Rules
+from redraft.random import Draws
+from redraft.rules import CanvasRules, Rules
+from redraft.sampler import Canvas
 from redraft.sudoku import tokens
 from redraft.sudoku.board import CELLS, Board, clashing, solves
-from redraft.sudoku.generator import symmetries, turned
+from redraft.sudoku.generator import CHANCE
+from redraft.sudoku.views import View
 
 ROWS = 64  # canvases in a batch
+TURN = 4  # passes until the board is shown another way
+AGAIN = 32  # passes of a canvas behind the first, at the most
 STRUCK = 0.4  # of the cells of a wrong board, noised for another try
+ONE, TWO = 2, 16  # the attempts from which one cell is guessed, and two
 ATTEMPT = 1 << 32  # between the seeds of two tries of one puzzle
+DOUBTS, GUESSES, VIEWS = 1, 2, 3  # blocks of draws; 0 is the canvas's own
 FORBIDDEN = tuple(token for token in range(tokens.SIZE) if token not in tokens.DIGITS)  # but where pinned
 
 
@@ -65,17 +75,7 @@ class Try:
     number: int
     attempt: int  # 0 is the first
     start: Board | None = None  # digits to begin from; 0 and None are noise
-
-    def way(self, seed: int) -> tuple[Tensor, Tensor]:
-        """The symmetry under which the model sees the puzzle: what it cannot find one way it may find another.
-
-        The first try has the puzzle as it is given.
-        """
-        if not self.attempt:
-            return torch.arange(CELLS), torch.arange(1, 10)
-        chance = torch.Generator().manual_seed((seed + self.number + self.attempt * ATTEMPT) % 2**63)
-        from_1C, digits_1G = symmetries(1, chance)
-        return from_1C[0], digits_1G[0]
+    guesses: tuple[tuple[int, int], ...] = ()  # cells and digits that are pinned as if they were clues
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Outcome:
     steps: int
     revisions: int
     beside: int  # canvases of the same puzzle still at work then
+    belief_CG: Tensor  # probabilities of the digits, the mean of all passes; of no use where a clue stands
 
 
 def fits(model: DiffusionGemma) -> bool:
@@ -103,11 +104,13 @@ def solve(
     seed: int,
     canvases: int = 64,
     check: bool = True,
+    turn: int = TURN,
     rows: int = ROWS,
 ) -> Iterator[Pass | Solution]:
     """Solves puzzles, in batches, and tells each when it is done. Puzzle number i has the seed `seed + i`.
 
-    Without `check` every puzzle has one canvas, right or wrong. What cannot be run is refused at once.
+    Without `check` every puzzle has one canvas, right or wrong. With `turn` 0 a canvas is seen the same way throughout.
+    What cannot be run is refused at once.
     """
     if not fits(model):
         raise ValueError(
@@ -119,19 +122,20 @@ def solve(
             raise ValueError(f"{name} must be a whole number, got {value!r}")
     if canvases < 1:
         raise ValueError(f"a puzzle needs at least one canvas, got {canvases}")
-    return _solve(model, puzzles, cfg, seed, canvases if check else 1, rows)
+    return _solve(model, puzzles, cfg, seed, canvases if check else 1, turn, rows)
 
 
 def _solve(
-    model: DiffusionGemma, puzzles: Sequence[Board], cfg: SamplerConfig, seed: int, most: int, rows: int
+    model: DiffusionGemma, puzzles: Sequence[Board], cfg: SamplerConfig, seed: int, most: int, turn: int, rows: int
 ) -> Iterator[Pass | Solution]:
+    again = replace(cfg, max_steps=min(cfg.max_steps, AGAIN))
     for begin in range(0, len(puzzles), rows):
         numbers = range(begin, min(begin + rows, len(puzzles)))
         books = {number: _Book(number, puzzles[number], seed + number) for number in numbers}
         while books:
             tries = [one for book in books.values() for one in book.next_tries(most)]
-            for some in _batches(tries, rows):
-                for event in run(model, puzzles, some, cfg, seed, books):
+            for some in _batches(tries, rows):  # of first tries, or of others
+                for event in run(model, puzzles, some, again if some[0].attempt else cfg, seed, books, turn):
                     if isinstance(event, Pass):
                         yield event
                         continue
@@ -170,18 +174,32 @@ class _Book:
         return bool(self.outcomes) and solves(self.outcomes[-1].board, self.puzzle)
 
     def next_tries(self, most: int) -> list[Try]:
-        """One at first, then as many as there were: half of them begin from wrong boards, half from noise."""
+        """One at first, then as many as there were: half of them begin from wrong boards, half from noise; most guess."""
         count = min(max(1, self.tried), most - self.tried)
         found = []
         for attempt in range(self.tried, self.tried + count):
             again = attempt % 2 and self.outcomes
             start = self._doubted(self.outcomes[-1 - (attempt // 2) % self.tried].board, attempt) if again else None
-            found.append(Try(self.number, attempt, start))
+            found.append(Try(self.number, attempt, start, self._guesses(attempt)))
         return found
+
+    def _guesses(self, attempt: int) -> tuple[tuple[int, int], ...]:
+        """Cells by how much the first canvas was in doubt about them, and a digit for each, as likely as it was held."""
+        if attempt < ONE:
+            return ()
+        open_C = torch.tensor(self.puzzle) == 0
+        belief_CG = self.outcomes[0].belief_CG.double()
+        doubt_C = torch.special.entr(belief_CG).sum(dim=-1) * open_C + 1e-9 * open_C
+        uniform = random.draws([self.seed + attempt * ATTEMPT], GUESSES).uniform(0, 4)[0]
+        found = {}
+        for number in range(2 if attempt >= TWO else 1):
+            cell = _drawn(doubt_C, uniform[2 * number])
+            found[cell] = _drawn(belief_CG[cell], uniform[2 * number + 1]) + 1
+        return tuple(found.items())
 
     def _doubted(self, board: Board, attempt: int) -> Board:
         """A wrong board without the digits that contradict one another, and without some of the others."""
-        draws = random.draws([self.seed + attempt * ATTEMPT], 1)
+        draws = random.draws([self.seed + attempt * ATTEMPT], DOUBTS)
         struck = (draws.uniform(0, CELLS)[0] < STRUCK).tolist()
         wrong = clashing(board)
         return tuple(0 if struck[cell] or cell in wrong else digit for cell, digit in enumerate(board))
@@ -203,6 +221,12 @@ class _Book:
         )
 
 
+def _drawn(weights: Tensor, uniform: Tensor) -> int:
+    """An index, as likely as its weight."""
+    upto = weights.cumsum(0)
+    return int(torch.searchsorted(upto, uniform * upto[-1], right=True).clamp(max=len(weights) - 1))
+
+
 @torch.inference_mode()
 def run(
     model: DiffusionGemma,
@@ -211,66 +235,90 @@ def run(
     cfg: SamplerConfig,
     seed: int,
     wanted: Container[int],
+    turn: int = TURN,
 ) -> Iterator[Pass | Outcome]:
-    """Canvases side by side, as `generate` would run each. One that is done leaves, as do those no longer wanted."""
-    device, tries = model.device, list(tries)
-    from_NC, digits_NG = (torch.stack(column) for column in zip(*(one.way(seed) for one in tries), strict=True))
-    seen_NC = turned(torch.tensor([puzzles[one.number] for one in tries]), from_NC, digits_NG)
-    given_NC = turned(torch.tensor([one.start or (0,) * CELLS for one in tries]), from_NC, digits_NG).to(device)
-    back = _Back(from_NC.to(device), digits_NG.to(device))
+    """Canvases side by side, as `generate` would run each. One that is done leaves, as do those no longer wanted.
+
+    Only the model sees a board turned; canvas, pins, noise and belief are those of the puzzle as it was given.
+    """
+    tries, device = list(tries), model.device
+    state, fixed, draws = _start(puzzles, tries, cfg, seed, device)
     cache = model.new_cache(1, 1 + CELLS)
     model.encode(torch.tensor([[model.config.bos_token_id, *tokens.NAMES]], device=device), cache)  # the same for all
     cache = cache.rows_of([0] * len(tries))
-    constraints = [Rules(pins=tokens.pins(tuple(board)), forbidden=FORBIDDEN) for board in seen_NC.tolist()]
-    draws = random.draws([seed + one.number + one.attempt * ATTEMPT for one in tries], 0, device)
-    fixed = rules.on_canvas(constraints, 0, CELLS, tokens.SIZE, cfg.eos_token_ids, device)
-    noise_NC = draws.noise(0, CELLS, tokens.SIZE)
-    ids_NC = torch.where(given_NC > 0, given_NC + (tokens.DIGITS.start - 1), noise_NC)
-    state = sampler.start(ids_NC, fixed)
-    revised_N, soft_NCD = torch.zeros(len(tries), dtype=torch.long, device=device), None
+    digit_V = torch.tensor(tokens.board(list(range(tokens.SIZE))), device=device)
+    view, seen = View.straight(len(tries), device), _Seen.nothing(len(tries), device)
     while tries:
-        logits_NCV = model.denoise(state.ids_BC, soft_NCD, cache)
-        before_NC = state.best_BC if state.step else None
+        if turn and state.step % turn == 0:
+            view = _view(tries, draws, state.step)
+        soft_NCD = model.soft_embed(view.logits(seen.shaped_NCV)) if state.step else None
+        logits_NCV = view.back(model.denoise(view.ids(state.ids_BC), soft_NCD, cache))
+        before = state
         state, shaped_NCV = sampler.step(logits_NCV, state, cfg, draws, fixed)
-        if before_NC is not None:
-            revised_N = revised_N + (state.best_BC != before_NC).sum(dim=-1)
+        seen = seen.and_then(before, state, shaped_NCV)
+        boards_NC = digit_V[state.best_BC]
         whose = tuple(one.number for one in tries), tuple(one.attempt for one in tries)
-        boards_NC = back.boards(state.best_BC)
-        yield Pass(*whose, state.step, boards_NC, back.places(state.accepted_BC))
+        yield Pass(*whose, state.step, boards_NC, state.accepted_BC)
         out = state.step >= cfg.max_steps
         done = [row for row, settled in enumerate(state.settled_B.tolist()) if settled or out]
         for row in done:
             if tries[row].number in wanted:
-                board, settled = tuple(boards_NC[row].tolist()), bool(state.settled_B[row])
-                yield Outcome(tries[row], board, settled, state.step, int(revised_N[row]), _beside(tries, row, done))
+                yield Outcome(
+                    of=tries[row],
+                    board=tuple(boards_NC[row].tolist()),
+                    settled=bool(state.settled_B[row]),
+                    steps=state.step,
+                    revisions=int(seen.revised_N[row]),
+                    beside=_beside(tries, row, done),
+                    belief_CG=seen.believed_NCG[row].cpu() / state.step,
+                )
         left = [row for row in range(len(tries)) if row not in done and tries[row].number in wanted]
         if len(left) < len(tries):
-            at_N = torch.tensor(left, dtype=torch.long, device=device)
+            at_N, cache = torch.tensor(left, dtype=torch.long, device=device), cache.rows_of(left)
             tries = [tries[row] for row in left]
-            if not tries:
-                return
-            state, fixed, draws = _rows(state, at_N), _rows(fixed, at_N), _rows(draws, at_N)
-            cache, back, shaped_NCV, revised_N = cache.rows_of(left), _rows(back, at_N), shaped_NCV[at_N], revised_N[at_N]
-        soft_NCD = model.soft_embed(shaped_NCV)
+            state, fixed, draws, view, seen = (_rows(record, at_N) for record in (state, fixed, draws, view, seen))
+
+
+def _start(
+    puzzles: Sequence[Board], tries: Sequence[Try], cfg: SamplerConfig, seed: int, device: torch.device
+) -> tuple[Canvas, CanvasRules, Draws]:
+    """Canvases before their first pass: clues and guesses pinned, digits to begin from, noise elsewhere."""
+    constraints = []
+    for one in tries:
+        guessed = {cell: tokens.CLUES[digit - 1] for cell, digit in one.guesses}
+        constraints.append(Rules(pins=tokens.pins(puzzles[one.number]) | guessed, forbidden=FORBIDDEN))
+    fixed = rules.on_canvas(constraints, 0, CELLS, tokens.SIZE, cfg.eos_token_ids, device)
+    draws = random.draws([seed + one.number + one.attempt * ATTEMPT for one in tries], 0, device)
+    given_NC = torch.tensor([one.start or (0,) * CELLS for one in tries], device=device)
+    noise_NC = draws.noise(0, CELLS, tokens.SIZE)
+    ids_NC = torch.where(given_NC > 0, given_NC + (tokens.DIGITS.start - 1), noise_NC)
+    return sampler.start(ids_NC, fixed), fixed, draws
 
 
 @dataclass(frozen=True)
-class _Back:
-    """From what the model sees to the puzzle as it was given."""
+class _Seen:
+    """What the passes so far have brought."""
 
-    from_NC: Tensor
-    digits_NG: Tensor
+    revised_N: Tensor  # digits that changed
+    believed_NCG: Tensor  # probabilities, added up
+    shaped_NCV: Tensor  # the last logits, as the next pass is told them
 
-    def places(self, values_NC: Tensor) -> Tensor:
-        """Cells where they belong."""
-        return torch.empty_like(values_NC).scatter_(1, self.from_NC, values_NC)
+    @classmethod
+    def nothing(cls, count: int, device: torch.device) -> "_Seen":
+        revised_N = torch.zeros(count, dtype=torch.long, device=device)
+        return cls(revised_N, torch.zeros(count, CELLS, 9, device=device), torch.zeros(count, 0, 0, device=device))
 
-    def boards(self, ids_NC: Tensor) -> Tensor:
-        """Digits of token ids; 0 where a token is none."""
-        digit_V = torch.tensor(tokens.board(list(range(tokens.SIZE))), device=ids_NC.device)
-        names_NG = torch.zeros(len(ids_NC), 10, dtype=torch.long, device=ids_NC.device)
-        names_NG.scatter_(1, self.digits_NG, torch.arange(1, 10, device=ids_NC.device).expand_as(self.digits_NG))
-        return self.places(names_NG.gather(1, digit_V[ids_NC]))
+    def and_then(self, before: Canvas, now: Canvas, shaped_NCV: Tensor) -> "_Seen":
+        changed_N = (now.best_BC != before.best_BC).sum(dim=-1) if before.step else 0
+        probs_NCG = shaped_NCV[..., tokens.DIGITS.start : tokens.DIGITS.stop].softmax(dim=-1)
+        return _Seen(self.revised_N + changed_N, self.believed_NCG + probs_NCG, shaped_NCV)
+
+
+def _view(tries: Sequence[Try], draws: Draws, step: int) -> View:
+    """How the model sees the boards from this pass on; the first try begins with the puzzle as it is given."""
+    first_N = torch.tensor([step == 0 and one.attempt == 0 for one in tries], device=draws.seeds_B.device)
+    other = View.drawn(replace(draws, block=VIEWS).uniform(step, CHANCE))
+    return View.straight(len(tries), first_N.device).where(first_N, other)
 
 
 def _beside(tries: Sequence[Try], row: int, done: Sequence[int]) -> int:

@@ -167,7 +167,7 @@ def test_a_few_steps_learn_puzzles_by_heart(puzzles, tmp_path, causal):
 
 def test_passes_of_one_step_are_learned_together(puzzles):
     """The first pass has a gradient from the second's loss, through what it believed; alone it has none of that."""
-    cfg = config(replace(puzzles, together=2))
+    cfg = config(replace(puzzles, together=2, turned=0.0))
     task = Boards(cfg, CONFIG, boards.tokenizer(), torch.device("cpu"), [0])
     objective, seen = task.objective(fresh(CONFIG, 0)), []
 
@@ -189,6 +189,26 @@ def test_passes_of_one_step_are_learned_together(puzzles):
     assert not task.places[0].probs_BCG.requires_grad
 
 
+def test_turned_boards_keep_what_is_believed_of_them(puzzles):
+    """Half of the boards turned: belief and canvas go with the cells and the digits, and the belief keeps its gradient."""
+    task = Boards(config(replace(puzzles, together=2, turned=1.0)), CONFIG, boards.tokenizer(), torch.device("cpu"), [0])
+    objective, seen = task.objective(fresh(CONFIG, 0)), []
+
+    def compute(ids, probs, puzzle, solution):
+        losses, logits = objective(ids, probs, puzzle, solution)
+        seen.append((probs, puzzle.clone(), solution.clone(), logits))
+        return losses, logits
+
+    task.losses(compute, 0, chance())
+    (_, puzzle, solution, logits), (probs, turned_puzzle, turned_solution, _) = seen
+    believed = boards.tempered(logits, task.places[0]).exp()
+    assert not torch.equal(puzzle, turned_puzzle)
+    assert torch.equal((puzzle > 0).sum(dim=1), (turned_puzzle > 0).sum(dim=1))
+    held, turned = (b.gather(2, (s - 1)[..., None])[..., 0] for b, s in ((believed, solution), (probs, turned_solution)))
+    assert torch.allclose(held.sort(dim=1).values, turned.sort(dim=1).values)  # the right digits are held as much as before
+    assert torch.autograd.grad(probs.square().sum(), logits)[0].abs().sum() > 0
+
+
 def test_what_cannot_be_learned_from_is_refused(puzzles, tmp_path):
     with pytest.raises(ValueError, match="2 files of puzzles have 1 shares"):
         replace(puzzles, files=("a", "b"))
@@ -197,7 +217,7 @@ def test_what_cannot_be_learned_from_is_refused(puzzles, tmp_path):
     for change, words in (
         ({"passes": 0}, "passes must be at least 1, got 0"),
         ({"bounds": (0.0, 1.0)}, "from above 0 upwards, got 0.0 to 1.0"),
-        ({"given": 2.0}, "given and shares are shares, got 2.0"),
+        ({"given": 2.0}, "given, turned and shares are shares, got 2.0"),
     ):
         with pytest.raises(ValueError, match=words):
             replace(puzzles, **change)

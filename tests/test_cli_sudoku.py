@@ -227,7 +227,7 @@ def test_written_boards_are_read_and_compared(monkeypatch):
         yield SimpleNamespace(ids_BT=padded, stats=[SimpleNamespace(steps=n) for n in (4, 5, 6)])
 
     monkeypatch.setattr(board_scores, "generate", pretend)
-    found = board_scores.written(None, reader, listed, None)
+    found = board_scores.written(None, reader, listed, None, 8)
     assert found == {"puzzles": 3, "boards": 2 / 3, "clues_kept": 1 / 3, "exact": 1 / 3, "steps": 5.0}
 
 

@@ -15,6 +15,7 @@ from redraft.rules import Rules
 from redraft.solving import FORBIDDEN, Pass, Solution, Try
 from redraft.sudoku import generator, tokens
 from redraft.sudoku.board import CELLS, clashing, solves
+from redraft.sudoku.views import View
 from redraft.train.loop import fresh
 
 MODEL = fresh(CONFIG, 0).requires_grad_(False)
@@ -33,13 +34,16 @@ PUZZLES = [
 ]
 
 
+BELIEF = torch.full((CELLS, 9), 1 / 9)
+
+
 def solved(puzzles, **options) -> list[Solution]:
     events = solving.solve(MODEL, puzzles, CFG, **{"seed": 3, **options})
     return sorted((e for e in events if isinstance(e, Solution)), key=lambda solution: solution.number)
 
 
 def test_every_canvas_is_what_generate_makes_of_it():
-    found = solved(PUZZLES, check=False)
+    found = solved(PUZZLES, check=False, turn=0)
     prompt = [CONFIG.bos_token_id, *tokens.NAMES]
     rules = [Rules(pins=tokens.pins(puzzle), forbidden=FORBIDDEN) for puzzle in PUZZLES]
     events = list(generate(MODEL, [prompt] * 6, CFG, seeds=range(3, 9), constraints=rules))
@@ -97,7 +101,7 @@ def test_tries_double_and_begin_from_noise_or_from_a_wrong_board():
                 assert all(start in (0, digit) for start, digit in zip(one.start, wrong, strict=True))
                 assert not clashing(one.start)
                 assert any(one.start)
-        book.outcomes += [solving.Outcome(one, wrong, True, 5, 0, 0) for one in tries]
+        book.outcomes += [solving.Outcome(one, wrong, True, 5, 0, 0, BELIEF) for one in tries]
     assert counts == [1, 1, 2, 4, 8, 16, 32]
     starts = [book._doubted(wrong, attempt) for attempt in range(5)]
     assert len(set(starts)) == 5
@@ -126,18 +130,67 @@ def test_what_becomes_of_a_puzzle_depends_on_no_other():
 
 
 def test_a_turned_puzzle_comes_back_as_it_was_given():
-    one = Try(4, 1)
-    from_C, _ = one.way(3)
-    assert sorted(from_C.tolist()) == list(range(CELLS))
-    assert from_C.tolist() != list(range(CELLS))
-    assert all(torch.equal(a, b) for a, b in zip(one.way(3), Try(4, 1).way(3), strict=True))
-    assert torch.equal(Try(4, 0).way(3)[0], torch.arange(CELLS))
-    for event in solving.run(MODEL, PUZZLES, [Try(4, 0), one, Try(4, 2)], CFG, 3, {4}):
+    for event in solving.run(MODEL, PUZZLES, [Try(4, 0), Try(4, 1), Try(4, 2)], CFG, 3, {4}, turn=2):
         for board in [event.board] if not isinstance(event, Pass) else event.boards_NC.tolist():
             assert all(clue in (0, digit) for clue, digit in zip(PUZZLES[4], board, strict=True))
         if isinstance(event, Pass):
             clues = torch.tensor(PUZZLES[4]) > 0
             assert event.accepted_NC[:, clues].all()
+
+
+def test_only_the_model_sees_a_board_turned():
+    """A model that says the same of a cell whatever it is shown: what becomes of its canvas does not depend on the view."""
+    view = View.drawn(torch.rand(3, generator.CHANCE, generator=chance(2)))
+    logits = torch.randn(3, CELLS, tokens.SIZE, generator=chance(3))
+    assert torch.equal(view.back(view.logits(logits)), logits)
+    ids = torch.randint(tokens.SIZE, (3, CELLS), generator=chance(4))
+    certain = torch.nn.functional.one_hot(ids, tokens.SIZE).float()
+    assert torch.equal(view.logits(certain).argmax(dim=-1), view.ids(ids))
+    boards = torch.tensor(PUZZLES[3:])
+    shown = view.ids(torch.where(boards > 0, boards + (tokens.DIGITS.start - 1), 0))
+    assert torch.equal(torch.where(shown > 0, shown - (tokens.DIGITS.start - 1), 0), view.boards(boards))
+    straight = View.straight(3)
+    assert all(torch.equal(straight.ids(x), x) for x in (ids, boards))
+    some = straight.where(torch.tensor([True, False, True]), view)
+    assert torch.equal(some.ids(ids)[1], view.ids(ids)[1])
+    assert torch.equal(some.ids(ids)[::2], ids[::2])
+
+
+def test_the_board_is_shown_another_way_every_few_passes(monkeypatch):
+    """The first try begins straight; then, and from the start in later tries, the ways differ, by seed and pass only."""
+    shown = []
+    monkeypatch.setattr(View, "ids", lambda self, ids: (shown.append(self.from_NC.clone()), ids)[1])
+    cfg = CFG.changed(confidence_threshold=1e-9, max_steps=5)
+    list(solving.run(MODEL, PUZZLES, [Try(5, 0), Try(5, 1)], cfg, 3, {5}, turn=2))
+    straight = torch.arange(CELLS)
+    assert torch.equal(shown[0][0], straight)
+    assert not torch.equal(shown[0][1], straight)
+    assert torch.equal(shown[0], shown[1])
+    assert all(not torch.equal(shown[2][row], shown[other][row]) for row in (0, 1) for other in (0, 4))
+    again, shown = shown, []
+    monkeypatch.setattr(View, "ids", lambda self, ids: (shown.append(self.from_NC.clone()), ids)[1])
+    list(solving.run(MODEL, PUZZLES, [Try(5, 1)], cfg, 3, {5}, turn=2))
+    assert all(torch.equal(one[0], two[1]) for one, two in zip(shown, again, strict=True))
+
+
+def test_guesses_are_doubted_cells_and_are_pinned():
+    puzzle, solution = PUZZLES[5], FULL[5]
+    belief = torch.nn.functional.one_hot(torch.tensor(solution) - 1, 9).double()
+    doubted = [cell for cell, digit in enumerate(puzzle) if not digit][:3]
+    for cell in doubted:
+        belief[cell] = 0.0
+        belief[cell, :2] = 0.5
+    book = solving._Book(0, puzzle, 7)
+    book.outcomes = [solving.Outcome(Try(0, 0), solution, True, 5, 0, 0, belief)]
+    guesses = [book._guesses(attempt) for attempt in range(64)]
+    assert guesses[:2] == [(), ()]
+    assert all(len(one) == 1 for one in guesses[2:16])
+    assert {len(two) for two in guesses[16:]} == {1, 2}  # the same cell may be drawn twice
+    found = {(cell, digit) for one in guesses for cell, digit in one}
+    assert found == {(cell, digit) for cell in doubted for digit in (1, 2)}
+    for event in solving.run(MODEL, PUZZLES, [Try(5, 2, None, ((doubted[0], 1), (doubted[1], 2)))], CFG, 3, {5}):
+        board = event.board if not isinstance(event, Pass) else event.boards_NC[0].tolist()
+        assert (board[doubted[0]], board[doubted[1]]) == (1, 2)
 
 
 def test_revisions_are_digits_that_changed():
@@ -152,7 +205,9 @@ def test_revisions_are_digits_that_changed():
 
 def test_siblings_of_a_right_canvas_are_counted():
     book = solving._Book(0, FULL[0], 1)
-    book.outcomes = [solving.Outcome(Try(0, n), board, True, 5, 0, 2) for n, board in enumerate([(1,) * CELLS, FULL[0]])]
+    book.outcomes = [
+        solving.Outcome(Try(0, n), board, True, 5, 0, 2, BELIEF) for n, board in enumerate([(1,) * CELLS, FULL[0]])
+    ]
     assert (book.solution().canvases, book.solution().forwards) == (4, 5 + 5 + 2 * 5)
 
 

@@ -127,26 +127,28 @@ def dig(full_NC: Tensor, clues_N: Tensor, generator: torch.Generator) -> Tensor:
     return puzzles_NC
 
 
+CHANCE = 34  # uniform numbers that make a symmetry
+
+
 def symmetries(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """That many, by chance."""
+    return symmetries_of(torch.rand((count, CHANCE), generator=generator, device=generator.device))
+
+
+def symmetries_of(uniform_NU: Tensor) -> tuple[Tensor, Tensor]:
     """Ways to turn a board into an equal one: from_NC, where each cell comes from, and digits_NG, what each digit becomes.
 
     Rows trade places inside their band, bands do, columns likewise, and half of the boards are mirrored.
     """
+    rows_N3, rows_N9, columns_N3, columns_N9, mirror_N1, names_N9 = uniform_NU.split((3, 9, 3, 9, 1, 9), dim=-1)
 
-    def chance(*shape: int) -> Tensor:
-        return torch.rand((count, *shape), generator=generator, device=generator.device)
+    def lines(bands_N3: Tensor, inside_N9: Tensor) -> Tensor:
+        inside_N33 = inside_N9.unflatten(-1, (3, 3)).argsort(dim=-1)
+        return (bands_N3.argsort(dim=-1)[:, :, None] * 3 + inside_N33).flatten(1)
 
-    def lines() -> Tensor:
-        bands_N3 = chance(3).argsort(dim=-1)
-        inside_N33 = chance(3, 3).argsort(dim=-1)
-        return (bands_N3[:, :, None] * 3 + inside_N33).flatten(1)
-
-    rows_N9, columns_N9 = lines(), lines()
-    from_NRC = rows_N9[:, :, None] * SIZE + columns_N9[:, None, :]
-    mirrored = chance() < 0.5
-    from_NRC = torch.where(mirrored[:, None, None], from_NRC.transpose(1, 2), from_NRC)
-    digits_NG = chance(SIZE).argsort(dim=-1) + 1
-    return from_NRC.flatten(1), digits_NG
+    from_NRC = lines(rows_N3, rows_N9)[:, :, None] * SIZE + lines(columns_N3, columns_N9)[:, None, :]
+    from_NRC = torch.where(mirror_N1[..., None] < 0.5, from_NRC.transpose(1, 2), from_NRC)
+    return from_NRC.flatten(1), names_N9.argsort(dim=-1) + 1
 
 
 def turned(boards_NC: Tensor, from_NC: Tensor, digits_NG: Tensor) -> Tensor:

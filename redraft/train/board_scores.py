@@ -55,7 +55,12 @@ def read(folder: Path, name: str, count: int) -> Listed:
 def score(
     model: DiffusionGemma, listed: Listed, sampler: SamplerConfig, *, canvases: int, rows: int, tell: Callable[[int], None]
 ) -> dict[str, Any]:
-    """One list: one canvas without check, check and restarts, forwards, by guesses, and how many were right at each pass."""
+    """One list: one canvas without check, check and restarts, forwards, by guesses, and how many were right at each pass.
+
+    Before that one canvas that is seen the same way throughout, which is what `generate` does, here or elsewhere.
+    """
+    straight = solving.solve(model, listed.puzzles, sampler, seed=0, check=False, turn=0, rows=rows)
+    still = sum(event.solved for event in straight if isinstance(event, Solution))
     solutions_NC = torch.tensor(listed.solutions, device=model.device)
     right_at = torch.zeros(len(listed.puzzles), sampler.max_steps + 1, dtype=torch.bool, device=model.device)
     cells, first_steps, found = torch.zeros(len(listed.puzzles)), torch.zeros(len(listed.puzzles)), []
@@ -73,7 +78,8 @@ def score(
             cells[whose.cpu()] = same.float().mean(dim=-1).cpu()
             first_steps[whose.cpu()] = float(event.step)
     found.sort(key=lambda solution: solution.number)
-    return _summary(listed, found, right_at.float().mean(dim=0)[1:].tolist(), cells, first_steps)
+    whole = _summary(listed, found, right_at.float().mean(dim=0)[1:].tolist(), cells, first_steps)
+    return {"puzzles": len(found), "one_canvas_not_turned": still / len(found), **whole}
 
 
 def _summary(
@@ -108,7 +114,7 @@ def _summary(
 
 
 @torch.inference_mode()
-def spoken(model: DiffusionGemma, listed: Listed, rows: int = 64) -> dict[str, Any]:
+def spoken(model: DiffusionGemma, listed: Listed, rows: int) -> dict[str, Any]:
     """The same list by a model that was trained left to right: the likeliest digit in every open cell, in reading order."""
     right, cells = 0, 0.0
     digits = slice(tokens.DIGITS.start, tokens.DIGITS.stop)
@@ -130,7 +136,7 @@ def spoken(model: DiffusionGemma, listed: Listed, rows: int = 64) -> dict[str, A
 
 
 def written(
-    model: DiffusionGemma, tokenizer: Tokenizer, listed: Listed, sampler: SamplerConfig, rows: int = 32
+    model: DiffusionGemma, tokenizer: Tokenizer, listed: Listed, sampler: SamplerConfig, rows: int
 ) -> dict[str, Any]:
     """The same list by a model that writes: the puzzle as a prompt, the solution as text. Clues are not held."""
     right = kept = read = 0

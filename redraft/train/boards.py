@@ -1,9 +1,10 @@
 """What a run needs to learn to solve puzzles: boards as the sampler leaves them between two steps, and a loss on them.
 
 Every row of a batch is a place for a puzzle. A step is one pass over all places: the model reads the canvas, is told what it
-believed before, and learns to say the solution in every open cell; then each canvas moves as the sampler would move it.
-A puzzle leaves when it was solved twice in a row, or after `passes`, and another takes its place: so the passes go to
-those that need them, and what the model learns on are its own half-solved boards, errors included.
+believed before, and learns to say the solution in every open cell; then each canvas moves as the sampler would move it,
+and some are turned by a symmetry. A puzzle leaves when it was solved twice in a row, or after `passes`, and another takes
+its place: so the passes go to those that need them, and what the model learns on are its own half-solved boards, errors
+included.
 
 A model that reads from left to right learns here too, for comparison: the puzzle, then the solution, cell after cell.
 Shapes: B places, C = 81 cells, G = 9 digits, S prompt tokens, P puzzles, D model size.
@@ -31,6 +32,7 @@ from redraft.model import DiffusionGemma
 from redraft.sudoku import generator as boards
 from redraft.sudoku import texts, tokens
 from redraft.sudoku.board import CELLS, Board, BoardError, parse
+from redraft.sudoku.views import View
 from redraft.tokenizer import Tokenizer
 from redraft.train import saves
 from redraft.train.data import MARKS, open_text
@@ -51,7 +53,8 @@ class PuzzleConfig:
     shares: tuple[float, ...] = ()  # of the puzzles, one for each file; the rest is generated
     generated: int = 100_000  # puzzles made when the run begins, unless `kept` has some already; half of them minimal
     kept: str = "puzzles.npz"
-    passes: int = 20  # a puzzle that is not solved by then is given up
+    passes: int = 24  # a puzzle that is not solved by then is given up
+    turned: float = 0.25  # of canvases, after a pass: shown another way from then on, as `solving.py` does
     together: int = 1  # passes of a step; what one of them believes is learned with what the next makes of it
     causal: bool = False  # learn left to right instead, for comparison
     given: float = 0.2  # of puzzles: begin with some cells filled in, one in ten of them wrongly
@@ -67,8 +70,8 @@ class PuzzleConfig:
         for low, high in (self.temperatures, self.bounds):
             if not 0 < low <= high:
                 raise ValueError(f"temperatures and bounds go from above 0 upwards, got {low} to {high}")
-        if not 0 <= self.given <= 1 or any(share < 0 for share in self.shares):
-            raise ValueError(f"given and shares are shares, got {self.given} and {self.shares}")
+        if not all(0 <= share <= 1 for share in (self.given, self.turned, *self.shares)):
+            raise ValueError(f"given, turned and shares are shares, got {self.given}, {self.turned} and {self.shares}")
         for name in ("passes", "together"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -269,6 +272,17 @@ def advance(places: Places, logits_BCG: Tensor, passes: int, chance: torch.Gener
     places.put(everywhere, over_B=(places.right_B >= 2) | (places.passes_B >= passes))
 
 
+def turn(places: Places, which_B: Tensor, view: View) -> None:
+    """Shows some of the boards another way from now on, with all that is believed of them."""
+    places.put(
+        which_B,
+        puzzle_BC=view.boards(places.puzzle_BC),
+        solution_BC=view.boards(places.solution_BC),
+        ids_BC=view.ids(places.ids_BC),
+        probs_BCG=view.beliefs(places.probs_BCG),
+    )
+
+
 # 3. The objectives
 
 
@@ -406,6 +420,10 @@ class Boards:
             found.append(losses)
             probs_BCG = tempered(logits_BCG, places).exp()
             advance(places, logits_BCG.detach(), self.cfg.data.passes, chance)
+            view = View.drawn(torch.rand((len(probs_BCG), boards.CHANCE), generator=chance, device=chance.device))
+            which_B = torch.rand(len(probs_BCG), generator=chance, device=chance.device) < self.cfg.data.turned
+            turn(places, which_B, view)
+            probs_BCG = torch.where(which_B[:, None, None], view.beliefs(probs_BCG), probs_BCG)
         return Losses(*(torch.stack(part).mean(dim=0) for part in zip(*found, strict=True)))
 
     def tensors(self) -> dict[str, Tensor]:

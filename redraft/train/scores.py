@@ -103,8 +103,7 @@ def code(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, op
 
 def sudoku(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Puzzles solved, list by list, on one canvas and with check and restarts; a picture of it where one is asked for."""
-    rows = 1024 if model.device.type == "cuda" else 64
-    found = {}
+    rows, found = _rows(model), {}
     for listed in list(puzzle_lists(options)):  # a list that is not there is noticed before anything is scored
         found[listed.name] = board_scores.score(
             model, listed, sampler, canvases=options.canvases, rows=rows, tell=_counted(listed, options)
@@ -116,13 +115,18 @@ def sudoku(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, 
 
 def sudoku_spoken(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """The same lists by a model that was trained to solve them left to right."""
-    return {listed.name: board_scores.spoken(model, listed) for listed in puzzle_lists(options)}
+    return {listed.name: board_scores.spoken(model, listed, _rows(model)) for listed in puzzle_lists(options)}
 
 
 def sudoku_written(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Generated puzzles of 30 to 40 clues as prompts, for a model that writes text."""
     listed = board_scores.generated(options.count, most=40)
-    return board_scores.written(model, tokenizer, listed, sampler.changed(canvas_length=options.canvas))
+    return board_scores.written(model, tokenizer, listed, sampler.changed(canvas_length=options.canvas), _rows(model))
+
+
+def _rows(model: DiffusionGemma) -> int:
+    """Boards at once."""
+    return 1024 if model.device.type == "cuda" else 64
 
 
 def puzzle_lists(options: Options) -> Iterator[board_scores.Listed]:
