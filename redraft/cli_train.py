@@ -37,6 +37,7 @@ def train(
         config = recipes.load(recipe, folder, changes or [])
         trainer = Trainer(config, folder, place)
         if first:
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / CONFIG).write_text(describe(config), encoding="utf-8")
         _follow(trainer, folder, first)
 

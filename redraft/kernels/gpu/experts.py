@@ -1,0 +1,142 @@
+"""Experts as two grouped products over tokens sorted by expert. Reference: `kernels/experts.py`.
+
+A canvas gives each expert few tokens (16 on average at 256 tokens, 8 of 128 experts), so the weights are what moves: each is
+read once, by one program for every expert and some of its features, with the weights on the M side of the product and the
+few tokens on its N side. Gate and up are one product: rows of both in turn, so that their halves meet in registers.
+
+Shapes: N tokens, K experts chosen per token, M = N * K pairs, E experts, D model size, F expert size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from redraft.kernels.fp8 import Packed
+from redraft.kernels.gpu.fp8 import pack_rows
+from redraft.kernels.gpu.routing import deal
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the work is cut."""
+
+    tokens: int
+    features: int  # rows of weights
+    inner: int
+    stages: int
+    warps: int
+
+
+# Measured on an H200 (../shared/spec says so for 32 tokens; benchmarks/bench_kernels.py tries them again).
+WIDE = {False: Tiles(32, 64, 128, 3, 4), True: Tiles(32, 128, 128, 3, 8)}  # gate and up; by whether weights have 8 bits
+NARROW = {False: Tiles(32, 64, 64, 5, 4), True: Tiles(32, 64, 64, 5, 8)}  # down
+
+
+def gated_experts(
+    x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor | Packed, down_EDF: Tensor | Packed
+) -> Tensor:
+    """The answers of every token's experts, weighted: answers_NKD, still to be summed over K."""
+    eight = isinstance(gate_up_E2FD, Packed)
+    up, down = (w.weight if eight else w for w in (gate_up_E2FD, down_EDF))
+    experts, size, inner = down.shape
+    chosen = experts_NK.shape[1]
+    order_M, ends_E = deal(experts_NK, experts)
+    inner_MF = torch.empty(order_M.numel(), inner, dtype=x_ND.dtype, device=x_ND.device)
+    x_in, x_scale = pack_rows(x_ND) if eight else (x_ND, x_ND)
+    tiles = fitting(WIDE[eight], len(order_M), experts)
+    _gate_up[(experts, triton.cdiv(2 * inner, tiles.features))](
+        x_in, x_scale, order_M, ends_E, up, gate_up_E2FD.scale if eight else up, inner_MF,
+        size, inner, chosen, eight, tiles.tokens, tiles.features, tiles.inner,
+        num_stages=tiles.stages, num_warps=tiles.warps,
+    )  # fmt: skip
+    h_in, h_scale = pack_rows(inner_MF) if eight else (inner_MF, inner_MF)
+    answers_NKD = torch.empty(*experts_NK.shape, size, dtype=x_ND.dtype, device=x_ND.device)
+    tiles = fitting(NARROW[eight], len(order_M), experts)
+    _down[(experts, triton.cdiv(size, tiles.features))](
+        h_in, h_scale, order_M, ends_E, down, down_EDF.scale if eight else down, weights_NK, answers_NKD,
+        size, inner, eight, tiles.tokens, tiles.features, tiles.inner,
+        num_stages=tiles.stages, num_warps=tiles.warps,
+    )  # fmt: skip
+    return answers_NKD
+
+
+def fitting(tiles: Tiles, pairs: int, experts: int) -> Tiles:
+    """More tokens at once where experts have more: else every further tile of tokens would read the weights again."""
+    mean = pairs / experts
+    tokens = 32 if mean <= 24 else 64 if mean <= 56 else 128
+    return Tiles(tokens, tiles.features, min(tiles.inner, 64) if tokens > 32 else tiles.inner, 3, tiles.warps)
+
+
+@triton.jit
+def _gelu(x):
+    """With tanh, written as a sigmoid: tanh(y) = 2 sigmoid(2 y) - 1."""
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _gate_up(
+    x, x_scale, order, ends, weight, scale, out,
+    D, F, K: tl.constexpr, EIGHT: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    expert, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    row = tl.arange(0, BF)
+    feature = tile * (BF // 2) + row // 2  # gate and up of a feature are neighbours
+    line = expert * 2 * F + (row % 2) * F + feature
+    w_ptr = weight + line[:, None] * D + tl.arange(0, BK)[None, :]
+    fits = feature < F
+    for start in range(begin, end, BT):
+        at = start + tl.arange(0, BT)
+        here = at < end
+        token = tl.load(order + at, mask=here, other=0).to(tl.int64) // K
+        x_ptr = x + token[None, :] * D + tl.arange(0, BK)[:, None]
+        total = tl.zeros((BF, BT), tl.float32)
+        for k in range(0, D, BK):
+            left = k + tl.arange(0, BK) < D
+            w = tl.load(w_ptr + k, mask=fits[:, None] & left[None, :], other=0.0)
+            t = tl.load(x_ptr + k, mask=here[None, :] & left[:, None], other=0.0)
+            total = tl.dot(w, t, total)
+        if EIGHT:
+            channel = tl.load(scale + line, mask=fits, other=0.0)
+            total = total * channel[:, None] * tl.load(x_scale + token, mask=here, other=0.0)[None, :]
+        pair = tl.permute(tl.reshape(total, (BF // 2, 2, BT)), (0, 2, 1))
+        gate, up = tl.split(pair)
+        found = _gelu(gate) * up
+        place = tile * (BF // 2) + tl.arange(0, BF // 2)
+        o_ptr = out + at[None, :].to(tl.int64) * F + place[:, None]
+        tl.store(o_ptr, found.to(out.dtype.element_ty), mask=here[None, :] & (place < F)[:, None])
+
+
+@triton.jit
+def _down(
+    h, h_scale, order, ends, weight, scale, shares, out,
+    D, F, EIGHT: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    expert, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    feature = tile * BF + tl.arange(0, BF)
+    line = expert * D + feature
+    w_ptr = weight + line[:, None] * F + tl.arange(0, BK)[None, :]
+    fits = feature < D
+    for start in range(begin, end, BT):
+        at = start + tl.arange(0, BT)
+        here = at < end
+        pair = tl.load(order + at, mask=here, other=0).to(tl.int64)
+        h_ptr = h + at[None, :].to(tl.int64) * F + tl.arange(0, BK)[:, None]
+        total = tl.zeros((BF, BT), tl.float32)
+        for k in range(0, F, BK):
+            left = k + tl.arange(0, BK) < F
+            w = tl.load(w_ptr + k, mask=fits[:, None] & left[None, :], other=0.0)
+            t = tl.load(h_ptr + k, mask=here[None, :] & left[:, None], other=0.0)
+            total = tl.dot(w, t, total)
+        if EIGHT:
+            channel = tl.load(scale + line, mask=fits, other=0.0)
+            total = total * channel[:, None] * tl.load(h_scale + at, mask=here, other=0.0)[None, :]
+        total = total * tl.load(shares + pair, mask=here, other=0.0)[None, :]
+        o_ptr = out + pair[None, :] * D + feature[:, None]
+        tl.store(o_ptr, total.to(out.dtype.element_ty), mask=here[None, :] & fits[:, None])
