@@ -63,6 +63,14 @@ class KVCache:
         return len(set(self.lengths)) == 1
 
     @property
+    def places(self) -> tuple[list[int], list[int], list[int]]:
+        """By layer: addresses of keys and of values [slots, G, K], and the number of slots. Position p is in slot p % slots.
+
+        For kernels that look for themselves; of a cache of one row.
+        """
+        return [t.data_ptr() for t in self._keys], [t.data_ptr() for t in self._values], list(self._sizes)
+
+    @property
     def nbytes(self) -> int:
         """Memory held."""
         return sum(t.nbytes for t in (*self._keys, *self._values))
@@ -90,10 +98,7 @@ class KVCache:
     def append(self, layer: int, k_BSGK: Tensor, v_BSGK: Tensor, counts: Sequence[int]) -> None:
         """Writes the first counts[row] of S new tokens behind each row. They count once `advance` is called."""
         size = self._sizes[layer]
-        for row, count in enumerate(counts):
-            if self.lengths[row] + count > self.capacity:
-                held = self.lengths[row]
-                raise ValueError(f"the cache holds {self.capacity} tokens, {held} are used and {count} more do not fit")
+        self.check_room(counts)
         if self.even and len(set(counts)) == 1 and (self.lengths[0] % size) + counts[0] <= size:
             start, count = self.lengths[0] % size, counts[0]
             self._keys[layer][:, start : start + count] = k_BSGK[:, :count]
@@ -104,6 +109,12 @@ class KVCache:
             slots = torch.tensor([(self.lengths[row] + i) % size for i in kept], dtype=torch.long, device=self.device)
             self._keys[layer][row, slots] = k_BSGK[row, kept.start : count]
             self._values[layer][row, slots] = v_BSGK[row, kept.start : count]
+
+    def check_room(self, counts: Sequence[int]) -> None:
+        """Refuses more tokens than fit."""
+        for held, count in zip(self.lengths, counts, strict=True):
+            if held + count > self.capacity:
+                raise ValueError(f"the cache holds {self.capacity} tokens, {held} are used and {count} more do not fit")
 
     def rows_of(self, rows: Sequence[int]) -> "KVCache":
         """A cache of these rows of this one, in this order, a row as often as it is named."""

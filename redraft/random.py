@@ -13,9 +13,9 @@ from torch import Tensor
 # Two draws a step and position: which token is sampled, and which noise replaces a refused one.
 SAMPLE, NOISE = 1, 2
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, odd; as a signed 64-bit value
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, odd; as a signed 64-bit value
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -25,9 +25,9 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 def _mix(x: Tensor, counter: int | Tensor) -> Tensor:
     """One round: fold a counter in, then scramble all 64 bits."""
-    x = x ^ (torch.as_tensor(counter, device=x.device) + 1) * _GOLDEN  # as a tensor the product wraps at 64 bits
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
+    x = x ^ (torch.as_tensor(counter, device=x.device) + 1) * GOLDEN  # as a tensor the product wraps at 64 bits
+    x = (x ^ _shift(x, 30)) * MIX_1
+    x = (x ^ _shift(x, 27)) * MIX_2
     return x ^ _shift(x, 31)
 
 

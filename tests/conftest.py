@@ -1,10 +1,13 @@
 """Two threads are what the tests' machine has; more would only make timings noisy. No example has a deadline."""
 
 import importlib.util
+import os
 
 import torch
 
 torch.set_num_threads(2)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: tests/interpreted.py
 if importlib.util.find_spec("hypothesis"):  # tests/test_gpu.py runs on machines that have pytest alone
     from hypothesis import settings
 

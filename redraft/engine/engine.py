@@ -22,6 +22,7 @@ from redraft.engine.request import Request
 from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Kept, Scheduler
 from redraft.generate import Bill, Event, Finished, check
+from redraft.kernels.choice import chosen
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
 
@@ -31,7 +32,7 @@ class Engine:
 
     def __init__(self, model: DiffusionGemma, config: EngineConfig | None = None) -> None:
         self.model, self.config = model, config or EngineConfig()
-        self.runner = Runner(model, self.config.prefill_chunk)
+        self.runner = make_runner(model, self.config.prefill_chunk)
         budget = self.config.cache_bytes or free_bytes(model.device) // 2
         self.scheduler = Scheduler(self.config.places, budget, Kept(self.config.keep_contexts), self._cost)
         self._added, self._lock = 0, threading.RLock()
@@ -108,10 +109,11 @@ class Engine:
         for request in ready:
             if request.state is None:
                 request.start_page(self.model.config.vocab_size, self.model.device)
-        logits = self.runner.denoise(ready) if ready else {}
+        if ready:
+            self.runner.redraft(ready)
         found = []
         for request in ready:
-            events = list(self._settle(request, logits[request]))
+            events = list(self._settle(request))
             found += [(request, event) for event in events]
             if request.inbox is not None:
                 request.inbox += events
@@ -129,12 +131,10 @@ class Engine:
             if not request.reading:
                 request.bill.prefilled()
 
-    def _settle(self, request: Request, logits_1CV: Tensor) -> Iterator[Event]:
-        draft, shaped_1CV = request.settle(logits_1CV)
-        yield draft
+    def _settle(self, request: Request) -> Iterator[Event]:
+        yield request.draft
         late = request.deadline is not None and time.monotonic() >= request.deadline
-        if not request.page_is_done and not late:
-            request.soft_1CD = self.model.soft_embed(shaped_1CV)
+        if not request.done and not late:
             return
         yield from request.commit(late)
         if request.over:
@@ -183,6 +183,15 @@ class Stream:
 
     def __del__(self) -> None:
         self.close()
+
+
+def make_runner(model: DiffusionGemma, chunk: int) -> Runner:
+    """The one for GPUs where its kernels run, else the plain one."""
+    if not chosen(model.device)[0]:
+        return Runner(model, chunk)
+    from redraft.engine.fast import Fast  # Triton takes long to import
+
+    return Fast(model, chunk)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -36,6 +36,7 @@ class Request:
     state: sampler.Canvas | None = None  # the page in work
     soft_1CD: Tensor | None = None  # what its last step believed
     page: sampler.Page | None = None  # committed, not yet read into the cache
+    done: bool = False  # another step of the page would change nothing, or is not allowed
     over: bool = False  # finished, cancelled or refused: nothing more comes of it
     context: list[int] = field(default_factory=list)  # the tokens in the cache
     draws: random.Draws | None = None
@@ -61,22 +62,23 @@ class Request:
         given = self.first_1C is not None and self.block == 0
         canvas_1C = self.first_1C.to(device) if given else self.draws.noise(0, length, vocab_size)
         ended_B = torch.zeros(1, dtype=torch.bool, device=device)
-        self.state, self.soft_1CD = sampler.start(canvas_1C, self.fixed, ended_B), None
+        self.state, self.soft_1CD, self.done = sampler.start(canvas_1C, self.fixed, ended_B), None, False
 
-    def settle(self, logits_1CV: Tensor) -> tuple[Draft, Tensor]:
+    def settle(self, logits_1CV: Tensor) -> Tensor:
         """One step of its page; what it believes comes back, for whoever makes it an embedding."""
         self.state, shaped_1CV = sampler.step(logits_1CV, self.state, self.cfg, self.draws, self.fixed)
-        return draft_of(self.block, self.state, self.cfg), shaped_1CV
+        self.done = sampler.finished(self.state, self.cfg)
+        return shaped_1CV
 
     @property
-    def page_is_done(self) -> bool:
-        """Whether another step would change nothing, or is not allowed."""
-        return sampler.finished(self.state, self.cfg)
+    def draft(self) -> Draft:
+        """The page as it is now."""
+        return draft_of(self.block, self.state, self.cfg)
 
     def commit(self, late: bool) -> list[Event]:
         """The page leaves as it is: emitted now, read into the cache later, if anything is to come behind it."""
         state, page = self.state, sampler.commit(self.state, self.cfg)
-        ended, done = bool(page.ended_B[0]), self.page_is_done
+        ended, done = bool(page.ended_B[0]), self.done
         last = self.block + 1 == self.cfg.max_canvases or ended or late
         self.bill.add(state, page, last)
         settled_B = state.settled_B | state.skipped_B

@@ -38,6 +38,12 @@ class Runner:
                 request.page = None
                 request.block += 1
 
+    def redraft(self, requests: Sequence[Request]) -> None:
+        """One step of each request's page."""
+        for request, logits_1CV in self.denoise(requests).items():
+            shaped_1CV = request.settle(logits_1CV)
+            request.soft_1CD = None if request.done else self.model.soft_embed(shaped_1CV)
+
     def denoise(self, requests: Sequence[Request]) -> dict[Request, Tensor]:
         """Logits [1, C, V] of each request's page, those of one length in one pass."""
         found = {}

@@ -3,7 +3,7 @@
 from redraft.kernels.attention import attend
 from redraft.kernels.experts import gated_experts
 from redraft.kernels.norm import rms_norm
-from redraft.kernels.rope import rope_table, rotate
+from redraft.kernels.rope import rope_frequencies, rope_table, rotate
 from redraft.kernels.vocabulary import Belief, read_vocabulary, soft_embed, softcap_
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "gated_experts",
     "read_vocabulary",
     "rms_norm",
+    "rope_frequencies",
     "rope_table",
     "rotate",
     "soft_embed",

@@ -13,12 +13,18 @@ def rope_table(
     positions_BS: Tensor, head_dim: int, theta: float, fraction: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each [B, S, 1, K], for `rotate`."""
-    turning = int(fraction * head_dim // 2)
-    exponents = torch.arange(0, 2 * turning, 2, device=positions_BS.device).float() / head_dim
-    frequencies = torch.zeros(head_dim // 2, device=positions_BS.device)
-    frequencies[:turning] = 1.0 / theta**exponents
+    frequencies = rope_frequencies(head_dim, theta, fraction, positions_BS.device)
     angles_BSK = (positions_BS[..., None].float() * frequencies).repeat(1, 1, 2)
     return angles_BSK.cos().to(dtype)[:, :, None], angles_BSK.sin().to(dtype)[:, :, None]
+
+
+def rope_frequencies(head_dim: int, theta: float, fraction: float, device: torch.device | str) -> Tensor:
+    """How far each of the K / 2 pairs turns from one position to the next."""
+    turning = int(fraction * head_dim // 2)
+    exponents = torch.arange(0, 2 * turning, 2, device=device).float() / head_dim
+    frequencies = torch.zeros(head_dim // 2, device=device)
+    frequencies[:turning] = 1.0 / theta**exponents
+    return frequencies
 
 
 def rotate(x_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

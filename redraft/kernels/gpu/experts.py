@@ -99,7 +99,7 @@ def _gate_up(
             left = k + tl.arange(0, BK) < D
             w = tl.load(w_ptr + k, mask=fits[:, None] & left[None, :], other=0.0)
             t = tl.load(x_ptr + k, mask=here[None, :] & left[:, None], other=0.0)
-            total = tl.dot(w, t, total)
+            total = tl.dot(w, t, total, input_precision="ieee")
         if EIGHT:
             channel = tl.load(scale + line, mask=fits, other=0.0)
             total = total * channel[:, None] * tl.load(x_scale + token, mask=here, other=0.0)[None, :]
@@ -133,7 +133,7 @@ def _down(
             left = k + tl.arange(0, BK) < F
             w = tl.load(w_ptr + k, mask=fits[:, None] & left[None, :], other=0.0)
             t = tl.load(h_ptr + k, mask=here[None, :] & left[:, None], other=0.0)
-            total = tl.dot(w, t, total)
+            total = tl.dot(w, t, total, input_precision="ieee")
         if EIGHT:
             channel = tl.load(scale + line, mask=fits, other=0.0)
             total = total * channel[:, None] * tl.load(h_scale + at, mask=here, other=0.0)[None, :]

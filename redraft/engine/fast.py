@@ -1,0 +1,203 @@
+"""The runner for GPUs: a whole step of some canvases is one CUDA graph, from their tokens to their tokens.
+
+    ids, beliefs -> layers -> head -> [chance, vocabulary, acceptance] -> ids, and probabilities -> beliefs
+
+Canvases in work live in buffers that stay where they are; what the graph needs to know of a request (its seed, its step, its
+settings, where its cache lies) lies there too. The host looks once a step whether a page has settled, and starts the next
+step before it does anything else. Requests with rules or with settings of their own go through the same layers, but their
+sampler is the plain one.
+
+Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redraft import sampler
+from redraft.engine.fused import Fused, Table
+from redraft.engine.request import Request
+from redraft.engine.runner import Runner, by_length
+from redraft.kernels.gpu.canvas import Rows, draw, settle_
+from redraft.kernels.gpu.vocabulary import believe_, read_vocabulary
+from redraft.model import DiffusionGemma
+from redraft.sampler import Canvas
+
+SHORT = 512  # the shortest context a graph is made for; longer ones are powers of two
+
+
+def plain(request: Request) -> bool:
+    """Whether its sampler is the released one, which the kernels know: an entropy bound, and no rules on this page."""
+    cfg = request.cfg
+    return request.fixed is None and not (cfg.quota or cfg.accept_at_end or cfg.spread or cfg.stops_last)
+
+
+class Fast(Runner):
+    """Runs one model with the kernels of `kernels/gpu`."""
+
+    def __init__(self, model: DiffusionGemma, chunk: int) -> None:
+        super().__init__(model, chunk)
+        self.fused = Fused(model)
+        self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        self.stages: dict[tuple[int, ...], Stage] = {}
+        self.ahead: tuple[Stage, list[Canvas]] | None = None  # a step that was started, and the canvases it started from
+
+    def read(self, request: Request) -> None:
+        """The next chunk of a prompt into its cache."""
+        part = request.prompt[request.read : request.read + self.chunk]
+        table = Table.empty(self.model, 1)
+        table.fill([request.cache])
+        request.cache.check_room([len(part)])
+        self.fused.read(torch.tensor([part], device=self.model.device), table, len(request.context))
+        request.cache.advance([len(part)])
+        request.read += len(part)
+        request.context += part
+
+    def read_pages(self, requests: Sequence[Request]) -> None:
+        """Committed pages into their caches, those of one length in one pass."""
+        for some in by_length(requests):
+            stage = self._stage(some)
+            for request in some:
+                request.cache.check_room([request.cfg.canvas_length])
+            stage.read(some)
+            for request in some:
+                request.cache.advance([request.cfg.canvas_length])
+                request.context += request.page.ids_BC[0].tolist()
+                request.page = None
+                request.block += 1
+
+    def redraft(self, requests: Sequence[Request]) -> None:
+        """One step of each request's page."""
+        others = [request for request in requests if not plain(request)]
+        if others:
+            super().redraft(others)
+        for some in by_length([request for request in requests if plain(request)]):
+            stage = self._stage(some)
+            if not self._has_begun(stage, some):
+                stage.load(some)
+                stage.step()
+            self.ahead = None
+            found, softs, settled = stage.look(some)
+            for request, state, soft_1CD, done in zip(some, found, softs, settled, strict=True):
+                request.state, request.soft_1CD = state, soft_1CD
+                request.done = done or state.step >= request.cfg.max_steps
+            if not any(request.done for request in some):
+                stage.step()  # what it needs is there already
+                self.ahead = (stage, found)
+
+    def _has_begun(self, stage: "Stage", requests: Sequence[Request]) -> bool:
+        """Whether the step of just these canvases was started when the last one ended."""
+        if self.ahead is None or self.ahead[0] is not stage or len(self.ahead[1]) != len(requests):
+            return False
+        return all(state is request.state for state, request in zip(self.ahead[1], requests, strict=True))
+
+    def denoise(self, requests: Sequence[Request]) -> dict[Request, Tensor]:
+        """Logits [1, C, V] of each request's page."""
+        found = {}
+        for some in by_length(requests):
+            table = Table.empty(self.model, len(some))
+            table.fill([request.cache for request in some])
+            ids_BC = torch.cat([request.state.ids_BC for request in some])
+            hidden_ND = self.fused.denoise(ids_BC, self._beliefs(some), table, max(len(r.context) for r in some))
+            logits_BCV = self.model.head(hidden_ND).unflatten(0, ids_BC.shape)
+            found |= dict(zip(some, logits_BCV.split(1), strict=True))
+        return found
+
+    def _stage(self, requests: Sequence[Request]) -> "Stage":
+        """Buffers and graphs for so many canvases of this length behind contexts of about this length."""
+        length = requests[0].cfg.canvas_length
+        count = 1 << (len(requests) - 1).bit_length()
+        longest = max(SHORT, 1 << (max(len(request.context) for request in requests) - 1).bit_length())
+        steps = 1 << (max(request.cfg.max_steps for request in requests) - 1).bit_length()
+        key = (count, length, longest, steps)
+        if key not in self.stages:
+            self.stages[key] = Stage(self.fused, *key, self.pool)
+        return self.stages[key]
+
+
+class Stage:
+    """Some canvases in work, and the graphs that move them."""
+
+    def __init__(self, fused: Fused, count: int, length: int, longest: int, steps: int, pool: object) -> None:
+        self.fused, self.longest, model = fused, longest, fused.model
+        self.rows = Rows.empty(count, length, steps, model.device)
+        self.table = Table.empty(model, count)
+        self.soft_BCD = torch.zeros(count, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        self.page_BC = torch.zeros(count, length, dtype=torch.int64, device=model.device)
+        self.step = recorded(self._step, model.device, pool)
+        self._read = recorded(self._read_page, model.device, pool)
+
+    def _step(self) -> None:
+        model, rows, cap = self.fused.model, self.rows, self.fused.model.config.final_logit_softcapping
+        hidden_ND = self.fused.denoise(rows.ids_BC, self.soft_BCD, self.table, self.longest)
+        raw_NV = F.linear(hidden_ND, model.embed_tokens.weight)
+        uniform_BC, noise_BC, temperature_BC = draw(rows, model.config.vocab_size)
+        read = read_vocabulary(raw_NV, cap, temperature_BC.flatten(), uniform_BC.flatten())
+        settle_(rows, read.best_N, read.entropy_N, read.sampled_N, noise_BC)
+        probs_NV = believe_(raw_NV, cap, temperature_BC.flatten(), read)
+        self.soft_BCD.copy_((probs_NV @ model.embed_tokens.weight).view_as(self.soft_BCD) * model.embed_scale)
+
+    def _read_page(self) -> None:
+        self.fused.read(self.page_BC, self.table, self.longest)
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """The requests' pages into their caches."""
+        self.table.fill([request.cache for request in requests])
+        self.page_BC[: len(requests)].copy_(torch.cat([request.page.ids_BC for request in requests]))
+        self._read()
+
+    def load(self, requests: Sequence[Request]) -> None:
+        """Brings the requests' canvases here."""
+        self.table.fill([request.cache for request in requests])
+        self.rows.settled_B.fill_(True)
+        self.soft_BCD.zero_()
+        for row, request in enumerate(requests):
+            state, cfg = request.state, request.cfg
+            heat = torch.stack([sampler.temperature(step, cfg) for step in range(cfg.max_steps)])
+            self.rows.temperatures_BS[row, : cfg.max_steps].copy_(heat)
+            values = {name: getattr(state, name)[0] for name in KEPT} | {
+                "seeds_B": request.draws.seeds_B[0],
+                "blocks_B": request.block,
+                "limit_B": cfg.max_steps,
+                "bound_B": cfg.entropy_bound,
+                "confidence_B": cfg.confidence_threshold,
+                "stability_B": cfg.stability_threshold,
+            }
+            for name, value in values.items():
+                getattr(self.rows, name)[row] = value
+            if request.soft_1CD is not None:
+                self.soft_BCD[row].copy_(request.soft_1CD[0])
+
+    def look(self, requests: Sequence[Request]) -> tuple[list[Canvas], list[Tensor], list[bool]]:
+        """The canvases after the step, copied out, with what they believe; and which have settled, which is waited for."""
+        copies = {name: getattr(self.rows, name).clone() for name in KEPT}
+        softs, never_B = self.soft_BCD.clone().split(1), torch.zeros(1, dtype=torch.bool, device=self.soft_BCD.device)
+        for name in ("unchanged_B", "steps_B"):
+            copies[name] = copies[name].long()
+        settled = copies["settled_B"].tolist()
+        found = []
+        for row, request in enumerate(requests):
+            own = {name: tensor[row : row + 1] for name, tensor in copies.items()}
+            found.append(Canvas(**own, skipped_B=never_B, step=request.state.step + 1))
+        return found, list(softs[: len(requests)]), settled[: len(requests)]
+
+
+KEPT = tuple(field.name for field in fields(Canvas) if field.name not in ("skipped_B", "step"))
+
+
+def recorded(body: Callable[[], None], device: torch.device, pool: object) -> Callable[[], None]:
+    """The body as a CUDA graph; elsewhere the body itself."""
+    if device.type != "cuda":
+        return body
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        body()  # kernels are built, libraries find their memory
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        body()
+    return graph.replay

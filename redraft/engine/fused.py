@@ -1,0 +1,180 @@
+"""The model's layers over the kernels of `kernels/gpu`: fewer passes over memory, caches where they lie, the same answers.
+
+`model.py` is the definition. Here q, k and v are one product, as are gate and up; what stands between two products is one
+kernel; new tokens look at caches by address, so that requests need not be brought together first.
+
+Shapes: B requests, S new tokens of each, N = B * S, D model size, L layers.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redraft.cache import KVCache
+from redraft.config import SLIDING
+from redraft.kernels import rope_frequencies
+from redraft.kernels.fp8 import Packed, linear8
+from redraft.kernels.gpu import attention, heads, mlp, norm, routing
+from redraft.kernels.gpu.experts import gated_experts
+from redraft.model import DiffusionGemma, Layer
+
+KEYS = 128  # that one program of attention reads, at least
+PROGRAMS = 256  # of attention that keep a GPU busy
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where the caches of some requests lie, for a kernel to find them. Written in place: a CUDA graph reads it anew."""
+
+    keys_LB: Tensor  # addresses
+    values_LB: Tensor
+    sizes_LB: Tensor  # slots
+    lengths_B: Tensor  # tokens
+    nowhere: Tensor  # one slot, for places without a request
+
+    @classmethod
+    def empty(cls, model: DiffusionGemma, rows: int) -> "Table":
+        """Room for that many requests."""
+        config, layers = model.config, model.config.num_hidden_layers
+        slot = max(math.prod(config.layer_heads(layer)) for layer in range(layers))
+        nowhere = torch.zeros(slot, dtype=model.dtype, device=model.device)
+        addresses = [torch.full((layers, rows), nowhere.data_ptr(), device=model.device) for _ in range(2)]
+        sizes_LB = torch.ones(layers, rows, dtype=torch.int32, device=model.device)
+        return cls(*addresses, sizes_LB, torch.zeros(rows, dtype=torch.int32, device=model.device), nowhere)
+
+    def fill(self, caches: Sequence[KVCache]) -> None:
+        """The caches of one row each; places left over have nothing cached."""
+        layers, at = len(self.keys_LB), self.nowhere.data_ptr()
+        places = [cache.places for cache in caches]
+        places += [([at] * layers, [at] * layers, [1] * layers)] * (self.lengths_B.numel() - len(caches))
+        for target, column in zip((self.keys_LB, self.values_LB, self.sizes_LB), zip(*places, strict=True), strict=True):
+            target.copy_(torch.tensor(column, dtype=target.dtype).t())
+        lengths = [cache.lengths[0] for cache in caches]
+        self.lengths_B.copy_(torch.tensor(lengths + [0] * (self.lengths_B.numel() - len(caches)), dtype=torch.int32))
+
+    def past(self, layer: int) -> attention.Past:
+        """What one layer's attention is told."""
+        return attention.Past(self.keys_LB[layer], self.values_LB[layer], self.sizes_LB[layer], self.lengths_B)
+
+
+def splits(programs: int, keys: int) -> int:
+    """Among how many programs the keys are shared out, a power of two: enough to be busy, none with too little to do."""
+    wanted = max(1, min(PROGRAMS // programs, keys // KEYS))
+    return 1 << (wanted.bit_length() - 1)
+
+
+class Fused:
+    """Runs a model's layers. The model shares its memory: weights that are used together are made to lie together."""
+
+    def __init__(self, model: DiffusionGemma) -> None:
+        self.model, config = model, model.config
+        self.qkv, self.gate_up = [], []
+        for layer in model.layers:
+            parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+            self.qkv.append(joined([part for part in parts if part is not None]))
+            self.gate_up.append(joined([layer.mlp.gate_proj, layer.mlp.up_proj]))
+        device = model.device
+        full = (config.global_head_dim, config.global_rope_theta, config.global_rotary_fraction)
+        sliding = rope_frequencies(config.head_dim, config.rope_theta, 1.0, device)
+        full = rope_frequencies(*full, device)
+        self.frequencies = [sliding if kind == SLIDING else full for kind in config.layer_types]
+
+    def read(self, ids_BS: Tensor, table: Table, longest: int) -> None:
+        """Tokens into the caches behind what they hold; whoever owns the lengths moves them on.
+
+        `longest` is about how much is cached; it decides how attention is shared out, not what it finds.
+        """
+        self._layers(self.model.embed(ids_BS), table, longest, causal=True)
+
+    def denoise(self, canvas_BC: Tensor, soft_BCD: Tensor | None, table: Table, longest: int) -> Tensor:
+        """Final hidden states [N, D] of canvases, normed; the head is the caller's."""
+        x_BCD = self.model.self_conditioning(self.model.embed(canvas_BC), soft_BCD)
+        return self._layers(x_BCD, table, longest, causal=False)
+
+    def _layers(self, x_BSD: Tensor, table: Table, longest: int, *, causal: bool) -> Tensor:
+        model, (rows, length, _) = self.model, x_BSD.shape
+        eps = model.config.rms_norm_eps
+        positions_N = (table.lengths_B[:, None] + torch.arange(length, device=x_BSD.device)).flatten()
+        x_ND = x_BSD.flatten(0, 1)
+        read_ND = norm.norm_rows(x_ND, model.layers[0].input_layernorm.weight, eps)
+        following = [layer.input_layernorm.weight for layer in model.layers[1:]] + [model.norm.weight]
+        for index, layer in enumerate(model.layers):
+            answer_ND = self._attention(index, read_ND, positions_N, table.past(index), (rows, length), longest, causal)
+            x_ND, dense_ND, sparse_ND, router_ND = norm.after_attention(
+                x_ND, answer_ND, layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight,
+                layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps,
+            )  # fmt: skip
+            answers_NKD = self._experts(layer, sparse_ND, router_ND)
+            dense_ND = product(mlp.gated(product(dense_ND, self.gate_up[index])), weight_of(layer.mlp.down_proj))
+            behind = (
+                layer.post_feedforward_layernorm_1,
+                layer.post_feedforward_layernorm_2,
+                layer.post_feedforward_layernorm,
+            )
+            scalar = layer.encoder_layer_scalar if causal else layer.layer_scalar
+            weights = tuple(one.weight for one in behind)
+            x_ND, read_ND = norm.after_experts(x_ND, dense_ND, answers_NKD, weights, scalar, following[index], eps)
+        return read_ND
+
+    def _attention(
+        self,
+        index: int,
+        read_ND: Tensor,
+        positions_N: Tensor,
+        past: attention.Past,
+        shape: tuple[int, int],
+        longest: int,
+        causal: bool,
+    ) -> Tensor:
+        config, own = self.model.config, self.model.layers[index].self_attn
+        groups, _ = config.layer_heads(index)
+        found = heads.to_heads(
+            product(read_ND, self.qkv[index]), own.q_norm.weight, own.k_norm.weight, positions_N, self.frequencies[index],
+            config.num_attention_heads, groups, config.rms_norm_eps,
+        )  # fmt: skip
+        q, k, v = (one.unflatten(0, shape) for one in found)
+        window = config.layer_window(index)
+        keys = (min(longest, window - 1) if window else longest) + shape[1]
+        parts = splits(attention.programs(q, k), keys)
+        seen = attention.attend(q, k, v, past, window=window, causal=causal, splits=parts)
+        if causal:
+            attention.keep(k, v, past)
+        return product(seen.flatten(0, 1), weight_of(own.o_proj))
+
+    def _experts(self, layer: Layer, sparse_ND: Tensor, router_ND: Tensor) -> Tensor:
+        router, experts = layer.router, layer.experts
+        scores_NE = F.linear(router_ND, router.proj.weight)
+        chosen_NK, weights_NK = routing.route(scores_NE, router.per_expert_scale, router.top_k)
+        up, down = experts.gate_up_proj, experts.down_proj
+        if hasattr(experts, "gate_up_proj_scale"):
+            up, down = Packed(up, experts.gate_up_proj_scale), Packed(down, experts.down_proj_scale)
+        return gated_experts(sparse_ND, chosen_NK, weights_NK, up, down)
+
+
+def product(x_ND: Tensor, weight: Tensor | Packed) -> Tensor:
+    """x times the weight, packed or not."""
+    return linear8(x_ND, weight) if isinstance(weight, Packed) else F.linear(x_ND, weight)
+
+
+def weight_of(linear: nn.Module) -> Tensor | Packed:
+    """The weight of a product, packed or not."""
+    return Packed(linear.weight, linear.weight_scale) if hasattr(linear, "weight_scale") else linear.weight
+
+
+def joined(linears: Sequence[nn.Module]) -> Tensor | Packed:
+    """The weights of some products below one another. The products keep theirs, as parts of it."""
+    sizes = [len(linear.weight) for linear in linears]
+    with torch.no_grad():
+        whole = torch.cat([linear.weight for linear in linears])
+        for linear, part in zip(linears, whole.split(sizes), strict=True):
+            linear.weight.data = part
+        if not hasattr(linears[0], "weight_scale"):
+            return whole
+        scale = torch.cat([linear.weight_scale for linear in linears])
+        for linear, part in zip(linears, scale.split(sizes), strict=True):
+            linear.weight_scale.data = part
+    return Packed(whole, scale)

@@ -1,0 +1,24 @@
+"""Which kernels run, and why: Triton's where a GPU is, PyTorch's own elsewhere or where they are asked for."""
+
+import importlib.util
+import os
+
+import torch
+
+VARIABLE = "REDRAFT_KERNELS"  # "reference" forces PyTorch's
+
+
+def chosen(device: torch.device | str) -> tuple[bool, str]:
+    """Whether the kernels of `kernels/gpu` run on this device, and the reason in words."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "reference", "triton"):
+        raise ValueError(f"{VARIABLE} may be reference or triton, got {wanted!r}")
+    if wanted == "reference":
+        return False, f"{VARIABLE}=reference"
+    if importlib.util.find_spec("triton") is None:
+        return False, "Triton is not installed"
+    if wanted == "triton":
+        return True, f"{VARIABLE}=triton"
+    if torch.device(device).type != "cuda":
+        return False, "no GPU"
+    return True, torch.cuda.get_device_name(device)

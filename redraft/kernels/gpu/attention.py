@@ -1,0 +1,179 @@
+"""Attention of new tokens over [cache ; new tokens] where the cache lies. Reference: `kernels/attention.py`, `masks.py`.
+
+Keys of a request lie in its own memory, which the kernel finds by address, position p in slot p % size; so one launch serves
+requests with caches of their own, and nothing is gathered. Query heads that share keys are rows of one product. Keys are
+split among programs where there are few rows, and the parts are put together by a second kernel.
+
+A canvas looks at all of itself and at the last `window - 1` cached tokens, the same for all its positions; a causal token at
+itself and what is before it, `window` tokens in all.
+
+Shapes: B requests, S new tokens of each, H query heads, G key-value heads (H a multiple of G), K head size, J splits.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Past(NamedTuple):
+    """What the requests have cached in one layer."""
+
+    keys_B: Tensor  # addresses, int64; [slots, G, K] lie there
+    values_B: Tensor
+    sizes_B: Tensor  # slots, int32
+    lengths_B: Tensor  # tokens, int32
+
+
+def attend(
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, past: Past, *, window: int | None, causal: bool, splits: int
+) -> Tensor:
+    """Softmax(q k) v as [B, S, H * K]. The last two axes of q, k and v must be whole; tokens may be apart."""
+    b, s, heads, size = q_BSHK.shape
+    groups = k_BSGK.shape[2]
+    rows, keys = _rows(q_BSHK, k_BSGK), 32 if size > 256 else 64
+    out_BSHK = torch.empty(b, s, heads, size, dtype=q_BSHK.dtype, device=q_BSHK.device)
+    whole = splits == 1
+    shape = (0,) if whole else (splits, b * s * heads)
+    part_JRK = torch.empty(*shape, size, dtype=torch.float32, device=q_BSHK.device) if not whole else out_BSHK
+    mass_JR2 = torch.empty(*shape, 2, dtype=torch.float32, device=q_BSHK.device) if not whole else out_BSHK
+    grid = (triton.cdiv(s * heads // groups, rows), b * groups, splits)
+    _attend[grid](
+        q_BSHK, k_BSGK, v_BSGK, *past, out_BSHK, part_JRK, mass_JR2,
+        q_BSHK.stride(0), q_BSHK.stride(1), k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
+        b, s, heads, groups, window or 0, causal, whole, size, max(16, triton.next_power_of_2(size)), rows, keys,
+        num_warps=8, num_stages=2,
+    )  # fmt: skip
+    if not whole:
+        _join[(b * s * heads,)](part_JRK, mass_JR2, out_BSHK, b * s * heads, size, splits, triton.next_power_of_2(size))
+    return out_BSHK.flatten(2)
+
+
+def programs(q_BSHK: Tensor, k_BSGK: Tensor) -> int:
+    """How many programs attend before keys are split."""
+    b, s, heads, _ = q_BSHK.shape
+    groups = k_BSGK.shape[2]
+    return triton.cdiv(s * heads // groups, _rows(q_BSHK, k_BSGK)) * b * groups
+
+
+def _rows(q_BSHK: Tensor, k_BSGK: Tensor) -> int:
+    """Rows of a program's product."""
+    _, s, heads, size = q_BSHK.shape
+    return max(16, min(64 if size > 256 else 128, triton.next_power_of_2(s * heads // k_BSGK.shape[2])))
+
+
+@triton.jit
+def _attend(
+    q, k, v, keys_at, values_at, sizes, lengths, out, part, mass,
+    q_row, q_token, k_row, k_token, v_row, v_token,
+    B, S, H, G, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
+    K: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(2)
+    row, group = tl.program_id(1) // G, tl.program_id(1) % G
+    shared = H // G
+    length, size = tl.load(lengths + row), tl.load(sizes + row)
+    at = tile * BM + tl.arange(0, BM)  # rows of the product: a token's heads of this group, token after token
+    here, token, head = at < S * shared, at // shared, group * shared + at % shared
+    feature = tl.arange(0, WIDE)
+    whole = feature < K
+    q_ptr = q + row.to(tl.int64) * q_row + token[:, None] * q_token + head[:, None] * K + feature[None, :]
+    query = tl.load(q_ptr, mask=here[:, None] & whole[None, :], other=0.0)
+    # Cached keys that anybody here sees begin at `oldest`; all keys are numbered from there, the new ones last.
+    oldest = 0
+    if WINDOW:
+        oldest = tl.maximum(length - (WINDOW - 1), 0)
+    seen = length - oldest
+    every = tl.cdiv(tl.cdiv(seen + S, BN), tl.num_programs(2)) * BN
+    begin, end = split * every, tl.minimum((split + 1) * every, seen + S)
+    top = tl.full((BM,), -1e30, tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    answer = tl.zeros((BM, WIDE), tl.float32)
+    key_base = tl.load(keys_at + row).to(q.dtype)
+    value_base = tl.load(values_at + row).to(q.dtype)
+    for start in range(begin, tl.minimum(end, seen), BN):
+        number = start + tl.arange(0, BN)
+        held = (number < seen) & (number < end)
+        slot = ((oldest + number) % size).to(tl.int64)
+        place, valid = (slot * G + group)[:, None] * K + feature[None, :], held[:, None] & whole[None, :]
+        key = tl.load(key_base + place, mask=valid, other=0.0)
+        value = tl.load(value_base + place, mask=valid, other=0.0)
+        may = held[None, :]
+        if CAUSAL and WINDOW:
+            may = may & (length + token[:, None] - (oldest + number)[None, :] < WINDOW)
+        top, total, answer = _take_in(query, key, value, may, top, total, answer)
+    for start in range(tl.maximum(begin - seen, 0), end - seen, BN):
+        number = start + tl.arange(0, BN)
+        held = (number < S) & (number < end - seen)
+        valid, column = held[:, None] & whole[None, :], group * K + feature[None, :]
+        key = tl.load(k + row.to(tl.int64) * k_row + number[:, None] * k_token + column, mask=valid, other=0.0)
+        value = tl.load(v + row.to(tl.int64) * v_row + number[:, None] * v_token + column, mask=valid, other=0.0)
+        may = held[None, :]
+        if CAUSAL:
+            may = may & (number[None, :] <= token[:, None])
+            if WINDOW:
+                may = may & (token[:, None] - number[None, :] < WINDOW)
+        top, total, answer = _take_in(query, key, value, may, top, total, answer)
+    line = (row * S + token).to(tl.int64) * H + head
+    if WHOLE:
+        answer = answer / total[:, None]
+        tl.store(
+            out + line[:, None] * K + feature[None, :], answer.to(out.dtype.element_ty), mask=here[:, None] & whole[None, :]
+        )
+    else:
+        line = line + split.to(tl.int64) * B * S * H
+        tl.store(part + line[:, None] * K + feature[None, :], answer, mask=here[:, None] & whole[None, :])
+        tl.store(mass + line * 2, top, mask=here)
+        tl.store(mass + line * 2 + 1, total, mask=here)
+
+
+@triton.jit
+def _take_in(query, key, value, may, top, total, answer):
+    """Some more keys: sums so far fade as larger scores come."""
+    score = tl.where(may, tl.dot(query, tl.trans(key), input_precision="ieee"), -1e30)
+    now = tl.maximum(top, tl.max(score, axis=1))
+    weight = tl.where(may, tl.exp(score - now[:, None]), 0.0)
+    fade = tl.exp(top - now)
+    answer = tl.dot(weight.to(value.dtype), value, answer * fade[:, None], input_precision="ieee")
+    return now, total * fade + tl.sum(weight, axis=1), answer
+
+
+@triton.jit
+def _join(part, mass, out, R, K, J: tl.constexpr, WIDE: tl.constexpr):
+    """The parts of one row: each was computed against its own largest score."""
+    row, feature = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    here = feature < K
+    top = -1e30
+    for j in tl.static_range(J):
+        top = tl.maximum(top, tl.load(mass + (j * R + row) * 2))
+    total, answer = 0.0, tl.zeros((WIDE,), tl.float32)
+    for j in tl.static_range(J):
+        share = tl.exp(tl.load(mass + (j * R + row) * 2) - top)
+        total += share * tl.load(mass + (j * R + row) * 2 + 1)
+        answer += share * tl.load(part + (j * R + row) * K + feature, mask=here, other=0.0)
+    tl.store(out + row * K + feature, (answer / total).to(out.dtype.element_ty), mask=here)
+
+
+def keep(k_BSGK: Tensor, v_BSGK: Tensor, past: Past) -> None:
+    """Writes new keys and values where they belong in the caches, the last `size` of them. The lengths stay as they are."""
+    b, s, groups, size = k_BSGK.shape
+    wide = triton.next_power_of_2(size)
+    _keep[(b * s, groups)](
+        k_BSGK, v_BSGK, *past, k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
+        s, groups, size, wide, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep(k, v, keys_at, values_at, sizes, lengths, k_row, k_token, v_row, v_token, S, G, K, WIDE: tl.constexpr):
+    row, token, group = tl.program_id(0) // S, tl.program_id(0) % S, tl.program_id(1)
+    at = tl.arange(0, WIDE)
+    size = tl.load(sizes + row)
+    here = (at < K) & (token >= S - size)
+    place = (((tl.load(lengths + row) + token) % size).to(tl.int64) * G + group) * K + at
+    key = tl.load(k + row.to(tl.int64) * k_row + token * k_token + group * K + at, mask=here, other=0.0)
+    value = tl.load(v + row.to(tl.int64) * v_row + token * v_token + group * K + at, mask=here, other=0.0)
+    tl.store(tl.load(keys_at + row).to(k.dtype) + place, key, mask=here)
+    tl.store(tl.load(values_at + row).to(k.dtype) + place, value, mask=here)

@@ -1,0 +1,108 @@
+"""What stands between the products of a layer: residual sums and the norms around them, a token at a time.
+
+References: `Layer.forward` in `model.py`, made of `kernels/norm.py`. Shapes: N tokens, D model size, K experts per token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def norm_rows(x_ND: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+    """x over its root mean square, times the weight where there is one."""
+    out_ND, (n, size) = torch.empty_like(x_ND), x_ND.shape
+    weighted = weight_D is not None
+    _norm_rows[(n,)](x_ND, weight_D if weighted else x_ND, out_ND, size, weighted, eps, **_wide(size))
+    return out_ND
+
+
+def after_attention(
+    x_ND: Tensor, answer_ND: Tensor, post_D: Tensor, dense_D: Tensor, sparse_D: Tensor, router_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The residual with attention's answer in it, and its norms for the dense MLP, for the experts and for the router."""
+    found, (n, size) = [torch.empty_like(x_ND) for _ in range(4)], x_ND.shape
+    _after_attention[(n,)](
+        x_ND, answer_ND, post_D, dense_D, sparse_D, router_D, *found, size, eps, size**-0.5, **_wide(size)
+    )
+    return tuple(found)
+
+
+def after_experts(
+    x_ND: Tensor,
+    dense_ND: Tensor,
+    answers_NKD: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    scalar_1: Tensor,
+    next_D: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The residual with both answers in it, experts summed, and its norm for whoever comes next.
+
+    `weights` are those behind the dense MLP, behind the experts, and behind their sum.
+    """
+    out_ND, next_ND, (n, chosen, size) = torch.empty_like(x_ND), torch.empty_like(x_ND), answers_NKD.shape
+    _after_experts[(n,)](
+        x_ND, dense_ND, answers_NKD, *weights, scalar_1, next_D, out_ND, next_ND, size, chosen, eps, **_wide(size)
+    )
+    return out_ND, next_ND
+
+
+def _wide(size: int) -> dict[str, int]:
+    wide = triton.next_power_of_2(size)
+    return {"WIDE": wide, "num_warps": 4 if wide <= 2048 else 8}
+
+
+@triton.jit
+def _unit(x, D, EPS):
+    """Over the root mean square of D numbers; the rest are zeros."""
+    return x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + EPS))
+
+
+@triton.jit
+def _norm_rows(x, weight, out, D, WEIGHTED: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    here = at < D
+    value = _unit(tl.load(x + row * D + at, mask=here, other=0.0).to(tl.float32), D, EPS)
+    if WEIGHTED:
+        value = value * tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + row * D + at, value.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _after_attention(
+    x, answer, post, dense, sparse, router, out, dense_out, sparse_out, router_out,
+    D, EPS: tl.constexpr, SHRINK, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    here, place, kind = at < D, row * D + at, out.dtype.element_ty
+    read = _unit(tl.load(answer + place, mask=here, other=0.0).to(tl.float32), D, EPS)
+    read = (read * tl.load(post + at, mask=here, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    value = (tl.load(x + place, mask=here, other=0.0).to(tl.float32) + read).to(kind)
+    tl.store(out + place, value, mask=here)
+    unit = _unit(value.to(tl.float32), D, EPS)
+    tl.store(dense_out + place, (unit * tl.load(dense + at, mask=here, other=0.0).to(tl.float32)).to(kind), mask=here)
+    tl.store(sparse_out + place, (unit * tl.load(sparse + at, mask=here, other=0.0).to(tl.float32)).to(kind), mask=here)
+    scale = tl.load(router + at, mask=here, other=0.0).to(tl.float32) * SHRINK
+    tl.store(router_out + place, (unit * scale).to(kind), mask=here)
+
+
+@triton.jit
+def _after_experts(
+    x, dense, answers, dense_weight, sparse_weight, post, scalar, next_weight, out, next_out,
+    D, K: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    here, place, kind = at < D, row * D + at, out.dtype.element_ty
+    total = tl.zeros((WIDE,), tl.float32)
+    for k in tl.static_range(K):
+        total += tl.load(answers + (row * K + k) * D + at, mask=here, other=0.0).to(tl.float32)
+    sparse = _unit(total.to(kind).to(tl.float32), D, EPS) * tl.load(sparse_weight + at, mask=here, other=0.0).to(tl.float32)
+    both = _unit(tl.load(dense + place, mask=here, other=0.0).to(tl.float32), D, EPS)
+    both = both * tl.load(dense_weight + at, mask=here, other=0.0).to(tl.float32)
+    both = _unit((both + sparse).to(kind).to(tl.float32), D, EPS) * tl.load(post + at, mask=here, other=0.0).to(tl.float32)
+    value = tl.load(x + place, mask=here, other=0.0).to(tl.float32) + both
+    value = (value * tl.load(scalar).to(tl.float32)).to(kind)
+    tl.store(out + place, value, mask=here)
+    unit = _unit(value.to(tl.float32), D, EPS) * tl.load(next_weight + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(next_out + place, unit.to(kind), mask=here)

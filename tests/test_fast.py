@@ -1,0 +1,125 @@
+"""The runner for GPUs, in Triton's interpreter: its layers are the model's, its pages are those of `generate`."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from interpreted import DEVICE
+
+from redraft.config import FULL, SLIDING, EngineConfig, SamplerConfig
+from redraft.engine.engine import Engine, make_runner
+from redraft.engine.fast import Fast
+from redraft.engine.fused import Fused, Table, splits
+from redraft.engine.joined import Joined
+from redraft.engine.runner import Runner
+from redraft.generate import Committed, generate
+from redraft.kernels import choice
+from redraft.kernels.fp8 import pack
+from redraft.kernels.gpu import experts
+from redraft.quant.fp8 import apply_fp8
+from redraft.rules import Rules
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
+
+SMALL = replace(tiny.BASE, layer_types=(SLIDING, FULL), sliding_window=5, canvas_length=8, global_head_dim=24)
+CFG = SamplerConfig(
+    canvas_length=8, max_new_tokens=16, max_steps=3, entropy_bound=3.0, confidence_threshold=0.5, eos_token_ids=(1,)
+)
+
+
+@pytest.mark.parametrize("quant", [False, True])
+def test_the_layers_are_the_models(quant, monkeypatch):
+    """Two prompts read and two canvases denoised: the same keys, values and logits. The weights are shared, not copied."""
+    config = replace(SMALL, hidden_size=48, intermediate_size=32, moe_intermediate_size=32) if quant else SMALL
+    model, other = (tiny.build(config).to(DEVICE) for _ in range(2))
+    if quant:
+        model, other = apply_fp8(model), apply_fp8(other)
+        if DEVICE == "cpu":  # the interpreter rounds to 8 bits in its own way
+            monkeypatch.setattr(experts, "pack_rows", pack)
+    fused = Fused(other)
+    whole = fused.qkv[0].weight if quant else fused.qkv[0]
+    assert whole.data_ptr() == other.layers[0].self_attn.q_proj.weight.data_ptr()
+    with torch.inference_mode():
+        theirs, mine = ([model.new_cache(1, 40, rewind=9) for _ in range(2)] for _ in range(2))
+        table = Table.empty(other, 1)
+        for number, (cache, own) in enumerate(zip(theirs, mine, strict=True)):
+            prompt = torch.arange(2, 13 - 7 * number, device=DEVICE)[None]
+            model.encode(prompt, cache)
+            table.fill([own])
+            fused.read(prompt, table, 300)
+            own.advance([prompt.shape[1]])
+            for layer in range(2):
+                for a, b in zip(cache.view(layer), own.view(layer), strict=True):
+                    assert torch.allclose(a, b, atol=3e-5)
+        ids = torch.arange(16, device=DEVICE).view(2, 8) * 7
+        soft = torch.randn(2, 8, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        expected = model.denoise(ids, soft, Joined(theirs))
+        table = Table.empty(other, 2)
+        table.fill(mine)
+        found = other.head(fused.denoise(ids, soft, table, 300)).view_as(expected)
+        assert torch.allclose(found, expected, atol=3e-5)
+        assert torch.allclose(other.denoise(ids, soft, Joined(mine)), expected, atol=3e-5)  # it is still a model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.decided(SMALL).to(DEVICE)
+
+
+@pytest.fixture
+def engine(model, monkeypatch):
+    monkeypatch.setenv(choice.VARIABLE, "triton")
+    return Engine(model, EngineConfig(places=4))
+
+
+def test_pages_are_those_of_generate(engine, model):
+    """Different prompts, steps and seeds at once; one with rules and one with a sampler of its own, in the same rounds."""
+    asked = [
+        ([2, 3, 4, 5, 6, 7, 8], CFG, 1, Rules()),
+        ([9, 10], replace(CFG, max_steps=2, entropy_bound=1.0), 2, Rules()),
+        ([9, 10, 11], replace(CFG, max_new_tokens=8), 3, Rules(pins={2: 70})),
+        ([12], replace(CFG, max_new_tokens=8, quota=True), 4, Rules()),
+    ]
+    assert isinstance(engine.runner, Fast)
+    requests = [engine.add(prompt, cfg, seed=seed, rules=rules) for prompt, cfg, seed, rules in asked]
+    found = engine.run(requests)
+    for request, (prompt, cfg, seed, rules) in zip(requests, asked, strict=True):
+        *_, expected = generate(model, [prompt], cfg, seeds=[seed], constraints=[rules])
+        assert torch.equal(found[request].ids_BT, expected.ids_BT)
+        assert found[request].stats[0].steps == expected.stats[0].steps
+
+
+def test_a_step_begun_ahead_is_dropped_when_others_come_or_leave(engine, model):
+    cfg = replace(CFG, max_new_tokens=8, confidence_threshold=1e-9)
+    first = engine.add([2, 3, 4], cfg, seed=5)
+    engine.step()
+    assert engine.runner.ahead is not None
+    second = engine.add([5, 6], cfg, seed=6)
+    pages = {}
+    while not engine.idle:
+        for request, event in engine.step():
+            if isinstance(event, Committed):
+                pages[request] = event.ids_BC
+        if engine.runner.ahead is not None and not second.over:
+            engine.cancel(second)
+    *_, expected = generate(model, [[2, 3, 4]], cfg, seeds=[5])
+    assert torch.equal(pages[first], expected.ids_BT)
+    assert second not in pages
+
+
+def test_keys_are_split_where_programs_are_few():
+    assert [splits(32, 1279), splits(64, 300), splits(300, 10_000), splits(32, 100), splits(1, 100_000)] == [8, 2, 1, 1, 256]
+
+
+def test_which_runner_and_why(model, monkeypatch):
+    monkeypatch.setenv(choice.VARIABLE, "reference")
+    assert choice.chosen("cpu") == (False, "REDRAFT_KERNELS=reference")
+    assert type(make_runner(model, 16)) is Runner
+    monkeypatch.setenv(choice.VARIABLE, "fastest")
+    with pytest.raises(ValueError, match="may be reference or triton, got 'fastest'"):
+        choice.chosen("cpu")
+    monkeypatch.delenv(choice.VARIABLE)
+    assert choice.chosen("cpu") == (False, "no GPU")
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    assert choice.chosen("cuda") == (False, "Triton is not installed")

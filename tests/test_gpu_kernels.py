@@ -1,0 +1,204 @@
+"""Kernel = reference, in Triton's interpreter where no GPU is: odd lengths, one row, masked tails, experts empty or full."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreted import DEVICE, GPU
+
+from redraft import masks, random, sampler
+from redraft.config import SamplerConfig
+from redraft.kernels import Belief, attend, gated_experts, rms_norm, rope_frequencies, rope_table, rotate
+from redraft.kernels import fp8 as reference8
+from redraft.kernels import vocabulary as reference_vocabulary
+from redraft.kernels.gpu import attention, canvas, experts, fp8, heads, mlp, norm, routing, vocabulary
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def near(mine: torch.Tensor, theirs: torch.Tensor, atol: float = 1e-5) -> bool:
+    return torch.allclose(mine, theirs, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "number", "chosen"), [(13, 10, 3), (1, 4, 1), (70, 5, 5), (3, 40, 2)])
+def test_routing_chooses_and_sorts(tokens, number, chosen):
+    scores, scale = draw(tokens, number), draw(number, seed=1).abs()
+    chose, weights = routing.route(scores, scale, chosen)
+    best, who = scores.softmax(dim=-1).topk(chosen)
+    assert torch.equal(chose.long(), who)
+    assert near(weights, best / best.sum(dim=-1, keepdim=True) * scale[who])
+    order, ends = routing.deal(chose, number)
+    by_expert, expected = chose.flatten().sort(stable=True)
+    assert torch.equal(order.long(), expected)
+    assert torch.equal(ends.long(), torch.searchsorted(by_expert, torch.arange(number, device=DEVICE), right=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("case", ["spread", "one token", "all to one", "more than a tile"])
+def test_experts(packed, case, monkeypatch):
+    tokens = {"one token": 1, "more than a tile": 150}.get(case, 21)
+    size, inner, number = (48, 32, 6) if packed else (40, 24, 6)
+    x = draw(tokens, size)
+    chose = torch.stack([torch.randperm(number, generator=torch.Generator().manual_seed(n))[:2] for n in range(tokens)])
+    if case == "all to one":
+        chose = torch.tensor([[5, 0]]).repeat(tokens, 1)
+    weights, up, down = draw(tokens, 2).abs(), draw(number, 2 * inner, size, seed=1), draw(number, size, inner, seed=2)
+    chose = chose.to(DEVICE)
+    if packed:
+        up, down = reference8.pack(up), reference8.pack(down)
+        if not GPU:  # the interpreter rounds to 8 bits in its own way
+            monkeypatch.setattr(experts, "pack_rows", reference8.pack)
+    mine = experts.gated_experts(x, chose.int(), weights, up, down).sum(dim=1)
+    theirs = gated_experts(x, chose, weights, up, down)
+    assert (mine - theirs).abs().max() <= (2e-2 if packed and GPU else 1e-5) * theirs.abs().max()
+
+
+@pytest.mark.skipif(not GPU, reason="the interpreter rounds to 8 bits in its own way")
+def test_rows_are_packed_as_the_reference_packs_them():
+    x = draw(5, 300).bfloat16()
+    mine, theirs = fp8.pack_rows(x), reference8.pack(x)
+    assert torch.equal(mine.scale, theirs.scale)
+    assert (mine.weight.float() != theirs.weight.float()).float().mean() < 1e-3  # a tie may go either way
+
+
+@pytest.mark.parametrize("own_values", [True, False])
+@pytest.mark.parametrize("size", [8, 24])
+def test_heads_are_normed_and_turned(own_values, size):
+    tokens, number, groups = 5, 4, 2
+    product = draw(tokens, (number + (2 if own_values else 1) * groups) * size)
+    q_weight, k_weight = draw(size, seed=1), draw(size, seed=2)
+    positions = torch.arange(1000, 1000 + tokens, device=DEVICE)
+    frequencies = rope_frequencies(size, 10_000.0, 0.5, DEVICE)
+    q, k, v = heads.to_heads(product, q_weight, k_weight, positions, frequencies, number, groups, 1e-6)
+    rope = rope_table(positions[None], size, 10_000.0, 0.5, torch.float32)
+    parts = product.view(1, tokens, -1, size)
+    assert near(q, rotate(rms_norm(parts[:, :, :number], q_weight, 1e-6), *rope)[0])
+    assert near(k, rotate(rms_norm(parts[:, :, number : number + groups], k_weight, 1e-6), *rope)[0])
+    assert near(v, rms_norm(parts[:, :, -groups:], None, 1e-6)[0])
+
+
+def test_norms_between_products():
+    x, answer, dense, experts_NKD = draw(7, 40), draw(7, 40, seed=1), draw(7, 40, seed=2), draw(7, 3, 40, seed=3)
+    w = [draw(40, seed=seed) for seed in range(4, 9)]
+    found = norm.after_attention(x, answer, *w[:4], 1e-6)
+    now = x + rms_norm(answer, w[0], 1e-6)
+    expected = (now, rms_norm(now, w[1], 1e-6), rms_norm(now, w[2], 1e-6), rms_norm(now, None, 1e-6) * w[3] * 40**-0.5)
+    assert all(near(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    scalar = torch.tensor([0.7], device=DEVICE)
+    mine, following = norm.after_experts(x, dense, experts_NKD, tuple(w[:3]), scalar, w[3], 1e-6)
+    both = rms_norm(dense, w[0], 1e-6) + rms_norm(experts_NKD.sum(dim=1), w[1], 1e-6)
+    theirs = (x + rms_norm(both, w[2], 1e-6)) * scalar
+    assert near(mine, theirs)
+    assert near(following, rms_norm(theirs, w[3], 1e-6))
+    assert near(norm.norm_rows(x, None, 1e-6), rms_norm(x, None, 1e-6))
+    assert near(norm.norm_rows(x, w[0], 1e-6), rms_norm(x, w[0], 1e-6))
+    gate, up = answer.chunk(2, dim=-1)
+    assert near(mlp.gated(answer), F.gelu(gate, approximate="tanh") * up)
+
+
+def cached(lengths, groups: int, size: int, window: int | None):
+    """Rings as a cache has them, NaN where nothing is held, and the keys and values in order."""
+    rings, ordered = [], []
+    for row, length in enumerate(lengths):
+        slots = length + 2 if window is None else min(length + 2, window + 1)
+        pair = [draw(length, groups, size, seed=10 * row + part) for part in range(2)]
+        held = torch.arange(max(0, length - slots), length, device=DEVICE)
+        ring = [torch.full((slots, groups, size), float("nan"), device=DEVICE) for _ in pair]
+        for target, values in zip(ring, pair, strict=True):
+            target[held % slots] = values[held]
+        rings.append(ring)
+        ordered.append(pair)
+    columns = [torch.tensor([ring[part].data_ptr() for ring in rings], device=DEVICE) for part in range(2)]
+    sizes = torch.tensor([len(ring[0]) for ring in rings], dtype=torch.int32, device=DEVICE)
+    past = attention.Past(*columns, sizes, torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+    return past, rings, ordered
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(
+    ("new", "lengths", "size", "splits"), [(5, (9, 0), 16, 1), (33, (3, 40), 24, 4), (1, (70, 2), 16, 2)]
+)
+def test_attention_over_caches_where_they_lie(causal, window, new, lengths, size, splits):
+    groups = 2
+    past, _rings, ordered = cached(lengths, groups, size, window)
+    q, k, v = draw(2, new, 4, size, seed=5), draw(2, new, groups, size, seed=6), draw(2, new, groups, size, seed=7)
+    mine = attention.attend(q, k, v, past, window=window, causal=causal, splits=splits)
+    for row, (length, (keys, values)) in enumerate(zip(lengths, ordered, strict=True)):
+        positions = torch.arange(length + new, device=DEVICE)[None]
+        if causal:
+            mask = masks.causal(positions[:, length:], positions, window)
+        else:
+            mask = masks.canvas(torch.tensor([length], device=DEVICE), positions[:, :length], new, window)
+        both = [torch.cat([old, fresh[row]])[None] for old, fresh in ((keys, k), (values, v))]
+        assert near(mine[row : row + 1], attend(q[row : row + 1], *both, mask))
+
+
+def test_new_keys_are_kept_in_their_slots():
+    past, rings, _ = cached((9, 0), 2, 16, 4)
+    k, v = draw(2, 3, 2, 16, seed=6), draw(2, 3, 2, 16, seed=7)
+    attention.keep(k, v, past)
+    for row, (length, ring) in enumerate(zip((9, 0), rings, strict=True)):
+        slots = len(ring[0])
+        for token in range(max(0, 3 - slots), 3):
+            assert torch.equal(ring[0][(length + token) % slots], k[row, token])
+            assert torch.equal(ring[1][(length + token) % slots], v[row, token])
+
+
+@pytest.mark.parametrize("vocab", [112, 300, 9000])
+def test_one_pass_over_the_vocabulary(vocab):
+    raw, embedding = draw(12, vocab) * 20, draw(vocab, 16, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    heat, uniform = torch.rand(12, generator=generator) * 0.6 + 0.4, torch.rand(12, generator=generator, dtype=torch.float64)
+    heat, uniform = heat.to(DEVICE), uniform.to(DEVICE)
+    uniform[0], uniform[1] = 0.0, 1 - 2**-53
+    shaped = reference_vocabulary.softcap_(raw.clone(), 30.0) / heat[:, None]
+    theirs = reference_vocabulary.read_vocabulary(shaped[:, None], uniform[:, None])
+    mine = vocabulary.read_vocabulary(raw, 30.0, heat, uniform)
+    assert torch.equal(mine.best_N, theirs.best_BC[:, 0])
+    assert torch.equal(mine.sampled_N, theirs.sampled_BC[:, 0])
+    assert near(mine.entropy_N, theirs.entropy_BC[:, 0])
+    soft = vocabulary.believe_(raw, 30.0, heat, mine) @ embedding
+    assert near(soft, reference_vocabulary.soft_embed(shaped[:, None], embedding)[:, 0], atol=1e-4)
+
+
+def test_a_canvas_moves_as_the_sampler_moves_it():
+    rows, length, vocab, steps = 3, 21, 1000, 7
+    cfg = SamplerConfig(canvas_length=length, max_steps=steps, entropy_bound=0.8, confidence_threshold=0.25)
+    seeds, blocks = [5, -3, 2**63 + 11], [0, 2, 1]
+    chance = [random.draws([seed], block, DEVICE) for seed, block in zip(seeds, blocks, strict=True)]
+    mine = canvas.Rows.empty(rows, length, steps, DEVICE)
+    states = [sampler.start(one.noise(0, length, vocab)) for one in chance]
+    mine.seeds_B.copy_(torch.cat([one.seeds_B for one in chance]))
+    mine.blocks_B.copy_(torch.tensor(blocks))
+    for name, value in (("limit", steps), ("bound", 0.8), ("confidence", 0.25), ("stability", 1), ("settled", False)):
+        getattr(mine, f"{name}_B").fill_(value)
+    mine.temperatures_BS.copy_(torch.stack([sampler.temperature(step, cfg) for step in range(steps)]))
+    stable = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    for step in range(steps):
+        uniform, noise, heat = canvas.draw(mine, vocab)
+        generator = torch.Generator().manual_seed(step)
+        best = torch.randint(vocab, (rows, length), generator=generator).to(DEVICE)
+        best[0] = stable  # the first row settles at its second step
+        entropy = (torch.rand(rows, length, generator=generator) * 0.4).to(DEVICE)
+        sampled = torch.randint(vocab, (rows, length), generator=generator).to(DEVICE)
+        canvas.settle_(mine, best, entropy, sampled, noise)
+        for row, (one, state) in enumerate(zip(chance, states, strict=True)):
+            if not state.settled_B[0]:
+                assert torch.equal(uniform[row], one.uniform(step + 1, length)[0])
+                assert torch.equal(noise[row], one.noise(step + 1, length, vocab)[0])
+                assert (heat[row] == sampler.temperature(step, cfg)).all()
+                belief = Belief(*(tensor[row : row + 1] for tensor in (best, entropy, sampled)))
+                accepted = sampler.accepted(belief, state, cfg)
+                done, unchanged = sampler.settled(belief, state, cfg, None)
+                ids = torch.where(accepted, belief.sampled_BC, noise[row : row + 1])
+                states[row] = sampler.Canvas(
+                    ids, *belief[:2], accepted, unchanged, state.steps_B + 1, done, state.skipped_B, step + 1
+                )
+            state = states[row]
+            for name in ("ids_BC", "best_BC", "accepted_BC", "unchanged_B", "steps_B", "settled_B"):
+                assert torch.equal(getattr(mine, name)[row], getattr(state, name)[0].to(getattr(mine, name).dtype)), name
+    assert [bool(state.settled_B[0]) for state in states] == [True, False, False]
