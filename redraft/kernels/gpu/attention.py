@@ -116,15 +116,13 @@ def _attend(
             if WINDOW:
                 may = may & (token[:, None] - number[None, :] < WINDOW)
         top, total, answer = _take_in(query, key, value, may, top, total, answer)
-    line = (row * S + token).to(tl.int64) * H + head
+    line, valid = (row * S + token).to(tl.int64) * H + head, here[:, None] & whole[None, :]
     if WHOLE:
-        answer = answer / total[:, None]
-        tl.store(
-            out + line[:, None] * K + feature[None, :], answer.to(out.dtype.element_ty), mask=here[:, None] & whole[None, :]
-        )
+        answer = (answer / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + line[:, None] * K + feature[None, :], answer, mask=valid)
     else:
         line = line + split.to(tl.int64) * B * S * H
-        tl.store(part + line[:, None] * K + feature[None, :], answer, mask=here[:, None] & whole[None, :])
+        tl.store(part + line[:, None] * K + feature[None, :], answer, mask=valid)
         tl.store(mass + line * 2, top, mask=here)
         tl.store(mass + line * 2 + 1, total, mask=here)
 

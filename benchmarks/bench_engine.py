@@ -1,0 +1,241 @@
+"""The engine at the released 26B-A4B shape with random weights: output tokens per second, and where a step's time goes.
+
+Every canvas takes all its steps (random weights never settle). Seconds are those of the whole run, prompt and commits too.
+`bound` is the least a step can take: every weight read once, the head and the soft embedding computed, at the figures of
+the memory and of the tensor cores below. The last line is JSON.
+
+    python benchmarks/bench_engine.py [--quant none fp8] [--canvases 1 2 4 8] [--contexts 512 4096 16384] [--new 1024]
+        [--steps 16] [--shape released|small] [--no-profile] [--peer]
+
+`--peer` times transformers, compiled with a static cache, in the same run (it compiles for minutes).
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from redraft.cache import KVCache
+from redraft.config import FULL, SLIDING, EngineConfig, ModelConfig, SamplerConfig
+from redraft.engine.engine import Engine
+from redraft.generate import Draft
+from redraft.model import DiffusionGemma
+from redraft.quant.fp8 import apply_fp8
+
+BYTES, FLOPS = 4.3e12, 790e12  # of one H200, per second: what a copy and a large product reach
+SHAPES = {
+    "released": ModelConfig(),
+    "small": ModelConfig(
+        vocab_size=2048,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=8,
+        top_k_experts=2,
+        layer_types=(SLIDING, FULL),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_global_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=64,
+        canvas_length=32,
+        image_token_ids=(2045, 2046, 2047),
+    ),
+}
+PARTS = {  # of a step, by what kernels are called
+    "experts": ("_gate_up", "_down"),
+    "attention": ("_attend", "_join"),
+    "norms and heads": ("_after_", "_norm_rows", "_to_heads", "_gated", "rms_norm"),
+    "routing": ("_route", "_deal"),
+    "vocabulary and sampler": ("_read", "_pick", "_believe", "_settle", "_draw"),
+    "8 bits": ("_pack",),
+    "products": ("nvjet", "gemm", "cutlass", "cublas", "splitK", "wgmma"),
+}
+
+
+def random_model(config: ModelConfig, device: torch.device) -> DiffusionGemma:
+    """Weights of the right sizes; what they say does not matter."""
+    with torch.device("meta"):
+        model = DiffusionGemma(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = model.to_empty(device=device).requires_grad_(False)
+    torch.manual_seed(0)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.normal_(0, 0.02) if tensor.dim() > 1 else tensor.fill_(1.0)
+        if "router.proj" in name:
+            tensor.normal_(0, 1.0)
+    return model
+
+
+def bound_ms(config: ModelConfig, quant: str | None, canvases: int, context: int) -> float:
+    """The least milliseconds of a step of so many canvases."""
+    with torch.device("meta"):
+        model = DiffusionGemma(config)
+    each = 1 if quant else 2
+    layers = sum(p.numel() for p in model.layers.parameters()) * each
+    tokens = canvases * config.canvas_length
+    head = 2 * config.vocab_size * config.hidden_size
+    cache = canvases * KVCache.bytes_of(config, context, torch.bfloat16, 0)
+    layer_flops = 0
+    for layer in model.layers:
+        sparse = sum(p.numel() for p in layer.experts.parameters())
+        dense = sum(p.numel() for p in layer.parameters()) - sparse
+        layer_flops += 2 * tokens * (dense + sparse * config.top_k_experts / config.num_experts)
+    slowest = max((layers + cache) / BYTES, layer_flops / (FLOPS * (2 if quant else 1)))
+    return 1e3 * (slowest + 2 * max(head / BYTES, head * tokens / FLOPS))
+
+
+def run(engine: Engine, canvases: int, context: int, new: int, steps: int) -> dict[str, Any]:
+    """One run of so many requests at once, timed."""
+    config, device = engine.model.config, engine.model.device
+    cfg = SamplerConfig(
+        canvas_length=config.canvas_length,
+        max_new_tokens=new,
+        max_steps=steps,
+        confidence_threshold=1e-9,
+        eos_token_ids=(config.vocab_size - 4,),
+    )
+    chance = torch.Generator().manual_seed(canvases + context)
+    prompts = torch.randint(10, config.vocab_size // 2, (canvases, context), generator=chance).tolist()
+    wait(device)
+    began, at = time.perf_counter(), []
+    requests = [engine.add(prompt, cfg, seed=row) for row, prompt in enumerate(prompts)]
+    while not engine.idle:
+        if any(isinstance(event, Draft) for _, event in engine.step()):
+            at.append(time.perf_counter())
+    wait(device)
+    seconds = time.perf_counter() - began
+    tokens = sum(request.bill.total(torch.zeros(1, dtype=torch.bool)).stats[0].canvases for request in requests)
+    steps_ms = [1e3 * (b - a) for a, b in pairwise(at)]
+    return {
+        "canvases": canvases,
+        "context": context,
+        "tokens_per_second": tokens * config.canvas_length / seconds,
+        "step_ms": statistics.median(steps_ms),
+        "seconds": seconds,
+    }
+
+
+def wait(device: torch.device) -> None:
+    """Until the GPU has nothing to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def parts_of_a_step(engine: Engine, steps: int) -> dict[str, float]:
+    """Milliseconds of a step by kind of kernel, from a run of one canvas."""
+    from torch.profiler import ProfilerActivity, profile
+
+    length = engine.model.config.canvas_length
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run(engine, 1, 512, length, steps)
+    spent: dict[str, float] = defaultdict(float)
+    for event in found.key_averages():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            part = next((part for part, names in PARTS.items() if any(name in event.key for name in names)), "other")
+            spent[part] += event.self_device_time_total / 1e3 / steps
+    return dict(sorted(spent.items(), key=lambda item: -item[1]))
+
+
+def measured(quant: str | None, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All runs with one kind of weights."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = SHAPES[options.shape]
+    model = random_model(config, device)
+    if quant:
+        model = apply_fp8(model)
+    wait(device)
+    weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    began = time.perf_counter()
+    engine = Engine(model, EngineConfig(places=max(options.canvases), cache_bytes=20 * 2**30, keep_contexts=0))
+    run(engine, 1, 512, config.canvas_length, 2)
+    wait(device)
+    found: dict[str, Any] = {"quant": quant, "ready_seconds": time.perf_counter() - began, "runs": []}
+    table = Table("canvases", "context", "tokens/s", "ms a step", "bound", "share", "GiB beyond weights and cache")
+    for canvases in options.canvases:
+        for context in options.contexts if canvases == 1 else options.contexts[:1]:
+            run(engine, canvases, context, 2 * config.canvas_length, options.steps)  # graphs are made
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            one = run(engine, canvases, context, options.new, options.steps)
+            one["bound_ms"] = bound_ms(config, quant, canvases, context)
+            cache = canvases * KVCache.bytes_of(config, context + options.new, model.dtype, engine.config.rewind)
+            one["beyond_gib"] = (torch.cuda.max_memory_allocated() - weights - cache) / 2**30 if weights else 0.0
+            found["runs"].append(one)
+            share = one["bound_ms"] / one["step_ms"]
+            cells = (one["tokens_per_second"], one["step_ms"], one["bound_ms"], share, one["beyond_gib"])
+            table.add_row(str(canvases), f"{context:,}", *(f"{cell:,.2f}" for cell in cells))
+    console.print(f"{quant or 'bf16'}: ready after {found['ready_seconds']:.1f} s", table)
+    if not options.no_profile and device.type == "cuda":
+        found["parts_ms"] = parts_of_a_step(engine, options.steps)
+        table = Table("part", "ms a step")
+        for part, spent in found["parts_ms"].items():
+            table.add_row(part, f"{spent:.3f}")
+        console.print(table)
+    del engine, model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def peer(options: argparse.Namespace) -> dict[str, Any]:
+    """transformers at the same shape, compiled with a static cache: the better of two runs behind its compiling."""
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+    config, device = SHAPES[options.shape], torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("meta"):
+        theirs = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig.from_dict(config.to_published())).to(torch.bfloat16)
+    theirs.tie_weights()
+    theirs = theirs.to_empty(device=device).eval().requires_grad_(False)
+    theirs.tie_weights()
+    for name, tensor in (*theirs.named_parameters(), *theirs.named_buffers()):
+        if tensor.is_floating_point():
+            tensor.normal_(0, 0.02) if tensor.dim() > 1 else tensor.fill_(1.0)
+            if "router.proj" in name:
+                tensor.normal_(0, 1.0)
+    for module in theirs.modules():
+        kind = type(module).__name__
+        if "Vision" not in kind and ("RotaryEmbedding" in kind or "ScaledWordEmbedding" in kind):
+            theirs._init_weights(module)
+    ids = torch.randint(10, config.vocab_size // 2, (1, options.contexts[0]), device=device)
+    settings = {"max_new_tokens": options.new, "max_denoising_steps": options.steps, "confidence_threshold": 1e-9}
+    took = []
+    for _ in range(3):
+        wait(ids.device)
+        began = time.perf_counter()
+        theirs.generate(ids, cache_implementation="static", **settings)
+        wait(ids.device)
+        took.append(time.perf_counter() - began)
+    return {"first_seconds": took[0], "tokens_per_second": options.new / min(took[1:])}
+
+
+def main() -> None:
+    """Times what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quant", nargs="+", choices=("none", "fp8"), default=["none", "fp8"])
+    parser.add_argument("--canvases", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[512, 4096, 16384])
+    parser.add_argument("--new", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="released")
+    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--peer", action="store_true")
+    options, console = parser.parse_args(), Console(width=120, highlight=False)
+    found = [measured(None if quant == "none" else quant, options, console) for quant in options.quant]
+    result: dict[str, Any] = {"shape": options.shape, "steps": options.steps, "new": options.new, "ours": found}
+    if options.peer:
+        result["transformers"] = peer(options)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
