@@ -88,3 +88,93 @@ def test_the_loss_and_its_gradients_agree_with_the_dense_mask_on_the_cpu():
     assert ar == pytest.approx(ar_there, rel=1e-3)
     for name, gradient in here.items():
         assert (gradient - other[name]).abs().max() <= 2e-2 * gradient.abs().max(), name
+
+
+RELEASED_HEADS = replace(
+    tiny.BASE,
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=128,
+    moe_intermediate_size=64,
+    num_experts=16,
+    top_k_experts=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    global_head_dim=512,
+    sliding_window=100,
+    max_position_embeddings=2048,
+)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fused_layers_in_bf16_are_as_close_to_the_truth_as_plain_ones(rows):
+    from redraft.engine.fused import Fused, Table
+    from redraft.engine.joined import Joined
+
+    truth = tiny.build(RELEASED_HEADS).cuda()
+    plain, fast = (tiny.build(RELEASED_HEADS).cuda().bfloat16() for _ in range(2))
+    fused, generator = Fused(fast), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1024, (1, 60 + 97 * row), generator=generator).cuda() for row in range(rows)]
+    canvas = torch.randint(1024, (rows, 256), generator=generator).cuda()
+    soft = torch.randn(rows, 256, 256, generator=generator).cuda()
+    with torch.inference_mode():
+        found = []
+        for model in (truth, plain):
+            caches = [model.new_cache(1, 900, rewind=300) for _ in prompts]
+            for prompt, cache in zip(prompts, caches, strict=True):
+                model.encode(prompt, cache)
+            found.append(model.denoise(canvas, soft.to(model.dtype), Joined(caches)).float())
+        caches, table = [fast.new_cache(1, 900, rewind=300) for _ in prompts], Table.empty(fast, 1)
+        for prompt, cache in zip(prompts, caches, strict=True):
+            table.fill([cache])
+            fused.read(prompt, table, 900)
+            cache.advance([prompt.shape[1]])
+        table = Table.empty(fast, rows)
+        table.fill(caches)
+        mine = fast.head(fused.denoise(canvas, soft.bfloat16(), table, 900)).view_as(found[0])
+    assert (mine - found[0]).abs().max() <= 2 * (found[1] - found[0]).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_vocabulary_kernel_finds_the_same_tokens(dtype):
+    from redraft.kernels import vocabulary as reference
+    from redraft.kernels.gpu import vocabulary
+
+    torch.manual_seed(0)
+    for sharpness in (1.0, 8.0, 40.0):
+        raw = (torch.randn(256, 262_144, device="cuda") * sharpness).to(dtype)
+        heat = torch.linspace(0.4, 0.8, 256, device="cuda")
+        uniform = torch.rand(256, dtype=torch.float64, device="cuda")
+        shaped = reference.softcap_(raw.clone(), 30.0) / heat[:, None]
+        theirs = reference.read_vocabulary(shaped[:, None], uniform[:, None])
+        mine = vocabulary.read_vocabulary(raw, 30.0, heat, uniform)
+        assert torch.equal(mine.best_N, theirs.best_BC[:, 0])
+        assert torch.equal(mine.sampled_N, theirs.sampled_BC[:, 0])
+        assert torch.allclose(mine.entropy_N, theirs.entropy_BC[:, 0], atol=1e-4, rtol=1e-4)
+        table = torch.randn(262_144, 64, device="cuda", dtype=dtype)
+        soft = vocabulary.believe_(raw, 30.0, heat, mine) @ table
+        other = reference.soft_embed(shaped.to(dtype), table)
+        assert (soft - other).abs().max() <= (2e-2 if dtype == torch.bfloat16 else 1e-3) * other.abs().max()
+
+
+def test_the_fast_engine_gives_the_tokens_of_generate(monkeypatch):
+    """Through CUDA graphs, in float32: requests of different lengths at once, pages committed, graphs used again."""
+    from redraft.config import SamplerConfig
+    from redraft.engine.engine import Engine
+    from redraft.engine.fast import Fast
+
+    config = replace(tiny.BASE, head_dim=16, global_head_dim=32)
+    model = tiny.decided(config).cuda()
+    engine = Engine(model)
+    assert isinstance(engine.runner, Fast)
+    cfg = SamplerConfig(
+        canvas_length=16, max_new_tokens=48, max_steps=6, entropy_bound=2.0, confidence_threshold=0.3, eos_token_ids=(1,)
+    )
+    for round_ in range(2):
+        prompts = [[2, *range(20, 20 + 9 * row + round_)] for row in range(5)]
+        requests = [engine.add(prompt, cfg, seed=row) for row, prompt in enumerate(prompts)]
+        found = engine.run(requests)
+        for row, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+            *_, expected = generate(model, [prompt], cfg, seeds=[row])
+            assert torch.equal(found[request].ids_BT, expected.ids_BT)
