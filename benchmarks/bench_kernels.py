@@ -49,10 +49,12 @@ class Case:
 
 
 def rand(*shape: int) -> Tensor:
+    """Random numbers of a weight's size."""
     return torch.randn(shape, dtype=DTYPE, device=DEVICE) * 0.05
 
 
 def expert_cases(tokens: int) -> list[Case]:
+    """The experts of one layer, and what sorts tokens for them."""
     chosen, number, size, inner = C.top_k_experts, C.num_experts, C.hidden_size, C.moe_intermediate_size
     x, up, down = rand(tokens, size), rand(number, 2 * inner, size), rand(number, size, inner)
     scores, ones = torch.randn(tokens, number, device=DEVICE), torch.ones(number, device=DEVICE)
@@ -72,6 +74,7 @@ def expert_cases(tokens: int) -> list[Case]:
 
 
 def attention_cases(canvases: int, context: int) -> list[Case]:
+    """One canvas each over its cache, keys shared out among more and more programs."""
     found, length = [], C.canvas_length
     for name, layer in (("sliding", 0), ("full", C.num_hidden_layers - 1)):
         groups, size = C.layer_heads(layer)
@@ -93,6 +96,7 @@ def attention_cases(canvases: int, context: int) -> list[Case]:
 
 
 def other_cases(tokens: int) -> list[Case]:
+    """What stands between the products, and the products."""
     d, found = C.hidden_size, []
     x, y, w = rand(tokens, d), rand(tokens, d), rand(d)
     answers = rand(tokens, C.top_k_experts, d)
@@ -143,6 +147,7 @@ def other_cases(tokens: int) -> list[Case]:
 
 
 def vocabulary_cases(tokens: int) -> list[Case]:
+    """From the last hidden state to the belief."""
     raw, table = rand(tokens, C.vocab_size) * 100, rand(C.vocab_size, C.hidden_size)
     heat, uniform = torch.full((tokens,), 0.6, device=DEVICE), torch.rand(tokens, dtype=torch.float64, device=DEVICE)
     read = vocabulary.read_vocabulary(raw, 30.0, heat, uniform)
@@ -163,7 +168,8 @@ def try_tiles(tokens: int, console: Console) -> None:
         case = next(one for one in expert_cases(tokens) if one.name == name)
         fitting, found = experts.fitting, []
         for tile in itertools.product((16, 32, 64), (64, 128), (64, 128, 256), (2, 3, 4, 5), (4, 8)):
-            experts.fitting = lambda tiles, pairs, number, one=experts.Tiles(*tile): one
+            one = experts.Tiles(*tile)
+            experts.fitting = lambda tiles, pairs, number, one=one: one
             try:
                 found.append((1e3 * triton.testing.do_bench(case.ours, warmup=5, rep=20), tile))
             except Exception:  # too much shared memory

@@ -22,7 +22,17 @@ from redraft.rules import Rules
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
 
-SMALL = replace(tiny.BASE, layer_types=(SLIDING, FULL), sliding_window=5, canvas_length=8, global_head_dim=24)
+SMALL = replace(
+    tiny.BASE,
+    layer_types=(SLIDING, FULL),
+    sliding_window=5,
+    canvas_length=8,
+    global_head_dim=24,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    num_global_key_value_heads=1,
+    num_experts=3,
+)
 CFG = SamplerConfig(
     canvas_length=8, max_new_tokens=16, max_steps=3, entropy_bound=3.0, confidence_threshold=0.5, eos_token_ids=(1,)
 )
@@ -88,6 +98,18 @@ def test_pages_are_those_of_generate(engine, model):
         *_, expected = generate(model, [prompt], cfg, seeds=[seed], constraints=[rules])
         assert torch.equal(found[request].ids_BT, expected.ids_BT)
         assert found[request].stats[0].steps == expected.stats[0].steps
+
+
+def test_a_page_is_read_with_the_first_step_of_the_next(engine, model):
+    """One pass for both, of one request or of two, beside a canvas that is further on or not."""
+    cfg = replace(CFG, max_new_tokens=24, max_steps=2)
+    asked = {engine.add([2, 3, 4, 5], cfg, seed=1): [2, 3, 4, 5], engine.add([6, 7], cfg, seed=2): [6, 7]}
+    found = engine.run(list(asked))
+    for request, prompt in asked.items():
+        *_, expected = generate(model, [prompt], cfg, seeds=[request.seed])
+        assert torch.equal(found[request].ids_BT, expected.ids_BT)
+    assert any(stage.pages for stage in engine.runner.stages.values())
+    assert not engine.runner.unread
 
 
 def test_a_step_begun_ahead_is_dropped_when_others_come_or_leave(engine, model):

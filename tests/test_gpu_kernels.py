@@ -87,10 +87,10 @@ def test_norms_between_products():
     now = x + rms_norm(answer, w[0], 1e-6)
     expected = (now, rms_norm(now, w[1], 1e-6), rms_norm(now, w[2], 1e-6), rms_norm(now, None, 1e-6) * w[3] * 40**-0.5)
     assert all(near(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-    scalar = torch.tensor([0.7], device=DEVICE)
-    mine, following = norm.after_experts(x, dense, experts_NKD, tuple(w[:3]), scalar, w[3], 1e-6)
+    scalars = [torch.tensor([value], device=DEVICE) for value in (0.7, 1.3)]
+    mine, following = norm.after_experts(x, dense, experts_NKD, tuple(w[:3]), scalars, 4, w[3], 1e-6)
     both = rms_norm(dense, w[0], 1e-6) + rms_norm(experts_NKD.sum(dim=1), w[1], 1e-6)
-    theirs = (x + rms_norm(both, w[2], 1e-6)) * scalar
+    theirs = (x + rms_norm(both, w[2], 1e-6)) * torch.tensor([0.7] * 4 + [1.3] * 3, device=DEVICE)[:, None]
     assert near(mine, theirs)
     assert near(following, rms_norm(theirs, w[3], 1e-6))
     assert near(norm.norm_rows(x, None, 1e-6), rms_norm(x, None, 1e-6))

@@ -43,42 +43,43 @@ class Fast(Runner):
         self.fused = Fused(model)
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         self.stages: dict[tuple[int, ...], Stage] = {}
+        self.unread: dict[Request, Tensor] = {}  # pages that count as context but are not in the cache yet
         self.ahead: tuple[Stage, list[Canvas]] | None = None  # a step that was started, and the canvases it started from
 
     def read(self, request: Request) -> None:
         """The next chunk of a prompt into its cache."""
         part = request.prompt[request.read : request.read + self.chunk]
-        table = Table.empty(self.model, 1)
-        table.fill([request.cache])
         request.cache.check_room([len(part)])
-        self.fused.read(torch.tensor([part], device=self.model.device), table, len(request.context))
+        self._read(torch.tensor([part], device=self.model.device), request, request.read)
         request.cache.advance([len(part)])
         request.read += len(part)
         request.context += part
 
     def read_pages(self, requests: Sequence[Request]) -> None:
-        """Committed pages into their caches, those of one length in one pass."""
-        for some in by_length(requests):
-            stage = self._stage(some)
-            for request in some:
-                request.cache.check_room([request.cfg.canvas_length])
-            stage.read(some)
-            for request in some:
-                request.cache.advance([request.cfg.canvas_length])
-                request.context += request.page.ids_BC[0].tolist()
-                request.page = None
-                request.block += 1
+        """Committed pages belong to the context from now on; they are read with the first step of the pages behind them."""
+        self.unread.clear()  # `redraft` has read them, or has failed
+        for request in requests:
+            request.cache.check_room([request.cfg.canvas_length])
+            request.cache.advance([request.cfg.canvas_length])
+            request.context += request.page.ids_BC[0].tolist()
+            self.unread[request] = request.page.ids_BC
+            request.page = None
+            request.block += 1
 
     def redraft(self, requests: Sequence[Request]) -> None:
         """One step of each request's page."""
         others = [request for request in requests if not plain(request)]
+        for request in others:
+            if request in self.unread:
+                self._read(self.unread.pop(request), request, len(request.context) - request.cfg.canvas_length)
         if others:
             super().redraft(others)
         for some in by_length([request for request in requests if plain(request)]):
             stage = self._stage(some)
             if not self._has_begun(stage, some):
                 stage.load(some)
-                stage.step()
+                fresh = [request for request in some if request in self.unread]
+                stage.step([(request, self.unread.pop(request)) for request in fresh])
             self.ahead = None
             found, softs, settled = stage.look(some)
             for request, state, soft_1CD, done in zip(some, found, softs, settled, strict=True):
@@ -87,6 +88,12 @@ class Fast(Runner):
             if not any(request.done for request in some):
                 stage.step()  # what it needs is there already
                 self.ahead = (stage, found)
+
+    def _read(self, ids_1S: Tensor, request: Request, before: int) -> None:
+        """Tokens behind so many others into a request's cache."""
+        table = Table.empty(self.model, 1)
+        table.fill([request.cache], [before])
+        self.fused.read(ids_1S, table, before)
 
     def _has_begun(self, stage: "Stage", requests: Sequence[Request]) -> bool:
         """Whether the step of just these canvases was started when the last one ended."""
@@ -126,13 +133,44 @@ class Stage:
         self.rows = Rows.empty(count, length, steps, model.device)
         self.table = Table.empty(model, count)
         self.soft_BCD = torch.zeros(count, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self.page_BC = torch.zeros(count, length, dtype=torch.int64, device=model.device)
-        self.step = recorded(self._step, model.device, pool)
-        self._read = recorded(self._read_page, model.device, pool)
+        self.pages: dict[int, tuple[Tensor, Table]] = {}  # by how many are read with a step
+        self.held: list[Canvas | None] = [None] * count  # whose canvases the rows are
+        self._graphs: dict[int, Callable[[], None]] = {}
+        self._pool = pool
 
-    def _step(self) -> None:
+    def step(self, pages: Sequence[tuple[Request, Tensor]] = ()) -> None:
+        """One step of all canvases; pages of some of the requests are read into their caches on the way."""
+        count = 1 << (len(pages) - 1).bit_length() if pages else 0
+        if count not in self._graphs:
+            self._record(count)
+        if pages:
+            ids_PC, table = self.pages[count]
+            length = ids_PC.shape[1]
+            table.fill([request.cache for request, _ in pages], [len(request.context) - length for request, _ in pages])
+            ids_PC[: len(pages)].copy_(torch.cat([page_1C for _, page_1C in pages]))
+        self._graphs[count]()
+        self.held = [None] * len(self.held)
+
+    def _record(self, count: int) -> None:
+        """The step with so many pages as a graph. Making it runs it: what it writes is put back."""
+        model = self.fused.model
+        if count:
+            ids_PC = torch.zeros(count, self.rows.ids_BC.shape[1], dtype=torch.int64, device=model.device)
+            self.pages[count] = (ids_PC, Table.empty(model, count))
+        written = [*(getattr(self.rows, field.name) for field in fields(Rows)), self.soft_BCD]
+        kept = [tensor.clone() for tensor in written]
+
+        def body() -> None:
+            canvas = (self.rows.ids_BC, self.soft_BCD, self.table, self.longest)
+            self._settle(self.fused.denoise(*canvas, self.pages.get(count)))
+
+        self._graphs[count] = recorded(body, model.device, self._pool)
+        for tensor, before in zip(written, kept, strict=True):
+            tensor.copy_(before)
+
+    def _settle(self, hidden_ND: Tensor) -> None:
+        """From final hidden states to the next canvases and what they believe."""
         model, rows, cap = self.fused.model, self.rows, self.fused.model.config.final_logit_softcapping
-        hidden_ND = self.fused.denoise(rows.ids_BC, self.soft_BCD, self.table, self.longest)
         raw_NV = F.linear(hidden_ND, model.embed_tokens.weight)
         uniform_BC, noise_BC, temperature_BC = draw(rows, model.config.vocab_size)
         read = read_vocabulary(raw_NV, cap, temperature_BC.flatten(), uniform_BC.flatten())
@@ -140,22 +178,14 @@ class Stage:
         probs_NV = believe_(raw_NV, cap, temperature_BC.flatten(), read)
         self.soft_BCD.copy_((probs_NV @ model.embed_tokens.weight).view_as(self.soft_BCD) * model.embed_scale)
 
-    def _read_page(self) -> None:
-        self.fused.read(self.page_BC, self.table, self.longest)
-
-    def read(self, requests: Sequence[Request]) -> None:
-        """The requests' pages into their caches."""
-        self.table.fill([request.cache for request in requests])
-        self.page_BC[: len(requests)].copy_(torch.cat([request.page.ids_BC for request in requests]))
-        self._read()
-
     def load(self, requests: Sequence[Request]) -> None:
-        """Brings the requests' canvases here."""
+        """Brings the requests' canvases here, those that are not here yet."""
         self.table.fill([request.cache for request in requests])
-        self.rows.settled_B.fill_(True)
-        self.soft_BCD.zero_()
+        self.rows.settled_B[len(requests) :].fill_(True)
         for row, request in enumerate(requests):
             state, cfg = request.state, request.cfg
+            if state is self.held[row]:
+                continue
             heat = torch.stack([sampler.temperature(step, cfg) for step in range(cfg.max_steps)])
             self.rows.temperatures_BS[row, : cfg.max_steps].copy_(heat)
             values = {name: getattr(state, name)[0] for name in KEPT} | {
@@ -168,8 +198,7 @@ class Stage:
             }
             for name, value in values.items():
                 getattr(self.rows, name)[row] = value
-            if request.soft_1CD is not None:
-                self.soft_BCD[row].copy_(request.soft_1CD[0])
+            self.soft_BCD[row] = request.soft_1CD[0] if request.soft_1CD is not None else 0.0
 
     def look(self, requests: Sequence[Request]) -> tuple[list[Canvas], list[Tensor], list[bool]]:
         """The canvases after the step, copied out, with what they believe; and which have settled, which is waited for."""
@@ -182,6 +211,7 @@ class Stage:
         for row, request in enumerate(requests):
             own = {name: tensor[row : row + 1] for name, tensor in copies.items()}
             found.append(Canvas(**own, skipped_B=never_B, step=request.state.step + 1))
+        self.held[: len(found)] = found
         return found, list(softs[: len(requests)]), settled[: len(requests)]
 
 

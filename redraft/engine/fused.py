@@ -46,14 +46,14 @@ class Table:
         sizes_LB = torch.ones(layers, rows, dtype=torch.int32, device=model.device)
         return cls(*addresses, sizes_LB, torch.zeros(rows, dtype=torch.int32, device=model.device), nowhere)
 
-    def fill(self, caches: Sequence[KVCache]) -> None:
-        """The caches of one row each; places left over have nothing cached."""
+    def fill(self, caches: Sequence[KVCache], lengths: Sequence[int] | None = None) -> None:
+        """The caches of one row each; places left over have nothing cached. `lengths` are others than the caches' own."""
         layers, at = len(self.keys_LB), self.nowhere.data_ptr()
         places = [cache.places for cache in caches]
         places += [([at] * layers, [at] * layers, [1] * layers)] * (self.lengths_B.numel() - len(caches))
         for target, column in zip((self.keys_LB, self.values_LB, self.sizes_LB), zip(*places, strict=True), strict=True):
             target.copy_(torch.tensor(column, dtype=target.dtype).t())
-        lengths = [cache.lengths[0] for cache in caches]
+        lengths = list(lengths) if lengths is not None else [cache.lengths[0] for cache in caches]
         self.lengths_B.copy_(torch.tensor(lengths + [0] * (self.lengths_B.numel() - len(caches)), dtype=torch.int32))
 
     def past(self, layer: int) -> attention.Past:
@@ -88,22 +88,35 @@ class Fused:
 
         `longest` is about how much is cached; it decides how attention is shared out, not what it finds.
         """
-        self._layers(self.model.embed(ids_BS), table, longest, causal=True)
+        self._layers([_Tokens(self.model.embed(ids_BS), table, True)], longest)
 
-    def denoise(self, canvas_BC: Tensor, soft_BCD: Tensor | None, table: Table, longest: int) -> Tensor:
-        """Final hidden states [N, D] of canvases, normed; the head is the caller's."""
+    def denoise(
+        self,
+        canvas_BC: Tensor,
+        soft_BCD: Tensor | None,
+        table: Table,
+        longest: int,
+        pages: tuple[Tensor, Table] | None = None,
+    ) -> Tensor:
+        """Final hidden states [N, D] of canvases, normed; the head is the caller's.
+
+        `pages` are read in the same pass, as `read` would before: tokens [P, C] and where they go. A canvas may stand behind
+        one of them; its own table counts the page already.
+        """
+        groups = [] if pages is None else [_Tokens(self.model.embed(pages[0]), pages[1], True)]
         x_BCD = self.model.self_conditioning(self.model.embed(canvas_BC), soft_BCD)
-        return self._layers(x_BCD, table, longest, causal=False)
+        return self._layers([*groups, _Tokens(x_BCD, table, False)], longest)
 
-    def _layers(self, x_BSD: Tensor, table: Table, longest: int, *, causal: bool) -> Tensor:
-        model, (rows, length, _) = self.model, x_BSD.shape
-        eps = model.config.rms_norm_eps
-        positions_N = (table.lengths_B[:, None] + torch.arange(length, device=x_BSD.device)).flatten()
-        x_ND = x_BSD.flatten(0, 1)
+    def _layers(self, groups: "Sequence[_Tokens]", longest: int) -> Tensor:
+        """Final hidden states of the last group. Causal ones come first."""
+        model, eps = self.model, self.model.config.rms_norm_eps
+        positions_N = torch.cat([one.positions_N for one in groups])
+        x_ND = torch.cat([one.x_BSD.flatten(0, 1) for one in groups])
+        causal = sum(one.count for one in groups if one.causal)
         read_ND = norm.norm_rows(x_ND, model.layers[0].input_layernorm.weight, eps)
         following = [layer.input_layernorm.weight for layer in model.layers[1:]] + [model.norm.weight]
         for index, layer in enumerate(model.layers):
-            answer_ND = self._attention(index, read_ND, positions_N, table.past(index), (rows, length), longest, causal)
+            answer_ND = self._attention(index, read_ND, positions_N, groups, longest)
             x_ND, dense_ND, sparse_ND, router_ND = norm.after_attention(
                 x_ND, answer_ND, layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight,
                 layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps,
@@ -115,35 +128,29 @@ class Fused:
                 layer.post_feedforward_layernorm_2,
                 layer.post_feedforward_layernorm,
             )
-            scalar = layer.encoder_layer_scalar if causal else layer.layer_scalar
-            weights = tuple(one.weight for one in behind)
-            x_ND, read_ND = norm.after_experts(x_ND, dense_ND, answers_NKD, weights, scalar, following[index], eps)
-        return read_ND
+            weights, scalars = tuple(one.weight for one in behind), (layer.encoder_layer_scalar, layer.layer_scalar)
+            x_ND, read_ND = norm.after_experts(x_ND, dense_ND, answers_NKD, weights, scalars, causal, following[index], eps)
+        return read_ND[-groups[-1].count :]
 
     def _attention(
-        self,
-        index: int,
-        read_ND: Tensor,
-        positions_N: Tensor,
-        past: attention.Past,
-        shape: tuple[int, int],
-        longest: int,
-        causal: bool,
+        self, index: int, read_ND: Tensor, positions_N: Tensor, groups: "Sequence[_Tokens]", longest: int
     ) -> Tensor:
         config, own = self.model.config, self.model.layers[index].self_attn
-        groups, _ = config.layer_heads(index)
+        shared, _ = config.layer_heads(index)
         found = heads.to_heads(
             product(read_ND, self.qkv[index]), own.q_norm.weight, own.k_norm.weight, positions_N, self.frequencies[index],
-            config.num_attention_heads, groups, config.rms_norm_eps,
+            config.num_attention_heads, shared, config.rms_norm_eps,
         )  # fmt: skip
-        q, k, v = (one.unflatten(0, shape) for one in found)
-        window = config.layer_window(index)
-        keys = (min(longest, window - 1) if window else longest) + shape[1]
-        parts = splits(attention.programs(q, k), keys)
-        seen = attention.attend(q, k, v, past, window=window, causal=causal, splits=parts)
-        if causal:
-            attention.keep(k, v, past)
-        return product(seen.flatten(0, 1), weight_of(own.o_proj))
+        window, answers, counts = config.layer_window(index), [], [one.count for one in groups]
+        for one, *parts in zip(groups, *(part.split(counts) for part in found), strict=True):
+            q, k, v = (part.unflatten(0, one.x_BSD.shape[:2]) for part in parts)
+            keys = (min(longest, window - 1) if window else longest) + q.shape[1]
+            past, share = one.table.past(index), splits(attention.programs(q, k), keys)
+            seen = attention.attend(q, k, v, past, window=window, causal=one.causal, splits=share)
+            answers.append(seen.flatten(0, 1))
+            if one.causal:
+                attention.keep(k, v, past)
+        return product(torch.cat(answers) if len(answers) > 1 else answers[0], weight_of(own.o_proj))
 
     def _experts(self, layer: Layer, sparse_ND: Tensor, router_ND: Tensor) -> Tensor:
         router, experts = layer.router, layer.experts
@@ -153,6 +160,23 @@ class Fused:
         if hasattr(experts, "gate_up_proj_scale"):
             up, down = Packed(up, experts.gate_up_proj_scale), Packed(down, experts.down_proj_scale)
         return gated_experts(sparse_ND, chosen_NK, weights_NK, up, down)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """New tokens of some requests, on their way through the layers."""
+
+    x_BSD: Tensor
+    table: Table  # what stands before them
+    causal: bool
+
+    @property
+    def count(self) -> int:
+        return self.x_BSD.shape[0] * self.x_BSD.shape[1]
+
+    @property
+    def positions_N(self) -> Tensor:
+        return (self.table.lengths_B[:, None] + torch.arange(self.x_BSD.shape[1], device=self.x_BSD.device)).flatten()
 
 
 def product(x_ND: Tensor, weight: Tensor | Packed) -> Tensor:

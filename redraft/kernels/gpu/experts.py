@@ -66,8 +66,9 @@ def gated_experts(
 def fitting(tiles: Tiles, pairs: int, experts: int) -> Tiles:
     """More tokens at once where experts have more: else every further tile of tokens would read the weights again."""
     mean = pairs / experts
-    tokens = 32 if mean <= 24 else 64 if mean <= 56 else 128
-    return Tiles(tokens, tiles.features, min(tiles.inner, 64) if tokens > 32 else tiles.inner, 3, tiles.warps)
+    if mean <= 24:
+        return tiles
+    return Tiles(64 if mean <= 56 else 128, tiles.features, min(tiles.inner, 64), 3, tiles.warps)
 
 
 @triton.jit

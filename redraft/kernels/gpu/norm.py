@@ -33,17 +33,19 @@ def after_experts(
     dense_ND: Tensor,
     answers_NKD: Tensor,
     weights: tuple[Tensor, Tensor, Tensor],
-    scalar_1: Tensor,
+    scalars: tuple[Tensor, Tensor],
+    causal: int,
     next_D: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """The residual with both answers in it, experts summed, and its norm for whoever comes next.
 
-    `weights` are those behind the dense MLP, behind the experts, and behind their sum.
+    `weights` are those behind the dense MLP, behind the experts, and behind their sum. The first `causal` tokens end with
+    the first scalar, the others with the second.
     """
     out_ND, next_ND, (n, chosen, size) = torch.empty_like(x_ND), torch.empty_like(x_ND), answers_NKD.shape
     _after_experts[(n,)](
-        x_ND, dense_ND, answers_NKD, *weights, scalar_1, next_D, out_ND, next_ND, size, chosen, eps, **_wide(size)
+        x_ND, dense_ND, answers_NKD, *weights, *scalars, next_D, out_ND, next_ND, causal, size, chosen, eps, **_wide(size)
     )
     return out_ND, next_ND
 
@@ -89,8 +91,8 @@ def _after_attention(
 
 @triton.jit
 def _after_experts(
-    x, dense, answers, dense_weight, sparse_weight, post, scalar, next_weight, out, next_out,
-    D, K: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr,
+    x, dense, answers, dense_weight, sparse_weight, post, first, second, next_weight, out, next_out,
+    CAUSAL, D, K: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     here, place, kind = at < D, row * D + at, out.dtype.element_ty
@@ -102,7 +104,8 @@ def _after_experts(
     both = both * tl.load(dense_weight + at, mask=here, other=0.0).to(tl.float32)
     both = _unit((both + sparse).to(kind).to(tl.float32), D, EPS) * tl.load(post + at, mask=here, other=0.0).to(tl.float32)
     value = tl.load(x + place, mask=here, other=0.0).to(tl.float32) + both
-    value = (value * tl.load(scalar).to(tl.float32)).to(kind)
+    scalar = tl.where(row < CAUSAL, tl.load(first).to(tl.float32), tl.load(second).to(tl.float32))
+    value = (value * scalar).to(kind)
     tl.store(out + place, value, mask=here)
     unit = _unit(value.to(tl.float32), D, EPS) * tl.load(next_weight + at, mask=here, other=0.0).to(tl.float32)
     tl.store(next_out + place, unit.to(kind), mask=here)
