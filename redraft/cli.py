@@ -23,6 +23,7 @@ import redraft
 from redraft import checkpoint, cli_sudoku, cli_train
 from redraft.config import ModelConfig
 from redraft.generate import Committed, Event, Finished
+from redraft.kernels import choice
 from redraft.recording import Recording
 from redraft.terminal import CanvasView, harmless, summary
 from redraft.writer import SHIPPED, Writer
@@ -294,7 +295,11 @@ def _place_table() -> Table:
     table.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")
     table.add_row("cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
     table.add_row("gpu", gpu)
-    table.add_row("runs on", f"{'gpu' if torch.cuda.is_available() else 'cpu'}, every operation in plain PyTorch")
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    fast, why = choice.chosen(place)
+    table.add_row("runs on", f"{place}, {'kernels of our own' if fast else 'every operation in plain PyTorch'} ({why})")
+    for operation, by in choice.OPERATIONS.items():
+        table.add_row(f"  {operation}", by if fast else "PyTorch")
     return table
 
 

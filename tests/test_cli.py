@@ -105,6 +105,19 @@ def test_info_knows_the_released_model_and_a_folder(run, folder):
     assert f"vocabulary           {tiny.VOCAB}" in run("info", "-m", folder)[1]
 
 
+def test_info_says_which_kernels_run_and_why(run, monkeypatch):
+    monkeypatch.delenv("REDRAFT_KERNELS", raising=False)
+    out = run("info")[1]
+    assert "cpu, every operation in plain PyTorch (no GPU)" in out
+    assert "attention                PyTorch" in out
+    monkeypatch.setenv("REDRAFT_KERNELS", "triton")
+    out = run("info")[1]
+    assert "kernels of our own (REDRAFT_KERNELS=triton)" in out
+    assert "Triton: over caches where they lie" in out
+    monkeypatch.setenv("REDRAFT_KERNELS", "fast")
+    assert "may be reference or triton, got 'fast'" in run("info")[2]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

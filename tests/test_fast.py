@@ -80,7 +80,7 @@ def model():
 @pytest.fixture
 def engine(model, monkeypatch):
     monkeypatch.setenv(choice.VARIABLE, "triton")
-    return Engine(model, EngineConfig(places=4))
+    return Engine(model, EngineConfig(places=4, prefill_chunk=16))
 
 
 def test_pages_are_those_of_generate(engine, model):
@@ -128,6 +128,12 @@ def test_a_step_begun_ahead_is_dropped_when_others_come_or_leave(engine, model):
     *_, expected = generate(model, [[2, 3, 4]], cfg, seeds=[5])
     assert torch.equal(pages[first], expected.ids_BT)
     assert second not in pages
+
+
+def test_warming_up_makes_the_largest_stage(engine):
+    assert engine.runner.warm_up(3) == 0  # bytes of a GPU
+    ((count, length, *_),) = engine.runner.stages
+    assert (count, length) == (4, 8)
 
 
 def test_keys_are_split_where_programs_are_few():

@@ -33,9 +33,21 @@ class Engine:
     def __init__(self, model: DiffusionGemma, config: EngineConfig | None = None) -> None:
         self.model, self.config = model, config or EngineConfig()
         self.runner = make_runner(model, self.config.prefill_chunk)
-        budget = self.config.cache_bytes or free_bytes(model.device) // 2
+        budget = self.config.cache_bytes or self._room()
         self.scheduler = Scheduler(self.config.places, budget, Kept(self.config.keep_contexts), self._cost)
         self._added, self._lock = 0, threading.RLock()
+
+    def _room(self) -> int:
+        """Bytes for caches: what a GPU has left when a full step and a chunk of a prompt were run once, but for a tenth.
+
+        Elsewhere half of what is free: others live there too.
+        """
+        device = self.model.device
+        if device.type != "cuda":
+            return free_bytes(device) // 2
+        taken = self.runner.warm_up(self.config.places)
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(0.9 * (free_bytes(device) + spare - taken))
 
     def add(
         self,

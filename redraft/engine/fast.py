@@ -27,6 +27,7 @@ from redraft.model import DiffusionGemma
 from redraft.sampler import Canvas
 
 SHORT = 512  # the shortest context a graph is made for; longer ones are powers of two
+STEPS = 64  # that temperatures are kept for, at least
 
 
 def plain(request: Request) -> bool:
@@ -45,6 +46,24 @@ class Fast(Runner):
         self.stages: dict[tuple[int, ...], Stage] = {}
         self.unread: dict[Request, Tensor] = {}  # pages that count as context but are not in the cache yet
         self.ahead: tuple[Stage, list[Canvas]] | None = None  # a step that was started, and the canvases it started from
+
+    @torch.inference_mode()
+    def warm_up(self, places: int) -> int:
+        """Runs a full step and a chunk of a prompt once; returns the bytes that they took beyond what stays taken.
+
+        Kernels are built on the way; they are found on disk the next time.
+        """
+        model, on_gpu = self.model, self.model.device.type == "cuda"
+        count = 1 << (places - 1).bit_length()
+        self._stage_of(count, model.config.canvas_length, SHORT, STEPS).step()
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        cache, table = model.new_cache(1, self.chunk, rewind=0), Table.empty(model, 1)
+        table.fill([cache])
+        self.fused.read(torch.zeros(1, self.chunk, dtype=torch.int64, device=model.device), table, 0)
+        return torch.cuda.max_memory_allocated() - before if on_gpu else 0
 
     def read(self, request: Request) -> None:
         """The next chunk of a prompt into its cache."""
@@ -118,8 +137,10 @@ class Fast(Runner):
         length = requests[0].cfg.canvas_length
         count = 1 << (len(requests) - 1).bit_length()
         longest = max(SHORT, 1 << (max(len(request.context) for request in requests) - 1).bit_length())
-        steps = 1 << (max(request.cfg.max_steps for request in requests) - 1).bit_length()
-        key = (count, length, longest, steps)
+        steps = max(STEPS, 1 << (max(request.cfg.max_steps for request in requests) - 1).bit_length())
+        return self._stage_of(count, length, longest, steps)
+
+    def _stage_of(self, *key: int) -> "Stage":
         if key not in self.stages:
             self.stages[key] = Stage(self.fused, *key, self.pool)
         return self.stages[key]

@@ -21,6 +21,10 @@ class Runner:
     def __init__(self, model: DiffusionGemma, chunk: int) -> None:
         self.model, self.chunk = model, chunk
 
+    def warm_up(self, places: int) -> int:
+        """Bytes that a full step and a chunk of a prompt take, measured; not known here."""
+        return 0
+
     def read(self, request: Request) -> None:
         """The next chunk of a prompt into its cache."""
         part = request.prompt[request.read : request.read + self.chunk]

@@ -7,6 +7,17 @@ import torch
 
 VARIABLE = "REDRAFT_KERNELS"  # "reference" forces PyTorch's
 
+OPERATIONS = {  # and what runs them where our own kernels do
+    "experts": "Triton: grouped products over sorted tokens, gate, up and GELU in one",
+    "routing": "Triton: softmax, best experts, sort",
+    "attention": "Triton: over caches where they lie, heads of any size",
+    "norms, residuals, heads": "Triton: one kernel between two products",
+    "vocabulary": "Triton: softcap, temperature, sample, best and entropy in one pass",
+    "sampler": "Triton: acceptance, noise and the stop, on the device",
+    "8-bit rounding": "Triton",
+    "dense products": "cuBLAS",
+}
+
 
 def chosen(device: torch.device | str) -> tuple[bool, str]:
     """Whether the kernels of `kernels/gpu` run on this device, and the reason in words."""
