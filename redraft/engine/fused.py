@@ -9,6 +9,7 @@ Shapes: B requests, S new tokens of each, N = B * S, D model size, L layers.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +73,7 @@ class Fused:
 
     def __init__(self, model: DiffusionGemma) -> None:
         self.model, config = model, model.config
+        self.beside = Beside(model.device)
         self.qkv, self.gate_up = [], []
         for layer in model.layers:
             parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
@@ -121,15 +123,19 @@ class Fused:
                 x_ND, answer_ND, layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight,
                 layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps,
             )  # fmt: skip
+            with self.beside:
+                both_NF = product(dense_ND, self.gate_up[index])
+                inner_NF = mlp.gated(both_NF)
+                read_ND = product(inner_NF, weight_of(layer.mlp.down_proj))
             answers_NKD = self._experts(layer, sparse_ND, router_ND)
-            dense_ND = product(mlp.gated(product(dense_ND, self.gate_up[index])), weight_of(layer.mlp.down_proj))
+            self.beside.wait()
             behind = (
                 layer.post_feedforward_layernorm_1,
                 layer.post_feedforward_layernorm_2,
                 layer.post_feedforward_layernorm,
             )
             weights, scalars = tuple(one.weight for one in behind), (layer.encoder_layer_scalar, layer.layer_scalar)
-            x_ND, read_ND = norm.after_experts(x_ND, dense_ND, answers_NKD, weights, scalars, causal, following[index], eps)
+            x_ND, read_ND = norm.after_experts(x_ND, read_ND, answers_NKD, weights, scalars, causal, following[index], eps)
         return read_ND[-groups[-1].count :]
 
     def _attention(
@@ -160,6 +166,32 @@ class Fused:
         if hasattr(experts, "gate_up_proj_scale"):
             up, down = Packed(up, experts.gate_up_proj_scale), Packed(down, experts.down_proj_scale)
         return gated_experts(sparse_ND, chosen_NK, weights_NK, up, down)
+
+
+class Beside:
+    """What is done inside of it runs beside what comes after, up to `wait`: experts wait for memory, the dense MLP does not.
+
+    Whatever it reads and makes must be held until then, or its memory may be given to others too early.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._inside: Any = None
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            self._inside = torch.cuda.stream(self.stream)
+            self._inside.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.stream is not None:
+            self._inside.__exit__(*error)
+
+    def wait(self) -> None:
+        """Until it is done."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
 
 @dataclass(frozen=True)
