@@ -1,8 +1,8 @@
 """The model that ships in redraft/weights/sudoku: 3.9M parameters that solve Sudoku, and nothing else.
 
 Reads the puzzles of REDRAFT_DATA (default: data), sudoku/{17clue,diabolical,hardest11}_train.csv.xz, and makes as many of
-its own, which stay in the run's folder. Cost: the weights that ship took two runs on one H200, 13 minutes as it stands here and
-17 more from there with three passes together (benchmarks/results/train_sudoku_together_h200_202611.md has the command).
+its own, which stay in the run's folder. Cost: the weights that ship took two runs on one H200, 13 minutes as it stands here
+and 17 more from there with three passes together (benchmarks/results/train_sudoku_together_h200_202611.md has the command).
 """
 
 import os

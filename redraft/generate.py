@@ -121,10 +121,12 @@ def generate(
     prefill(model, prompts, cache)  # stop 2
     bill.prefilled()
 
-    ended_B = torch.zeros(rows, dtype=torch.bool, device=model.device)
+    ended_B, matched = torch.zeros(rows, dtype=torch.bool, device=model.device), [rule.start() for rule in constraints]
     for block in range(cfg.max_canvases):
         draws = random.draws(list(seeds), block, model.device)
-        fixed = rules.on_canvas(constraints, block, length, vocab, cfg.eos_token_ids, model.device)
+        place = (block * length, length, cfg.max_new_tokens)
+        patterns = [rule.on_page(state, *place) for rule, state in zip(constraints, matched, strict=True)]
+        fixed = rules.on_canvas(constraints, block, length, vocab, cfg.eos_token_ids, model.device, patterns)
         given = first_canvas_BC is not None and block == 0
         canvas_BC = first_canvas_BC.to(model.device) if given else draws.noise(0, length, vocab)
         state = sampler.start(canvas_BC, fixed, ended_B)  # stop 3
@@ -143,6 +145,7 @@ def generate(
         yield Committed(block, page.ids_BC, state.entropy_BC, state.settled_B | state.skipped_B, state.steps_B)
         if last:
             break
+        matched = [rule.after(*one, length) for rule, *one in zip(constraints, matched, page.ids_BC.tolist(), strict=True)]
         model.encode(page.ids_BC, cache)  # stop 7
     yield bill.total(ended_B)  # stop 8
 

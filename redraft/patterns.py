@@ -1,9 +1,9 @@
-"""Regular expressions over tokens, exactly: which tokens may stand where, and the likeliest text that matches.
+"""Patterns over tokens, exactly: which tokens may stand where, and the likeliest text that matches.
 
-    regex -> [1 automaton over tokens] -> on a canvas: [2 forward and backward] -> marginals of matching texts
-                                                       [3 Viterbi]              -> the most probable one
+    regex -> [table over bytes, regex.py] -> [1 automaton over tokens]
+    on a canvas: [2 forward and backward] -> marginals of matching texts; [3 Viterbi] -> the most probable one
 
-The denoiser says of every position, independent of the others, how likely each token is. Among all texts of the canvas, those
+The denoiser says of every position, apart from the others, how likely each token is. Among all texts of the canvas, those
 that match have a share of that; the sums over them, by dynamic programming over the automaton's states, give what each
 position must be for the text to match, with its exact probability. Tokens that act alike in every state are one class.
 
@@ -12,23 +12,21 @@ Shapes: C canvas positions, V vocabulary, Q states, K classes of tokens, R pairs
 with the classes that make the step.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-MOST_STATES, MOST_STEPS = 5_000, 200_000
-ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\v"}  # a part of what Python's classes hold
+from redraft import regex
+from redraft.regex import PatternError
+
+MOST_STATES, MOST_STEPS = 5_000, 500_000
+AT_ONCE = 2**24  # states times tokens looked at together
 FAR = 1 << 30
 
 
-class PatternError(ValueError):
-    """A pattern that cannot be obeyed; the message says why."""
-
-
-# 1. From a regex to an automaton
+# 1. From a table over bytes to an automaton over tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,197 +35,124 @@ class Automaton:
 
     pattern: str
     start: int
-    classes_V: np.ndarray  # the class of every token; 0 holds those that fit nowhere
+    classes_V: np.ndarray  # the class of every token; 0 holds those that fit nowhere, the last the stop tokens
     from_R: np.ndarray
     to_R: np.ndarray
     of_E: np.ndarray  # the pair, in order
     class_E: np.ndarray
     final_Q: np.ndarray  # a match may end here
-    distance_Q: np.ndarray  # the fewest tokens to a match, the stop token not counted
 
     @property
     def states(self) -> int:
         """How many there are."""
         return len(self.final_Q)
 
-    @property
-    def over(self) -> int:
-        """The state behind the stop token."""
-        return self.states - 1
+    @cached_property
+    def distance_Q(self) -> np.ndarray:
+        """The fewest tokens from each state to a match, the stop token not counted."""
+        distance_Q = np.where(self.final_Q, 0, FAR)
+        while True:
+            better_Q = distance_Q.copy()
+            np.minimum.at(better_Q, self.from_R, distance_Q[self.to_R] + 1)
+            better_Q = np.minimum(better_Q, FAR)
+            if (better_Q == distance_Q).all():
+                return distance_Q
+            distance_Q = better_Q
+
+    @cached_property
+    def by_class(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens in the order of their classes, order_V, and where each class begins, bounds_K. No class is empty but 0."""
+        order_V = np.argsort(self.classes_V, kind="stable")
+        return order_V, np.searchsorted(self.classes_V[order_V], np.arange(self.classes_V.max() + 1))
+
+    def before(self, ends_Q: np.ndarray, count: int, pins: Mapping[int, int]) -> np.ndarray:
+        """From which states so many positions can end in one of these, with these tokens at some of them."""
+        for at in range(count - 1, -1, -1):
+            can_R = ends_Q[self.to_R]
+            if at in pins:
+                can_R = can_R & np.isin(np.arange(len(can_R)), self.of_E[self.class_E == self.classes_V[pins[at]]])
+            ends_Q = np.zeros_like(ends_Q)
+            ends_Q[self.from_R[can_R]] = True
+        return ends_Q
 
     def after(self, state: int, ids: Sequence[int]) -> int:
         """The state some tokens lead to."""
         for token in ids:
-            found = self._next(state, int(self.classes_V[token]))
-            if found is None:
+            pairs = self.of_E[self.class_E == self.classes_V[token]]
+            found = self.to_R[pairs][self.from_R[pairs] == state]
+            if not len(found):
                 raise PatternError(f"token {token} does not fit the pattern {self.pattern!r}")
-            state = found
+            state = int(found[0])
         return state
 
-    def _next(self, state: int, kind: int) -> int | None:
-        pairs = self.of_E[self.class_E == kind]
-        found = self.to_R[pairs][self.from_R[pairs] == state]
-        return int(found[0]) if len(found) else None
+
+class Words:
+    """A vocabulary as bytes: the spelling of every token, None for marks, which stand in no text; and the stop tokens."""
+
+    def __init__(self, spellings: Sequence[bytes | None], stops: Sequence[int]) -> None:
+        self.size, self.stops = len(spellings), tuple(stops)
+        usable = [token for token, text in enumerate(spellings) if text and token not in self.stops]
+        self.longest = max((len(spellings[token]) for token in usable), default=0)
+        self.tokens_N = np.array(usable, dtype=np.int64)
+        self.lengths_N = np.array([len(spellings[token]) for token in usable], dtype=np.int64)
+        self.bytes_NL = np.zeros((len(usable), self.longest), dtype=np.uint8)
+        for row, token in enumerate(usable):
+            self.bytes_NL[row, : self.lengths_N[row]] = np.frombuffer(spellings[token], dtype=np.uint8)
+
+    @lru_cache(maxsize=64)  # noqa: B019  (a vocabulary lives as long as its model)
+    def automaton(self, pattern: str) -> Automaton:
+        """The automaton of a regex over these tokens."""
+        next_Q256, ends_Q, begin = regex.table(pattern)
+        if len(next_Q256) > MOST_STATES:
+            raise PatternError(f"the pattern has {len(next_Q256):,} states, at most {MOST_STATES:,} can be held")
+        classes_V, table = self._classes(next_Q256, ends_Q)
+        if len(table) > MOST_STEPS:
+            raise PatternError(f"the pattern has {len(table):,} steps, at most {MOST_STEPS:,} can be held: make it simpler")
+        pairs_R2, of_E = np.unique(table[:, :2], axis=0, return_inverse=True)
+        order_E = np.argsort(of_E.ravel(), kind="stable")
+        pairs = pairs_R2[:, 0], pairs_R2[:, 1], of_E.ravel()[order_E], table[order_E, 2]
+        found = Automaton(pattern, begin, classes_V, *pairs, np.append(ends_Q, True))
+        if found.distance_Q[begin] >= FAR:
+            raise PatternError(f"no text of this vocabulary matches {pattern!r}")
+        return found
+
+    def walk(self, next_Q256: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Where tokens (rows of this vocabulary) lead from every state, [Q, rows]; 0 where they do not fit."""
+        state_QN = np.repeat(np.arange(len(next_Q256), dtype=np.int32)[:, None], len(rows), axis=1)
+        for at in range(int(self.lengths_N[rows].max(initial=0))):
+            going = np.flatnonzero(self.lengths_N[rows] > at)
+            state_QN[:, going] = next_Q256[state_QN[:, going], self.bytes_NL[rows[going], at]]
+        return state_QN
+
+    def _classes(self, next_Q256: np.ndarray, ends_Q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that act alike, by a hash of all they do, classes_V; and rows (from, to, class)."""
+        states, marks = len(next_Q256), []
+        lots_Q = np.random.default_rng(0).integers(1, 2**63, size=(states,), dtype=np.uint64) | 1
+        with np.errstate(over="ignore"):
+            for some in np.array_split(np.arange(len(self.tokens_N)), 1 + states * len(self.tokens_N) // AT_ONCE):
+                to = self.walk(next_Q256, some).astype(np.uint64)
+                marks.append((_mixed(to * lots_Q[:, None]) * (to > 0)).sum(axis=0, dtype=np.uint64))
+        mark_N = np.concatenate(marks) if marks else np.zeros(0, dtype=np.uint64)
+        _, first, kind_N = np.unique(mark_N, return_index=True, return_inverse=True)
+        kind_N = np.where(mark_N == 0, 0, kind_N.ravel() + 1)
+        kinds, kind_N = np.unique(np.append(kind_N, 0), return_inverse=True)
+        first = first[kinds[1:] - 1]
+        classes_V = np.zeros(self.size, dtype=np.int64)
+        classes_V[self.tokens_N] = kind_N.ravel()[:-1]
+        stop = len(kinds)
+        classes_V[list(self.stops)] = stop
+        to_QK = self.walk(next_Q256, first)
+        start, column = np.nonzero(to_QK)
+        table = [np.stack([start, to_QK[start, column], column + 1], axis=1)]
+        final, every = np.flatnonzero(ends_Q), np.arange(stop + 1)
+        table.append(np.stack([final, np.full(len(final), states), np.full(len(final), stop)], axis=1))
+        table.append(np.stack([np.full(len(every), states), np.full(len(every), states), every], axis=1))
+        return classes_V, np.concatenate(table)
 
 
-def automaton(pattern: str, spellings: Sequence[bytes | None], stops: Sequence[int]) -> Automaton:
-    """The automaton of a regex over a vocabulary; None spells a mark, which no text contains."""
-    return _automaton(pattern, _Words(tuple(spellings)), tuple(sorted(stops)))
-
-
-class _Words:
-    """A vocabulary, for the memory of automata: compared by what it is, hashed once."""
-
-    def __init__(self, spellings: tuple[bytes | None, ...]) -> None:
-        self.spellings = spellings
-        self.hash = hash(spellings)
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Words) and self.spellings == other.spellings
-
-
-@lru_cache(maxsize=64)
-def _automaton(pattern: str, words: _Words, stops: tuple[int, ...]) -> Automaton:
-    index = _index(pattern, words, stops)
-    steps = index.get_transitions()
-    if len(steps) > MOST_STATES:
-        raise PatternError(f"the pattern has {len(steps):,} states, at most {MOST_STATES:,} can be held: make it shorter")
-    names = {state: number for number, state in enumerate(sorted(steps))}
-    for to in {to for edges in steps.values() for to in edges.values()} - set(names):
-        names[to] = len(names)
-    states = len(names) + 1
-    final_Q = np.zeros(states, dtype=bool)
-    final_Q[[names[state] for state in index.get_final_states() if state in names]] = True
-    final_Q[-1] = True
-    classes_V, table = _classes(steps, names, words, stops, np.flatnonzero(final_Q[:-1]))
-    if len(table) > MOST_STEPS:
-        raise PatternError(f"the pattern has {len(table):,} steps, at most {MOST_STEPS:,} can be held: make it simpler")
-    pairs_R2, of_E = np.unique(table[:, :2], axis=0, return_inverse=True)
-    order = np.argsort(of_E.ravel(), kind="stable")
-    distance_Q = _distances(pairs_R2, final_Q)
-    start = names[index.get_initial_state()] if index.get_initial_state() in names else 0
-    if distance_Q[start] >= FAR:
-        raise PatternError(f"no text of this vocabulary matches {pattern!r}")
-    return Automaton(
-        pattern, start, classes_V, pairs_R2[:, 0], pairs_R2[:, 1], of_E.ravel()[order], table[order, 2], final_Q, distance_Q
-    )
-
-
-def _index(pattern: str, words: _Words, stops: tuple[int, ...]) -> "Index":  # noqa: F821
-    try:
-        from outlines_core import Index, Vocabulary
-    except ImportError:
-        raise PatternError("patterns need the package outlines-core: pip install outlines-core") from None
-    spelled: dict[bytes, list[int]] = {}
-    for token, text in enumerate(words.spellings):
-        if text and token not in stops:
-            spelled.setdefault(text, []).append(token)
-    try:
-        return Index(plain(pattern), Vocabulary(stops[0], spelled))
-    except ValueError as error:
-        if "incompatible" in str(error):
-            raise PatternError(f"no text of this vocabulary matches {pattern!r}") from None
-        raise PatternError(f"the pattern {pattern!r} cannot be made an automaton: {error}") from None
-
-
-def _classes(
-    steps: dict[int, dict[int, int]], names: dict[int, int], words: _Words, stops: tuple[int, ...], final: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that act alike, by a hash of all they do; and rows (from, to, class)."""
-    size, over = len(words.spellings), len(names)
-    chance = np.random.default_rng(0)
-    mark_V, edges = np.zeros(size, dtype=np.uint64), []
-    for state, row in steps.items():
-        tokens = np.fromiter(row.keys(), dtype=np.int64, count=len(row))
-        to = np.array([names[target] for target in row.values()], dtype=np.int64)
-        real = ~np.isin(tokens, stops)
-        tokens, to = tokens[real], to[real]
-        lots = chance.integers(1, 2**63, size=over, dtype=np.uint64)
-        mark_V[tokens] += lots[to]
-        edges.append(np.stack([np.full(len(to), names[state]), to, tokens], axis=1))
-    _, classes_V = np.unique(mark_V, return_inverse=True)
-    classes_V = classes_V.ravel() + 1
-    classes_V[mark_V == 0] = 0
-    classes_V[list(stops)] = classes_V.max() + 1
-    kinds = np.arange(classes_V.max() + 1)
-    table = np.concatenate(edges) if edges else np.zeros((0, 3), dtype=np.int64)
-    table[:, 2] = classes_V[table[:, 2]]
-    ends = np.stack([final, np.full(len(final), over), np.full(len(final), kinds[-1])], axis=1)
-    after = np.stack([np.full(len(kinds), over), np.full(len(kinds), over), kinds], axis=1)
-    return classes_V, np.unique(np.concatenate([table, ends, after]), axis=0)
-
-
-def _distances(pairs_R2: np.ndarray, final_Q: np.ndarray) -> np.ndarray:
-    distance_Q = np.where(final_Q, 0, FAR)
-    while True:
-        through_R = distance_Q[pairs_R2[:, 1]] + 1
-        better = distance_Q.copy()
-        np.minimum.at(better, pairs_R2[:, 0], through_R)
-        better = np.minimum(better, FAR)
-        if (better == distance_Q).all():
-            return distance_Q
-        distance_Q = better
-
-
-def plain(pattern: str) -> str:
-    """A regex as the automaton's compiler reads it, so that whatever it matches Python's `re.fullmatch` matches too.
-
-    Anchors at both ends say nothing here. Classes such as \\d are those of ASCII. What both read differently is refused.
-    """
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise PatternError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
-    text = pattern.removeprefix("^").removeprefix(r"\A").removesuffix(r"\Z")
-    if text.endswith("$") and not text.endswith(r"\$"):
-        text = text[:-1]
-    found, inside, at = [], False, 0
-    while at < len(text):
-        one, two = text[at], text[at : at + 2]
-        if one == "\\":
-            found.append(_escape(two, inside, pattern))
-            at += 2
-            continue
-        if inside and (two in ("&&", "--", "~~", "||") or one == "["):
-            raise PatternError(
-                f"{two if one != '[' else one!r} inside a class is read in two ways; write it with backslashes"
-            )
-        if not inside and two == "(?" and not text.startswith(("(?:", "(?i:", "(?s:", "(?m:", "(?x:", "(?P<"), at):
-            raise PatternError(
-                f"{text[at : at + 4]!r} in {pattern!r} is not supported: look-around, conditions and flags are not"
-            )
-        if one == "[" and not inside:
-            inside, step = True, 1
-            if text[at + 1 : at + 2] == "^":
-                step = 2
-            if text[at + step : at + step + 1] == "]":  # a bracket that stands first is meant
-                found.append(text[at : at + step] + r"\]")
-                at += step + 1
-                continue
-            found.append(text[at : at + step])
-            at += step
-            continue
-        if one == "]":
-            inside = False
-        found.append(one)
-        at += 1
-    return "".join(found)
-
-
-def _escape(two: str, inside: bool, pattern: str) -> str:
-    letter = two[1:]
-    if letter in ASCII:
-        return ASCII[letter] if inside else f"[{ASCII[letter]}]"
-    if letter.lower() in ASCII and not inside:
-        return f"[^{ASCII[letter.lower()]}]"
-    if letter.isdigit() and letter != "0":
-        raise PatternError(f"{two!r} in {pattern!r} refers back to a group, which no automaton can")
-    if letter in "bBAZDWSGzRXhHkKpPN" or letter == "0":
-        raise PatternError(f"{two!r} in {pattern!r} is not supported")
-    return two
+def _mixed(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    return x ^ (x >> np.uint64(27))
 
 
 # 2. On a canvas
@@ -239,28 +164,20 @@ class OnCanvas:
 
     automaton: Automaton
     state: int
-    left: int  # positions of the answer behind this canvas
-
-    def fits(self, state: int) -> bool:
-        """Whether a canvas may end there."""
-        return bool(self.ends_Q[state])
-
-    @property
-    def ends_Q(self) -> np.ndarray:
-        """Where the canvas may end: a match, or near enough to one."""
-        return self.automaton.distance_Q <= self.left
+    room: int  # positions of the canvas that belong to the answer
+    ends_Q: np.ndarray  # where they may lead to
 
     def conform(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The logarithm of how much matching text goes through each class, weights_CK; and the likeliest text, ids_C.
 
-        weights_CK added to the logits of the classes' tokens gives the marginals of matching texts, up to a constant.
+        Takes the logits of the positions that count. weights_CK added to the logits of the classes' tokens gives the
+        marginals of matching texts, up to a constant.
         """
         one = self.automaton
         tops_C1 = logits_CV.max(axis=1, keepdims=True)
         probs_CV = np.exp((logits_CV - tops_C1).astype(np.float64))
-        kinds = int(one.classes_V.max()) + 1
-        order_V = np.argsort(one.classes_V, kind="stable")
-        bounds_K = np.searchsorted(one.classes_V[order_V], np.arange(kinds))
+        order_V, bounds_K = one.by_class
+        kinds = len(bounds_K)
         held_K = np.diff(np.append(bounds_K, len(order_V))) > 0
         sums_CK = np.zeros((len(logits_CV), kinds))
         sums_CK[:, held_K] = np.add.reduceat(probs_CV[:, order_V], bounds_K[held_K], axis=1)

@@ -57,7 +57,7 @@ class _Parts:
         return len(self.bytes) - 1
 
     def of(self, items: Sequence[tuple[Any, Any]], flags: int, outer: tuple[bool, bool] = (False, False)) -> tuple[int, int]:
-        """Items one after another: where they begin and end. `outer`: whether the whole pattern begins and ends with them."""
+        """Items one after another: where they begin and end. `outer`: whether the pattern begins and ends with them."""
         begin = end = self.new()
         for number, (kind, value) in enumerate(items):
             edges = outer[0] and number == 0, outer[1] and number == len(items) - 1

@@ -1,4 +1,4 @@
-"""What the user fixed on the canvas: pinned and forbidden tokens. The sampler obeys; the model knows nothing of it.
+"""What the user fixed on the canvas: pinned and forbidden tokens, a pattern. The sampler obeys; the model knows nothing of it.
 
 Positions count from the first token of the answer, across canvases. Rules become tensors one canvas at a time.
 Shapes: B rows, C canvas positions, V vocabulary.
@@ -10,16 +10,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from redraft.patterns import Automaton, OnCanvas
+
 # Far below any soft-capped logit, so its probability is exactly 0, yet finite after division by a temperature.
 NEVER = -1e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules of one row: `pins` maps answer positions to token ids, `forbidden` ids stand nowhere but where pinned."""
+    """The rules of one row: `pins` maps answer positions to token ids, `forbidden` ids stand nowhere but where pinned.
+
+    The answer matches `pattern`, whole: its text up to the stop token, or up to the last position it may have.
+    """
 
     pins: Mapping[int, int] = field(default_factory=dict)
     forbidden: tuple[int, ...] = ()
+    pattern: Automaton | None = None
 
     def __post_init__(self) -> None:
         if any(position < 0 for position in self.pins):
@@ -37,6 +43,38 @@ class Rules:
                 raise ValueError(f"the stop token {token} pinned at {position} would cut off the pin at {max(self.pins)}")
         if len({*self.forbidden, *(stops if self.pins else ())}) >= vocab_size:
             raise ValueError("every token is forbidden")
+        if self.pattern is not None:
+            self._check_pattern(vocab_size, answer_length)
+
+    def _check_pattern(self, vocab_size: int, answer_length: int) -> None:
+        one = self.pattern
+        if len(one.classes_V) != vocab_size:
+            raise ValueError(f"the pattern was made for a vocabulary of {len(one.classes_V)}, the model has {vocab_size}")
+        if self.forbidden:
+            raise ValueError("a pattern says itself which tokens may stand where: give no forbidden tokens with it")
+        if one.distance_Q[one.start] > answer_length:
+            needed = one.distance_Q[one.start]
+            raise ValueError(f"a match of {one.pattern!r} takes {needed} tokens, the answer may have {answer_length}")
+        if self.pins and not one.before(one.final_Q, answer_length, self.pins)[one.start]:
+            raise ValueError(f"no answer of {answer_length} tokens that has these pins matches {one.pattern!r}")
+
+    def start(self) -> int:
+        """Where the pattern begins."""
+        return self.pattern.start if self.pattern is not None else 0
+
+    def after(self, state: int, page: Sequence[int], room: int) -> int:
+        """Where a page leads to, of which so many positions belong to the answer."""
+        return self.pattern.after(state, page[: max(0, room)]) if self.pattern is not None else 0
+
+    def on_page(self, state: int, begin: int, length: int, answer: int) -> OnCanvas | None:
+        """The pattern on a canvas of an answer of so many tokens that begins at this position in this state."""
+        one = self.pattern
+        if one is None:
+            return None
+        end = min(begin + length, answer)
+        pins = {position - end: token for position, token in self.pins.items() if position >= end}
+        ends_Q = one.before(one.final_Q, answer - end, pins) if pins else one.distance_Q <= answer - end
+        return OnCanvas(one, state, max(0, end - begin), ends_Q)
 
 
 @dataclass(frozen=True)
@@ -47,6 +85,7 @@ class CanvasRules:
     forbidden_BV: Tensor | None
     unending_BC: Tensor | None  # where a stop token would cut off a later pin; None without pins
     stops: tuple[int, ...]
+    patterns: tuple[OnCanvas | None, ...] = ()
 
     @property
     def pinned_BC(self) -> Tensor:
@@ -70,12 +109,44 @@ class CanvasRules:
             logits_BCV = torch.where(self.pinned_BC[..., None], certain_BCV, logits_BCV)
         return logits_BCV
 
+    def conform(self, logits_BCV: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits as marginals of the texts that match, and these rows' likeliest texts, best_BC; None without patterns.
+
+        The positions' own argmax is not the likeliest text, and in general no match at all.
+        """
+        if not self.patterns:
+            return logits_BCV, None
+        rows, best = [], []
+        for logits_CV, pattern in zip(logits_BCV, self.patterns, strict=True):
+            row, likeliest = (logits_CV, logits_CV.argmax(dim=-1)) if pattern is None else _held(logits_CV, pattern)
+            rows.append(row)
+            best.append(likeliest)
+        return torch.stack(rows), torch.stack(best)
+
+
+def _held(logits_CV: Tensor, pattern: OnCanvas) -> tuple[Tensor, Tensor]:
+    """One row's logits as marginals of texts that match, and the likeliest of them."""
+    counted_CV = logits_CV[: pattern.room]
+    weights_CK, ids_C = pattern.conform(counted_CV.float().cpu().numpy())
+    classes_V = torch.from_numpy(pattern.automaton.classes_V)
+    weights_CV = torch.from_numpy(weights_CK).float().clamp(min=NEVER)[:, classes_V].to(logits_CV.device)
+    best_C = logits_CV.argmax(dim=-1)
+    best_C[: pattern.room] = torch.from_numpy(ids_C).to(logits_CV.device)
+    return torch.cat([counted_CV + weights_CV, logits_CV[pattern.room :]]), best_C
+
 
 def on_canvas(
-    rules: Sequence[Rules], block: int, length: int, vocab_size: int, stops: Sequence[int], device: torch.device | str
+    rules: Sequence[Rules],
+    block: int,
+    length: int,
+    vocab_size: int,
+    stops: Sequence[int],
+    device: torch.device | str,
+    patterns: Sequence[OnCanvas | None] = (),
 ) -> CanvasRules | None:
     """The rows' rules on canvas number `block`, or None when there are none to obey."""
-    if not any(rule.pins or rule.forbidden for rule in rules):
+    held = any(pattern is not None for pattern in patterns)
+    if not held and not any(rule.pins or rule.forbidden for rule in rules):
         return None
     start = block * length
     pins_BC = torch.full((len(rules), length), -1)
@@ -94,4 +165,5 @@ def on_canvas(
         forbidden_BV.to(device) if forbidden_BV.any() else None,
         unending_BC.to(device) if pinned else None,
         tuple(stop for stop in stops if stop < vocab_size),
+        tuple(patterns) if held else (),
     )

@@ -140,9 +140,13 @@ def step(
 ) -> tuple[Canvas, Tensor]:
     """The next canvas, and the temperature-shaped logits that self-conditioning feeds back. Frozen rows stay as they are."""
     shaped_BCV = rules.shape(logits_BCV) if rules is not None else logits_BCV
-    shaped_BCV = shaped_BCV / temperature(state.step, cfg)
+    shaped_BCV, matching_BC = shaped_BCV / temperature(state.step, cfg), None
+    if rules is not None:
+        shaped_BCV, matching_BC = rules.conform(shaped_BCV)
     length, now = state.ids_BC.shape[1], state.step + 1
     belief = read_vocabulary(shaped_BCV, draws.uniform(now, length))
+    if matching_BC is not None:
+        belief = belief._replace(best_BC=matching_BC)
     accepted_BC = accepted(belief, state, cfg)
     noise_BC = draws.noise(now, length, logits_BCV.shape[-1])
     if rules is not None:

@@ -5,6 +5,7 @@ own, or ours (chat.jinja), rendered in jinja2's sandbox: a template comes with t
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -89,6 +90,27 @@ class Tokenizer:
         """One more than the largest id."""
         return max(self.vocabulary.get_vocab().values()) + 1
 
+    @cached_property
+    def spellings(self) -> tuple[bytes | None, ...]:
+        """The bytes every token stands for in a text; None for marks and for ids that no token has."""
+        raw = json.loads(self.vocabulary.to_str())
+        kinds = str(raw.get("decoder"))
+        if "ByteLevel" not in kinds and "ByteFallback" not in kinds:
+            raise TokenizerError(
+                "this tokenizer's tokens are not the bytes of a text, so patterns cannot be held against them"
+            )
+        marks = {added["id"]: added for added in raw.get("added_tokens", [])}
+        found: list[bytes | None] = [None] * self.size
+        for token, number in self.vocabulary.get_vocab().items():
+            if number in marks:
+                found[number] = None if marks[number]["special"] else token.encode()
+            elif "ByteLevel" in kinds:
+                found[number] = bytes(_BYTES[c] for c in token) if all(c in _BYTES for c in token) else None
+            else:
+                byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+                found[number] = bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
+        return tuple(found)
+
     @property
     def bos_id(self) -> int | None:
         """The start token, None where the vocabulary has none."""
@@ -158,6 +180,16 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program, and may fail in every way a program can
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters in which byte-level vocabularies write bytes: printable ones as they are, the others from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
 
 
 class _Generation(jinja2.ext.Extension):

@@ -69,7 +69,7 @@ class Engine:
             raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
         deadline = time.monotonic() + seconds if seconds is not None else None
         bill = Bill(cfg, [seed], [len(prompt)])
-        request = Request(self._added, tuple(prompt), cfg, seed, rules, first_1C, deadline, bill)
+        request = Request(self._added, tuple(prompt), cfg, seed, rules, first_1C, deadline, bill, matched=rules.start())
         self.scheduler.check(request)
         with self._lock:
             self.scheduler.waiting.append(request)

@@ -39,6 +39,7 @@ class Request:
     done: bool = False  # another step of the page would change nothing, or is not allowed
     over: bool = False  # finished, cancelled or refused: nothing more comes of it
     context: list[int] = field(default_factory=list)  # the tokens in the cache
+    matched: int = 0  # where its pattern is
     draws: random.Draws | None = None
     fixed: CanvasRules | None = None
     inbox: deque[Event] | None = None  # events for the one who streams it
@@ -58,7 +59,9 @@ class Request:
         """A new canvas: noise, or the user's own tokens."""
         length = self.cfg.canvas_length
         self.draws = random.draws([self.seed], self.block, device)
-        self.fixed = rules.on_canvas([self.rules], self.block, length, vocab_size, self.cfg.eos_token_ids, device)
+        pattern = self.rules.on_page(self.matched, self.block * length, length, self.cfg.max_new_tokens)
+        known = (self.block, length, vocab_size, self.cfg.eos_token_ids, device)
+        self.fixed = rules.on_canvas([self.rules], *known, [pattern])
         given = self.first_1C is not None and self.block == 0
         canvas_1C = self.first_1C.to(device) if given else self.draws.noise(0, length, vocab_size)
         ended_B = torch.zeros(1, dtype=torch.bool, device=device)
@@ -86,6 +89,7 @@ class Request:
         self.state, self.soft_1CD = None, None
         if not last:
             self.page = page
+            self.matched = self.rules.after(self.matched, page.ids_BC[0].tolist(), self.cfg.canvas_length)
             return events
         self.over, end = True, self.bill.total(page.ended_B)
         cut = late and not ended and not (done and self.block + 1 == self.cfg.max_canvases)
