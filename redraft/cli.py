@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch
@@ -127,6 +128,9 @@ def write(
     block_length: Block = None,
     think: Think = False,
     system: System = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="The answer matches this regular expression, whole.")] = None,
+    schema: Annotated[str | None, typer.Option("--schema", help="The answer is JSON of this schema: a file.")] = None,
+    choices: Annotated[str | None, typer.Option("--choices", help="The answer is one of these: a,b,c.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without a chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, statistics and seed as one JSON object.")] = False,
     record: Annotated[str | None, typer.Option("--record", help="Keep the run as a moving picture: OUT.svg.")] = None,
@@ -143,7 +147,9 @@ def write(
     if not chatting and (system or think):
         raise ValueError("--system and --think need a chat model; this one continues text")
     messages: Any = _conversation(system, text) if chatting else text
-    options = {"max_tokens": max_tokens, "seed": seed, **settings}
+    options = {"max_tokens": max_tokens, "seed": seed, "regex": regex, **settings}
+    options["schema"] = Path(schema).read_text(encoding="utf-8", errors="replace") if schema is not None else None
+    options["choices"] = choices.split(",") if choices is not None else None
     if chatting:
         options["think"] = think
     console = Console(highlight=False)

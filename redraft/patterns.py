@@ -7,7 +7,7 @@ The denoiser says of every position, apart from the others, how likely each toke
 that match have a share of that; the sums over them, by dynamic programming over the automaton's states, give what each
 position must be for the text to match, with its exact probability. Tokens that act alike in every state are one class.
 
-After the pattern comes a stop token and then anything; at the end of the answer a match may also end without one.
+After the pattern come stop tokens to the end of the page; at the end of the answer a match may also end without one.
 Shapes: C canvas positions, V vocabulary, Q states, K classes of tokens, R pairs of states with a step between them, E pairs
 with the classes that make the step.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+import torch
 
 from redraft import regex
 from redraft.regex import PatternError
@@ -144,9 +145,8 @@ class Words:
         to_QK = self.walk(next_Q256, first)
         start, column = np.nonzero(to_QK)
         table = [np.stack([start, to_QK[start, column], column + 1], axis=1)]
-        final, every = np.flatnonzero(ends_Q), np.arange(stop + 1)
+        final = np.append(np.flatnonzero(ends_Q), states)  # from a match to the end, and from the end to the end
         table.append(np.stack([final, np.full(len(final), states), np.full(len(final), stop)], axis=1))
-        table.append(np.stack([np.full(len(every), states), np.full(len(every), states), every], axis=1))
         return classes_V, np.concatenate(table)
 
 
@@ -174,26 +174,45 @@ class OnCanvas:
         marginals of matching texts, up to a constant.
         """
         one = self.automaton
-        tops_C1 = logits_CV.max(axis=1, keepdims=True)
-        probs_CV = np.exp((logits_CV - tops_C1).astype(np.float64))
-        order_V, bounds_K = one.by_class
-        kinds = len(bounds_K)
-        held_K = np.diff(np.append(bounds_K, len(order_V))) > 0
-        sums_CK = np.zeros((len(logits_CV), kinds))
-        sums_CK[:, held_K] = np.add.reduceat(probs_CV[:, order_V], bounds_K[held_K], axis=1)
-        best_CK = np.zeros((len(logits_CV), kinds))
-        best_CK[:, held_K] = np.maximum.reduceat(probs_CV[:, order_V], bounds_K[held_K], axis=1)
+        logits_CV, held_K = self._sorted(logits_CV)
+        probs_CV = torch.from_numpy(logits_CV - logits_CV.max(axis=1, keepdims=True)).double().exp_().numpy()
+        kinds, begins = len(held_K), one.by_class[1][held_K]
+        sums_CK, best_CK = np.zeros((len(logits_CV), kinds)), np.full((len(logits_CV), kinds), -np.inf)
+        sums_CK[:, held_K] = np.add.reduceat(probs_CV, begins, axis=1)
+        best_CK[:, held_K] = np.maximum.reduceat(logits_CV, begins, axis=1)
         starts_R = np.searchsorted(one.of_E, np.arange(len(one.from_R)))
         steps_CR = np.add.reduceat(sums_CK[:, one.class_E], starts_R, axis=1)
         live = self._live(steps_CR > 0)
         if not live[0][self.state]:
             raise PatternError(f"no text of this length can match {one.pattern!r} here")
         through_CR = self._through(steps_CR, live)
+        by_class_E = np.argsort(one.class_E, kind="stable")
+        used, first = np.unique(one.class_E[by_class_E], return_index=True)
         weights_CK = np.zeros_like(sums_CK)
-        for at, through_R in enumerate(through_CR):
-            weights_CK[at] = np.bincount(one.class_E, through_R[one.of_E], minlength=kinds)
+        weights_CK[:, used] = np.add.reduceat(through_CR[:, one.of_E[by_class_E]], first, axis=1)
         with np.errstate(divide="ignore"):
-            return np.log(weights_CK), self._likeliest(probs_CV, best_CK, starts_R, live)
+            return np.log(weights_CK), self._likeliest(logits_CV, best_CK, starts_R, live)
+
+    def _sorted(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Logits in the order of the classes, and which classes have any token."""
+        order_V, bounds_K = self.automaton.by_class
+        held_K = np.diff(np.append(bounds_K, len(order_V))) > 0
+        return torch.from_numpy(logits_CV).index_select(1, torch.from_numpy(order_V)).numpy(), held_K
+
+    def mass(self, logits_CV: np.ndarray) -> float:
+        """The logarithm of the probability that a text drawn position by position matches."""
+        one = self.automaton
+        logits_CV, held_K = self._sorted(logits_CV[: self.room])
+        logs_CV = torch.from_numpy(logits_CV).double().log_softmax(dim=1).numpy()
+        sums_CK = np.full((len(logs_CV), len(held_K)), -np.inf)
+        sums_CK[:, held_K] = np.logaddexp.reduceat(logs_CV, one.by_class[1][held_K], axis=1)
+        score_Q = np.full(one.states, -np.inf)
+        score_Q[self.state] = 0.0
+        for sums_K in sums_CK:
+            now_Q = np.full(one.states, -np.inf)
+            np.logaddexp.at(now_Q, one.to_R[one.of_E], score_Q[one.from_R[one.of_E]] + sums_K[one.class_E])
+            score_Q = now_Q
+        return float(np.logaddexp.reduce(score_Q[self.ends_Q]))
 
     def _live(self, can_CR: np.ndarray) -> np.ndarray:
         """From which states a match can still be reached, [C + 1, Q]; the first position first."""
@@ -219,27 +238,31 @@ class OnCanvas:
             behind = behind / behind.max()
         return through_CR
 
-    def _likeliest(self, probs_CV: np.ndarray, best_CK: np.ndarray, starts_R: np.ndarray, live: np.ndarray) -> np.ndarray:
-        """Viterbi: the most probable text that matches."""
-        one, count = self.automaton, len(probs_CV)
-        with np.errstate(divide="ignore"):
-            each_CR = np.log(np.maximum.reduceat(best_CK[:, one.class_E], starts_R, axis=1))
+    def _likeliest(self, logits_CV: np.ndarray, best_CK: np.ndarray, starts_R: np.ndarray, live: np.ndarray) -> np.ndarray:
+        """Viterbi: the most probable text that matches. Logits in the order of the classes."""
+        one, count = self.automaton, len(logits_CV)
         by_target = np.argsort(one.to_R, kind="stable")
         targets, first = np.unique(one.to_R[by_target], return_index=True)
-        score_Q = np.full(one.states, -np.inf)
+        each_CR = np.maximum.reduceat(best_CK[:, one.class_E], starts_R, axis=1)[:, by_target]
+        from_R, sizes = one.from_R[by_target], np.diff(np.append(first, len(by_target)))
+        score_Q, scores = np.full(one.states, -np.inf), []
         score_Q[self.state] = 0.0
-        chosen = np.zeros((count, one.states), dtype=np.int64)
         for at in range(count):
-            through_R = (score_Q[one.from_R] + each_CR[at])[by_target]
+            scores.append(score_Q)
             score_Q = np.full(one.states, -np.inf)
-            score_Q[targets] = np.maximum.reduceat(through_R, first)
-            hits = np.flatnonzero(through_R == np.repeat(score_Q[targets], np.diff(np.append(first, len(through_R)))))
-            chosen[at][one.to_R[by_target[hits[::-1]]]] = by_target[hits[::-1]]
+            score_Q[targets] = np.maximum.reduceat(scores[-1][from_R] + each_CR[at], first)
             score_Q[~live[at + 1]] = -np.inf
+        ends = dict(zip(targets.tolist(), zip(first.tolist(), (first + sizes).tolist(), strict=True), strict=True))
+        order_V, bounds_K = one.by_class
+        bounds_K = np.append(bounds_K, len(order_V))
         state, ids_C = int(np.argmax(np.where(self.ends_Q, score_Q, -np.inf))), np.zeros(count, dtype=np.int64)
         for at in range(count - 1, -1, -1):
-            pair = chosen[at][state]
-            kinds = one.class_E[one.of_E == pair]
-            ids_C[at] = int(np.argmax(np.where(np.isin(one.classes_V, kinds), probs_CV[at], -1.0)))
-            state = int(one.from_R[pair])
+            low, high = ends[state]
+            pair = low + int(np.argmax(scores[at][from_R[low:high]] + each_CR[at, low:high]))
+            begin = starts_R[by_target[pair]]
+            kinds = one.class_E[begin : begin + np.searchsorted(one.of_E[begin:], by_target[pair], side="right")]
+            kind = kinds[np.argmax(best_CK[at, kinds])]
+            inside = slice(bounds_K[kind], bounds_K[kind + 1])
+            ids_C[at] = order_V[inside][np.argmax(logits_CV[at, inside])]
+            state = int(from_R[pair])
         return ids_C

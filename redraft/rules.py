@@ -1,4 +1,4 @@
-"""What the user fixed on the canvas: pinned and forbidden tokens, a pattern. The sampler obeys; the model knows nothing of it.
+"""What the user fixed on the canvas: pinned and forbidden tokens, a pattern. The sampler obeys; the model knows nothing.
 
 Positions count from the first token of the answer, across canvases. Rules become tensors one canvas at a time.
 Shapes: B rows, C canvas positions, V vocabulary.
@@ -121,18 +121,19 @@ class CanvasRules:
             row, likeliest = (logits_CV, logits_CV.argmax(dim=-1)) if pattern is None else _held(logits_CV, pattern)
             rows.append(row)
             best.append(likeliest)
-        return torch.stack(rows), torch.stack(best)
+        return (torch.stack(rows), torch.stack(best)) if len(rows) > 1 else (rows[0][None], best[0][None])
 
 
 def _held(logits_CV: Tensor, pattern: OnCanvas) -> tuple[Tensor, Tensor]:
     """One row's logits as marginals of texts that match, and the likeliest of them."""
-    counted_CV = logits_CV[: pattern.room]
-    weights_CK, ids_C = pattern.conform(counted_CV.float().cpu().numpy())
-    classes_V = torch.from_numpy(pattern.automaton.classes_V)
-    weights_CV = torch.from_numpy(weights_CK).float().clamp(min=NEVER)[:, classes_V].to(logits_CV.device)
-    best_C = logits_CV.argmax(dim=-1)
-    best_C[: pattern.room] = torch.from_numpy(ids_C).to(logits_CV.device)
-    return torch.cat([counted_CV + weights_CV, logits_CV[pattern.room :]]), best_C
+    room, device = pattern.room, logits_CV.device
+    weights_CK, ids_C = pattern.conform(logits_CV[:room].float().cpu().numpy())
+    weights_CK = torch.from_numpy(weights_CK).float().clamp_(min=NEVER)
+    weights_CV = weights_CK.index_select(1, torch.from_numpy(pattern.automaton.classes_V)).to(device)
+    held_CV, best_C = weights_CV.add_(logits_CV[:room]), torch.from_numpy(ids_C).to(device)
+    if room == len(logits_CV):
+        return held_CV, best_C
+    return torch.cat([held_CV, logits_CV[room:]]), torch.cat([best_C, logits_CV[room:].argmax(dim=-1)])
 
 
 def on_canvas(

@@ -4,22 +4,26 @@ Everything here is `generate` with text at both ends; it adds no mathematics. A 
 a conversation (a list of messages), which goes through the chat template.
 """
 
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from redraft import checkpoint, solving
+from redraft import checkpoint, random, schemas, solving
 from redraft.answers import Parsed, ToolCall, parse
 from redraft.config import SamplerConfig
 from redraft.engine import Engine, Request
-from redraft.generate import Committed, Draft, Event, Finished, Stats, generate
+from redraft.generate import Committed, Draft, Event, Finished, Stats, generate, prefill
 from redraft.model import DiffusionGemma
+from redraft.patterns import Words
 from redraft.quant import FP8, apply_fp8
+from redraft.regex import PatternError
 from redraft.rules import Rules
 from redraft.solving import Solution
 from redraft.sudoku import board as boards
@@ -27,6 +31,7 @@ from redraft.sudoku.board import Board
 from redraft.tokenizer import Decoder, Message, Tokenizer, TokenizerError
 
 Prompt = str | Sequence[Message]
+PATTERNS = ("regex", "schema", "choices")  # settings that the answer must match
 SHIPPED, SUDOKU = checkpoint.PACKAGED / "tiny", checkpoint.PACKAGED / "sudoku"
 
 
@@ -125,8 +130,10 @@ class Writer:
     ) -> Answer | list[Answer]:
         """Continues a text, or several at once: text number i is written with seed + i, as it would be alone.
 
-        `settings` are fields of SamplerConfig: `max_steps=20, entropy_bound=0.5`.
+        `settings` are fields of SamplerConfig: `max_steps=20, entropy_bound=0.5`; or a pattern that the answer must match:
+        `regex="[0-9]+"`, `schema={"type": "object", ...}`, `choices=["yes", "no"]`.
         """
+        rules = self._obeyed(rules, settings)
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         ids = [self.tokenizer.prompt(text) for text in prompts]
         answers = self._answers(ids, False, self._settings(max_tokens, settings), seed, rules, streamer)
@@ -144,7 +151,8 @@ class Writer:
         streamer: Any = None,
         **settings: Any,
     ) -> Answer:
-        """Answers a conversation; a string is a conversation of one user message."""
+        """Answers a conversation; a string is a conversation of one user message. `settings` as for `write`."""
+        rules = self._obeyed(rules, settings)
         ids = self.tokenizer.chat(as_messages(messages), tools=tools, think=think)
         return self._answers([ids], True, self._settings(max_tokens, settings), seed, rules, streamer)[0]
 
@@ -165,13 +173,54 @@ class Writer:
         A string is continued, messages are answered. The texts of the Committed events add up to the answer's. After
         `seconds` the page in work is committed as it is, and that is all.
         """
-        chatting = not isinstance(prompt, str)
+        rules, chatting = self._obeyed(rules, settings), not isinstance(prompt, str)
         if not chatting and (tools or think):
             raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
         ids = self.tokenizer.chat(prompt, tools=tools, think=think) if chatting else self.tokenizer.prompt(prompt)
         cfg = self._settings(max_tokens, settings)
         request = self.engine.add(ids, cfg, seed=seed if seed is not None else fresh_seed(), rules=rules, seconds=seconds)
         return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting))
+
+    @torch.inference_mode()
+    def decide(self, prompt: Prompt, choices: Sequence[str], *, seed: int = 0) -> dict[str, float]:
+        """How likely each of some answers is, from one pass over a page of noise, all ways to spell them added up.
+
+        A string is continued, messages are answered. The probabilities add up to one.
+        """
+        ids = self.tokenizer.prompt(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)
+        cfg, model = self.sampler, self.model
+        cache = model.new_cache(1, len(ids), rewind=0)
+        prefill(model, [ids], cache)
+        noise_1C = random.draws([seed], 0, model.device).noise(0, cfg.canvas_length, model.config.vocab_size)
+        logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
+        masses = []
+        for choice in _choices(choices):
+            found = Rules(pattern=self._words.automaton(re.escape(choice)))
+            found.check(model.config.vocab_size, cfg.canvas_length, cfg.eos_token_ids)
+            masses.append(found.on_page(found.start(), 0, cfg.canvas_length, cfg.canvas_length).mass(logits_CV))
+        shares = torch.tensor(masses, dtype=torch.float64).softmax(dim=0).tolist()
+        return dict(zip(choices, shares, strict=True))
+
+    def _obeyed(self, rules: Rules | None, settings: dict[str, Any]) -> Rules | None:
+        """The rules with the pattern that is among the settings, which is taken out of them."""
+        asked = {name: settings.pop(name) for name in PATTERNS if settings.get(name) is not None}
+        for name in PATTERNS:
+            settings.pop(name, None)
+        if not asked:
+            return rules
+        if len(asked) > 1:
+            raise PatternError(f"an answer obeys one of {', '.join(PATTERNS)}, got {' and '.join(asked)}")
+        ((name, value),) = asked.items()
+        if name == "choices":
+            value = "|".join(re.escape(choice) for choice in _choices(value))
+        pattern = schemas.to_regex(value) if name == "schema" else value
+        return replace(rules or Rules(), pattern=self._words.automaton(pattern))
+
+    @cached_property
+    def _words(self) -> Words:
+        spellings = self.tokenizer.spellings
+        missing = self.model.config.vocab_size - len(spellings)
+        return Words((*spellings, *[None] * missing), self.sampler.eos_token_ids)
 
     @overload
     def solve_sudoku(self, puzzle: str | Board, **options: Any) -> Solution: ...
@@ -241,6 +290,14 @@ class Writer:
             reasoning=parts.reasoning,
             tool_calls=parts.tool_calls,
         )
+
+
+def _choices(choices: Sequence[str]) -> Sequence[str]:
+    if isinstance(choices, str) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise PatternError(f"choices must be a list of texts, none of them empty, got {choices!r}")
+    if len(set(choices)) < len(choices):
+        raise PatternError(f"choices must differ from one another, got {list(choices)!r}")
+    return choices
 
 
 def as_messages(prompt: Prompt) -> Sequence[Message]:
