@@ -7,6 +7,7 @@ around, boundaries of words) is refused by name.
 """
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from re import _constants as op
@@ -15,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-MOST_PARTS, MOST_STATES = 100_000, 20_000
+MOST_PARTS, MOST_STATES = 20_000, 5_000
+MOST_WORK = 3_000_000  # parts looked at while their sets are found: a second or two
+FEW = 512  # states among which those that do alike are looked for
 LAST = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]  # of code points or of bytes, both ends included, in order
 Edge = tuple[int, int, int]  # first byte, last byte, part
@@ -32,7 +35,9 @@ def table(pattern: str) -> tuple[np.ndarray, np.ndarray, int]:
     State 0 is the one that nothing leads out of.
     """
     try:
-        tree = parser.parse(pattern)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what may mean something else some day
+            tree = parser.parse(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise PatternError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
     parts = _Parts(pattern)
@@ -257,8 +262,13 @@ def _tree(lines: Sequence[Sequence[tuple[int, int]]]) -> tuple:
 
 def _sets(parts: _Parts, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, int]:
     """A table whose states are the sets of parts that one can be in at once."""
-    free = [_reached(parts.free, part) for part in range(len(parts.bytes))]
-    useful = [frozenset(p for p in one if parts.bytes[p] or p == end) for one in free]
+    useful, work = [], 0
+    for part in range(len(parts.bytes)):
+        reached = _reached(parts.free, part)
+        work = _spent(work + len(reached), parts.pattern)
+        useful.append(frozenset(p for p in reached if parts.bytes[p] or p == end))
+    if not useful[begin]:  # there is no text at all
+        return np.zeros((2, 256), dtype=np.int32), np.zeros(2, dtype=bool), 1
     numbers: dict[frozenset[int], int] = {frozenset(): 0, useful[begin]: 1}
     rows, waiting = [np.zeros(256, dtype=np.int32)], [useful[begin]]
     while waiting:
@@ -268,6 +278,7 @@ def _sets(parts: _Parts, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, 
         row = np.zeros(256, dtype=np.int32)
         for low, high in zip(cuts, [*cuts[1:], 256], strict=True):
             to = frozenset().union(*(useful[part] for first, last, part in edges if first <= low <= last))
+            work = _spent(work + len(to), parts.pattern)
             if to and to not in numbers:
                 if len(numbers) > MOST_STATES:
                     raise PatternError(f"the pattern {_short(parts.pattern)} has more than {MOST_STATES:,} states")
@@ -276,6 +287,14 @@ def _sets(parts: _Parts, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, 
             row[low:high] = numbers[to]
         rows.append(row)
     return np.stack(rows), np.array([end in one for one in numbers]), 1
+
+
+def _spent(work: int, pattern: str) -> int:
+    if work > MOST_WORK:
+        raise PatternError(
+            f"the pattern {_short(pattern)} is too intricate: repeat less often, or fewer things inside repeats"
+        )
+    return work
 
 
 def _reached(free: Sequence[Sequence[int]], part: int) -> set[int]:
@@ -292,17 +311,28 @@ def _reached(free: Sequence[Sequence[int]], part: int) -> set[int]:
 
 
 def fewest(next_Q256: np.ndarray, ends_Q: np.ndarray, begin: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The same table with states that do alike as one, those that lead to no match as state 0."""
-    kinds_Q = ends_Q.astype(np.int64)
-    while True:
-        seen = np.concatenate([kinds_Q[:, None], kinds_Q[next_Q256]], axis=1)
-        _, now_Q = np.unique(seen, axis=0, return_inverse=True)
-        now_Q = now_Q.ravel()
-        if now_Q.max() == kinds_Q.max():
-            break
-        kinds_Q = now_Q
-    first = np.unique(now_Q, return_index=True)[1]
-    order = np.argsort(now_Q[first] != now_Q[0], kind="stable")  # the dead one first
+    """The same table with states that do alike as one, those that lead to no match as state 0.
+
+    Of a large table only the latter: finding the others takes as many rounds as its longest text has letters.
+    """
+    from_R, to_R = np.unique([np.repeat(np.arange(len(next_Q256)), 256), next_Q256.ravel()], axis=1)
+    live_Q, count = ends_Q.copy(), -1
+    while live_Q.sum() > count:
+        count = live_Q.sum()
+        live_Q[from_R[live_Q[to_R]]] = True
+    next_Q256 = np.where(live_Q[next_Q256], next_Q256, 0)
+    now_Q = np.where(live_Q, np.arange(len(live_Q)), 0)
+    kinds_Q, rounds = ends_Q.astype(np.int64), len(ends_Q) <= FEW
+    lots = np.random.default_rng(0).integers(1, 2**63, size=(FEW + 257,), dtype=np.uint64)
+    while rounds:
+        marks_Q = (lots[257 + kinds_Q[next_Q256]] * lots[:256]).sum(axis=1, dtype=np.uint64) + lots[256] * kinds_Q.astype(
+            np.uint64
+        )
+        now_Q = np.unique(marks_Q, return_inverse=True)[1].ravel()
+        rounds, kinds_Q = now_Q.max() > kinds_Q.max(), now_Q
+    _, first, now_Q = np.unique(now_Q, return_index=True, return_inverse=True)
+    now_Q = now_Q.ravel()
+    order = np.argsort(np.arange(len(first)) != now_Q[0], kind="stable")  # the dead one first
     rank = np.empty(len(first), dtype=np.int32)
     rank[order] = np.arange(len(first))
     return rank[now_Q[next_Q256[first[order]]]], ends_Q[first[order]], int(rank[now_Q[begin]])

@@ -72,7 +72,7 @@ class _Schema:
                 what = f"has {sorted(keys)[0]!r}, which is not supported" if keys else "allows anything; name a type"
                 raise PatternError(f"{where} {what}")
         kinds = kinds if isinstance(kinds, list) else [kinds]
-        if not kinds or any(kind not in OF_TYPE for kind in kinds):
+        if not kinds or not all(isinstance(kind, str) and kind in OF_TYPE for kind in kinds):
             raise PatternError(f"{where} has the type {schema.get('type')!r}; known are {', '.join(OF_TYPE)}")
         self._only(keys, {"type"}.union(*(OF_TYPE[kind] for kind in kinds)), where)
         makers = {"string": self._string, "integer": self._integer, "array": self._array, "object": self._object}
@@ -133,7 +133,7 @@ class _Schema:
                 set(schema) - TOLD, {"type", "format"} if "format" in schema else {"type", "pattern"}, at or "the schema"
             )
         if "format" in schema:
-            if schema["format"] not in FORMATS:
+            if not isinstance(schema["format"], str) or schema["format"] not in FORMATS:
                 raise PatternError(f"{at}/format is {schema['format']!r}; known are {', '.join(sorted(FORMATS))}")
             return f'"{FORMATS[schema["format"]]}"'
         if "pattern" in schema:
@@ -167,6 +167,8 @@ class _Schema:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping) or not isinstance(required, list):
             raise PatternError(f"{at or 'the schema'}: properties must be an object and required a list")
+        if not all(isinstance(name, str) for name in required):
+            raise PatternError(f"{at or 'the schema'}: required must be a list of names, got {required!r}")
         more = schema.get("additionalProperties", True)
         if missing := [name for name in required if name not in properties]:
             raise PatternError(f"{at or 'the schema'} requires {missing[0]!r}, which is not among its properties")
@@ -221,7 +223,7 @@ def _bounds(schema: Mapping[str, Any], low: str, high: str, at: str) -> tuple[in
 
 def _number(schema: Mapping[str, Any], name: str, otherwise: int, at: str) -> int:
     value = schema.get(name, otherwise)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
         raise PatternError(f"{at}/{name} must be a whole number, got {value!r}")
     return int(value)
 

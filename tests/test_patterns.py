@@ -1,0 +1,334 @@
+"""What is written under a pattern matches it, always; the marginals are those of all matching texts, counted one by one."""
+
+import itertools
+import json
+import random
+import re
+from dataclasses import replace
+
+import jsonschema
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redraft import regex, schemas
+from redraft.generate import Committed, generate
+from redraft.patterns import Words
+from redraft.regex import PatternError
+from redraft.rules import Rules
+from redraft.tokenizer import Tokenizer, TokenizerError
+from redraft.writer import Writer
+
+SMALL = replace(tiny.BASE, layer_types=("full_attention",), hidden_size=16, canvas_length=8)
+WRITER = Writer(tiny.decided(SMALL), tiny.byte_tokenizer(), tiny.sampler(canvas_length=8))
+ALPHABET = "ab1 é"
+
+
+def tried(function, *arguments, **options):
+    """What it returns, or the sentence with which it refuses."""
+    try:
+        return function(*arguments, **options), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def random_pattern(rng: random.Random, depth: int = 3) -> str:
+    kind = rng.randrange(9) if depth else rng.randrange(4)
+    if kind == 0:
+        return re.escape(rng.choice(ALPHABET))
+    if kind == 1:
+        return rng.choice(["[ab]", "[^a]", ".", r"\d", r"\w", r"\s", "[a-c1]", "[^\\W\\d]", "é", "[é-ü]"])
+    if kind in (2, 3):
+        return "".join(re.escape(c) for c in rng.choices(ALPHABET, k=rng.randrange(3)))
+    if kind == 4:
+        return f"(?:{random_pattern(rng, depth - 1)}|{random_pattern(rng, depth - 1)})"
+    if kind == 5:
+        return f"({random_pattern(rng, depth - 1)})" + rng.choice(["?", "*", "+", "{2}", "{1,3}", "{0,2}", "*?", "{2,}"])
+    return random_pattern(rng, depth - 1) + random_pattern(rng, depth - 1)
+
+
+def accepts(pattern: str, text: str) -> bool:
+    following, ends, state = regex.table(pattern)
+    for byte in text.encode():
+        state = following[state, byte]
+    return bool(ends[state])
+
+
+@settings(max_examples=300)
+@given(seed=st.integers(0, 2**32), texts=st.lists(st.text(ALPHABET + "\n😀Z", max_size=5), max_size=12))
+def test_a_table_accepts_what_python_accepts(seed, texts):
+    pattern = random_pattern(random.Random(seed))
+    for text in texts:
+        assert accepts(pattern, text) == bool(re.fullmatch(pattern, text)), (pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        ("^a+$", ["a", "aaa"], ["", "ba"]),
+        ("(?i)straße", ["STRAßE", "straße"], ["strasse"]),
+        ("(?s:.)x", ["\nx"], ["x"]),
+        (r"[\]\\-]+", ["]-\\"], ["a"]),
+        ("[]a]", ["]", "a"], ["b"]),
+        (r"\D", ["é", "\n"], ["5", "٣"]),
+        (r"(?a)\w\W", ["aé"], ["éa"]),
+        ("\N{GREEK SMALL LETTER ALPHA}{2}", ["αα"], ["α"]),
+        ("[^\x00-\x7f]", ["é", "😀", "￿"], ["a"]),
+        ("(?P<year>[0-9]{4})", ["2026"], ["26"]),
+    ],
+)
+def test_what_people_write(pattern, good, bad):
+    assert all(accepts(pattern, text) and re.fullmatch(pattern, text) for text in good)
+    assert not any(accepts(pattern, text) or re.fullmatch(pattern, text) for text in bad)
+
+
+SPELLED = [None, None, b"a", b"b", b"ab", b"1", b"\xc3", b"\xa9"]
+WORDS = Words(SPELLED, [1])
+
+
+def matching(pattern: str, length: int, room: int) -> list[tuple[int, ...]]:
+    """All token sequences of a canvas whose first `room` tokens are a match, with stop tokens behind it or to the end."""
+    found = []
+    for ids in itertools.product(range(len(SPELLED)), repeat=room):
+        end = ids.index(1) if 1 in ids else room
+        if any(token != 1 for token in ids[end:]) or any(SPELLED[token] is None for token in ids[:end]):
+            continue
+        try:
+            text = b"".join(SPELLED[token] for token in ids[:end]).decode()
+        except UnicodeDecodeError:
+            continue
+        if re.fullmatch(pattern, text):
+            found.append(ids)
+    return found
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a+b?", "(ab|1)*", "[ab]{2,3}1?", ".*", "1|ab1", "(a|ab)(é|1)*", "é{1,2}", "[^é]+", "(?:b|)"]
+)
+@pytest.mark.parametrize("room", [1, 2, 4])
+def test_marginals_are_those_of_all_matching_texts(pattern, room):
+    automaton = WORDS.automaton(pattern)
+    logits = np.random.default_rng(room).normal(size=(room, len(SPELLED))).astype(np.float32) * 3
+    texts = matching(pattern, room, room)
+    page = Rules(pattern=automaton).on_page(automaton.start, 0, room, room)
+    if not texts:
+        with pytest.raises(PatternError, match="no text of this length"):
+            page.conform(logits)
+        return
+    probs = np.exp(logits.astype(np.float64))
+    weight = {ids: np.prod([probs[at, token] for at, token in enumerate(ids)]) for ids in texts}
+    expected = np.zeros_like(probs)
+    for ids, share in weight.items():
+        expected[np.arange(room), ids] += share
+    weights, best = page.conform(logits)
+    mine = probs * np.exp(weights)[:, automaton.classes_V]
+    assert np.allclose(mine / mine.sum(axis=1, keepdims=True), expected / expected.sum(axis=1, keepdims=True), atol=1e-9)
+    assert weight[tuple(best.tolist())] == pytest.approx(max(weight.values()), rel=1e-6)
+    share = sum(weight.values()) / np.prod(probs.sum(axis=1))
+    assert page.mass(logits) == pytest.approx(np.log(share), abs=1e-5)
+
+
+def test_a_faint_match_is_found():
+    """The likeliest beginning leads nowhere, and what matches is a hundred orders of magnitude less likely."""
+    automaton = WORDS.automaton("b{6}1")
+    logits = np.zeros((8, len(SPELLED)), dtype=np.float32)
+    logits[:, 2] = 75.0
+    _, best = Rules(pattern=automaton).on_page(automaton.start, 0, 8, 8).conform(logits)
+    assert best.tolist() == [3] * 6 + [5, 1]
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_two_thousand_random_patterns_are_matched(block):
+    """On one page or on several, cut off by the length or not; with pins now and then."""
+    rng, done = random.Random(block), 0
+    while done < 250:
+        pattern = random_pattern(rng)
+        room = rng.randrange(4, 25)
+        answer, refused = tried(WRITER.write, "a", regex=pattern, max_tokens=room, max_steps=1, seed=done)
+        if answer is None:
+            assert "tokens, the answer may have" in refused, (pattern, refused)  # too long a match
+            continue
+        assert re.fullmatch(pattern, answer.text), (pattern, answer.text)
+        done += 1
+
+
+def random_schema(rng: random.Random, depth: int = 2):
+    kind = rng.randrange(11) if depth else rng.randrange(7)
+    if kind == 0:
+        low = rng.randrange(-200, 200)
+        return {"type": "integer", "minimum": low, "maximum": low + rng.choice([0, 7, 150, 4000])}
+    if kind == 1:
+        return {"type": "string", "minLength": rng.randrange(3), "maxLength": rng.randrange(3, 6)}
+    if kind == 2:
+        return {"enum": rng.sample(["x", 'q"', "é\\", 1, 2.5, None, True, [1], {"a": "b."}], 3)}
+    if kind == 3:
+        return {"type": rng.choice(["boolean", "null", ["boolean", "null"]])}
+    if kind == 4:
+        return {"const": rng.choice(["(a|b)*", 5, False])}
+    if kind == 5:
+        return {"type": "string", rng.choice(["format"]): rng.choice(["date", "time", "ipv4"])}
+    if kind == 6:
+        return {"type": "string", "pattern": rng.choice(["^[a-c]{2}$", "^é?x$"])}
+    if kind == 7:
+        return {"type": "array", "items": random_schema(rng, depth - 1), "minItems": rng.randrange(2), "maxItems": 2}
+    if kind == 8:
+        return {"anyOf": [random_schema(rng, depth - 1), random_schema(rng, 0)]}
+    names = rng.sample(["a", "b b", "ü", "$x"], rng.randrange(1, 4))
+    found = {"type": "object", "properties": {name: random_schema(rng, depth - 1) for name in names}}
+    return found | {"required": rng.sample(names, rng.randrange(len(names) + 1)), "additionalProperties": False}
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_thousand_schema_answers_are_valid(block):
+    rng, done = random.Random(block), 0
+    while done < 250:
+        schema = random_schema(rng)
+        answer, refused = tried(WRITER.write, "a", schema=schema, max_tokens=128, canvas_length=64, max_steps=1, seed=done)
+        if answer is None:
+            assert "tokens, the answer may have" in refused, (schema, refused)
+            continue
+        jsonschema.validate(json.loads(answer.text), schema)
+        done += 1
+
+
+def test_patterns_beside_others_and_pins_and_pages_as_in_generate():
+    """The engine's answers are those of `generate`, in one batch with requests that obey nothing."""
+    words, cfg = WRITER._words, WRITER.sampler.changed(max_new_tokens=20, max_steps=3)
+    pins = {9: WRITER.tokenizer.encode("7")[0]}
+    asked = [
+        Rules(pattern=words.automaton("[a-d]{12,19}")),
+        Rules(),
+        Rules(pattern=words.automaton("([0-9]{2}-)+[0-9]{2}"), pins=pins),
+        Rules(pattern=words.automaton("yes|no")),
+    ]
+    prompt = WRITER.tokenizer.prompt("ab")
+    requests = [WRITER.engine.add(prompt, cfg, seed=row, rules=rules) for row, rules in enumerate(asked)]
+    found = WRITER.engine.run(requests)
+    events = list(generate(WRITER.model, [prompt] * 4, cfg, seeds=range(4), constraints=asked))
+    for row, request in enumerate(requests):
+        mine, theirs = found[request].ids_BT[0].tolist(), events[-1].ids_BT[row].tolist()
+        assert mine == theirs[: len(mine)]
+    pages = [event for event in events if isinstance(event, Committed)]
+    assert len(pages) == 3
+    text = WRITER.tokenizer.decode(found[requests[2]].ids_BT[0, :20].tolist())
+    assert re.fullmatch("([0-9]{2}-)+[0-9]{2}", text)
+    assert text[9] == "7"
+
+
+def test_every_draft_matches_too():
+    for event in WRITER.stream("a", regex="(ab|cd){2,4}", max_tokens=8, seed=1):
+        if hasattr(event, "step"):
+            assert re.fullmatch("(ab|cd){2,4}", event.text)
+
+
+def test_decide_adds_up():
+    found = WRITER.decide("a", ["yes", "no", "maybe"])
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert list(found) == ["yes", "no", "maybe"]
+    assert found == WRITER.decide("a", ["yes", "no", "maybe"])
+    assert WRITER.decide("a", ["no", "yes", "maybe"])["no"] == pytest.approx(found["no"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"regex": "a("}, "is not a regular expression: missing )"),
+        ({"regex": r"(a)\1"}, "refers back to a group"),
+        ({"regex": "(?=a)b"}, "looks around"),
+        ({"regex": r"a\bb"}, "has an anchor inside"),
+        ({"regex": "x(^a)"}, "has an anchor inside"),
+        ({"regex": "a{200000}"}, "more than 20,000 parts"),
+        ({"regex": "(a*){2000}"}, "is too intricate"),
+        ({"regex": "(?>a)b"}, "uses ATOMIC_GROUP"),
+        ({"regex": "a{40}"}, "takes 40 tokens, the answer may have 16"),
+        ({"regex": "[ab]{6000}"}, "has more than 5,000 states"),
+        ({"regex": r"[^\x00-\U0010ffff]"}, "no text of this vocabulary matches"),
+        ({"regex": "a", "choices": ["b"]}, "obeys one of regex, schema, choices, got regex and choices"),
+        ({"choices": []}, "must be a list of texts"),
+        ({"choices": "yes"}, "must be a list of texts, none of them empty, got 'yes'"),
+        ({"choices": ["a", "a"]}, "must differ"),
+        ({"schema": "{"}, "the schema is not JSON"),
+        ({"schema": {"$ref": "#"}}, "refers to itself"),
+        (
+            {"schema": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {"$ref": "#/$defs/x"}}}}},
+            "refers to itself",
+        ),
+        ({"schema": {"$ref": "http://x/y"}}, "only references inside the schema"),
+        ({"schema": {"$ref": "#/$defs/x"}}, "which is not there"),
+        ({"schema": {"not": {}}}, "has 'not', which is not supported"),
+        ({"schema": {"type": "number", "minimum": 2}}, "has 'minimum', which is not supported here"),
+        ({"schema": {"type": "integer", "minimum": 3, "maximum": 2}}, "no whole number between 3 and 2"),
+        ({"schema": {"type": "object", "properties": {"a": {"type": "strin"}}}}, "/properties/a has the type 'strin'"),
+        ({"schema": {"type": "array", "items": {"type": "null"}, "uniqueItems": True}}, "'uniqueItems'"),
+        ({"schema": {"type": "string", "format": "color"}}, "/format is 'color'; known are date"),
+        ({"schema": {"type": "string", "pattern": "a"}}, "only patterns of the whole text"),
+        ({"schema": {"type": "string", "pattern": "^.$"}}, "matches quotes"),
+        ({"schema": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "may overlap; use 'anyOf'"),
+        ({"schema": {"allOf": [{"type": "null"}, {"type": "null"}]}}, "'allOf' with 2 parts"),
+        ({"schema": {}}, "allows anything; name a type"),
+        ({"schema": {"type": "object", "required": ["a"]}}, "requires 'a', which is not among its properties"),
+        ({"rules": Rules(pins={0: 70}), "regex": "[0-9]+"}, "that has these pins matches"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_one_sentence(options, words):
+    with pytest.raises(ValueError) as caught:
+        WRITER.write("a", max_tokens=16, **options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=200)
+@given(pattern=st.text(st.sampled_from("ab1[](){}|*+?^$.\\-dwsDWS,é:=!<>P&~"), max_size=12))
+def test_any_pattern_is_a_table_or_one_sentence(pattern):
+    found, refused = tried(regex.table, pattern)
+    assert (found is None) == bool(refused)
+    assert "\n" not in refused
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*schemas.OF_TYPE, "type", "items"]), inner),
+    max_leaves=8,
+)
+keywords = st.sampled_from(sorted({"type", "enum", "const", "anyOf", "$ref", "items", "x"}.union(*schemas.OF_TYPE.values())))
+
+
+@settings(max_examples=300)
+@given(schema=st.dictionaries(keywords, json_values | st.sampled_from(list(schemas.OF_TYPE)), max_size=4))
+def test_any_schema_is_a_pattern_or_one_sentence(schema):
+    found, refused = tried(schemas.to_regex, schema)
+    assert "\n" not in refused
+    assert refused or re.compile(found)
+
+
+def test_whole_numbers():
+    for low, high in itertools.product((-130, -10, -9, -1, 0, 1, 8, 99), (-7, 0, 5, 10, 100, 131)):
+        if low <= high:
+            found = re.compile(schemas.whole_numbers(low, high))
+            assert all(bool(found.fullmatch(str(n))) == (low <= n <= high) for n in range(-200, 200))
+            assert not found.fullmatch("-0")
+            assert not found.fullmatch("01")
+
+
+def test_tokens_as_bytes():
+    """Byte-level letters and byte fallback; marks spell nothing."""
+    spelled = WRITER.tokenizer.spellings
+    assert spelled[WRITER.tokenizer.encode("é")[0]] == b"\xc3"
+    assert spelled[1] is None
+    shipped = Tokenizer.from_folder("redraft/weights/tiny")
+    ids = shipped.encode(" Zoë said: 'hi'\n\t😀")
+    assert b"".join(shipped.spellings[token] for token in ids).decode() == " Zoë said: 'hi'\n\t😀"
+    with pytest.raises(TokenizerError, match="not the bytes of a text"):
+        Tokenizer.from_folder("redraft/weights/sudoku").spellings  # noqa: B018
+
+
+def test_the_first_page_may_not_go_where_a_later_pin_forbids():
+    """Eight tokens a page; the pin on the second page makes the only long branch the one to take."""
+    pin = WRITER.tokenizer.encode("z")[0]
+    rules = Rules(pins={10: pin})
+    answer = WRITER.write("a", regex="a{1,9}|b{10}z", rules=rules, max_tokens=12, seed=1, max_steps=2)
+    assert answer.text == "b" * 10 + "z"
+    assert torch.tensor(answer.ids).shape == (11,)
