@@ -82,7 +82,9 @@ def attention_cases(canvases: int, context: int) -> list[Case]:
         seen = min(context, window - 1) if window else context
         q, k, v = (rand(canvases, length, n, size) for n in (C.num_attention_heads, groups, groups))
         keys, values = rand(canvases, context, groups, size), rand(canvases, context, groups, size)
-        table = [torch.tensor([one.data_ptr() for one in store], device=DEVICE) for store in (keys, values)]
+        base = rand(16)
+        places = [torch.tensor([one.data_ptr() for one in store], device=DEVICE) for store in (keys, values)]
+        table = [base, *((place - base.data_ptr()) // base.element_size() for place in places)]
         counts = [torch.full((canvases,), context, dtype=torch.int32, device=DEVICE)] * 2
         past = attention.Past(*table, *counts)
         every = canvases * length * C.num_attention_heads * size

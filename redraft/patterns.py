@@ -15,6 +15,7 @@ with the classes that make the step.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -65,6 +66,17 @@ class Automaton:
         """Tokens in the order of their classes, order_V, and where each class begins, bounds_K. No class is empty but 0."""
         order_V = np.argsort(self.classes_V, kind="stable")
         return order_V, np.searchsorted(self.classes_V[order_V], np.arange(self.classes_V.max() + 1))
+
+    @cached_property
+    def begins_R(self) -> np.ndarray:
+        """Where each pair begins among the E."""
+        return np.searchsorted(self.of_E, np.arange(len(self.from_R)))
+
+    @cached_property
+    def by_target(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Pairs in the order of where they lead, order_R; the states that any leads to, and where theirs begin."""
+        order_R = np.argsort(self.to_R, kind="stable")
+        return order_R, *np.unique(self.to_R[order_R], return_index=True)
 
     def before(self, ends_Q: np.ndarray, count: int, pins: Mapping[int, int]) -> np.ndarray:
         """From which states so many positions can end in one of these, with these tokens at some of them."""
@@ -180,8 +192,7 @@ class OnCanvas:
         sums_CK, best_CK = np.zeros((len(logits_CV), kinds)), np.full((len(logits_CV), kinds), -np.inf)
         sums_CK[:, held_K] = np.add.reduceat(probs_CV, begins, axis=1)
         best_CK[:, held_K] = np.maximum.reduceat(logits_CV, begins, axis=1)
-        starts_R = np.searchsorted(one.of_E, np.arange(len(one.from_R)))
-        steps_CR = np.add.reduceat(sums_CK[:, one.class_E], starts_R, axis=1)
+        steps_CR = np.add.reduceat(sums_CK[:, one.class_E], one.begins_R, axis=1)
         live = self._live(steps_CR > 0)
         if not live[0][self.state]:
             raise PatternError(f"no text of this length can match {one.pattern!r} here")
@@ -191,7 +202,7 @@ class OnCanvas:
         weights_CK = np.zeros_like(sums_CK)
         weights_CK[:, used] = np.add.reduceat(through_CR[:, one.of_E[by_class_E]], first, axis=1)
         with np.errstate(divide="ignore"):
-            return np.log(weights_CK), self._likeliest(logits_CV, best_CK, starts_R, live)
+            return np.log(weights_CK), self._likeliest(logits_CV, best_CK, live)
 
     def _sorted(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Logits in the order of the classes, and which classes have any token."""
@@ -238,31 +249,28 @@ class OnCanvas:
             behind = behind / behind.max()
         return through_CR
 
-    def _likeliest(self, logits_CV: np.ndarray, best_CK: np.ndarray, starts_R: np.ndarray, live: np.ndarray) -> np.ndarray:
+    def _likeliest(self, logits_CV: np.ndarray, best_CK: np.ndarray, live: np.ndarray) -> np.ndarray:
         """Viterbi: the most probable text that matches. Logits in the order of the classes."""
         one, count = self.automaton, len(logits_CV)
-        by_target = np.argsort(one.to_R, kind="stable")
-        targets, first = np.unique(one.to_R[by_target], return_index=True)
-        each_CR = np.maximum.reduceat(best_CK[:, one.class_E], starts_R, axis=1)[:, by_target]
-        from_R, sizes = one.from_R[by_target], np.diff(np.append(first, len(by_target)))
-        score_Q, scores = np.full(one.states, -np.inf), []
-        score_Q[self.state] = 0.0
+        order_R, targets, first = one.by_target
+        each_CR = np.maximum.reduceat(best_CK[:, one.class_E], one.begins_R, axis=1)[:, order_R]
+        from_R, scores = one.from_R[order_R], np.full((count + 1, one.states), -np.inf)
+        scores[0][self.state] = 0.0
+        dead = np.where(live, 0.0, -np.inf)
         for at in range(count):
-            scores.append(score_Q)
-            score_Q = np.full(one.states, -np.inf)
-            score_Q[targets] = np.maximum.reduceat(scores[-1][from_R] + each_CR[at], first)
-            score_Q[~live[at + 1]] = -np.inf
-        ends = dict(zip(targets.tolist(), zip(first.tolist(), (first + sizes).tolist(), strict=True), strict=True))
+            scores[at + 1][targets] = np.maximum.reduceat(scores[at][from_R] + each_CR[at], first)
+            scores[at + 1] += dead[at + 1]
+        ends = dict(zip(targets.tolist(), pairwise([*first.tolist(), len(order_R)]), strict=True))
         order_V, bounds_K = one.by_class
-        bounds_K = np.append(bounds_K, len(order_V))
-        state, ids_C = int(np.argmax(np.where(self.ends_Q, score_Q, -np.inf))), np.zeros(count, dtype=np.int64)
+        bounds_K, last_R = np.append(bounds_K, len(order_V)), np.append(one.begins_R, len(one.of_E))
+        state, ids_C = int(np.argmax(np.where(self.ends_Q, scores[-1], -np.inf))), np.zeros(count, dtype=np.int64)
         for at in range(count - 1, -1, -1):
             low, high = ends[state]
-            pair = low + int(np.argmax(scores[at][from_R[low:high]] + each_CR[at, low:high]))
-            begin = starts_R[by_target[pair]]
-            kinds = one.class_E[begin : begin + np.searchsorted(one.of_E[begin:], by_target[pair], side="right")]
+            place = low + int(np.argmax(scores[at][from_R[low:high]] + each_CR[at, low:high]))
+            pair = order_R[place]
+            kinds = one.class_E[last_R[pair] : last_R[pair + 1]]
             kind = kinds[np.argmax(best_CK[at, kinds])]
             inside = slice(bounds_K[kind], bounds_K[kind + 1])
             ids_C[at] = order_V[inside][np.argmax(logits_CV[at, inside])]
-            state = int(from_R[pair])
+            state = int(one.from_R[pair])
         return ids_C

@@ -111,7 +111,9 @@ def cached(lengths, groups: int, size: int, window: int | None):
             target[held % slots] = values[held]
         rings.append(ring)
         ordered.append(pair)
-    columns = [torch.tensor([ring[part].data_ptr() for ring in rings], device=DEVICE) for part in range(2)]
+    base = torch.zeros(16, device=DEVICE)
+    places = torch.tensor([[ring[part].data_ptr() - base.data_ptr() for ring in rings] for part in range(2)], device=DEVICE)
+    columns = [base, *(places // base.element_size())]
     sizes = torch.tensor([len(ring[0]) for ring in rings], dtype=torch.int32, device=DEVICE)
     past = attention.Past(*columns, sizes, torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
     return past, rings, ordered

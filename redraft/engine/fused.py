@@ -31,7 +31,7 @@ PROGRAMS = 256  # of attention that keep a GPU busy
 class Table:
     """Where the caches of some requests lie, for a kernel to find them. Written in place: a CUDA graph reads it anew."""
 
-    keys_LB: Tensor  # addresses
+    keys_LB: Tensor  # as in `attention.Past`, counted from `nowhere`
     values_LB: Tensor
     sizes_LB: Tensor  # slots
     lengths_B: Tensor  # tokens
@@ -43,23 +43,25 @@ class Table:
         config, layers = model.config, model.config.num_hidden_layers
         slot = max(math.prod(config.layer_heads(layer)) for layer in range(layers))
         nowhere = torch.zeros(slot, dtype=model.dtype, device=model.device)
-        addresses = [torch.full((layers, rows), nowhere.data_ptr(), device=model.device) for _ in range(2)]
+        places = [torch.zeros(layers, rows, dtype=torch.int64, device=model.device) for _ in range(2)]
         sizes_LB = torch.ones(layers, rows, dtype=torch.int32, device=model.device)
-        return cls(*addresses, sizes_LB, torch.zeros(rows, dtype=torch.int32, device=model.device), nowhere)
+        return cls(*places, sizes_LB, torch.zeros(rows, dtype=torch.int32, device=model.device), nowhere)
 
     def fill(self, caches: Sequence[KVCache], lengths: Sequence[int] | None = None) -> None:
         """The caches of one row each; places left over have nothing cached. `lengths` are others than the caches' own."""
-        layers, at = len(self.keys_LB), self.nowhere.data_ptr()
+        layers, begin, each = len(self.keys_LB), self.nowhere.data_ptr(), self.nowhere.element_size()
         places = [cache.places for cache in caches]
-        places += [([at] * layers, [at] * layers, [1] * layers)] * (self.lengths_B.numel() - len(caches))
-        for target, column in zip((self.keys_LB, self.values_LB, self.sizes_LB), zip(*places, strict=True), strict=True):
-            target.copy_(torch.tensor(column, dtype=target.dtype).t())
+        places += [([begin] * layers, [begin] * layers, [1] * layers)] * (self.lengths_B.numel() - len(caches))
+        keys, values, sizes = (torch.tensor(column).t() for column in zip(*places, strict=True))
+        self.keys_LB.copy_((keys - begin) // each)
+        self.values_LB.copy_((values - begin) // each)
+        self.sizes_LB.copy_(sizes)
         lengths = list(lengths) if lengths is not None else [cache.lengths[0] for cache in caches]
         self.lengths_B.copy_(torch.tensor(lengths + [0] * (self.lengths_B.numel() - len(caches)), dtype=torch.int32))
 
     def past(self, layer: int) -> attention.Past:
         """What one layer's attention is told."""
-        return attention.Past(self.keys_LB[layer], self.values_LB[layer], self.sizes_LB[layer], self.lengths_B)
+        return attention.Past(self.nowhere, self.keys_LB[layer], self.values_LB[layer], self.sizes_LB[layer], self.lengths_B)
 
 
 def splits(programs: int, keys: int) -> int:

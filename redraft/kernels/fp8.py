@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from redraft.kernels.choice import chosen
+
 EIGHT, LARGEST = torch.float8_e4m3fn, 448.0
 LEAST = 1e-12  # a scale of zero would make nothing of nothing
 
@@ -35,9 +37,18 @@ def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     return (packed.weight.float() * packed.scale).to(dtype)
 
 
+def _rows(x_ND: Tensor) -> Packed:
+    """Activations, packed in one pass where a kernel can."""
+    if not x_ND.is_cuda or not chosen(x_ND.device)[0]:
+        return pack(x_ND)
+    from redraft.kernels.gpu.fp8 import pack_rows  # Triton takes long to import
+
+    return pack_rows(x_ND)
+
+
 def linear8(x: Tensor, packed: Packed) -> Tensor:
     """x times the weight, in x's precision."""
-    eight_ND, scale_N1 = pack(x.reshape(-1, x.shape[-1]))
+    eight_ND, scale_N1 = _rows(x.reshape(-1, x.shape[-1]))
     if x.is_cuda:
         out = torch.bfloat16
         y_NO = torch._scaled_mm(eight_ND, packed.weight.t(), scale_a=scale_N1, scale_b=packed.scale.t(), out_dtype=out)

@@ -1,8 +1,8 @@
 """Attention of new tokens over [cache ; new tokens] where the cache lies. Reference: `kernels/attention.py`, `masks.py`.
 
-Keys of a request lie in its own memory, which the kernel finds by address, position p in slot p % size; so one launch serves
-requests with caches of their own, and nothing is gathered. Query heads that share keys are rows of one product. Keys are
-split among programs where there are few rows, and the parts are put together by a second kernel.
+Keys of a request lie in its own memory, which the kernel is told the place of, position p in slot p % size; so one launch
+serves requests with caches of their own, and nothing is gathered. Query heads that share keys are rows of one product. Keys
+are split among programs where there are few rows, and the parts are put together by a second kernel.
 
 A canvas looks at all of itself and at the last `window - 1` cached tokens, the same for all its positions; a causal token at
 itself and what is before it, `window` tokens in all.
@@ -19,9 +19,13 @@ from torch import Tensor
 
 
 class Past(NamedTuple):
-    """What the requests have cached in one layer."""
+    """What the requests have cached in one layer.
 
-    keys_B: Tensor  # addresses, int64; [slots, G, K] lie there
+    Places are counted from a tensor of the same kind: an address by itself would not tell a kernel how it is aligned.
+    """
+
+    base: Tensor
+    keys_B: Tensor  # numbers from the base to where [slots, G, K] lie, int64, multiples of 16
     values_B: Tensor
     sizes_B: Tensor  # slots, int32
     lengths_B: Tensor  # tokens, int32
@@ -66,7 +70,7 @@ def _rows(q_BSHK: Tensor, k_BSGK: Tensor) -> int:
 
 @triton.jit
 def _attend(
-    q, k, v, keys_at, values_at, sizes, lengths, out, part, mass,
+    q, k, v, base, keys_at, values_at, sizes, lengths, out, part, mass,
     q_row, q_token, k_row, k_token, v_row, v_token,
     B, S, H, G, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
     K: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -91,8 +95,8 @@ def _attend(
     top = tl.full((BM,), -1e30, tl.float32)
     total = tl.zeros((BM,), tl.float32)
     answer = tl.zeros((BM, WIDE), tl.float32)
-    key_base = tl.load(keys_at + row).to(q.dtype)
-    value_base = tl.load(values_at + row).to(q.dtype)
+    key_base = base + tl.multiple_of(tl.load(keys_at + row), 16)
+    value_base = base + tl.multiple_of(tl.load(values_at + row), 16)
     for start in range(begin, tl.minimum(end, seen), BN):
         number = start + tl.arange(0, BN)
         held = (number < seen) & (number < end)
@@ -165,7 +169,7 @@ def keep(k_BSGK: Tensor, v_BSGK: Tensor, past: Past) -> None:
 
 
 @triton.jit
-def _keep(k, v, keys_at, values_at, sizes, lengths, k_row, k_token, v_row, v_token, S, G, K, WIDE: tl.constexpr):
+def _keep(k, v, base, keys_at, values_at, sizes, lengths, k_row, k_token, v_row, v_token, S, G, K, WIDE: tl.constexpr):
     row, token, group = tl.program_id(0) // S, tl.program_id(0) % S, tl.program_id(1)
     at = tl.arange(0, WIDE)
     size = tl.load(sizes + row)
@@ -173,5 +177,5 @@ def _keep(k, v, keys_at, values_at, sizes, lengths, k_row, k_token, v_row, v_tok
     place = (((tl.load(lengths + row) + token) % size).to(tl.int64) * G + group) * K + at
     key = tl.load(k + row.to(tl.int64) * k_row + token * k_token + group * K + at, mask=here, other=0.0)
     value = tl.load(v + row.to(tl.int64) * v_row + token * v_token + group * K + at, mask=here, other=0.0)
-    tl.store(tl.load(keys_at + row).to(k.dtype) + place, key, mask=here)
-    tl.store(tl.load(values_at + row).to(k.dtype) + place, value, mask=here)
+    tl.store(base + tl.multiple_of(tl.load(keys_at + row), 16) + place, key, mask=here)
+    tl.store(base + tl.multiple_of(tl.load(values_at + row), 16) + place, value, mask=here)

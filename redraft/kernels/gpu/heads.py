@@ -32,6 +32,11 @@ def to_heads(
 
 
 @triton.jit
+def _weight(place, here):
+    return tl.load(place, mask=here, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _to_heads(
     qkv, out, q_weight, k_weight, positions, frequencies,
     X, H, G, OWN_VALUES: tl.constexpr, EPS: tl.constexpr, P, HALF: tl.constexpr,
@@ -51,9 +56,9 @@ def _to_heads(
     scale = 1.0 / tl.sqrt(mean + EPS)
     first, second = first * scale, second * scale
     if not is_value:
-        weight = tl.where(head < H, tl.cast(q_weight, tl.int64), tl.cast(k_weight, tl.int64)).to(q_weight.dtype)
-        first = first * tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
-        second = second * tl.load(weight + P + at, mask=here, other=0.0).to(tl.float32)
+        of_q, of_k = here & (head < H), here & (head >= H)
+        first = first * (_weight(q_weight + at, of_q) + _weight(k_weight + at, of_k))
+        second = second * (_weight(q_weight + P + at, of_q) + _weight(k_weight + P + at, of_k))
         angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + at, mask=here, other=0.0)
         cos, sin = tl.cos(angle), tl.sin(angle)
         first, second = first * cos - second * sin, second * cos + first * sin

@@ -77,7 +77,8 @@ def _after_attention(
     D, EPS: tl.constexpr, SHRINK, WIDE: tl.constexpr,
 ):  # fmt: skip
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    here, place, kind = at < D, row * D + at, out.dtype.element_ty
+    here, place = at < D, row * D + at
+    kind = out.dtype.element_ty
     read = _unit(tl.load(answer + place, mask=here, other=0.0).to(tl.float32), D, EPS)
     read = (read * tl.load(post + at, mask=here, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
     value = (tl.load(x + place, mask=here, other=0.0).to(tl.float32) + read).to(kind)
@@ -95,7 +96,8 @@ def _after_experts(
     CAUSAL, D, K: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    here, place, kind = at < D, row * D + at, out.dtype.element_ty
+    here, place = at < D, row * D + at
+    kind = out.dtype.element_ty
     total = tl.zeros((WIDE,), tl.float32)
     for k in tl.static_range(K):
         total += tl.load(answers + (row * K + k) * D + at, mask=here, other=0.0).to(tl.float32)
