@@ -1,5 +1,12 @@
 """Kernel = reference, in Triton's interpreter where no GPU is: odd lengths, one row, masked tails, experts empty or full."""
 
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -204,3 +211,20 @@ def test_a_canvas_moves_as_the_sampler_moves_it():
             for name in ("ids_BC", "best_BC", "accepted_BC", "unchanged_B", "steps_B", "settled_B"):
                 assert torch.equal(getattr(mine, name)[row], getattr(state, name)[0].to(getattr(mine, name).dtype)), name
     assert [bool(state.settled_B[0]) for state in states] == [True, False, False]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton comes with its compiler on Linux")
+def test_every_kernel_compiles_for_an_h200(tmp_path):
+    """Also where no GPU is: types, shapes and shared memory are the compiler's to judge, not the interpreter's."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, str(Path(__file__).parent / "compiled.py")]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    made = [json.loads(line) for line in run.stdout.splitlines()]
+    written = re.findall(
+        r"@triton\.jit\ndef (_\w+)", "".join(path.read_text() for path in Path(experts.__file__).parent.glob("*.py"))
+    )
+    helpers = {"_gelu", "_weight", "_unit", "_shaped", "_mix", "_take_in"}
+    assert {one["name"] for one in made} == set(written) - helpers
+    assert all(one["shared"] <= 227 * 1024 for one in made)

@@ -1,0 +1,91 @@
+"""Compiles every kernel for an H100 or H200 at the released shape, which needs no GPU. Prints name and shared memory.
+
+Run by `test_gpu_kernels.py` in a process of its own: where kernels are interpreted they cannot be compiled.
+"""
+
+import json
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from redraft.kernels.gpu import attention, canvas, experts, fp8, heads, mlp, norm, routing, vocabulary
+
+HALF, FULL, EIGHT, WHOLE, LONG, DOUBLE, FLAG = "*bf16", "*fp32", "*fp8e4nv", "*i32", "*i64", "*fp64", "*i1"
+KINDS = {  # of arguments that are not bf16 tensors, by name
+    **dict.fromkeys(("order", "ends", "experts", "experts_out", "args", "sizes", "lengths"), WHOLE),
+    **dict.fromkeys(("blocks", "steps", "unchanged", "limits", "stabilities"), WHOLE),
+    **dict.fromkeys(("positions", "keys_at", "values_at", "seeds", "noise", "best", "sampled", "ids_out", "best_out"), LONG),
+    **dict.fromkeys(("sampled_out",), LONG),
+    **dict.fromkeys(("weights_out", "shares", "scale_out", "frequencies", "temperatures", "temperature", "figures"), FULL),
+    **dict.fromkeys(
+        ("sums", "tops", "masses", "top_out", "mass_out", "entropy", "entropy_out", "bounds", "confidences"), FULL
+    ),
+    **dict.fromkeys(("accepted_out", "settled"), FLAG),
+    "uniform": DOUBLE,
+    "eight": EIGHT,
+    "cap": "fp32",
+    "SHRINK": "fp32",
+}
+
+
+def compiled(kernel, fixed: dict, warps: int = 4, stages: int = 3, **kinds: str):
+    """The kernel with these constants. Numbers are named in capitals, or by row and token; all are multiples of 16."""
+    signature, constants, known = {}, {}, {}
+    for at, name in enumerate(kernel.arg_names):
+        if name in fixed:
+            signature[name], constants[(at,)] = "constexpr", fixed[name]
+            continue
+        number = name.isupper() or name.endswith(("_row", "_token"))
+        signature[name] = kinds.get(name) or KINDS.get(name) or ("i32" if number else HALF)
+        if signature[name] != "fp32":
+            known[(at,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, known)
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def expert_kernels():
+    for eight in (False, True):
+        kinds = {"weight": EIGHT, "scale": FULL} if eight else {}
+        for pairs in (2048, 8192, 16384):
+            wide, narrow = (experts.fitting(tiles[eight], pairs, 128) for tiles in (experts.WIDE, experts.NARROW))
+            for kernel, tile, first in ((experts._gate_up, wide, "x"), (experts._down, narrow, "h")):
+                fixed = {"K": 8, "EIGHT": eight, "BT": tile.tokens, "BF": tile.features, "BK": tile.inner}
+                own = {first: EIGHT, f"{first}_scale": FULL} if eight else {}
+                yield compiled(kernel, fixed, tile.warps, tile.stages, **kinds, **own)
+
+
+def attention_kernels():
+    for size, rows, keys, window in ((256, 128, 64, 1024), (512, 64, 32, 0)):
+        for causal in (False, True):
+            for whole in (False, True):
+                fixed = {"WINDOW": window, "CAUSAL": causal, "WHOLE": whole, "K": size, "WIDE": size, "BM": rows, "BN": keys}
+                part = HALF if whole else FULL
+                yield compiled(attention._attend, fixed, 8, 2, part=part, mass=part)
+        yield compiled(attention._join, {"J": 4, "WIDE": size}, part=FULL, mass=FULL)
+        yield compiled(attention._keep, {"WIDE": size}, 1)
+
+
+def other_kernels():
+    eps = {"EPS": 1e-6, "WIDE": 4096}
+    yield compiled(routing._route, {"K": 8, "WIDE": 128, "FEW": 8}, 1)
+    yield compiled(routing._deal, {"AT_ONCE": 2048})
+    yield compiled(fp8._pack, {"WIDE": 4096, "LARGEST": 448.0, "LEAST": 1e-12})
+    yield compiled(heads._to_heads, {"OWN_VALUES": True, "EPS": 1e-6, "HALF": 128}, 1)
+    yield compiled(heads._to_heads, {"OWN_VALUES": False, "EPS": 1e-6, "HALF": 256}, 2)
+    yield compiled(norm._norm_rows, {"WEIGHTED": True, **eps}, 8)
+    yield compiled(norm._after_attention, eps, 8)
+    yield compiled(norm._after_experts, {"K": 8, **eps}, 8)
+    yield compiled(mlp._gated, {"WIDE": 1024})
+    chunk = {"CHUNK": 4096, "INSIDE": 32, "BLOCK": 128}
+    yield compiled(vocabulary._read, chunk)
+    yield compiled(vocabulary._pick, {"WIDE": 64, "INSIDE": 32, "BLOCK": 128})
+    yield compiled(vocabulary._believe, {"CHUNK": 4096})
+    yield compiled(canvas._draw, {"WIDE": 256, "SAMPLE": 1, "NOISE": 2})
+    yield compiled(canvas._settle, {"WIDE": 256}, 8)
+
+
+if __name__ == "__main__":
+    for kernel in (*expert_kernels(), *attention_kernels(), *other_kernels()):
+        print(json.dumps({"name": kernel.metadata.name, "shared": kernel.metadata.shared}))
