@@ -23,9 +23,11 @@ import torch
 from redraft import regex
 from redraft.regex import PatternError
 
-MOST_STEPS = 500_000
+MOST_STEPS = 100_000
+MOST_WORK = 400_000_000  # states times tokens: some seconds
 AT_ONCE = 2**24  # states times tokens looked at together
 FAR = 1 << 30
+FAINTEST, IMPOSSIBLE = -300.0, -1e7  # nats below the best token: as faint as anything counts; forbidden
 
 
 # 1. From a table over bytes to an automaton over tokens
@@ -36,6 +38,7 @@ class Automaton:
     """States and the classes of tokens that lead from one to the next. The last state is behind the stop token."""
 
     pattern: str
+    stops: tuple[int, ...]
     start: int
     classes_V: np.ndarray  # the class of every token; 0 holds those that fit nowhere, the last the stop tokens
     from_R: np.ndarray
@@ -78,6 +81,12 @@ class Automaton:
         order_R = np.argsort(self.to_R, kind="stable")
         return order_R, *np.unique(self.to_R[order_R], return_index=True)
 
+    @cached_property
+    def by_kind(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Pairs in the order of the classes that make their steps; the classes that make any, and where theirs begin."""
+        order_E = np.argsort(self.class_E, kind="stable")
+        return self.of_E[order_E], *np.unique(self.class_E[order_E], return_index=True)
+
     def before(self, ends_Q: np.ndarray, count: int, pins: Mapping[int, int]) -> np.ndarray:
         """From which states so many positions can end in one of these, with these tokens at some of them."""
         for at in range(count - 1, -1, -1):
@@ -118,13 +127,18 @@ class Words:
     def automaton(self, pattern: str) -> Automaton:
         """The automaton of a regex over these tokens."""
         next_Q256, ends_Q, begin = regex.table(pattern)
+        if (work := len(next_Q256) * len(self.tokens_N)) > MOST_WORK:
+            raise PatternError(
+                f"the pattern has {len(next_Q256):,} states and the vocabulary {len(self.tokens_N):,} tokens: "
+                f"{work:,} steps to look at, at most {MOST_WORK:,} can be"
+            )
         classes_V, table = self._classes(next_Q256, ends_Q)
         if len(table) > MOST_STEPS:
             raise PatternError(f"the pattern has {len(table):,} steps, at most {MOST_STEPS:,} can be held: make it simpler")
         pairs_R2, of_E = np.unique(table[:, :2], axis=0, return_inverse=True)
         order_E = np.argsort(of_E.ravel(), kind="stable")
         pairs = pairs_R2[:, 0], pairs_R2[:, 1], of_E.ravel()[order_E], table[order_E, 2]
-        found = Automaton(pattern, begin, classes_V, *pairs, np.append(ends_Q, True))
+        found = Automaton(pattern, self.stops, begin, classes_V, *pairs, np.append(ends_Q, True))
         if found.distance_Q[begin] >= FAR:
             raise PatternError(f"no text of this vocabulary matches {pattern!r}")
         return found
@@ -187,7 +201,10 @@ class OnCanvas:
         """
         one = self.automaton
         logits_CV, held_K = self._sorted(logits_CV)
-        probs_CV = torch.from_numpy(logits_CV - logits_CV.max(axis=1, keepdims=True)).double().exp_().numpy()
+        below_CV = torch.from_numpy(logits_CV - logits_CV.max(axis=1, keepdims=True)).double()
+        never_CV = below_CV < IMPOSSIBLE
+        # However cold, what is not forbidden keeps a chance: it may be all that matches.
+        probs_CV = below_CV.clamp_(min=FAINTEST).exp_().masked_fill_(never_CV, 0.0).numpy()
         kinds, begins = len(held_K), one.by_class[1][held_K]
         sums_CK, best_CK = np.zeros((len(logits_CV), kinds)), np.full((len(logits_CV), kinds), -np.inf)
         sums_CK[:, held_K] = np.add.reduceat(probs_CV, begins, axis=1)
@@ -197,10 +214,9 @@ class OnCanvas:
         if not live[0][self.state]:
             raise PatternError(f"no text of this length can match {one.pattern!r} here")
         through_CR = self._through(steps_CR, live)
-        by_class_E = np.argsort(one.class_E, kind="stable")
-        used, first = np.unique(one.class_E[by_class_E], return_index=True)
+        pairs_E, used, first = one.by_kind
         weights_CK = np.zeros_like(sums_CK)
-        weights_CK[:, used] = np.add.reduceat(through_CR[:, one.of_E[by_class_E]], first, axis=1)
+        weights_CK[:, used] = np.add.reduceat(through_CR[:, pairs_E], first, axis=1)
         with np.errstate(divide="ignore"):
             return np.log(weights_CK), self._likeliest(logits_CV, best_CK, live)
 

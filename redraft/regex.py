@@ -19,6 +19,7 @@ import numpy as np
 MOST_PARTS, MOST_STATES = 20_000, 5_000
 MOST_WORK = 3_000_000  # parts looked at while their sets are found: a second or two
 FEW = 512  # states among which those that do alike are looked for
+TYPES = int(re.ASCII | re.UNICODE | re.LOCALE)
 LAST = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]  # of code points or of bytes, both ends included, in order
 Edge = tuple[int, int, int]  # first byte, last byte, part
@@ -34,14 +35,18 @@ def table(pattern: str) -> tuple[np.ndarray, np.ndarray, int]:
 
     State 0 is the one that nothing leads out of.
     """
+    if not isinstance(pattern, str):
+        raise PatternError(f"a pattern is a text, got {pattern!r}")
+    parts = _Parts(pattern)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what may mean something else some day
             tree = parser.parse(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise PatternError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
-    parts = _Parts(pattern)
-    begin, end = parts.of(tree, tree.state.flags, (True, True))
+        begin, end = parts.of(tree, tree.state.flags, (True, True))
+    except (re.error, OverflowError) as error:
+        raise PatternError(f"the pattern {_short(pattern)} is not a regular expression: {error}") from None
+    except RecursionError:
+        raise PatternError(f"the pattern {_short(pattern)} is nested too deeply") from None
     return fewest(*_sets(parts, begin, end))
 
 
@@ -77,6 +82,8 @@ class _Parts:
     def _item(self, kind: Any, value: Any, flags: int, edges: tuple[bool, bool]) -> tuple[int, int]:
         if kind is op.SUBPATTERN:
             _, more, less, items = value
+            if more & TYPES:  # one kind of characters takes the other's place
+                flags &= ~TYPES
             return self.of(items, (flags | more) & ~less, edges)
         if kind is op.BRANCH:
             begin, end = self.new(), self.new()
@@ -144,6 +151,8 @@ def characters(kind: Any, value: Any, flags: int) -> Ranges:
         return joined([(0, LAST)]) if flags & re.DOTALL else minus([(10, 10)])
     if kind is op.LITERAL:
         return joined((c, c) for c in _cases(value, flags))
+    if flags & re.IGNORECASE and (kind is op.NOT_LITERAL or (kind is op.IN and value[0][0] is op.NEGATE)):
+        raise PatternError("a class of all but some characters cannot be held without regard to case: write both cases")
     if kind is op.NOT_LITERAL:
         return minus((c, c) for c in _cases(value, flags))
     ranges: list[tuple[int, int]] = []
@@ -152,8 +161,8 @@ def characters(kind: Any, value: Any, flags: int) -> Ranges:
             ranges += [(c, c) for c in _cases(detail, flags)]
         elif what is op.RANGE:
             ranges += [detail]
-            if flags & re.IGNORECASE:
-                ranges += [(c, c) for one in range(detail[0], min(detail[1], 0x2FFF) + 1) for c in _cases(one, flags)]
+            if flags & re.IGNORECASE and detail[1] - detail[0] < 0x1000:  # of a larger one, what it says itself
+                ranges += [(c, c) for one in range(detail[0], detail[1] + 1) for c in _cases(one, flags)]
         elif what is op.CATEGORY:
             ranges += category(detail, bool(flags & re.ASCII))
     return minus(ranges) if value[0][0] is op.NEGATE else joined(ranges)

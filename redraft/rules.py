@@ -44,10 +44,16 @@ class Rules:
         if len({*self.forbidden, *(stops if self.pins else ())}) >= vocab_size:
             raise ValueError("every token is forbidden")
         if self.pattern is not None:
-            self._check_pattern(vocab_size, answer_length)
+            self._check_pattern(vocab_size, answer_length, stops)
 
-    def _check_pattern(self, vocab_size: int, answer_length: int) -> None:
+    def _check_pattern(self, vocab_size: int, answer_length: int, stops: Sequence[int]) -> None:
         one = self.pattern
+        if set(one.stops) != set(stops):
+            raise ValueError(f"the pattern was made for the stop tokens {list(one.stops)}, the answer has {list(stops)}")
+        if pinned := set(stops).intersection(self.pins.values()):
+            raise ValueError(
+                f"a pattern says itself where the answer ends: the stop token {min(pinned)} cannot be pinned with it"
+            )
         if len(one.classes_V) != vocab_size:
             raise ValueError(f"the pattern was made for a vocabulary of {len(one.classes_V)}, the model has {vocab_size}")
         if self.forbidden:

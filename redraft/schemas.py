@@ -12,6 +12,7 @@ from redraft import regex
 from redraft.regex import PatternError
 
 DIGITS = 15  # of a whole number at the most: all of them are exact as floating-point numbers
+LARGEST = 200_000  # characters of a pattern
 CHARACTER = r'(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt])'
 STRING = f'"{CHARACTER}*"'
 WHOLE = f"-?(?:0|[1-9][0-9]{{0,{DIGITS - 1}}})"
@@ -20,7 +21,7 @@ FORMATS = {
     "date": r"[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])",  # the days that every month has
     "time": r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]Z",
     "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "ipv4": r"(?:(?:25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}(?:25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])",
+    "ipv4": r"(?:(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])\.){3}(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])",
     "email": r"[a-z0-9]+(?:[._-][a-z0-9]+)*@[a-z0-9]+(?:-[a-z0-9]+)*(?:\.[a-z]{2,})+",
 }
 FORMATS["date-time"] = f"{FORMATS['date']}T{FORMATS['time']}"
@@ -44,9 +45,12 @@ def to_regex(schema: Mapping[str, Any] | str) -> str:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PatternError(f"the schema is not JSON: {error}") from None
-    return _Schema(schema).of(schema, "", ())
+    try:
+        return _Schema(schema).of(schema, "", ())
+    except RecursionError:
+        raise PatternError("the schema is nested too deeply") from None
 
 
 class _Schema:
@@ -77,7 +81,10 @@ class _Schema:
         self._only(keys, {"type"}.union(*(OF_TYPE[kind] for kind in kinds)), where)
         makers = {"string": self._string, "integer": self._integer, "array": self._array, "object": self._object}
         fixed = {"number": NUMBER, "boolean": "(?:true|false)", "null": "null"}
-        return _either([fixed[kind] if kind in fixed else makers[kind](schema, at, seen) for kind in kinds])
+        found = _either([fixed[kind] if kind in fixed else makers[kind](schema, at, seen) for kind in kinds])
+        if len(found) > LARGEST:
+            raise PatternError(f"{where} makes a pattern of {len(found):,} characters, at most {LARGEST:,} can be held")
+        return found
 
     @property
     def _whole_keywords(self) -> dict[str, Callable[..., str]]:
@@ -172,8 +179,12 @@ class _Schema:
         more = schema.get("additionalProperties", True)
         if missing := [name for name in required if name not in properties]:
             raise PatternError(f"{at or 'the schema'} requires {missing[0]!r}, which is not among its properties")
+        if not isinstance(more, bool) and (properties or not isinstance(more, Mapping)):
+            raise PatternError(f"{at}/additionalProperties may be true or false beside properties, or a schema without them")
         if not properties:
             if not isinstance(more, Mapping):
+                if "properties" not in schema and more:
+                    raise PatternError(f"{at or 'the schema'} is an object without 'properties': say what it holds")
                 return r"\{\}"
             entry = f"{STRING}: {self.of(more, f'{at}/additionalProperties', seen)}"
             return rf"\{{(?:{entry}(?:, {entry})*)?\}}"
@@ -232,7 +243,8 @@ def _inside_a_string(pattern: Any, at: str) -> str:
     """A pattern for the text of a string, which must need no escapes, since JSON would write them differently."""
     if not isinstance(pattern, str):
         raise PatternError(f"{at}/pattern must be a text, got {pattern!r}")
-    if not (pattern.startswith("^") and pattern.endswith("$")):
+    escaped = len(pattern) - 1 - len(pattern[:-1].rstrip("\\"))  # backslashes before the last character
+    if not (pattern.startswith("^") and pattern.endswith("$")) or escaped % 2:
         raise PatternError(f"{at}/pattern is {pattern!r}; only patterns of the whole text, ^...$, are supported")
     next_Q256, _, _ = regex.table(pattern)
     if next_Q256[1:, [*range(32), 34, 92, 127]].any():

@@ -19,7 +19,7 @@ from redraft import checkpoint, random, schemas, solving
 from redraft.answers import Parsed, ToolCall, parse
 from redraft.config import SamplerConfig
 from redraft.engine import Engine, Request
-from redraft.generate import Committed, Draft, Event, Finished, Stats, generate, prefill
+from redraft.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
 from redraft.model import DiffusionGemma
 from redraft.patterns import Words
 from redraft.quant import FP8, apply_fp8
@@ -96,6 +96,8 @@ def _device(asked: torch.device | str | None) -> torch.device:
         raise ValueError(f"redraft runs on cpu and cuda, not on {str(device)!r}")
     if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
         raise ValueError(f"there is no {str(device)!r} here: {torch.cuda.device_count()} GPUs found; try cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels, streams and graphs go where the model is
     return device
 
 
@@ -188,7 +190,8 @@ class Writer:
         A string is continued, messages are answered. The probabilities add up to one.
         """
         ids = self.tokenizer.prompt(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)
-        cfg, model = self.sampler, self.model
+        cfg, model = self.sampler.changed(max_new_tokens=self.sampler.canvas_length), self.model
+        check(model.config, [ids], cfg, [seed], [Rules()], None)
         cache = model.new_cache(1, len(ids), rewind=0)
         prefill(model, [ids], cache)
         noise_1C = random.draws([seed], 0, model.device).noise(0, cfg.canvas_length, model.config.vocab_size)

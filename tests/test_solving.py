@@ -139,7 +139,7 @@ def test_a_turned_puzzle_comes_back_as_it_was_given():
 
 
 def test_only_the_model_sees_a_board_turned():
-    """A model that says the same of a cell whatever it is shown: what becomes of its canvas does not depend on the view."""
+    """What is shown and what comes back undo one another, for ids, logits and boards."""
     view = View.drawn(torch.rand(3, generator.CHANCE, generator=chance(2)))
     logits = torch.randn(3, CELLS, tokens.SIZE, generator=chance(3))
     assert torch.equal(view.back(view.logits(logits)), logits)
@@ -154,6 +154,22 @@ def test_only_the_model_sees_a_board_turned():
     some = straight.where(torch.tensor([True, False, True]), view)
     assert torch.equal(some.ids(ids)[1], view.ids(ids)[1])
     assert torch.equal(some.ids(ids)[::2], ids[::2])
+
+
+def test_a_model_that_does_not_care_makes_the_same_of_every_view(monkeypatch):
+    """It repeats what it is shown, so that only the views could make a difference: boards are equal without them."""
+
+    def repeat(ids_NC, soft_NCD, cache):
+        return 9.0 * torch.nn.functional.one_hot(ids_NC, tokens.SIZE).float()
+
+    monkeypatch.setattr(MODEL, "denoise", repeat)
+    cfg = CFG.changed(confidence_threshold=1e-9, max_steps=5)
+    found = []
+    for turn in (0, 2):
+        events = solving.run(MODEL, PUZZLES, [Try(5, 0), Try(4, 0)], cfg, 3, {4, 5}, turn=turn)
+        found.append([event.boards_NC for event in events if isinstance(event, Pass)])
+    assert len(found[0]) == 5
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_the_board_is_shown_another_way_every_few_passes(monkeypatch):

@@ -46,8 +46,8 @@ class Engine:
         if device.type != "cuda":
             return free_bytes(device) // 2
         taken = self.runner.warm_up(self.config.places)
-        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(0.9 * (free_bytes(device) + spare - taken))
+        torch.cuda.empty_cache()  # what is not free then belongs to the graphs
+        return int(0.9 * (free_bytes(device) - taken))
 
     def add(
         self,
@@ -125,6 +125,9 @@ class Engine:
             self.runner.redraft(ready)
         found = []
         for request in ready:
+            if request.over:
+                self._leave(request, keep=False)
+                continue
             events = list(self._settle(request))
             found += [(request, event) for event in events]
             if request.inbox is not None:

@@ -27,13 +27,19 @@ from redraft.model import DiffusionGemma
 from redraft.sampler import Canvas
 
 SHORT = 512  # the shortest context a graph is made for; longer ones are powers of two
-STEPS = 64  # that temperatures are kept for, at least
+STEPS = 64  # that temperatures are kept for
+LONG = 256  # tokens of a page that one program can compare with one another
+MOST_STAGES = 12  # kept with their graphs; the one that was not used for longest goes
 
 
 def plain(request: Request) -> bool:
-    """Whether its sampler is the released one, which the kernels know: an entropy bound, and no rules on this page."""
+    """Whether its sampler is the released one, which the kernels know: an entropy bound, and no rules on this page.
+
+    And a page that is not too long for them, nor its steps too many to be worth graphs of their own.
+    """
     cfg = request.cfg
-    return request.fixed is None and not (cfg.quota or cfg.accept_at_end or cfg.spread or cfg.stops_last)
+    special = cfg.quota or cfg.accept_at_end or cfg.spread or cfg.stops_last
+    return request.fixed is None and not special and cfg.canvas_length <= LONG and cfg.max_steps <= STEPS
 
 
 class Fast(Runner):
@@ -55,7 +61,7 @@ class Fast(Runner):
         """
         model, on_gpu = self.model, self.model.device.type == "cuda"
         count = 1 << (places - 1).bit_length()
-        self._stage_of(count, model.config.canvas_length, SHORT, STEPS).step()
+        self._stage_of(count, model.config.canvas_length, SHORT).step()
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -137,21 +143,22 @@ class Fast(Runner):
         length = requests[0].cfg.canvas_length
         count = 1 << (len(requests) - 1).bit_length()
         longest = max(SHORT, 1 << (max(len(request.context) for request in requests) - 1).bit_length())
-        steps = max(STEPS, 1 << (max(request.cfg.max_steps for request in requests) - 1).bit_length())
-        return self._stage_of(count, length, longest, steps)
+        return self._stage_of(count, length, longest)
 
     def _stage_of(self, *key: int) -> "Stage":
-        if key not in self.stages:
-            self.stages[key] = Stage(self.fused, *key, self.pool)
-        return self.stages[key]
+        stage = self.stages.pop(key, None) or Stage(self.fused, *key, self.pool)
+        self.stages[key] = stage  # the latest last
+        if len(self.stages) > MOST_STAGES:
+            del self.stages[next(iter(self.stages))]
+        return stage
 
 
 class Stage:
     """Some canvases in work, and the graphs that move them."""
 
-    def __init__(self, fused: Fused, count: int, length: int, longest: int, steps: int, pool: object) -> None:
+    def __init__(self, fused: Fused, count: int, length: int, longest: int, pool: object) -> None:
         self.fused, self.longest, model = fused, longest, fused.model
-        self.rows = Rows.empty(count, length, steps, model.device)
+        self.rows = Rows.empty(count, length, STEPS, model.device)
         self.table = Table.empty(model, count)
         self.soft_BCD = torch.zeros(count, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.pages: dict[int, tuple[Tensor, Table]] = {}  # by how many are read with a step
@@ -249,6 +256,6 @@ def recorded(body: Callable[[], None], device: torch.device, pool: object) -> Ca
         body()  # kernels are built, libraries find their memory
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may use the GPU meanwhile
         body()
     return graph.replay

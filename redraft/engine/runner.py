@@ -13,6 +13,7 @@ from torch import Tensor
 from redraft.engine.joined import Joined
 from redraft.engine.request import Request
 from redraft.model import DiffusionGemma
+from redraft.regex import PatternError
 
 
 class Runner:
@@ -45,7 +46,11 @@ class Runner:
     def redraft(self, requests: Sequence[Request]) -> None:
         """One step of each request's page."""
         for request, logits_1CV in self.denoise(requests).items():
-            shaped_1CV = request.settle(logits_1CV)
+            try:
+                shaped_1CV = request.settle(logits_1CV)
+            except PatternError as error:  # this request's own fault, and nobody else's
+                request.over, request.error = True, error
+                continue
             request.soft_1CD = None if request.done else self.model.soft_embed(shaped_1CV)
 
     def denoise(self, requests: Sequence[Request]) -> dict[Request, Tensor]:

@@ -5,6 +5,7 @@ import os
 
 import torch
 
+SHARED = 200 * 1024  # bytes: attention's tiles
 VARIABLE = "REDRAFT_KERNELS"  # "reference" forces PyTorch's
 
 OPERATIONS = {  # and what runs them where our own kernels do
@@ -32,4 +33,7 @@ def chosen(device: torch.device | str) -> tuple[bool, str]:
         return True, f"{VARIABLE}=triton"
     if torch.device(device).type != "cuda":
         return False, "no GPU"
-    return True, torch.cuda.get_device_name(device)
+    name, room = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if room < SHARED:
+        return False, f"{name} has {room // 1024} KiB of shared memory a block, the kernels need {SHARED // 1024}"
+    return True, name

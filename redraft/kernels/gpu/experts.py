@@ -30,7 +30,7 @@ class Tiles:
     warps: int
 
 
-# Measured on an H200 (../shared/spec says so for 32 tokens; benchmarks/bench_kernels.py tries them again).
+# For an H200; benchmarks/bench_kernels.py --tiles tries others.
 WIDE = {False: Tiles(32, 64, 128, 3, 4), True: Tiles(32, 128, 128, 3, 8)}  # gate and up; by whether weights have 8 bits
 NARROW = {False: Tiles(32, 64, 64, 5, 4), True: Tiles(32, 64, 64, 5, 8)}  # down
 
