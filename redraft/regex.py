@@ -22,7 +22,6 @@ FEW = 512  # states among which those that do alike are looked for
 TYPES = int(re.ASCII | re.UNICODE | re.LOCALE)
 LAST = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]  # of code points or of bytes, both ends included, in order
-Edge = tuple[int, int, int]  # first byte, last byte, part
 
 
 class PatternError(ValueError):

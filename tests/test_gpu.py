@@ -158,7 +158,7 @@ def test_the_vocabulary_kernel_finds_the_same_tokens(dtype):
         assert (soft - other).abs().max() <= (2e-2 if dtype == torch.bfloat16 else 1e-3) * other.abs().max()
 
 
-def test_the_fast_engine_gives_the_tokens_of_generate(monkeypatch):
+def test_the_fast_engine_gives_the_tokens_of_generate():
     """Through CUDA graphs, in float32: requests of different lengths at once, pages committed, graphs used again."""
     from redraft.config import SamplerConfig
     from redraft.engine.engine import Engine

@@ -4,6 +4,7 @@ Activations are rounded on the way in, so the product is between 8-bit numbers, 
 memory hands out twice as fast. Shapes: N tokens, D in, O out.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -37,9 +38,15 @@ def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     return (packed.weight.float() * packed.scale).to(dtype)
 
 
+@cache
+def _kernels(device: torch.device) -> bool:
+    """Asked for every product, found once."""
+    return chosen(device)[0]
+
+
 def _rows(x_ND: Tensor) -> Packed:
     """Activations, packed in one pass where a kernel can."""
-    if not x_ND.is_cuda or not chosen(x_ND.device)[0]:
+    if not x_ND.is_cuda or not _kernels(x_ND.device):
         return pack(x_ND)
     from redraft.kernels.gpu.fp8 import pack_rows  # Triton takes long to import
 
