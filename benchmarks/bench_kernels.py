@@ -115,7 +115,7 @@ def other_cases(tokens: int) -> list[Case]:
     found.append(
         Case(
             "after experts",
-            lambda: norm.after_experts(x, y, answers, (w, w, w), one, w, 1e-6),
+            lambda: norm.after_experts(x, y, answers, (w, w, w), (one, one), 0, w, 1e-6),
             None,
             (4 + C.top_k_experts) * row,
         )

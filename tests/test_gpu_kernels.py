@@ -60,7 +60,7 @@ def test_experts(packed, case, monkeypatch):
             monkeypatch.setattr(experts, "pack_rows", reference8.pack)
     mine = experts.gated_experts(x, chose.int(), weights, up, down).sum(dim=1)
     theirs = gated_experts(x, chose, weights, up, down)
-    assert (mine - theirs).abs().max() <= (2e-2 if packed and GPU else 1e-5) * theirs.abs().max()
+    assert (mine - theirs).abs().max() <= (4e-2 if packed and GPU else 1e-5) * theirs.abs().max()
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter rounds to 8 bits in its own way")

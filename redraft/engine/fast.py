@@ -26,7 +26,7 @@ from redraft.kernels.gpu.vocabulary import believe_, read_vocabulary
 from redraft.model import DiffusionGemma
 from redraft.sampler import Canvas
 
-SHORT = 512  # the shortest context a graph is made for; longer ones are powers of two
+SHORT = 2048  # the shortest context a graph is made for; each longer one is eight times that
 STEPS = 64  # that temperatures are kept for
 LONG = 256  # tokens of a page that one program can compare with one another
 MOST_STAGES = 12  # kept with their graphs; the one that was not used for longest goes
@@ -142,7 +142,9 @@ class Fast(Runner):
         """Buffers and graphs for so many canvases of this length behind contexts of about this length."""
         length = requests[0].cfg.canvas_length
         count = 1 << (len(requests) - 1).bit_length()
-        longest = max(SHORT, 1 << (max(len(request.context) for request in requests) - 1).bit_length())
+        longest, context = SHORT, max(len(request.context) for request in requests)
+        while longest < context:
+            longest *= 8
         return self._stage_of(count, length, longest)
 
     def _stage_of(self, *key: int) -> "Stage":
