@@ -57,8 +57,8 @@ def expert_cases(tokens: int) -> list[Case]:
     """The experts of one layer, and what sorts tokens for them."""
     chosen, number, size, inner = C.top_k_experts, C.num_experts, C.hidden_size, C.moe_intermediate_size
     x, up, down = rand(tokens, size), rand(number, 2 * inner, size), rand(number, size, inner)
-    scores, ones = torch.randn(tokens, number, device=DEVICE), torch.ones(number, device=DEVICE)
-    who, weights = routing.route(scores, ones, chosen)
+    router, ones = rand(number, size), torch.ones(number, device=DEVICE)
+    who, weights = routing.route(x, router, ones, chosen)
     asked, slow = (x, who, weights), (x, who.long(), weights, up, down)
     eight = [Packed(*map(torch.stack, zip(*map(pack, stack), strict=True))) for stack in (up, down)]
     weighed = up.numel() + down.numel()
@@ -68,7 +68,7 @@ def expert_cases(tokens: int) -> list[Case]:
             "experts bf16", lambda: experts.gated_experts(*asked, up, down), lambda: gated_experts(*slow), 2 * weighed, flops
         ),
         Case("experts fp8", lambda: experts.gated_experts(*asked, *eight), None, weighed, flops, True),
-        Case("route", lambda: routing.route(scores, ones, chosen), None, 4 * tokens * number),
+        Case("route", lambda: routing.route(x, router, ones, chosen), None, 2 * (tokens + number) * size),
         Case("deal", lambda: routing.deal(who, number), lambda: who.flatten().sort(stable=True), 8 * tokens * chosen),
     ]
 
@@ -171,7 +171,7 @@ def try_tiles(tokens: int, console: Console) -> None:
         fitting, found = experts.fitting, []
         for tile in itertools.product((16, 32, 64), (64, 128), (64, 128, 256), (2, 3, 4, 5), (4, 8)):
             one = experts.Tiles(*tile)
-            experts.fitting = lambda tiles, pairs, number, one=one: one
+            experts.fitting = lambda each, pairs, number, one=one: (one, one)
             try:
                 found.append((1e3 * triton.testing.do_bench(case.ours, warmup=5, rep=20), tile))
             except Exception:  # too much shared memory

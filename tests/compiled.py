@@ -49,7 +49,7 @@ def expert_kernels():
     for eight in (False, True):
         kinds = {"weight": EIGHT, "scale": FULL} if eight else {}
         for pairs in (2048, 8192, 16384):
-            wide, narrow = (experts.fitting(tiles[eight], pairs, 128) for tiles in (experts.WIDE, experts.NARROW))
+            wide, narrow = experts.fitting(1 if eight else 2, pairs, 128)
             for kernel, tile, first in ((experts._gate_up, wide, "x"), (experts._down, narrow, "h")):
                 fixed = {"K": 8, "EIGHT": eight, "BT": tile.tokens, "BF": tile.features, "BK": tile.inner}
                 own = {first: EIGHT, f"{first}_scale": FULL} if eight else {}
@@ -57,23 +57,28 @@ def expert_kernels():
 
 
 def attention_kernels():
-    for size, rows, keys, window in ((256, 128, 64, 1024), (512, 64, 32, 0)):
+    all_full = dict.fromkeys(("q", "k", "v", "base", "out", "part", "mass"), FULL)  # the most memory that float32 takes
+    for (large, _), tiles in attention.TILES.items():
+        size, window = (512, 0) if large else (256, 1024)
+        shape = {"WINDOW": window, "K": size, "WIDE": size, "BM": tiles.rows, "BN": tiles.keys}
         for causal in (False, True):
-            for whole in (False, True):
-                fixed = {"WINDOW": window, "CAUSAL": causal, "WHOLE": whole, "K": size, "WIDE": size, "BM": rows, "BN": keys}
-                part = HALF if whole else FULL
-                yield compiled(attention._attend, fixed, 8, 2, part=part, mass=part)
-        yield compiled(attention._join, {"J": 4, "WIDE": size}, part=FULL, mass=FULL)
+            for whole in {True, tiles.splits == 1}:
+                part, own = HALF if whole else FULL, {"CAUSAL": causal, "WHOLE": whole}
+                yield compiled(attention._attend, shape | own, tiles.warps, tiles.stages, part=part, mass=part)
+    yield compiled(attention._attend, {"WINDOW": 0, "K": 512, "WIDE": 512, "BM": 32, "BN": 16, **own}, stages=2, **all_full)
+    for size in (256, 512):
+        yield compiled(attention._join, {"J": 4, "WIDE": size, "ROWS": 4}, part=FULL, mass=FULL)
         yield compiled(attention._keep, {"WIDE": size}, 1)
 
 
 def other_kernels():
     eps = {"EPS": 1e-6, "WIDE": 4096}
-    yield compiled(routing._route, {"K": 8, "WIDE": 128, "FEW": 8}, 1)
+    yield compiled(routing._score, {"WIDE": 128, "BT": 16, "SLICE": 256, "BK": 128}, scores=FULL)
+    yield compiled(routing._route, {"K": 8, "WIDE": 128, "FEW": 8}, 1, scores=FULL)
     yield compiled(routing._deal, {"AT_ONCE": 2048})
     yield compiled(fp8._pack, {"WIDE": 4096, "LARGEST": 448.0, "LEAST": 1e-12})
-    yield compiled(heads._to_heads, {"OWN_VALUES": True, "EPS": 1e-6, "HALF": 128}, 1)
-    yield compiled(heads._to_heads, {"OWN_VALUES": False, "EPS": 1e-6, "HALF": 256}, 2)
+    yield compiled(heads._to_heads, {"OWN_VALUES": True, "EPS": 1e-6, "HALF": 128, "AT_ONCE": 8})
+    yield compiled(heads._to_heads, {"OWN_VALUES": False, "EPS": 1e-6, "HALF": 256, "AT_ONCE": 8})
     yield compiled(norm._norm_rows, {"WEIGHTED": True, **eps}, 8)
     yield compiled(norm._after_attention, eps, 8)
     yield compiled(norm._after_experts, {"K": 8, **eps}, 8)

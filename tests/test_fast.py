@@ -10,7 +10,7 @@ from interpreted import DEVICE
 from redraft.config import FULL, SLIDING, EngineConfig, SamplerConfig
 from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fast import Fast
-from redraft.engine.fused import Fused, Table, splits
+from redraft.engine.fused import Fused, Table
 from redraft.engine.joined import Joined
 from redraft.engine.runner import Runner
 from redraft.generate import Committed, generate
@@ -134,10 +134,6 @@ def test_warming_up_makes_the_largest_stage(engine):
     assert engine.runner.warm_up(3) == 0  # bytes of a GPU
     ((count, length, *_),) = engine.runner.stages
     assert (count, length) == (4, 8)
-
-
-def test_keys_are_split_where_programs_are_few():
-    assert [splits(32, 1279), splits(64, 300), splits(300, 10_000), splits(32, 100), splits(1, 100_000)] == [8, 2, 1, 1, 256]
 
 
 def test_which_runner_and_why(model, monkeypatch):

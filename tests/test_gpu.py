@@ -150,7 +150,7 @@ def test_the_vocabulary_kernel_finds_the_same_tokens(dtype):
         theirs = reference.read_vocabulary(shaped[:, None], uniform[:, None])
         mine = vocabulary.read_vocabulary(raw, 30.0, heat, uniform)
         assert torch.equal(mine.best_N, theirs.best_BC[:, 0])
-        # A draw that falls on the border of two tokens may find either: sums of 262,144 numbers are not alike to the last bit.
+        # A draw on the border of two tokens may find either: sums of 262,144 numbers are not alike to the last bit.
         upto = shaped.double().softmax(dim=-1).cumsum(dim=-1)
         gaps = (torch.searchsorted(upto, uniform[:, None], right=True) + torch.tensor([-1, 0], device="cuda")).clamp(0)
         clear = (upto.gather(1, gaps) - uniform[:, None]).abs().amin(dim=1) > 1e-6

@@ -32,9 +32,9 @@ def near(mine: torch.Tensor, theirs: torch.Tensor, atol: float = 1e-5) -> bool:
 
 @pytest.mark.parametrize(("tokens", "number", "chosen"), [(13, 10, 3), (1, 4, 1), (70, 5, 5), (3, 40, 2)])
 def test_routing_chooses_and_sorts(tokens, number, chosen):
-    scores, scale = draw(tokens, number), draw(number, seed=1).abs()
-    chose, weights = routing.route(scores, scale, chosen)
-    best, who = scores.softmax(dim=-1).topk(chosen)
+    x, weight, scale = draw(tokens, 300), draw(number, 300, seed=2) * 0.05, draw(number, seed=1).abs()
+    chose, weights = routing.route(x, weight, scale, chosen)
+    best, who = F.linear(x, weight).softmax(dim=-1).topk(chosen)
     assert torch.equal(chose.long(), who)
     assert near(weights, best / best.sum(dim=-1, keepdim=True) * scale[who])
     order, ends = routing.deal(chose, number)
@@ -228,3 +228,11 @@ def test_every_kernel_compiles_for_an_h200(tmp_path):
     helpers = {"_gelu", "_weight", "_unit", "_shaped", "_mix", "_take_in"}
     assert {one["name"] for one in made} == set(written) - helpers
     assert all(one["shared"] <= 227 * 1024 for one in made)
+
+
+def test_keys_are_shared_out_where_there_are_enough_and_tokens_are_few():
+    few, many = torch.empty(1, 256, 16, 512), torch.empty(8, 256, 16, 512)
+    most = attention.TILES[True, False].splits
+    assert attention.splits(few, 100) == 1
+    assert attention.splits(few, 100_000) == most > 1
+    assert attention.splits(many, 100_000) == 1

@@ -23,9 +23,6 @@ from redraft.kernels.gpu import attention, heads, mlp, norm, routing
 from redraft.kernels.gpu.experts import gated_experts
 from redraft.model import DiffusionGemma, Layer
 
-KEYS = 128  # that one program of attention reads, at least
-PROGRAMS = 256  # of attention that keep a GPU busy
-
 
 @dataclass(frozen=True)
 class Table:
@@ -62,12 +59,6 @@ class Table:
     def past(self, layer: int) -> attention.Past:
         """What one layer's attention is told."""
         return attention.Past(self.nowhere, self.keys_LB[layer], self.values_LB[layer], self.sizes_LB[layer], self.lengths_B)
-
-
-def splits(programs: int, keys: int) -> int:
-    """Among how many programs the keys are shared out, a power of two: enough to be busy, none with too little to do."""
-    wanted = max(1, min(PROGRAMS // programs, keys // KEYS))
-    return 1 << (wanted.bit_length() - 1)
 
 
 class Fused:
@@ -153,7 +144,7 @@ class Fused:
         for one, *parts in zip(groups, *(part.split(counts) for part in found), strict=True):
             q, k, v = (part.unflatten(0, one.x_BSD.shape[:2]) for part in parts)
             keys = (min(longest, window - 1) if window else longest) + q.shape[1]
-            past, share = one.table.past(index), splits(attention.programs(q, k), keys)
+            past, share = one.table.past(index), attention.splits(q, keys)
             seen = attention.attend(q, k, v, past, window=window, causal=one.causal, splits=share)
             answers.append(seen.flatten(0, 1))
             if one.causal:
@@ -162,8 +153,7 @@ class Fused:
 
     def _experts(self, layer: Layer, sparse_ND: Tensor, router_ND: Tensor) -> Tensor:
         router, experts = layer.router, layer.experts
-        scores_NE = F.linear(router_ND, router.proj.weight)
-        chosen_NK, weights_NK = routing.route(scores_NE, router.per_expert_scale, router.top_k)
+        chosen_NK, weights_NK = routing.route(router_ND, router.proj.weight, router.per_expert_scale, router.top_k)
         up, down = experts.gate_up_proj, experts.down_proj
         if hasattr(experts, "gate_up_proj_scale"):
             up, down = Packed(up, experts.gate_up_proj_scale), Packed(down, experts.down_proj_scale)

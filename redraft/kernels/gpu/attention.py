@@ -17,6 +17,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+JOINED = 4  # rows whose parts one program puts together
+KEYS = 128  # that one program reads, at least
+SHORT = 512  # new tokens up to which programs are few
+
+
+class Tiles(NamedTuple):
+    """How the work is cut."""
+
+    rows: int
+    keys: int
+    splits: int  # at most
+    warps: int
+    stages: int
+
+
+# For an H200, by whether heads are larger than 256 and new tokens are many.
+TILES = {
+    (False, False): Tiles(32, 64, 1, 4, 3),
+    (True, False): Tiles(32, 32, 2, 4, 2),
+    (False, True): Tiles(128, 64, 1, 8, 2),
+    (True, True): Tiles(64, 32, 1, 8, 2),
+}
+
 
 class Past(NamedTuple):
     """What the requests have cached in one layer.
@@ -36,8 +59,8 @@ def attend(
 ) -> Tensor:
     """Softmax(q k) v as [B, S, H * K]. The last two axes of q, k and v must be whole; tokens may be apart."""
     b, s, heads, size = q_BSHK.shape
-    groups = k_BSGK.shape[2]
-    rows, keys = _rows(q_BSHK, k_BSGK), 32 if size > 256 else 64
+    groups, tiles = k_BSGK.shape[2], fitting(q_BSHK)
+    rows = max(16, min(tiles.rows, triton.next_power_of_2(s * heads // groups)))
     out_BSHK = torch.empty(b, s, heads, size, dtype=q_BSHK.dtype, device=q_BSHK.device)
     whole = splits == 1
     shape = (0,) if whole else (splits, b * s * heads)
@@ -47,25 +70,28 @@ def attend(
     _attend[grid](
         q_BSHK, k_BSGK, v_BSGK, *past, out_BSHK, part_JRK, mass_JR2,
         q_BSHK.stride(0), q_BSHK.stride(1), k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
-        b, s, heads, groups, window or 0, causal, whole, size, max(16, triton.next_power_of_2(size)), rows, keys,
-        num_warps=8, num_stages=2,
+        b, s, heads, groups, window or 0, causal, whole, size, max(16, triton.next_power_of_2(size)), rows, tiles.keys,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if not whole:
-        _join[(b * s * heads,)](part_JRK, mass_JR2, out_BSHK, b * s * heads, size, splits, triton.next_power_of_2(size))
+        many = b * s * heads
+        _join[(triton.cdiv(many, JOINED),)](
+            part_JRK, mass_JR2, out_BSHK, many, size, splits, triton.next_power_of_2(size), JOINED
+        )
     return out_BSHK.flatten(2)
 
 
-def programs(q_BSHK: Tensor, k_BSGK: Tensor) -> int:
-    """How many programs attend before keys are split."""
-    b, s, heads, _ = q_BSHK.shape
-    groups = k_BSGK.shape[2]
-    return triton.cdiv(s * heads // groups, _rows(q_BSHK, k_BSGK)) * b * groups
+def fitting(q_BSHK: Tensor) -> Tiles:
+    """How these queries are cut up."""
+    b, s, _, size = q_BSHK.shape
+    tiles = TILES[size > 256, b * s > SHORT]
+    return tiles if q_BSHK.element_size() <= 2 else tiles._replace(rows=32, keys=16, stages=2)
 
 
-def _rows(q_BSHK: Tensor, k_BSGK: Tensor) -> int:
-    """Rows of a program's product."""
-    _, s, heads, size = q_BSHK.shape
-    return max(16, min(64 if size > 256 else 128, triton.next_power_of_2(s * heads // k_BSGK.shape[2])))
+def splits(q_BSHK: Tensor, keys: int) -> int:
+    """Among how many programs about so many keys are shared out, a power of two: none with too little to do."""
+    wanted = max(1, min(fitting(q_BSHK).splits, keys // KEYS))
+    return 1 << (wanted.bit_length() - 1)
 
 
 @triton.jit
@@ -100,7 +126,8 @@ def _attend(
     for start in range(begin, tl.minimum(end, seen), BN):
         number = start + tl.arange(0, BN)
         held = (number < seen) & (number < end)
-        slot = ((oldest + number) % size).to(tl.int64)
+        slot = (oldest + start) % size + tl.arange(0, BN)  # a remainder for each of them would take longer than the product
+        slot = tl.where(slot < size, slot, slot - size)
         place, valid = (slot * G + group)[:, None] * K + feature[None, :], held[:, None] & whole[None, :]
         key = tl.load(key_base + place, mask=valid, other=0.0)
         value = tl.load(value_base + place, mask=valid, other=0.0)
@@ -143,19 +170,20 @@ def _take_in(query, key, value, may, top, total, answer):
 
 
 @triton.jit
-def _join(part, mass, out, R, K, J: tl.constexpr, WIDE: tl.constexpr):
-    """The parts of one row: each was computed against its own largest score."""
-    row, feature = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    here = feature < K
-    top = -1e30
+def _join(part, mass, out, R, K, J: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+    """The parts of some rows: each was computed against its own largest score."""
+    row, feature = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    here, valid = row < R, (row < R)[:, None] & (feature < K)[None, :]
+    top = tl.full((ROWS,), -1e30, tl.float32)
     for j in tl.static_range(J):
-        top = tl.maximum(top, tl.load(mass + (j * R + row) * 2))
-    total, answer = 0.0, tl.zeros((WIDE,), tl.float32)
+        top = tl.maximum(top, tl.load(mass + (j * R + row) * 2, mask=here, other=0.0))
+    total, answer = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDE), tl.float32)
     for j in tl.static_range(J):
-        share = tl.exp(tl.load(mass + (j * R + row) * 2) - top)
-        total += share * tl.load(mass + (j * R + row) * 2 + 1)
-        answer += share * tl.load(part + (j * R + row) * K + feature, mask=here, other=0.0)
-    tl.store(out + row * K + feature, (answer / total).to(out.dtype.element_ty), mask=here)
+        share = tl.exp(tl.load(mass + (j * R + row) * 2, mask=here, other=0.0) - top)
+        total += share * tl.load(mass + (j * R + row) * 2 + 1, mask=here, other=1.0)
+        read = tl.load(part + (j * R + row)[:, None] * K + feature[None, :], mask=valid, other=0.0)
+        answer += share[:, None] * read
+    tl.store(out + row[:, None] * K + feature[None, :], (answer / total[:, None]).to(out.dtype.element_ty), mask=valid)
 
 
 def keep(k_BSGK: Tensor, v_BSGK: Tensor, past: Past) -> None:

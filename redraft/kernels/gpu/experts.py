@@ -7,7 +7,7 @@ few tokens on its N side. Gate and up are one product: rows of both in turn, so 
 Shapes: N tokens, K experts chosen per token, M = N * K pairs, E experts, D model size, F expert size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -28,11 +28,17 @@ class Tiles:
     inner: int
     stages: int
     warps: int
+    at_once: int = 1  # tiles of an expert's tokens in work together: they find its weights in the GPU's cache
 
 
 # For an H200; benchmarks/bench_kernels.py --tiles tries others.
-WIDE = {False: Tiles(32, 64, 128, 3, 4), True: Tiles(32, 128, 128, 3, 8)}  # gate and up; by whether weights have 8 bits
-NARROW = {False: Tiles(32, 64, 64, 5, 4), True: Tiles(32, 64, 64, 5, 8)}  # down
+# By whether weights have 8 bits and experts have many tokens: gate and up, then down.
+TILES = {
+    (False, False): (Tiles(32, 64, 128, 3, 4), Tiles(32, 64, 64, 5, 4)),
+    (True, False): (Tiles(32, 64, 128, 5, 4), Tiles(32, 64, 128, 4, 4)),
+    (False, True): (Tiles(128, 128, 64, 3, 8, 2), Tiles(128, 128, 64, 3, 8, 2)),
+    (True, True): (Tiles(128, 128, 64, 4, 8, 2), Tiles(128, 128, 64, 4, 8, 2)),
+}
 
 
 def gated_experts(
@@ -46,29 +52,31 @@ def gated_experts(
     order_M, ends_E = deal(experts_NK, experts)
     inner_MF = torch.empty(order_M.numel(), inner, dtype=x_ND.dtype, device=x_ND.device)
     x_in, x_scale = pack_rows(x_ND) if eight else (x_ND, x_ND)
-    tiles = fitting(WIDE[eight], len(order_M), experts)
-    _gate_up[(experts, triton.cdiv(2 * inner, tiles.features))](
+    tiles, narrow = fitting(down.element_size(), len(order_M), experts)
+    _gate_up[(tiles.at_once, experts, triton.cdiv(2 * inner, tiles.features))](
         x_in, x_scale, order_M, ends_E, up, gate_up_E2FD.scale if eight else up, inner_MF,
         size, inner, chosen, eight, tiles.tokens, tiles.features, tiles.inner,
         num_stages=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
     h_in, h_scale = pack_rows(inner_MF) if eight else (inner_MF, inner_MF)
     answers_NKD = torch.empty(*experts_NK.shape, size, dtype=x_ND.dtype, device=x_ND.device)
-    tiles = fitting(NARROW[eight], len(order_M), experts)
-    _down[(experts, triton.cdiv(size, tiles.features))](
+    _down[(narrow.at_once, experts, triton.cdiv(size, narrow.features))](
         h_in, h_scale, order_M, ends_E, down, down_EDF.scale if eight else down, weights_NK, answers_NKD,
-        size, inner, eight, tiles.tokens, tiles.features, tiles.inner,
-        num_stages=tiles.stages, num_warps=tiles.warps,
+        size, inner, eight, narrow.tokens, narrow.features, narrow.inner,
+        num_stages=narrow.stages, num_warps=narrow.warps,
     )  # fmt: skip
     return answers_NKD
 
 
-def fitting(tiles: Tiles, pairs: int, experts: int) -> Tiles:
-    """More tokens at once where experts have more: else every further tile of tokens would read the weights again."""
+def fitting(bytes_each: int, pairs: int, experts: int) -> tuple[Tiles, Tiles]:
+    """For gate and up, and for down, weights of so many bytes: more tokens at once where experts have more."""
     mean = pairs / experts
-    if mean <= 24:
-        return tiles
-    return Tiles(64 if mean <= 56 else 128, tiles.features, min(tiles.inner, 64), 3, tiles.warps)
+    wide, narrow = TILES[bytes_each == 1, mean > 80]
+    if 24 < mean <= 80:  # some have more than one tile of tokens, and all find their weights in the cache
+        wide, narrow = (replace(one, tokens=64, inner=min(64, one.inner), at_once=2) for one in (wide, narrow))
+    if bytes_each > 2:
+        wide, narrow = (replace(one, inner=32) for one in (wide, narrow))
+    return wide, narrow
 
 
 @triton.jit
@@ -82,7 +90,7 @@ def _gate_up(
     x, x_scale, order, ends, weight, scale, out,
     D, F, K: tl.constexpr, EIGHT: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    expert, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    expert, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     row = tl.arange(0, BF)
@@ -90,7 +98,7 @@ def _gate_up(
     line = expert * 2 * F + (row % 2) * F + feature
     w_ptr = weight + line[:, None] * D + tl.arange(0, BK)[None, :]
     fits = feature < F
-    for start in range(begin, end, BT):
+    for start in range(begin + tl.program_id(0) * BT, end, tl.num_programs(0) * BT):
         at = start + tl.arange(0, BT)
         here = at < end
         token = tl.load(order + at, mask=here, other=0).to(tl.int64) // K
@@ -117,14 +125,14 @@ def _down(
     h, h_scale, order, ends, weight, scale, shares, out,
     D, F, EIGHT: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    expert, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    expert, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     feature = tile * BF + tl.arange(0, BF)
     line = expert * D + feature
     w_ptr = weight + line[:, None] * F + tl.arange(0, BK)[None, :]
     fits = feature < D
-    for start in range(begin, end, BT):
+    for start in range(begin + tl.program_id(0) * BT, end, tl.num_programs(0) * BT):
         at = start + tl.arange(0, BT)
         here = at < end
         pair = tl.load(order + at, mask=here, other=0).to(tl.int64)

@@ -1,6 +1,6 @@
-"""The router's choice and the order it puts tokens in: `moe.Router` from its scores on, and the sort of `gated_experts`.
+"""The router's choice and the order it puts tokens in: `moe.Router` behind its norm, and the sort of `gated_experts`.
 
-Shapes: N tokens, K experts chosen per token, E experts, M = N * K pairs.
+Shapes: N tokens, D model size, K experts chosen per token, E experts, M = N * K pairs, J slices of D.
 """
 
 import torch
@@ -9,22 +9,47 @@ import triton.language as tl
 from torch import Tensor
 
 PAIRS = 2048  # looked through at once
+SLICE = 256  # of the model size that one program multiplies
 
 
-def route(scores_NE: Tensor, scale_E: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
-    """experts_NK (int32) and weights_NK (float32): softmax, the best K, renormalised, scaled per expert."""
-    n, experts = scores_NE.shape
-    experts_NK = torch.empty(n, chosen, dtype=torch.int32, device=scores_NE.device)
-    weights_NK = torch.empty(n, chosen, dtype=torch.float32, device=scores_NE.device)
-    wide, few = triton.next_power_of_2(experts), triton.next_power_of_2(chosen)
-    _route[(n,)](scores_NE, scale_E, experts_NK, weights_NK, experts, chosen, wide, few, num_warps=1)
+def route(x_ND: Tensor, weight_ED: Tensor, scale_E: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
+    """experts_NK (int32) and weights_NK (float32): scores, softmax, the best K, renormalised, scaled per expert."""
+    (n, size), experts, device = x_ND.shape, len(weight_ED), x_ND.device
+    wide, few = max(16, triton.next_power_of_2(experts)), triton.next_power_of_2(chosen)
+    slices = triton.cdiv(size, SLICE)
+    scores_JNE = torch.empty(slices, n, experts, dtype=torch.float32, device=device)
+    _score[(triton.cdiv(n, 16), slices)](x_ND, weight_ED, scores_JNE, n, size, experts, wide, 16, SLICE, min(SLICE, 128))
+    experts_NK = torch.empty(n, chosen, dtype=torch.int32, device=device)
+    weights_NK = torch.empty(n, chosen, dtype=torch.float32, device=device)
+    _route[(n,)](scores_JNE, scale_E, experts_NK, weights_NK, n, experts, slices, chosen, wide, few, num_warps=1)
     return experts_NK, weights_NK
 
 
 @triton.jit
-def _route(scores, scale, experts_out, weights_out, E, K: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr):
+def _score(
+    x, weight, scores, N, D, E, WIDE: tl.constexpr, BT: tl.constexpr, SLICE: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """A slice of the product of some tokens: there are too few tokens and experts to keep a GPU busy otherwise."""
+    token, part, expert = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
+    total = tl.zeros((BT, WIDE), tl.float32)
+    for k in tl.static_range(0, SLICE, BK):
+        at = part * SLICE + k + tl.arange(0, BK)
+        here = at < D
+        x_ptr, w_ptr = x + token[:, None].to(tl.int64) * D + at[None, :], weight + expert[None, :] * D + at[:, None]
+        t = tl.load(x_ptr, mask=(token < N)[:, None] & here[None, :], other=0.0)
+        w = tl.load(w_ptr, mask=(expert < E)[None, :] & here[:, None], other=0.0)
+        total = tl.dot(t, w, total, input_precision="ieee")
+    place = (part * N + token)[:, None].to(tl.int64) * E + expert[None, :]
+    tl.store(scores + place, total, mask=(token < N)[:, None] & (expert < E)[None, :])
+
+
+@triton.jit
+def _route(scores, scale, experts_out, weights_out, N, E, J, K: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr):
     row, at, place = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, FEW)
-    score = tl.load(scores + row * E + at, mask=at < E, other=-float("inf")).to(tl.float32)
+    score = tl.zeros((WIDE,), tl.float32)
+    for part in range(J):
+        score += tl.load(scores + (part * N + row) * E + at, mask=at < E, other=0.0)
+    score = tl.where(at < E, score, -float("inf"))
     prob = tl.exp(score - tl.max(score, axis=0))
     prob = tl.where(at < E, prob / tl.sum(prob, axis=0), -1.0)
     experts, weights = tl.zeros((FEW,), tl.int32), tl.zeros((FEW,), tl.float32)

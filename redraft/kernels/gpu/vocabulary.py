@@ -63,7 +63,7 @@ def believe_(raw_NV: Tensor, cap: float, temperature_N: Tensor, read: Read) -> T
 @triton.jit
 def _shaped(raw, cap, temperature):
     """Softcap and temperature; tanh(y) = 2 sigmoid(2 y) - 1."""
-    return (2.0 * tl.sigmoid(2.0 * raw / cap) - 1.0) * cap / temperature
+    return (2.0 * tl.sigmoid(raw * (2.0 / cap)) - 1.0) * (cap / temperature)
 
 
 @triton.jit
