@@ -115,11 +115,14 @@ def run(engine: Engine, canvases: int, context: int, new: int, steps: int) -> di
     seconds = time.perf_counter() - began
     tokens = sum(request.bill.total(torch.zeros(1, dtype=torch.bool)).stats[0].canvases for request in requests)
     steps_ms = [1e3 * (b - a) for a, b in pairwise(at)]
+    turns = steps_ms[steps - 1 :: steps] if canvases == 1 else []  # first steps of the pages behind the first
     return {
         "canvases": canvases,
         "context": context,
         "tokens_per_second": tokens * config.canvas_length / seconds,
         "step_ms": statistics.median(steps_ms),
+        "first_ms": 1e3 * (at[0] - began),  # the prompt and a step
+        "turn_ms": statistics.median(turns) if turns else None,
         "seconds": seconds,
     }
 

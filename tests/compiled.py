@@ -73,8 +73,8 @@ def attention_kernels():
 
 def other_kernels():
     eps = {"EPS": 1e-6, "WIDE": 4096}
-    yield compiled(routing._score, {"WIDE": 128, "BT": 16, "SLICE": 256, "BK": 128}, scores=FULL)
-    yield compiled(routing._route, {"K": 8, "WIDE": 128, "FEW": 8}, 1, scores=FULL)
+    yield compiled(routing._score, {"WIDE": 128, "BT": 16, "SLICE": 512, "BK": 128}, scores=FULL)
+    yield compiled(routing._route, {"J": 6, "K": 8, "WIDE": 128, "FEW": 8}, 1, scores=FULL)
     yield compiled(routing._deal, {"AT_ONCE": 2048})
     yield compiled(fp8._pack, {"WIDE": 4096, "LARGEST": 448.0, "LEAST": 1e-12})
     yield compiled(heads._to_heads, {"OWN_VALUES": True, "EPS": 1e-6, "HALF": 128, "AT_ONCE": 8})

@@ -34,10 +34,10 @@ class Tiles:
 # For an H200; benchmarks/bench_kernels.py --tiles tries others.
 # By whether weights have 8 bits and experts have many tokens: gate and up, then down.
 TILES = {
-    (False, False): (Tiles(32, 64, 128, 3, 4), Tiles(32, 64, 64, 5, 4)),
+    (False, False): (Tiles(32, 128, 128, 5, 8), Tiles(32, 64, 64, 5, 4)),
     (True, False): (Tiles(32, 64, 128, 5, 4), Tiles(32, 64, 128, 4, 4)),
-    (False, True): (Tiles(128, 128, 64, 3, 8, 2), Tiles(128, 128, 64, 3, 8, 2)),
-    (True, True): (Tiles(128, 128, 64, 4, 8, 2), Tiles(128, 128, 64, 4, 8, 2)),
+    (False, True): (Tiles(128, 128, 64, 3, 4, 2), Tiles(128, 256, 64, 4, 8, 2)),
+    (True, True): (Tiles(128, 128, 128, 3, 4, 2), Tiles(128, 64, 128, 3, 4, 2)),
 }
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 PAIRS = 2048  # looked through at once
-SLICE = 256  # of the model size that one program multiplies
+SLICE = 512  # of the model size that one program multiplies
 
 
 def route(x_ND: Tensor, weight_ED: Tensor, scale_E: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
@@ -44,10 +44,12 @@ def _score(
 
 
 @triton.jit
-def _route(scores, scale, experts_out, weights_out, N, E, J, K: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr):
+def _route(
+    scores, scale, experts_out, weights_out, N, E, J: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr
+):  # fmt: skip
     row, at, place = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, FEW)
     score = tl.zeros((WIDE,), tl.float32)
-    for part in range(J):
+    for part in tl.static_range(J):  # all loads at once
         score += tl.load(scores + (part * N + row) * E + at, mask=at < E, other=0.0)
     score = tl.where(at < E, score, -float("inf"))
     prob = tl.exp(score - tl.max(score, axis=0))
