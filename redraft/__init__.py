@@ -10,6 +10,7 @@ This page lists what is public. `redraft.generate` is where to start reading.
 from redraft.answers import Parsed, ToolCall
 from redraft.checkpoint import CheckpointError, save
 from redraft.config import ConfigError, ModelConfig, SamplerConfig
+from redraft.filling import Filled
 from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.rules import Rules
 from redraft.tokenizer import Tokenizer, TokenizerError
@@ -21,6 +22,7 @@ __all__ = [
     "Committed",
     "ConfigError",
     "Draft",
+    "Filled",
     "Finished",
     "ModelConfig",
     "Parsed",

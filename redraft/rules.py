@@ -25,6 +25,7 @@ class Rules:
 
     pins: Mapping[int, int] = field(default_factory=dict)
     forbidden: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()  # where given, the answer begins with one of them
     pattern: Automaton | None = None
 
     def __post_init__(self) -> None:
@@ -33,7 +34,7 @@ class Rules:
 
     def check(self, vocab_size: int, answer_length: int, stops: Sequence[int]) -> None:
         """Refuses tokens outside the vocabulary, pins that the answer would not hold, and rules that leave no token."""
-        for token in (*self.pins.values(), *self.forbidden):
+        for token in (*self.pins.values(), *self.forbidden, *self.first):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"token {token} is outside the vocabulary of {vocab_size}")
         if self.pins and max(self.pins) >= answer_length:
@@ -43,6 +44,8 @@ class Rules:
                 raise ValueError(f"the stop token {token} pinned at {position} would cut off the pin at {max(self.pins)}")
         if len({*self.forbidden, *(stops if self.pins else ())}) >= vocab_size:
             raise ValueError("every token is forbidden")
+        if self.first and not set(self.first) - {*self.forbidden, *(stops if self.pins else ())}:
+            raise ValueError("every token that the answer may begin with is forbidden")
         if self.pattern is not None:
             self._check_pattern(vocab_size, answer_length, stops)
 
@@ -56,8 +59,8 @@ class Rules:
             )
         if len(one.classes_V) != vocab_size:
             raise ValueError(f"the pattern was made for a vocabulary of {len(one.classes_V)}, the model has {vocab_size}")
-        if self.forbidden:
-            raise ValueError("a pattern says itself which tokens may stand where: give no forbidden tokens with it")
+        if self.forbidden or self.first:
+            raise ValueError("a pattern says itself which tokens may stand where: give no forbidden or first tokens with it")
         if one.distance_Q[one.start] > answer_length:
             needed = one.distance_Q[one.start]
             raise ValueError(f"a match of {one.pattern!r} takes {needed} tokens, the answer may have {answer_length}")
@@ -92,6 +95,7 @@ class CanvasRules:
     unending_BC: Tensor | None  # where a stop token would cut off a later pin; None without pins
     stops: tuple[int, ...]
     patterns: tuple[OnCanvas | None, ...] = ()
+    never_first_BV: Tensor | None = None  # tokens that the canvas may not begin with
 
     @property
     def pinned_BC(self) -> Tensor:
@@ -106,6 +110,9 @@ class CanvasRules:
         """Logits under the rules. A pinned position is certain: no entropy of its own, nothing else possible."""
         if self.forbidden_BV is not None:
             logits_BCV = logits_BCV.masked_fill(self.forbidden_BV[:, None, :], NEVER)
+        if self.never_first_BV is not None:
+            first_B1V = logits_BCV[:, :1].masked_fill(self.never_first_BV[:, None], NEVER)
+            logits_BCV = torch.cat([first_B1V, logits_BCV[:, 1:]], dim=1)
         if self.unending_BC is not None:  # there are pins
             stops = torch.zeros(logits_BCV.shape[-1], dtype=torch.bool, device=logits_BCV.device)
             stops[list(self.stops)] = True
@@ -153,18 +160,21 @@ def on_canvas(
 ) -> CanvasRules | None:
     """The rows' rules on canvas number `block`, or None when there are none to obey."""
     held = any(pattern is not None for pattern in patterns)
-    if not held and not any(rule.pins or rule.forbidden for rule in rules):
+    if not held and not any(rule.pins or rule.forbidden or (rule.first and block == 0) for rule in rules):
         return None
     start = block * length
     pins_BC = torch.full((len(rules), length), -1)
     last_B = torch.full((len(rules), 1), -1)
-    forbidden_BV = torch.zeros(len(rules), vocab_size, dtype=torch.bool)
+    forbidden_BV, never_first_BV = (torch.zeros(len(rules), vocab_size, dtype=torch.bool) for _ in range(2))
     for row, rule in enumerate(rules):
         for position, token in rule.pins.items():
             if start <= position < start + length:
                 pins_BC[row, position - start] = token
         last_B[row] = max(rule.pins, default=-1)
         forbidden_BV[row, list(rule.forbidden)] = True
+        if rule.first and block == 0:
+            never_first_BV[row] = True
+            never_first_BV[row, list(rule.first)] = False
     pinned = any(rule.pins for rule in rules)
     unending_BC = torch.arange(start, start + length) < last_B
     return CanvasRules(
@@ -173,4 +183,5 @@ def on_canvas(
         unending_BC.to(device) if pinned else None,
         tuple(stop for stop in stops if stop < vocab_size),
         tuple(patterns) if held else (),
+        never_first_BV.to(device) if never_first_BV.any() else None,
     )

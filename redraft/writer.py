@@ -15,10 +15,11 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from redraft import checkpoint, random, schemas, solving
+from redraft import checkpoint, filling, random, schemas, solving
 from redraft.answers import Parsed, ToolCall, parse
 from redraft.config import SamplerConfig
 from redraft.engine import Engine, Request
+from redraft.filling import Filled, Filler, Template
 from redraft.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
 from redraft.model import DiffusionGemma
 from redraft.patterns import Words
@@ -182,6 +183,45 @@ class Writer:
         cfg = self._settings(max_tokens, settings)
         request = self.engine.add(ids, cfg, seed=seed if seed is not None else fresh_seed(), rules=rules, seconds=seconds)
         return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting))
+
+    @overload
+    def fill(self, text: str | None = None, *, count: None = None, **options: Any) -> Filled: ...
+    @overload
+    def fill(self, text: str | None = None, *, count: int, **options: Any) -> list[Filled]: ...
+
+    def fill(
+        self,
+        text: str | None = None,
+        *,
+        prefix: str | None = None,
+        suffix: str | None = None,
+        context: str = "",
+        count: int | None = None,
+        longest: int = 32,
+        seed: int | None = None,
+        seconds: float | None = None,
+        **settings: Any,
+    ) -> Filled | list[Filled]:
+        """Fills the holes of a text, marked [[ ]], or [[ 8 ]] for 8 tokens; or what is missing between prefix and suffix.
+
+        All the rest comes back as it was. A hole of unknown length has at most `longest` tokens. With a `count`, as many
+        fills come back at most, the likeliest first. `context` is read before a prefix and is not part of the answer.
+        After `seconds` a hole is taken as it is. `settings` are fields of SamplerConfig.
+        """
+        if (text is None) == (prefix is None and suffix is None):
+            raise ValueError("give a text with holes, or a prefix and a suffix")
+        between, before, behind = text is None, prefix or "", suffix or ""
+        if context and not between:
+            raise ValueError("context stands before a prefix; a text with holes has its context in itself")
+        template = Template((context + before, behind), (None,), ends=False) if between else filling.parse(text)
+        filler, cfg = Filler(self.engine, self.tokenizer), self._settings(None, settings)
+        seed = seed if seed is not None else fresh_seed()
+        found = filler.fill(template, cfg, seed=seed, count=1 if count is None else count, longest=longest, seconds=seconds)
+        if between:
+            holes = [filling.within_block(before, filling.without_overlap(one.holes[0], behind)) for one in found]
+            pairs = zip(found, holes, strict=True)
+            found = [replace(one, text=before + hole + behind, holes=(hole,)) for one, hole in pairs]
+        return found[0] if count is None else found
 
     @torch.inference_mode()
     def decide(self, prompt: Prompt, choices: Sequence[str], *, seed: int = 0) -> dict[str, float]:

@@ -1,0 +1,245 @@
+"""Text with holes, filled: what stands before a hole is read, what stands behind it is pinned on the page.
+
+    "def area(r):\\n    [[ ]]\\n    return a" -> [1 texts and holes]
+    a hole -> [2 pages, one for every length it may have] -> all at once -> [3 the one that reads best] -> the next hole
+
+Holes are filled from left to right; those still open are noise on the page, as long as they are said or guessed to be. Pages
+are as short as they can be. Which length fits is decided by the same weights as a language model: how likely the hole and
+what follows it are behind what is before it. The user's text is never decoded again, so it comes back as it was.
+
+A tokenizer would not have cut the text where the hole cuts it: "the [[ ]]" ends in a space that belongs to the next word,
+"hap[[ ]]" in half a word. Such an end is taken back, and the page must begin with a token that begins with its letters.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from redraft.config import SamplerConfig
+from redraft.engine import Engine, Request
+from redraft.generate import Finished, prefill
+from redraft.model import DiffusionGemma
+from redraft.rules import Rules
+from redraft.tokenizer import Tokenizer
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # tried where none is given
+GUESS = 8  # tokens of a hole that waits for its turn
+AFTER = 32  # tokens behind a hole that stand on its page
+HEARD = 32  # and those that decide with it how long it is
+SEEDS = 1 << 20  # between the seeds of two holes
+LEAST = 4  # letters that a hole and what follows it share: fewer may be chance
+HOLE = re.compile(r"\[\[[ \t]*(\d*)[ \t]*\]\]")
+
+
+# 1. Texts and holes
+
+
+@dataclass(frozen=True)
+class Template:
+    """Texts with a hole between each and the next; the length of a hole in tokens, None where it is to be found."""
+
+    texts: tuple[str, ...]
+    lengths: tuple[int | None, ...]
+    ends: bool = True  # the text is over behind its last part
+
+    def __post_init__(self) -> None:
+        if not self.lengths:
+            raise ValueError("there is nothing to fill: mark a hole as [[ ]], or as [[ 8 ]] for one of 8 tokens")
+        if 0 in self.lengths:
+            raise ValueError("a hole has at least one token, got [[ 0 ]]")
+
+
+def parse(text: str) -> Template:
+    """A text whose holes are marked [[ ]] or [[ 8 ]]."""
+    texts, lengths, at = [], [], 0
+    for found in [*HOLE.finditer(text), None]:
+        part = text[at : found.start() if found else len(text)]
+        if stray := re.search(r"\[\[|\]\]", part):
+            line = text.count("\n", 0, at + stray.start()) + 1
+            raise ValueError(
+                f"{stray[0]!r} on line {line} belongs to no hole: holes are [[ ]] or [[ 8 ]], and not nested; "
+                "a text that has such brackets of its own can be given as prefix and suffix"
+            )
+        texts.append(part)
+        if found:
+            lengths.append(int(found[1]) if found[1] else None)
+            at = found.end()
+    return Template(tuple(texts), tuple(lengths))
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A text without holes. `str(filled)` is the text."""
+
+    text: str
+    holes: tuple[str, ...]
+    score: float  # the logarithm of how likely the last hole and what follows it are; higher is better
+    settled: bool  # False when a page still moved at its last step
+    forwards: int  # passes over pages, all lengths that were tried
+    seed: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+# 2. Pages
+
+
+class Filler:
+    """Fills templates with one engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+
+    def fill(
+        self,
+        template: Template,
+        cfg: SamplerConfig,
+        *,
+        seed: int,
+        count: int = 1,
+        longest: int = 32,
+        seconds: float | None = None,
+    ) -> list[Filled]:
+        """The template filled in `count` ways at most, the likeliest first. Ways differ in the last hole.
+
+        A hole without a length has at most `longest` tokens; after `seconds` its pages are taken as they are.
+        """
+        if count < 1 or longest < 1:
+            raise ValueError(f"count and longest must be at least 1, got {count} and {longest}")
+        text, holes, forwards, settled, found = template.texts[0], [], 0, True, []
+        for number, known in enumerate(template.lengths):
+            last = number + 1 == len(template.lengths)
+            place = _Place(self.tokenizer, template, number, text, cfg.eos_token_ids[0])
+            lengths = [known] if known else [length for length in LENGTHS if length < longest] + [longest]
+            tries = [length for length in lengths for _ in range(count if last and (known or count > len(lengths)) else 1)]
+            ends = self._written(place, tries, cfg, seed + number * SEEDS, seconds)
+            forwards += sum(end.stats[0].forwards for end in ends)
+            ranked = self._ranked(place, tries, ends, cfg)
+            holes.append(ranked[0][1])
+            settled &= ranked[0][2]
+            text += holes[-1] + template.texts[number + 1]
+            found = ranked if last else found
+        before = text[: len(text) - len(holes[-1]) - len(template.texts[-1])]
+        return [
+            Filled(before + hole + template.texts[-1], (*holes[:-1], hole), score, settled and still, forwards, seed)
+            for score, hole, still in found[:count]
+        ]
+
+    def _written(
+        self, place: "_Place", lengths: Sequence[int], cfg: SamplerConfig, seed: int, seconds: float | None
+    ) -> list[Finished]:
+        """A page for each length, all at once."""
+        limit, most = self.engine.model.config.max_position_embeddings, max(lengths) + place.more
+        size = min(cfg.canvas_length, most + min(len(place.after), AFTER))
+        answer = max(most, size)
+        pages = -(-answer // size)
+        if pages * size >= limit:
+            raise ValueError(f"a hole of {max(lengths)} tokens does not fit the model's context of {limit}")
+        settings = cfg.changed(canvas_length=size, max_new_tokens=answer)
+        requests: list[Request] = []
+        try:
+            for number, length in enumerate(lengths):
+                behind = zip(range(length + place.more, answer), place.after, strict=False)
+                rules = Rules(pins={at: token for at, token in behind if token is not None}, first=place.first)
+                prompt = place.prompt[-(limit - pages * size) :]
+                requests.append(self.engine.add(prompt, settings, seed=seed + number, rules=rules, seconds=seconds))
+            ends = self.engine.run(requests)
+        finally:
+            for request in requests:
+                self.engine.cancel(request)
+        return [ends[request] for request in requests]
+
+    # 3. What reads best
+
+    def _ranked(
+        self, place: "_Place", lengths: Sequence[int], ends: Sequence[Finished], cfg: SamplerConfig
+    ) -> list[tuple[float, str, bool]]:
+        """Score, text and whether it settled, of the holes that differ, the likeliest first."""
+        found: dict[str, tuple[list[int], bool]] = {}
+        for length, end in zip(lengths, ends, strict=True):
+            ids = _upto_stop(end.ids_BT[0, : length + place.more].tolist(), cfg.eos_token_ids)
+            letters = b"".join(self.tokenizer.spellings[token] or b"" for token in ids)[len(place.healed) :]
+            still = end.stats[0].settled == end.stats[0].canvases
+            found.setdefault(letters.decode("utf-8", "ignore"), (ids, still))
+        heard = place.heard()
+        scores = likelihoods(self.engine.model, place.prompt, [[*ids, *heard] for ids, _ in found.values()])
+        ranked = [(score, hole, still) for score, (hole, (_, still)) in zip(scores, found.items(), strict=True)]
+        return sorted(ranked, key=lambda one: -one[0])
+
+
+class _Place:
+    """Where a hole is: what is read before it, what its page begins with, what follows it."""
+
+    def __init__(self, tokenizer: Tokenizer, template: Template, number: int, text: str, stop: int) -> None:
+        start, before = tokenizer.prompt(""), tokenizer.encode(text)
+        if not start and not before:
+            raise ValueError("this tokenizer has no start token: the text cannot begin with a hole")
+        self.healed, self.more, self.first = b"", 0, ()
+        if text[-1:] in (" ", "\t"):
+            self.healed, before = text[-1:].encode(), tokenizer.encode(text[:-1])
+        elif before and re.search(r"\w\Z", text):
+            self.healed, self.more, before = tokenizer.spellings[before[-1]] or b"", 1, before[:-1]
+        if self.healed:
+            spelled = enumerate(tokenizer.spellings)
+            self.first = tuple(token for token, letters in spelled if letters and letters.startswith(self.healed))
+        self.prompt = [*start, *before]
+        self.after: list[int | None] = []
+        for later, part in enumerate(template.texts[number + 1 :], number + 1):
+            self.after += tokenizer.encode(part)
+            if later < len(template.lengths):
+                self.after += [None] * (template.lengths[later] or GUESS)
+        self.after += [stop] if template.ends else []
+        if stop in self.after:  # it may be the text's own mark: nothing can stand behind it on a page
+            self.after = self.after[: self.after.index(stop) + 1]
+
+    def heard(self) -> list[int]:
+        """What follows the hole, up to the next one, as far as it is heard."""
+        until = next((at for at, token in enumerate(self.after) if token is None), len(self.after))
+        return [token for token in self.after[: min(until, HEARD)] if token is not None]
+
+
+def _upto_stop(ids: list[int], stops: Sequence[int]) -> list[int]:
+    """Up to a stop token, which only a hole that nothing follows can have."""
+    return next((ids[:at] for at, token in enumerate(ids) if token in stops), ids)
+
+
+@torch.inference_mode()
+def likelihoods(model: DiffusionGemma, before: Sequence[int], texts: Sequence[Sequence[int]]) -> list[float]:
+    """The logarithm of each text's probability behind what is before it, token by token, by the causal half of the model."""
+    before = before[-(model.config.max_position_embeddings - max(map(len, texts))) :]
+    cache = model.new_cache(1, len(before) + max(map(len, texts)))
+    if len(before) > 1:
+        prefill(model, [before[:-1]], cache)
+    found = []
+    for text in texts:
+        ids = torch.tensor([[before[-1], *text]], device=model.device)
+        logs = model.head(model.encode(ids, cache)[0, :-1]).float().log_softmax(dim=-1)
+        found.append(float(logs.gather(1, ids[0, 1:, None]).sum()) if text else 0.0)
+        cache.rewind([len(before) - 1])
+    return found
+
+
+# 4. Between a prefix and a suffix
+
+
+def without_overlap(hole: str, suffix: str) -> str:
+    """A hole without the beginning of what follows it, where it has run into that."""
+    for size in range(min(len(hole), len(suffix)), 0, -1):
+        if hole.endswith(suffix[:size]):
+            return hole[: len(hole) - size] if len(suffix[:size].strip()) >= LEAST else hole
+    return hole
+
+
+def within_block(prefix: str, hole: str) -> str:
+    """A hole that begins an indented line, up to the first line behind it that is indented less."""
+    indent = prefix[prefix.rfind("\n") + 1 :]
+    if not indent or indent.strip():
+        return hole
+    first, *lines = hole.split("\n")
+    for number, line in enumerate(lines):
+        if line.strip() and not line.startswith(indent):
+            return "\n".join([first, *lines[:number]])
+    return hole

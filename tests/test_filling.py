@@ -1,0 +1,145 @@
+"""Holes: the text around them comes back letter for letter, whatever it is; the length is found; mistakes are named."""
+
+import re
+from itertools import chain, zip_longest
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redraft import filling
+from redraft.generate import generate
+from redraft.rules import Rules
+from redraft.writer import Writer
+
+WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))
+TEXT = st.text(st.characters(exclude_characters="[]", codec="utf-8"), max_size=12)
+
+
+def woven(texts, holes) -> str:
+    return "".join(chain.from_iterable(zip_longest(texts, holes, fillvalue="")))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(TEXT, min_size=2, max_size=4),
+    st.lists(st.sampled_from(["[[ ]]", "[[]]", "[[1]]", "[[ 5 ]]"]), min_size=3),
+    st.integers(0, 99),
+)
+def test_the_text_around_holes_comes_back_as_it_was(texts, marks, seed):
+    """Holes at both ends, beside one another, of one token; any characters."""
+    text = woven(texts, marks[: len(texts) - 1])
+    found = WRITER.fill(text, seed=seed, longest=3)
+    assert len(found.holes) == text.count("[[")
+    assert found.text == woven(filling.parse(text).texts, found.holes)
+    assert [part for part in filling.parse(text).texts] == texts[: len(found.holes)] + [texts[len(found.holes)]]
+    assert found.text.startswith(texts[0])
+
+
+def test_the_same_seed_gives_the_same_fill():
+    one, two = (WRITER.fill("a[[ ]]b", seed=5, longest=6) for _ in range(2))
+    assert one == two
+    assert {WRITER.fill("a[[ ]]b", seed=seed, longest=6).text for seed in range(4)} != {one.text}
+
+
+def test_a_known_length_is_kept_and_found_ones_have_no_more_than_the_longest():
+    for length in (1, 2, 7, 40):  # 40 is more than a page
+        hole = WRITER.fill(f"x. [[ {length} ]].", seed=1).holes[0]
+        assert len((" " + hole).encode()) <= length + 1
+    assert len(WRITER.fill("x.[[ ]].", seed=1, longest=4).holes[0].encode()) <= 4
+
+
+def test_several_fills_differ_and_the_likeliest_is_first():
+    found = WRITER.fill("ab[[ ]]cd", count=4, seed=3, longest=8)
+    assert 1 < len(found) <= 4
+    assert len({one.text for one in found}) == len(found)
+    assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
+    assert WRITER.fill("ab[[ ]]cd", seed=3, longest=8).text == found[0].text
+    assert len(WRITER.fill("ab[[ 2 ]]cd", count=3, seed=3)) > 1
+
+
+def test_between_a_prefix_and_a_suffix():
+    found = WRITER.fill(prefix="x = ", suffix="\nprint(x)", seed=2, longest=4)
+    assert found.text == f"x = {found.holes[0]}\nprint(x)"
+    with_context = WRITER.fill(prefix="x = ", suffix="\n", context="# one\n", seed=2, longest=4)
+    assert with_context.text.startswith("x = ")
+    assert WRITER.fill(prefix="only", seed=2, longest=4).text.startswith("only")
+    assert WRITER.fill(suffix="only", seed=2, longest=4).text.endswith("only")
+
+
+def test_a_hole_does_not_say_what_follows_it():
+    assert filling.without_overlap("a = 1\nprint(a)", "\nprint(a)\n") == "a = 1"
+    assert filling.without_overlap("a = 1", " + b") == "a = 1"
+    assert filling.without_overlap("the end.", ".") == "the end."  # one letter may be chance
+    assert filling.without_overlap("", "abcd") == ""
+
+
+def test_a_hole_in_a_block_stays_in_it():
+    hole = "a = 1\n    b = 2\n\n    c = 3\ndef g():\n    pass"
+    assert filling.within_block("def f():\n    ", hole) == "a = 1\n    b = 2\n\n    c = 3"
+    assert filling.within_block("def f():\n    x = ", hole) == hole
+    assert filling.within_block("", hole) == hole
+
+
+def test_a_page_begins_with_the_letters_that_were_taken_back():
+    place = filling._Place(WRITER.tokenizer, filling.parse("hap[[ ]]y"), 0, "hap", 1)
+    spelled = WRITER.tokenizer.spellings
+    assert place.healed == b"p"
+    assert all(spelled[token].startswith(b"p") for token in place.first)
+    assert place.prompt == WRITER.tokenizer.prompt("ha")
+    place = filling._Place(WRITER.tokenizer, filling.parse("the  [[ ]]y"), 0, "the  ", 1)
+    assert (place.healed, place.prompt, place.more) == (b" ", WRITER.tokenizer.prompt("the "), 0)
+    assert filling._Place(WRITER.tokenizer, filling.parse("a.[[ ]]"), 0, "a.", 1).first == ()
+
+
+def test_an_answer_begins_with_one_of_the_first_tokens():
+    allowed = (20, 21, 22)
+    prompts, rules = [[2, 9, 9], [2, 7]], [Rules(first=allowed), Rules()]
+    *_, end = generate(
+        WRITER.model, prompts, tiny.sampler(canvas_length=8, max_new_tokens=16), seeds=[1, 2], constraints=rules
+    )
+    *_, alone = generate(WRITER.model, prompts[1:], tiny.sampler(canvas_length=8, max_new_tokens=16), seeds=[2])
+    assert end.ids_BT[0, 0] in allowed
+    assert torch.equal(end.ids_BT[1], alone.ids_BT[0])
+
+
+def test_likelihoods_are_those_of_the_whole_text_read_at_once():
+    before, texts = [2, 30, 31, 32], [[40, 41], [], [42, 43, 44, 45]]
+    found = filling.likelihoods(WRITER.model, before, texts)
+    for text, score in zip(texts, found, strict=True):
+        ids = torch.tensor([[*before, *text]])
+        with torch.inference_mode():
+            cache = WRITER.model.new_cache(1, ids.shape[1])
+            logs = WRITER.model.head(WRITER.model.encode(ids, cache)).log_softmax(-1)[0]
+        direct = sum(float(logs[len(before) - 1 + at, token]) for at, token in enumerate(text))
+        assert score == pytest.approx(direct, abs=1e-4)
+
+
+def test_a_mark_of_the_text_is_no_end_of_the_page():
+    stop = WRITER.tokenizer.decode([1], keep_special=True)
+    assert WRITER.fill(f"a[[ 2 ]]{stop} b", seed=1).text.endswith(f"{stop} b")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: WRITER.fill(""), "nothing to fill"),
+        (lambda: WRITER.fill("no hole"), "nothing to fill: mark a hole as [[ ]]"),
+        (lambda: WRITER.fill("a\nb [[ c"), "'[[' on line 2 belongs to no hole"),
+        (lambda: WRITER.fill("a ]] [[ ]]"), "']]' on line 1"),
+        (lambda: WRITER.fill("[[ [[ ]] ]]"), "not nested"),
+        (lambda: WRITER.fill("[[ -1 ]]"), "belongs to no hole"),
+        (lambda: WRITER.fill("[[ 0 ]]"), "at least one token"),
+        (lambda: WRITER.fill("a[[ 99999 ]]b"), "a hole of 99999 tokens does not fit the model's context of"),
+        (lambda: WRITER.fill("a[[ ]]b", count=0), "count"),
+        (lambda: WRITER.fill("a[[ ]]b", longest=0), "longest"),
+        (lambda: WRITER.fill("a[[ ]]b", prefix="a"), "a text with holes, or a prefix and a suffix"),
+        (lambda: WRITER.fill(), "a text with holes, or a prefix and a suffix"),
+        (lambda: WRITER.fill("a[[ ]]b", context="c"), "context"),
+    ],
+)
+def test_mistakes_are_named(call, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        call()
