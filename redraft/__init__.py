@@ -10,6 +10,7 @@ This page lists what is public. `redraft.generate` is where to start reading.
 from redraft.answers import Parsed, ToolCall
 from redraft.checkpoint import CheckpointError, save
 from redraft.config import ConfigError, ModelConfig, SamplerConfig
+from redraft.editing import Change, Edited, Suggestion
 from redraft.filling import Filled
 from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.rules import Rules
@@ -18,10 +19,12 @@ from redraft.writer import Answer, Writer, load
 
 __all__ = [
     "Answer",
+    "Change",
     "CheckpointError",
     "Committed",
     "ConfigError",
     "Draft",
+    "Edited",
     "Filled",
     "Finished",
     "ModelConfig",
@@ -29,6 +32,7 @@ __all__ = [
     "Rules",
     "SamplerConfig",
     "Stats",
+    "Suggestion",
     "Tokenizer",
     "TokenizerError",
     "ToolCall",

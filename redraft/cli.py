@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import redraft
-from redraft import checkpoint, cli_sudoku, cli_train
+from redraft import checkpoint, cli_edit, cli_sudoku, cli_train
 from redraft.config import ModelConfig
 from redraft.generate import Committed, Event, Finished
 from redraft.kernels import choice
@@ -213,6 +213,8 @@ def chat(
         messages = [*asked, {"role": "assistant", "content": said}]
 
 
+app.command()(cli_edit.fill)
+app.command()(cli_edit.edit)
 app.command()(cli_sudoku.sudoku)
 app.command()(cli_train.train)
 app.command("eval")(cli_train.evaluate)

@@ -129,7 +129,7 @@ def evaluate(
     task: Annotated[
         str | None,
         typer.Option(
-            "--task", "-t", help="stories, samples, code, sudoku, sudoku-spoken, sudoku-written. [stories, or sudoku]"
+            "--task", "-t", help="stories, samples, code, edit, sudoku, sudoku-spoken, sudoku-written. [stories, or sudoku]"
         ),
     ] = None,
     data: Annotated[
@@ -147,12 +147,12 @@ def evaluate(
     quant: Annotated[str | None, typer.Option("--quant", help="fp8: pack the layers on the way in.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Write the scores here, as JSON.")] = None,
 ) -> None:
-    """Score a model: likelihood and repair on stories, samples under a judge, lines of code put back, puzzles solved."""
+    """Score a model: likelihood and repair on stories, samples under a judge, lines of code put back, edits, puzzles."""
     from redraft import solving, writer
     from redraft.train import recipes, scores
 
-    known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code, "sudoku": scores.sudoku}
-    known |= {"sudoku-spoken": scores.sudoku_spoken, "sudoku-written": scores.sudoku_written}
+    known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code, "edit": scores.edit}
+    known |= {"sudoku": scores.sudoku, "sudoku-spoken": scores.sudoku_spoken, "sudoku-written": scores.sudoku_written}
     if count < 1:
         raise ValueError(f"--count must be at least 1, got {count}")
     if task is not None and task not in known:

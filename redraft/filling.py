@@ -139,11 +139,13 @@ class Filler:
         if pages * size >= limit:
             raise ValueError(f"a hole of {max(lengths)} tokens does not fit the model's context of {limit}")
         settings = cfg.changed(canvas_length=size, max_new_tokens=answer)
+        marks = tuple(set(self.tokenizer.marks(self.engine.model.config.vocab_size)) - set(cfg.eos_token_ids))
         requests: list[Request] = []
         try:
             for number, length in enumerate(lengths):
                 behind = zip(range(length + place.more, answer), place.after, strict=False)
-                rules = Rules(pins={at: token for at, token in behind if token is not None}, first=place.first)
+                pins = {at: token for at, token in behind if token is not None}
+                rules = Rules(pins=pins, forbidden=marks, first=place.first)
                 prompt = place.prompt[-(limit - pages * size) :]
                 requests.append(self.engine.add(prompt, settings, seed=seed + number, rules=rules, seconds=seconds))
             ends = self.engine.run(requests)

@@ -111,6 +111,10 @@ class Tokenizer:
                 found[number] = bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
         return tuple(found)
 
+    def marks(self, vocab_size: int) -> tuple[int, ...]:
+        """Ids of a model's vocabulary that stand for no text."""
+        return (*(token for token, letters in enumerate(self.spellings) if not letters), *range(self.size, vocab_size))
+
     @property
     def bos_id(self) -> int | None:
         """The start token, None where the vocabulary has none."""

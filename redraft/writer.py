@@ -15,9 +15,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from redraft import checkpoint, filling, random, schemas, solving
+from redraft import checkpoint, editing, filling, random, schemas, solving
 from redraft.answers import Parsed, ToolCall, parse
 from redraft.config import SamplerConfig
+from redraft.editing import Edited, Span, Suggestion
 from redraft.engine import Engine, Request
 from redraft.filling import Filled, Filler, Template
 from redraft.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
@@ -222,6 +223,33 @@ class Writer:
             pairs = zip(found, holes, strict=True)
             found = [replace(one, text=before + hole + behind, holes=(hole,)) for one, hole in pairs]
         return found[0] if count is None else found
+
+    def edit(
+        self,
+        text: str,
+        instruction: str | None = None,
+        *,
+        strength: float = 0.3,
+        keep: Sequence[Span] = (),
+        seed: int | None = None,
+        **settings: Any,
+    ) -> Edited:
+        """Redrafts a text in place: at most this share of its tokens, those that the model doubts most.
+
+        With an instruction, which takes a model that chats, it doubts what does not follow it. Characters in the spans
+        `keep` (start, end) stay. `edited.diff()` shows what has changed. `settings` are fields of SamplerConfig.
+        """
+        asked = [] if instruction is None else self.tokenizer.chat(as_messages(f"{instruction}\n\n{text}"))
+        seed, cfg = seed if seed is not None else fresh_seed(), self._settings(None, settings)
+        options = {"strength": strength, "keep": keep, "prompt": asked, "seed": seed}
+        return editing.edit(self.engine, self.tokenizer, text, cfg, **options)
+
+    def suggest(self, text: str, *, least: float = 20.0, most: int = 3) -> list[Suggestion]:
+        """Marks what the model finds unlikely in a text: tokens that another is `least` times likelier than.
+
+        With each come at most `most` others that it would rather read.
+        """
+        return editing.suggest(self.model, self.tokenizer, text, self.sampler, least=least, most=most)
 
     @torch.inference_mode()
     def decide(self, prompt: Prompt, choices: Sequence[str], *, seed: int = 0) -> dict[str, float]:

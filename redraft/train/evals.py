@@ -4,6 +4,7 @@
     repair          at each noise level: clean tokens kept, struck tokens mended
     samples         perplexity under a judge that is not the model, beside the samples' entropy and tokens per forward
     infill          whole lines of code put back, against the same weights that may not look behind the line
+    edit            struck tokens found and put back, and what is spoiled on the way
 
 Everything is seeded. Knows nothing of terminals. Shapes: B rows, L tokens of a row, V vocabulary, N tokens, S samples.
 """
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from redraft import generate
 from redraft.config import SamplerConfig
+from redraft.editing import redrafted
+from redraft.engine import Engine
 from redraft.kernels import read_vocabulary
 from redraft.masks import Layout
 from redraft.model import DiffusionGemma
@@ -403,3 +406,47 @@ def continued(model: DiffusionGemma, tokenizer: Tokenizer, taken: Sequence[Hole]
 def exact(answers: Sequence[list[int]], taken: Sequence[Hole]) -> float:
     """The share of lines put back token for token."""
     return sum(answer == hole.line for answer, hole in zip(answers, taken, strict=True)) / max(1, len(taken))
+
+
+# 6. Edit
+
+
+@dataclass(frozen=True)
+class Mended:
+    """What an edit made of texts in which some tokens were struck."""
+
+    struck: int
+    repaired: float  # share of the struck that are what they were
+    noticed: float  # share of the struck that are something else now
+    spoiled: float  # share of the others that were changed
+    forwards: float  # a text
+
+
+def mended(
+    model: DiffusionGemma,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    sampler: SamplerConfig,
+    *,
+    share: float = 0.05,
+    strength: float = 0.1,
+    seed: int = 0,
+) -> Mended:
+    """Texts with a share of their tokens replaced by others at random, then edited."""
+    engine, chance, marks = Engine(model), torch.Generator().manual_seed(seed), tokenizer.marks(model.config.vocab_size)
+    struck = repaired = noticed = spoiled = clean = forwards = 0
+    for number, text in enumerate(texts):
+        ids = tokenizer.encode(text)
+        hit = [bool(roll < share) for roll in torch.rand(len(ids), generator=chance)]
+        noise = torch.randint(model.config.vocab_size, (len(ids),), generator=chance).tolist()
+        worse = [other if now else token for token, other, now in zip(ids, noise, hit, strict=True)]
+        options = {"strength": strength, "kept": (), "never": marks, "prompt": tokenizer.prompt(""), "seed": seed + number}
+        new, passes, _ = redrafted(engine, worse, sampler, **options)
+        for token, bad, after in zip(ids, worse, new, strict=True):
+            if token == bad:
+                clean, spoiled = clean + 1, spoiled + (after != token)
+            else:
+                struck, repaired, noticed = struck + 1, repaired + (after == token), noticed + (after != bad)
+        forwards += passes
+    struck_, clean_ = max(1, struck), max(1, clean)
+    return Mended(struck, repaired / struck_, noticed / struck_, spoiled / clean_, forwards / max(1, len(texts)))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,13 @@ def code(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, op
         found[way] = evals.exact(answers, taken)
         found[f"{way}_new"] = evals.exact(list(compress(answers, new)), list(compress(taken, new)))
     return found
+
+
+def edit(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+    """One token in twenty struck in paragraphs of real TinyStories, then edited: repaired, and spoiled on the way."""
+    texts = paragraphs(options.data / "stories/tinystories_val_a.txt.xz", options.count)
+    found = evals.mended(model, tokenizer, texts, sampler.changed(canvas_length=options.canvas))
+    return {"texts": len(texts), **asdict(found)}
 
 
 def sudoku(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:

@@ -102,13 +102,11 @@ def _attend(
     K: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
-    row, group = tl.program_id(1) // G, tl.program_id(1) % G
-    shared = H // G
+    row, group, shared = tl.program_id(1) // G, tl.program_id(1) % G, H // G
     length, size = tl.load(lengths + row), tl.load(sizes + row)
     at = tile * BM + tl.arange(0, BM)  # rows of the product: a token's heads of this group, token after token
     here, token, head = at < S * shared, at // shared, group * shared + at % shared
-    feature = tl.arange(0, WIDE)
-    whole = feature < K
+    feature, whole = tl.arange(0, WIDE), tl.arange(0, WIDE) < K
     q_ptr = q + row.to(tl.int64) * q_row + token[:, None] * q_token + head[:, None] * K + feature[None, :]
     query = tl.load(q_ptr, mask=here[:, None] & whole[None, :], other=0.0)
     # Cached keys that anybody here sees begin at `oldest`; all keys are numbered from there, the new ones last.
@@ -126,9 +124,9 @@ def _attend(
     for start in range(begin, tl.minimum(end, seen), BN):
         number = start + tl.arange(0, BN)
         held = (number < seen) & (number < end)
-        slot = (oldest + start) % size + tl.arange(0, BN)  # a remainder for each of them would take longer than the product
-        slot = tl.where(slot < size, slot, slot - size)
-        place, valid = (slot * G + group)[:, None] * K + feature[None, :], held[:, None] & whole[None, :]
+        slot = (oldest + start) % size + tl.arange(0, BN)  # a remainder for each would take longer than the product
+        place = (tl.where(slot < size, slot, slot - size) * G + group)[:, None] * K + feature[None, :]
+        valid = held[:, None] & whole[None, :]
         key = tl.load(key_base + place, mask=valid, other=0.0)
         value = tl.load(value_base + place, mask=valid, other=0.0)
         may = held[None, :]

@@ -1,0 +1,256 @@
+"""A text redrafted in place: what the model doubts is noise for a while, everything else is pinned.
+
+    text -> [1 tokens, and where each begins] -> pages -> [2 how much each token is doubted]
+         -> the most doubted are noise, the rest is pinned -> [3 redrafted] -> the text with what has changed
+
+A page is denoised as it stands, behind the pages before it: the model says of every token how likely it is, having read it
+and what is on both sides. Tokens are replaced, never inserted. What does not change is the user's own text, never decoded.
+"""
+
+import difflib
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from redraft import random
+from redraft.config import SamplerConfig
+from redraft.engine import Engine
+from redraft.generate import prefill
+from redraft.model import DiffusionGemma
+from redraft.rules import Rules
+from redraft.tokenizer import Tokenizer
+
+Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
+SALT = 7919  # draws that choose are none of those that the pages are made of
+
+
+@dataclass(frozen=True)
+class Change:
+    """Letters of the old text, and what stands there now."""
+
+    start: int
+    end: int
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Edited:
+    """A text after an edit. `str(edited)` is the text."""
+
+    text: str
+    before: str
+    changes: tuple[Change, ...]
+    settled: bool  # False when a page still moved at its last step
+    forwards: int
+    seed: int
+
+    def __str__(self) -> str:
+        return self.text
+
+    def diff(self, name: str = "text") -> str:
+        """The change of lines, as `diff -u` writes it."""
+        old, new = (text.splitlines(keepends=True) for text in (self.before, self.text))
+        lines = difflib.unified_diff(old, new, name, name)
+        return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Letters that the model finds unlikely, and what it would rather read."""
+
+    start: int
+    end: int
+    text: str
+    probability: float
+    alternatives: tuple[tuple[str, float], ...]  # with their probabilities, the likeliest first
+
+
+# 1. Tokens
+
+
+class _Tokens:
+    """A text as tokens, and where each begins."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        self.ids, self.bytes, spelled = tokenizer.encode(text), text.encode("utf-8", "replace"), tokenizer.spellings
+        pieces = [spelled[token] for token in self.ids]
+        if None in pieces:
+            mark = tokenizer.decode([self.ids[pieces.index(None)]], keep_special=True)
+            raise ValueError(f"the text holds {mark!r}, which is no text but a mark of the model; take it out")
+        if b"".join(pieces) != self.bytes:
+            raise ValueError("this tokenizer does not give the text back as it was, so it cannot be edited in place")
+        self.begins = [0]
+        for piece in pieces:
+            self.begins.append(self.begins[-1] + len(piece))
+        whole = [True, *((byte & 0xC0) != 0x80 for byte in self.bytes[1:]), True]
+        self.whole = [whole[at] for at in self.begins]  # whether a character begins where the token does
+
+    def touched(self, spans: Sequence[Span], text: str) -> set[int]:
+        """Tokens with a letter in one of the spans."""
+        found = set()
+        for start, end in spans:
+            if not 0 <= start <= end <= len(text):
+                raise ValueError(f"the span {start} to {end} is not inside of the text, which has {len(text)} characters")
+            first, last = (len(text[:at].encode("utf-8", "replace")) for at in (start, end))
+            found |= {at for at, (a, b) in enumerate(pairwise(self.begins)) if a < last and b > first}
+        return found
+
+    def runs(self, open_: Sequence[bool]) -> Iterator[tuple[int, int]]:
+        """Open tokens that stand together, with those that share a character with them."""
+        at = 0
+        while at < len(open_):
+            if not open_[at]:
+                at += 1
+                continue
+            first = at
+            while at < len(open_) and (open_[at] or not self.whole[at]):
+                at += 1
+            while not self.whole[first]:
+                first -= 1
+            yield first, at
+
+    def characters(self, first: int, last: int) -> Span:
+        """Where tokens stand in the text."""
+        begin = len(self.bytes[: self.begins[first]].decode())
+        return begin, begin + len(self.bytes[self.begins[first] : self.begins[last]].decode())
+
+
+# 2. Doubt
+
+
+@torch.inference_mode()
+def read(model: DiffusionGemma, prompt: Sequence[int], ids: Sequence[int], size: int) -> Iterator[tuple[int, Tensor]]:
+    """Where each page begins, and the logarithms of the probabilities [C, V] at its positions, read as it stands."""
+    cache = model.new_cache(1, len(prompt) + len(ids))
+    prefill(model, [prompt], cache)
+    for begin in range(0, len(ids), size):
+        page_1C = torch.tensor([ids[begin : begin + size]], device=model.device)
+        yield begin, model.denoise(page_1C, None, cache)[0].float().log_softmax(dim=-1)
+        model.encode(page_1C, cache)
+
+
+def doubts(logs_CV: Tensor, ids: Sequence[int]) -> Tensor:
+    """How many nats likelier than each token the likeliest is, doubt_C."""
+    own_C = logs_CV.gather(1, torch.tensor(ids, device=logs_CV.device)[:, None])[:, 0]
+    return logs_CV.amax(dim=-1) - own_C
+
+
+def suggest(
+    model: DiffusionGemma, tokenizer: Tokenizer, text: str, cfg: SamplerConfig, *, least: float, most: int
+) -> list[Suggestion]:
+    """Tokens that another is `least` times likelier than, with at most so many others."""
+    if not least >= 1 or most < 1:
+        raise ValueError(f"least and most must be at least 1, got {least} and {most}")
+    tokens, found = _Tokens(tokenizer, text), []
+    prompt = _start(tokenizer)
+    for begin, logs_CV in read(model, prompt, tokens.ids, cfg.canvas_length):
+        own = tokens.ids[begin : begin + len(logs_CV)]
+        for at, doubt in enumerate(doubts(logs_CV, own).tolist()):
+            if doubt < math.log(least) or doubt == 0:
+                continue
+            first, last = next(tokens.runs([number == begin + at for number in range(len(tokens.ids))]))
+            start, end = tokens.characters(first, last)
+            likeliest = [token for token in logs_CV[at].topk(most + 1).indices.tolist() if token != own[at]][:most]
+            others = tuple((tokenizer.spell([token]), math.exp(logs_CV[at, token])) for token in likeliest)
+            found.append(Suggestion(start, end, text[start:end], math.exp(logs_CV[at, own[at]]), others))
+    return found
+
+
+# 3. The edit
+
+
+def edit(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    text: str,
+    cfg: SamplerConfig,
+    *,
+    strength: float,
+    keep: Sequence[Span] = (),
+    prompt: Sequence[int] = (),
+    seed: int,
+) -> Edited:
+    """The text with at most a share of its tokens replaced, those that are doubted most, and none of the kept.
+
+    `prompt` is read before it: an instruction, say; without one, the text stands alone.
+    """
+    tokens = _Tokens(tokenizer, text)
+    kept, prompt = tokens.touched(keep, text), list(prompt) or _start(tokenizer)
+    marks = tokenizer.marks(engine.model.config.vocab_size)
+    options = {"strength": strength, "kept": kept, "never": marks, "prompt": prompt, "seed": seed}
+    new, forwards, settled = redrafted(engine, tokens.ids, cfg, **options)
+    changes = _changes(tokenizer, tokens, new)
+    return Edited(_applied(text, changes), text, changes, settled, forwards, seed)
+
+
+def redrafted(
+    engine: Engine,
+    ids: Sequence[int],
+    cfg: SamplerConfig,
+    *,
+    strength: float,
+    kept: Container[int],
+    never: Sequence[int],
+    prompt: Sequence[int],
+    seed: int,
+) -> tuple[list[int], int, bool]:
+    """The tokens with at most a share of them replaced, the passes that took, and whether all pages settled.
+
+    Those at the places `kept` stay; the tokens `never` come in nowhere.
+    """
+    if not 0 <= strength <= 1:
+        raise ValueError(f"strength is the share of tokens that may change, from 0 to 1, got {strength}")
+    new, forwards, settled = list(ids), 0, True
+    for block, begin in enumerate(range(0, len(new), cfg.canvas_length) if strength else ()):
+        page, before = new[begin : begin + cfg.canvas_length], [*prompt, *new[:begin]]
+        _, logs_CV = next(read(engine.model, before, page, len(page)))
+        jitter_C = random.draws([seed + SALT], block, logs_CV.device).uniform(0, len(page))[0]
+        worry_C = doubts(logs_CV, page) + 1e-3 * jitter_C  # where nothing is doubted, chance chooses
+        free = [at for at in worry_C.argsort(descending=True).tolist() if begin + at not in kept]
+        chosen = set(free[: round(strength * len(page))])
+        if not chosen:
+            continue
+        pins = {at: token for at, token in enumerate(page) if at not in chosen}
+        rules = Rules(pins=pins, forbidden=tuple({*never, *cfg.eos_token_ids}))
+        settings = cfg.changed(canvas_length=len(page), max_new_tokens=len(page))
+        request = engine.add(before, settings, seed=seed + block, rules=rules)
+        end = engine.run([request])[request]
+        new[begin : begin + len(page)] = end.ids_BT[0].tolist()
+        forwards, settled = forwards + 1 + end.stats[0].forwards, settled and end.stats[0].settled == 1
+    return new, forwards, settled
+
+
+def _start(tokenizer: Tokenizer) -> list[int]:
+    start = tokenizer.prompt("")
+    if not start:
+        raise ValueError("this tokenizer has no start token, and there is no instruction: nothing to read the text behind")
+    return start
+
+
+def _changes(tokenizer: Tokenizer, tokens: _Tokens, new: Sequence[int]) -> tuple[Change, ...]:
+    """Where tokens differ. What would be half a character, or a mark, stays as it was."""
+    found, spelled = [], tokenizer.spellings
+    for first, last in tokens.runs([a != b for a, b in zip(tokens.ids, new, strict=True)]):
+        pieces = [spelled[token] for token in new[first:last]]
+        try:
+            letters = b"".join(pieces).decode()
+        except (TypeError, UnicodeDecodeError):
+            continue
+        start, end = tokens.characters(first, last)
+        old = tokens.bytes[tokens.begins[first] : tokens.begins[last]].decode()
+        if old != letters:
+            found.append(Change(start, end, old, letters))
+    return tuple(found)
+
+
+def _applied(text: str, changes: Sequence[Change]) -> str:
+    parts, at = [], 0
+    for change in changes:
+        parts += [text[at : change.start], change.new]
+        at = change.end
+    return "".join([*parts, text[at:]])

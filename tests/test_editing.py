@@ -1,0 +1,153 @@
+"""Edits: nothing at strength 0, kept spans kept, no more than the share, the text otherwise letter for letter."""
+
+import json
+import math
+import os
+import re
+import stat
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redraft import cli_edit, editing
+from redraft.writer import Writer
+
+WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))
+TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
+
+
+@settings(max_examples=40, deadline=None)
+@given(TEXT, st.floats(0, 1), st.integers(0, 99), st.data())
+def test_what_is_kept_is_kept_and_no_more_changes_than_may(text, strength, seed, data):
+    ends = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=2)))
+    edited = WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
+    assert edited == WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
+    assert sum(len(change.old) for change in edited.changes) <= strength * len(text.encode()) + len(text.encode()) // 16 + 1
+    rebuilt, at = "", 0
+    for change in edited.changes:
+        assert text[change.start : change.end] == change.old != change.new
+        assert change.end <= ends[0] or change.start >= ends[1] or ends[0] == ends[1]
+        rebuilt += text[at : change.start] + change.new
+        at = change.end
+    assert edited.text == rebuilt + text[at:]
+    assert strength > 0 or edited.text == text
+    assert edited.before == text
+
+
+def test_an_edit_says_what_has_changed():
+    edits = [WRITER.edit("one line\nanother line\n", strength=0.4, seed=seed) for seed in range(6)]
+    edited = next(edited for edited in edits if edited.changes)  # bytes at random are seldom letters: the rest stays
+    assert edited.text != edited.before
+    assert edited.diff("a").startswith("--- a\n+++ a\n@@")
+    assert WRITER.edit("same", strength=0.0, seed=1).diff() == ""
+    assert str(edited) == edited.text
+
+
+def test_the_doubted_come_first():
+    logs = torch.log_softmax(torch.tensor([[5.0, 0.0, 0.0], [0.0, 5.0, 0.0], [1.0, 0.0, 0.0]]), dim=-1)
+    assert editing.doubts(logs, [0, 0, 1]).tolist() == pytest.approx([0.0, 5.0, 1.0])
+
+
+def test_pages_are_read_behind_one_another():
+    """Two pages at once = the second page alone behind the first."""
+    ids = [30 + at % 20 for at in range(20)]
+    (_, first), (begin, second) = editing.read(WRITER.model, [2], ids, 12)
+    ((_, alone),) = editing.read(WRITER.model, [2, *ids[:12]], ids[12:], 12)
+    assert (begin, len(first)) == (12, 12)
+    assert torch.allclose(second, alone, atol=1e-4)
+
+
+def test_suggestions_name_letters_and_others(monkeypatch):
+    text = "dü ok"
+    ids = WRITER.tokenizer.encode(text)
+    logits = torch.nn.functional.one_hot(torch.tensor(ids), WRITER.model.config.vocab_size).float() * 9
+    wrong = text.encode().index(b"o")
+    logits[wrong, ids[wrong]], logits[wrong, WRITER.tokenizer.encode("i")[0]] = 1.0, 9.0
+    logits[2, ids[2]], logits[2, 50] = 0.0, 3.0  # the second half of a character
+    monkeypatch.setattr(editing, "read", lambda *_: [(0, logits.log_softmax(dim=-1))])
+    half, other = WRITER.suggest(text, least=5, most=2)
+    assert (half.text, text[half.start : half.end]) == ("ü", "ü")
+    assert (other.start, other.end, other.text, other.alternatives[0][0]) == (3, 4, "o", "i")
+    assert len(other.alternatives) == 2
+    assert other.alternatives[0][1] == pytest.approx(other.probability * math.exp(8), rel=1e-3)
+    assert WRITER.suggest(text, least=1e9) == []
+
+
+def test_nothing_is_suggested_for_nothing():
+    assert WRITER.suggest("") == []
+    assert WRITER.edit("", seed=1).text == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: WRITER.edit("text", strength=1.5), "strength is the share of tokens that may change, from 0 to 1, got 1.5"),
+        (lambda: WRITER.edit("text", strength=float("nan")), "nan"),
+        (lambda: WRITER.edit("text", keep=[(2, 9)]), "the span 2 to 9 is not inside of the text, which has 4 characters"),
+        (lambda: WRITER.edit("a<eos>b"), "'<eos>', which is no text but a mark"),
+        (lambda: WRITER.suggest("a", least=0.5), "least"),
+        (lambda: WRITER.suggest("a", most=0), "most"),
+    ],
+)
+def test_mistakes_are_named(call, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        call()
+
+
+@pytest.fixture
+def shipped(monkeypatch):
+    monkeypatch.setattr(cli_edit.writer, "load", lambda *args, **kwargs: WRITER)
+
+
+def test_the_commands(shipped, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "a.txt"
+    file.write_text("ab [[ 2 ]] cd\n")
+    cli_edit.fill(str(file), seed=1)
+    text = capsys.readouterr().out
+    assert text.startswith("ab ")
+    assert text.endswith(" cd\n")
+    cli_edit.fill(str(file), seed=1, as_json=True)
+    assert json.loads(capsys.readouterr().out)["text"] == text
+    cli_edit.fill(str(file), seed=1, count=2, as_json=True)
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    os.chmod(file, 0o640)
+    cli_edit.fill(str(file), seed=1, write=True)
+    assert file.read_text() == text
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    seed = next(seed for seed in range(20) if WRITER.edit(text, strength=0.3, seed=seed).changes)
+    cli_edit.edit(str(file), strength=0.3, seed=seed)
+    edited = capsys.readouterr().out
+    cli_edit.edit(str(file), strength=0.3, seed=seed, write=True)
+    assert file.read_text() == edited != text
+    assert os.listdir(tmp_path) == ["a.txt"]
+    monkeypatch.setattr(WRITER, "suggest", lambda text: [editing.Suggestion(1, 2, "b", 0.125, (("c", 0.5),))])
+    cli_edit.edit(str(file), suggest=True)
+    assert capsys.readouterr().out == "1:2: 'b' 12.5%; rather 'c' 50%\n"
+
+
+def test_commands_say_what_is_wrong(shipped, tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"a\xff [[ ]]")
+    with pytest.raises(ValueError, match=r"is not UTF-8 text: byte 1 is 0xff"):
+        cli_edit.fill(str(file))
+    with pytest.raises(ValueError, match="--write replaces a file"):
+        cli_edit.edit("-", write=True)
+    file.write_text("fine")
+    with pytest.raises(ValueError, match="--suggest changes nothing"):
+        cli_edit.edit(str(file), suggest=True, write=True)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "a.txt"
+    file.write_text("old")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(cli_edit.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        cli_edit.replace(file, "new")
+    assert (file.read_text(), os.listdir(tmp_path)) == ("old", ["a.txt"])
