@@ -9,7 +9,8 @@ demo: $(READY)
 	$(VENV)/bin/redraft "Once upon a time"
 
 test: lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 -m "not timed"
+	$(VENV)/bin/python -m pytest -m timed
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

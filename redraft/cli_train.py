@@ -129,7 +129,9 @@ def evaluate(
     task: Annotated[
         str | None,
         typer.Option(
-            "--task", "-t", help="stories, samples, code, edit, sudoku, sudoku-spoken, sudoku-written. [stories, or sudoku]"
+            "--task",
+            "-t",
+            help="stories, samples, code, infill, edit, sudoku, sudoku-spoken, sudoku-written. [stories, or sudoku]",
         ),
     ] = None,
     data: Annotated[
@@ -152,6 +154,7 @@ def evaluate(
     from redraft.train import recipes, scores
 
     known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code, "edit": scores.edit}
+    known |= {"infill": scores.infill}
     known |= {"sudoku": scores.sudoku, "sudoku-spoken": scores.sudoku_spoken, "sudoku-written": scores.sudoku_written}
     if count < 1:
         raise ValueError(f"--count must be at least 1, got {count}")

@@ -28,6 +28,7 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 25
 GUESS = 8  # tokens of a hole that waits for its turn
 AFTER = 32  # tokens behind a hole that stand on its page
 HEARD = 32  # and those that decide with it how long it is
+PAID = 1.0  # nats that a token of a hole is worth: the likeliest text is short, but there are more long ones
 SEEDS = 1 << 20  # between the seeds of two holes
 LEAST = 4  # letters that a hole and what follows it share: fewer may be chance
 HOLE = re.compile(r"\[\[[ \t]*(\d*)[ \t]*\]\]")
@@ -75,7 +76,7 @@ class Filled:
 
     text: str
     holes: tuple[str, ...]
-    score: float  # the logarithm of how likely the last hole and what follows it are; higher is better
+    score: float  # how likely the last hole and what follows it are, in nats, its length made up for; higher is better
     settled: bool  # False when a page still moved at its last step
     forwards: int  # passes over pages, all lengths that were tried
     seed: int
@@ -168,7 +169,8 @@ class Filler:
             found.setdefault(letters.decode("utf-8", "ignore"), (ids, still))
         heard = place.heard()
         scores = likelihoods(self.engine.model, place.prompt, [[*ids, *heard] for ids, _ in found.values()])
-        ranked = [(score, hole, still) for score, (hole, (_, still)) in zip(scores, found.items(), strict=True)]
+        pairs = zip(scores, found.items(), strict=True)
+        ranked = [(score + PAID * len(ids), hole, still) for score, (hole, (ids, still)) in pairs]
         return sorted(ranked, key=lambda one: -one[0])
 
 

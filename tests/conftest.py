@@ -1,11 +1,11 @@
-"""Two threads are what the tests' machine has; more would only make timings noisy. No example has a deadline."""
+"""Two threads are what the tests' machine has, a thread each where two processes test. No example has a deadline."""
 
 import importlib.util
 import os
 
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: tests/interpreted.py
 if importlib.util.find_spec("hypothesis"):  # tests/test_gpu.py runs on machines that have pytest alone

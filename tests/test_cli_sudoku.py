@@ -243,6 +243,7 @@ def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch):
     assert set(FORBIDDEN).isdisjoint(tokens.DIGITS)
 
 
+@pytest.mark.timed
 def test_it_is_quick():
     """The best of three, for a machine that does other things too: a process under 4 s, the solving under 1 s."""
     times = []
@@ -255,6 +256,7 @@ def test_it_is_quick():
     assert min(solving for _, solving in times) < 1, times
 
 
+@pytest.mark.timed
 def test_a_file_runs_at_five_puzzles_a_second(writer):
     puzzles, rates = easy(64), []
     for _ in range(2):

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import compress
+from functools import partial
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from redraft.config import SamplerConfig
 from redraft.model import DiffusionGemma
 from redraft.tokenizer import Tokenizer
 from redraft.train import board_scores, evals
+from redraft.train import infill as missing
 from redraft.train.data import open_text
 from redraft.train.judge import LlamaJudge
 
@@ -99,6 +101,32 @@ def code(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, op
         found[way] = evals.exact(answers, taken)
         found[f"{way}_new"] = evals.exact(list(compress(answers, new)), list(compress(taken, new)))
     return found
+
+
+def infill(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+    """Lines, sentences and HumanEval's holes put back: length known, length to be found, and with what follows hidden."""
+    folder = options.data / "code"
+    sets = {
+        "lines": list(missing.lines(functions(folder / "pyfuncs_eval.jsonl.xz"))),
+        "sentences": list(
+            missing.sentences(paragraphs(options.data / "stories/tinystories_val_a.txt.xz", 4 * options.count))
+        ),
+        "single": list(missing.humaneval(folder / "HumanEval-SingleLineInfilling.jsonl.gz")),
+        "spans": list(missing.humaneval(folder / "HumanEval-RandomSpanInfillingLight.jsonl.gz")),
+    }
+    found: dict[str, Any] = {}
+    for name, parts in sets.items():
+        fit = (one for one in parts if len(tokenizer.encode(one.part)) <= missing.LONGEST)
+        taken = list(islice(fit, options.count))
+        found[name] = {"holes": len(taken)}
+        for way, put_back in missing.ways(model, tokenizer, sampler).items():
+            tell = partial(_told, options, f"{name}, {way}", len(taken))
+            found[name][way] = missing.score(taken, put_back, tokenizer, tell)
+    return found
+
+
+def _told(options: Options, what: str, count: int, done: int) -> None:
+    options.tell(f"{what}: {done} of {count}")
 
 
 def edit(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:

@@ -1,0 +1,163 @@
+"""Texts with a part taken out, put back: with its length known, with its length to be found, and with what follows hidden.
+
+    lines           one line of each Python function
+    sentences       one sentence of each story
+    single, spans   HumanEval's infilling tasks; whether the function then passes its tests is found by running them
+
+The hidden way is the same weights left to right, greedily: what a model without a canvas has to say. Everything is seeded.
+"""
+
+import difflib
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redraft.config import SamplerConfig
+from redraft.engine import Engine
+from redraft.filling import Filler, Template
+from redraft.model import DiffusionGemma
+from redraft.tokenizer import Tokenizer
+from redraft.train.data import open_text
+from redraft.train.evals import first_statement
+
+LONGEST = 32  # tokens of a part that is taken out, and of a hole of unknown length
+SECONDS = 5  # that a program may take
+LIMITS = """import resource as _r
+for _what, _most in ((_r.RLIMIT_CPU, 5), (_r.RLIMIT_AS, 1 << 30), (_r.RLIMIT_FSIZE, 0), (_r.RLIMIT_NOFILE, 32)):
+    _r.setrlimit(_what, (_most, _most))
+"""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A text with a part taken out."""
+
+    before: str
+    part: str
+    after: str
+    check: str = ""  # a program that fails, behind the whole text, if that is wrong
+
+    def passes(self, part: str) -> bool:
+        """Whether the text with this part does what its check asks."""
+        return runs(self.before + part + self.after + self.check)
+
+
+# 1. What is missing
+
+
+def lines(texts: Sequence[str], seed: int = 0) -> Iterator[Missing]:
+    """One line of the code of each function, its indentation left: neither signature, docstring nor last line."""
+    for number, text in enumerate(texts):
+        rows, at, fit = text.rstrip("\n").split("\n"), 0, []
+        begin = first_statement(text)
+        for count, row in enumerate(rows[:-1], 1):
+            if count >= begin and sum(map(str.isalnum, row)) >= 3:
+                fit.append((at + len(row) - len(row.lstrip()), at + len(row.rstrip())))
+            at += len(row) + 1
+        if fit:
+            start, end = random.Random(f"{seed} {number}").choice(fit)
+            yield Missing(text[:start], text[start:end], text[end:])
+
+
+def sentences(texts: Sequence[str], seed: int = 0) -> Iterator[Missing]:
+    """One sentence of each text, neither its first nor its last."""
+    for number, text in enumerate(texts):
+        ends = [found.end() for found in re.finditer(r"[.!?]+[\"']?(?=\s)", text)]
+        inner = [(a + 1, b) for a, b in pairwise(ends)]
+        if inner:
+            start, end = random.Random(f"{seed} {number}").choice(inner)
+            yield Missing(text[:start], text[start:end], text[end:])
+
+
+def humaneval(path: Path) -> Iterator[Missing]:
+    """The tasks of one file."""
+    with open_text(path) as file:
+        for task in map(json.loads, file):
+            check = f"\n{task['test']}\ncheck({task['entry_point']})\n"
+            yield Missing(task["prompt"], task["canonical_solution"], task["suffix"], check)
+
+
+def runs(program: str) -> bool:
+    """Whether a program ends well, in a process of its own, in an empty folder, with little time and memory and no files."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-I", "-B", "-"]
+        try:
+            ended = subprocess.run(
+                command, input=(LIMITS + program).encode(), cwd=folder, env={}, capture_output=True, timeout=2 * SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return False
+    return ended.returncode == 0
+
+
+# 2. Ways to put it back
+
+
+Way = Callable[[Missing, int], str]  # of a missing part and its number
+
+
+def ways(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, seed: int = 0) -> dict[str, Way]:
+    """By name."""
+    filler, settings = Filler(Engine(model), tokenizer), sampler.changed(t_min=0.2, t_max=0.2)  # one answer is right
+
+    def filled(one: Missing, number: int, length: int | None) -> str:
+        template = Template((one.before, one.after), (length,), ends=False)
+        return filler.fill(template, settings, seed=seed + number, longest=LONGEST)[0].holes[0]
+
+    return {
+        "known": lambda one, number: filled(one, number, max(1, len(tokenizer.encode(one.part)))),
+        "unknown": lambda one, number: filled(one, number, None),
+        "hidden": lambda one, number: spoken(model, tokenizer, one),
+    }
+
+
+@torch.inference_mode()
+def spoken(model: DiffusionGemma, tokenizer: Tokenizer, one: Missing) -> str:
+    """What the same weights say left to right: as many lines as are missing, in at most twice as many tokens."""
+    space = one.before[-1:] in (" ", "\t")  # it belongs to the first word that is missing, as `filling.py` tells
+    ids, most = tokenizer.prompt(one.before[:-1] if space else one.before), 2 * len(tokenizer.encode(one.part)) + 8
+    ids = ids[-(model.config.max_position_embeddings - most) :]
+    cache = model.new_cache(1, len(ids) + most, rewind=0)
+    hidden_1SD, said = model.encode(torch.tensor([ids], device=model.device), cache), []
+    while len(said) < most:
+        token = int(model.head(hidden_1SD[:, -1:]).argmax())
+        text = tokenizer.spell([*said, token])
+        ended = token in model.config.eos_token_ids or text.count("\n") > one.part.count("\n")
+        if ended or ("\n" not in one.part and re.search(r"[.!?][\"']?\s", text) and _is_prose(one)):
+            break
+        said.append(token)
+        hidden_1SD = model.encode(torch.tensor([[token]], device=model.device), cache)
+    return tokenizer.spell(said)[int(space) :]
+
+
+def _is_prose(one: Missing) -> bool:
+    """A sentence, whose end is not the line's."""
+    return bool(re.search(r"[.!?][\"']?\Z", one.part))
+
+
+# 3. Scores
+
+
+def score(taken: Sequence[Missing], way: Way, tokenizer: Tokenizer, tell: Callable[[int], None]) -> dict[str, Any]:
+    """Shares put back exactly and running, how alike, how many tokens too long or short; spaces around do not count."""
+    exact = alike = off = passed = 0.0
+    for number, one in enumerate(taken):
+        part = way(one, number)
+        exact += part.strip() == one.part.strip()
+        alike += difflib.SequenceMatcher(None, part, one.part, autojunk=False).ratio()
+        off += abs(len(tokenizer.encode(part)) - len(tokenizer.encode(one.part)))
+        passed += bool(one.check) and one.passes(part)
+        tell(number + 1)
+    count = max(1, len(taken))
+    found = {"exact": exact / count, "similarity": alike / count, "tokens_off": off / count}
+    return found | ({"passes": passed / count} if taken and taken[0].check else {})
