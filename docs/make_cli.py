@@ -1,20 +1,16 @@
 """Writes docs/cli.md from the help texts: `python docs/make_cli.py` (or `make docs`). A test compares the two."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from redraft.cli import app
 
 
 def help_page(command: list[str]) -> str:
     """What --help prints."""
-    command = [sys.executable, "-m", "redraft.cli", *command, "--help"]
-    width = {**os.environ, "COLUMNS": "80"}
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=width)
+    run = CliRunner().invoke(app, [*command, "--help"], prog_name="redraft", env={"COLUMNS": "80"})
     return "\n".join(line.rstrip() for line in run.stdout.strip().splitlines())
 
 

@@ -1,7 +1,8 @@
 """`tiny` learns Sudoku from prompts, as text: the recipe that was told in public, with our small model.
 
 Puzzles of 30 to 40 clues are made of the training lists in REDRAFT_DATA (sudoku/*_train.csv.xz), turned by chance, some of
-the solution's digits added; they are written to the run's folder once. What it costs has not been measured yet.
+the solution's digits added; they are written to the run's folder once. Cost: 13 minutes on one H200 for 78% of boards, in two
+runs (benchmarks/results/train_tiny_sudoku_h200_202611.md has the commands).
 """
 
 import os
@@ -36,7 +37,18 @@ def recipe(folder: Path) -> TrainConfig:
         data=DataConfig(sources=(Source(files=(str(texts),)),), length=792, blocks=(96,)),
         loss=LossConfig(t_power=0.7, full_noise=0.25, ar_weight=0.1, on_policy=0.5, self_condition=0.75),
         optim=OptimConfig(muon_lr=4e-3, adamw_lr=2e-3, cooldown=0.5),
-        sampler=replace(first.sampler, canvas_length=96, max_new_tokens=96, spread=0, stops_last=False, entropy_bound=0.3),
+        sampler=replace(
+            first.sampler,
+            canvas_length=96,
+            max_new_tokens=96,
+            spread=0,
+            stops_last=False,
+            entropy_bound=0.05,
+            t_min=0.25,
+            t_max=0.25,
+            confidence_threshold=0.01,
+            stability_threshold=2,
+        ),
         steps=2500,
         rows=128,
         streams=4,

@@ -48,7 +48,7 @@ def compiled(kernel, fixed: dict, warps: int = 4, stages: int = 3, **kinds: str)
 def expert_kernels():
     for eight in (False, True):
         kinds = {"weight": EIGHT, "scale": FULL} if eight else {}
-        for pairs in (2048, 8192, 16384):
+        for pairs in (2048, 16384):
             wide, narrow = experts.fitting(1 if eight else 2, pairs, 128)
             for kernel, tile, first in ((experts._gate_up, wide, "x"), (experts._down, narrow, "h")):
                 fixed = {"K": 8, "EIGHT": eight, "BT": tile.tokens, "BF": tile.features, "BK": tile.inner}

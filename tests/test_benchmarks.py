@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.timed
 def test_a_step_is_no_slower_than_transformers():
     command = [sys.executable, "benchmarks/bench_step.py", "--rounds", "3", "--steps", "6"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
