@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import redraft
-from redraft import checkpoint, cli_edit, cli_sudoku, cli_train
+from redraft import checkpoint, cli_augment, cli_edit, cli_sudoku, cli_train
 from redraft.config import ModelConfig
 from redraft.generate import Committed, Event, Finished
 from redraft.kernels import choice
@@ -215,6 +215,7 @@ def chat(
 
 app.command()(cli_edit.fill)
 app.command()(cli_edit.edit)
+app.command()(cli_augment.augment)
 app.command()(cli_sudoku.sudoku)
 app.command()(cli_train.train)
 app.command("eval")(cli_train.evaluate)

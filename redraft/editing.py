@@ -18,7 +18,7 @@ from torch import Tensor
 
 from redraft import random
 from redraft.config import SamplerConfig
-from redraft.engine import Engine
+from redraft.engine import Engine, Request
 from redraft.generate import prefill
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
@@ -73,7 +73,7 @@ class Suggestion:
 # 1. Tokens
 
 
-class _Tokens:
+class Tokens:
     """A text as tokens, and where each begins."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
@@ -146,8 +146,8 @@ def suggest(
     """Tokens that another is `least` times likelier than, with at most so many others."""
     if not least >= 1 or most < 1:
         raise ValueError(f"least and most must be at least 1, got {least} and {most}")
-    tokens, found = _Tokens(tokenizer, text), []
-    prompt = _start(tokenizer)
+    tokens, found = Tokens(tokenizer, text), []
+    prompt = start_of(tokenizer)
     for begin, logs_CV in read(model, prompt, tokens.ids, cfg.canvas_length):
         own = tokens.ids[begin : begin + len(logs_CV)]
         for at, doubt in enumerate(doubts(logs_CV, own).tolist()):
@@ -179,13 +179,13 @@ def edit(
 
     `prompt` is read before it: an instruction, say; without one, the text stands alone.
     """
-    tokens = _Tokens(tokenizer, text)
-    kept, prompt = tokens.touched(keep, text), list(prompt) or _start(tokenizer)
+    tokens = Tokens(tokenizer, text)
+    kept, prompt = tokens.touched(keep, text), list(prompt) or start_of(tokenizer)
     marks = tokenizer.marks(engine.model.config.vocab_size)
     options = {"strength": strength, "kept": kept, "never": marks, "prompt": prompt, "seed": seed}
     new, forwards, settled = redrafted(engine, tokens.ids, cfg, **options)
-    changes = _changes(tokenizer, tokens, new)
-    return Edited(_applied(text, changes), text, changes, settled, forwards, seed)
+    changes = changes_of(tokenizer, tokens, new)
+    return Edited(applied(text, changes), text, changes, settled, forwards, seed)
 
 
 def redrafted(
@@ -215,24 +215,38 @@ def redrafted(
         chosen = set(free[: round(strength * len(page))])
         if not chosen:
             continue
-        pins = {at: token for at, token in enumerate(page) if at not in chosen}
-        rules = Rules(pins=pins, forbidden=tuple({*never, *cfg.eos_token_ids}))
-        settings = cfg.changed(canvas_length=len(page), max_new_tokens=len(page))
-        request = engine.add(before, settings, seed=seed + block, rules=rules)
+        request = add_page(engine, before, page, chosen, cfg, never, seed + block)
         end = engine.run([request])[request]
         new[begin : begin + len(page)] = end.ids_BT[0].tolist()
         forwards, settled = forwards + 1 + end.stats[0].forwards, settled and end.stats[0].settled == 1
     return new, forwards, settled
 
 
-def _start(tokenizer: Tokenizer) -> list[int]:
+def add_page(
+    engine: Engine,
+    before: Sequence[int],
+    page: Sequence[int],
+    chosen: Container[int],
+    cfg: SamplerConfig,
+    never: Sequence[int],
+    seed: int,
+) -> Request:
+    """Asks for the page behind what is before it, the chosen places open, the others pinned."""
+    pins = {at: token for at, token in enumerate(page) if at not in chosen}
+    rules = Rules(pins=pins, forbidden=tuple({*never, *cfg.eos_token_ids}))
+    settings = cfg.changed(canvas_length=len(page), max_new_tokens=len(page))
+    return engine.add(before, settings, seed=seed, rules=rules)
+
+
+def start_of(tokenizer: Tokenizer) -> list[int]:
+    """What a text by itself stands behind."""
     start = tokenizer.prompt("")
     if not start:
         raise ValueError("this tokenizer has no start token, and there is no instruction: nothing to read the text behind")
     return start
 
 
-def _changes(tokenizer: Tokenizer, tokens: _Tokens, new: Sequence[int]) -> tuple[Change, ...]:
+def changes_of(tokenizer: Tokenizer, tokens: Tokens, new: Sequence[int]) -> tuple[Change, ...]:
     """Where tokens differ. What would be half a character, or a mark, stays as it was."""
     found, spelled = [], tokenizer.spellings
     for first, last in tokens.runs([a != b for a, b in zip(tokens.ids, new, strict=True)]):
@@ -248,7 +262,8 @@ def _changes(tokenizer: Tokenizer, tokens: _Tokens, new: Sequence[int]) -> tuple
     return tuple(found)
 
 
-def _applied(text: str, changes: Sequence[Change]) -> str:
+def applied(text: str, changes: Sequence[Change]) -> str:
+    """The text with the changes made."""
     parts, at = [], 0
     for change in changes:
         parts += [text[at : change.start], change.new]

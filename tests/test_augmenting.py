@@ -1,0 +1,110 @@
+"""Variants: what is kept is kept, what is chosen may change, a run that was cut off ends as one that was not."""
+
+import json
+import re
+
+import pytest
+import tiny
+
+from redraft import augmenting, cli_augment
+from redraft.augmenting import Plan, spans
+from redraft.editing import Tokens
+from redraft.writer import Writer
+
+WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))
+TEXTS = ["one two three four five six", "name: Ann, age: 41", "x", "a longer text that has more than one page in it"]
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli_augment.writer, "load", lambda *args, **kwargs: WRITER)
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"id": number, "text": text}) + "\n\n" for number, text in enumerate(TEXTS)))
+    return path
+
+
+def test_spans_are_words_up_to_the_share_or_what_matches():
+    for seed in range(30):
+        found = spans(TEXTS[0], Plan(share=0.5), seed)
+        assert len(found) == 3
+        assert found == sorted(found)
+        assert all(re.fullmatch(r"\w+", TEXTS[0][a:b]) for a, b in found)
+    assert spans(TEXTS[1], Plan(regex=r"\d+"), 0) == [(16, 18)]
+    assert all(TEXTS[0][a:b] != "two" for seed in range(30) for a, b in spans(TEXTS[0], Plan(share=0.9, keep="two"), seed))
+    assert spans("...", Plan(share=1.0), 0) == []
+
+
+def test_what_was_not_chosen_is_as_it_was():
+    for found, text in zip(
+        augmenting.variants(
+            WRITER.engine, WRITER.tokenizer, list(enumerate(TEXTS)), WRITER.sampler, Plan(count=6, share=0.4)
+        ),
+        TEXTS,
+        strict=True,
+    ):
+        assert len({one.text for one in found}) == len(found)
+        for one in found:
+            at, begin = 0, 0
+            for a, b in one.spans:  # letters between the spans are there, in order
+                at = one.text.index(text[begin:a], at) + a - begin
+                begin = b
+            assert one.text.endswith(text[begin:])
+            assert one.text != text
+
+
+def test_a_variant_is_the_same_alone_and_among_others():
+    plan = Plan(count=3, share=0.5, seed=4)
+    together = list(augmenting.variants(WRITER.engine, WRITER.tokenizer, list(enumerate(TEXTS)), WRITER.sampler, plan))
+    for number, text in enumerate(TEXTS):
+        alone = augmenting.variants(WRITER.engine, WRITER.tokenizer, [(number, text)], WRITER.sampler, plan)
+        assert list(alone) == [together[number]]
+
+
+def test_a_run_that_was_cut_off_ends_as_one_that_was_not(records, tmp_path, capsys):
+    options = {"count": 5, "holes": "60%", "seed": 2}
+    cli_augment.augment(str(records), str(tmp_path / "a.jsonl"), **options)
+    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    assert re.search(
+        r"\d+ variants of 4 records, \d+ dropped .* variants/s, \d+ tokens/s", " ".join(capsys.readouterr().err.split())
+    )
+    assert len({json.loads(line)["text"] for line in lines}) == len(lines) > 3
+    for line in lines:
+        record = json.loads(line)
+        assert record["id"] == record["redraft"]["record"]
+        assert Tokens(WRITER.tokenizer, record["text"])
+    for cut in (0, 1, 3, len(lines)):
+        path = tmp_path / f"{cut}.jsonl"
+        path.write_bytes(b"".join(lines[:cut]) + b'{"id": 1, "te')
+        cli_augment.augment(str(records), str(path), resume=True, **options)
+        assert path.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"holes": "many"}, "--holes is a share of words such as 30% or 0.3, got 'many'"),
+        ({"holes": "0%"}, "got 0%"),
+        ({"holes": "130%"}, "got 130%"),
+        ({"count": 0}, "at least 1 variant"),
+        ({"regex": "("}, "'(' is no regular expression"),
+        ({"keep": "["}, "'[' is no regular expression"),
+        ({"field": "body"}, "line 1 of"),
+        ({"out": "in.jsonl"}, "is there already: --resume"),
+    ],
+)
+def test_mistakes_are_named(records, options, words):
+    out = records.with_name(options.pop("out", "out.jsonl"))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        cli_augment.augment(str(records), str(out), **options)
+    assert records.name == out.name or not out.exists()
+
+
+def test_files_that_are_none_of_ours(records, tmp_path):
+    with pytest.raises(ValueError, match="was not written by redraft augment"):
+        cli_augment.augment(str(records), str(records), resume=True)
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(ValueError, match=r"line 2 of .* is no JSON"):
+        cli_augment.augment(str(tmp_path / "bad.jsonl"), str(tmp_path / "o.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no records"):
+        cli_augment.augment(str(tmp_path / "empty.jsonl"), str(tmp_path / "o.jsonl"))
