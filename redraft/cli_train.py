@@ -131,7 +131,7 @@ def evaluate(
         typer.Option(
             "--task",
             "-t",
-            help="stories, samples, code, infill, edit, sudoku, sudoku-spoken, sudoku-written. [stories, or sudoku]",
+            help="stories, samples, code, infill, edit, schema, sudoku, sudoku-spoken, sudoku-written. [stories, or sudoku]",
         ),
     ] = None,
     data: Annotated[
@@ -154,7 +154,7 @@ def evaluate(
     from redraft.train import recipes, scores
 
     known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code, "edit": scores.edit}
-    known |= {"infill": scores.infill}
+    known |= {"infill": scores.infill, "schema": scores.schema}
     known |= {"sudoku": scores.sudoku, "sudoku-spoken": scores.sudoku_spoken, "sudoku-written": scores.sudoku_written}
     if count < 1:
         raise ValueError(f"--count must be at least 1, got {count}")

@@ -11,7 +11,7 @@ from typing import Any
 from redraft.config import SamplerConfig
 from redraft.model import DiffusionGemma
 from redraft.tokenizer import Tokenizer
-from redraft.train import board_scores, evals
+from redraft.train import board_scores, evals, extraction
 from redraft.train import infill as missing
 from redraft.train.data import open_text
 from redraft.train.judge import LlamaJudge
@@ -127,6 +127,13 @@ def infill(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, 
 
 def _told(options: Options, what: str, count: int, done: int) -> None:
     options.tell(f"{what}: {done} of {count}")
+
+
+def schema(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+    """Records told in words, answered as JSON under schemas of one to eight fields, and without them."""
+    size = options.canvas or min(128, sampler.canvas_length)
+    settings = sampler.changed(canvas_length=size, max_new_tokens=size)
+    return extraction.score(model, tokenizer, settings, extraction.told(options.count), options.tell)
 
 
 def edit(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
