@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from redraft import writer
-from redraft.editing import Edited
+from redraft.editing import Edited, check
 from redraft.filling import Filled, parse
 from redraft.terminal import harmless
 
@@ -54,7 +54,7 @@ def fill(
         if console.is_terminal:
             console.print(coloured(parts, one), soft_wrap=True, end="")
         else:
-            sys.stdout.write(one.text)
+            sys.stdout.write(one.text + ("\n" if count > 1 and not one.text.endswith("\n") else ""))
 
 
 def edit(
@@ -74,6 +74,7 @@ def edit(
     text = given(file, write)
     if suggest and (write or instruction is not None):
         raise ValueError("--suggest changes nothing: it goes with neither --write nor --instruction")
+    check(strength)
     subject, console = writer.load(model or writer.SHIPPED, device=device), Console(highlight=False)
     if suggest:
         _print_suggestions(subject, text, as_json)
@@ -128,8 +129,8 @@ def coloured(parts: tuple[str, ...], filled: Filled) -> Text:
 def shown(edited: Edited, name: str) -> Text:
     """The difference, lines that went red and lines that came green."""
     styles, found = {"-": "red", "+": "green", "@": "cyan"}, Text()
-    for line in edited.diff(name).splitlines(keepends=True):
-        found.append(harmless(line), style=styles.get(line[0], ""))
+    for line in edited.diff(name).split("\n")[:-1]:
+        found.append(harmless(line + "\n"), style=styles.get(line[:1], ""))
     return found
 
 

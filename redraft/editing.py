@@ -9,6 +9,7 @@ and what is on both sides. Tokens are replaced, never inserted. What does not ch
 
 import difflib
 import math
+import re
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,7 +55,7 @@ class Edited:
 
     def diff(self, name: str = "text") -> str:
         """The change of lines, as `diff -u` writes it."""
-        old, new = (text.splitlines(keepends=True) for text in (self.before, self.text))
+        old, new = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (self.before, self.text))
         lines = difflib.unified_diff(old, new, name, name)
         return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
@@ -93,7 +94,10 @@ class Tokens:
     def touched(self, spans: Sequence[Span], text: str) -> set[int]:
         """Tokens with a letter in one of the spans."""
         found = set()
-        for start, end in spans:
+        for span in spans:
+            if not isinstance(span, Sequence) or len(span) != 2:
+                raise ValueError(f"spans are pairs of a start and an end, got {span!r}")
+            start, end = span
             if not 0 <= start <= end <= len(text):
                 raise ValueError(f"the span {start} to {end} is not inside of the text, which has {len(text)} characters")
             first, last = (len(text[:at].encode("utf-8", "replace")) for at in (start, end))
@@ -126,12 +130,26 @@ class Tokens:
 @torch.inference_mode()
 def read(model: DiffusionGemma, prompt: Sequence[int], ids: Sequence[int], size: int) -> Iterator[tuple[int, Tensor]]:
     """Where each page begins, and the logarithms of the probabilities [C, V] at its positions, read as it stands."""
+    fits(model, len(prompt), len(ids))
     cache = model.new_cache(1, len(prompt) + len(ids))
     prefill(model, [prompt], cache)
     for begin in range(0, len(ids), size):
         page_1C = torch.tensor([ids[begin : begin + size]], device=model.device)
         yield begin, model.denoise(page_1C, None, cache)[0].float().log_softmax(dim=-1)
         model.encode(page_1C, cache)
+
+
+def fits(model: DiffusionGemma, before: int, tokens: int) -> None:
+    """Refuses a text that the model cannot read whole."""
+    limit = model.config.max_position_embeddings
+    if before + tokens > limit:
+        raise ValueError(f"the text has {tokens} tokens behind {before}, the model's context is {limit}: take it in parts")
+
+
+def check(strength: float) -> None:
+    """Refuses what is no share."""
+    if not 0 <= strength <= 1:
+        raise ValueError(f"strength is the share of tokens that may change, from 0 to 1, got {strength}")
 
 
 def doubts(logs_CV: Tensor, ids: Sequence[int]) -> Tensor:
@@ -203,8 +221,8 @@ def redrafted(
 
     Those at the places `kept` stay; the tokens `never` come in nowhere.
     """
-    if not 0 <= strength <= 1:
-        raise ValueError(f"strength is the share of tokens that may change, from 0 to 1, got {strength}")
+    check(strength)
+    fits(engine.model, len(prompt), len(ids))
     new, forwards, settled = list(ids), 0, True
     for block, begin in enumerate(range(0, len(new), cfg.canvas_length) if strength else ()):
         page, before = new[begin : begin + cfg.canvas_length], [*prompt, *new[:begin]]
@@ -212,7 +230,7 @@ def redrafted(
         jitter_C = random.draws([seed + SALT], block, logs_CV.device).uniform(0, len(page))[0]
         worry_C = doubts(logs_CV, page) + 1e-3 * jitter_C  # where nothing is doubted, chance chooses
         free = [at for at in worry_C.argsort(descending=True).tolist() if begin + at not in kept]
-        chosen = set(free[: round(strength * len(page))])
+        chosen = set(free[: int(strength * len(page) + 1e-9)])
         if not chosen:
             continue
         request = add_page(engine, before, page, chosen, cfg, never, seed + block)

@@ -43,7 +43,7 @@ class Template:
 
     texts: tuple[str, ...]
     lengths: tuple[int | None, ...]
-    ends: bool = True  # the text is over behind its last part
+    between: bool = False  # a part of a text, whose hole is cut where it runs out of its place
 
     def __post_init__(self) -> None:
         if not self.lengths:
@@ -113,19 +113,19 @@ class Filler:
         text, holes, forwards, settled, found = template.texts[0], [], 0, True, []
         for number, known in enumerate(template.lengths):
             last = number + 1 == len(template.lengths)
-            place = _Place(self.tokenizer, template, number, text, cfg.eos_token_ids[0])
+            place = _Place(self.tokenizer, template, number, text, cfg.eos_token_ids)
             lengths = [known] if known else [length for length in LENGTHS if length < longest] + [longest]
-            tries = [length for length in lengths for _ in range(count if last and (known or count > len(lengths)) else 1)]
+            tries = [length for length in lengths for _ in range(-(-count // len(lengths)) if last else 1)]
             ends = self._written(place, tries, cfg, seed + number * SEEDS, seconds)
             forwards += sum(end.stats[0].forwards for end in ends)
-            ranked = self._ranked(place, tries, ends, cfg)
-            holes.append(ranked[0][1])
-            settled &= ranked[0][2]
-            text += holes[-1] + template.texts[number + 1]
-            found = ranked if last else found
-        before = text[: len(text) - len(holes[-1]) - len(template.texts[-1])]
+            found = self._ranked(place, tries, ends, cfg, template)
+            if not last:
+                holes.append(found[0][1])
+                settled &= found[0][2]
+                text += holes[-1] + template.texts[number + 1]
+        behind = template.texts[-1]
         return [
-            Filled(before + hole + template.texts[-1], (*holes[:-1], hole), score, settled and still, forwards, seed)
+            Filled(text + hole + behind, (*holes, hole), score, settled and still, forwards, seed)
             for score, hole, still in found[:count]
         ]
 
@@ -134,8 +134,8 @@ class Filler:
     ) -> list[Finished]:
         """A page for each length, all at once."""
         limit, most = self.engine.model.config.max_position_embeddings, max(lengths) + place.more
-        size = min(cfg.canvas_length, most + min(len(place.after), AFTER))
-        answer = max(most, size)
+        answer = most + min(len(place.after), AFTER)
+        size = min(cfg.canvas_length, answer)
         pages = -(-answer // size)
         if pages * size >= limit:
             raise ValueError(f"a hole of {max(lengths)} tokens does not fit the model's context of {limit}")
@@ -158,15 +158,17 @@ class Filler:
     # 3. What reads best
 
     def _ranked(
-        self, place: "_Place", lengths: Sequence[int], ends: Sequence[Finished], cfg: SamplerConfig
+        self, place: "_Place", lengths: Sequence[int], ends: Sequence[Finished], cfg: SamplerConfig, template: Template
     ) -> list[tuple[float, str, bool]]:
         """Score, text and whether it settled, of the holes that differ, the likeliest first."""
         found: dict[str, tuple[list[int], bool]] = {}
         for length, end in zip(lengths, ends, strict=True):
             ids = _upto_stop(end.ids_BT[0, : length + place.more].tolist(), cfg.eos_token_ids)
             letters = b"".join(self.tokenizer.spellings[token] or b"" for token in ids)[len(place.healed) :]
-            still = end.stats[0].settled == end.stats[0].canvases
-            found.setdefault(letters.decode("utf-8", "ignore"), (ids, still))
+            hole, still = letters.decode("utf-8", "ignore"), end.stats[0].settled == end.stats[0].canvases
+            if template.between and (cut := within(template, hole)) != hole:
+                hole, ids = cut, self.tokenizer.encode(place.healed.decode("utf-8", "ignore") + cut)
+            found.setdefault(hole, (ids, still))
         heard = place.heard()
         scores = likelihoods(self.engine.model, place.prompt, [[*ids, *heard] for ids, _ in found.values()])
         pairs = zip(scores, found.items(), strict=True)
@@ -177,14 +179,15 @@ class Filler:
 class _Place:
     """Where a hole is: what is read before it, what its page begins with, what follows it."""
 
-    def __init__(self, tokenizer: Tokenizer, template: Template, number: int, text: str, stop: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: Template, number: int, text: str, stops: Sequence[int]) -> None:
         start, before = tokenizer.prompt(""), tokenizer.encode(text)
         if not start and not before:
             raise ValueError("this tokenizer has no start token: the text cannot begin with a hole")
         self.healed, self.more, self.first = b"", 0, ()
-        if text[-1:] in (" ", "\t"):
-            self.healed, before = text[-1:].encode(), tokenizer.encode(text[:-1])
-        elif before and re.search(r"\w\Z", text):
+        shorter = tokenizer.encode(text[:-1])
+        if text[-1:] in (" ", "\t") and start + shorter:
+            self.healed, before = text[-1:].encode(), shorter
+        elif before and start + before[:-1] and re.search(r"\w\Z", text):
             self.healed, self.more, before = tokenizer.spellings[before[-1]] or b"", 1, before[:-1]
         if self.healed:
             spelled = enumerate(tokenizer.spellings)
@@ -195,9 +198,10 @@ class _Place:
             self.after += tokenizer.encode(part)
             if later < len(template.lengths):
                 self.after += [None] * (template.lengths[later] or GUESS)
-        self.after += [stop] if template.ends else []
-        if stop in self.after:  # it may be the text's own mark: nothing can stand behind it on a page
-            self.after = self.after[: self.after.index(stop) + 1]
+        self.after += [] if template.between else [stops[0]]
+        # A stop token may be the text's own mark: nothing can stand behind it on a page.
+        end = next((at for at, token in enumerate(self.after) if token in stops), len(self.after))
+        self.after = self.after[: end + 1]
 
     def heard(self) -> list[int]:
         """What follows the hole, up to the next one, as far as it is heard."""
@@ -235,6 +239,12 @@ def without_overlap(hole: str, suffix: str) -> str:
         if hole.endswith(suffix[:size]):
             return hole[: len(hole) - size] if len(suffix[:size].strip()) >= LEAST else hole
     return hole
+
+
+def within(template: Template, hole: str) -> str:
+    """A hole of a part of a text as far as it belongs between its two texts."""
+    before, behind = template.texts
+    return within_block(before, without_overlap(hole, behind))
 
 
 def within_block(prefix: str, hole: str) -> str:

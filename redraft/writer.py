@@ -214,14 +214,12 @@ class Writer:
         between, before, behind = text is None, prefix or "", suffix or ""
         if context and not between:
             raise ValueError("context stands before a prefix; a text with holes has its context in itself")
-        template = Template((context + before, behind), (None,), ends=False) if between else filling.parse(text)
+        template = Template((context + before, behind), (None,), between=True) if between else filling.parse(text)
         filler, cfg = Filler(self.engine, self.tokenizer), self._settings(None, settings)
-        seed = seed if seed is not None else fresh_seed()
-        found = filler.fill(template, cfg, seed=seed, count=1 if count is None else count, longest=longest, seconds=seconds)
+        options = {"seed": seed if seed is not None else fresh_seed(), "count": 1 if count is None else count}
+        found = filler.fill(template, cfg, longest=longest, seconds=seconds, **options)
         if between:
-            holes = [filling.within_block(before, filling.without_overlap(one.holes[0], behind)) for one in found]
-            pairs = zip(found, holes, strict=True)
-            found = [replace(one, text=before + hole + behind, holes=(hole,)) for one, hole in pairs]
+            found = [replace(one, text=before + one.holes[0] + behind) for one in found]
         return found[0] if count is None else found
 
     def edit(

@@ -84,14 +84,14 @@ def test_a_hole_in_a_block_stays_in_it():
 
 
 def test_a_page_begins_with_the_letters_that_were_taken_back():
-    place = filling._Place(WRITER.tokenizer, filling.parse("hap[[ ]]y"), 0, "hap", 1)
+    place = filling._Place(WRITER.tokenizer, filling.parse("hap[[ ]]y"), 0, "hap", (1,))
     spelled = WRITER.tokenizer.spellings
     assert place.healed == b"p"
     assert all(spelled[token].startswith(b"p") for token in place.first)
     assert place.prompt == WRITER.tokenizer.prompt("ha")
-    place = filling._Place(WRITER.tokenizer, filling.parse("the  [[ ]]y"), 0, "the  ", 1)
+    place = filling._Place(WRITER.tokenizer, filling.parse("the  [[ ]]y"), 0, "the  ", (1,))
     assert (place.healed, place.prompt, place.more) == (b" ", WRITER.tokenizer.prompt("the "), 0)
-    assert filling._Place(WRITER.tokenizer, filling.parse("a.[[ ]]"), 0, "a.", 1).first == ()
+    assert filling._Place(WRITER.tokenizer, filling.parse("a.[[ ]]"), 0, "a.", (1,)).first == ()
 
 
 def test_an_answer_begins_with_one_of_the_first_tokens():

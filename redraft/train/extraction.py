@@ -5,6 +5,7 @@
 Schemas grow from one field to as many as there are kinds of them. Everything is seeded.
 """
 
+import importlib.util
 import json
 import random
 import time
@@ -84,6 +85,8 @@ def score(
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
     """With the schema and without: valid answers, by number of fields too, right fields, milliseconds of a step."""
+    if not importlib.util.find_spec("jsonschema"):
+        raise ValueError("answers are scored with jsonschema, which is not installed: pip install jsonschema")
     missing = model.config.vocab_size - tokenizer.size
     words = Words((*tokenizer.spellings, *[None] * missing), sampler.eos_token_ids)
     engine, found = Engine(model), {}
@@ -108,17 +111,16 @@ def score(
 
 
 def _counted(records: Sequence[Told], answers: Sequence[str]) -> dict[str, Any]:
-    try:
-        from jsonschema import Draft202012Validator
-    except ImportError:
-        raise ValueError("to score answers under a schema, install jsonschema") from None
+    from jsonschema import Draft202012Validator
+
     valid = right = fields = 0
     sizes: dict[int, list[bool]] = {}
     for one, answer in zip(records, answers, strict=True):
         value = _parsed(answer)
         fits = value is not None and Draft202012Validator(one.schema).is_valid(value)
         valid, fields = valid + fits, fields + len(one.values)
-        right += sum(isinstance(value, dict) and value.get(name) == known for name, known in one.values.items())
+        told_ = value if isinstance(value, dict) else {}
+        right += sum(json.dumps(told_.get(name)) == json.dumps(known) for name, known in one.values.items())
         sizes.setdefault(len(one.values), []).append(fits)
     by_size = {f"valid_of_{size}": sum(some) / len(some) for size, some in sorted(sizes.items())}
     return {"valid": valid / max(1, len(records)), "fields_right": right / max(1, fields), **by_size}

@@ -36,6 +36,8 @@ LIMITS = """import resource as _r
 for _what, _most in ((_r.RLIMIT_CPU, 5), (_r.RLIMIT_AS, 1 << 30), (_r.RLIMIT_FSIZE, 0), (_r.RLIMIT_NOFILE, 32)):
     _r.setrlimit(_what, (_most, _most))
 """
+WELL = 42  # a program that has come to its end says so: leaving early is no success
+ENDED = f"\nimport os as _o; _o._exit({WELL})\n"
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,17 @@ def runs(program: str) -> bool:
         command = [sys.executable, "-I", "-B", "-"]
         try:
             ended = subprocess.run(
-                command, input=(LIMITS + program).encode(), cwd=folder, env={}, capture_output=True, timeout=2 * SECONDS
+                command,
+                input=(LIMITS + program + ENDED).encode(),
+                cwd=folder,
+                env={},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=2 * SECONDS,
             )
         except subprocess.TimeoutExpired:
             return False
-    return ended.returncode == 0
+    return ended.returncode == WELL
 
 
 # 2. Ways to put it back
@@ -111,7 +119,7 @@ def ways(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, se
     filler, settings = Filler(Engine(model), tokenizer), sampler.changed(t_min=0.2, t_max=0.2)  # one answer is right
 
     def filled(one: Missing, number: int, length: int | None) -> str:
-        template = Template((one.before, one.after), (length,), ends=False)
+        template = Template((one.before, one.after), (length,), between=length is None)
         return filler.fill(template, settings, seed=seed + number, longest=LONGEST)[0].holes[0]
 
     return {
