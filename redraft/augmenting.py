@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from redraft.config import SamplerConfig
-from redraft.editing import Span, Tokens, add_page, applied, changes_of, start_of
+from redraft.editing import Span, Tokens, add_page, applied, changes_of, fits, start_of
 from redraft.engine import Engine, Request
 from redraft.tokenizer import Tokenizer
 
@@ -42,6 +42,11 @@ class Plan:
             except re.error as error:
                 raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
 
+    def seeds(self, number: int) -> range:
+        """Of the variants of one text."""
+        first = self.seed + number * SEEDS
+        return range(first, first + self.count)
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -57,11 +62,16 @@ class Variant:
 # 1. Spans
 
 
+def matches(pattern: str | None, text: str) -> list[Span]:
+    """What an expression matches, nothing but something."""
+    return [found.span() for found in re.finditer(pattern, text) if found.end() > found.start()] if pattern else []
+
+
 def spans(text: str, plan: Plan, seed: int) -> list[Span]:
     """What becomes another, in order, none of it kept."""
-    kept = [found.span() for found in re.finditer(plan.keep, text)] if plan.keep else []
+    kept = matches(plan.keep, text)
     if plan.regex is not None:
-        found = [match.span() for match in re.finditer(plan.regex, text) if match.end() > match.start()]
+        found = matches(plan.regex, text)
     else:
         found = _words(text, plan.share, random.Random(f"{plan.seed} {seed}"))
     return [span for span in found if not any(span[0] < b and a < span[1] for a, b in kept)]
@@ -84,7 +94,7 @@ def variants(
     engine: Engine, tokenizer: Tokenizer, texts: Sequence[tuple[int, str]], cfg: SamplerConfig, plan: Plan
 ) -> Iterator[list[Variant]]:
     """For some numbered texts, one after the other, the variants that differ from it and from one another."""
-    waiting = [(number, text, plan.seed + number * SEEDS + way) for number, text in texts for way in range(plan.count)]
+    waiting = [(number, text, seed) for number, text in texts for seed in plan.seeds(number)]
     found: dict[int, dict[str, Variant]] = {number: {} for number, _ in texts}
     for begin in range(0, len(waiting), AT_ONCE):
         jobs = [_Job(tokenizer, *one, plan) for one in waiting[begin : begin + AT_ONCE]]
@@ -98,6 +108,11 @@ def variants(
         yield list(found[number].values())
 
 
+def check(engine: Engine, tokenizer: Tokenizer, text: str) -> None:
+    """Refuses a text that cannot be made another."""
+    fits(engine.model, len(start_of(tokenizer)), len(Tokens(tokenizer, text).ids))
+
+
 class _Job:
     """A text on its way to be another."""
 
@@ -105,8 +120,7 @@ class _Job:
         self.number, self.text, self.seed = number, text, seed
         self.tokens, self.spans = Tokens(tokenizer, text), tuple(spans(text, plan, seed))
         self.open, self.new = self.tokens.touched(self.spans, text), list(self.tokens.ids)
-        if plan.keep:
-            self.open -= self.tokens.touched([found.span() for found in re.finditer(plan.keep, text)], text)
+        self.open -= self.tokens.touched(matches(plan.keep, text), text)
 
 
 def _run(engine: Engine, tokenizer: Tokenizer, jobs: Sequence[_Job], cfg: SamplerConfig) -> None:

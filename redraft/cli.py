@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 import redraft
 from redraft import checkpoint, cli_augment, cli_edit, cli_sudoku, cli_train
+from redraft.cli_options import Device, Model, Seed, number, option, whole
 from redraft.config import ModelConfig
 from redraft.generate import Committed, Event, Finished
 from redraft.kernels import choice
@@ -64,54 +65,25 @@ def options(
     """Text-diffusion language models. `redraft "prompt"` is short for `redraft write "prompt"`."""
 
 
-def _whole(text: str) -> int:
-    """A whole number from the command line; typer's own message leaves out what was typed."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number") from None
-
-
-def _option(*names: str, help: str, parser: Any = None) -> Any:
-    return typer.Option(*names, help=help, parser=parser, metavar={_whole: "INT", _number: "FLOAT"}.get(parser))
-
-
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model", "-m", envvar="REDRAFT_MODEL", help="Checkpoint folder, or hub id OWNER/NAME. [tiny, in the package]"
-    ),
-]
 MaxTokens = Annotated[
     int | None,
-    _option("--max-tokens", "-n", "--max-new-tokens", help="Most tokens to write. [checkpoint's]", parser=_whole),
+    option("--max-tokens", "-n", "--max-new-tokens", help="Most tokens to write. [checkpoint's]", parser=whole),
 ]
 Steps = Annotated[
     int | None,
-    _option(
-        "--max-denoising-steps", "--steps", "--diffusion-steps", help="Most steps for a page. [checkpoint's]", parser=_whole
+    option(
+        "--max-denoising-steps", "--steps", "--diffusion-steps", help="Most steps for a page. [checkpoint's]", parser=whole
     ),
 ]
-Seed = Annotated[
-    int | None, _option("--seed", help="The same seed gives the same text. [a fresh one, reported]", parser=_whole)
-]
-Bound = Annotated[float | None, _option("--entropy-bound", help="Nats one step may accept. [checkpoint's]", parser=_number)]
+Bound = Annotated[float | None, option("--entropy-bound", help="Nats one step may accept. [checkpoint's]", parser=number)]
 Temperature = Annotated[
     float | None,
-    _option("--temperature", "--temp", help="One temperature for all steps. [checkpoint's schedule]", parser=_number),
+    option("--temperature", "--temp", help="One temperature for all steps. [checkpoint's schedule]", parser=number),
 ]
-Block = Annotated[int | None, _option("--block-length", help="Tokens on a page. [checkpoint's]", parser=_whole)]
+Block = Annotated[int | None, option("--block-length", help="Tokens on a page. [checkpoint's]", parser=whole)]
 Think = Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="A system message before the conversation.")]
 Visual = Annotated[bool | None, typer.Option("--visual/--no-visual", help="Draw the canvas as it settles. [on a terminal]")]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1. [a GPU if there is one]")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16. [as stored]")]
 Quant = Annotated[str | None, typer.Option("--quant", help="fp8: pack the layers on the way in. [as stored]")]
 

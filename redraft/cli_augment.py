@@ -5,7 +5,9 @@ goes on behind the last record that is whole in the output.
 """
 
 import json
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from redraft import writer
-from redraft.augmenting import AT_ONCE, Plan, Variant, variants
+from redraft.augmenting import AT_ONCE, Plan, Variant, check, spans, variants
+from redraft.cli_options import Device, Model, option, whole
 
 ORIGIN = "redraft"  # the field of a variant that says where it comes from
 
@@ -28,31 +31,36 @@ def augment(
     field: Annotated[str, typer.Option("--field", help="Which field is the text.")] = "text",
     regex: Annotated[str | None, typer.Option("--regex", help="What becomes another, instead of words at random.")] = None,
     keep: Annotated[str | None, typer.Option("--keep", help="What does not, an expression too.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same variants.")] = 0,
+    seed: Annotated[int, option("--seed", help="The same seed gives the same variants.", parser=whole)] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an output that is there.")] = False,
-    model: Annotated[
-        str,
-        typer.Option("--model", "-m", envvar="REDRAFT_MODEL", help="Checkpoint folder, or hub id. [tiny, in the package]"),
-    ] = "",
-    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
+    model: Model = "",
+    device: Device = None,
 ) -> None:
     """Make variants of texts for a training set: some words become others that fit."""
     plan = Plan(share=share(holes), regex=regex, keep=keep, count=count, seed=seed)
     records, target = read(Path(file), field), Path(out)
     if target.exists() and not resume:
         raise ValueError(f"{out} is there already: --resume goes on with it, or name another")
-    begin = whole(target) if target.exists() else 0
+    if not target.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {str(target.parent)!r} to write {out!r} into")
+    begin, room = there(target, [record[field] for _, record in records], plan) if target.exists() else (0, 0)
     subject, console = writer.load(model or writer.SHIPPED, device=device), Console(stderr=True, highlight=False)
+    for line, record in records:
+        try:
+            check(subject.engine, subject.tokenizer, record[field])
+        except ValueError as error:
+            raise ValueError(f"line {line} of {file}: {error}") from None
+    if target.exists():
+        os.truncate(target, room)  # only now, when nothing can be refused any more
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     made, began = _Made(), time.perf_counter()
     with open(target, "a", encoding="utf-8") as written, Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("records", total=len(records), completed=begin)
         group = max(1, AT_ONCE // plan.count)
         for first in range(begin, len(records), group):
-            texts = [(number, records[number][field]) for number in range(first, min(first + group, len(records)))]
+            texts = [(number, records[number][1][field]) for number in range(first, min(first + group, len(records)))]
             for found in variants(subject.engine, subject.tokenizer, texts, subject.sampler, plan):
-                lines = [json.dumps(varied(records[one.number], field, one), ensure_ascii=False) + "\n" for one in found]
-                written.write("".join(lines))
+                written.write("".join(line_of(varied(records[one.number][1], field, one)) for one in found))
                 written.flush()
                 made.add(found, plan.count)
                 bar.advance(task)
@@ -67,22 +75,32 @@ def share(text: str) -> float:
         raise ValueError(f"--holes is a share of words such as 30% or 0.3, got {text!r}") from None
 
 
-def read(path: Path, field: str) -> list[dict[str, Any]]:
-    """The records of a file, each with a text in this field."""
+def read(path: Path, field: str) -> list[tuple[int, dict[str, Any]]]:
+    """The records of a file, each with its line and a text in this field."""
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
+    for number, raw in enumerate(path.read_bytes().split(b"\n"), 1):  # other line ends may stand in a JSON text
+        if not raw.strip():
             continue
         try:
-            record = json.loads(line)
-        except ValueError as error:
+            record = json.loads(raw.decode("utf-8-sig"))
+        except ValueError as error:  # of JSON or of UTF-8
             raise ValueError(f"line {number} of {path} is no JSON: {error}") from None
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             raise ValueError(f"line {number} of {path} has no text in the field {field!r}; --field names another")
-        records.append(record)
+        records.append((number, record))
     if not records:
         raise ValueError(f"{path} holds no records")
     return records
+
+
+def line_of(record: dict[str, Any]) -> str:
+    """A record as a line; with escapes where it holds what is no character."""
+    line = json.dumps(record, ensure_ascii=False)
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        line = json.dumps(record)
+    return line + "\n"
 
 
 def varied(record: dict[str, Any], field: str, one: Variant) -> dict[str, Any]:
@@ -91,17 +109,24 @@ def varied(record: dict[str, Any], field: str, one: Variant) -> dict[str, Any]:
     return {**record, field: one.text, ORIGIN: origin}
 
 
-def whole(path: Path) -> int:
-    """The record to go on with: the last one there is, whose variants are taken out, since it may be in part."""
-    kept = path.read_bytes()
-    lines = kept[: kept.rfind(b"\n") + 1].splitlines(keepends=True)
-    try:
-        numbers = [json.loads(line)[ORIGIN]["record"] for line in lines]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} was not written by redraft augment; name another output") from None
-    last = numbers[-1] if numbers else 0
-    path.write_bytes(b"".join(line for line, number in zip(lines, numbers, strict=True) if number != last))
-    return last
+def there(path: Path, texts: Sequence[str], plan: Plan) -> tuple[int, int]:
+    """The record to go on with, the last one there is, since it may be in part; and how many bytes are before it.
+
+    What is there must be what this run would have written.
+    """
+    kept, last, room, size = path.read_bytes(), 0, 0, 0
+    for number, line in enumerate(kept[: kept.rfind(b"\n") + 1].split(b"\n")[:-1], 1):
+        try:
+            origin = json.loads(line)[ORIGIN]
+            record, seed, open_ = origin["record"], origin["seed"], [tuple(span) for span in origin["spans"]]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} was not written by redraft augment (line {number}); name another output") from None
+        if not last <= record < len(texts) or seed not in plan.seeds(record) or open_ != spans(texts[record], plan, seed):
+            raise ValueError(f"line {number} of {path} is of other records or other options than these; name another output")
+        if record > last:
+            last, room = record, size
+        size += len(line) + 1
+    return last, room
 
 
 @dataclass

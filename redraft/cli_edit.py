@@ -13,17 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from redraft import writer
+from redraft.cli_options import Device, Model, Seed
 from redraft.editing import Edited, check
 from redraft.filling import Filled, parse
 from redraft.terminal import harmless
 
-Model = Annotated[
-    str, typer.Option("--model", "-m", envvar="REDRAFT_MODEL", help="Checkpoint folder, or hub id. [tiny, in the package]")
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text. [a fresh one]")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Write = Annotated[bool, typer.Option("--write", "-w", help="Replace the file, at once or not at all.")]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")]
 
 
 def fill(

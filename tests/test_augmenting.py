@@ -108,3 +108,47 @@ def test_files_that_are_none_of_ours(records, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="holds no records"):
         cli_augment.augment(str(tmp_path / "empty.jsonl"), str(tmp_path / "o.jsonl"))
+
+
+def test_nothing_is_lost_by_a_run_that_cannot_go_on(records, tmp_path, monkeypatch):
+    out = tmp_path / "o.jsonl"
+    cli_augment.augment(str(records), str(out), count=5, holes="60%")
+    before = out.read_bytes()
+
+    def fail(*args, **kwargs):
+        raise ValueError("no such model")
+
+    for options, words in [
+        ({"seed": 1}, "other options"),
+        ({"holes": "50%"}, "other options"),
+        ({"count": 1}, "other options"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            cli_augment.augment(str(records), str(out), resume=True, **{"count": 5, "holes": "60%", **options})
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text(json.dumps({"text": TEXTS[0]}) + "\n")
+    with pytest.raises(ValueError, match="other records"):
+        cli_augment.augment(str(fewer), str(out), resume=True, count=5, holes="60%")
+    monkeypatch.setattr(cli_augment.writer, "load", fail)
+    with pytest.raises(ValueError, match="no such model"):
+        cli_augment.augment(str(records), str(out), resume=True, count=5, holes="60%")
+    assert out.read_bytes() == before
+
+
+def test_a_record_that_cannot_be_used_is_named_before_anything_is_made(records, tmp_path):
+    records.write_text(json.dumps({"text": "fine"}) + "\n" + json.dumps({"text": "a<eos>b"}) + "\n")
+    with pytest.raises(ValueError, match=r"line 2 of .*'<eos>', which is no text"):
+        cli_augment.augment(str(records), str(tmp_path / "o.jsonl"))
+    records.write_text(json.dumps({"text": "long " * 2000}) + "\n")
+    with pytest.raises(ValueError, match=r"line 1 of .*the text has 10000 tokens"):
+        cli_augment.augment(str(records), str(tmp_path / "o.jsonl"))
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_any_json_is_read_and_written(records, tmp_path):
+    records.write_bytes('\ufeff{"text": "one\u2028two three", "id": "\\ud800"}\n'.encode())
+    cli_augment.augment(str(records), str(tmp_path / "o.jsonl"), holes="100%", count=8)
+    lines = (tmp_path / "o.jsonl").read_bytes().split(b"\n")[:-1]
+    assert lines
+    assert all(json.loads(line)["id"] == "\ud800" for line in lines)
+    assert spans("abc", Plan(share=1.0, keep="x*"), 0) == [(0, 3)]

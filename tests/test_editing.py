@@ -25,7 +25,10 @@ def test_what_is_kept_is_kept_and_no_more_changes_than_may(text, strength, seed,
     ends = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=2)))
     edited = WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
     assert edited == WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
-    assert sum(len(change.old) for change in edited.changes) <= strength * len(text.encode()) + len(text.encode()) // 16 + 1
+    ids = WRITER.tokenizer.encode(text)
+    options = {"strength": strength, "kept": (), "never": (), "prompt": [2], "seed": seed}
+    new, _, _ = editing.redrafted(WRITER.engine, ids, WRITER.sampler, **options)
+    assert sum(a != b for a, b in zip(ids, new, strict=True)) <= strength * len(ids) + 1e-6
     rebuilt, at = "", 0
     for change in edited.changes:
         assert text[change.start : change.end] == change.old != change.new
@@ -43,6 +46,8 @@ def test_an_edit_says_what_has_changed():
     assert edited.text != edited.before
     assert edited.diff("a").startswith("--- a\n+++ a\n@@")
     assert WRITER.edit("same", strength=0.0, seed=1).diff() == ""
+    odd = editing.Edited("a\fb\nc", "a\fx\nc", (), True, 1, 1)
+    assert odd.diff() == "--- text\n+++ text\n@@ -1,2 +1,2 @@\n-a\fx\n+a\fb\n c\n\\ No newline at end of file\n"
     assert str(edited) == edited.text
 
 
@@ -87,7 +92,10 @@ def test_nothing_is_suggested_for_nothing():
         (lambda: WRITER.edit("text", strength=1.5), "strength is the share of tokens that may change, from 0 to 1, got 1.5"),
         (lambda: WRITER.edit("text", strength=float("nan")), "nan"),
         (lambda: WRITER.edit("text", keep=[(2, 9)]), "the span 2 to 9 is not inside of the text, which has 4 characters"),
+        (lambda: WRITER.edit("text", keep=(0, 3)), "spans are pairs of a start and an end, got 0"),
         (lambda: WRITER.edit("a<eos>b"), "'<eos>', which is no text but a mark"),
+        (lambda: WRITER.edit("long " * 2000), "the text has 10000 tokens behind 1, the model's context is"),
+        (lambda: WRITER.suggest("long " * 2000), "take it in parts"),
         (lambda: WRITER.suggest("a", least=0.5), "least"),
         (lambda: WRITER.suggest("a", most=0), "most"),
     ],

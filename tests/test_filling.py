@@ -44,10 +44,13 @@ def test_the_same_seed_gives_the_same_fill():
     assert {WRITER.fill("a[[ ]]b", seed=seed, longest=6).text for seed in range(4)} != {one.text}
 
 
-def test_a_known_length_is_kept_and_found_ones_have_no_more_than_the_longest():
-    for length in (1, 2, 7, 40):  # 40 is more than a page
-        hole = WRITER.fill(f"x. [[ {length} ]].", seed=1).holes[0]
-        assert len((" " + hole).encode()) <= length + 1
+def test_a_known_length_is_kept_and_found_ones_have_no_more_than_the_longest(monkeypatch):
+    asked, add = [], WRITER.engine.add
+    monkeypatch.setattr(WRITER.engine, "add", lambda *a, **k: asked.append(k) or add(*a, **k))
+    for length in (1, 2, 7, 16, 40):  # 16 is a page, 40 is more
+        hole = WRITER.fill(f"x.[[ {length} ]]yz", seed=1).holes[0]
+        assert {length, length + 1} <= set(asked[-1]["rules"].pins)  # what follows is in sight, so nothing ends the text
+        assert len(hole.encode("utf-8", "replace")) <= length
     assert len(WRITER.fill("x.[[ ]].", seed=1, longest=4).holes[0].encode()) <= 4
 
 
@@ -58,6 +61,8 @@ def test_several_fills_differ_and_the_likeliest_is_first():
     assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
     assert WRITER.fill("ab[[ ]]cd", seed=3, longest=8).text == found[0].text
     assert len(WRITER.fill("ab[[ 2 ]]cd", count=3, seed=3)) > 1
+    many = WRITER.fill(prefix="def f():\n    ", suffix="\n", count=6, seed=3, longest=6)
+    assert len({one.text for one in many}) == len(many)
 
 
 def test_between_a_prefix_and_a_suffix():
@@ -120,6 +125,7 @@ def test_likelihoods_are_those_of_the_whole_text_read_at_once():
 def test_a_mark_of_the_text_is_no_end_of_the_page():
     stop = WRITER.tokenizer.decode([1], keep_special=True)
     assert WRITER.fill(f"a[[ 2 ]]{stop} b", seed=1).text.endswith(f"{stop} b")
+    assert WRITER.fill("a[[ 2 ]] b<bos> c", seed=1, eos_token_ids=(1, 2)).text.endswith(" b<bos> c")
 
 
 @pytest.mark.parametrize(
