@@ -3,6 +3,9 @@
 import importlib.util
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; processes that tests start inherit it
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
