@@ -420,7 +420,8 @@ def main() -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("REDRAFT_DEBUG"):
             raise
-        _complain(str(error))
+        named = isinstance(error, OSError) and error.filename is not None and error.strerror
+        _complain(f"{error.filename}: {error.strerror}" if named else str(error))
 
 
 def _complain(sentence: str) -> NoReturn:

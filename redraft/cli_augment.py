@@ -27,7 +27,7 @@ def augment(
     file: Annotated[str, typer.Argument(help="Records, one JSON object a line.")],
     out: Annotated[str, typer.Option("--out", "-o", help="Where variants go, one JSON object a line.")],
     holes: Annotated[str, typer.Option("--holes", help="Share of words that become others, at random.")] = "30%",
-    count: Annotated[int, typer.Option("--count", "-n", help="Variants of a record.")] = 1,
+    count: Annotated[int, option("--count", "-n", help="Variants of a record.", parser=whole)] = 1,
     field: Annotated[str, typer.Option("--field", help="Which field is the text.")] = "text",
     regex: Annotated[str | None, typer.Option("--regex", help="What becomes another, instead of words at random.")] = None,
     keep: Annotated[str | None, typer.Option("--keep", help="What does not, an expression too.")] = None,

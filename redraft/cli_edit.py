@@ -6,14 +6,14 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from redraft import writer
-from redraft.cli_options import Device, Model, Seed
+from redraft.cli_options import Device, Model, Seed, number, option, whole
 from redraft.editing import Edited, check
 from redraft.filling import Filled, parse
 from redraft.terminal import harmless
@@ -25,10 +25,10 @@ Write = Annotated[bool, typer.Option("--write", "-w", help="Replace the file, at
 def fill(
     file: Annotated[str, typer.Argument(help="A file with holes, [[ ]] or [[ 8 ]] for 8 tokens; - reads stdin.")] = "-",
     model: Model = "",
-    count: Annotated[int, typer.Option("--count", "-c", help="Fills, the likeliest first.")] = 1,
-    longest: Annotated[int, typer.Option("--longest", help="Most tokens of a hole without a length.")] = 32,
+    count: Annotated[int, option("--count", "-c", help="Fills, the likeliest first.", parser=whole)] = 1,
+    longest: Annotated[int, option("--longest", help="Most tokens of a hole without a length.", parser=whole)] = 32,
     seed: Seed = None,
-    seconds: Annotated[float | None, typer.Option("--seconds", help="Take a hole as it is after so long.")] = None,
+    seconds: Annotated[float | None, option("--seconds", help="Take a hole as it is after so long.", parser=number)] = None,
     as_json: AsJson = False,
     write: Write = False,
     device: Device = None,
@@ -44,9 +44,9 @@ def fill(
     if as_json:
         print(json.dumps([asdict(one) for one in found] if count > 1 else asdict(found[0])))
         return
-    for number, one in enumerate([] if write else found):
+    for at, one in enumerate([] if write else found):
         if count > 1:
-            print(f"{'' if number == 0 else chr(10)}# {number + 1}: score {one.score:.1f}, seed {one.seed}", file=sys.stderr)
+            print(f"{'' if at == 0 else chr(10)}# {at + 1}: score {one.score:.1f}, seed {one.seed}", file=sys.stderr)
         if console.is_terminal:
             console.print(coloured(parts, one), soft_wrap=True, end="")
         else:
@@ -59,7 +59,7 @@ def edit(
         str | None, typer.Option("--instruction", "-i", help="What to change, for a model that chats. [what it doubts]")
     ] = None,
     model: Model = "",
-    strength: Annotated[float, typer.Option("--strength", help="Share of tokens that may change, 0 to 1.")] = 0.1,
+    strength: Annotated[float, option("--strength", help="Share of tokens that may change, 0 to 1.", parser=number)] = 0.1,
     seed: Seed = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Change nothing: print what it doubts, line by line.")] = False,
     as_json: AsJson = False,
@@ -115,10 +115,9 @@ def replace(path: Path, text: str) -> None:
 def coloured(parts: tuple[str, ...], filled: Filled) -> Text:
     """The text as it was, what was filled in green."""
     found = Text()
-    for number, part in enumerate(parts):
+    for part, hole in zip(parts, (*filled.holes, ""), strict=True):
         found.append(harmless(part))
-        if number < len(filled.holes):
-            found.append(harmless(filled.holes[number]), style="bold green")
+        found.append(harmless(hole), style="bold green")
     return found
 
 
@@ -137,5 +136,5 @@ def _print_suggestions(subject: writer.Writer, text: str, as_json: bool) -> None
         return
     for one in found:
         line, column = text.count("\n", 0, one.start) + 1, one.start - text.rfind("\n", 0, one.start)
-        rather: Any = ", ".join(f"{other!r} {100 * share:.0f}%" for other, share in one.alternatives)
+        rather = ", ".join(f"{other!r} {100 * share:.0f}%" for other, share in one.alternatives)
         print(f"{line}:{column}: {one.text!r} {100 * one.probability:.1f}%; rather {rather}")

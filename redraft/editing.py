@@ -112,11 +112,18 @@ class Tokens:
                 at += 1
                 continue
             first = at
-            while at < len(open_) and (open_[at] or not self.whole[at]):
+            while at < len(open_) and open_[at]:
                 at += 1
-            while not self.whole[first]:
-                first -= 1
+            first, at = self.widened(first, at)
             yield first, at
+
+    def widened(self, first: int, last: int) -> tuple[int, int]:
+        """Tokens with all that share a character with them."""
+        while not self.whole[first]:
+            first -= 1
+        while not self.whole[last]:
+            last += 1
+        return first, last
 
     def characters(self, first: int, last: int) -> Span:
         """Where tokens stand in the text."""
@@ -171,8 +178,7 @@ def suggest(
         for at, doubt in enumerate(doubts(logs_CV, own).tolist()):
             if doubt < math.log(least) or doubt == 0:
                 continue
-            first, last = next(tokens.runs([number == begin + at for number in range(len(tokens.ids))]))
-            start, end = tokens.characters(first, last)
+            start, end = tokens.characters(*tokens.widened(begin + at, begin + at + 1))
             likeliest = [token for token in logs_CV[at].topk(most + 1).indices.tolist() if token != own[at]][:most]
             others = tuple((tokenizer.spell([token]), math.exp(logs_CV[at, token])) for token in likeliest)
             found.append(Suggestion(start, end, text[start:end], math.exp(logs_CV[at, own[at]]), others))

@@ -51,6 +51,17 @@ def test_an_edit_says_what_has_changed():
     assert str(edited) == edited.text
 
 
+def test_an_instruction_is_read_before_the_text(monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        WRITER.engine, "add", lambda prompt, *a, add=WRITER.engine.add, **k: read.append(prompt) or add(prompt, *a, **k)
+    )
+    WRITER.edit("some words", "Say it better.", strength=0.3, seed=1)
+    assert "Say it better.\n\nsome words" in WRITER.tokenizer.decode(read[0])
+    WRITER.edit("some words", strength=0.3, seed=1)
+    assert list(read[1]) == WRITER.tokenizer.prompt("")
+
+
 def test_the_doubted_come_first():
     logs = torch.log_softmax(torch.tensor([[5.0, 0.0, 0.0], [0.0, 5.0, 0.0], [1.0, 0.0, 0.0]]), dim=-1)
     assert editing.doubts(logs, [0, 0, 1]).tolist() == pytest.approx([0.0, 5.0, 1.0])

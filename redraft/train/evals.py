@@ -384,23 +384,32 @@ def _on_canvas(hole: Hole, sampler: SamplerConfig) -> _Plan:
     return _Plan(given, first, pins)
 
 
-@torch.inference_mode()
 def continued(model: DiffusionGemma, tokenizer: Tokenizer, taken: Sequence[Hole]) -> list[list[int]]:
     """The same lines by the same weights left to right, greedily, up to the newline: what follows is not seen."""
-    answers = []
-    for hole in taken:
-        ids, most = [*tokenizer.prompt(""), *hole.before], 2 * len(hole.line) + 8
-        cache = model.new_cache(1, len(ids) + most)
-        hidden_1SD = model.encode(torch.tensor([ids], device=model.device), cache)
-        said: list[int] = []
-        while len(said) < most:
-            token = int(model.head(hidden_1SD[:, -1:]).argmax())
-            if "\n" in tokenizer.decode([token]) or token in model.config.eos_token_ids:
-                break
-            said.append(token)
-            hidden_1SD = model.encode(torch.tensor([[token]], device=model.device), cache)
-        answers.append(said)
-    return answers
+    return [
+        greedy(
+            model,
+            [*tokenizer.prompt(""), *hole.before],
+            2 * len(hole.line) + 8,
+            lambda said: "\n" in tokenizer.decode(said[-1:]),
+        )
+        for hole in taken
+    ]
+
+
+@torch.inference_mode()
+def greedy(model: DiffusionGemma, ids: Sequence[int], most: int, over: Callable[[list[int]], bool]) -> list[int]:
+    """The likeliest token after token behind these, up to the one with which it is over, that one left out."""
+    ids = ids[-(model.config.max_position_embeddings - most) :]
+    cache = model.new_cache(1, len(ids) + most, rewind=0)
+    hidden_1SD, said = model.encode(torch.tensor([ids], device=model.device), cache), []
+    while len(said) < most:
+        token = int(model.head(hidden_1SD[:, -1:]).argmax())
+        if token in model.config.eos_token_ids or over([*said, token]):
+            break
+        said.append(token)
+        hidden_1SD = model.encode(torch.tensor([[token]], device=model.device), cache)
+    return said
 
 
 def exact(answers: Sequence[list[int]], taken: Sequence[Hole]) -> float:

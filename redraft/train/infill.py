@@ -20,20 +20,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from redraft.config import SamplerConfig
 from redraft.engine import Engine
 from redraft.filling import Filler, Template
 from redraft.model import DiffusionGemma
 from redraft.tokenizer import Tokenizer
 from redraft.train.data import open_text
-from redraft.train.evals import first_statement
+from redraft.train.evals import first_statement, greedy
 
 LONGEST = 32  # tokens of a part that is taken out, and of a hole of unknown length
+END = r"[.!?]+[\"']?(?=\s)"  # of a sentence
 SECONDS = 5  # that a program may take
-LIMITS = """import resource as _r
-for _what, _most in ((_r.RLIMIT_CPU, 5), (_r.RLIMIT_AS, 1 << 30), (_r.RLIMIT_FSIZE, 0), (_r.RLIMIT_NOFILE, 32)):
+LIMITS = f"""import resource as _r
+for _what, _most in ((_r.RLIMIT_CPU, {SECONDS}), (_r.RLIMIT_AS, 1 << 30), (_r.RLIMIT_FSIZE, 0), (_r.RLIMIT_NOFILE, 32)):
     _r.setrlimit(_what, (_most, _most))
 """
 WELL = 42  # a program that has come to its end says so: leaving early is no success
@@ -48,6 +47,7 @@ class Missing:
     part: str
     after: str
     check: str = ""  # a program that fails, behind the whole text, if that is wrong
+    ends: str = ""  # an expression: what the part ends with, where that is not its line's end
 
     def passes(self, part: str) -> bool:
         """Whether the text with this part does what its check asks."""
@@ -74,11 +74,11 @@ def lines(texts: Sequence[str], seed: int = 0) -> Iterator[Missing]:
 def sentences(texts: Sequence[str], seed: int = 0) -> Iterator[Missing]:
     """One sentence of each text, neither its first nor its last."""
     for number, text in enumerate(texts):
-        ends = [found.end() for found in re.finditer(r"[.!?]+[\"']?(?=\s)", text)]
+        ends = [found.end() for found in re.finditer(END, text)]
         inner = [(a + 1, b) for a, b in pairwise(ends)]
         if inner:
             start, end = random.Random(f"{seed} {number}").choice(inner)
-            yield Missing(text[:start], text[start:end], text[end:])
+            yield Missing(text[:start], text[start:end], text[end:], ends=END)
 
 
 def humaneval(path: Path) -> Iterator[Missing]:
@@ -129,28 +129,16 @@ def ways(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, se
     }
 
 
-@torch.inference_mode()
 def spoken(model: DiffusionGemma, tokenizer: Tokenizer, one: Missing) -> str:
     """What the same weights say left to right: as many lines as are missing, in at most twice as many tokens."""
     space = one.before[-1:] in (" ", "\t")  # it belongs to the first word that is missing, as `filling.py` tells
     ids, most = tokenizer.prompt(one.before[:-1] if space else one.before), 2 * len(tokenizer.encode(one.part)) + 8
-    ids = ids[-(model.config.max_position_embeddings - most) :]
-    cache = model.new_cache(1, len(ids) + most, rewind=0)
-    hidden_1SD, said = model.encode(torch.tensor([ids], device=model.device), cache), []
-    while len(said) < most:
-        token = int(model.head(hidden_1SD[:, -1:]).argmax())
-        text = tokenizer.spell([*said, token])
-        ended = token in model.config.eos_token_ids or text.count("\n") > one.part.count("\n")
-        if ended or ("\n" not in one.part and re.search(r"[.!?][\"']?\s", text) and _is_prose(one)):
-            break
-        said.append(token)
-        hidden_1SD = model.encode(torch.tensor([[token]], device=model.device), cache)
-    return tokenizer.spell(said)[int(space) :]
 
+    def over(said: list[int]) -> bool:
+        text = tokenizer.spell(said)
+        return text.count("\n") > one.part.count("\n") or bool(one.ends and re.search(one.ends, text))
 
-def _is_prose(one: Missing) -> bool:
-    """A sentence, whose end is not the line's."""
-    return bool(re.search(r"[.!?][\"']?\Z", one.part))
+    return tokenizer.spell(greedy(model, ids, most, over))[int(space) :]
 
 
 # 3. Scores

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import compress, islice
 from pathlib import Path
 from typing import Any
@@ -120,13 +119,9 @@ def infill(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, 
         taken = list(islice(fit, options.count))
         found[name] = {"holes": len(taken)}
         for way, put_back in missing.ways(model, tokenizer, sampler).items():
-            tell = partial(_told, options, f"{name}, {way}", len(taken))
+            tell = _counted(f"{name}, {way}", len(taken), options)
             found[name][way] = missing.score(taken, put_back, tokenizer, tell)
     return found
-
-
-def _told(options: Options, what: str, count: int, done: int) -> None:
-    options.tell(f"{what}: {done} of {count}")
 
 
 def schema(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
@@ -148,7 +143,12 @@ def sudoku(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, 
     rows, found = _rows(model), {}
     for listed in list(puzzle_lists(options)):  # a list that is not there is noticed before anything is scored
         found[listed.name] = board_scores.score(
-            model, listed, sampler, canvases=options.canvases, rows=rows, tell=_counted(listed, options)
+            model,
+            listed,
+            sampler,
+            canvases=options.canvases,
+            rows=rows,
+            tell=_counted(listed.name, len(listed.puzzles), options),
         )
     if options.picture:
         board_scores.draw(found, options.picture)
@@ -178,8 +178,9 @@ def puzzle_lists(options: Options) -> Iterator[board_scores.Listed]:
         yield board_scores.read(options.data / "sudoku", name, options.count)
 
 
-def _counted(listed: board_scores.Listed, options: Options) -> Callable[[int], None]:
-    return lambda done: options.tell(f"{listed.name}: {done} of {len(listed.puzzles)}")
+def _counted(what: str, count: int, options: Options) -> Callable[[int], None]:
+    """Tells how many of them are done."""
+    return lambda done: options.tell(f"{what}: {done} of {count}")
 
 
 def functions(path: Path) -> list[str]:
