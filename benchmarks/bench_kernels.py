@@ -85,7 +85,7 @@ def attention_cases(canvases: int, context: int) -> list[Case]:
         base = rand(16)
         places = [torch.tensor([one.data_ptr() for one in store], device=DEVICE) for store in (keys, values)]
         table = [base, *((place - base.data_ptr()) // base.element_size() for place in places)]
-        counts = [torch.full((canvases,), context, dtype=torch.int32, device=DEVICE)] * 2
+        counts = [torch.full((canvases,), context, dtype=torch.int32, device=DEVICE)] * 3
         past = attention.Past(*table, *counts)
         every = canvases * length * C.num_attention_heads * size
         flops, moved = 4 * every * (seen + length), 2 * (2 * canvases * (seen + length) * groups * size + 2 * every)

@@ -212,13 +212,17 @@ class OnCanvas:
         steps_CR = np.add.reduceat(sums_CK[:, one.class_E], one.begins_R, axis=1)
         live = self._live(steps_CR > 0)
         if not live[0][self.state]:
-            raise PatternError(f"no text of this length can match {one.pattern!r} here")
+            raise self.impossible()
         through_CR = self._through(steps_CR, live)
         pairs_E, used, first = one.by_kind
         weights_CK = np.zeros_like(sums_CK)
         weights_CK[:, used] = np.add.reduceat(through_CR[:, pairs_E], first, axis=1)
         with np.errstate(divide="ignore"):
             return np.log(weights_CK), self._likeliest(logits_CV, best_CK, live)
+
+    def impossible(self) -> PatternError:
+        """What is said when no text of the canvas matches."""
+        return PatternError(f"no text of this length can match {self.automaton.pattern!r} here")
 
     def _sorted(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Logits in the order of the classes, and which classes have any token."""

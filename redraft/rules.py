@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from redraft.kernels.choice import chosen
 from redraft.patterns import Automaton, OnCanvas
 
 # Far below any soft-capped logit, so its probability is exactly 0, yet finite after division by a temperature.
@@ -137,13 +138,27 @@ class CanvasRules:
         return (torch.stack(rows), torch.stack(best)) if len(rows) > 1 else (rows[0][None], best[0][None])
 
 
+def conform_there(logits_CV: Tensor, pattern: OnCanvas) -> tuple[Tensor, Tensor]:
+    """`OnCanvas.conform` on a GPU, where the logits are: what to add to them, weights_CV, and the likeliest text, ids_C."""
+    from redraft.kernels.gpu import patterns  # Triton takes long to import
+
+    tables, ends_Q = patterns.tables(pattern.automaton, logits_CV.device), torch.from_numpy(pattern.ends_Q)
+    weights_CK, ids_C, can = patterns.conform(logits_CV, tables, pattern.state, ends_Q.to(logits_CV.device))
+    if not can:
+        raise pattern.impossible()
+    return weights_CK.index_select(1, tables.slots_V), ids_C
+
+
 def _held(logits_CV: Tensor, pattern: OnCanvas) -> tuple[Tensor, Tensor]:
     """One row's logits as marginals of texts that match, and the likeliest of them."""
     room, device = pattern.room, logits_CV.device
-    weights_CK, ids_C = pattern.conform(logits_CV[:room].float().cpu().numpy())
-    weights_CK = torch.from_numpy(weights_CK).float().clamp_(min=NEVER)
-    weights_CV = weights_CK.index_select(1, torch.from_numpy(pattern.automaton.classes_V)).to(device)
-    held_CV, best_C = weights_CV.add_(logits_CV[:room]), torch.from_numpy(ids_C).to(device)
+    if chosen(device)[0]:
+        weights_CV, best_C = conform_there(logits_CV[:room], pattern)
+    else:
+        weights_CK, ids_C = pattern.conform(logits_CV[:room].float().cpu().numpy())
+        weights_CV = torch.from_numpy(weights_CK).float().index_select(1, torch.from_numpy(pattern.automaton.classes_V))
+        weights_CV, best_C = weights_CV.to(device), torch.from_numpy(ids_C).to(device)
+    held_CV = weights_CV.clamp_(min=NEVER).add_(logits_CV[:room])
     if room == len(logits_CV):
         return held_CV, best_C
     return torch.cat([held_CV, logits_CV[room:]]), torch.cat([best_C, logits_CV[room:].argmax(dim=-1)])

@@ -9,11 +9,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from redraft.kernels.gpu import attention, canvas, experts, fp8, heads, mlp, norm, routing, vocabulary
+from redraft.kernels.gpu import attention, canvas, experts, fp8, heads, mlp, norm, patterns, routing, vocabulary
 
 HALF, FULL, EIGHT, WHOLE, LONG, DOUBLE, FLAG = "*bf16", "*fp32", "*fp8e4nv", "*i32", "*i64", "*fp64", "*i1"
 KINDS = {  # of arguments that are not bf16 tensors, by name
-    **dict.fromkeys(("order", "ends", "experts", "experts_out", "args", "sizes", "lengths"), WHOLE),
+    **dict.fromkeys(("order", "ends", "experts", "experts_out", "args", "sizes", "lengths", "counts"), WHOLE),
     **dict.fromkeys(("blocks", "steps", "unchanged", "limits", "stabilities"), WHOLE),
     **dict.fromkeys(("positions", "keys_at", "values_at", "seeds", "noise", "best", "sampled", "ids_out", "best_out"), LONG),
     **dict.fromkeys(("sampled_out",), LONG),
@@ -31,7 +31,7 @@ KINDS = {  # of arguments that are not bf16 tensors, by name
 
 def compiled(kernel, fixed: dict, warps: int = 4, stages: int = 3, **kinds: str):
     """The kernel with these constants. Numbers are named in capitals, or by row and token; all are multiples of 16."""
-    signature, constants, known = {}, {}, {}
+    signature, constants, known, fixed = {}, {}, {}, {"EARLY": True, "PACKS": False, **fixed}
     for at, name in enumerate(kernel.arg_names):
         if name in fixed:
             signature[name], constants[(at,)] = "constexpr", fixed[name]
@@ -48,7 +48,7 @@ def compiled(kernel, fixed: dict, warps: int = 4, stages: int = 3, **kinds: str)
 def expert_kernels():
     for eight in (False, True):
         kinds = {"weight": EIGHT, "scale": FULL} if eight else {}
-        for pairs in (2048, 16384):
+        for pairs in (2048, 4096, 8192, 16384):
             wide, narrow = experts.fitting(1 if eight else 2, pairs, 128)
             for kernel, tile, first in ((experts._gate_up, wide, "x"), (experts._down, narrow, "h")):
                 fixed = {"K": 8, "EIGHT": eight, "BT": tile.tokens, "BF": tile.features, "BK": tile.inner}
@@ -76,12 +76,15 @@ def other_kernels():
     yield compiled(routing._score, {"WIDE": 128, "BT": 16, "SLICE": 512, "BK": 128}, scores=FULL)
     yield compiled(routing._route, {"J": 6, "K": 8, "WIDE": 128, "FEW": 8}, 1, scores=FULL)
     yield compiled(routing._deal, {"AT_ONCE": 2048})
-    yield compiled(fp8._pack, {"WIDE": 4096, "LARGEST": 448.0, "LEAST": 1e-12})
+    yield compiled(fp8._pack, {"WIDE": 4096})
     yield compiled(heads._to_heads, {"OWN_VALUES": True, "EPS": 1e-6, "HALF": 128, "AT_ONCE": 8})
     yield compiled(heads._to_heads, {"OWN_VALUES": False, "EPS": 1e-6, "HALF": 256, "AT_ONCE": 8})
     yield compiled(norm._norm_rows, {"WEIGHTED": True, **eps}, 8)
-    yield compiled(norm._after_attention, eps, 8)
-    yield compiled(norm._after_experts, {"K": 8, **eps}, 8)
+    eight = {"dense_out": EIGHT, "sparse_out": EIGHT, "dense_scale": FULL, "sparse_scale": FULL}
+    for packs in (False, True):
+        yield compiled(norm._after_attention, {"PACKS": packs, **eps}, 8, **(eight if packs else {}))
+        next_out = {"next_out": EIGHT, "next_scale": FULL} if packs else {}
+        yield compiled(norm._after_experts, {"K": 8, "PACKS": packs, **eps}, 8, **next_out)
     yield compiled(mlp._gated, {"WIDE": 1024})
     chunk = {"CHUNK": 4096, "INSIDE": 32, "BLOCK": 128}
     yield compiled(vocabulary._read, chunk)
@@ -91,6 +94,18 @@ def other_kernels():
     yield compiled(canvas._settle, {"WIDE": 256}, 8)
 
 
+def pattern_kernels():
+    numbers = {"steps": DOUBLE, "best": FULL, "which": WHOLE, "from_": WHOLE, "to": WHOLE, "live": "*i8", "ids": LONG}
+    sums = dict.fromkeys(("before", "behind", "totals", "scores", "through"), DOUBLE)
+    found = {"entries": WHOLE, "begins": WHOLE, "tops": FULL, "sums_out": DOUBLE, "best_out": FULL, "which_out": WHOLE}
+    shape = {"ROWS": patterns.ROWS, "WIDE": patterns.WIDE}
+    yield compiled(patterns._gather, {"RAW": True, "KNOWN": False, **shape}, best=HALF, which=HALF, **found)
+    known = {"values": DOUBLE, "best": FULL, "which": WHOLE}
+    yield compiled(patterns._gather, {"RAW": False, "KNOWN": True, **shape}, **known, **found)
+    yield compiled(patterns._live, {"PAIRS": patterns.PAIRS}, 8, **numbers)
+    yield compiled(patterns._walk, {"PAIRS": patterns.PAIRS, "STATES": patterns.STATES}, 8, **numbers, **sums)
+
+
 if __name__ == "__main__":
-    for kernel in (*expert_kernels(), *attention_kernels(), *other_kernels()):
+    for kernel in (*expert_kernels(), *attention_kernels(), *other_kernels(), *pattern_kernels()):
         print(json.dumps({"name": kernel.metadata.name, "shared": kernel.metadata.shared}))

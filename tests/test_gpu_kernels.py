@@ -2,6 +2,7 @@
 
 import json
 import os
+import random as random_lots
 import re
 import subprocess
 import sys
@@ -17,7 +18,10 @@ from redraft.config import SamplerConfig
 from redraft.kernels import Belief, attend, gated_experts, rms_norm, rope_frequencies, rope_table, rotate
 from redraft.kernels import fp8 as reference8
 from redraft.kernels import vocabulary as reference_vocabulary
-from redraft.kernels.gpu import attention, canvas, experts, fp8, heads, mlp, norm, routing, vocabulary
+from redraft.kernels.gpu import attention, canvas, experts, fp8, heads, mlp, norm, patterns, routing, vocabulary
+from redraft.patterns import Words
+from redraft.regex import PatternError
+from redraft.rules import Rules, conform_there
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
 
@@ -100,13 +104,20 @@ def test_norms_between_products():
     theirs = (x + rms_norm(both, w[2], 1e-6)) * torch.tensor([0.7] * 4 + [1.3] * 3, device=DEVICE)[:, None]
     assert near(mine, theirs)
     assert near(following, rms_norm(theirs, w[3], 1e-6))
+    _, packed = norm.after_experts(x, dense, experts_NKD, tuple(w[:3]), scalars, 4, w[3], 1e-6, packs=True)
+    _, dense8, sparse8, _ = norm.after_attention(x, answer, *w[:4], 1e-6, packs=True)
+    for mine, theirs in ((packed, following), (dense8, found[1]), (sparse8, found[2])):
+        assert near(mine.scale[:, 0] * 448, theirs.abs().amax(dim=1))
+        assert near(
+            reference8.unpack(mine), theirs, atol=0.13 * float(theirs.abs().max())
+        )  # the interpreter cuts off digits
     assert near(norm.norm_rows(x, None, 1e-6), rms_norm(x, None, 1e-6))
     assert near(norm.norm_rows(x, w[0], 1e-6), rms_norm(x, w[0], 1e-6))
     gate, up = answer.chunk(2, dim=-1)
     assert near(mlp.gated(answer), F.gelu(gate, approximate="tanh") * up)
 
 
-def cached(lengths, groups: int, size: int, window: int | None):
+def cached(lengths, groups: int, size: int, window: int | None, counts=(99, 99)):
     """Rings as a cache has them, NaN where nothing is held, and the keys and values in order."""
     rings, ordered = [], []
     for row, length in enumerate(lengths):
@@ -122,7 +133,8 @@ def cached(lengths, groups: int, size: int, window: int | None):
     places = torch.tensor([[ring[part].data_ptr() - base.data_ptr() for ring in rings] for part in range(2)], device=DEVICE)
     columns = [base, *(places // base.element_size())]
     sizes = torch.tensor([len(ring[0]) for ring in rings], dtype=torch.int32, device=DEVICE)
-    past = attention.Past(*columns, sizes, torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+    numbers = [torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, counts)]
+    past = attention.Past(*columns, sizes, *numbers)
     return past, rings, ordered
 
 
@@ -146,15 +158,19 @@ def test_attention_over_caches_where_they_lie(causal, window, new, lengths, size
         assert near(mine[row : row + 1], attend(q[row : row + 1], *both, mask))
 
 
-def test_new_keys_are_kept_in_their_slots():
-    past, rings, _ = cached((9, 0), 2, 16, 4)
-    k, v = draw(2, 3, 2, 16, seed=6), draw(2, 3, 2, 16, seed=7)
+@pytest.mark.parametrize("counts", [(99, 99), (7, 1), (0, 2)])
+def test_new_keys_are_kept_in_their_slots(counts):
+    """The last that a ring has room for, of those that count; every other slot stays as it was."""
+    past, rings, _ = cached((9, 0), 2, 16, 4, counts)
+    expected = [[part.clone() for part in ring] for ring in rings]
+    k, v = draw(2, 7, 2, 16, seed=6), draw(2, 7, 2, 16, seed=7)
     attention.keep(k, v, past)
-    for row, (length, ring) in enumerate(zip((9, 0), rings, strict=True)):
-        slots = len(ring[0])
-        for token in range(max(0, 3 - slots), 3):
-            assert torch.equal(ring[0][(length + token) % slots], k[row, token])
-            assert torch.equal(ring[1][(length + token) % slots], v[row, token])
+    for row, (length, ring, before) in enumerate(zip((9, 0), rings, expected, strict=True)):
+        slots, count = len(ring[0]), min(counts[row], 7)
+        for token in range(max(0, count - slots), count):
+            before[0][(length + token) % slots], before[1][(length + token) % slots] = k[row, token], v[row, token]
+        for mine, theirs in zip(ring, before, strict=True):
+            assert torch.equal(mine.nan_to_num(77.0), theirs.nan_to_num(77.0))
 
 
 @pytest.mark.parametrize("vocab", [112, 300, 9000])
@@ -236,3 +252,31 @@ def test_keys_are_shared_out_where_there_are_enough_and_tokens_are_few():
     assert attention.splits(few, 100) == 1
     assert attention.splits(few, 100_000) == most > 1
     assert attention.splits(many, 100_000) == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_patterns_on_a_canvas(seed, monkeypatch):
+    """Marginals and likeliest text as the plain way finds them: certain logits, faint ones, forbidden ones, small tiles."""
+    monkeypatch.setattr(patterns, "PAIRS", 16)
+    monkeypatch.setattr(patterns, "STATES", 4)
+    rng = random_lots.Random(seed)
+    spellings = [None, b"", *(bytes(rng.choices(b"ab1", k=rng.randint(1, 3))) for _ in range(60)), b"a", b"b", b"1"]
+    pattern = rng.choice(["(a|b1)*", "a{2,5}1?", "[ab]+1[ab]*", "(a1|b)(b|1){3,}", "1*", "a|b|ab1"])
+    automaton = Words(spellings, (1,)).automaton(pattern)
+    page = Rules(pattern=automaton).on_page(automaton.start, 0, 7, 7)
+    logits = draw(7, len(spellings), seed=seed) * rng.choice([1.0, 30.0, 400.0])
+    logits[:, rng.randrange(2, 40)] = -1e9
+    weights, ids = page.conform(logits[: page.room].cpu().numpy())
+    mine, best = conform_there(logits[: page.room], page)
+    expected = torch.from_numpy(weights)[:, automaton.classes_V].to(DEVICE)
+    shares = [(logits[: page.room].double() + one.double().clamp(min=-1e9)).softmax(dim=-1) for one in (mine, expected)]
+    assert near(*shares, atol=1e-6)
+    assert torch.equal(mine.isfinite(), expected.isfinite())
+    assert best.tolist() == ids.tolist()
+
+
+def test_a_pattern_that_cannot_match_says_so_on_a_gpu_too():
+    automaton = Words([None, b"", b"a", b"b"], (1,)).automaton("a*")
+    page = Rules(pattern=automaton).on_page(automaton.start, 0, 3, 3)
+    with pytest.raises(PatternError, match="no text of this length can match"):
+        conform_there(torch.tensor([[-1e9, -1e9, -1e9, 0.0]] * 3, device=DEVICE), page)

@@ -112,10 +112,12 @@ class Engine:
         for request in self.scheduler.admit():
             self._begin(request)
         running = list(self.scheduler.running)
-        if reading := next((request for request in running if request.reading), None):
-            self.runner.read(reading)  # one chunk a round: those who redraft do not wait for a long prompt
-            if not reading.reading:
-                reading.bill.prefilled()
+        room = self.config.prefill_chunk  # of a round: those who redraft do not wait for long prompts
+        for request in running:
+            if request.reading and room > 0:
+                room -= self.runner.read(request)
+                if not request.reading:
+                    request.bill.prefilled()
         self.runner.read_pages([request for request in running if request.page is not None])
         ready = [request for request in running if not request.reading]
         for request in ready:

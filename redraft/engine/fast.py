@@ -10,14 +10,17 @@ sampler is the plain one.
 Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from redraft import sampler
+from redraft.config import SamplerConfig
 from redraft.engine.fused import Fused, Table
 from redraft.engine.request import Request
 from redraft.engine.runner import Runner, by_length
@@ -27,6 +30,7 @@ from redraft.model import DiffusionGemma
 from redraft.sampler import Canvas
 
 SHORT = 2048  # the shortest context a graph is made for; each longer one is eight times that
+PATIENCE = 5e-5  # seconds between two looks
 STEPS = 64  # that temperatures are kept for
 LONG = 256  # tokens of a page that one program can compare with one another
 MOST_STAGES = 12  # kept with their graphs; the one that was not used for longest goes
@@ -60,8 +64,9 @@ class Fast(Runner):
         Kernels are built on the way; they are found on disk the next time.
         """
         model, on_gpu = self.model, self.model.device.type == "cuda"
-        count = 1 << (places - 1).bit_length()
-        self._stage_of(count, model.config.canvas_length, SHORT).step()
+        stage = self._stage_of(power(places), model.config.canvas_length, SHORT)
+        stage.make((0, 0))
+        stage.make((1, power(self.chunk)))  # nothing that runs takes more
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -71,18 +76,23 @@ class Fast(Runner):
         self.fused.read(torch.zeros(1, self.chunk, dtype=torch.int64, device=model.device), table, 0)
         return torch.cuda.max_memory_allocated() - before if on_gpu else 0
 
-    def read(self, request: Request) -> None:
-        """The next chunk of a prompt into its cache."""
+    def read(self, request: Request) -> int:
+        """The next chunk of a prompt into its cache; the last is read with the first step of its first page."""
         part = request.prompt[request.read : request.read + self.chunk]
+        ids_1S = torch.tensor([part], device=self.model.device)
         request.cache.check_room([len(part)])
-        self._read(torch.tensor([part], device=self.model.device), request, request.read)
         request.cache.advance([len(part)])
         request.read += len(part)
         request.context += part
+        if request.reading:
+            self._read(ids_1S, request)
+        else:
+            self.unread[request] = ids_1S
+        return len(part)
 
     def read_pages(self, requests: Sequence[Request]) -> None:
         """Committed pages belong to the context from now on; they are read with the first step of the pages behind them."""
-        self.unread.clear()  # `redraft` has read them, or has failed
+        self.unread = {request: ids_1S for request, ids_1S in self.unread.items() if not request.over}
         for request in requests:
             request.cache.check_room([request.cfg.canvas_length])
             request.cache.advance([request.cfg.canvas_length])
@@ -96,15 +106,15 @@ class Fast(Runner):
         others = [request for request in requests if not plain(request)]
         for request in others:
             if request in self.unread:
-                self._read(self.unread.pop(request), request, len(request.context) - request.cfg.canvas_length)
+                self._read(self.unread.pop(request), request)
         if others:
             super().redraft(others)
         for some in by_length([request for request in requests if plain(request)]):
             stage = self._stage(some)
             if not self._has_begun(stage, some):
                 stage.load(some)
-                fresh = [request for request in some if request in self.unread]
-                stage.step([(request, self.unread.pop(request)) for request in fresh])
+                fresh = [(request, self.unread.pop(request)) for request in some if request in self.unread]
+                stage.step(self._together(fresh))
             self.ahead = None
             found, softs, settled = stage.look(some)
             for request, state, soft_1CD, done in zip(some, found, softs, settled, strict=True):
@@ -114,11 +124,19 @@ class Fast(Runner):
                 stage.step()  # what it needs is there already
                 self.ahead = (stage, found)
 
-    def _read(self, ids_1S: Tensor, request: Request, before: int) -> None:
-        """Tokens behind so many others into a request's cache."""
+    def _read(self, ids_1S: Tensor, request: Request) -> None:
+        """The last tokens of a request's context into its cache."""
         table = Table.empty(self.model, 1)
-        table.fill([request.cache], [before])
-        self.fused.read(ids_1S, table, before)
+        table.fill([request.cache], [ids_1S.shape[1]])
+        self.fused.read(ids_1S, table, len(request.context))
+
+    def _together(self, fresh: "list[Unread]") -> "list[Unread]":
+        """What is read together with a step: as much as a chunk, longer ones filled up. The longest are read here, alone."""
+        fresh = sorted(fresh, key=lambda one: one[1].shape[1])
+        while fresh and power(len(fresh)) * power(fresh[-1][1].shape[1]) > max(self.chunk, power(fresh[0][1].shape[1])):
+            request, ids_1S = fresh.pop()
+            self._read(ids_1S, request)
+        return fresh
 
     def _has_begun(self, stage: "Stage", requests: Sequence[Request]) -> bool:
         """Whether the step of just these canvases was started when the last one ended."""
@@ -141,11 +159,10 @@ class Fast(Runner):
     def _stage(self, requests: Sequence[Request]) -> "Stage":
         """Buffers and graphs for so many canvases of this length behind contexts of about this length."""
         length = requests[0].cfg.canvas_length
-        count = 1 << (len(requests) - 1).bit_length()
         longest, context = SHORT, max(len(request.context) for request in requests)
         while longest < context:
             longest *= 8
-        return self._stage_of(count, length, longest)
+        return self._stage_of(power(len(requests)), length, longest)
 
     def _stage_of(self, *key: int) -> "Stage":
         stage = self.stages.pop(key, None) or Stage(self.fused, *key, self.pool)
@@ -163,40 +180,48 @@ class Stage:
         self.rows = Rows.empty(count, length, STEPS, model.device)
         self.table = Table.empty(model, count)
         self.soft_BCD = torch.zeros(count, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self.pages: dict[int, tuple[Tensor, Table]] = {}  # by how many are read with a step
+        self.pages: dict[tuple[int, int], tuple[Tensor, Table]] = {}  # what is read with a step, by how many and how long
         self.held: list[Canvas | None] = [None] * count  # whose canvases the rows are
-        self._graphs: dict[int, Callable[[], None]] = {}
+        self.told, self.begun = Told(count, model.device), 0
+        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
         self._pool = pool
 
-    def step(self, pages: Sequence[tuple[Request, Tensor]] = ()) -> None:
-        """One step of all canvases; pages of some of the requests are read into their caches on the way."""
-        count = 1 << (len(pages) - 1).bit_length() if pages else 0
-        if count not in self._graphs:
-            self._record(count)
-        if pages:
-            ids_PC, table = self.pages[count]
-            length = ids_PC.shape[1]
-            table.fill([request.cache for request, _ in pages], [len(request.context) - length for request, _ in pages])
-            ids_PC[: len(pages)].copy_(torch.cat([page_1C for _, page_1C in pages]))
-        self._graphs[count]()
-        self.held = [None] * len(self.held)
+    def step(self, unread: "Sequence[Unread]" = ()) -> None:
+        """One step of all canvases; what some of the requests have not read goes into their caches on the way."""
+        shape = (0, 0)
+        if unread:
+            longest = max(self.rows.ids_BC.shape[1], *(ids_1S.shape[1] for _, ids_1S in unread))
+            shape = (power(len(unread)), power(longest))
+        self.make(shape)
+        if unread:
+            ids_PS, table = self.pages[shape]
+            table.fill([request.cache for request, _ in unread], [ids_1S.shape[1] for _, ids_1S in unread])
+            for row, (_, ids_1S) in enumerate(unread):
+                ids_PS[row, : ids_1S.shape[1]] = ids_1S[0]  # what stands behind them is not kept
+        self._graphs[shape]()
+        self.begun, self.held = self.begun + 1, [None] * len(self.held)
 
-    def _record(self, count: int) -> None:
-        """The step with so many pages as a graph. Making it runs it: what it writes is put back."""
+    def make(self, shape: tuple[int, int]) -> None:
+        """The step with so many parts of contexts, of at most so many tokens, as a graph, if it is not there yet.
+
+        Making it runs it: what it writes is put back.
+        """
+        if shape in self._graphs:
+            return
         model = self.fused.model
-        if count:
-            ids_PC = torch.zeros(count, self.rows.ids_BC.shape[1], dtype=torch.int64, device=model.device)
-            self.pages[count] = (ids_PC, Table.empty(model, count))
-        written = [*(getattr(self.rows, field.name) for field in fields(Rows)), self.soft_BCD]
+        if any(shape):
+            self.pages[shape] = (torch.zeros(shape, dtype=torch.int64, device=model.device), Table.empty(model, shape[0]))
+        written = [*(getattr(self.rows, field.name) for field in fields(Rows)), self.soft_BCD, self.told.news_B1]
         kept = [tensor.clone() for tensor in written]
-
-        def body() -> None:
-            canvas = (self.rows.ids_BC, self.soft_BCD, self.table, self.longest)
-            self._settle(self.fused.denoise(*canvas, self.pages.get(count)))
-
-        self._graphs[count] = recorded(body, model.device, self._pool)
+        self._graphs[shape] = recorded(lambda: self._body(self.pages.get(shape)), model.device, self._pool)
         for tensor, before in zip(written, kept, strict=True):
             tensor.copy_(before)
+        self.told.forget()
+
+    def _body(self, pages: tuple[Tensor, Table] | None) -> None:
+        """One step, and pages read on the way."""
+        canvas = (self.rows.ids_BC, self.soft_BCD, self.table, self.longest)
+        self._settle(self.fused.denoise(*canvas, pages))
 
     def _settle(self, hidden_ND: Tensor) -> None:
         """From final hidden states to the next canvases and what they believe."""
@@ -205,8 +230,11 @@ class Stage:
         uniform_BC, noise_BC, temperature_BC = draw(rows, model.config.vocab_size)
         read = read_vocabulary(raw_NV, cap, temperature_BC.flatten(), uniform_BC.flatten())
         settle_(rows, read.best_N, read.entropy_N, read.sampled_N, noise_BC)
+        with self.fused.beside:
+            self.told.tell(rows.settled_B)
         probs_NV = believe_(raw_NV, cap, temperature_BC.flatten(), read)
         self.soft_BCD.copy_((probs_NV @ model.embed_tokens.weight).view_as(self.soft_BCD) * model.embed_scale)
+        self.fused.beside.wait()
 
     def load(self, requests: Sequence[Request]) -> None:
         """Brings the requests' canvases here, those that are not here yet."""
@@ -216,8 +244,7 @@ class Stage:
             state, cfg = request.state, request.cfg
             if state is self.held[row]:
                 continue
-            heat = torch.stack([sampler.temperature(step, cfg) for step in range(cfg.max_steps)])
-            self.rows.temperatures_BS[row, : cfg.max_steps].copy_(heat)
+            self.rows.temperatures_BS[row, : cfg.max_steps].copy_(temperatures(cfg))
             values = {name: getattr(state, name)[0] for name in KEPT} | {
                 "seeds_B": request.draws.seeds_B[0],
                 "blocks_B": request.block,
@@ -231,12 +258,15 @@ class Stage:
             self.soft_BCD[row] = request.soft_1CD[0] if request.soft_1CD is not None else 0.0
 
     def look(self, requests: Sequence[Request]) -> tuple[list[Canvas], list[Tensor], list[bool]]:
-        """The canvases after the step, copied out, with what they believe; and which have settled, which is waited for."""
+        """The canvases after the step, copied out, with what they believe; and which have settled, which is waited for.
+
+        That is known before what they believe is computed: the host can begin the next step while the GPU still works.
+        """
         copies = {name: getattr(self.rows, name).clone() for name in KEPT}
         softs, never_B = self.soft_BCD.clone().split(1), torch.zeros(1, dtype=torch.bool, device=self.soft_BCD.device)
         for name in ("unchanged_B", "steps_B"):
             copies[name] = copies[name].long()
-        settled = copies["settled_B"].tolist()
+        settled = self.told.wait(self.begun)
         found = []
         for row, request in enumerate(requests):
             own = {name: tensor[row : row + 1] for name, tensor in copies.items()}
@@ -245,6 +275,47 @@ class Stage:
         return found, list(softs[: len(requests)]), settled[: len(requests)]
 
 
+class Told:
+    """Which canvases have settled, and after which step, in memory that the host sees without asking the GPU."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.news_B1 = torch.zeros(count + 1, dtype=torch.int32, device=device)  # the last number counts the steps
+        self.here_B1 = torch.zeros(count + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def tell(self, settled_B: Tensor) -> None:
+        """Part of a step."""
+        self.news_B1[:-1].copy_(settled_B)
+        self.news_B1[-1:].add_(1)
+        self.here_B1.copy_(self.news_B1, non_blocking=True)
+
+    def forget(self) -> None:
+        """What was told when a step was only tried."""
+        if self.news_B1.is_cuda:
+            torch.cuda.synchronize()
+        self.here_B1.fill_(-1)
+
+    def wait(self, step: int) -> list[bool]:
+        """What the step of this number found, as soon as it has."""
+        while int(self.here_B1[-1]) != step:
+            if torch.cuda.current_stream().query():  # all is done; or a fault is raised here
+                torch.cuda.synchronize()
+                break
+            time.sleep(PATIENCE)
+        return [bool(settled) for settled in self.here_B1[:-1].tolist()]
+
+
+@cache
+def temperatures(cfg: SamplerConfig) -> Tensor:
+    """Of every step."""
+    return torch.stack([sampler.temperature(step, cfg) for step in range(cfg.max_steps)])
+
+
+def power(number: int) -> int:
+    """The least power of two that is as much."""
+    return 1 << (number - 1).bit_length()
+
+
+Unread = tuple[Request, Tensor]  # the last tokens of its context, [1, S]
 KEPT = tuple(field.name for field in fields(Canvas) if field.name not in ("skipped_B", "step"))
 
 

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from redraft.cache import KVCache
 from redraft.config import SLIDING
 from redraft.kernels import rope_frequencies
-from redraft.kernels.fp8 import Packed, linear8
+from redraft.kernels.fp8 import Packed, linear8, product8
 from redraft.kernels.gpu import attention, heads, mlp, norm, routing
 from redraft.kernels.gpu.experts import gated_experts
 from redraft.model import DiffusionGemma, Layer
+
+ALL = 2**30  # tokens: however many come
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Table:
     values_LB: Tensor
     sizes_LB: Tensor  # slots
     lengths_B: Tensor  # tokens
+    counts_B: Tensor  # of the tokens that come, those that are kept
     nowhere: Tensor  # one slot, for places without a request
 
     @classmethod
@@ -42,10 +45,14 @@ class Table:
         nowhere = torch.zeros(slot, dtype=model.dtype, device=model.device)
         places = [torch.zeros(layers, rows, dtype=torch.int64, device=model.device) for _ in range(2)]
         sizes_LB = torch.ones(layers, rows, dtype=torch.int32, device=model.device)
-        return cls(*places, sizes_LB, torch.zeros(rows, dtype=torch.int32, device=model.device), nowhere)
+        numbers = [torch.zeros(rows, dtype=torch.int32, device=model.device) for _ in range(2)]
+        return cls(*places, sizes_LB, *numbers, nowhere)
 
-    def fill(self, caches: Sequence[KVCache], lengths: Sequence[int] | None = None) -> None:
-        """The caches of one row each; places left over have nothing cached. `lengths` are others than the caches' own."""
+    def fill(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
+        """The caches of one row each; places left over have nothing cached.
+
+        `counts` are tokens that each cache counts already but does not hold: they are what comes. Without, all of it is new.
+        """
         layers, begin, each = len(self.keys_LB), self.nowhere.data_ptr(), self.nowhere.element_size()
         places = [cache.places for cache in caches]
         places += [([begin] * layers, [begin] * layers, [1] * layers)] * (self.lengths_B.numel() - len(caches))
@@ -53,12 +60,16 @@ class Table:
         self.keys_LB.copy_((keys - begin) // each)
         self.values_LB.copy_((values - begin) // each)
         self.sizes_LB.copy_(sizes)
-        lengths = list(lengths) if lengths is not None else [cache.lengths[0] for cache in caches]
-        self.lengths_B.copy_(torch.tensor(lengths + [0] * (self.lengths_B.numel() - len(caches)), dtype=torch.int32))
+        missing = counts if counts is not None else [0] * len(caches)
+        lengths = [cache.lengths[0] - count for cache, count in zip(caches, missing, strict=True)]
+        kept = counts if counts is not None else [ALL] * len(caches)
+        for numbers_B, known in ((self.lengths_B, lengths), (self.counts_B, kept)):
+            numbers_B.copy_(torch.tensor([*known, *[0] * (len(numbers_B) - len(caches))], dtype=torch.int32))
 
     def past(self, layer: int) -> attention.Past:
         """What one layer's attention is told."""
-        return attention.Past(self.nowhere, self.keys_LB[layer], self.values_LB[layer], self.sizes_LB[layer], self.lengths_B)
+        numbers = (self.keys_LB[layer], self.values_LB[layer], self.sizes_LB[layer], self.lengths_B, self.counts_B)
+        return attention.Past(self.nowhere, *numbers)
 
 
 class Fused:
@@ -67,6 +78,7 @@ class Fused:
     def __init__(self, model: DiffusionGemma) -> None:
         self.model, config = model, model.config
         self.beside = Beside(model.device)
+        self.packs = hasattr(model.layers[0].mlp.gate_proj, "weight_scale") and model.device.type == "cuda"
         self.qkv, self.gate_up = [], []
         for layer in model.layers:
             parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
@@ -95,7 +107,7 @@ class Fused:
     ) -> Tensor:
         """Final hidden states [N, D] of canvases, normed; the head is the caller's.
 
-        `pages` are read in the same pass, as `read` would before: tokens [P, C] and where they go. A canvas may stand behind
+        `pages` are read in the same pass, as `read` would before: tokens [P, S] and where they go. A canvas may stand behind
         one of them; its own table counts the page already.
         """
         groups = [] if pages is None else [_Tokens(self.model.embed(pages[0]), pages[1], True)]
@@ -114,7 +126,7 @@ class Fused:
             answer_ND = self._attention(index, read_ND, positions_N, groups, longest)
             x_ND, dense_ND, sparse_ND, router_ND = norm.after_attention(
                 x_ND, answer_ND, layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight,
-                layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps,
+                layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps, self.packs,
             )  # fmt: skip
             with self.beside:
                 both_NF = product(dense_ND, self.gate_up[index])
@@ -128,11 +140,14 @@ class Fused:
                 layer.post_feedforward_layernorm,
             )
             weights, scalars = tuple(one.weight for one in behind), (layer.encoder_layer_scalar, layer.layer_scalar)
-            x_ND, read_ND = norm.after_experts(x_ND, read_ND, answers_NKD, weights, scalars, causal, following[index], eps)
+            packs = self.packs and layer is not model.layers[-1]
+            x_ND, read_ND = norm.after_experts(
+                x_ND, read_ND, answers_NKD, weights, scalars, causal, following[index], eps, packs
+            )
         return read_ND[-groups[-1].count :]
 
     def _attention(
-        self, index: int, read_ND: Tensor, positions_N: Tensor, groups: "Sequence[_Tokens]", longest: int
+        self, index: int, read_ND: Tensor | Packed, positions_N: Tensor, groups: "Sequence[_Tokens]", longest: int
     ) -> Tensor:
         config, own = self.model.config, self.model.layers[index].self_attn
         shared, _ = config.layer_heads(index)
@@ -151,7 +166,7 @@ class Fused:
                 attention.keep(k, v, past)
         return product(torch.cat(answers) if len(answers) > 1 else answers[0], weight_of(own.o_proj))
 
-    def _experts(self, layer: Layer, sparse_ND: Tensor, router_ND: Tensor) -> Tensor:
+    def _experts(self, layer: Layer, sparse_ND: Tensor | Packed, router_ND: Tensor) -> Tensor:
         router, experts = layer.router, layer.experts
         chosen_NK, weights_NK = routing.route(router_ND, router.proj.weight, router.per_expert_scale, router.top_k)
         up, down = experts.gate_up_proj, experts.down_proj
@@ -203,8 +218,10 @@ class _Tokens:
         return (self.table.lengths_B[:, None] + torch.arange(self.x_BSD.shape[1], device=self.x_BSD.device)).flatten()
 
 
-def product(x_ND: Tensor, weight: Tensor | Packed) -> Tensor:
+def product(x_ND: Tensor | Packed, weight: Tensor | Packed) -> Tensor:
     """x times the weight, packed or not."""
+    if isinstance(x_ND, Packed):
+        return product8(x_ND, weight)
     return linear8(x_ND, weight) if isinstance(weight, Packed) else F.linear(x_ND, weight)
 
 

@@ -26,12 +26,13 @@ class Runner:
         """Bytes that a full step and a chunk of a prompt take, measured; not known here."""
         return 0
 
-    def read(self, request: Request) -> None:
-        """The next chunk of a prompt into its cache."""
+    def read(self, request: Request) -> int:
+        """The next chunk of a prompt into its cache; how many tokens that was."""
         part = request.prompt[request.read : request.read + self.chunk]
         self.model.encode(torch.tensor([part], device=self.model.device), request.cache)
         request.read += len(part)
         request.context += part
+        return len(part)
 
     def read_pages(self, requests: Sequence[Request]) -> None:
         """Committed pages into their caches, those of one length in one pass."""

@@ -55,10 +55,12 @@ def _rows(x_ND: Tensor) -> Packed:
 
 def linear8(x: Tensor, packed: Packed) -> Tensor:
     """x times the weight, in x's precision."""
-    eight_ND, scale_N1 = _rows(x.reshape(-1, x.shape[-1]))
-    if x.is_cuda:
-        out = torch.bfloat16
-        y_NO = torch._scaled_mm(eight_ND, packed.weight.t(), scale_a=scale_N1, scale_b=packed.scale.t(), out_dtype=out)
-    else:
-        y_NO = (eight_ND.float() @ packed.weight.float().t()) * scale_N1 * packed.scale.t()
-    return y_NO.to(x.dtype).view(*x.shape[:-1], -1)
+    return product8(_rows(x.reshape(-1, x.shape[-1])), packed).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def product8(x_ND: Packed, packed: Packed) -> Tensor:
+    """y_NO, in bf16 on a GPU and in float32 elsewhere."""
+    if x_ND.weight.is_cuda:
+        scales = {"scale_a": x_ND.scale, "scale_b": packed.scale.t()}
+        return torch._scaled_mm(x_ND.weight, packed.weight.t(), **scales, out_dtype=torch.bfloat16)
+    return (x_ND.weight.float() @ packed.weight.float().t()) * x_ND.scale * packed.scale.t()

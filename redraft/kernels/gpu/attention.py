@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redraft.kernels.gpu.early import _ready, early
+
 JOINED = 4  # rows whose parts one program puts together
 KEYS = 128  # that one program reads, at least
 SHORT = 512  # new tokens up to which programs are few
@@ -52,6 +54,7 @@ class Past(NamedTuple):
     values_B: Tensor
     sizes_B: Tensor  # slots, int32
     lengths_B: Tensor  # tokens, int32
+    counts_B: Tensor  # how many of the new tokens are to be kept, int32
 
 
 def attend(
@@ -71,12 +74,12 @@ def attend(
         q_BSHK, k_BSGK, v_BSGK, *past, out_BSHK, part_JRK, mass_JR2,
         q_BSHK.stride(0), q_BSHK.stride(1), k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
         b, s, heads, groups, window or 0, causal, whole, size, max(16, triton.next_power_of_2(size)), rows, tiles.keys,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, **early(),
     )  # fmt: skip
     if not whole:
         many = b * s * heads
         _join[(triton.cdiv(many, JOINED),)](
-            part_JRK, mass_JR2, out_BSHK, many, size, splits, triton.next_power_of_2(size), JOINED
+            part_JRK, mass_JR2, out_BSHK, many, size, splits, triton.next_power_of_2(size), JOINED, **early()
         )
     return out_BSHK.flatten(2)
 
@@ -96,11 +99,12 @@ def splits(q_BSHK: Tensor, keys: int) -> int:
 
 @triton.jit
 def _attend(
-    q, k, v, base, keys_at, values_at, sizes, lengths, out, part, mass,
+    q, k, v, base, keys_at, values_at, sizes, lengths, counts, out, part, mass,
     q_row, q_token, k_row, k_token, v_row, v_token,
     B, S, H, G, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
-    K: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    K: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _ready(EARLY)
     tile, split = tl.program_id(0), tl.program_id(2)
     row, group, shared = tl.program_id(1) // G, tl.program_id(1) % G, H // G
     length, size = tl.load(lengths + row), tl.load(sizes + row)
@@ -168,8 +172,9 @@ def _take_in(query, key, value, may, top, total, answer):
 
 
 @triton.jit
-def _join(part, mass, out, R, K, J: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+def _join(part, mass, out, R, K, J: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):
     """The parts of some rows: each was computed against its own largest score."""
+    _ready(EARLY)
     row, feature = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     here, valid = row < R, (row < R)[:, None] & (feature < K)[None, :]
     top = tl.full((ROWS,), -1e30, tl.float32)
@@ -185,21 +190,26 @@ def _join(part, mass, out, R, K, J: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.c
 
 
 def keep(k_BSGK: Tensor, v_BSGK: Tensor, past: Past) -> None:
-    """Writes new keys and values where they belong in the caches, the last `size` of them. The lengths stay as they are."""
+    """Writes new keys and values where they belong in the caches, the last `size` that are kept. The lengths stay."""
     b, s, groups, size = k_BSGK.shape
     wide = triton.next_power_of_2(size)
     _keep[(b * s, groups)](
         k_BSGK, v_BSGK, *past, k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
-        s, groups, size, wide, num_warps=1,
+        s, groups, size, wide, num_warps=1, **early(),
     )  # fmt: skip
 
 
 @triton.jit
-def _keep(k, v, base, keys_at, values_at, sizes, lengths, k_row, k_token, v_row, v_token, S, G, K, WIDE: tl.constexpr):
+def _keep(
+    k, v, base, keys_at, values_at, sizes, lengths, counts, k_row, k_token, v_row, v_token, S, G, K,
+    WIDE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    _ready(EARLY)
     row, token, group = tl.program_id(0) // S, tl.program_id(0) % S, tl.program_id(1)
     at = tl.arange(0, WIDE)
     size = tl.load(sizes + row)
-    here = (at < K) & (token >= S - size)
+    count = tl.minimum(tl.load(counts + row), S)
+    here = (at < K) & (token >= count - size) & (token < count)
     place = (((tl.load(lengths + row) + token) % size).to(tl.int64) * G + group) * K + at
     key = tl.load(k + row.to(tl.int64) * k_row + token * k_token + group * K + at, mask=here, other=0.0)
     value = tl.load(v + row.to(tl.int64) * v_row + token * v_token + group * K + at, mask=here, other=0.0)

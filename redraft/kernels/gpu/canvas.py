@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft import random
+from redraft.kernels.gpu.early import _ready, early
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def draw(rows: Rows, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     noise_BC, temperature_BC = torch.empty_like(rows.ids_BC), torch.empty(b, c, dtype=torch.float32, device=device)
     _draw[(b,)](
         rows.seeds_B, rows.blocks_B, rows.steps_B, rows.temperatures_BS, uniform_BC, noise_BC, temperature_BC,
-        c, steps, vocab, triton.next_power_of_2(c), random.SAMPLE, random.NOISE, num_warps=4,
+        c, steps, vocab, triton.next_power_of_2(c), random.SAMPLE, random.NOISE, num_warps=4, **early(),
     )  # fmt: skip
     return uniform_BC, noise_BC, temperature_BC
 
@@ -76,7 +77,7 @@ def settle_(rows: Rows, best_BC: Tensor, entropy_BC: Tensor, sampled_BC: Tensor,
         best_BC, entropy_BC, sampled_BC, noise_BC,
         rows.ids_BC, rows.best_BC, rows.entropy_BC, rows.accepted_BC, rows.unchanged_B, rows.steps_B, rows.settled_B,
         rows.limit_B, rows.bound_B, rows.confidence_B, rows.stability_B,
-        c, triton.next_power_of_2(c), num_warps=8,
+        c, triton.next_power_of_2(c), num_warps=8, **early(),
     )  # fmt: skip
 
 
@@ -95,8 +96,9 @@ def _mix(x, counter):
 @triton.jit
 def _draw(
     seeds, blocks, steps, temperatures, uniform, noise, temperature,
-    C, S, V, WIDE: tl.constexpr, SAMPLE: tl.constexpr, NOISE: tl.constexpr,
+    C, S, V, WIDE: tl.constexpr, SAMPLE: tl.constexpr, NOISE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _ready(EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     here = at < C
     step = tl.load(steps + row)
@@ -121,8 +123,9 @@ def _draw(
 @triton.jit
 def _settle(
     best, entropy, sampled, noise, ids_out, best_out, entropy_out, accepted_out, unchanged, steps, settled,
-    limits, bounds, confidences, stabilities, C, WIDE: tl.constexpr,
+    limits, bounds, confidences, stabilities, C, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _ready(EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     here, place = at < C, row * C + at
     step = tl.load(steps + row)

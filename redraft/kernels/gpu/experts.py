@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.fp8 import Packed
+from redraft.kernels.gpu.early import _ready, early
 from redraft.kernels.gpu.fp8 import pack_rows
 from redraft.kernels.gpu.routing import deal
 
@@ -31,18 +32,27 @@ class Tiles:
     at_once: int = 1  # tiles of an expert's tokens in work together: they find its weights in the GPU's cache
 
 
+MANY = 2**30
 # For an H200; benchmarks/bench_kernels.py --tiles tries others.
-# By whether weights have 8 bits and experts have many tokens: gate and up, then down.
+# By whether weights have 8 bits, and by how many tokens an expert has on average at most: gate and up, then down.
 TILES = {
-    (False, False): (Tiles(32, 128, 128, 5, 8), Tiles(32, 64, 64, 5, 4)),
-    (True, False): (Tiles(32, 64, 128, 5, 4), Tiles(32, 64, 128, 4, 4)),
-    (False, True): (Tiles(128, 128, 64, 3, 4, 2), Tiles(128, 256, 64, 4, 8, 2)),
-    (True, True): (Tiles(128, 128, 128, 3, 4, 2), Tiles(128, 64, 128, 3, 4, 2)),
+    False: {
+        24: (Tiles(32, 128, 128, 5, 8), Tiles(32, 64, 64, 5, 4)),
+        48: (Tiles(64, 128, 128, 4, 8), Tiles(64, 128, 64, 4, 4)),
+        80: (Tiles(64, 128, 128, 4, 8, 2), Tiles(64, 128, 64, 4, 4, 2)),
+        MANY: (Tiles(128, 128, 64, 3, 4, 2), Tiles(128, 256, 64, 4, 8, 2)),
+    },
+    True: {
+        24: (Tiles(32, 64, 128, 5, 4), Tiles(32, 64, 128, 4, 4)),
+        48: (Tiles(32, 128, 128, 5, 8, 2), Tiles(64, 128, 128, 4, 4)),
+        80: (Tiles(64, 128, 128, 4, 4, 2), Tiles(64, 128, 128, 4, 4, 2)),
+        MANY: (Tiles(128, 128, 128, 3, 4, 2), Tiles(128, 64, 128, 3, 4, 2)),
+    },
 }
 
 
 def gated_experts(
-    x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor | Packed, down_EDF: Tensor | Packed
+    x_ND: Tensor | Packed, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor | Packed, down_EDF: Tensor | Packed
 ) -> Tensor:
     """The answers of every token's experts, weighted: answers_NKD, still to be summed over K."""
     eight = isinstance(gate_up_E2FD, Packed)
@@ -50,30 +60,28 @@ def gated_experts(
     experts, size, inner = down.shape
     chosen = experts_NK.shape[1]
     order_M, ends_E = deal(experts_NK, experts)
-    inner_MF = torch.empty(order_M.numel(), inner, dtype=x_ND.dtype, device=x_ND.device)
-    x_in, x_scale = pack_rows(x_ND) if eight else (x_ND, x_ND)
+    kind, device = torch.bfloat16 if isinstance(x_ND, Packed) else x_ND.dtype, order_M.device
+    inner_MF = torch.empty(order_M.numel(), inner, dtype=kind, device=device)
+    x_in, x_scale = (x_ND, x_ND) if not eight else x_ND if isinstance(x_ND, Packed) else pack_rows(x_ND)
     tiles, narrow = fitting(down.element_size(), len(order_M), experts)
     _gate_up[(tiles.at_once, experts, triton.cdiv(2 * inner, tiles.features))](
         x_in, x_scale, order_M, ends_E, up, gate_up_E2FD.scale if eight else up, inner_MF,
         size, inner, chosen, eight, tiles.tokens, tiles.features, tiles.inner,
-        num_stages=tiles.stages, num_warps=tiles.warps,
+        num_stages=tiles.stages, num_warps=tiles.warps, **early(),
     )  # fmt: skip
     h_in, h_scale = pack_rows(inner_MF) if eight else (inner_MF, inner_MF)
-    answers_NKD = torch.empty(*experts_NK.shape, size, dtype=x_ND.dtype, device=x_ND.device)
+    answers_NKD = torch.empty(*experts_NK.shape, size, dtype=kind, device=device)
     _down[(narrow.at_once, experts, triton.cdiv(size, narrow.features))](
         h_in, h_scale, order_M, ends_E, down, down_EDF.scale if eight else down, weights_NK, answers_NKD,
         size, inner, eight, narrow.tokens, narrow.features, narrow.inner,
-        num_stages=narrow.stages, num_warps=narrow.warps,
+        num_stages=narrow.stages, num_warps=narrow.warps, **early(),
     )  # fmt: skip
     return answers_NKD
 
 
 def fitting(bytes_each: int, pairs: int, experts: int) -> tuple[Tiles, Tiles]:
     """For gate and up, and for down, weights of so many bytes: more tokens at once where experts have more."""
-    mean = pairs / experts
-    wide, narrow = TILES[bytes_each == 1, mean > 80]
-    if 24 < mean <= 80:  # some have more than one tile of tokens, and all find their weights in the cache
-        wide, narrow = (replace(one, tokens=64, inner=min(64, one.inner), at_once=2) for one in (wide, narrow))
+    wide, narrow = next(both for most, both in TILES[bytes_each == 1].items() if pairs <= most * experts)
     if bytes_each > 2:
         wide, narrow = (replace(one, inner=32) for one in (wide, narrow))
     return wide, narrow
@@ -88,8 +96,9 @@ def _gelu(x):
 @triton.jit
 def _gate_up(
     x, x_scale, order, ends, weight, scale, out,
-    D, F, K: tl.constexpr, EIGHT: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
+    D, F, K: tl.constexpr, EIGHT: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _ready(EARLY)
     expert, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
@@ -123,8 +132,9 @@ def _gate_up(
 @triton.jit
 def _down(
     h, h_scale, order, ends, weight, scale, shares, out,
-    D, F, EIGHT: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
+    D, F, EIGHT: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _ready(EARLY)
     expert, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)

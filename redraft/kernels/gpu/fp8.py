@@ -9,22 +9,37 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.fp8 import EIGHT, LARGEST, LEAST, Packed
+from redraft.kernels.gpu.early import _ready, early
+
+MOST, FEWEST = tl.constexpr(LARGEST), tl.constexpr(LEAST)
+
+
+def empty_packed(rows: int, size: int, device: torch.device) -> Packed:
+    """Room for so many rows."""
+    eight = torch.empty(rows, size, dtype=EIGHT, device=device)
+    return Packed(eight, torch.empty(rows, 1, dtype=torch.float32, device=device))
 
 
 def pack_rows(x_ND: Tensor) -> Packed:
     """x in 8 bits, and a scale for each row [N, 1]."""
     n, size = x_ND.shape
-    eight_ND = torch.empty(n, size, dtype=EIGHT, device=x_ND.device)
-    scale_N1 = torch.empty(n, 1, dtype=torch.float32, device=x_ND.device)
-    _pack[(n,)](x_ND, eight_ND, scale_N1, size, triton.next_power_of_2(size), LARGEST, LEAST, num_warps=4)
-    return Packed(eight_ND, scale_N1)
+    packed = empty_packed(n, size, x_ND.device)
+    _pack[(n,)](x_ND, *packed, size, triton.next_power_of_2(size), num_warps=4, **early())
+    return packed
 
 
 @triton.jit
-def _pack(x, eight, scale_out, D, WIDE: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+def _pack(x, eight, scale_out, D, WIDE: tl.constexpr, EARLY: tl.constexpr):
+    _ready(EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     value = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), axis=0) / LARGEST, LEAST)
-    value = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
+    _store_packed(value, eight, scale_out, row, at, D)
+
+
+@triton.jit
+def _store_packed(value, eight, scale_out, row, at, D):
+    """A row of float32 numbers; those behind its end are zeros."""
+    scale = tl.maximum(tl.max(tl.abs(value), axis=0) / MOST, FEWEST)
+    value = tl.minimum(tl.maximum(value / scale, -MOST), MOST)
     tl.store(eight + row * D + at, value.to(tl.float8e4nv), mask=at < D)
     tl.store(scale_out + row, scale)

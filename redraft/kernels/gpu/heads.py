@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redraft.kernels.gpu.early import _ready, early
+
 AT_ONCE = 8  # heads of a token that one program turns: they share the angles
 
 
@@ -28,7 +30,7 @@ def to_heads(
     half = triton.next_power_of_2(size // 2)
     _to_heads[(n, triton.cdiv(heads + 2 * groups, AT_ONCE))](
         qkv_NX, all_NHK, q_weight_K, k_weight_K, positions_N, frequencies_P,
-        qkv_NX.shape[1], heads, groups, own_values, eps, size // 2, half, AT_ONCE, num_warps=4,
+        qkv_NX.shape[1], heads, groups, own_values, eps, size // 2, half, AT_ONCE, num_warps=4, **early(),
     )  # fmt: skip
     return all_NHK[:, :heads], all_NHK[:, heads : heads + groups], all_NHK[:, heads + groups :]
 
@@ -36,9 +38,10 @@ def to_heads(
 @triton.jit
 def _to_heads(
     qkv, out, q_weight, k_weight, positions, frequencies,
-    X, H, G, OWN_VALUES: tl.constexpr, EPS: tl.constexpr, P, HALF: tl.constexpr, AT_ONCE: tl.constexpr,
+    X, H, G, OWN_VALUES: tl.constexpr, EPS: tl.constexpr, P, HALF: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token: the first half of each is paired with the second."""
+    _ready(EARLY)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     at = tl.arange(0, HALF)
     here, is_value = at < P, (head >= H + G)[:, None]

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redraft.kernels.gpu.early import _ready, early
 from redraft.kernels.gpu.experts import _gelu
 
 
@@ -16,12 +17,13 @@ def gated(gate_up_N2F: Tensor) -> Tensor:
     n, both = gate_up_N2F.shape
     inner_NF = torch.empty(n, both // 2, dtype=gate_up_N2F.dtype, device=gate_up_N2F.device)
     wide = min(1024, triton.next_power_of_2(both // 2))
-    _gated[(n, triton.cdiv(both // 2, wide))](gate_up_N2F, inner_NF, both // 2, wide, num_warps=4)
+    _gated[(n, triton.cdiv(both // 2, wide))](gate_up_N2F, inner_NF, both // 2, wide, num_warps=4, **early())
     return inner_NF
 
 
 @triton.jit
-def _gated(gate_up, out, F, WIDE: tl.constexpr):
+def _gated(gate_up, out, F, WIDE: tl.constexpr, EARLY: tl.constexpr):
+    _ready(EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     here = at < F
     gate = tl.load(gate_up + row * 2 * F + at, mask=here, other=0.0).to(tl.float32)

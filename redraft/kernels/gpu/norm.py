@@ -8,24 +8,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redraft.kernels.fp8 import Packed
+from redraft.kernels.gpu.early import _ready, early
+from redraft.kernels.gpu.fp8 import _store_packed, empty_packed
+
 
 def norm_rows(x_ND: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     """x over its root mean square, times the weight where there is one."""
     out_ND, (n, size) = torch.empty_like(x_ND), x_ND.shape
     weighted = weight_D is not None
-    _norm_rows[(n,)](x_ND, weight_D if weighted else x_ND, out_ND, size, weighted, eps, **_wide(size))
+    _norm_rows[(n,)](x_ND, weight_D if weighted else x_ND, out_ND, size, weighted, eps, **_wide(size), **early())
     return out_ND
 
 
 def after_attention(
-    x_ND: Tensor, answer_ND: Tensor, post_D: Tensor, dense_D: Tensor, sparse_D: Tensor, router_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The residual with attention's answer in it, and its norms for the dense MLP, for the experts and for the router."""
-    found, (n, size) = [torch.empty_like(x_ND) for _ in range(4)], x_ND.shape
+    x_ND: Tensor,
+    answer_ND: Tensor,
+    post_D: Tensor,
+    dense_D: Tensor,
+    sparse_D: Tensor,
+    router_D: Tensor,
+    eps: float,
+    packs: bool = False,
+) -> tuple[Tensor, Tensor | Packed, Tensor | Packed, Tensor]:
+    """The residual with attention's answer in it, and its norms for the dense MLP, for the experts and for the router.
+
+    `packs`: those for dense MLP and experts are rounded to 8 bits on the way.
+    """
+    n, size = x_ND.shape
+    out_ND, router_ND = torch.empty_like(x_ND), torch.empty_like(x_ND)
+    dense, sparse = (_room(x_ND, packs) for _ in range(2))
     _after_attention[(n,)](
-        x_ND, answer_ND, post_D, dense_D, sparse_D, router_D, *found, size, eps, size**-0.5, **_wide(size)
-    )
-    return tuple(found)
+        x_ND, answer_ND, post_D, dense_D, sparse_D, router_D, out_ND, *_both(dense), *_both(sparse), router_ND,
+        size, eps, size**-0.5, packs, **_wide(size), **early(),
+    )  # fmt: skip
+    return out_ND, dense, sparse, router_ND
 
 
 def after_experts(
@@ -37,17 +54,28 @@ def after_experts(
     causal: int,
     next_D: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+    packs: bool = False,
+) -> tuple[Tensor, Tensor | Packed]:
     """The residual with both answers in it, experts summed, and its norm for whoever comes next.
 
     `weights` are those behind the dense MLP, behind the experts, and behind their sum. The first `causal` tokens end with
-    the first scalar, the others with the second.
+    the first scalar, the others with the second. `packs`: that norm is rounded to 8 bits on the way.
     """
-    out_ND, next_ND, (n, chosen, size) = torch.empty_like(x_ND), torch.empty_like(x_ND), answers_NKD.shape
+    out_ND, following, (n, chosen, size) = torch.empty_like(x_ND), _room(x_ND, packs), answers_NKD.shape
     _after_experts[(n,)](
-        x_ND, dense_ND, answers_NKD, *weights, *scalars, next_D, out_ND, next_ND, causal, size, chosen, eps, **_wide(size)
-    )
-    return out_ND, next_ND
+        x_ND, dense_ND, answers_NKD, *weights, *scalars, next_D, out_ND, *_both(following),
+        causal, size, chosen, eps, packs, **_wide(size), **early(),
+    )  # fmt: skip
+    return out_ND, following
+
+
+def _room(x_ND: Tensor, packs: bool) -> Tensor | Packed:
+    return empty_packed(*x_ND.shape, x_ND.device) if packs else torch.empty_like(x_ND)
+
+
+def _both(found: Tensor | Packed) -> tuple[Tensor, Tensor]:
+    """Where numbers go, and where scales do; without scales, the second is not looked at."""
+    return found if isinstance(found, Packed) else (found, found)
 
 
 def _wide(size: int) -> dict[str, int]:
@@ -62,7 +90,8 @@ def _unit(x, D, EPS):
 
 
 @triton.jit
-def _norm_rows(x, weight, out, D, WEIGHTED: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr):
+def _norm_rows(x, weight, out, D, WEIGHTED: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr):
+    _ready(EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     here = at < D
     value = _unit(tl.load(x + row * D + at, mask=here, other=0.0).to(tl.float32), D, EPS)
@@ -73,9 +102,10 @@ def _norm_rows(x, weight, out, D, WEIGHTED: tl.constexpr, EPS: tl.constexpr, WID
 
 @triton.jit
 def _after_attention(
-    x, answer, post, dense, sparse, router, out, dense_out, sparse_out, router_out,
-    D, EPS: tl.constexpr, SHRINK, WIDE: tl.constexpr,
+    x, answer, post, dense, sparse, router, out, dense_out, dense_scale, sparse_out, sparse_scale, router_out,
+    D, EPS: tl.constexpr, SHRINK, PACKS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _ready(EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     here, place = at < D, row * D + at
     kind = out.dtype.element_ty
@@ -84,17 +114,24 @@ def _after_attention(
     value = (tl.load(x + place, mask=here, other=0.0).to(tl.float32) + read).to(kind)
     tl.store(out + place, value, mask=here)
     unit = _unit(value.to(tl.float32), D, EPS)
-    tl.store(dense_out + place, (unit * tl.load(dense + at, mask=here, other=0.0).to(tl.float32)).to(kind), mask=here)
-    tl.store(sparse_out + place, (unit * tl.load(sparse + at, mask=here, other=0.0).to(tl.float32)).to(kind), mask=here)
+    to_dense = (unit * tl.load(dense + at, mask=here, other=0.0).to(tl.float32)).to(kind)
+    to_sparse = (unit * tl.load(sparse + at, mask=here, other=0.0).to(tl.float32)).to(kind)
+    if PACKS:
+        _store_packed(to_dense.to(tl.float32), dense_out, dense_scale, row, at, D)
+        _store_packed(to_sparse.to(tl.float32), sparse_out, sparse_scale, row, at, D)
+    else:
+        tl.store(dense_out + place, to_dense, mask=here)
+        tl.store(sparse_out + place, to_sparse, mask=here)
     scale = tl.load(router + at, mask=here, other=0.0).to(tl.float32) * SHRINK
     tl.store(router_out + place, (unit * scale).to(kind), mask=here)
 
 
 @triton.jit
 def _after_experts(
-    x, dense, answers, dense_weight, sparse_weight, post, first, second, next_weight, out, next_out,
-    CAUSAL, D, K: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr,
+    x, dense, answers, dense_weight, sparse_weight, post, first, second, next_weight, out, next_out, next_scale,
+    CAUSAL, D, K: tl.constexpr, EPS: tl.constexpr, PACKS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _ready(EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     here, place = at < D, row * D + at
     kind = out.dtype.element_ty
@@ -110,4 +147,7 @@ def _after_experts(
     value = (value * scalar).to(kind)
     tl.store(out + place, value, mask=here)
     unit = _unit(value.to(tl.float32), D, EPS) * tl.load(next_weight + at, mask=here, other=0.0).to(tl.float32)
-    tl.store(next_out + place, unit.to(kind), mask=here)
+    if PACKS:
+        _store_packed(unit.to(kind).to(tl.float32), next_out, next_scale, row, at, D)
+    else:
+        tl.store(next_out + place, unit.to(kind), mask=here)

@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redraft.kernels.gpu.early import _ready, early
+
 PAIRS = 2048  # looked through at once
-SLICE = 512  # of the model size that one program multiplies
+SLICE = 256  # of the model size that one program multiplies
 
 
 def route(x_ND: Tensor, weight_ED: Tensor, scale_E: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
@@ -18,18 +20,22 @@ def route(x_ND: Tensor, weight_ED: Tensor, scale_E: Tensor, chosen: int) -> tupl
     wide, few = max(16, triton.next_power_of_2(experts)), triton.next_power_of_2(chosen)
     slices = triton.cdiv(size, SLICE)
     scores_JNE = torch.empty(slices, n, experts, dtype=torch.float32, device=device)
-    _score[(triton.cdiv(n, 16), slices)](x_ND, weight_ED, scores_JNE, n, size, experts, wide, 16, SLICE, min(SLICE, 128))
+    _score[(triton.cdiv(n, 16), slices)](
+        x_ND, weight_ED, scores_JNE, n, size, experts, wide, 16, SLICE, min(SLICE, 128), **early()
+    )
     experts_NK = torch.empty(n, chosen, dtype=torch.int32, device=device)
     weights_NK = torch.empty(n, chosen, dtype=torch.float32, device=device)
-    _route[(n,)](scores_JNE, scale_E, experts_NK, weights_NK, n, experts, slices, chosen, wide, few, num_warps=1)
+    _route[(n,)](scores_JNE, scale_E, experts_NK, weights_NK, n, experts, slices, chosen, wide, few, num_warps=1, **early())
     return experts_NK, weights_NK
 
 
 @triton.jit
 def _score(
-    x, weight, scores, N, D, E, WIDE: tl.constexpr, BT: tl.constexpr, SLICE: tl.constexpr, BK: tl.constexpr
+    x, weight, scores, N, D, E,
+    WIDE: tl.constexpr, BT: tl.constexpr, SLICE: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A slice of the product of some tokens: there are too few tokens and experts to keep a GPU busy otherwise."""
+    _ready(EARLY)
     token, part, expert = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
     total = tl.zeros((BT, WIDE), tl.float32)
     for k in tl.static_range(0, SLICE, BK):
@@ -45,8 +51,10 @@ def _score(
 
 @triton.jit
 def _route(
-    scores, scale, experts_out, weights_out, N, E, J: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr
+    scores, scale, experts_out, weights_out, N, E,
+    J: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _ready(EARLY)
     row, at, place = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, FEW)
     score = tl.zeros((WIDE,), tl.float32)
     for part in tl.static_range(J):  # all loads at once
@@ -70,13 +78,14 @@ def deal(experts_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     order_M = torch.empty(experts_NK.numel(), dtype=torch.int32, device=experts_NK.device)
     ends_E = torch.empty(experts, dtype=torch.int32, device=experts_NK.device)
     at_once = min(PAIRS, triton.next_power_of_2(experts_NK.numel()))
-    _deal[(experts,)](experts_NK, order_M, ends_E, experts_NK.numel(), at_once, num_warps=4)
+    _deal[(experts,)](experts_NK, order_M, ends_E, experts_NK.numel(), at_once, num_warps=4, **early())
     return order_M, ends_E
 
 
 @triton.jit
-def _deal(experts, order, ends, M, AT_ONCE: tl.constexpr):
+def _deal(experts, order, ends, M, AT_ONCE: tl.constexpr, EARLY: tl.constexpr):
     """One program for each expert: how many pairs go to those before it, then the places of its own."""
+    _ready(EARLY)
     mine, at = tl.program_id(0), tl.arange(0, AT_ONCE)
     before, own = 0, 0
     for start in range(0, M, AT_ONCE):

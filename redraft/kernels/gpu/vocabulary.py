@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redraft.kernels.gpu.early import _ready, early
+
 BLOCK = 128  # entries summed at once when sampling, as in the reference
 CHUNK = 4096  # entries a program reads
 
@@ -39,14 +41,15 @@ def read_vocabulary(raw_NV: Tensor, cap: float, temperature_N: Tensor, uniform_N
     arg_NJ = torch.empty(n, chunks, dtype=torch.int32, device=device)
     sums_NJI = torch.empty(n, chunks, inside, dtype=torch.float32, device=device)
     _read[(n, chunks)](
-        raw_NV, temperature_N, figures_NJ4, arg_NJ, sums_NJI, vocab, chunks, cap, chunk, inside, BLOCK, num_warps=4
-    )
+        raw_NV, temperature_N, figures_NJ4, arg_NJ, sums_NJI,
+        vocab, chunks, cap, chunk, inside, BLOCK, num_warps=4, **early(),
+    )  # fmt: skip
     best_N, sampled_N = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
     entropy_N, top_N, mass_N = (torch.empty(n, dtype=torch.float32, device=device) for _ in range(3))
     wide = triton.next_power_of_2(chunks)
     _pick[(n,)](
         raw_NV, temperature_N, uniform_N, figures_NJ4, arg_NJ, sums_NJI, best_N, entropy_N, sampled_N, top_N, mass_N,
-        vocab, chunks, cap, wide, inside, BLOCK, num_warps=4,
+        vocab, chunks, cap, wide, inside, BLOCK, num_warps=4, **early(),
     )  # fmt: skip
     return Read(best_N, entropy_N, sampled_N, top_N, mass_N)
 
@@ -56,7 +59,7 @@ def believe_(raw_NV: Tensor, cap: float, temperature_N: Tensor, read: Read) -> T
     n, vocab = raw_NV.shape
     chunk = min(CHUNK, triton.next_power_of_2(vocab))
     grid = (n, triton.cdiv(vocab, chunk))
-    _believe[grid](raw_NV, temperature_N, read.top_N, read.mass_N, vocab, cap, chunk, num_warps=4)
+    _believe[grid](raw_NV, temperature_N, read.top_N, read.mass_N, vocab, cap, chunk, num_warps=4, **early())
     return raw_NV
 
 
@@ -67,7 +70,11 @@ def _shaped(raw, cap, temperature):
 
 
 @triton.jit
-def _read(raw, temperatures, figures, args, sums, V, J, cap, CHUNK: tl.constexpr, INSIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _read(
+    raw, temperatures, figures, args, sums, V, J, cap,
+    CHUNK: tl.constexpr, INSIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    _ready(EARLY)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     here = at < V
@@ -91,8 +98,9 @@ def _read(raw, temperatures, figures, args, sums, V, J, cap, CHUNK: tl.constexpr
 @triton.jit
 def _pick(
     raw, temperatures, uniform, figures, args, sums, best_out, entropy_out, sampled_out, top_out, mass_out,
-    V, J, cap, WIDE: tl.constexpr, INSIDE: tl.constexpr, BLOCK: tl.constexpr,
+    V, J, cap, WIDE: tl.constexpr, INSIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _ready(EARLY)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, WIDE)
     here, place = chunk < J, row * J + chunk
@@ -133,7 +141,8 @@ def _pick(
 
 
 @triton.jit
-def _believe(raw, temperatures, tops, masses, V, cap, CHUNK: tl.constexpr):
+def _believe(raw, temperatures, tops, masses, V, cap, CHUNK: tl.constexpr, EARLY: tl.constexpr):
+    _ready(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     here, place = at < V, row * V + at
