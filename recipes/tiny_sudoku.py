@@ -1,8 +1,8 @@
 """`tiny` learns Sudoku from prompts, as text: the recipe that was told in public, with our small model.
 
 Puzzles of 30 to 40 clues are made of the training lists in REDRAFT_DATA (sudoku/*_train.csv.xz), turned by chance, some of
-the solution's digits added; they are written to the run's folder once. Cost: 13 minutes on one H200 for 78% of boards, in
-two runs (benchmarks/results/train_tiny_sudoku_h200_202611.md has the commands).
+the solution's digits added; they are written to the run's folder once. Cost: 18 minutes on one H200 for 86% of boards, in
+three runs (benchmarks/results/train_tiny_sudoku_h200_202611.md has the commands).
 """
 
 import os
