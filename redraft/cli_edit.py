@@ -16,7 +16,7 @@ from redraft import writer
 from redraft.cli_options import Device, Model, Seed, number, option, whole
 from redraft.editing import Edited, check
 from redraft.filling import Filled, parse
-from redraft.terminal import harmless
+from redraft.terminal import CanvasView, harmless
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Write = Annotated[bool, typer.Option("--write", "-w", help="Replace the file, at once or not at all.")]
@@ -37,8 +37,10 @@ def fill(
     text = given(file, write)
     parts = parse(text).texts  # a mistake is told before the model is loaded
     subject, console = writer.load(model or writer.SHIPPED, device=device), Console(highlight=False)
-    with Console(stderr=True).status("filling"):
-        found = subject.fill(text, count=count, longest=longest, seed=seed, seconds=seconds)
+    beside = Console(stderr=True, highlight=False)
+    with CanvasView(beside, subject.tokenizer, subject.sampler.eos_token_ids) as view:
+        watch = view.watch if beside.is_terminal else None
+        found = subject.fill(text, count=count, longest=longest, seed=seed, seconds=seconds, watch=watch)
     if write:
         replace(Path(file), found[0].text)
     if as_json:

@@ -12,17 +12,19 @@ A tokenizer would not have cut the text where the hole cuts it: "the [[ ]]" ends
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from redraft.config import SamplerConfig
 from redraft.engine import Engine, Request
-from redraft.generate import Finished, prefill
+from redraft.generate import Draft, Event, Finished, prefill
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
 from redraft.tokenizer import Tokenizer
+
+Watch = Callable[[Draft, frozenset[int]], None]  # is shown a step of a page, and which positions are pinned
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # tried where none is given
 GUESS = 8  # tokens of a hole that waits for its turn
@@ -103,10 +105,12 @@ class Filler:
         count: int = 1,
         longest: int = 32,
         seconds: float | None = None,
+        watch: Watch | None = None,
     ) -> list[Filled]:
         """The template filled in `count` ways at most, the likeliest first. Ways differ in the last hole.
 
-        A hole without a length has at most `longest` tokens; after `seconds` its pages are taken as they are.
+        A hole without a length has at most `longest` tokens; after `seconds` its pages are taken as they are. `watch` is
+        shown every step of one of the pages, and which positions of it are pinned.
         """
         if count < 1 or longest < 1:
             raise ValueError(f"count and longest must be at least 1, got {count} and {longest}")
@@ -116,7 +120,7 @@ class Filler:
             place = _Place(self.tokenizer, template, number, text, cfg.eos_token_ids)
             lengths = [known] if known else [length for length in LENGTHS if length < longest] + [longest]
             tries = [length for length in lengths for _ in range(-(-count // len(lengths)) if last else 1)]
-            ends = self._written(place, tries, cfg, seed + number * SEEDS, seconds)
+            ends = self._written(place, tries, cfg, seed + number * SEEDS, seconds, watch)
             forwards += sum(end.stats[0].forwards for end in ends)
             found = self._ranked(place, tries, ends, cfg, template)
             if not last:
@@ -130,7 +134,13 @@ class Filler:
         ]
 
     def _written(
-        self, place: "_Place", lengths: Sequence[int], cfg: SamplerConfig, seed: int, seconds: float | None
+        self,
+        place: "_Place",
+        lengths: Sequence[int],
+        cfg: SamplerConfig,
+        seed: int,
+        seconds: float | None,
+        watch: Watch | None,
     ) -> list[Finished]:
         """A page for each length, all at once."""
         limit, most = self.engine.model.config.max_position_embeddings, max(lengths) + place.more
@@ -149,7 +159,13 @@ class Filler:
                 rules = Rules(pins=pins, forbidden=marks, first=place.first)
                 prompt = place.prompt[-(limit - pages * size) :]
                 requests.append(self.engine.add(prompt, settings, seed=seed + number, rules=rules, seconds=seconds))
-            ends = self.engine.run(requests)
+            shown = requests[len(requests) // 2]
+
+            def see(event: Event) -> None:
+                if watch is not None and isinstance(event, Draft):
+                    watch(event, frozenset(shown.rules.pins))
+
+            ends = self.engine.run(sorted(requests, key=lambda one: one is not shown), see)
         finally:
             for request in requests:
                 self.engine.cancel(request)

@@ -1,7 +1,8 @@
 """Events drawn on a terminal: the canvas settles in place, inside the scrollback, and committed text stays behind.
 
 A translator of the event stream; decides nothing. Grey is noise, green changed at this step, violet is draft (accepted
-before), plain text is committed. Redraws at most 20 times a second. When there is no terminal, nothing here runs.
+before), underlined is pinned, plain text is committed. Redraws at most 20 times a second. When there is no terminal,
+nothing here runs.
 """
 
 import signal
@@ -22,7 +23,7 @@ from redraft.generate import Committed, Draft, Event, Finished, Stats
 from redraft.tokenizer import Tokenizer
 
 FRAME_SECONDS = 1 / 20
-NOISE, CHANGED, DRAFT, QUIET = "bright_black", "green", "medium_purple1", "bright_black"
+NOISE, CHANGED, DRAFT, QUIET, PINNED = "bright_black", "green", "medium_purple1", "bright_black", "underline"
 
 
 def harmless(text: str) -> str:
@@ -53,6 +54,7 @@ class Painter:
     def __init__(self, tokenizer: Tokenizer, stops: Iterable[int]) -> None:
         self.tokenizer, self.stops = tokenizer, frozenset(stops)
         self.before: tuple[list[int], list[bool]] | None = None  # tokens and acceptance one step ago
+        self.pinned: frozenset[int] = frozenset()  # positions of the page
 
     def draft(self, event: Draft) -> Text:
         """The first row's canvas after a step."""
@@ -72,6 +74,8 @@ class Painter:
         return page
 
     def _style(self, at: int, token: int, accepted: bool) -> str:
+        if at in self.pinned:
+            return PINNED
         if not accepted:
             return NOISE
         if self.before is None or not self.before[1][at] or self.before[0][at] != token:
@@ -102,6 +106,14 @@ class CanvasView:
             with undivided():
                 self._show(event)
             yield event
+
+    def watch(self, event: Draft, pinned: frozenset[int]) -> None:
+        """Draws a step of a page that nothing is committed of: a hole and what follows it."""
+        if event.step == 1:
+            self.painter.before = None
+        self.painter.pinned = pinned
+        with undivided():
+            self._draft(event)
 
     def _show(self, event: Event) -> None:
         match event:

@@ -201,13 +201,15 @@ class Writer:
         longest: int = 32,
         seed: int | None = None,
         seconds: float | None = None,
+        watch: filling.Watch | None = None,
         **settings: Any,
     ) -> Filled | list[Filled]:
         """Fills the holes of a text, marked [[ ]], or [[ 8 ]] for 8 tokens; or what is missing between prefix and suffix.
 
         All the rest comes back as it was. A hole of unknown length has at most `longest` tokens. With a `count`, as many
         fills come back at most, the likeliest first. `context` is read before a prefix and is not part of the answer.
-        After `seconds` a hole is taken as it is. `settings` are fields of SamplerConfig.
+        After `seconds` a hole is taken as it is. `watch` is called with every step of one page of each hole, and the
+        positions that are pinned on it. `settings` are fields of SamplerConfig.
         """
         if (text is None) == (prefix is None and suffix is None):
             raise ValueError("give a text with holes, or a prefix and a suffix")
@@ -217,7 +219,7 @@ class Writer:
         template = Template((context + before, behind), (None,), between=True) if between else filling.parse(text)
         filler, cfg = Filler(self.engine, self.tokenizer), self._settings(None, settings)
         options = {"seed": seed if seed is not None else fresh_seed(), "count": 1 if count is None else count}
-        found = filler.fill(template, cfg, longest=longest, seconds=seconds, **options)
+        found = filler.fill(template, cfg, longest=longest, seconds=seconds, watch=watch, **options)
         if between:
             found = [replace(one, text=before + one.holes[0] + behind) for one in found]
         return found[0] if count is None else found

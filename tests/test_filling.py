@@ -1,5 +1,6 @@
 """Holes: the text around them comes back letter for letter, whatever it is; the length is found; mistakes are named."""
 
+import io
 import re
 from itertools import chain, zip_longest
 
@@ -8,10 +9,12 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from redraft import filling
+from redraft import filling, terminal
 from redraft.generate import generate
 from redraft.rules import Rules
+from redraft.terminal import CanvasView
 from redraft.writer import Writer
 
 WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))
@@ -42,6 +45,23 @@ def test_the_same_seed_gives_the_same_fill():
     one, two = (WRITER.fill("a[[ ]]b", seed=5, longest=6) for _ in range(2))
     assert one == two
     assert {WRITER.fill("a[[ ]]b", seed=seed, longest=6).text for seed in range(4)} != {one.text}
+
+
+def test_a_fill_that_is_watched_is_the_same(monkeypatch):
+    """One page of every hole is seen settling, what follows underlined, and nothing stays on the terminal."""
+    seen, console = [], Console(file=io.StringIO(), force_terminal=True, width=60, height=20)
+    monkeypatch.setattr(terminal, "FRAME_SECONDS", 0.0)
+    with CanvasView(console, WRITER.tokenizer, [1]) as view:
+
+        def watch(event, pinned):
+            view.watch(event, pinned)
+            seen.append((event.step, sorted(pinned)))
+
+        found = WRITER.fill("a [[ 3 ]] bc[[ ]]d", seed=5, longest=6, watch=watch)
+    assert found == WRITER.fill("a [[ 3 ]] bc[[ ]]d", seed=5, longest=6)
+    assert [step for step, _ in seen].count(1) == 2
+    assert seen[0][1][:3] == [3, 4, 5]  # " bc"
+    assert "\x1b[4m" in console.file.getvalue()
 
 
 def test_a_known_length_is_kept_and_found_ones_have_no_more_than_the_longest(monkeypatch):

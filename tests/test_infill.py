@@ -21,6 +21,13 @@ def test_lines_leave_their_indentation_and_are_of_the_code():
     assert list(infill.lines(["no code at all", "x = 1"])) == []
 
 
+def test_words_are_of_such_lines_and_what_follows_stays():
+    found = {one.part for seed in range(60) for one in infill.words([CODE], seed)}
+    assert {"y", "x + 1", "if y:", "* 2", "="} <= found
+    assert all(one.before + one.part + one.after == CODE for seed in range(9) for one in infill.words([CODE], seed))
+    assert not any("return" in one or "Words" in one for one in found)
+
+
 def test_sentences_are_neither_the_first_nor_the_last():
     text = 'One is here. Two is "it." Three goes! Four ends.'
     found = {one.part for seed in range(20) for one in infill.sentences([text], seed)}

@@ -10,7 +10,7 @@ The tokens are those of `generate`, whatever runs beside it. Any thread may add,
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -167,11 +167,16 @@ class Engine:
         """Bytes of cache."""
         return KVCache.bytes_of(self.model.config, request.capacity, self.model.dtype, self.config.rewind)
 
-    def run(self, requests: Sequence[Request]) -> dict[Request, Finished]:
-        """All of them to their end; for when nobody watches. One that was cancelled is left out."""
-        streams = [self.stream(request) for request in requests]  # all of them, before the first step is made
-        ends = [[event for event in stream if isinstance(event, Finished)] for stream in streams]
-        return {request: end[0] for request, end in zip(requests, ends, strict=True) if end}
+    def run(self, requests: Sequence[Request], watch: Callable[[Event], None] | None = None) -> dict[Request, Finished]:
+        """All of them to their end. One that was cancelled is left out. `watch` is shown the events of the first."""
+        streams, ends = [self.stream(request) for request in requests], {}  # all of them, before the first step is made
+        for request, stream in zip(requests, streams, strict=True):
+            for event in stream:
+                if watch is not None and request is requests[0]:
+                    watch(event)
+                if isinstance(event, Finished):
+                    ends[request] = event
+        return ends
 
 
 class Stream:

@@ -10,6 +10,7 @@ sampler is the plain one.
 Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C.
 """
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -328,7 +329,12 @@ def recorded(body: Callable[[], None], device: torch.device, pool: object) -> Ca
     with torch.cuda.stream(beside):
         body()  # kernels are built, libraries find their memory
     torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may use the GPU meanwhile
-        body()
+    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.disable()  # memory of a GPU that is given back meanwhile would spoil the recording
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may use the GPU meanwhile
+            body()
+    finally:
+        if collects:
+            gc.enable()
     return graph.replay

@@ -78,7 +78,8 @@ class Fused:
     def __init__(self, model: DiffusionGemma) -> None:
         self.model, config = model, model.config
         self.beside = Beside(model.device)
-        self.packs = hasattr(model.layers[0].mlp.gate_proj, "weight_scale") and model.device.type == "cuda"
+        packed = hasattr(model.layers[0].mlp.gate_proj, "weight_scale")
+        self.packs = packed and model.device.type == "cuda" and model.dtype == torch.bfloat16
         self.qkv, self.gate_up = [], []
         for layer in model.layers:
             parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]

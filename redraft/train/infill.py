@@ -1,6 +1,6 @@
 """Texts with a part taken out, put back: with its length known, with its length to be found, and with what follows hidden.
 
-    lines           one line of each Python function
+    lines, words    one line of each Python function; one to four words of one
     sentences       one sentence of each story
     single, spans   HumanEval's infilling tasks; whether the function then passes its tests is found by running them
 
@@ -60,15 +60,33 @@ class Missing:
 def lines(texts: Sequence[str], seed: int = 0) -> Iterator[Missing]:
     """One line of the code of each function, its indentation left: neither signature, docstring nor last line."""
     for number, text in enumerate(texts):
-        rows, at, fit = text.rstrip("\n").split("\n"), 0, []
-        begin = first_statement(text)
-        for count, row in enumerate(rows[:-1], 1):
-            if count >= begin and sum(map(str.isalnum, row)) >= 3:
-                fit.append((at + len(row) - len(row.lstrip()), at + len(row.rstrip())))
-            at += len(row) + 1
-        if fit:
+        if fit := _statements(text):
             start, end = random.Random(f"{seed} {number}").choice(fit)
             yield Missing(text[:start], text[start:end], text[end:])
+
+
+def words(texts: Sequence[str], seed: int = 0) -> Iterator[Missing]:
+    """One to four words of such a line, names and signs alike: what follows them on the line stays."""
+    for number, text in enumerate(texts):
+        if fit := _statements(text):
+            rng = random.Random(f"{seed} {number}")
+            start, end = rng.choice(fit)
+            found = [one.span() for one in re.finditer(r"\w+|[^\w\s]+", text[start:end])]
+            first = rng.randrange(len(found))
+            last = min(first + rng.randrange(4), len(found) - 1)
+            low, high = start + found[first][0], start + found[last][1]
+            yield Missing(text[:low], text[low:high], text[high:])
+
+
+def _statements(text: str) -> list[tuple[int, int]]:
+    """Where lines of a function's code begin and end, without signature, docstring and last line."""
+    rows, at, fit = text.rstrip("\n").split("\n"), 0, []
+    begin = first_statement(text)
+    for count, row in enumerate(rows[:-1], 1):
+        if count >= begin and sum(map(str.isalnum, row)) >= 3:
+            fit.append((at + len(row) - len(row.lstrip()), at + len(row.rstrip())))
+        at += len(row) + 1
+    return fit
 
 
 def sentences(texts: Sequence[str], seed: int = 0) -> Iterator[Missing]:

@@ -103,10 +103,12 @@ def code(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, op
 
 
 def infill(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """Lines, sentences and HumanEval's holes put back: length known, length to be found, and with what follows hidden."""
+    """Lines, words, sentences and HumanEval's holes put back: length known, to be found, and with what follows hidden."""
     folder = options.data / "code"
+    code = functions(folder / "pyfuncs_eval.jsonl.xz")
     sets = {
-        "lines": list(missing.lines(functions(folder / "pyfuncs_eval.jsonl.xz"))),
+        "lines": list(missing.lines(code)),
+        "words": list(missing.words(code)),
         "sentences": list(
             missing.sentences(paragraphs(options.data / "stories/tinystories_val_a.txt.xz", 4 * options.count))
         ),
