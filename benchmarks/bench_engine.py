@@ -6,8 +6,10 @@ the memory and of the tensor cores below. The last line is JSON.
 
     python benchmarks/bench_engine.py [--quant none fp8] [--canvases 1 2 4 8] [--contexts 512 4096 16384] [--new 1024]
         [--steps 16] [--shape released|small] [--no-profile] [--peer]
+    python benchmarks/bench_engine.py --draw FILE.json
 
-`--peer` times transformers, compiled with a static cache, in the same run (it compiles for minutes).
+`--peer` times transformers, compiled with a static cache, in the same run (it compiles for minutes). `--draw` makes a
+picture of a last line that was kept, beside it.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import statistics
 import time
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -221,6 +224,41 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
     return {"first_seconds": took[0], "tokens_per_second": options.new / min(took[1:])}
 
 
+PEERS = {"fp8": {"vLLM 0.26": 908}, None: {"transformers 5.17, compiled": 408, "vLLM 0.26": 708}}  # docs/engine.md
+
+
+def draw(path: Path) -> None:
+    """Tokens per second beside the peers and the bound, and where the time of a step goes."""
+    from matplotlib import pyplot as plt
+
+    result = json.loads(path.read_text(encoding="utf-8"))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    names, speeds, colours = [], [], []
+    for one in result["ours"]:
+        kind = one["quant"] or "bf16"
+        for run_ in one["runs"]:
+            if run_["context"] == one["runs"][0]["context"]:
+                names.append(f"redraft {kind}, {run_['canvases']} canvas{'es' if run_['canvases'] > 1 else ''}")
+                speeds.append(run_["tokens_per_second"])
+                colours.append("#0072b2")
+        for name, speed in PEERS[one["quant"]].items():
+            names.append(f"{name} {kind}, 1 canvas")
+            speeds.append(speed)
+            colours.append("#999999")
+    left.barh(names, speeds, color=colours)
+    left.invert_yaxis()
+    left.set_xlabel("output tokens per second")
+    kinds = [one["quant"] or "bf16" for one in result["ours"]]
+    so_far = [0.0] * len(kinds)
+    for part in dict.fromkeys(part for one in result["ours"] for part in one["parts_ms"]):
+        spent = [one["parts_ms"].get(part, 0.0) for one in result["ours"]]
+        right.bar(kinds, spent, bottom=so_far, label=part, width=0.5)
+        so_far = [a + b for a, b in zip(so_far, spent, strict=True)]
+    right.set_ylabel("milliseconds of kernels a step, one canvas")
+    right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+
+
 def main() -> None:
     """Times what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -232,7 +270,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="released")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--draw", type=Path)
     options, console = parser.parse_args(), Console(width=120, highlight=False)
+    if options.draw:
+        draw(options.draw)
+        return
     found = [measured(None if quant == "none" else quant, options, console) for quant in options.quant]
     result: dict[str, Any] = {"shape": options.shape, "steps": options.steps, "new": options.new, "ours": found}
     if options.peer:

@@ -251,23 +251,22 @@ class OnCanvas:
         live = np.zeros((len(can_CR) + 1, one.states), dtype=bool)
         live[-1] = self.ends_Q
         for at in range(len(can_CR) - 1, -1, -1):
-            live[at][one.from_R[can_CR[at] & live[at + 1][one.to_R]]] = True
+            live[at][one.from_R[can_CR[at] & live[at + 1].take(one.to_R)]] = True
         return live
 
     def _through(self, steps_CR: np.ndarray, live: np.ndarray) -> np.ndarray:
         """How much matching text goes through each pair at each position, but for the step's own probability."""
-        one, count = self.automaton, len(steps_CR)
-        before = np.zeros((count + 1, one.states))
+        one, before = self.automaton, np.zeros(live.shape)
         before[0][self.state] = 1.0
-        for at in range(count):
-            now = np.bincount(one.to_R, before[at][one.from_R] * steps_CR[at], minlength=one.states) * live[at + 1]
-            before[at + 1] = now / now.sum()
-        behind, through_CR = live[-1] * (before[-1] > 0).astype(float), np.zeros_like(steps_CR)
-        for at in range(count - 1, -1, -1):
-            through_CR[at] = before[at][one.from_R] * behind[one.to_R]
-            behind = np.bincount(one.from_R, behind[one.to_R] * steps_CR[at], minlength=one.states) * (before[at] > 0)
-            behind = behind / behind.max()
-        return through_CR
+        for at, steps_R in enumerate(steps_CR):
+            now = np.bincount(one.to_R, before[at].take(one.from_R) * steps_R, one.states) * live[at + 1]
+            before[at + 1] = now / np.add.reduce(now)
+        came, behind = before > 0, np.zeros(live.shape)
+        behind[-1] = live[-1] & came[-1]
+        for at in range(len(steps_CR) - 1, -1, -1):
+            now = np.bincount(one.from_R, behind[at + 1].take(one.to_R) * steps_CR[at], one.states) * came[at]
+            behind[at] = now / np.maximum.reduce(now)
+        return before[:-1].take(one.from_R, axis=1) * behind[1:].take(one.to_R, axis=1)
 
     def _likeliest(self, logits_CV: np.ndarray, best_CK: np.ndarray, live: np.ndarray) -> np.ndarray:
         """Viterbi: the most probable text that matches. Logits in the order of the classes."""
@@ -278,7 +277,7 @@ class OnCanvas:
         scores[0][self.state] = 0.0
         dead = np.where(live, 0.0, -np.inf)
         for at in range(count):
-            scores[at + 1][targets] = np.maximum.reduceat(scores[at][from_R] + each_CR[at], first)
+            scores[at + 1][targets] = np.maximum.reduceat(scores[at].take(from_R) + each_CR[at], first)
             scores[at + 1] += dead[at + 1]
         ends = dict(zip(targets.tolist(), pairwise([*first.tolist(), len(order_R)]), strict=True))
         order_V, bounds_K = one.by_class

@@ -51,6 +51,7 @@ def test_the_layers_are_the_models(quant, monkeypatch):
         model, other = apply_fp8(model), apply_fp8(other)
         if DEVICE == "cpu":  # the interpreter rounds to 8 bits in its own way
             monkeypatch.setattr(experts, "pack_rows", pack)
+    near = 0.1 if quant and DEVICE == "cuda" else 3e-5  # in 8 bits a number on a border may fall on either side
     fused = Fused(other)
     whole = fused.qkv[0].weight if quant else fused.qkv[0]
     assert whole.data_ptr() == other.layers[0].self_attn.q_proj.weight.data_ptr()
@@ -65,15 +66,15 @@ def test_the_layers_are_the_models(quant, monkeypatch):
             own.advance([prompt.shape[1]])
             for layer in range(2):
                 for a, b in zip(cache.view(layer), own.view(layer), strict=True):
-                    assert torch.allclose(a, b, atol=3e-5)
+                    assert torch.allclose(a, b, atol=near)
         ids = torch.arange(16, device=DEVICE).view(2, 8) * 7
         soft = torch.randn(2, 8, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         expected = model.denoise(ids, soft, Joined(theirs))
         table = Table.empty(other, 2)
         table.fill(mine)
         found = other.head(fused.denoise(ids, soft, table, 300)).view_as(expected)
-        assert torch.allclose(found, expected, atol=3e-5)
-        assert torch.allclose(other.denoise(ids, soft, Joined(mine)), expected, atol=3e-5)  # it is still a model
+        assert torch.allclose(found, expected, atol=near)
+        assert torch.allclose(other.denoise(ids, soft, Joined(mine)), expected, atol=near)  # it is still a model
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def test_the_grouped_product_equals_the_loop_over_experts(tokens, experts, top):
     assert (fast - truth).abs().max() <= 2 * (slow - truth).abs().max() + 1e-3
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+@pytest.mark.filterwarnings("ignore")  # torch's own compiler has some
 def test_the_loss_and_its_gradients_agree_with_the_dense_mask_on_the_cpu():
     """FlexAttention compiled for the GPU against the dense mask, the same draws on both sides."""
     config = replace(tiny.BASE, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, sliding_window=40)
