@@ -12,13 +12,14 @@ A tokenizer would not have cut the text where the hole cuts it: "the [[ ]]" ends
 """
 
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from redraft.config import SamplerConfig
-from redraft.engine import Engine, Request
+from redraft.engine import Engine, Request, Stopped
 from redraft.generate import Draft, Event, Finished, prefill
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
@@ -106,11 +107,12 @@ class Filler:
         longest: int = 32,
         seconds: float | None = None,
         watch: Watch | None = None,
+        stop: threading.Event | None = None,
     ) -> list[Filled]:
         """The template filled in `count` ways at most, the likeliest first. Ways differ in the last hole.
 
         A hole without a length has at most `longest` tokens; after `seconds` its pages are taken as they are. `watch` is
-        shown every step of one of the pages, and which positions of it are pinned.
+        shown every step of one of the pages, and which positions of it are pinned. Once `stop` is set, Stopped is raised.
         """
         if count < 1 or longest < 1:
             raise ValueError(f"count and longest must be at least 1, got {count} and {longest}")
@@ -120,7 +122,7 @@ class Filler:
             place = _Place(self.tokenizer, template, number, text, cfg.eos_token_ids)
             lengths = [known] if known else [length for length in LENGTHS if length < longest] + [longest]
             tries = [length for length in lengths for _ in range(-(-count // len(lengths)) if last else 1)]
-            ends = self._written(place, tries, cfg, seed + number * SEEDS, seconds, watch)
+            ends = self._written(place, tries, cfg, seed + number * SEEDS, seconds, watch, stop)
             forwards += sum(end.stats[0].forwards for end in ends)
             found = self._ranked(place, tries, ends, cfg, template)
             if not last:
@@ -141,6 +143,7 @@ class Filler:
         seed: int,
         seconds: float | None,
         watch: Watch | None,
+        stop: threading.Event | None,
     ) -> list[Finished]:
         """A page for each length, all at once."""
         limit, most = self.engine.model.config.max_position_embeddings, max(lengths) + place.more
@@ -158,7 +161,8 @@ class Filler:
                 pins = {at: token for at, token in behind if token is not None}
                 rules = Rules(pins=pins, forbidden=marks, first=place.first)
                 prompt = place.prompt[-(limit - pages * size) :]
-                requests.append(self.engine.add(prompt, settings, seed=seed + number, rules=rules, seconds=seconds))
+                options = {"seed": seed + number, "rules": rules, "seconds": seconds, "stop": stop}
+                requests.append(self.engine.add(prompt, settings, **options))
             shown = requests[len(requests) // 2]
 
             def see(event: Event) -> None:
@@ -169,6 +173,8 @@ class Filler:
         finally:
             for request in requests:
                 self.engine.cancel(request)
+        if stop is not None and stop.is_set():
+            raise Stopped
         return [ends[request] for request in requests]
 
     # 3. What reads best

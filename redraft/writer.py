@@ -6,6 +6,7 @@ a conversation (a list of messages), which goes through the chat template.
 
 import re
 import secrets
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -170,19 +171,21 @@ class Writer:
         seed: int | None = None,
         rules: Rules | None = None,
         seconds: float | None = None,
+        stop: threading.Event | None = None,
         **settings: Any,
     ) -> Iterator[Event]:
         """The events of one answer, their `text` filled in: every draft, every committed page, the end.
 
         A string is continued, messages are answered. The texts of the Committed events add up to the answer's. After
-        `seconds` the page in work is committed as it is, and that is all.
+        `seconds` the page in work is committed as it is, and that is all; once `stop` is set, nothing more comes.
         """
         rules, chatting = self._obeyed(rules, settings), not isinstance(prompt, str)
         if not chatting and (tools or think):
             raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
         ids = self.tokenizer.chat(prompt, tools=tools, think=think) if chatting else self.tokenizer.prompt(prompt)
         cfg = self._settings(max_tokens, settings)
-        request = self.engine.add(ids, cfg, seed=seed if seed is not None else fresh_seed(), rules=rules, seconds=seconds)
+        number = seed if seed is not None else fresh_seed()
+        request = self.engine.add(ids, cfg, seed=number, rules=rules, seconds=seconds, stop=stop)
         return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting))
 
     @overload
@@ -202,6 +205,7 @@ class Writer:
         seed: int | None = None,
         seconds: float | None = None,
         watch: filling.Watch | None = None,
+        stop: threading.Event | None = None,
         **settings: Any,
     ) -> Filled | list[Filled]:
         """Fills the holes of a text, marked [[ ]], or [[ 8 ]] for 8 tokens; or what is missing between prefix and suffix.
@@ -209,7 +213,7 @@ class Writer:
         All the rest comes back as it was. A hole of unknown length has at most `longest` tokens. With a `count`, as many
         fills come back at most, the likeliest first. `context` is read before a prefix and is not part of the answer.
         After `seconds` a hole is taken as it is. `watch` is called with every step of one page of each hole, and the
-        positions that are pinned on it. `settings` are fields of SamplerConfig.
+        positions that are pinned on it; once `stop` is set, Stopped is raised. `settings` are fields of SamplerConfig.
         """
         if (text is None) == (prefix is None and suffix is None):
             raise ValueError("give a text with holes, or a prefix and a suffix")
@@ -219,7 +223,7 @@ class Writer:
         template = Template((context + before, behind), (None,), between=True) if between else filling.parse(text)
         filler, cfg = Filler(self.engine, self.tokenizer), self._settings(None, settings)
         options = {"seed": seed if seed is not None else fresh_seed(), "count": 1 if count is None else count}
-        found = filler.fill(template, cfg, longest=longest, seconds=seconds, watch=watch, **options)
+        found = filler.fill(template, cfg, longest=longest, seconds=seconds, watch=watch, stop=stop, **options)
         if between:
             found = [replace(one, text=before + one.holes[0] + behind) for one in found]
         return found[0] if count is None else found

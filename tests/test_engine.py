@@ -295,3 +295,45 @@ def test_a_stream_left_early_is_cancelled_and_others_go_on():
     same(events, expected[len(expected) - len(events) :])
     assert any(isinstance(event, Committed) for event in events)
     assert subject.idle
+
+
+def test_a_thread_of_its_own_makes_the_steps_for_all():
+    """Streams in many threads, some stopped on the way: the others have the tokens of `generate`, and nothing is left."""
+    model = tiny.decided(tiny.BASE)
+    engine, found, cfg = Engine(model, EngineConfig(places=3)), {}, tiny.sampler(max_new_tokens=32, max_steps=4)
+
+    def ask(number: int) -> None:
+        stop = threading.Event()
+        request = engine.add([2, 3 + number], cfg, seed=number, stop=stop)
+        for event in engine.stream(request):
+            if number % 3 == 2 and isinstance(event, Draft):
+                stop.set()
+                engine.tell()
+            if isinstance(event, Finished):
+                found[number] = event.ids_BT
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(9)]
+    with engine.running():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert engine.idle
+        with pytest.raises(RuntimeError, match="in a thread already"), engine.running():
+            pass
+        left = engine.add([2, 3], cfg, seed=1)
+    assert left.over
+    assert sorted(found) == [0, 1, 3, 4, 6, 7]
+    for number, ids in found.items():
+        *_, expected = generate(model, [[2, 3 + number]], cfg, seeds=[number])
+        assert torch.equal(ids, expected.ids_BT)
+
+
+def test_a_fault_in_the_engines_own_thread_reaches_those_it_concerns(monkeypatch):
+    engine = Engine(tiny.decided(tiny.BASE))
+    with engine.running():
+        monkeypatch.setattr(engine.runner, "redraft", lambda requests: 1 / 0)
+        with pytest.raises(RuntimeError, match="division by zero"):
+            list(engine.stream(engine.add([2, 3], tiny.sampler(), seed=1)))
+        monkeypatch.undo()
+        assert isinstance(list(engine.stream(engine.add([2, 3], tiny.sampler(), seed=1)))[-1], Finished)

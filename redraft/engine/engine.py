@@ -5,12 +5,15 @@
     settle:   each request's sampler, events, pages that are done
 
 The tokens are those of `generate`, whatever runs beside it. Any thread may add, step and cancel; one does so at a time.
+Whoever streams a request makes the steps; or, `with engine.running():`, a thread of the engine's own makes them for all.
 """
 
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -35,7 +38,8 @@ class Engine:
         self.runner = make_runner(model, self.config.prefill_chunk)
         budget = self.config.cache_bytes or self._room()
         self.scheduler = Scheduler(self.config.places, budget, Kept(self.config.keep_contexts), self._cost)
-        self._added, self._lock = 0, threading.RLock()
+        self._numbers, self._lock = itertools.count(), threading.RLock()
+        self._news, self._own = threading.Condition(), False  # what waiting threads are told by; a thread of our own steps
 
     def _room(self) -> int:
         """Bytes for caches: what a GPU has left when a full step and a chunk of a prompt were run once, but for a tenth.
@@ -58,30 +62,73 @@ class Engine:
         rules: Rules | None = None,
         first_1C: Tensor | None = None,
         seconds: float | None = None,
+        stop: threading.Event | None = None,
     ) -> Request:
         """A request for text behind this prompt. After `seconds` the best page so far is committed, and that is all.
 
-        What cannot be generated is refused here, and nothing else notices.
+        Once `stop` is set nothing more comes of it. What cannot be generated is refused here, and nothing else notices.
         """
         rules = rules or Rules()
         check(self.model.config, [prompt], cfg, [seed], [rules], first_1C)
         if seconds is not None and not seconds > 0:
             raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
         deadline = time.monotonic() + seconds if seconds is not None else None
-        bill = Bill(cfg, [seed], [len(prompt)])
-        request = Request(self._added, tuple(prompt), cfg, seed, rules, first_1C, deadline, bill, matched=rules.start())
+        bill, more = Bill(cfg, [seed], [len(prompt)]), {"matched": rules.start(), "stop": stop}
+        request = Request(next(self._numbers), tuple(prompt), cfg, seed, rules, first_1C, deadline, bill, **more)
         self.scheduler.check(request)
-        with self._lock:
-            self.scheduler.waiting.append(request)
-            self._added += 1
+        self.scheduler.waiting.append(request)  # a step may run now: nobody waits for its end
+        self.tell()
         return request
 
     def cancel(self, request: Request) -> None:
         """Nothing more comes of it. What it has read is kept for another that begins alike."""
+        if self._own:
+            request.dropped = True  # the next step lets it go
+            self.tell()
+            return
         with self._lock:
-            if not request.over:
-                request.over = True
-                self._leave(request)
+            self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        if not request.over:
+            request.over = True
+            self._leave(request)
+
+    def tell(self) -> None:
+        """Wakes the threads that wait for something to happen."""
+        with self._news:
+            self._news.notify_all()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Steps are made by a thread of the engine's own meanwhile, so that streams in many threads only wait.
+
+        At the end what still runs is cancelled.
+        """
+        if self._own:
+            raise RuntimeError("the engine runs in a thread already")
+        self._own, thread = True, threading.Thread(target=self._work, name="redraft-engine", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._own = False
+            self.tell()
+            thread.join()
+            for request in [*self.scheduler.running, *self.scheduler.waiting]:
+                self.cancel(request)
+            self.tell()
+
+    def _work(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.set_device(self.model.device)
+        while self._own:
+            with self._news:
+                self._news.wait_for(lambda: not self._own or not self.idle)
+            if self._own:
+                with suppress(Exception):  # those it concerns are told by their own `error`
+                    self.step()
+                self.tell()
 
     @property
     def idle(self) -> bool:
@@ -109,6 +156,9 @@ class Engine:
                 raise
 
     def _step(self) -> list[tuple[Request, Event]]:
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            if request.unwanted:
+                self._let_go(request)
         for request in self.scheduler.admit():
             self._begin(request)
         running = list(self.scheduler.running)
@@ -135,6 +185,16 @@ class Engine:
             if request.inbox is not None:
                 request.inbox += events
         return found
+
+    def advance(self, request: Request) -> None:
+        """A step, if nobody else makes it and the request has not moved meanwhile; or a wait until it has."""
+        if self._own:
+            with self._news:
+                self._news.wait_for(lambda: request.inbox or request.over or not self._own)
+            return
+        with self._lock:
+            if not request.inbox and not request.over:
+                self.step()
 
     def _begin(self, request: Request) -> None:
         """Its cache: one that begins like its prompt, or an empty one."""
@@ -190,11 +250,10 @@ class Stream:
 
     def __next__(self) -> Event:
         inbox = self.request.inbox
-        with self.engine._lock:
-            while not inbox and not self.request.over:
-                self.engine.step()
-            if inbox:
-                return inbox.popleft()
+        while not inbox and not self.request.over:
+            self.engine.advance(self.request)
+        if inbox:
+            return inbox.popleft()
         if self.request.error is not None:
             raise RuntimeError(f"the engine failed while this request ran: {self.request.error}")
         raise StopIteration

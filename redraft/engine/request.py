@@ -5,6 +5,7 @@
 Shapes: one row, C canvas positions, D model size.
 """
 
+import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,10 @@ from redraft.cache import KVCache
 from redraft.config import SamplerConfig
 from redraft.generate import Bill, Committed, Draft, Event, draft_of
 from redraft.rules import CanvasRules, Rules
+
+
+class Stopped(RuntimeError):
+    """Whoever asked wants no more of it."""
 
 
 @dataclass(eq=False)
@@ -42,8 +47,15 @@ class Request:
     matched: int = 0  # where its pattern is
     draws: random.Draws | None = None
     fixed: CanvasRules | None = None
+    stop: threading.Event | None = None  # set by whoever wants no more of it
+    dropped: bool = False  # cancelled while a step ran
     inbox: deque[Event] | None = None  # events for the one who streams it
     error: BaseException | None = None  # the machine's fault that ended it
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.dropped or (self.stop is not None and self.stop.is_set())
 
     @property
     def capacity(self) -> int:
