@@ -172,21 +172,37 @@ class Writer:
         rules: Rules | None = None,
         seconds: float | None = None,
         stop: threading.Event | None = None,
+        draft: str | None = None,
         **settings: Any,
     ) -> Iterator[Event]:
         """The events of one answer, their `text` filled in: every draft, every committed page, the end.
 
         A string is continued, messages are answered. The texts of the Committed events add up to the answer's. After
-        `seconds` the page in work is committed as it is, and that is all; once `stop` is set, nothing more comes.
+        `seconds` the page in work is committed as it is, and that is all; once `stop` is set, nothing more comes. With a
+        `draft` the first page starts from that text instead of noise.
         """
         rules, chatting = self._obeyed(rules, settings), not isinstance(prompt, str)
-        if not chatting and (tools or think):
-            raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
-        ids = self.tokenizer.chat(prompt, tools=tools, think=think) if chatting else self.tokenizer.prompt(prompt)
-        cfg = self._settings(max_tokens, settings)
+        ids, cfg = self.ids_of(prompt, tools, think), self._settings(max_tokens, settings)
         number = seed if seed is not None else fresh_seed()
-        request = self.engine.add(ids, cfg, seed=number, rules=rules, seconds=seconds, stop=stop)
+        first_1C = self._started(draft, cfg, number) if draft else None
+        options = {"rules": rules, "first_1C": first_1C, "seconds": seconds, "stop": stop}
+        request = self.engine.add(ids, cfg, seed=number, **options)
         return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting))
+
+    def ids_of(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> list[int]:
+        """The tokens of a text to continue, or of a conversation."""
+        if not isinstance(prompt, str):
+            return self.tokenizer.chat(prompt, tools=tools, think=think)
+        if tools or think:
+            raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
+        return self.tokenizer.prompt(prompt)
+
+    def _started(self, draft: str, cfg: SamplerConfig, seed: int) -> Tensor:
+        """A first canvas that begins with a text, noise behind it."""
+        canvas_1C = random.draws([seed], 0, "cpu").noise(0, cfg.canvas_length, self.model.config.vocab_size)
+        ids = self.tokenizer.encode(draft)[: cfg.canvas_length]
+        canvas_1C[0, : len(ids)] = torch.tensor(ids)
+        return canvas_1C
 
     @overload
     def fill(self, text: str | None = None, *, count: None = None, **options: Any) -> Filled: ...

@@ -1,0 +1,232 @@
+"""What a client asks for, whatever the wire: a text or messages, settings, patterns; and the pieces that come of it.
+
+    request -> Asked -> [pieces: Writer.stream, cut at the client's stop strings] -> Frame, Text, End
+
+Sampling: a temperature of 1 is the model's own schedule, others scale it. Knows nothing of HTTP.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redraft.answers import ToolCall
+from redraft.config import SamplerConfig
+from redraft.engine import Stopped
+from redraft.generate import Committed, Draft, Finished, Stats
+from redraft.rules import Rules
+from redraft.tokenizer import Message, Tokenizer
+from redraft.writer import Writer, fresh_seed
+
+COLDEST = 0.02  # times the model's own temperature: what a client's 0 means
+
+
+class Refused(ValueError):
+    """What cannot be done, in a sentence; `param` is the field it is about."""
+
+    def __init__(self, sentence: str, param: str | None = None) -> None:
+        super().__init__(sentence)
+        self.param = param
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One answer."""
+
+    prompt: str | Sequence[Message]
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    stops: tuple[str, ...] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None
+    think: bool = False
+    pattern: Mapping[str, Any] = field(default_factory=dict)  # regex, schema or choices
+    forbidden: tuple[int, ...] = ()
+    draft: str | None = None  # a text to start from instead of noise
+    seconds: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplerConfig
+    frames: bool = False
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A page after a step: its text, and the tokens that are not as in the frame before it."""
+
+    block: int
+    step: int
+    total: int
+    text: str
+    tokens: list[dict[str, Any]]
+    entropy: float
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a committed page adds."""
+
+    text: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    block: int
+    settled: bool
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an answer cost."""
+
+    prompt_tokens: int
+    new_tokens: int
+    cached: int  # of the prompt's tokens, found in memory
+    seconds: float
+    prompt_seconds: float
+    steps: int
+    forwards: int
+    canvases: int
+    settled: int
+    seed: int
+
+    @classmethod
+    def of(cls, stats: Stats) -> "Usage":
+        """As the engine counted it."""
+        tokens = (stats.prompt_tokens, stats.new_tokens, stats.reused, stats.seconds, stats.prefill_seconds)
+        return cls(*tokens, stats.steps, stats.forwards, stats.canvases, stats.settled, stats.seed)
+
+
+@dataclass(frozen=True)
+class End:
+    """Why it ended, and what it cost."""
+
+    reason: str  # stop, length, deadline or tool_calls
+    usage: Usage
+    stop: str | None = None  # the client's own stop string that ended it
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The request was taken."""
+
+
+Piece = Begun | Frame | Text | End
+
+
+def heated(cfg: SamplerConfig, temperature: float | None) -> dict[str, float]:
+    """Settings for a client's temperature."""
+    if temperature is None or temperature == 1.0:
+        return {}
+    scale = max(temperature, COLDEST)
+    return {"t_min": cfg.t_min * scale, "t_max": cfg.t_max * scale}
+
+
+def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piece]:
+    """One answer as it comes."""
+    prompt, began = asked.prompt, time.perf_counter()
+    if not isinstance(prompt, str) and not writer.tokenizer.can_chat:
+        prompt = continued(prompt, asked)
+    seed = asked.seed if asked.seed is not None else fresh_seed()
+    settings = {**heated(writer.sampler, asked.temperature), **asked.settings, **asked.pattern}
+    events = writer.stream(
+        prompt,
+        tools=asked.tools,
+        think=asked.think,
+        max_tokens=asked.max_tokens,
+        seed=seed,
+        rules=Rules(forbidden=asked.forbidden) if asked.forbidden else None,
+        seconds=asked.seconds,
+        stop=stop,
+        draft=asked.draft,
+        **settings,
+    )
+    cut, frames, called, last, pages = Stops(asked.stops), Frames(writer.tokenizer), False, None, []
+    yield Begun()
+    for event in events:
+        match event:
+            case Draft() if asked.frames:
+                yield frames.of(event)
+            case Committed():
+                text = cut.feed(event.text)
+                pages.append((event, text))
+                called = called or bool(event.tool_calls)
+                yield Text(text, event.reasoning, event.tool_calls, event.block, bool(event.settled_B[0]))
+                frames = Frames(writer.tokenizer)
+                if cut.found is not None:
+                    stop.set()
+                    writer.engine.tell()
+                    ids = writer.ids_of(prompt, asked.tools, asked.think)
+                    yield End("stop", cut_off(writer, ids, pages, seed, time.perf_counter() - began), cut.found)
+                    return
+            case Finished():
+                last = event
+    if last is None:
+        raise Stopped
+    if rest := cut.flush():
+        yield Text(rest, "", (), 0, True)
+    yield End("tool_calls" if called else last.reasons[0], Usage.of(last.stats[0]))
+
+
+def cut_off(
+    writer: Writer, prompt: Sequence[int], pages: Sequence[tuple[Committed, str]], seed: int, seconds: float
+) -> Usage:
+    """What an answer cost that a stop string ended: the tokens that were shown, and whole pages of work."""
+    shown = sum(len(writer.tokenizer.encode(text)) for _, text in pages)
+    steps = sum(int(event.steps_B[0]) for event, _ in pages)
+    settled = sum(bool(event.settled_B[0]) for event, _ in pages)
+    return Usage(len(prompt), shown, 0, seconds, 0.0, steps, steps + len(pages) - 1, len(pages), settled, seed)
+
+
+def continued(messages: Sequence[Message], asked: Asked) -> str:
+    """A conversation for a model that only continues text: what was said, paragraph by paragraph."""
+    if asked.tools:
+        raise Refused("this model continues text and was not made for conversation: it cannot call tools", "tools")
+    return "\n\n".join(str(message.get("content") or "") for message in messages)
+
+
+class Stops:
+    """Cuts a growing text at the first of some strings; what may become one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops, self._held = [stop for stop in stops if stop], ""
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        """What of the text is certain to be shown."""
+        if not self.stops or self.found is not None:
+            return text if self.found is None else ""
+        whole = self._held + text
+        places = [(whole.find(stop), stop) for stop in self.stops if stop in whole]
+        if places:
+            at, self.found = min(places)
+            return whole[:at]
+        held = max((size for stop in self.stops for size in range(1, len(stop)) if whole.endswith(stop[:size])), default=0)
+        self._held = whole[len(whole) - held :]
+        return whole[: len(whole) - held]
+
+    def flush(self) -> str:
+        """What was held back in vain."""
+        held, self._held = self._held, ""
+        return held
+
+
+class Frames:
+    """Frames of one page, each with what has changed since the one before."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self._before = tokenizer, {}
+
+    def of(self, event: Draft) -> Frame:
+        """The frame of a step. A token is i (place), t (its text), s (n noise, d draft) and e (nats of doubt)."""
+        ids, accepted = event.canvas_BC[0].tolist(), event.accepted_BC[0].tolist()
+        nats = event.entropy_BC[0].tolist()
+        now = {
+            i: (token, sure, round(doubt, 3)) for i, (token, sure, doubt) in enumerate(zip(ids, accepted, nats, strict=True))
+        }
+        tokens = [
+            {"i": i, "t": self.tokenizer.spell([token]), "s": "d" if sure else "n", "e": doubt}
+            for i, (token, sure, doubt) in now.items()
+            if self._before.get(i) != (token, sure, doubt)
+        ]
+        self._before = now
+        mean = sum(nats) / len(nats)
+        return Frame(event.block, event.step, event.max_steps, event.text, tokens, round(mean, 4), sum(accepted))

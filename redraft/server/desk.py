@@ -1,0 +1,222 @@
+"""Where routes meet the worker: bodies read, answers begun, gathered and counted, streams written out.
+
+Wire formats stand on this and know nothing of threads or of one another.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel, ValidationError
+
+from redraft.server.asking import Asked, Begun, End, Piece, Refused, Text, Usage, pieces
+from redraft.server.filling import Put, put
+from redraft.server.guard import Metrics
+from redraft.server.holes import Hole
+from redraft.server.worker import Worker
+from redraft.writer import Writer
+
+PATIENCE = 0.1  # seconds between two looks whether a client is still there
+B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
+
+
+class Gone(RuntimeError):
+    """The client has left."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """A path of a wire format: its handler, and the body that is sent there, if any."""
+
+    path: str
+    handler: Callable[..., Any]
+    body: type[BaseModel] | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole answer."""
+
+    texts: list[Text]
+    end: End
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return "".join(piece.text for piece in self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        """Its thoughts."""
+        return "".join(piece.reasoning for piece in self.texts)
+
+    @property
+    def tool_calls(self) -> list[Any]:
+        """Its calls."""
+        return [call for piece in self.texts for call in piece.tool_calls]
+
+
+class Desk:
+    """One server's worker, as routes use it."""
+
+    def __init__(self, writer: Writer, worker: Worker, metrics: Metrics, name: str) -> None:
+        self.writer, self.worker, self.metrics, self.name = writer, worker, metrics, name
+
+    async def begin(self, asked: Sequence[Asked]) -> AsyncIterator[tuple[int, Piece]]:
+        """Pieces of all of them as they come, with their numbers; what cannot be done is told before this returns."""
+        streams = [self.worker.items(lambda stop, one=one: pieces(self.writer, one, stop)) for one in asked]
+        merged = self._counted(together(streams))
+        await anext(merged)
+        return merged
+
+    async def _counted(self, merged: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[tuple[int, Piece]]:
+        async for index, piece in merged:
+            if isinstance(piece, End):
+                self.count(piece.usage)
+            yield index, piece
+
+    async def gather(self, request: Request, asked: Sequence[Asked]) -> list[Whole]:
+        """All of them, whole."""
+        texts: list[list[Text]] = [[] for _ in asked]
+        ends: list[Any] = [None] * len(asked)
+        async for index, piece in unless_gone(request, await self.begin(asked)):
+            if isinstance(piece, Text):
+                texts[index].append(piece)
+            elif isinstance(piece, End):
+                ends[index] = piece
+        return [Whole(found, end) for found, end in zip(texts, ends, strict=True)]
+
+    async def put(self, request: Request, hole: Hole, latest: Hashable | None = None, **options: Any) -> list[Put]:
+        """Texts for a hole."""
+
+        def work(stop: threading.Event) -> Iterator[list[Put]]:
+            yield put(self.writer, hole, stop, **options)
+
+        found = await self.once(request, work, latest)
+        for one in found:
+            self.count(one.usage)
+        return found
+
+    async def once(
+        self, request: Request, work: Callable[[threading.Event], Iterator[T]], latest: Hashable | None = None
+    ) -> T:
+        """The one thing that some work yields."""
+        (found,) = [one async for one in unless_gone(request, self.worker.items(work, latest))]
+        return found
+
+    def count(self, usage: Usage) -> None:
+        """For /metrics."""
+        self.metrics.tokens.labels("read").inc(usage.prompt_tokens)
+        self.metrics.tokens.labels("written").inc(usage.new_tokens)
+        self.metrics.steps.inc(usage.steps)
+        self.metrics.unsettled.inc(usage.canvases - usage.settled)
+
+
+def client_of(request: Request) -> str:
+    """Who asks."""
+    return request.client.host if request.client else ""
+
+
+async def read(request: Request, kind: type[B]) -> B:
+    """The body of a request."""
+    raw = await request.body()
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise Refused(f"{where}: {first['msg']}" if where else first["msg"], where or None) from None
+
+
+async def unless_gone(request: Request, found: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Passes items on until the client leaves."""
+    while True:
+        task = asyncio.ensure_future(anext(found, None))
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=PATIENCE)
+                if not task.done() and await request.is_disconnected():
+                    raise Gone("the client has left")
+        finally:
+            if not task.done():
+                task.cancel()
+        item = task.result()
+        if item is None:
+            return
+        yield item
+
+
+def sse(parts: AsyncIterator[dict[str, Any]], *, named: bool = False, end: str = "data: [DONE]\n\n") -> Response:
+    """A stream of events; `named`: each has its type on a line of its own."""
+
+    async def lines() -> AsyncIterator[str]:
+        async for part in parts:
+            yield (f"event: {part['type']}\n" if named else "") + f"data: {compact(part)}\n\n"
+        if end:
+            yield end
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def ndjson(parts: AsyncIterator[dict[str, Any]]) -> Response:
+    """A stream of JSON lines."""
+
+    async def lines() -> AsyncIterator[str]:
+        async for part in parts:
+            yield compact(part) + "\n"
+
+    return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+
+def compact(part: Any) -> str:
+    """JSON without spaces: some clients look for it as it stands."""
+    return json.dumps(part, ensure_ascii=False, separators=(",", ":"))
+
+
+async def each(parts: Sequence[T]) -> AsyncIterator[T]:
+    """A list as a stream."""
+    for part in parts:
+        yield part
+
+
+async def together(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """Items of several streams as they come, with the number of theirs. The first comes when all of them have begun."""
+    queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncIterator[T]) -> None:
+        try:
+            async for item in stream:
+                queue.put_nowait((index, item, None))
+        except Exception as error:
+            queue.put_nowait((index, None, error))
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        left, begun = len(tasks), 0
+        while left:
+            told = await queue.get()
+            if told is None:
+                left -= 1
+                continue
+            index, item, error = told
+            if error is not None:
+                raise error
+            if isinstance(item, Begun):
+                begun += 1
+                if begun < len(tasks):
+                    continue
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()

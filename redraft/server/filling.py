@@ -1,0 +1,87 @@
+"""Holes and edits for editors: what is put between two texts, trimmed as an editor wants it, and what it cost."""
+
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from redraft.engine import Stopped
+from redraft.server.asking import Stops, Usage, heated
+from redraft.server.holes import Hole, Region
+from redraft.writer import Writer, fresh_seed
+
+LONGEST = 64  # tokens of a hole, where the client wants more: lengths are tried, so each costs
+DOUBTED = 0.15  # share of a region's tokens that an edit may replace
+
+
+@dataclass(frozen=True)
+class Put:
+    """What was put into a hole."""
+
+    text: str
+    usage: Usage
+
+
+def put(
+    writer: Writer,
+    hole: Hole,
+    stop: threading.Event,
+    *,
+    count: int = 1,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    seconds: float | None = None,
+    stops: Sequence[str] = (),
+    indent: int = 0,
+    paragraph: bool = False,
+) -> list[Put]:
+    """At most `count` texts for a hole, the likeliest first. `paragraph`: up to the first blank line."""
+    began, number = time.perf_counter(), seed if seed is not None else fresh_seed()
+    found = writer.fill(
+        prefix=hole.before,
+        suffix=hole.after,
+        context=hole.context,
+        count=count,
+        longest=min(max_tokens or LONGEST, LONGEST),
+        seed=number,
+        seconds=seconds,
+        stop=stop,
+        **heated(writer.sampler, temperature),
+    )
+    taken, texts = time.perf_counter() - began, {}
+    read = len(writer.tokenizer.encode(hole.context + hole.before)) + len(writer.tokenizer.encode(hole.after))
+    for one in found:
+        text = trimmed(one.holes[0], stops, indent, paragraph)
+        new = len(writer.tokenizer.encode(text))
+        usage = Usage(read, new, 0, taken, 0.0, one.forwards, one.forwards, 1, int(one.settled), number)
+        texts.setdefault(text, Put(text, usage))
+    return list(texts.values())
+
+
+def trimmed(text: str, stops: Sequence[str], indent: int, paragraph: bool) -> str:
+    """Up to a stop string, to a line that is indented less than asked, and to the first blank line if wanted."""
+    cut = Stops(stops)
+    text = cut.feed(text) + cut.flush()
+    if paragraph and (blank := re.search(r"\n[ \t]*\n", text)) and text[: blank.start()].strip():
+        text = text[: blank.start()]
+    first, *lines = text.split("\n")
+    for at, line in enumerate(lines):
+        if line.strip() and len(line) - len(line.lstrip()) < indent:
+            return "\n".join([first, *lines[:at]])
+    return text
+
+
+def rewritten(writer: Writer, region: Region, stop: threading.Event, *, seed: int | None = None) -> Put:
+    """A region of a file redrafted where the model doubts it, the file around it in sight and untouched."""
+    if stop.is_set():
+        raise Stopped
+    began, number = time.perf_counter(), seed if seed is not None else fresh_seed()
+    before = region.context + region.before
+    text, end = before + region.text + region.after, len(before) + len(region.text)
+    found = writer.edit(text, strength=DOUBTED, keep=[(0, len(before)), (end, len(text))], seed=number)
+    new = found.text[len(before) : len(found.text) - len(region.after)]
+    taken, tokens = time.perf_counter() - began, len(writer.tokenizer.encode(new))
+    read = len(writer.tokenizer.encode(text))
+    return Put(new, Usage(read, tokens, 0, taken, 0.0, found.forwards, found.forwards, 1, int(found.settled), number))

@@ -1,0 +1,393 @@
+"""OpenAI's wire: chat and text completions, holes and edits, whole and streamed, in the shapes that its clients parse."""
+
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from redraft.answers import ToolCall
+from redraft.server.asking import Asked, End, Frame, Refused, Text, Usage
+from redraft.server.desk import Desk, Route, Whole, client_of, each, read, sse
+from redraft.server.filling import Put, rewritten
+from redraft.server.holes import Hole, find_hole, find_region
+from redraft.server.schema import ChatMessage, ChatRequest, CompletionRequest, EditRequest, Sampling
+from redraft.tokenizer import Message
+from redraft.writer import fresh_seed
+
+ALIAS = "mercury-coder-local"  # the name under which an editor asks for edits
+
+NO_MEANING = ("top_p", "top_k", "frequency_penalty", "presence_penalty")  # a canvas is not drawn token by token
+PLAIN_OBJECT = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}
+BANNED = -100.0
+
+
+# 1. What was asked
+
+
+def chat_asked(body: ChatRequest) -> Asked:
+    """A chat completion."""
+    choice = body.tool_choice
+    if choice not in (None, "none", "auto"):
+        raise Refused(f"tool_choice can be none or auto, got {choice!r}: a call cannot be forced", "tool_choice")
+    messages = [message_of(message) for message in body.messages]
+    think = (body.chat_template_kwargs or {}).get("enable_thinking") is True or body.reasoning_effort not in (None, "none")
+    return Asked(
+        prompt=messages,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        tools=body.tools if choice != "none" else None,
+        think=think,
+        draft=plain_text(body.prediction.content, "prediction") if body.prediction else None,
+        **sampling(body),
+    )
+
+
+def text_asked(body: CompletionRequest, prompt: str) -> Asked:
+    """A completion of one text."""
+    return Asked(prompt=prompt, max_tokens=body.max_tokens or 16, **sampling(body))
+
+
+def sampling(body: Sampling) -> dict[str, Any]:
+    """What chat and text have in common."""
+    if body.logprobs:
+        raise Refused("logprobs are not available: a page is redrafted as a whole, not token by token", "logprobs")
+    settings = {"canvas_length": body.diffusion_canvas_length, "max_steps": body.diffusion_max_steps}
+    options = body.stream_options
+    return {
+        "temperature": body.temperature,
+        "seed": body.seed,
+        "stops": stops_of(body.stop),
+        "forbidden": banned(body.logit_bias),
+        "pattern": pattern_of(body),
+        "settings": {name: value for name, value in settings.items() if value is not None},
+        "frames": body.diffusing or bool(options and options.include_frames),
+    }
+
+
+def warnings_of(body: Sampling) -> list[str]:
+    """What was sent and has no meaning here."""
+    sent = [name for name in NO_MEANING if getattr(body, name) not in (None, 0, 1, -1)]
+    return [f"{name} has no meaning for a canvas and was not applied" for name in sent]
+
+
+def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Stop strings as a tuple."""
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def banned(bias: Mapping[str, float] | None) -> tuple[int, ...]:
+    """Tokens that a bias of -100 forbids; other biases are refused."""
+    found = []
+    for token, value in (bias or {}).items():
+        if value > BANNED or not token.isdigit():
+            raise Refused(f"logit_bias can forbid a token with -100, got {token!r}: {value!r}", "logit_bias")
+        found.append(int(token))
+    return tuple(found)
+
+
+def pattern_of(body: Sampling) -> dict[str, Any]:
+    """The pattern that the answer must match, under any of the names that clients have for it."""
+    found: dict[str, Any] = {"regex": body.guided_regex, "choices": body.guided_choice, "schema": body.guided_json}
+    wanted = body.response_format or {"type": "text"}
+    match wanted.get("type"):
+        case "text":
+            pass
+        case "json_object":
+            found["schema"] = PLAIN_OBJECT
+        case "json_schema":
+            inner = wanted.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else wanted.get("schema")
+            if not isinstance(schema, dict):
+                raise Refused(
+                    "response_format json_schema needs a schema: {json_schema: {schema: {...}}}", "response_format"
+                )
+            found["schema"] = schema
+        case "regex":
+            found["regex"] = wanted.get("regex") or wanted.get("pattern")
+        case "choice":
+            found["choices"] = wanted.get("choices") or wanted.get("choice")
+        case other:
+            known = "text, json_object, json_schema, regex or choice"
+            raise Refused(f"response_format can be {known}, got {other!r}", "response_format")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def message_of(message: ChatMessage) -> Message:
+    """A message as the chat template reads it."""
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    found["content"] = plain_text(message.content, "messages") if message.content is not None else ""
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    return found
+
+
+def arguments(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A call's arguments, which travel as JSON in a string."""
+    if not isinstance(given, str):
+        return given
+    try:
+        read = json.loads(given or "{}")
+    except (json.JSONDecodeError, RecursionError):
+        raise Refused(f"the arguments of a tool call must be JSON, got {given[:60]!r}", "messages") from None
+    if not isinstance(read, dict):
+        raise Refused(f"the arguments of a tool call must be a JSON object, got {given[:60]!r}", "messages")
+    return read
+
+
+def plain_text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
+    """The text of a content, which may come in parts; pictures and sounds are refused."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.get("type", "text") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+            raise Refused(f"only text can be read, got a part of type {part.get('type')!r}", where)
+    return "".join(part["text"] for part in content)
+
+
+# 2. What is answered
+
+
+class Reply:
+    """The objects of one answer."""
+
+    def __init__(self, kind: str, model: str) -> None:
+        prefix = {"chat.completion": "chatcmpl", "text_completion": "cmpl", "edit.completion": "editcmpl"}[kind]
+        self.kind, self.chat = kind, kind != "text_completion"
+        self.head = {"id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+    @property
+    def part(self) -> str:
+        """What a part of a stream is called."""
+        return "chat.completion.chunk" if self.chat else self.kind
+
+    def whole(self, choices: list[dict[str, Any]], spent: Sequence[Usage], warnings: Sequence[str]) -> dict[str, Any]:
+        """Everything at once."""
+        found = {**self.head, "choices": choices, "usage": usage_of(spent), "timings": timings_of(spent)}
+        return {**found, "warnings": list(warnings)} if warnings else found
+
+    def chunk(self, index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
+        """A part of a stream."""
+        head = {**self.head, "object": self.part}
+        part = {"delta": delta} if self.chat else {"text": delta.get("content", ""), "logprobs": None}
+        return {**head, "choices": [{"index": index, **part, "finish_reason": reason}], **more}
+
+    def frame(self, index: int, frame: Frame) -> dict[str, Any]:
+        """A step of a page, as a chunk that says nothing to those who do not know it."""
+        more = {"block": frame.block, "step": frame.step, "total": frame.total, "text": frame.text}
+        more |= {"tokens": frame.tokens, "entropy": frame.entropy, "accepted": frame.accepted}
+        return self.chunk(index, {}, None, type="diffusion_frame", **more)
+
+    def delta(self, piece: Text, calls: int) -> dict[str, Any]:
+        """What a page adds."""
+        found: dict[str, Any] = {}
+        if piece.reasoning:
+            found["reasoning_content"] = piece.reasoning
+        if piece.text:
+            found["content"] = piece.text
+        if piece.tool_calls:
+            found["tool_calls"] = [call_of(call, calls + at) for at, call in enumerate(piece.tool_calls)]
+        return found
+
+
+def message_of_answer(answer: Whole) -> dict[str, Any]:
+    """A whole answer's message."""
+    found: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.reasoning:
+        found["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        calls = [call_of(call, at) for at, call in enumerate(answer.tool_calls)]
+        found["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+        found["content"] = found["content"] or None
+    return found
+
+
+def call_of(call: ToolCall, index: int) -> dict[str, Any]:
+    """A call as clients read it."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"index": index, "id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def finish(reason: str) -> str:
+    """OpenAI knows no deadline."""
+    return "length" if reason == "deadline" else reason
+
+
+def usage_of(parts: Sequence[Usage]) -> dict[str, Any]:
+    """The prompt is counted once, whatever the number of choices."""
+    prompt, new = max((one.prompt_tokens for one in parts), default=0), sum(one.new_tokens for one in parts)
+    cached = max((one.cached for one in parts), default=0)
+    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}
+
+
+def timings_of(parts: Sequence[Usage]) -> dict[str, Any]:
+    """Honest speeds: what was received over the wall's time. Steps, pages, and whether all of them settled."""
+    seconds = max((one.seconds for one in parts), default=0.0)
+    new, steps = sum(one.new_tokens for one in parts), sum(one.steps for one in parts)
+    canvases, settled = sum(one.canvases for one in parts), sum(one.settled for one in parts)
+    return {
+        "predicted_n": new,
+        "predicted_ms": round(1e3 * seconds, 3),
+        "predicted_per_second": round(new / seconds, 3) if seconds else 0.0,
+        "diffusion": True,
+        "diffusion_blocks": canvases,
+        "diffusion_steps": steps,
+        "diffusion_forwards": sum(one.forwards for one in parts),
+        "diffusion_settled": settled == canvases,
+        "diffusion_wall_ms": round(1e3 * seconds, 3),
+        "diffusion_output_tok_s": round(new / seconds, 3) if seconds else 0.0,
+        "diffusion_steps_per_second": round(steps / seconds, 3) if seconds else 0.0,
+        "seed": parts[0].seed if parts else None,
+    }
+
+
+def error(status: int, sentence: str, param: str | None = None) -> dict[str, Any]:
+    """What clients raise."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": sentence, "type": kind, "param": param, "code": status}}
+
+
+# 3. Routes
+
+
+def routes(desk: Desk) -> list[Route]:
+    """All of them."""
+    one = OpenAI(desk)
+    listed = ("/v1/models", "/v1/fim/completions/models", "/v1/edit/completions/models")
+    return [
+        Route("/v1/chat/completions", one.chat, ChatRequest),
+        Route("/v1/apply/completions", one.chat, ChatRequest),
+        Route("/v1/completions", one.complete, CompletionRequest),
+        Route("/v1/fim/completions", one.fim, CompletionRequest),
+        Route("/v1/edit/completions", one.edit, EditRequest),
+        *(Route(path, one.models) for path in listed),
+    ]
+
+
+class OpenAI:
+    """What the paths do."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk, self.began = desk, int(time.time())
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        body = await read(request, ChatRequest)
+        return await self._told(request, body, [chat_asked(body)], Reply("chat.completion", self.desk.name))
+
+    async def complete(self, request: Request) -> Response:
+        """POST /v1/completions: texts continued, or a hole filled where there is a suffix or sentinels."""
+        body = await read(request, CompletionRequest)
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        reply = Reply("text_completion", self.desk.name)
+        found = [find_hole(prompt, body.suffix) for prompt in prompts]
+        if any(found):
+            if not all(found):
+                raise Refused("either all prompts have a hole, or none has", "prompt")
+            return await self._put(request, body, [hole for hole in found if hole], reply, paragraph=False)
+        return await self._told(request, body, [text_asked(body, prompt) for prompt in prompts], reply)
+
+    async def fim(self, request: Request) -> Response:
+        """POST /v1/fim/completions: what is missing between prompt and suffix, in the shapes of both kinds of clients."""
+        body = await read(request, CompletionRequest)
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        found = [find_hole(prompt, body.suffix) or Hole(prompt, "") for prompt in prompts]
+        return await self._put(request, body, found, Reply("text_completion", self.desk.name), paragraph=True)
+
+    async def edit(self, request: Request) -> Response:
+        """POST /v1/edit/completions: a region of a file written anew, between fences."""
+        body = await read(request, EditRequest)
+        region = find_region("\n".join(plain_text(one.content or "", "messages") for one in body.messages))
+        if region is None:
+            raise Refused("there is nothing to edit: no <|code_to_edit|> ... <|/code_to_edit|> in the messages", "messages")
+
+        def work(stop: threading.Event) -> Iterator[Put]:
+            yield rewritten(self.desk.writer, region, stop, seed=body.seed)
+
+        found = await self.desk.once(request, work, ("edit", client_of(request)))
+        self.desk.count(found.usage)
+        message = {"role": "assistant", "content": f"```\n{found.text}\n```"}
+        reply = Reply("edit.completion", self.desk.name)
+        if body.stream:
+            return sse(each([reply.chunk(0, message), reply.chunk(0, {}, "stop")]))
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return JSONResponse(reply.whole([choice], [found.usage], []))
+
+    async def models(self) -> dict[str, Any]:
+        """GET /v1/models."""
+        length = self.desk.writer.model.config.max_position_embeddings
+        head = {"object": "model", "created": self.began, "owned_by": "redraft", "max_model_len": length}
+        return {"object": "list", "data": [{"id": name, **head} for name in (self.desk.name, ALIAS)]}
+
+    async def _put(
+        self, request: Request, body: CompletionRequest, found: Sequence[Hole], reply: Reply, *, paragraph: bool
+    ) -> Response:
+        if sampling(body)["pattern"]:
+            raise Refused("a hole cannot obey a pattern yet: leave out response_format", "response_format")
+        options = {"count": body.n or 1, "max_tokens": body.max_tokens, "temperature": body.temperature, "seed": body.seed}
+        options |= {"stops": stops_of(body.stop), "paragraph": paragraph}
+        filled = [(hole, one) for hole in found for one in await self.desk.put(request, hole, **options)]
+        choices = []
+        for index, (hole, one) in enumerate(filled):
+            text = (hole.before if body.echo else "") + one.text
+            shapes = {"text": text, "delta": {"content": text}, "message": {"role": "assistant", "content": text}}
+            choices.append({"index": index, **shapes, "logprobs": None, "finish_reason": "stop"})
+        whole = reply.whole(choices, [one.usage for _, one in filled], warnings_of(body))
+        return sse(each([{**whole, "choices": [choice]} for choice in choices])) if body.stream else JSONResponse(whole)
+
+    async def _told(
+        self, request: Request, body: ChatRequest | CompletionRequest, asked: Sequence[Asked], reply: Reply
+    ) -> Response:
+        """Answers, whole or streamed: of every prompt as many as were asked for, each with a seed of its own."""
+        first = body.seed if body.seed is not None else fresh_seed()
+        many = [one for one in asked for _ in range(body.n or 1)]
+        many = [replace(one, seed=first + number) for number, one in enumerate(many)]
+        if body.stream:
+            return sse(self._parts(await self.desk.begin(many), body, reply, len(many)))
+        choices, found = [], await self.desk.gather(request, many)
+        for index, one in enumerate(found):
+            choice = {"index": index, "finish_reason": finish(one.end.reason), "logprobs": None}
+            echoed = many[index].prompt if getattr(body, "echo", False) else ""
+            choices.append(choice | ({"message": message_of_answer(one)} if reply.chat else {"text": echoed + one.text}))
+        return JSONResponse(reply.whole(choices, [one.end.usage for one in found], warnings_of(body)))
+
+    async def _parts(
+        self, merged: AsyncIterator[Any], body: ChatRequest | CompletionRequest, reply: Reply, count: int
+    ) -> AsyncIterator[dict[str, Any]]:
+        spent, calls = [], [0] * count
+        for index in range(count) if reply.chat else ():
+            yield reply.chunk(index, {"role": "assistant", "content": ""})
+        try:
+            async for index, piece in merged:
+                match piece:
+                    case Frame():
+                        yield reply.frame(index, piece)
+                    case Text():
+                        if delta := reply.delta(piece, calls[index]):
+                            yield reply.chunk(index, delta)
+                        calls[index] += len(piece.tool_calls)
+                    case End():
+                        spent.append(piece.usage)
+                        yield reply.chunk(index, {}, finish(piece.reason))
+        except RuntimeError as failure:  # it has begun: the status cannot be changed any more
+            yield error(500, str(failure))
+            return
+        if body.stream_options and body.stream_options.include_usage:
+            yield reply.whole([], spent, warnings_of(body)) | {"object": reply.part}

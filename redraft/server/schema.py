@@ -1,0 +1,140 @@
+"""What clients may send, field by field. Fields nobody knows are passed over; those that cannot be honoured are refused."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Stop = str | Annotated[list[str], Field(max_length=64)] | None
+
+
+class Body(BaseModel):
+    """What all have in common."""
+
+    model_config = ConfigDict(extra="allow", strict=False)
+    model: str | None = None
+
+
+class StreamOptions(Body):
+    """How a stream is told."""
+
+    include_usage: bool = False
+    include_frames: bool = False
+
+
+class Sampling(Body):
+    """How an answer is drawn; vLLM's names for a canvas's own settings."""
+
+    temperature: Temperature | None = None
+    top_p: float | None = None
+    top_k: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: Seed | None = None
+    stop: Stop = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    diffusing: bool = False  # frames of the denoising itself
+    diffusion_canvas_length: Annotated[int, Field(ge=1, le=4096)] | None = None
+    diffusion_max_steps: Annotated[int, Field(ge=1, le=4096)] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_json: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class FunctionCall(Body):
+    """A call in a message."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class Call(Body):
+    """A tool call in a message."""
+
+    id: str | None = None
+    type: str = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Prediction(Body):
+    """A text that the answer is expected to be like."""
+
+    type: Literal["content"] = "content"
+    content: str | list[dict[str, Any]]
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)]
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=256)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    prediction: Prediction | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions and /v1/fim/completions."""
+
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=64)]
+    suffix: str | None = None
+    max_tokens: Tokens | None = None
+    echo: bool = False
+    best_of: int | None = None
+
+
+class EditRequest(Body):
+    """POST /v1/edit/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=64)]
+    max_tokens: Tokens | None = None
+    temperature: Temperature | None = None
+    seed: Seed | None = None
+    stream: bool = False
+
+
+class Extra(Body):
+    """Another file, read before."""
+
+    text: str = ""
+    filename: str | None = None
+
+
+class InfillRequest(Body):
+    """POST /infill, as llama.cpp's editors send it. Samplers that a canvas does not have (top_k ...) are not read."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Annotated[list[Extra], Field(max_length=256)] = []
+    prompt: str = ""
+    n_predict: Annotated[int, Field(ge=-1, le=100_000)] = 128
+    n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
+    n_cmpl: Annotated[int, Field(ge=1, le=16)] = 1
+    stop: Stop = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    t_max_predict_ms: Annotated[float, Field(ge=0)] | None = None
+    response_fields: list[str] | None = None
+    id_slot: int = 0
+    stream: bool = False
