@@ -71,6 +71,11 @@ class Automaton:
         return order_V, np.searchsorted(self.classes_V[order_V], np.arange(self.classes_V.max() + 1))
 
     @cached_property
+    def sizes_K(self) -> np.ndarray:
+        """How many tokens each class has."""
+        return np.diff(np.append(self.by_class[1], len(self.classes_V)))
+
+    @cached_property
     def begins_R(self) -> np.ndarray:
         """Where each pair begins among the E."""
         return np.searchsorted(self.of_E, np.arange(len(self.from_R)))
@@ -201,14 +206,15 @@ class OnCanvas:
         """
         one = self.automaton
         logits_CV, held_K = self._sorted(logits_CV)
-        below_CV = torch.from_numpy(logits_CV - logits_CV.max(axis=1, keepdims=True)).double()
-        never_CV = below_CV < IMPOSSIBLE
+        begins, sizes = one.by_class[1][held_K], one.sizes_K[held_K]
+        sums_CK = np.zeros((len(logits_CV), len(held_K)))
+        best_CK = np.full(sums_CK.shape, -np.inf, dtype=np.float32)
+        best_CK[:, held_K] = tops_CK = np.maximum.reduceat(logits_CV, begins, axis=1)
+        near_CV = torch.from_numpy(logits_CV - np.repeat(tops_CK, sizes, axis=1)).exp_().numpy()  # of a class's best
+        below_CK = (tops_CK - tops_CK.max(axis=1, keepdims=True)).astype(np.float64)
         # However cold, what is not forbidden keeps a chance: it may be all that matches.
-        probs_CV = below_CV.clamp_(min=FAINTEST).exp_().masked_fill_(never_CV, 0.0).numpy()
-        kinds, begins = len(held_K), one.by_class[1][held_K]
-        sums_CK, best_CK = np.zeros((len(logits_CV), kinds)), np.full((len(logits_CV), kinds), -np.inf)
-        sums_CK[:, held_K] = np.add.reduceat(probs_CV, begins, axis=1)
-        best_CK[:, held_K] = np.maximum.reduceat(logits_CV, begins, axis=1)
+        chance_CK = np.where(below_CK < IMPOSSIBLE, 0.0, np.exp(np.maximum(below_CK, FAINTEST)))
+        sums_CK[:, held_K] = np.add.reduceat(near_CV, begins, axis=1, dtype=np.float64) * chance_CK
         steps_CR = np.add.reduceat(sums_CK[:, one.class_E], one.begins_R, axis=1)
         live = self._live(steps_CR > 0)
         if not live[0][self.state]:
@@ -226,8 +232,7 @@ class OnCanvas:
 
     def _sorted(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Logits in the order of the classes, and which classes have any token."""
-        order_V, bounds_K = self.automaton.by_class
-        held_K = np.diff(np.append(bounds_K, len(order_V))) > 0
+        order_V, held_K = self.automaton.by_class[0], self.automaton.sizes_K > 0
         return torch.from_numpy(logits_CV).index_select(1, torch.from_numpy(order_V)).numpy(), held_K
 
     def mass(self, logits_CV: np.ndarray) -> float:
@@ -279,17 +284,25 @@ class OnCanvas:
         for at in range(count):
             scores[at + 1][targets] = np.maximum.reduceat(scores[at].take(from_R) + each_CR[at], first)
             scores[at + 1] += dead[at + 1]
-        ends = dict(zip(targets.tolist(), pairwise([*first.tolist(), len(order_R)]), strict=True))
-        order_V, bounds_K = one.by_class
-        bounds_K, last_R = np.append(bounds_K, len(order_V)), np.append(one.begins_R, len(one.of_E))
-        state, ids_C = int(np.argmax(np.where(self.ends_Q, scores[-1], -np.inf))), np.zeros(count, dtype=np.int64)
+        bounds = dict(zip(targets.tolist(), pairwise([*first.tolist(), len(order_R)]), strict=True))
+        pairs, state = np.empty(count, dtype=np.int64), int(np.argmax(np.where(self.ends_Q, scores[-1], -np.inf)))
         for at in range(count - 1, -1, -1):
-            low, high = ends[state]
-            place = low + int(np.argmax(scores[at][from_R[low:high]] + each_CR[at, low:high]))
-            pair = order_R[place]
-            kinds = one.class_E[last_R[pair] : last_R[pair + 1]]
-            kind = kinds[np.argmax(best_CK[at, kinds])]
-            inside = slice(bounds_K[kind], bounds_K[kind + 1])
-            ids_C[at] = order_V[inside][np.argmax(logits_CV[at, inside])]
-            state = int(one.from_R[pair])
+            low, high = bounds[state]
+            if high - low > 1:
+                low += int((scores[at].take(from_R[low:high]) + each_CR[at, low:high]).argmax())
+            pairs[at], state = order_R[low], int(from_R[low])
+        return self._spelled(pairs, logits_CV, best_CK)
+
+    def _spelled(self, pairs_C: np.ndarray, logits_CV: np.ndarray, best_CK: np.ndarray) -> np.ndarray:
+        """The likeliest token that makes each of these steps."""
+        one, ids_C = self.automaton, np.zeros(len(pairs_C), dtype=np.int64)
+        order_V, bounds_K = one.by_class
+        last_R = np.append(one.begins_R, len(one.of_E))
+        for at, (first, end) in enumerate(zip(last_R[pairs_C].tolist(), last_R[pairs_C + 1].tolist(), strict=True)):
+            kind = one.class_E[first]
+            if end - first > 1:
+                kinds = one.class_E[first:end]
+                kind = kinds[best_CK[at].take(kinds).argmax()]
+            begin, size = bounds_K[kind], one.sizes_K[kind]
+            ids_C[at] = order_V[begin + (logits_CV[at, begin : begin + size].argmax() if size > 1 else 0)]
         return ids_C

@@ -156,9 +156,11 @@ def _gather(
         value = tl.load(values + place, mask=valid, other=0.0)
         if RAW:
             score = tl.where(valid, value.to(tl.float32), -float("inf"))
-            below = score - tl.load(tops + row, mask=here, other=0.0).to(tl.float32)[:, None]
-            share = tl.exp(tl.maximum(below, FAINTEST).to(tl.float64))
-            total += tl.sum(tl.where(valid & (below >= IMPOSSIBLE), share, 0.0), axis=1)
+            own = tl.max(score, axis=1)
+            near = tl.sum(tl.where(valid, tl.exp(score - own[:, None]), 0.0), axis=1)
+            below = own - tl.load(tops + row, mask=here, other=0.0).to(tl.float32)
+            chance = tl.exp(tl.maximum(below, FAINTEST).to(tl.float64))
+            total += tl.where(here & (below >= IMPOSSIBLE), near.to(tl.float64) * chance, 0.0)
         else:
             total += tl.sum(value.to(tl.float64), axis=1)
             score = tl.load(best + place, mask=valid, other=-float("inf")).to(tl.float32)
