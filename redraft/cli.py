@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import redraft
-from redraft import checkpoint, cli_augment, cli_edit, cli_sudoku, cli_train
+from redraft import checkpoint, cli_augment, cli_edit, cli_serve, cli_sudoku, cli_train
 from redraft.cli_options import Device, Model, Seed, number, option, whole
 from redraft.config import ModelConfig
 from redraft.generate import Committed, Event, Finished
@@ -189,6 +189,7 @@ app.command()(cli_edit.fill)
 app.command()(cli_edit.edit)
 app.command()(cli_augment.augment)
 app.command()(cli_sudoku.sudoku)
+app.command()(cli_serve.serve)
 app.command()(cli_train.train)
 app.command("eval")(cli_train.evaluate)
 

@@ -18,7 +18,7 @@ from redraft.engine import Stopped
 from redraft.server import anthropic, llama, ollama, openai
 from redraft.server.asking import Refused
 from redraft.server.desk import Desk, Gone
-from redraft.server.guard import Guard, Limits, Metrics
+from redraft.server.guard import Guard, Limits, Metrics, TooLarge
 from redraft.server.worker import Busy, Closing, Worker
 from redraft.writer import Writer
 
@@ -108,7 +108,7 @@ def add_errors(app: FastAPI) -> None:
 
         return answer
 
-    kinds = {Refused: 400, ValueError: 400, RecursionError: 400, Busy: 429, Closing: 503}
+    kinds = {Refused: 400, ValueError: 400, RecursionError: 400, Busy: 429, Closing: 503, TooLarge: 413}
     for kind, status in {**kinds, Stopped: 409, Gone: 499, RuntimeError: 500}.items():
         app.add_exception_handler(kind, told(status))
 

@@ -73,8 +73,6 @@ class Guard:
                 await _answer(noted, *refusal)
             else:
                 await self.app(scope, self._counted(receive), noted)
-        except TooLarge as error:
-            await _answer(noted, 413, str(error))
         finally:
             route = getattr(scope.get("route"), "path", "none")
             taken = time.perf_counter() - began
@@ -112,7 +110,7 @@ class Guard:
         return counting
 
 
-class TooLarge(ValueError):
+class TooLarge(Exception):
     """More bytes than may be."""
 
 

@@ -78,9 +78,9 @@ def find_region(prompt: str) -> Region | None:
     if tag:
         after = after.partition("<|/code_to_edit|>")[2]
     else:  # the region stands behind the file: the file is what surrounds it
-        plain = region.replace("<|cursor|>", "")
-        before, found, after = file.replace("<|cursor|>", "").partition(plain)
-        before, after = (before, after) if found else (file, "")
+        file = file.replace("<|cursor|>", "")
+        found = re.search(rf"^{re.escape(_line(region))}$", file, re.MULTILINE)
+        before, after = (file[: found.start()], file[found.end() :]) if found else (file, "")
     before = re.sub(r"\A\s*current_file_path:[^\n]*\n", "", before)
     told = (_between(prompt, "recently_viewed_code_snippets"), _between(prompt, "edit_diff_history"))
     context = "\n".join(re.sub(r"<\|/?[a-z_]+\|>", "", one).strip() for one in told if one and one.strip())

@@ -1,0 +1,459 @@
+"""The server, asked by the clients people use: their own libraries, and requests as editors send them."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+import anthropic
+import httpx
+import ollama
+import openai
+import pytest
+import tiny
+from serving import served
+
+from redraft.rules import Rules
+from redraft.server import holes
+from redraft.server.asking import Stops
+from redraft.server.filling import trimmed
+from redraft.server.guard import Limits
+from redraft.writer import Writer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients' own libraries
+
+NO_END = {"1": -100, "5": -100}
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["n", "ok"]}
+TOOL = {"name": "find", "description": "Finds.", "parameters": {"type": "object", "properties": {}}}
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+class Saying(Writer):
+    """Says what a message tells it to: "say: ..."."""
+
+    def stream(self, prompt, **options):
+        asked = prompt[-1]["content"] if not isinstance(prompt, str) else ""
+        if asked.startswith("say: "):
+            ids = [*self.tokenizer.encode(asked.removeprefix("say: ")), 5]
+            options["rules"] = Rules(pins=dict(enumerate(ids)))
+        return super().stream(prompt, **options)
+
+
+def make(canvas: int = 16) -> Writer:
+    sampler = tiny.sampler(canvas_length=canvas, max_steps=3, max_new_tokens=32)
+    return Saying(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), sampler)
+
+
+@pytest.fixture(scope="module")
+def url():
+    with served(make(), name="small") as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def http(url):
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+# 1. Libraries
+
+
+@pytest.fixture(scope="module")
+def theirs(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def test_openai_chats_whole_and_streamed(theirs):
+    asked = {
+        "model": "any",
+        "messages": user("say: Hi there, who are you?"),
+        "seed": 3,
+        "max_tokens": 64,
+    }
+    whole = theirs.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == "Hi there, who are you?"
+    assert (whole.choices[0].finish_reason, whole.model, whole.object) == ("stop", "small", "chat.completion")
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    parts = list(theirs.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    texts = [part.choices[0].delta.content or "" for part in parts if part.choices]
+    assert "".join(texts) == whole.choices[0].message.content
+    assert sum(bool(text) for text in texts) == 2  # pages of 16 tokens
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == "stop"
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_openai_reads_thoughts_and_calls(theirs):
+    said = 'say: <|channel>thought\nhm<channel|>I look.<|tool_call>call:find{what:<|"|>ö<|"|>}<tool_call|>'
+    asked = {
+        "model": "",
+        "messages": user(said),
+        "max_tokens": 96,
+        "tools": [{"type": "function", "function": TOOL}],
+    }
+    whole = theirs.chat.completions.create(**asked)
+    (call,) = whole.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("find", {"what": "ö"})
+    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("I look.", "tool_calls")
+    assert whole.choices[0].message.reasoning_content == "hm"
+    parts = [part.choices[0].delta for part in theirs.chat.completions.create(**asked, stream=True)]
+    (call,) = [call for part in parts for call in part.tool_calls or ()]
+    assert (call.index, call.function.name) == (0, "find")
+    assert "".join(getattr(part, "reasoning_content", "") or "" for part in parts) == "hm"
+    told = [
+        {"role": "user", "content": "say: ok"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "find", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "nothing"},
+        {"role": "user", "content": "say: well"},
+    ]
+    assert theirs.chat.completions.create(model="", messages=told).choices[0].message.content == "well"
+
+
+def test_openai_patterns_are_matched(theirs):
+    ask = lambda wanted, **more: theirs.chat.completions.create(  # noqa: E731
+        model="", messages=user("x"), max_tokens=48, response_format=wanted, **more
+    )
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    found = json.loads(ask(wanted).choices[0].message.content)
+    assert set(found) == {"n", "ok"}
+    assert isinstance(json.loads(ask({"type": "json_object"}).choices[0].message.content), dict)
+    several = ask({"type": "choice", "choices": ["yes", "no"]}, n=3, seed=1)
+    assert {choice.message.content for choice in several.choices} <= {"yes", "no"}
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert ask({"type": "regex", "regex": "[0-9]{3}"}).choices[0].message.content.isdigit()
+
+
+def test_openai_completes_and_fills(theirs):
+    whole = theirs.completions.create(model="", prompt=["ab", "cd"], max_tokens=4, seed=1, echo=True)
+    assert [choice.text[:2] for choice in whole.choices] == ["ab", "cd"]
+    again = theirs.completions.create(model="", prompt="ab", max_tokens=4, seed=1)
+    assert whole.choices[0].text == "ab" + again.choices[0].text  # the same alone
+    filled = theirs.completions.create(model="", prompt="ab", suffix="yz", max_tokens=4, seed=1)
+    assert filled.usage.prompt_tokens == 4
+    assert filled.choices[0].finish_reason == "stop"
+
+
+def test_openai_is_told_what_cannot_be(theirs):
+    with pytest.raises(openai.BadRequestError, match="logprobs are not available"):
+        theirs.chat.completions.create(model="", messages=user("x"), logprobs=True)
+    with pytest.raises(openai.BadRequestError, match="a call cannot be forced"):
+        theirs.chat.completions.create(model="", messages=user("x"), tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match=r"does not fit|max_tokens|context"):
+        theirs.chat.completions.create(model="", messages=user("x"), max_tokens=100_000, stream=True)
+    picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    with pytest.raises(openai.BadRequestError, match="only text can be read"):
+        theirs.chat.completions.create(model="", messages=user(picture))
+    with pytest.raises(openai.NotFoundError, match="there is no /v1/embeddings here"):
+        theirs.embeddings.create(model="", input="x")
+
+
+def test_a_forbidden_token_a_temperature_a_stop_and_a_draft(http):
+    body = {"prompt": "ab", "max_tokens": 16, "seed": 1, "temperature": 0}
+    cold = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == cold
+    letter = next(one for one in cold if one.isalnum() and one.isascii())
+    (token,) = tiny.byte_tokenizer().encode(letter)
+    banned = http.post("/v1/completions", json={**body, "logit_bias": {str(token): -100}}).json()
+    assert letter not in banned["choices"][0]["text"]
+    refused = http.post("/v1/completions", json={**body, "logit_bias": {str(token): 5}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logit_bias")
+    said = {"messages": user("say: one. two. three. four."), "max_tokens": 64, "stop": "ee."}
+    stopped = http.post("/v1/chat/completions", json=said).json()
+    assert stopped["choices"][0]["message"]["content"] == "one. two. thr"
+    assert stopped["usage"]["completion_tokens"] == 13
+    drafted = {
+        "messages": user("x"),
+        "prediction": {"type": "content", "content": "hello"},
+        "top_p": 0.5,
+    }
+    found = http.post("/v1/chat/completions", json=drafted).json()
+    assert found["warnings"] == ["top_p has no meaning for a canvas and was not applied"]
+
+
+def test_frames_tell_what_has_changed(http):
+    body = {"messages": user("say: abcdefgh"), "stream": True, "diffusing": True, "seed": 2}
+    lines = [line for line in http.post("/v1/chat/completions", json=body).text.split("\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    frames = [part for part in parts if part.get("type") == "diffusion_frame"]
+    assert [frame["step"] for frame in frames] == list(range(1, len(frames) + 1))
+    canvas: dict[int, str] = {}
+    for frame in frames:
+        assert frame["choices"][0]["delta"] == {}
+        canvas |= {token["i"]: token["t"] for token in frame["tokens"]}
+    assert "".join(canvas[at] for at in range(8)) == "abcdefgh"
+    assert len(frames[0]["tokens"]) == 16 > len(frames[-1]["tokens"])
+
+
+def test_anthropic_messages_whole_and_streamed(url):
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    said = "say: <|channel>thought\nhm<channel|>I look.<|tool_call>call:find{n:2}<tool_call|>"
+    tools = [{"name": "find", "description": "Finds.", "input_schema": {"type": "object"}}]
+    asked = {
+        "model": "any",
+        "max_tokens": 96,
+        "system": "Be brief.",
+        "messages": user(said),
+        "tools": tools,
+    }
+    whole = client.messages.create(**asked)
+    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
+    assert (whole.content[1].text, whole.content[2].input, whole.stop_reason) == ("I look.", {"n": 2}, "tool_use")
+    assert (whole.type, whole.role, whole.usage.output_tokens > 0) == ("message", "assistant", True)
+    with client.messages.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        last = stream.get_final_message()
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    assert [block.type for block in last.content] == ["thinking", "text", "tool_use"]
+    assert (last.content[1].text, last.content[2].input) == ("I look.", {"n": 2})
+    results = [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "find", "input": {}}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": "3"},
+                {"type": "text", "text": "say: three."},
+            ],
+        },
+    ]
+    found = client.messages.create(model="", max_tokens=32, messages=[*asked["messages"], *results], stop_sequences=["e."])
+    assert (found.content[0].text, found.stop_reason, found.stop_sequence) == ("thre", "stop_sequence", "e.")
+    assert client.messages.count_tokens(model="", messages=asked["messages"]).input_tokens > 10
+    with pytest.raises(anthropic.BadRequestError, match="only text can be read"):
+        client.messages.create(model="", max_tokens=1, messages=[{"role": "user", "content": [{"type": "image"}]}])
+
+
+def test_ollama_generates_and_chats(url):
+    client = ollama.Client(host=url)
+    said = user("say: Hi there, who are you?")
+    whole = client.chat(model="small", messages=said, options={"num_predict": 64})
+    assert (whole.message.content, whole.done, whole.done_reason) == ("Hi there, who are you?", True, "stop")
+    parts = list(client.chat(model="small", messages=said, stream=True, options={"num_predict": 64}))
+    assert "".join(part.message.content for part in parts) == whole.message.content
+    assert [part.done for part in parts][-2:] == [False, True]
+    call = "say: I look.<|tool_call>call:find{n:2}<tool_call|>"
+    found = client.chat(
+        model="small",
+        messages=user(call),
+        tools=[{"type": "function", "function": TOOL}],
+        options={"num_predict": 64},
+    )
+    assert found.message.tool_calls[0].function.arguments == {"n": 2}
+    record = client.chat(model="small", messages=user("x"), format=SCHEMA, options={"num_predict": 48})
+    assert set(json.loads(record.message.content)) == {"n", "ok"}
+    assert client.generate(model="small", prompt="ab", suffix="yz", options={"num_predict": 4, "seed": 1}).done
+    assert client.list().models[0].model == "small"
+    assert ".Suffix" in client.show("small").template
+    assert client.ps().models[0].name == "small"
+    with pytest.raises(ollama.ResponseError, match="only text can be read"):
+        client.generate(model="small", prompt="x", images=["aGk="])
+
+
+# 2. Editors, as they send it
+
+
+def test_llama_vim(http):
+    fields = ["content", "timings/prompt_n", "timings/predicted_n", "timings/predicted_ms", "truncated", "tokens_cached"]
+    warm = http.post(
+        "/infill", json={"id_slot": 0, "n_predict": 0, "input_prefix": "", "input_suffix": "", "response_fields": [""]}
+    )
+    assert warm.status_code == 200
+    body = {
+        "id_slot": 0, "input_prefix": "def f():\n", "input_suffix": "\n    return x\n", "prompt": "    x = ",
+        "input_extra": [{"filename": "a.py", "text": "y = 1", "time": 3}], "n_indent": 4, "top_k": 40, "top_p": 0.9,
+        "n_predict": 16, "stop": [], "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "stream": False,
+        "t_max_prompt_ms": 500, "t_max_predict_ms": 250, "response_fields": fields, "model": "",
+    }  # fmt: skip
+    raw = http.post("/infill", json=body)
+    assert '"content":"' in raw.text  # llama.vim looks for it without a space
+    assert set(raw.json()) == set(fields)
+
+
+def test_llama_vscode(http):
+    body = {
+        "input_prefix": "a = 1\n",
+        "input_suffix": "\nc = 3\n",
+        "prompt": "b = ",
+        "n_predict": 8,
+        "top_p": 0.99,
+        "n_cmpl": 3,
+        "stream": False,
+    }
+    found = http.post("/infill", json=body).json()
+    assert 1 <= len(found) <= 3
+    assert {"prompt_n", "predicted_per_second"} <= set(found[0]["timings"])
+    assert len({one["content"] for one in found}) == len(found)
+    assert isinstance(http.post("/infill", json={**body, "n_cmpl": 1}).json()["content"], str)
+    assert http.get("/props").json()["default_generation_settings"]["n_ctx"] == 512
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "<|file_sep|>b.py\nz = 0\n<|fim_prefix|>a = <|fim_suffix|>\nc = 3<|fim_middle|>",
+        "<fim_prefix>a = <fim_suffix>\nc = 3<fim_middle>",
+        "<PRE> a =  <SUF>\nc = 3 <MID>",
+        "<｜fim▁begin｜>a = <｜fim▁hole｜>\nc = 3<｜fim▁end｜>",
+        "[SUFFIX]\nc = 3[PREFIX]a = ",
+        "<|code_prefix|>a = <|code_suffix|>\nc = 3<|code_middle|>",
+    ],
+)
+def test_zed_puts_the_hole_into_the_prompt(http, prompt):
+    hole = holes.find_hole(prompt)
+    assert (hole.before.rstrip(), hole.after) == ("a =", "\nc = 3")
+    found = http.post(
+        "/v1/completions", json={"model": "m", "prompt": prompt, "max_tokens": 8, "stop": ["<|fim_middle|>"]}
+    ).json()
+    assert {"id", "object", "created", "model", "choices", "usage"} <= set(found)
+    assert set(found["usage"]) >= {"prompt_tokens", "completion_tokens", "total_tokens"}
+    assert holes.find_hole("just text") is None
+
+
+def test_continue_and_minuet(http):
+    body = {"model": "m", "prompt": "a = ", "suffix": "\nc = 3", "max_tokens": 8, "stream": True, "stop": ["\n\n"]}
+    for path in ("/v1/fim/completions", "/v1/completions"):
+        lines = http.post(path, json=body).text.split("\n\n")
+        part = json.loads(lines[0].removeprefix("data: "))
+        assert part["choices"][0]["delta"]["content"] == part["choices"][0]["text"]
+        assert lines[-2] == "data: [DONE]"
+    blank = http.post("/v1/completions", json={**body, "suffix": "<|endoftext|>", "stream": False}).json()
+    assert "delta" not in blank["choices"][0]  # nothing follows: the text is continued
+    assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["small", "mercury-coder-local"]
+
+
+def test_continue_edits(http):
+    region = "def f(b<|cursor|>):\n    return a"
+    file = f"current_file_path: a.py\nimport os\n<|code_to_edit|>\n{region}\n<|/code_to_edit|>\nf(1)\n"
+    prompt = (
+        f"<|current_file_content|>\n{file}<|/current_file_content|>\n<|edit_diff_history|>\n-x\n+y\n<|/edit_diff_history|>"
+    )
+    body = {
+        "model": "mercury-coder-local",
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": prompt}],
+    }
+    found = http.post("/v1/edit/completions", json=body).json()["choices"][0]["message"]["content"]
+    assert found.startswith("```\n")
+    assert found.endswith("\n```")
+    read = holes.find_region(prompt)
+    assert (read.text, read.before, read.after) == ("def f(b):\n    return a", "import os\n", "\nf(1)\n")
+    assert read.context == "-x\n+y\n"
+    file = "<|current_file_content|>\ncurrent_file_path: a\nx\ny\nz\n<|/current_file_content|>"
+    apart = f"{file}\n<|code_to_edit|>\ny\n<|/code_to_edit|>"
+    assert holes.find_region(apart) == holes.Region("y", "x\n", "\nz\n", "")
+    assert http.post("/v1/edit/completions", json={"messages": user("x")}).status_code == 400
+
+
+def test_what_an_editor_is_given_is_trimmed():
+    assert trimmed("x\n\ny", (), 0, True) == "x"
+    assert trimmed("\n\ny", (), 0, True) == "\n\ny"
+    assert trimmed("x\n    y\nz", (), 4, False) == "x\n    y"
+    cut = Stops(["END", "\n\n"])
+    assert [cut.feed(text) for text in ("abE", "Nx", "yEN", "Dz", "more")] == ["ab", "ENx", "y", "", ""]
+    assert cut.found == "END"
+
+
+# 3. Behaviour
+
+
+def test_strangers_are_refused():
+    limits = Limits(key="secret", body_bytes=2000, hosts=("box.lan",))
+    with served(make(), limits=limits) as url, httpx.Client(base_url=url) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").status_code == 401
+        known = {"Authorization": "Bearer secret"}
+        assert client.get("/v1/models", headers=known).status_code == 200
+        assert client.get("/v1/models", headers={"x-api-key": "secret", "Host": "box.lan:80"}).status_code == 200
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Host": ""}):
+            refused = client.get("/v1/models", headers={**known, **headers})
+            assert (refused.status_code, "error" in refused.json()) == (403, True)
+        assert client.get("/v1/models", headers={**known, "Origin": "http://localhost:3000"}).status_code == 200
+        large = client.post("/v1/completions", headers=known, content=b"x" * 3000)
+        assert (large.status_code, "2,000 bytes" in large.text) == (413, True)
+        pieces = client.post("/v1/completions", headers=known, content=iter([b"x" * 1500] * 2))
+        assert pieces.status_code == 413
+
+
+@contextmanager
+def slow(writer: Writer, seconds: float = 0.05):
+    """Steps take longer."""
+    usual = writer.engine.runner.redraft
+    writer.engine.runner.redraft = lambda requests: (time.sleep(seconds), usual(requests))[1]
+    yield
+    writer.engine.runner.redraft = usual
+
+
+def in_threads(tasks, apart: float = 0.0) -> list:
+    """What each returns, all begun one after the other."""
+    found = [None] * len(tasks)
+    threads = []
+    for number, task in enumerate(tasks):
+        threads.append(threading.Thread(target=lambda n=number, t=task: found.__setitem__(n, t())))
+        threads[-1].start()
+        time.sleep(apart)
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def until(true, seconds: float = 10.0) -> bool:
+    ends = time.monotonic() + seconds
+    while not true() and time.monotonic() < ends:
+        time.sleep(0.01)
+    return true()
+
+
+def test_who_leaves_is_let_go_and_the_newest_wins():
+    writer = make()
+    body = {"prompt": "ab", "max_tokens": 400, "logit_bias": NO_END}
+    with slow(writer), served(writer, requests=3) as url, httpx.Client(base_url=url, timeout=30) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=body, timeout=0.4)
+        assert until(lambda: writer.engine.idle)
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            assert next(response.iter_lines()).startswith("data: ")
+            assert not writer.engine.idle
+        assert until(lambda: writer.engine.idle)
+        asked = {"input_prefix": "a", "input_suffix": "b", "n_predict": 32}
+        older, newer = in_threads([lambda: httpx.post(f"{url}/infill", json=asked, timeout=60)] * 2, apart=0.3)
+        assert (older.status_code, newer.status_code) == (409, 200)
+        ask = lambda: httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 64}, timeout=60)  # noqa: E731
+        found = in_threads([ask] * 6)
+        codes = sorted(one.status_code for one in found)
+        assert codes[0] == 200
+        assert codes[-1] == 429
+        assert next(one for one in found if one.status_code == 429).headers["retry-after"] == "1"
+
+
+def test_what_runs_is_finished_when_the_server_ends():
+    writer, found = make(), []
+    with slow(writer), served(writer) as url:
+        body = {"prompt": "ab", "max_tokens": 64, "logit_bias": NO_END}
+        thread = threading.Thread(target=lambda: found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60)))
+        thread.start()
+        assert until(lambda: not writer.engine.idle)
+    thread.join()
+    assert found[0].status_code == 200
+    assert len(found[0].json()["choices"][0]["text"]) > 10
+
+
+def test_many_at_once_answer_as_alone(http):
+    ask = lambda seed: http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 24, "seed": seed}).json()["choices"]  # noqa: E731
+    alone = [ask(seed) for seed in range(6)]
+    assert in_threads([lambda n=seed: ask(n) for seed in range(6)]) == alone
+
+
+def test_metrics_count(http):
+    before = http.get("/metrics").text
+    http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 4})
+    after = http.get("/metrics").text
+    assert 'redraft_requests_total{route="/v1/completions",status="200"}' in after
+    assert before != after
