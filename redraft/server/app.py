@@ -10,7 +10,7 @@ from typing import Any
 
 import prometheus_client
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -58,9 +58,9 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
             told = ANSWERS if route.body else None
             app.add_api_route(route.path, route.handler, methods=[method], openapi_extra=extra, responses=told)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_page() -> Response:
-        return Response(prometheus_client.generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(prometheus_client.generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
     return app
 

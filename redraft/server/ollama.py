@@ -2,13 +2,13 @@
 
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-import redraft
 from redraft.answers import ToolCall
 from redraft.server.asking import Asked, End, Refused, Text, Usage
 from redraft.server.desk import Desk, Route, each, ndjson, read
@@ -78,7 +78,7 @@ def routes(desk: Desk) -> list[Route]:
         Route("/api/show", one.show, ShowRequest),
         Route("/api/tags", one.tags),
         Route("/api/ps", one.running),
-        Route("/api/version", one.version),
+        Route("/api/version", one.told_version),
     ]
 
 
@@ -133,9 +133,9 @@ class Ollama:
         """GET /api/ps."""
         return {"models": [{**self._listed(), "expires_at": self.began, "size_vram": 0}]}
 
-    async def version(self) -> dict[str, str]:
+    async def told_version(self) -> dict[str, str]:
         """GET /api/version."""
-        return {"version": redraft.__version__}
+        return {"version": version("redraft")}
 
     def _details(self) -> dict[str, Any]:
         family, count = "diffusion_gemma", sum(p.numel() for p in self.desk.writer.model.parameters())

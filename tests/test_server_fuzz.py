@@ -1,0 +1,145 @@
+"""What strangers send: malformed bodies and whatever the API's description allows cause no failure of the server's own."""
+
+import asyncio
+import json
+import random
+
+import httpx
+import pytest
+import schemathesis
+import tiny
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
+from serving import served
+
+from redraft.server.app import ServerConfig, make_app
+from redraft.writer import Writer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries that test
+
+TAGS = "<|current_file_content|>\n<|code_to_edit|>\na\n<|/code_to_edit|>\n<|/current_file_content|>"
+USER, TEXT = {"role": "user", "content": "x"}, {"type": "text", "text": "x"}
+BODIES = {
+    "/v1/chat/completions": {"messages": [USER], "max_tokens": 4, "stop": ["a"], "n": 1, "tools": []},
+    "/v1/completions": {
+        "prompt": ["x", "y"],
+        "max_tokens": 4,
+        "logit_bias": {"7": -100},
+        "response_format": {"type": "text"},
+    },
+    "/v1/fim/completions": {"prompt": "x", "suffix": "y", "max_tokens": 2},
+    "/v1/edit/completions": {"messages": [{"role": "user", "content": TAGS}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": [TEXT]}], "max_tokens": 4, "system": "s"},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/infill": {"input_prefix": "x", "input_suffix": "y", "n_predict": 2, "input_extra": [TEXT]},
+    "/api/generate": {"prompt": "x", "options": {"num_predict": 4, "stop": ["a"]}, "stream": False},
+    "/api/chat": {"messages": [USER], "format": "json", "options": {"num_predict": 24}, "stream": False},
+    "/api/show": {"model": "x"},
+}
+NUMBERS = [-1, 0, 0.5, 1e308, -1e308, 10**400, 2**63]
+ODD = [None, True, *NUMBERS, "", "\x00", "é\u2028", "x" * 5000, "1e999", [], {}, [[]], [{}], {"": {}}]
+
+
+def make() -> Writer:
+    sampler = tiny.sampler(canvas_length=8, max_steps=1, max_new_tokens=8)
+    return Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), sampler)
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def places(value, path=()):
+    """Where something can be put in."""
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(inner, (*path, key))
+
+
+def spoiled(rng: random.Random, body: dict) -> bytes:
+    """A body that is not what it should be."""
+    kind = rng.randrange(7)
+    if kind < 3:  # something odd somewhere
+        body = json.loads(json.dumps(body))
+        path = rng.choice([path for path in places(body) if path])
+        *upto, last = path
+        target = body
+        for key in upto:
+            target = target[key]
+        target[last] = rng.choice(ODD)
+        return json.dumps(body).encode()
+    raw = json.dumps(body).encode()
+    if kind == 3:
+        return raw[: rng.randrange(len(raw))]
+    if kind == 4:
+        at = rng.randrange(len(raw))
+        return raw[:at] + bytes(rng.randrange(256) for _ in range(rng.randrange(1, 4))) + raw[at + 1 :]
+    if kind == 5:
+        key = rng.choice(list(body))
+        deep = nested(rng.choice([50, 300, 5000]))
+        return (json.dumps({k: v for k, v in body.items() if k != key})[:-1] + f', "{key}": {deep}}}').encode()
+    nothing = [b"", b"null", b"[]", b'"x"', b"{", b"\xff\xfe", b"NaN", b"1" * 5000]
+    return rng.choice([*nothing, nested(20_000).encode(), raw.replace(b'"', b"'")])
+
+
+async def posted(app, path: str, body: bytes) -> tuple[int, bytes]:
+    """One request, without a network."""
+    sent, given = [], iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive():
+        if (message := next(given, None)) is None:
+            await asyncio.sleep(3600)
+        return message
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
+    scope |= {"query_string": b"", "client": ("127.0.0.1", 1), "server": ("localhost", 80), "scheme": "http"}
+    scope |= {"http_version": "1.1", "root_path": ""}
+    await asyncio.wait_for(app(scope, receive, send), 60)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def test_ten_thousand_malformed_bodies_are_answered_with_a_sentence():
+    async def all_of_them() -> dict[int, int]:
+        app, rng, found = make_app(make(), ServerConfig(requests=16)), random.Random(0), {}
+        async with app.router.lifespan_context(app):
+            for number in range(10_000):
+                path = list(BODIES)[number % len(BODIES)]
+                body = spoiled(rng, BODIES[path])
+                status, answer = await posted(app, path, body)
+                assert status in (200, 400), (status, path, body[:300], answer[:300])
+                if status == 400:
+                    assert json.loads(answer)["error"], (path, body[:300])
+                found[status] = found.get(status, 0) + 1
+            assert app.state.worker.active == 0
+            status, answer = await posted(app, "/v1/completions", b'{"prompt": "ab", "max_tokens": 4, "seed": 1}')
+            assert status == 200
+        return found
+
+    found = asyncio.run(all_of_them())
+    assert found[400] > 7000
+
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
+
+
+def test_whatever_the_description_allows_is_answered_as_described():
+    """Nothing but what it says: no 5xx, no status and no type of content that it does not name."""
+    tried, sure = 0, {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
+    with served(make()) as url:
+        for operation in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
+
+            @settings(max_examples=12, **sure)
+            @given(operation.ok().as_strategy())
+            def try_one(case):
+                nonlocal tried
+                tried += 1
+                case.call_and_validate(checks=CHECKS, timeout=60)
+
+            try_one()
+        assert httpx.get(f"{url}/health").status_code == 200
+    assert tried > 150
