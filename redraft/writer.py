@@ -172,14 +172,14 @@ class Writer:
         rules: Rules | None = None,
         seconds: float | None = None,
         stop: threading.Event | None = None,
-        draft: str | None = None,
+        draft: str | Sequence[int] | None = None,
         **settings: Any,
     ) -> Iterator[Event]:
         """The events of one answer, their `text` filled in: every draft, every committed page, the end.
 
         A string is continued, messages are answered. The texts of the Committed events add up to the answer's. After
         `seconds` the page in work is committed as it is, and that is all; once `stop` is set, nothing more comes. With a
-        `draft` the first page starts from that text instead of noise.
+        `draft` the first page starts from that text, or from these tokens, instead of noise.
         """
         rules, chatting = self._obeyed(rules, settings), not isinstance(prompt, str)
         ids, cfg = self.ids_of(prompt, tools, think), self._settings(max_tokens, settings)
@@ -197,11 +197,11 @@ class Writer:
             raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
         return self.tokenizer.prompt(prompt)
 
-    def _started(self, draft: str, cfg: SamplerConfig, seed: int) -> Tensor:
+    def _started(self, draft: str | Sequence[int], cfg: SamplerConfig, seed: int) -> Tensor:
         """A first canvas that begins with a text, noise behind it."""
         canvas_1C = random.draws([seed], 0, "cpu").noise(0, cfg.canvas_length, self.model.config.vocab_size)
-        ids = self.tokenizer.encode(draft)[: cfg.canvas_length]
-        canvas_1C[0, : len(ids)] = torch.tensor(ids)
+        ids = (self.tokenizer.encode(draft) if isinstance(draft, str) else draft)[: cfg.canvas_length]
+        canvas_1C[0, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         return canvas_1C
 
     @overload

@@ -178,6 +178,20 @@ def test_a_forbidden_token_a_temperature_a_stop_and_a_draft(http):
     assert found["warnings"] == ["top_p has no meaning for a canvas and was not applied"]
 
 
+def test_a_canvas_under_vllms_names(http):
+    """Seeded and pinned where it was told; the same inside of vllm_xargs; what is not known is refused."""
+    ids = tiny.byte_tokenizer().encode("hello world")
+    canvas = {"diffusion_canvas_length": 16, "diffusion_seed_canvas": ids, "diffusion_pinned": [0, 1, 2, 3, 4]}
+    asked = {"prompt": "x", "max_tokens": 16, "seed": 1, "diffusion_read_only": True}
+    found = http.post("/v1/completions", json={**asked, **canvas}).json()["choices"][0]
+    assert (found["text"][:5], found["finish_reason"]) == ("hello", "length")
+    assert http.post("/v1/completions", json={**asked, "vllm_xargs": canvas}).json()["choices"][0] == found
+    for odd in ({"diffusion_pinned": [40]}, {"diffusion_constrained": 1}, {"diffusion_seed_canvas": [10**9]}):
+        assert http.post("/v1/completions", json={**asked, **canvas, **odd}).status_code == 400
+    odd = http.post("/v1/completions", json={**asked, "vllm_xargs": {"diffusion_max_steps": 0}})
+    assert odd.json()["error"]["param"] == "vllm_xargs.diffusion_max_steps"
+
+
 def test_frames_tell_what_has_changed(http):
     body = {"messages": user("say: abcdefgh"), "stream": True, "diffusing": True, "seed": 2}
     lines = [line for line in http.post("/v1/chat/completions", json=body).text.split("\n") if line]

@@ -43,7 +43,9 @@ class Asked:
     think: bool = False
     pattern: Mapping[str, Any] = field(default_factory=dict)  # regex, schema or choices
     forbidden: tuple[int, ...] = ()
-    draft: str | None = None  # a text to start from instead of noise
+    unending: bool = False  # nothing ends it but its length
+    pins: Mapping[int, int] = field(default_factory=dict)
+    draft: str | tuple[int, ...] | None = None  # a text, or its tokens, to start from instead of noise
     seconds: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplerConfig
     frames: bool = False
@@ -126,6 +128,7 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
     if not isinstance(prompt, str) and not writer.tokenizer.can_chat:
         prompt = continued(prompt, asked)
     seed = asked.seed if asked.seed is not None else fresh_seed()
+    forbidden = (*asked.forbidden, *(writer.sampler.eos_token_ids if asked.unending else ()))
     settings = {**heated(writer.sampler, asked.temperature), **asked.settings, **asked.pattern}
     events = writer.stream(
         prompt,
@@ -133,7 +136,7 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
         think=asked.think,
         max_tokens=asked.max_tokens,
         seed=seed,
-        rules=Rules(forbidden=asked.forbidden) if asked.forbidden else None,
+        rules=Rules(pins=asked.pins, forbidden=forbidden) if asked.pins or forbidden else None,
         seconds=asked.seconds,
         stop=stop,
         draft=asked.draft,

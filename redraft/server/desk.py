@@ -129,9 +129,14 @@ async def read(request: Request, kind: type[B]) -> B:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise Refused(f"{where}: {first['msg']}" if where else first["msg"], where or None) from None
+        raise refused(error) from None
+
+
+def refused(error: ValidationError, inside: str = "") -> Refused:
+    """The first mistake in a sentence."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in (inside, *first["loc"]) if part != "")
+    return Refused(f"{where}: {first['msg']}" if where else first["msg"], where or None)
 
 
 async def unless_gone(request: Request, found: AsyncIterator[T]) -> AsyncIterator[T]:

@@ -10,13 +10,14 @@ from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
 
 from redraft.answers import ToolCall
 from redraft.server.asking import Asked, End, Frame, Refused, Text, Usage
-from redraft.server.desk import Desk, Route, Whole, client_of, each, read, sse
+from redraft.server.desk import Desk, Route, Whole, client_of, each, read, refused, sse
 from redraft.server.filling import Put, rewritten
 from redraft.server.holes import Hole, find_hole, find_region
-from redraft.server.schema import ChatMessage, ChatRequest, CompletionRequest, EditRequest, Sampling
+from redraft.server.schema import Canvas, ChatMessage, ChatRequest, CompletionRequest, EditRequest, Sampling
 from redraft.tokenizer import Message
 from redraft.writer import fresh_seed
 
@@ -42,8 +43,7 @@ def chat_asked(body: ChatRequest) -> Asked:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         tools=body.tools if choice != "none" else None,
         think=think,
-        draft=plain_text(body.prediction.content, "prediction") if body.prediction else None,
-        **sampling(body),
+        **sampling(body) | ({"draft": plain_text(body.prediction.content, "prediction")} if body.prediction else {}),
     )
 
 
@@ -56,7 +56,6 @@ def sampling(body: Sampling) -> dict[str, Any]:
     """What chat and text have in common."""
     if body.logprobs:
         raise Refused("logprobs are not available: a page is redrafted as a whole, not token by token", "logprobs")
-    settings = {"canvas_length": body.diffusion_canvas_length, "max_steps": body.diffusion_max_steps}
     options = body.stream_options
     return {
         "temperature": body.temperature,
@@ -64,9 +63,30 @@ def sampling(body: Sampling) -> dict[str, Any]:
         "stops": stops_of(body.stop),
         "forbidden": banned(body.logit_bias),
         "pattern": pattern_of(body),
-        "settings": {name: value for name, value in settings.items() if value is not None},
         "frames": body.diffusing or bool(options and options.include_frames),
+        **canvas_of(body),
     }
+
+
+def canvas_of(body: Sampling) -> dict[str, Any]:
+    """What vLLM's names say of the canvas, wherever they stand."""
+    sent = body.model_dump(include=set(Canvas.model_fields), exclude_unset=True)
+    try:
+        wanted = Canvas.model_validate({**sent, **(body.vllm_xargs or {})})
+    except ValidationError as error:
+        raise refused(error, "vllm_xargs") from None
+    if wanted.diffusion_constrained:
+        raise Refused(
+            "diffusion_constrained is not supported: use response_format or guided_choice", "diffusion_constrained"
+        )
+    seeded, pinned = wanted.diffusion_seed_canvas, wanted.diffusion_pinned or []
+    if pinned and (seeded is None or not all(0 <= at < len(seeded) for at in pinned)):
+        raise Refused("diffusion_pinned names places of diffusion_seed_canvas", "diffusion_pinned")
+    settings = {"canvas_length": wanted.diffusion_canvas_length, "max_steps": wanted.diffusion_max_steps}
+    found: dict[str, Any] = {"settings": {name: value for name, value in settings.items() if value is not None}}
+    if seeded is not None:
+        found |= {"draft": tuple(seeded), "pins": {at: seeded[at] for at in pinned}}
+    return found | ({"unending": True} if wanted.diffusion_read_only else {})
 
 
 def warnings_of(body: Sampling) -> list[str]:

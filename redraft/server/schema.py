@@ -24,8 +24,19 @@ class StreamOptions(Body):
     include_frames: bool = False
 
 
-class Sampling(Body):
-    """How an answer is drawn; vLLM's names for a canvas's own settings."""
+class Canvas(Body):
+    """A canvas's own settings, under vLLM's names."""
+
+    diffusion_canvas_length: Annotated[int, Field(ge=1, le=4096)] | None = None
+    diffusion_max_steps: Annotated[int, Field(ge=1, le=4096)] | None = None
+    diffusion_seed_canvas: Annotated[list[int], Field(max_length=4096)] | None = None  # tokens to start from
+    diffusion_pinned: Annotated[list[int], Field(max_length=4096)] | None = None  # places of it that stay
+    diffusion_read_only: bool = False  # one canvas is the whole answer, and nothing ends it
+    diffusion_constrained: bool = False
+
+
+class Sampling(Canvas):
+    """How an answer is drawn."""
 
     temperature: Temperature | None = None
     top_p: float | None = None
@@ -40,8 +51,7 @@ class Sampling(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     diffusing: bool = False  # frames of the denoising itself
-    diffusion_canvas_length: Annotated[int, Field(ge=1, le=4096)] | None = None
-    diffusion_max_steps: Annotated[int, Field(ge=1, le=4096)] | None = None
+    vllm_xargs: dict[str, Any] | None = None  # where vLLM's own clients put these
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_json: dict[str, Any] | None = None
