@@ -10,6 +10,7 @@ and what is on both sides. Tokens are replaced, never inserted. What does not ch
 import difflib
 import math
 import re
+import threading
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from redraft import random
 from redraft.config import SamplerConfig
-from redraft.engine import Engine, Request
+from redraft.engine import Engine, Request, Stopped
 from redraft.generate import prefill
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
@@ -198,15 +199,17 @@ def edit(
     keep: Sequence[Span] = (),
     prompt: Sequence[int] = (),
     seed: int,
+    stop: threading.Event | None = None,
 ) -> Edited:
     """The text with at most a share of its tokens replaced, those that are doubted most, and none of the kept.
 
-    `prompt` is read before it: an instruction, say; without one, the text stands alone.
+    `prompt` is read before it: an instruction, say; without one, the text stands alone. Once `stop` is set, Stopped is
+    raised.
     """
     tokens = Tokens(tokenizer, text)
     kept, prompt = tokens.touched(keep, text), list(prompt) or start_of(tokenizer)
     marks = tokenizer.marks(engine.model.config.vocab_size)
-    options = {"strength": strength, "kept": kept, "never": marks, "prompt": prompt, "seed": seed}
+    options = {"strength": strength, "kept": kept, "never": marks, "prompt": prompt, "seed": seed, "stop": stop}
     new, forwards, settled = redrafted(engine, tokens.ids, cfg, **options)
     changes = changes_of(tokenizer, tokens, new)
     return Edited(applied(text, changes), text, changes, settled, forwards, seed)
@@ -222,6 +225,7 @@ def redrafted(
     never: Sequence[int],
     prompt: Sequence[int],
     seed: int,
+    stop: threading.Event | None = None,
 ) -> tuple[list[int], int, bool]:
     """The tokens with at most a share of them replaced, the passes that took, and whether all pages settled.
 
@@ -239,8 +243,10 @@ def redrafted(
         chosen = set(free[: int(strength * len(page) + 1e-9)])
         if not chosen:
             continue
-        request = add_page(engine, before, page, chosen, cfg, never, seed + block)
-        end = engine.run([request])[request]
+        request = add_page(engine, before, page, chosen, cfg, never, seed + block, stop)
+        end = engine.run([request]).get(request)
+        if end is None:
+            raise Stopped
         new[begin : begin + len(page)] = end.ids_BT[0].tolist()
         forwards, settled = forwards + 1 + end.stats[0].forwards, settled and end.stats[0].settled == 1
     return new, forwards, settled
@@ -254,12 +260,13 @@ def add_page(
     cfg: SamplerConfig,
     never: Sequence[int],
     seed: int,
+    stop: threading.Event | None = None,
 ) -> Request:
     """Asks for the page behind what is before it, the chosen places open, the others pinned."""
     pins = {at: token for at, token in enumerate(page) if at not in chosen}
     rules = Rules(pins=pins, forbidden=tuple({*never, *cfg.eos_token_ids}))
     settings = cfg.changed(canvas_length=len(page), max_new_tokens=len(page))
-    return engine.add(before, settings, seed=seed, rules=rules)
+    return engine.add(before, settings, seed=seed, rules=rules, stop=stop)
 
 
 def start_of(tokenizer: Tokenizer) -> list[int]:

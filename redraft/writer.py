@@ -173,6 +173,7 @@ class Writer:
         seconds: float | None = None,
         stop: threading.Event | None = None,
         draft: str | Sequence[int] | None = None,
+        drafts: bool = True,
         **settings: Any,
     ) -> Iterator[Event]:
         """The events of one answer, their `text` filled in: every draft, every committed page, the end.
@@ -180,6 +181,7 @@ class Writer:
         A string is continued, messages are answered. The texts of the Committed events add up to the answer's. After
         `seconds` the page in work is committed as it is, and that is all; once `stop` is set, nothing more comes. With a
         `draft` the first page starts from that text, or from these tokens, instead of noise.
+        Where nobody looks at them, `drafts=False` spares their text.
         """
         rules, chatting = self._obeyed(rules, settings), not isinstance(prompt, str)
         ids, cfg = self.ids_of(prompt, tools, think), self._settings(max_tokens, settings)
@@ -187,7 +189,7 @@ class Writer:
         first_1C = self._started(draft, cfg, number) if draft else None
         options = {"rules": rules, "first_1C": first_1C, "seconds": seconds, "stop": stop}
         request = self.engine.add(ids, cfg, seed=number, **options)
-        return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting))
+        return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting), drafts)
 
     def ids_of(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> list[int]:
         """The tokens of a text to continue, or of a conversation."""
@@ -252,16 +254,18 @@ class Writer:
         strength: float = 0.3,
         keep: Sequence[Span] = (),
         seed: int | None = None,
+        stop: threading.Event | None = None,
         **settings: Any,
     ) -> Edited:
         """Redrafts a text in place: at most this share of its tokens, those that the model doubts most.
 
         With an instruction, which takes a model that chats, it doubts what does not follow it. Characters in the spans
-        `keep` (start, end) stay. `edited.diff()` shows what has changed. `settings` are fields of SamplerConfig.
+        `keep` (start, end) stay. `edited.diff()` shows what has changed. Once `stop` is set, Stopped is raised.
+        `settings` are fields of SamplerConfig.
         """
         asked = [] if instruction is None else self.tokenizer.chat(as_messages(f"{instruction}\n\n{text}"))
         seed, cfg = seed if seed is not None else fresh_seed(), self._settings(None, settings)
-        options = {"strength": strength, "keep": keep, "prompt": asked, "seed": seed}
+        options = {"strength": strength, "keep": keep, "prompt": asked, "seed": seed, "stop": stop}
         return editing.edit(self.engine, self.tokenizer, text, cfg, **options)
 
     def suggest(self, text: str, *, least: float = 20.0, most: int = 3) -> list[Suggestion]:
@@ -384,7 +388,11 @@ class Writer:
 
 
 def _choices(choices: Sequence[str]) -> Sequence[str]:
-    if isinstance(choices, str) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+    if (
+        not isinstance(choices, (list, tuple))
+        or not choices
+        or not all(isinstance(choice, str) and choice for choice in choices)
+    ):
         raise PatternError(f"choices must be a list of texts, none of them empty, got {choices!r}")
     if len(set(choices)) < len(choices):
         raise PatternError(f"choices must differ from one another, got {list(choices)!r}")
@@ -434,10 +442,12 @@ class _Reading:
         return Parsed(*(new[len(old) :] for old, new in parts))
 
 
-def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading) -> Iterator[Event]:
+def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading, drafts: bool) -> Iterator[Event]:
     room = cfg.max_new_tokens
     for event in events:
         match event:
+            case Draft() if not drafts:
+                yield event
             case Draft():
                 ids, _ = received(event.ids_BC[0].tolist(), cfg, room)
                 yield replace(event, text=reading.draft(ids))

@@ -5,8 +5,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import tiny
 import uvicorn
 
+from redraft.rules import Rules
 from redraft.server.app import ServerConfig, make_app
 from redraft.writer import Writer
 
@@ -27,3 +29,26 @@ def served(writer: Writer, **changes) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(30)
+
+
+NO_END = {"1": -100, "5": -100}
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+class Saying(Writer):
+    """Says what a message tells it to: "say: ..."."""
+
+    def stream(self, prompt, **options):
+        asked = prompt[-1]["content"] if not isinstance(prompt, str) else ""
+        if asked.startswith("say: "):
+            ids = [*self.tokenizer.encode(asked.removeprefix("say: ")), 5]
+            options["rules"] = Rules(pins=dict(enumerate(ids)))
+        return super().stream(prompt, **options)
+
+
+def make(canvas: int = 16) -> Writer:
+    sampler = tiny.sampler(canvas_length=canvas, max_steps=3, max_new_tokens=32)
+    return Saying(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), sampler)

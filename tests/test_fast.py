@@ -121,14 +121,14 @@ def test_a_step_begun_ahead_is_dropped_when_others_come_or_leave(engine, model):
     cfg = replace(CFG, max_new_tokens=8, confidence_threshold=1e-9)
     first = engine.add([2, 3, 4], cfg, seed=5)
     engine.step()
-    assert engine.runner.ahead is not None
+    assert engine.runner.ahead
     second = engine.add([5, 6], cfg, seed=6)
     pages = {}
     while not engine.idle:
         for request, event in engine.step():
             if isinstance(event, Committed):
                 pages[request] = event.ids_BC
-        if engine.runner.ahead is not None and not second.over:
+        if engine.runner.ahead and not second.over:
             engine.cancel(second)
     *_, expected = generate(model, [[2, 3, 4]], cfg, seeds=[5])
     assert torch.equal(pages[first], expected.ids_BT)

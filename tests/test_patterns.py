@@ -180,7 +180,7 @@ def test_a_pattern_that_fails_on_the_way_ends_its_own_request_only(monkeypatch):
         raise PatternError("broken")
 
     monkeypatch.setattr(OnCanvas, "conform", fail)
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(PatternError, match="broken"):
         list(streams[0])
     *_, end = streams[1]
     *_, expected = generate(WRITER.model, [prompt], cfg, seeds=[2])

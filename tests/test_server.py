@@ -1,9 +1,6 @@
 """The server, asked by the clients people use: their own libraries, and requests as editors send them."""
 
 import json
-import threading
-import time
-from contextlib import contextmanager
 
 import anthropic
 import httpx
@@ -11,40 +8,16 @@ import ollama
 import openai
 import pytest
 import tiny
-from serving import served
+from serving import NO_END, make, served, user
 
-from redraft.rules import Rules
 from redraft.server import holes
 from redraft.server.asking import Stops
 from redraft.server.filling import trimmed
-from redraft.server.guard import Limits
-from redraft.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients' own libraries
 
-NO_END = {"1": -100, "5": -100}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["n", "ok"]}
 TOOL = {"name": "find", "description": "Finds.", "parameters": {"type": "object", "properties": {}}}
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-class Saying(Writer):
-    """Says what a message tells it to: "say: ..."."""
-
-    def stream(self, prompt, **options):
-        asked = prompt[-1]["content"] if not isinstance(prompt, str) else ""
-        if asked.startswith("say: "):
-            ids = [*self.tokenizer.encode(asked.removeprefix("say: ")), 5]
-            options["rules"] = Rules(pins=dict(enumerate(ids)))
-        return super().stream(prompt, **options)
-
-
-def make(canvas: int = 16) -> Writer:
-    sampler = tiny.sampler(canvas_length=canvas, max_steps=3, max_new_tokens=32)
-    return Saying(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), sampler)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +132,8 @@ def test_a_forbidden_token_a_temperature_a_stop_and_a_draft(http):
     body = {"prompt": "ab", "max_tokens": 16, "seed": 1, "temperature": 0}
     cold = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == cold
+    warm = http.post("/v1/completions", json={**body, "temperature": 2}).json()["choices"][0]["text"]
+    assert warm != cold
     letter = next(one for one in cold if one.isalnum() and one.isascii())
     (token,) = tiny.byte_tokenizer().encode(letter)
     banned = http.post("/v1/completions", json={**body, "logit_bias": {str(token): -100}}).json()
@@ -174,19 +149,27 @@ def test_a_forbidden_token_a_temperature_a_stop_and_a_draft(http):
         "prediction": {"type": "content", "content": "hello"},
         "top_p": 0.5,
     }
-    found = http.post("/v1/chat/completions", json=drafted).json()
+    found = http.post("/v1/chat/completions", json={**drafted, "seed": 5}).json()
+    plain = http.post("/v1/chat/completions", json={"messages": user("x"), "seed": 5}).json()
+    assert found["choices"][0]["message"] != plain["choices"][0]["message"]
     assert found["warnings"] == ["top_p has no meaning for a canvas and was not applied"]
 
 
 def test_a_canvas_under_vllms_names(http):
     """Seeded and pinned where it was told; the same inside of vllm_xargs; what is not known is refused."""
     ids = tiny.byte_tokenizer().encode("hello world")
-    canvas = {"diffusion_canvas_length": 16, "diffusion_seed_canvas": ids, "diffusion_pinned": [0, 1, 2, 3, 4]}
-    asked = {"prompt": "x", "max_tokens": 16, "seed": 1, "diffusion_read_only": True}
+    canvas = {"diffusion_canvas_length": 11, "diffusion_seed_canvas": ids, "diffusion_pinned": [0, 1, 2, 3, 4]}
+    asked = {"prompt": "x", "max_tokens": 40, "seed": 1, "diffusion_read_only": True}
     found = http.post("/v1/completions", json={**asked, **canvas}).json()["choices"][0]
     assert (found["text"][:5], found["finish_reason"]) == ("hello", "length")
+    assert http.post("/v1/completions", json={**asked, **canvas}).json()["usage"]["completion_tokens"] == 11
     assert http.post("/v1/completions", json={**asked, "vllm_xargs": canvas}).json()["choices"][0] == found
-    for odd in ({"diffusion_pinned": [40]}, {"diffusion_constrained": 1}, {"diffusion_seed_canvas": [10**9]}):
+    for odd in (
+        {"diffusion_pinned": [40]},
+        {"diffusion_constrained": 1},
+        {"diffusion_seed_canvas": [10**9] * 11},
+        {"diffusion_seed_canvas": [7]},
+    ):
         assert http.post("/v1/completions", json={**asked, **canvas, **odd}).status_code == 400
     odd = http.post("/v1/completions", json={**asked, "vllm_xargs": {"diffusion_max_steps": 0}})
     assert odd.json()["error"]["param"] == "vllm_xargs.diffusion_max_steps"
@@ -318,6 +301,7 @@ def test_llama_vscode(http):
         "<PRE> a =  <SUF>\nc = 3 <MID>",
         "<｜fim▁begin｜>a = <｜fim▁hole｜>\nc = 3<｜fim▁end｜>",
         "[SUFFIX]\nc = 3[PREFIX]a = ",
+        "<PRE> <SUF>\nc = 3 <MID> a = ",
         "<|code_prefix|>a = <|code_suffix|>\nc = 3<|code_middle|>",
     ],
 )
@@ -375,99 +359,32 @@ def test_what_an_editor_is_given_is_trimmed():
     assert cut.found == "END"
 
 
-# 3. Behaviour
-
-
-def test_strangers_are_refused():
-    limits = Limits(key="secret", body_bytes=2000, hosts=("box.lan",))
-    with served(make(), limits=limits) as url, httpx.Client(base_url=url) as client:
-        assert client.get("/health").status_code == 200
-        assert client.get("/v1/models").status_code == 401
-        known = {"Authorization": "Bearer secret"}
-        assert client.get("/v1/models", headers=known).status_code == 200
-        assert client.get("/v1/models", headers={"x-api-key": "secret", "Host": "box.lan:80"}).status_code == 200
-        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Host": ""}):
-            refused = client.get("/v1/models", headers={**known, **headers})
-            assert (refused.status_code, "error" in refused.json()) == (403, True)
-        assert client.get("/v1/models", headers={**known, "Origin": "http://localhost:3000"}).status_code == 200
-        large = client.post("/v1/completions", headers=known, content=b"x" * 3000)
-        assert (large.status_code, "2,000 bytes" in large.text) == (413, True)
-        pieces = client.post("/v1/completions", headers=known, content=iter([b"x" * 1500] * 2))
-        assert pieces.status_code == 413
-
-
-@contextmanager
-def slow(writer: Writer, seconds: float = 0.05):
-    """Steps take longer."""
-    usual = writer.engine.runner.redraft
-    writer.engine.runner.redraft = lambda requests: (time.sleep(seconds), usual(requests))[1]
-    yield
-    writer.engine.runner.redraft = usual
-
-
-def in_threads(tasks, apart: float = 0.0) -> list:
-    """What each returns, all begun one after the other."""
-    found = [None] * len(tasks)
-    threads = []
-    for number, task in enumerate(tasks):
-        threads.append(threading.Thread(target=lambda n=number, t=task: found.__setitem__(n, t())))
-        threads[-1].start()
-        time.sleep(apart)
-    for thread in threads:
-        thread.join()
-    return found
-
-
-def until(true, seconds: float = 10.0) -> bool:
-    ends = time.monotonic() + seconds
-    while not true() and time.monotonic() < ends:
-        time.sleep(0.01)
-    return true()
-
-
-def test_who_leaves_is_let_go_and_the_newest_wins():
-    writer = make()
-    body = {"prompt": "ab", "max_tokens": 400, "logit_bias": NO_END}
-    with slow(writer), served(writer, requests=3) as url, httpx.Client(base_url=url, timeout=30) as client:
-        with pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json=body, timeout=0.4)
-        assert until(lambda: writer.engine.idle)
-        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-            assert next(response.iter_lines()).startswith("data: ")
-            assert not writer.engine.idle
-        assert until(lambda: writer.engine.idle)
-        asked = {"input_prefix": "a", "input_suffix": "b", "n_predict": 32}
-        older, newer = in_threads([lambda: httpx.post(f"{url}/infill", json=asked, timeout=60)] * 2, apart=0.3)
-        assert (older.status_code, newer.status_code) == (409, 200)
-        ask = lambda: httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 64}, timeout=60)  # noqa: E731
-        found = in_threads([ask] * 6)
-        codes = sorted(one.status_code for one in found)
-        assert codes[0] == 200
-        assert codes[-1] == 429
-        assert next(one for one in found if one.status_code == 429).headers["retry-after"] == "1"
-
-
-def test_what_runs_is_finished_when_the_server_ends():
-    writer, found = make(), []
-    with slow(writer), served(writer) as url:
-        body = {"prompt": "ab", "max_tokens": 64, "logit_bias": NO_END}
-        thread = threading.Thread(target=lambda: found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60)))
-        thread.start()
-        assert until(lambda: not writer.engine.idle)
-    thread.join()
-    assert found[0].status_code == 200
-    assert len(found[0].json()["choices"][0]["text"]) > 10
-
-
-def test_many_at_once_answer_as_alone(http):
-    ask = lambda seed: http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 24, "seed": seed}).json()["choices"]  # noqa: E731
-    alone = [ask(seed) for seed in range(6)]
-    assert in_threads([lambda n=seed: ask(n) for seed in range(6)]) == alone
-
-
 def test_metrics_count(http):
-    before = http.get("/metrics").text
-    http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 4})
-    after = http.get("/metrics").text
-    assert 'redraft_requests_total{route="/v1/completions",status="200"}' in after
-    assert before != after
+    def written() -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith('redraft_tokens_total{kind="written"}')))
+
+    before = written()
+    http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 4, "logit_bias": NO_END})
+    assert written() == before + 4
+    assert 'redraft_requests_total{route="/v1/completions",status="200"}' in http.get("/metrics").text
+
+
+def test_what_cannot_be_honoured_is_refused_by_name(http):
+    chat, text = {"messages": user("x")}, {"prompt": "x", "suffix": "y"}
+    asked = [
+        ("/v1/chat/completions", {**chat, "functions": [{}]}, "functions is not supported"),
+        ("/v1/chat/completions", {**chat, "guided_grammar": "g"}, "guided_grammar is not supported"),
+        ("/v1/chat/completions", {**chat, "response_format": {"type": "choice", "choices": 5}}, "choices must be a list"),
+        ("/v1/chat/completions", {**chat, "vllm_xargs": {"odd": 1}}, "'odd'"),
+        ("/v1/completions", {"prompt": "x", "best_of": 3}, "best_of is not supported"),
+        ("/v1/completions", {**text, "logit_bias": {"7": -100}}, "without logit_bias"),
+        ("/v1/completions", {**text, "diffusing": True}, "without frames"),
+        ("/v1/completions", {"prompt": ["x"] * 40, "n": 4}, "160 answers at once"),
+        ("/api/generate", {**text, "format": "json"}, "cannot obey a format"),
+    ]
+    for path, body, words in asked:
+        refused = http.post(path, json=body)
+        assert (refused.status_code, words in refused.text) == (400, True), (path, body, refused.text)
+    capped = http.post("/v1/completions", json={**text, "max_tokens": 500, "temperature": 1}).json()
+    assert capped["warnings"] == ["a hole has at most 64 tokens, max_tokens was 500"]

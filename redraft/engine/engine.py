@@ -9,11 +9,12 @@ Whoever streams a request makes the steps; or, `with engine.running():`, a threa
 """
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ from redraft.generate import Bill, Event, Finished, check
 from redraft.kernels.choice import chosen
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
+
+LOG = logging.getLogger("redraft.engine")
 
 
 class Engine:
@@ -75,6 +78,7 @@ class Engine:
         deadline = time.monotonic() + seconds if seconds is not None else None
         bill, more = Bill(cfg, [seed], [len(prompt)]), {"matched": rules.start(), "stop": stop}
         request = Request(next(self._numbers), tuple(prompt), cfg, seed, rules, first_1C, deadline, bill, **more)
+        request.inbox = deque() if self._own else None  # it may run before anybody streams it
         self.scheduler.check(request)
         self.scheduler.waiting.append(request)  # a step may run now: nobody waits for its end
         self.tell()
@@ -91,7 +95,7 @@ class Engine:
 
     def _let_go(self, request: Request) -> None:
         if not request.over:
-            request.over = True
+            request.over = request.told = True
             self._leave(request)
 
     def tell(self) -> None:
@@ -126,8 +130,10 @@ class Engine:
             with self._news:
                 self._news.wait_for(lambda: not self._own or not self.idle)
             if self._own:
-                with suppress(Exception):  # those it concerns are told by their own `error`
+                try:
                     self.step()
+                except Exception:  # those it concerns are told by their own `error`
+                    LOG.exception("a step of the engine failed")
                 self.tell()
 
     @property
@@ -137,7 +143,8 @@ class Engine:
 
     def stream(self, request: Request) -> "Stream":
         """The events of one request from now on; the others go on beside it."""
-        request.inbox = deque()
+        if request.inbox is None:
+            request.inbox = deque()
         return Stream(self, request)
 
     @torch.inference_mode()
@@ -151,7 +158,8 @@ class Engine:
                 return self._step()
             except BaseException as error:
                 for request in list(self.scheduler.running):
-                    request.over, request.error = True, error
+                    request.error = error
+                    request.over = request.told = True
                     self._leave(request, keep=False)
                 raise
 
@@ -178,22 +186,24 @@ class Engine:
         found = []
         for request in ready:
             if request.over:
+                request.told = True
                 self._leave(request, keep=False)
                 continue
             events = list(self._settle(request))
             found += [(request, event) for event in events]
             if request.inbox is not None:
                 request.inbox += events
+            request.told = request.over
         return found
 
     def advance(self, request: Request) -> None:
         """A step, if nobody else makes it and the request has not moved meanwhile; or a wait until it has."""
         if self._own:
             with self._news:
-                self._news.wait_for(lambda: request.inbox or request.over or not self._own)
+                self._news.wait_for(lambda: request.inbox or request.told or not self._own)
             return
         with self._lock:
-            if not request.inbox and not request.over:
+            if not request.inbox and not request.told:
                 self.step()
 
     def _begin(self, request: Request) -> None:
@@ -250,10 +260,12 @@ class Stream:
 
     def __next__(self) -> Event:
         inbox = self.request.inbox
-        while not inbox and not self.request.over:
+        while not inbox and not self.request.told:
             self.engine.advance(self.request)
         if inbox:
             return inbox.popleft()
+        if isinstance(self.request.error, ValueError):  # its own fault
+            raise self.request.error
         if self.request.error is not None:
             raise RuntimeError(f"the engine failed while this request ran: {self.request.error}")
         raise StopIteration

@@ -56,7 +56,7 @@ class Fast(Runner):
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         self.stages: dict[tuple[int, ...], Stage] = {}
         self.unread: dict[Request, Tensor] = {}  # pages that count as context but are not in the cache yet
-        self.ahead: tuple[Stage, list[Canvas]] | None = None  # a step that was started, and the canvases it started from
+        self.ahead: dict[Stage, list[Canvas]] = {}  # where a step was started, and the canvases it started from
 
     @torch.inference_mode()
     def warm_up(self, places: int) -> int:
@@ -116,14 +116,14 @@ class Fast(Runner):
                 stage.load(some)
                 fresh = [(request, self.unread.pop(request)) for request in some if request in self.unread]
                 stage.step(self._together(fresh))
-            self.ahead = None
+            self.ahead.pop(stage, None)
             found, softs, settled = stage.look(some)
             for request, state, soft_1CD, done in zip(some, found, softs, settled, strict=True):
                 request.state, request.soft_1CD = state, soft_1CD
                 request.done = done or state.step >= request.cfg.max_steps
             if not any(request.done for request in some):
                 stage.step()  # what it needs is there already
-                self.ahead = (stage, found)
+                self.ahead[stage] = found
 
     def _read(self, ids_1S: Tensor, request: Request) -> None:
         """The last tokens of a request's context into its cache."""
@@ -134,16 +134,18 @@ class Fast(Runner):
     def _together(self, fresh: "list[Unread]") -> "list[Unread]":
         """What is read together with a step: as much as a chunk, longer ones filled up. The longest are read here, alone."""
         fresh = sorted(fresh, key=lambda one: one[1].shape[1])
-        while fresh and power(len(fresh)) * power(fresh[-1][1].shape[1]) > max(self.chunk, power(fresh[0][1].shape[1])):
+        sizes = [power(max(ids_1S.shape[1], request.cfg.canvas_length)) for request, ids_1S in fresh]
+        while fresh and power(len(fresh)) * sizes[len(fresh) - 1] > max(self.chunk, sizes[0]):
             request, ids_1S = fresh.pop()
             self._read(ids_1S, request)
         return fresh
 
     def _has_begun(self, stage: "Stage", requests: Sequence[Request]) -> bool:
         """Whether the step of just these canvases was started when the last one ended."""
-        if self.ahead is None or self.ahead[0] is not stage or len(self.ahead[1]) != len(requests):
+        before = self.ahead.get(stage, [])
+        if len(before) != len(requests):
             return False
-        return all(state is request.state for state, request in zip(self.ahead[1], requests, strict=True))
+        return all(state is request.state for state, request in zip(before, requests, strict=True))
 
     def denoise(self, requests: Sequence[Request]) -> dict[Request, Tensor]:
         """Logits [1, C, V] of each request's page."""
@@ -169,7 +171,7 @@ class Fast(Runner):
         stage = self.stages.pop(key, None) or Stage(self.fused, *key, self.pool)
         self.stages[key] = stage  # the latest last
         if len(self.stages) > MOST_STAGES:
-            del self.stages[next(iter(self.stages))]
+            self.ahead.pop(self.stages.pop(next(iter(self.stages))), None)
         return stage
 
 
@@ -212,12 +214,14 @@ class Stage:
         model = self.fused.model
         if any(shape):
             self.pages[shape] = (torch.zeros(shape, dtype=torch.int64, device=model.device), Table.empty(model, shape[0]))
-        written = [*(getattr(self.rows, field.name) for field in fields(Rows)), self.soft_BCD, self.told.news_B1]
+        written = [*(getattr(self.rows, field.name) for field in fields(Rows)), self.soft_BCD, self.told.step_1]
         kept = [tensor.clone() for tensor in written]
-        self._graphs[shape] = recorded(lambda: self._body(self.pages.get(shape)), model.device, self._pool)
-        for tensor, before in zip(written, kept, strict=True):
-            tensor.copy_(before)
-        self.told.forget()
+        try:
+            self._graphs[shape] = recorded(lambda: self._body(self.pages.get(shape)), model.device, self._pool)
+        finally:
+            for tensor, before in zip(written, kept, strict=True):
+                tensor.copy_(before)
+            self.told.forget()
 
     def _body(self, pages: tuple[Tensor, Table] | None) -> None:
         """One step, and pages read on the way."""
@@ -277,32 +281,34 @@ class Stage:
 
 
 class Told:
-    """Which canvases have settled, and after which step, in memory that the host sees without asking the GPU."""
+    """Which canvases have settled, and after which step, in memory that the host sees without asking the GPU.
+
+    Every number holds both, twice the step and one if settled: whatever order they arrive in, none is mistaken.
+    """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self.news_B1 = torch.zeros(count + 1, dtype=torch.int32, device=device)  # the last number counts the steps
-        self.here_B1 = torch.zeros(count + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.step_1 = torch.zeros(1, dtype=torch.int32, device=device)
+        self.here_B = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def tell(self, settled_B: Tensor) -> None:
         """Part of a step."""
-        self.news_B1[:-1].copy_(settled_B)
-        self.news_B1[-1:].add_(1)
-        self.here_B1.copy_(self.news_B1, non_blocking=True)
+        self.step_1.add_(1)
+        self.here_B.copy_(2 * self.step_1 + settled_B, non_blocking=True)
 
     def forget(self) -> None:
         """What was told when a step was only tried."""
-        if self.news_B1.is_cuda:
+        if self.step_1.is_cuda:
             torch.cuda.synchronize()
-        self.here_B1.fill_(-1)
+        self.here_B.fill_(-1)
 
     def wait(self, step: int) -> list[bool]:
         """What the step of this number found, as soon as it has."""
-        while int(self.here_B1[-1]) != step:
+        while not bool((self.here_B // 2 == step).all()):
             if torch.cuda.current_stream().query():  # all is done; or a fault is raised here
                 torch.cuda.synchronize()
                 break
             time.sleep(PATIENCE)
-        return [bool(settled) for settled in self.here_B1[:-1].tolist()]
+        return [number % 2 == 1 for number in self.here_B.tolist()]
 
 
 @cache

@@ -22,6 +22,9 @@ from redraft.rules import CanvasRules, Rules
 class Stopped(RuntimeError):
     """Whoever asked wants no more of it."""
 
+    def __init__(self) -> None:
+        super().__init__("this request was stopped: nobody waits for it any more, or a newer one has taken its place")
+
 
 @dataclass(eq=False)
 class Request:
@@ -43,6 +46,7 @@ class Request:
     page: sampler.Page | None = None  # committed, not yet read into the cache
     done: bool = False  # another step of the page would change nothing, or is not allowed
     over: bool = False  # finished, cancelled or refused: nothing more comes of it
+    told: bool = False  # and all that came of it is in its inbox
     context: list[int] = field(default_factory=list)  # the tokens in the cache
     matched: int = 0  # where its pattern is
     draws: random.Draws | None = None

@@ -50,7 +50,7 @@ class Runner:
             try:
                 shaped_1CV = request.settle(logits_1CV)
             except PatternError as error:  # this request's own fault, and nobody else's
-                request.over, request.error = True, error
+                request.error, request.over = error, True
                 continue
             request.soft_1CD = None if request.done else self.model.soft_embed(shaped_1CV)
 

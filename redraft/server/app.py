@@ -47,7 +47,7 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
             await worker.close(config.drain_seconds)
 
     app = FastAPI(title="redraft", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, limits=config.limits, metrics=metrics)
+    app.add_middleware(Guard, limits=config.limits, metrics=metrics, told=error_body)
     app.state.worker = worker
     metrics.active.set_function(lambda: worker.active)
     add_errors(app)
@@ -102,14 +102,14 @@ def add_errors(app: FastAPI) -> None:
     def told(status: int) -> Callable[[Request, Exception], Response]:
         def answer(request: Request, error: Exception) -> Response:
             headers = {"Retry-After": str(error.seconds)} if isinstance(error, Busy) else None
-            sentence = str(error) or "a newer request has taken this one's place"
+            sentence = str(error) or type(error).__name__
             body = error_body(request.url.path, status, sentence, getattr(error, "param", None))
             return JSONResponse(body, status_code=status, headers=headers)
 
         return answer
 
     kinds = {Refused: 400, ValueError: 400, RecursionError: 400, Busy: 429, Closing: 503, TooLarge: 413}
-    for kind, status in {**kinds, Stopped: 409, Gone: 499, RuntimeError: 500}.items():
+    for kind, status in {**kinds, Stopped: 409, Gone: 499, Exception: 500}.items():
         app.add_exception_handler(kind, told(status))
 
     def missing(request: Request, error: Exception) -> Response:

@@ -8,7 +8,7 @@ Sampling: a temperature of 1 is the model's own schedule, others scale it. Knows
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redraft.answers import ToolCall
@@ -128,6 +128,8 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
     if not isinstance(prompt, str) and not writer.tokenizer.can_chat:
         prompt = continued(prompt, asked)
     seed = asked.seed if asked.seed is not None else fresh_seed()
+    if asked.unending or isinstance(asked.draft, tuple):
+        asked = one_canvas(asked, asked.settings.get("canvas_length", writer.sampler.canvas_length))
     forbidden = (*asked.forbidden, *(writer.sampler.eos_token_ids if asked.unending else ()))
     settings = {**heated(writer.sampler, asked.temperature), **asked.settings, **asked.pattern}
     events = writer.stream(
@@ -140,6 +142,7 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
         seconds=asked.seconds,
         stop=stop,
         draft=asked.draft,
+        drafts=asked.frames,
         **settings,
     )
     cut, frames, called, last, pages = Stops(asked.stops), Frames(writer.tokenizer), False, None, []
@@ -169,11 +172,19 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
     yield End("tool_calls" if called else last.reasons[0], Usage.of(last.stats[0]))
 
 
+def one_canvas(asked: Asked, length: int) -> Asked:
+    """A canvas given by its tokens is whole; one that nothing ends is the whole answer."""
+    if isinstance(asked.draft, tuple) and len(asked.draft) != length:
+        sentence = f"diffusion_seed_canvas has {len(asked.draft)} tokens, the canvas has {length}"
+        raise Refused(sentence, "diffusion_seed_canvas")
+    return replace(asked, max_tokens=length) if asked.unending else asked
+
+
 def cut_off(
     writer: Writer, prompt: Sequence[int], pages: Sequence[tuple[Committed, str]], seed: int, seconds: float
 ) -> Usage:
     """What an answer cost that a stop string ended: the tokens that were shown, and whole pages of work."""
-    shown = sum(len(writer.tokenizer.encode(text)) for _, text in pages)
+    shown = sum(len(writer.tokenizer.encode(event.reasoning + text)) for event, text in pages)
     steps = sum(int(event.steps_B[0]) for event, _ in pages)
     settled = sum(bool(event.settled_B[0]) for event, _ in pages)
     return Usage(len(prompt), shown, 0, seconds, 0.0, steps, steps + len(pages) - 1, len(pages), settled, seed)
@@ -202,7 +213,8 @@ class Stops:
         if places:
             at, self.found = min(places)
             return whole[:at]
-        held = max((size for stop in self.stops for size in range(1, len(stop)) if whole.endswith(stop[:size])), default=0)
+        sizes = [(stop, min(len(stop), len(whole) + 1)) for stop in self.stops]
+        held = max((size for stop, most in sizes for size in range(1, most) if whole.endswith(stop[:size])), default=0)
         self._held = whole[len(whole) - held :]
         return whole[: len(whole) - held]
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -70,6 +71,8 @@ class Desk:
 
     async def begin(self, asked: Sequence[Asked]) -> AsyncIterator[tuple[int, Piece]]:
         """Pieces of all of them as they come, with their numbers; what cannot be done is told before this returns."""
+        if len(asked) > self.worker.limit:
+            raise Refused(f"{len(asked)} answers at once are more than the {self.worker.limit} that can be", "n")
         streams = [self.worker.items(lambda stop, one=one: pieces(self.writer, one, stop)) for one in asked]
         merged = self._counted(together(streams))
         await anext(merged)
@@ -119,8 +122,8 @@ class Desk:
 
 
 def client_of(request: Request) -> str:
-    """Who asks."""
-    return request.client.host if request.client else ""
+    """Who asks: which machine, and which program on it."""
+    return f"{request.client.host if request.client else ''} {request.headers.get('user-agent', '')}"
 
 
 async def read(request: Request, kind: type[B]) -> B:
@@ -161,8 +164,9 @@ def sse(parts: AsyncIterator[dict[str, Any]], *, named: bool = False, end: str =
     """A stream of events; `named`: each has its type on a line of its own."""
 
     async def lines() -> AsyncIterator[str]:
-        async for part in parts:
-            yield (f"event: {part['type']}\n" if named else "") + f"data: {compact(part)}\n\n"
+        async with aclosing(parts):
+            async for part in parts:
+                yield (f"event: {part['type']}\n" if named else "") + f"data: {compact(part)}\n\n"
         if end:
             yield end
 
@@ -173,8 +177,9 @@ def ndjson(parts: AsyncIterator[dict[str, Any]]) -> Response:
     """A stream of JSON lines."""
 
     async def lines() -> AsyncIterator[str]:
-        async for part in parts:
-            yield compact(part) + "\n"
+        async with aclosing(parts):
+            async for part in parts:
+                yield compact(part) + "\n"
 
     return StreamingResponse(lines(), media_type="application/x-ndjson")
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from redraft.engine import Stopped
 from redraft.server.asking import Stops, Usage, heated
 from redraft.server.holes import Hole, Region
 from redraft.writer import Writer, fresh_seed
@@ -55,7 +54,8 @@ def put(
     for one in found:
         text = trimmed(one.holes[0], stops, indent, paragraph)
         new = len(writer.tokenizer.encode(text))
-        usage = Usage(read, new, 0, taken, 0.0, one.forwards, one.forwards, 1, int(one.settled), number)
+        passes = 0 if texts else one.forwards  # which all of them shared
+        usage = Usage(read, new, 0, taken, 0.0, passes, passes, 1, int(one.settled), number)
         texts.setdefault(text, Put(text, usage))
     return list(texts.values())
 
@@ -73,14 +73,15 @@ def trimmed(text: str, stops: Sequence[str], indent: int, paragraph: bool) -> st
     return text
 
 
-def rewritten(writer: Writer, region: Region, stop: threading.Event, *, seed: int | None = None) -> Put:
+def rewritten(
+    writer: Writer, region: Region, stop: threading.Event, *, seed: int | None = None, temperature: float | None = None
+) -> Put:
     """A region of a file redrafted where the model doubts it, the file around it in sight and untouched."""
-    if stop.is_set():
-        raise Stopped
     began, number = time.perf_counter(), seed if seed is not None else fresh_seed()
     before = region.context + region.before
     text, end = before + region.text + region.after, len(before) + len(region.text)
-    found = writer.edit(text, strength=DOUBTED, keep=[(0, len(before)), (end, len(text))], seed=number)
+    keep, heat = [(0, len(before)), (end, len(text))], heated(writer.sampler, temperature)
+    found = writer.edit(text, strength=DOUBTED, keep=keep, seed=number, stop=stop, **heat)
     new = found.text[len(before) : len(found.text) - len(region.after)]
     taken, tokens = time.perf_counter() - began, len(writer.tokenizer.encode(new))
     read = len(writer.tokenizer.encode(text))

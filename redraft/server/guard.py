@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-LOCAL = ("localhost", "127.0.0.1", "::1", "testserver")
+LOCAL = ("localhost", "127.0.0.1", "::1")
 LOG = logging.getLogger("redraft.server")
 OPEN = ("/health",)  # without a key
 
@@ -48,10 +48,10 @@ class Metrics:
 
 
 class Guard:
-    """ASGI middleware."""
+    """ASGI middleware. `told` puts a refusal into the shape that clients of a path read."""
 
-    def __init__(self, app: Any, limits: Limits, metrics: Metrics) -> None:
-        self.app, self.limits, self.metrics = app, limits, metrics
+    def __init__(self, app: Any, limits: Limits, metrics: Metrics, told: Callable[[str, int, str], Any]) -> None:
+        self.app, self.limits, self.metrics, self.told = app, limits, metrics, told
         self.hosts = {*LOCAL, *(host.lower() for host in limits.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +70,7 @@ class Guard:
 
         try:
             if refusal := self._refusal(scope, headers):
-                await _answer(noted, *refusal)
+                await _answer(noted, refusal[0], self.told(scope["path"], *refusal))
             else:
                 await self.app(scope, self._counted(receive), noted)
         finally:
@@ -83,7 +83,7 @@ class Guard:
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
         if (host := _name(headers.get("host", ""))) not in self.hosts:
             return 403, f"this server does not answer to the host {host!r}; start it with --allow-host {host} if it is yours"
-        if (origin := headers.get("origin")) is not None and _name(urlsplit(origin).netloc) not in self.hosts:
+        if (origin := headers.get("origin")) is not None and _name(origin.partition("://")[2]) not in self.hosts:
             return 403, f"pages from {origin!r} may not use this server; start it with --allow-host if they are yours"
         if self.limits.key is not None and scope["path"] not in OPEN and not self._has_key(headers):
             return 401, "this server wants its API key: Authorization: Bearer KEY, or x-api-key: KEY"
@@ -126,8 +126,7 @@ def _name(netloc: str) -> str:
         return ""
 
 
-async def _answer(send: Send, status: int, sentence: str) -> None:
-    body = json.dumps({"error": {"message": sentence, "type": "invalid_request_error", "param": None, "code": status}})
+async def _answer(send: Send, status: int, body: Any) -> None:
     headers: Iterable[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body.encode()})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})

@@ -52,8 +52,14 @@ def find_hole(prompt: str, suffix: str | None = None) -> Hole | None:
             order = [mark for mark in re.findall("|".join(re.escape(mark) for mark in family), prompt) if mark != family[2]]
             first, second = parts[1], parts[2]
             before, after = (first, second) if order[0] == prefix else (second, first)
+            late = "".join(parts[3:])  # where the middle's mark comes early, the prefix stands behind it
             if prefix == "<PRE>":  # written with a space on either side
-                before, after = before.removeprefix(" ").removesuffix(" "), after.removesuffix(" ")
+                before, after, late = (
+                    before.removeprefix(" ").removesuffix(" "),
+                    after.removesuffix(" "),
+                    late.removeprefix(" "),
+                )
+            before += late
             return Hole(_bare(before), _bare(after), _context(parts[0]))
     return None
 
@@ -88,8 +94,9 @@ def find_region(prompt: str) -> Region | None:
 
 
 def _between(text: str, tag: str) -> str | None:
-    found = re.search(rf"<\|{tag}\|>(.*?)<\|/{tag}\|>", text, re.DOTALL)
-    return found[1] if found else None
+    begin = text.find(f"<|{tag}|>")
+    end = text.find(f"<|/{tag}|>", begin)
+    return text[begin + len(tag) + 4 : end] if 0 <= begin < end else None
 
 
 def _line(region: str) -> str:

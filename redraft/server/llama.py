@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from redraft.server.desk import Desk, Route, client_of, read
+from redraft.server.desk import Desk, Route, client_of, each, read, sse
 from redraft.server.filling import Put
 from redraft.server.holes import Hole
 from redraft.server.openai import stops_of
@@ -44,7 +44,8 @@ class Llama:
             indent=body.n_indent,
             paragraph=True,
         )
-        return JSONResponse(answer(found, body))
+        whole = answer(found, body)
+        return sse(each([whole]), end="") if body.stream else JSONResponse(whole)
 
     async def props(self) -> dict[str, Any]:
         """GET /props."""

@@ -96,6 +96,8 @@ class Ollama:
         if not body.prompt and not body.suffix:  # the client wants the model loaded, and it is
             return self._sent(body, [{"response": "", "done": True, "done_reason": "load"}])
         if hole := find_hole(body.prompt, body.suffix):
+            if body.format:
+                raise Refused("a hole cannot obey a format yet", "format")
             most = options.num_predict if (options.num_predict or 0) > 0 else None
             settings = {"temperature": options.temperature, "seed": options.seed, "stops": stops_of(options.stop)}
             (found,) = await self.desk.put(request, hole, max_tokens=most, **settings)
@@ -120,7 +122,10 @@ class Ollama:
         """POST /api/show. `.Suffix` in the template tells clients that holes can be filled."""
         await read(request, ShowRequest)
         writer = self.desk.writer
-        told = {"general.architecture": "diffusion_gemma", "context_length": writer.model.config.max_position_embeddings}
+        told = {
+            "general.architecture": "diffusion_gemma",
+            "diffusion_gemma.context_length": writer.model.config.max_position_embeddings,
+        }
         can = ["completion", "insert", *(["tools", "thinking"] if writer.tokenizer.can_chat else [])]
         template = "{{ .Prompt }}{{ .Suffix }}"
         return {"template": template, "parameters": "", "capabilities": can, "model_info": told, "details": self._details()}
@@ -131,7 +136,7 @@ class Ollama:
 
     async def running(self) -> dict[str, Any]:
         """GET /api/ps."""
-        return {"models": [{**self._listed(), "expires_at": self.began, "size_vram": 0}]}
+        return {"models": [{**self._listed(), "expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}]}
 
     async def told_version(self) -> dict[str, str]:
         """GET /api/version."""

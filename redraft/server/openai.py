@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from redraft.answers import ToolCall
 from redraft.server.asking import Asked, End, Frame, Refused, Text, Usage
 from redraft.server.desk import Desk, Route, Whole, client_of, each, read, refused, sse
-from redraft.server.filling import Put, rewritten
+from redraft.server.filling import LONGEST, Put, rewritten
 from redraft.server.holes import Hole, find_hole, find_region
 from redraft.server.schema import Canvas, ChatMessage, ChatRequest, CompletionRequest, EditRequest, Sampling
 from redraft.tokenizer import Message
@@ -23,9 +23,13 @@ from redraft.writer import fresh_seed
 
 ALIAS = "mercury-coder-local"  # the name under which an editor asks for edits
 
-NO_MEANING = ("top_p", "top_k", "frequency_penalty", "presence_penalty")  # a canvas is not drawn token by token
+# A canvas is not drawn token by token. What these are where they change nothing:
+NO_MEANING = {"top_p": (1,), "top_k": (0, -1), "frequency_penalty": (0,), "presence_penalty": (0,)}
+UNKNOWN = ("guided_grammar", "stop_token_ids", "functions", "function_call", "audio", "modalities", "structured_outputs")
 PLAIN_OBJECT = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}
 BANNED = -100.0
+NAMES = {"pattern": "response_format", "forbidden": "logit_bias", "frames": "frames", "settings": "diffusion settings"}
+NAMES |= {"draft": "diffusion_seed_canvas", "pins": "diffusion_pinned", "unending": "diffusion_read_only"}
 
 
 # 1. What was asked
@@ -43,18 +47,32 @@ def chat_asked(body: ChatRequest) -> Asked:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         tools=body.tools if choice != "none" else None,
         think=think,
-        **sampling(body) | ({"draft": plain_text(body.prediction.content, "prediction")} if body.prediction else {}),
+        **predicted(body, sampling(body)),
     )
+
+
+def predicted(body: ChatRequest, known: dict[str, Any]) -> dict[str, Any]:
+    """With the text that an answer is expected to be like."""
+    if body.prediction is None:
+        return known
+    if "draft" in known:
+        raise Refused("a page starts from a prediction or from diffusion_seed_canvas, not from both", "prediction")
+    return {**known, "draft": plain_text(body.prediction.content, "prediction")}
 
 
 def text_asked(body: CompletionRequest, prompt: str) -> Asked:
     """A completion of one text."""
+    if body.best_of not in (None, 1):
+        raise Refused(f"best_of is not supported: ask for n answers instead, got {body.best_of}", "best_of")
     return Asked(prompt=prompt, max_tokens=body.max_tokens or 16, **sampling(body))
 
 
 def sampling(body: Sampling) -> dict[str, Any]:
     """What chat and text have in common."""
-    if body.logprobs:
+    for name in UNKNOWN:
+        if (body.model_extra or {}).get(name) not in (None, [], {}):
+            raise Refused(f"{name} is not supported; response_format knows json_schema, regex and choice", name)
+    if body.logprobs is not None and body.logprobs is not False:
         raise Refused("logprobs are not available: a page is redrafted as a whole, not token by token", "logprobs")
     options = body.stream_options
     return {
@@ -70,9 +88,11 @@ def sampling(body: Sampling) -> dict[str, Any]:
 
 def canvas_of(body: Sampling) -> dict[str, Any]:
     """What vLLM's names say of the canvas, wherever they stand."""
-    sent = body.model_dump(include=set(Canvas.model_fields), exclude_unset=True)
+    sent, more = body.model_dump(include=set(Canvas.model_fields), exclude_unset=True), body.vllm_xargs or {}
+    if unknown := sorted(set(more) - set(Canvas.model_fields)):
+        raise Refused(f"vllm_xargs has {unknown[0]!r}, which is not known here", "vllm_xargs")
     try:
-        wanted = Canvas.model_validate({**sent, **(body.vllm_xargs or {})})
+        wanted = Canvas.model_validate({**sent, **more})
     except ValidationError as error:
         raise refused(error, "vllm_xargs") from None
     if wanted.diffusion_constrained:
@@ -91,7 +111,7 @@ def canvas_of(body: Sampling) -> dict[str, Any]:
 
 def warnings_of(body: Sampling) -> list[str]:
     """What was sent and has no meaning here."""
-    sent = [name for name in NO_MEANING if getattr(body, name) not in (None, 0, 1, -1)]
+    sent = [name for name, neutral in NO_MEANING.items() if getattr(body, name) not in (None, *neutral)]
     return [f"{name} has no meaning for a canvas and was not applied" for name in sent]
 
 
@@ -196,9 +216,12 @@ class Reply:
         """What a part of a stream is called."""
         return "chat.completion.chunk" if self.chat else self.kind
 
-    def whole(self, choices: list[dict[str, Any]], spent: Sequence[Usage], warnings: Sequence[str]) -> dict[str, Any]:
-        """Everything at once."""
-        found = {**self.head, "choices": choices, "usage": usage_of(spent), "timings": timings_of(spent)}
+    def whole(
+        self, choices: list[dict[str, Any]], spent: Sequence[Sequence[Usage]], warnings: Sequence[str]
+    ) -> dict[str, Any]:
+        """Everything at once; `spent` has the choices of each prompt together."""
+        every = [one for some in spent for one in some]
+        found = {**self.head, "choices": choices, "usage": usage_of(spent), "timings": timings_of(every)}
         return {**found, "warnings": list(warnings)} if warnings else found
 
     def chunk(self, index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -248,11 +271,11 @@ def finish(reason: str) -> str:
     return "length" if reason == "deadline" else reason
 
 
-def usage_of(parts: Sequence[Usage]) -> dict[str, Any]:
-    """The prompt is counted once, whatever the number of choices."""
-    prompt, new = max((one.prompt_tokens for one in parts), default=0), sum(one.new_tokens for one in parts)
-    cached = max((one.cached for one in parts), default=0)
-    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+def usage_of(spent: Sequence[Sequence[Usage]]) -> dict[str, Any]:
+    """Every prompt is counted once, whatever the number of its choices."""
+    prompt = sum(max(one.prompt_tokens for one in some) for some in spent)
+    new = sum(one.new_tokens for some in spent for one in some)
+    details = {"prompt_tokens_details": {"cached_tokens": sum(max(one.cached for one in some) for some in spent)}}
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}
 
 
@@ -339,7 +362,7 @@ class OpenAI:
             raise Refused("there is nothing to edit: no <|code_to_edit|> ... <|/code_to_edit|> in the messages", "messages")
 
         def work(stop: threading.Event) -> Iterator[Put]:
-            yield rewritten(self.desk.writer, region, stop, seed=body.seed)
+            yield rewritten(self.desk.writer, region, stop, seed=body.seed, temperature=body.temperature)
 
         found = await self.desk.once(request, work, ("edit", client_of(request)))
         self.desk.count(found.usage)
@@ -348,7 +371,7 @@ class OpenAI:
         if body.stream:
             return sse(each([reply.chunk(0, message), reply.chunk(0, {}, "stop")]))
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return JSONResponse(reply.whole([choice], [found.usage], []))
+        return JSONResponse(reply.whole([choice], [[found.usage]], []))
 
     async def models(self) -> dict[str, Any]:
         """GET /v1/models."""
@@ -359,17 +382,20 @@ class OpenAI:
     async def _put(
         self, request: Request, body: CompletionRequest, found: Sequence[Hole], reply: Reply, *, paragraph: bool
     ) -> Response:
-        if sampling(body)["pattern"]:
-            raise Refused("a hole cannot obey a pattern yet: leave out response_format", "response_format")
+        for name, value in sampling(body).items():
+            if value and name not in ("temperature", "seed", "stops"):
+                raise Refused(f"a hole is filled without {NAMES[name]}: leave that out", NAMES[name])
         options = {"count": body.n or 1, "max_tokens": body.max_tokens, "temperature": body.temperature, "seed": body.seed}
         options |= {"stops": stops_of(body.stop), "paragraph": paragraph}
-        filled = [(hole, one) for hole in found for one in await self.desk.put(request, hole, **options)]
-        choices = []
-        for index, (hole, one) in enumerate(filled):
+        filled = [(hole, await self.desk.put(request, hole, **options)) for hole in found]
+        choices, told = [], warnings_of(body)
+        if (body.max_tokens or 0) > LONGEST:
+            told.append(f"a hole has at most {LONGEST} tokens, max_tokens was {body.max_tokens}")
+        for hole, one in ((hole, one) for hole, texts in filled for one in texts):
             text = (hole.before if body.echo else "") + one.text
             shapes = {"text": text, "delta": {"content": text}, "message": {"role": "assistant", "content": text}}
-            choices.append({"index": index, **shapes, "logprobs": None, "finish_reason": "stop"})
-        whole = reply.whole(choices, [one.usage for _, one in filled], warnings_of(body))
+            choices.append({"index": len(choices), **shapes, "logprobs": None, "finish_reason": "stop"})
+        whole = reply.whole(choices, [[one.usage for one in texts] for _, texts in filled], told)
         return sse(each([{**whole, "choices": [choice]} for choice in choices])) if body.stream else JSONResponse(whole)
 
     async def _told(
@@ -380,20 +406,29 @@ class OpenAI:
         many = [one for one in asked for _ in range(body.n or 1)]
         many = [replace(one, seed=first + number) for number, one in enumerate(many)]
         if body.stream:
-            return sse(self._parts(await self.desk.begin(many), body, reply, len(many)))
+            return sse(self._parts(await self.desk.begin(many), body, reply, many))
         choices, found = [], await self.desk.gather(request, many)
         for index, one in enumerate(found):
             choice = {"index": index, "finish_reason": finish(one.end.reason), "logprobs": None}
             echoed = many[index].prompt if getattr(body, "echo", False) else ""
             choices.append(choice | ({"message": message_of_answer(one)} if reply.chat else {"text": echoed + one.text}))
-        return JSONResponse(reply.whole(choices, [one.end.usage for one in found], warnings_of(body)))
+        spent = [one.end.usage for one in found]
+        return JSONResponse(reply.whole(choices, grouped(spent, body.n or 1), warnings_of(body)))
 
     async def _parts(
-        self, merged: AsyncIterator[Any], body: ChatRequest | CompletionRequest, reply: Reply, count: int
+        self,
+        merged: AsyncIterator[Any],
+        body: ChatRequest | CompletionRequest,
+        reply: Reply,
+        many: Sequence[Asked],
     ) -> AsyncIterator[dict[str, Any]]:
-        spent, calls = [], [0] * count
-        for index in range(count) if reply.chat else ():
-            yield reply.chunk(index, {"role": "assistant", "content": ""})
+        spent: list[Any] = [None] * len(many)
+        calls, warnings = [0] * len(many), {"warnings": told} if (told := warnings_of(body)) else {}
+        for index, asked in enumerate(many):
+            if reply.chat:
+                yield reply.chunk(index, {"role": "assistant", "content": ""})
+            elif getattr(body, "echo", False):
+                yield reply.chunk(index, {"content": asked.prompt})
         try:
             async for index, piece in merged:
                 match piece:
@@ -404,10 +439,15 @@ class OpenAI:
                             yield reply.chunk(index, delta)
                         calls[index] += len(piece.tool_calls)
                     case End():
-                        spent.append(piece.usage)
-                        yield reply.chunk(index, {}, finish(piece.reason))
-        except RuntimeError as failure:  # it has begun: the status cannot be changed any more
+                        spent[index] = piece.usage
+                        yield reply.chunk(index, {}, finish(piece.reason), **warnings)
+        except (RuntimeError, ValueError) as failure:  # it has begun: the status cannot be changed any more
             yield error(500, str(failure))
             return
         if body.stream_options and body.stream_options.include_usage:
-            yield reply.whole([], spent, warnings_of(body)) | {"object": reply.part}
+            yield reply.whole([], grouped(spent, body.n or 1), []) | {"object": reply.part}
+
+
+def grouped(spent: Sequence[Usage], each_has: int) -> list[list[Usage]]:
+    """Choices of each prompt together."""
+    return [list(spent[at : at + each_has]) for at in range(0, len(spent), each_has)]

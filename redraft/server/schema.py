@@ -7,7 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Stop = str | Annotated[list[str], Field(max_length=64)] | None
+Ending = Annotated[str, Field(max_length=2000)]
+Stop = Ending | Annotated[list[Ending], Field(max_length=64)] | None
 
 
 class Body(BaseModel):

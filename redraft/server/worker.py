@@ -59,18 +59,19 @@ class Worker:
             stop.set()
         self.writer.engine.tell()
         await asyncio.to_thread(self._held.close)
-        self._threads.shutdown(wait=True)
+        await asyncio.to_thread(self._threads.shutdown)
 
     async def items(self, work: Work[T], latest: Hashable | None = None) -> AsyncIterator[T]:
         """What the work yields, as it comes. Of requests with one `latest`, the newest lets the one before it go."""
         if self.closing:
             raise Closing("the server is shutting down")
-        if self.active >= self.limit:
-            raise Busy(self.active)
         stop, loop, queue = threading.Event(), asyncio.get_running_loop(), asyncio.Queue[Any]()
+        before = self._latest.get(latest) if latest is not None else None
+        if before is not None:
+            self._stop(before)
+        if self.active - (before is not None) >= self.limit:
+            raise Busy(self.active)
         if latest is not None:
-            if before := self._latest.get(latest):
-                self._stop(before)
             self._latest[latest] = stop
         self._stops.add(stop)
 
@@ -98,13 +99,6 @@ class Worker:
             self._stop(stop)
             if self._latest.get(latest) is stop:
                 del self._latest[latest]
-
-    async def result(self, work: Callable[[threading.Event], T], latest: Hashable | None = None) -> T:
-        """What a function returns, in a thread."""
-        found: list[T] = []
-        async for item in self.items(lambda stop: iter([work(stop)]), latest):
-            found.append(item)
-        return found[0]
 
     def _stop(self, stop: threading.Event) -> None:
         stop.set()

@@ -5,7 +5,8 @@ Reference: `OnCanvas.conform` in `patterns.py`, which has the mathematics; here 
     logits -> [1 gather] pieces of classes -> classes -> pairs of states
     pairs -> [2 live] -> [3 walk: one program sums forward and backward, another finds the likeliest] -> classes
 
-Probabilities may be as faint as e^-300, so sums are float64. A walk is one program: position after position, all pairs of
+Probabilities may be as faint as e^-300 (here that is the floor of a tile of tokens, there of a class: it only matters
+where nothing likelier matches), so sums are float64. A walk is one program: position after position, all pairs of
 states at once, sums by atomics, a barrier between positions. Shapes: C positions, V vocabulary, K classes of tokens, R pairs
 of states with a step between them, Q states, E entries of a list of segments, S segments.
 """

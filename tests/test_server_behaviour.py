@@ -1,0 +1,140 @@
+"""The server's manners: who is let in, who is let go, what is finished, and that nobody disturbs another."""
+
+import asyncio
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from serving import NO_END, make, served
+
+from redraft.server.guard import Limits
+from redraft.server.worker import Closing, Worker
+from redraft.writer import Writer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients' own libraries
+
+
+def test_strangers_are_refused():
+    limits = Limits(key="secret", body_bytes=2000, hosts=("box.lan",))
+    with served(make(), limits=limits) as url, httpx.Client(base_url=url) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").status_code == 401
+        known = {"Authorization": "Bearer secret"}
+        assert client.get("/v1/models", headers=known).status_code == 200
+        assert client.get("/v1/models", headers={"x-api-key": "secret", "Host": "box.lan:80"}).status_code == 200
+        odd = ("https://evil.example", "null", "http://[", "http://localhost.evil.example", "file://")
+        for headers in ({"Host": "evil.example"}, {"Host": ""}, *({"Origin": origin} for origin in odd)):
+            refused = client.get("/v1/models", headers={**known, **headers})
+            assert (refused.status_code, "error" in refused.json()) == (403, True)
+        assert client.get("/v1/models", headers={**known, "Origin": "http://localhost:3000"}).status_code == 200
+        assert client.get("/api/tags").json() == {"error": client.get("/v1/models").json()["error"]["message"]}
+        large = client.post("/v1/completions", headers=known, content=b"x" * 3000)
+        assert (large.status_code, "2,000 bytes" in large.text) == (413, True)
+        pieces = client.post("/v1/completions", headers=known, content=iter([b"x" * 1500] * 2))
+        assert pieces.status_code == 413
+
+
+@contextmanager
+def slow(writer: Writer, seconds: float = 0.05):
+    """Steps take longer."""
+    usual = writer.engine.runner.redraft
+    writer.engine.runner.redraft = lambda requests: (time.sleep(seconds), usual(requests))[1]
+    yield
+    writer.engine.runner.redraft = usual
+
+
+def in_threads(tasks, apart: float = 0.0) -> list:
+    """What each returns, all begun one after the other."""
+    found = [None] * len(tasks)
+    threads = []
+    for number, task in enumerate(tasks):
+        threads.append(threading.Thread(target=lambda n=number, t=task: found.__setitem__(n, t())))
+        threads[-1].start()
+        time.sleep(apart)
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def until(true, seconds: float = 10.0) -> bool:
+    ends = time.monotonic() + seconds
+    while not true() and time.monotonic() < ends:
+        time.sleep(0.01)
+    return true()
+
+
+def test_who_leaves_is_let_go_and_the_newest_wins():
+    writer = make()
+    body = {"prompt": "ab", "max_tokens": 400, "logit_bias": NO_END}
+    with slow(writer), served(writer, requests=3) as url, httpx.Client(base_url=url, timeout=30) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=body, timeout=0.4)
+        assert until(lambda: writer.engine.idle)
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            assert next(response.iter_lines()).startswith("data: ")
+            assert not writer.engine.idle
+        assert until(lambda: writer.engine.idle)
+        asked = {"input_prefix": "a", "input_suffix": "b", "n_predict": 32}
+        older, newer = in_threads([lambda: httpx.post(f"{url}/infill", json=asked, timeout=60)] * 2, apart=0.3)
+        assert (older.status_code, newer.status_code) == (409, 200)
+        ask = lambda: httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 64}, timeout=60)  # noqa: E731
+        found = in_threads([ask] * 6)
+        codes = sorted(one.status_code for one in found)
+        assert codes[0] == 200
+        assert codes[-1] == 429
+        assert next(one for one in found if one.status_code == 429).headers["retry-after"] == "1"
+
+
+def test_what_runs_is_finished_when_the_server_ends():
+    writer, found = make(), []
+    with slow(writer), served(writer) as url:
+        body = {"prompt": "ab", "max_tokens": 64, "logit_bias": NO_END}
+        thread = threading.Thread(target=lambda: found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60)))
+        thread.start()
+        assert until(lambda: not writer.engine.idle)
+    thread.join()
+    assert found[0].status_code == 200
+    assert len(found[0].json()["choices"][0]["text"]) > 10
+
+
+def test_many_at_once_answer_as_alone():
+    with served(make()) as url, httpx.Client(base_url=url, timeout=60) as http:
+
+        def ask(seed: int):
+            body = {"prompt": "ab", "max_tokens": 24, "seed": seed}
+            return http.post("/v1/completions", json=body).json()["choices"]
+
+        alone = [ask(seed) for seed in range(6)]
+        assert in_threads([lambda n=seed: ask(n) for seed in range(6)]) == alone
+
+
+def test_closing_waits_for_what_runs_and_then_stops_it():
+    async def closed(seconds: float) -> tuple[list[int], bool]:
+        worker, found = Worker(make(), 4), []
+        worker.start()
+
+        def work(stop):
+            for number in range(20):
+                if stop.is_set():
+                    return
+                time.sleep(0.02)
+                yield number
+
+        async def listen() -> None:
+            async for item in worker.items(work):
+                found.append(item)
+
+        listening = asyncio.ensure_future(listen())
+        await asyncio.sleep(0.05)
+        await worker.close(seconds)
+        await listening
+        with pytest.raises(Closing):
+            await anext(worker.items(work))
+        return found, worker.active == 0
+
+    assert asyncio.run(closed(30.0)) == (list(range(20)), True)
+    cut, empty = asyncio.run(closed(0.0))
+    assert len(cut) < 20
+    assert empty
