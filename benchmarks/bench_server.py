@@ -8,7 +8,6 @@ otherwise). Memory is that of the server's process, looked at when a quarter of 
 
 import argparse
 import json
-import os
 import random
 import signal
 import socket
@@ -193,7 +192,6 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:22} {value}")
     print(json.dumps(found))
-    os._exit(0)
 
 
 if __name__ == "__main__":

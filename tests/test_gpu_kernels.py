@@ -238,11 +238,11 @@ def test_every_kernel_compiles_for_an_h200(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     made = [json.loads(line) for line in run.stdout.splitlines()]
-    written = re.findall(
-        r"@triton\.jit\ndef (_\w+)", "".join(path.read_text() for path in Path(experts.__file__).parent.glob("*.py"))
-    )
-    helpers = {"_gelu", "_weight", "_unit", "_shaped", "_mix", "_take_in"}
-    assert {one["name"] for one in made} == set(written) - helpers
+    source = "".join(path.read_text() for path in Path(experts.__file__).parent.glob("*.py"))
+    written = set(re.findall(r"@triton\.jit\ndef (_\w+)", source))
+    launched = written & set(re.findall(r"\b(_\w+)\[[(g]", source))  # the others are parts of these
+    assert len(launched) > 20
+    assert {one["name"] for one in made} == launched
     assert all(one["shared"] <= 227 * 1024 for one in made)
 
 
