@@ -37,6 +37,8 @@ def serve(
     """Serve a model to editors and to OpenAI, Anthropic and Ollama clients."""
     if not local(host) and not key:
         raise ValueError(f"{host} can be reached from other machines: listening there needs --api-key")
+    if not 0 < port < 65536 or requests < 1:
+        raise ValueError(f"a port is between 1 and 65535 and requests are at least 1, got {port} and {requests}")
     try:
         import uvicorn
 
@@ -49,7 +51,8 @@ def serve(
     log_to(Console(stderr=True, highlight=False))
     shown = f"[{host}]" if ":" in host else host
     Console(stderr=True, highlight=False).print(f"{config.name} at http://{shown}:{port} (Ctrl-C ends it)")
-    uvicorn.run(make_app(subject, config), host=host, port=port, log_level="warning", timeout_graceful_shutdown=30)
+    ends = {"timeout_graceful_shutdown": int(config.drain_seconds)}
+    uvicorn.run(make_app(subject, config), host=host, port=port, log_level="warning", **ends)
 
 
 def local(host: str) -> bool:

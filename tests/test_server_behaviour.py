@@ -9,6 +9,7 @@ import httpx
 import pytest
 from serving import NO_END, make, served
 
+from redraft import cli_serve
 from redraft.server.guard import Limits
 from redraft.server.worker import Closing, Worker
 from redraft.writer import Writer
@@ -138,3 +139,14 @@ def test_closing_waits_for_what_runs_and_then_stops_it():
     cut, empty = asyncio.run(closed(0.0))
     assert len(cut) < 20
     assert empty
+
+
+def test_what_cannot_be_listened_on_is_said_before_the_model_is_loaded():
+    for port in (0, 99999):
+        with pytest.raises(ValueError, match=f"between 1 and 65535 .* got {port}"):
+            cli_serve.serve(port=port)
+    with pytest.raises(ValueError, match="requests are at least 1, got 8012 and 0"):
+        cli_serve.serve(requests=0)
+    for host in ("0.0.0.0", "::", "192.168.1.7", "box.lan"):
+        with pytest.raises(ValueError, match="needs --api-key"):
+            cli_serve.serve(host=host)

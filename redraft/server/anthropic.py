@@ -8,7 +8,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from redraft.server.asking import Asked, End, Refused, Text, Usage
+from redraft.generate import Stats
+from redraft.server.asking import Asked, End, Refused, Text, plain_text
 from redraft.server.desk import Desk, Route, Whole, compact, read, sse
 from redraft.server.schema import Body, Seed, Temperature, Tokens
 from redraft.tokenizer import Message
@@ -63,7 +64,7 @@ class Anthropic:
         if body.stream:
             return sse(self._events(await self.desk.begin([asked]), head), named=True, end="")
         (found,) = await self.desk.gather(request, [asked])
-        return JSONResponse({**head, "content": blocks(found), **ended(found.end), "usage": usage_of(found.end.usage)})
+        return JSONResponse({**head, "content": blocks(found), **ended(found.end), "usage": usage_of(found.end.stats)})
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
         """POST /v1/messages/count_tokens."""
@@ -92,7 +93,7 @@ class Anthropic:
                 elif isinstance(piece, End):
                     if open_ is not None:
                         yield {"type": "content_block_stop", "index": index}
-                    yield {"type": "message_delta", "delta": ended(piece), "usage": usage_of(piece.usage)}
+                    yield {"type": "message_delta", "delta": ended(piece), "usage": usage_of(piece.stats)}
         except RuntimeError as failure:  # it has begun: the status cannot be changed any more
             yield error(500, str(failure))
             return
@@ -105,7 +106,7 @@ def asked_of(body: MessagesRequest) -> Asked:
         raise Refused(f"tool_choice can be auto or none, got {body.tool_choice.get('type')!r}", "tool_choice")
     messages: list[Message] = []
     if body.system is not None:
-        messages.append({"role": "system", "content": text_of(body.system)})
+        messages.append({"role": "system", "content": plain_text(body.system, "messages")})
     for said in body.messages:
         messages += messages_of(said)
     forbidden = bool(body.tool_choice) and body.tool_choice.get("type") == "none"
@@ -131,27 +132,16 @@ def messages_of(said: Said) -> list[Message]:
                 function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "tool_result":
-                content = text_of(block.get("content") or "")
+                content = plain_text(block.get("content") or "", "messages")
                 found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content})
             case "thinking" | "redacted_thinking":
                 pass  # thoughts are not read again
             case _:
                 rest.append(block)
     if rest or calls or not found:
-        own: Message = {"role": said.role, "content": text_of(rest)}
+        own: Message = {"role": said.role, "content": plain_text(rest, "messages")}
         found.append({**own, "tool_calls": calls} if calls else own)
     return found
-
-
-def text_of(content: Any) -> str:
-    """The text of a content's blocks; pictures are refused."""
-    if isinstance(content, str):
-        return content
-    for block in content if isinstance(content, list) else [content]:
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            kind = block.get("type") if isinstance(block, dict) else block
-            raise Refused(f"only text can be read, got a block of type {kind!r}", "messages")
-    return "".join(block["text"] for block in content)
 
 
 def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
@@ -197,13 +187,13 @@ def ended(end: End) -> dict[str, Any]:
     return {"stop_reason": "stop_sequence" if end.stop is not None else REASONS[end.reason], "stop_sequence": end.stop}
 
 
-def usage_of(usage: Usage) -> dict[str, int]:
+def usage_of(stats: Stats) -> dict[str, int]:
     """What it cost."""
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached,
-        "cache_read_input_tokens": usage.cached,
+        "input_tokens": stats.prompt_tokens - stats.reused,
+        "cache_read_input_tokens": stats.reused,
         "cache_creation_input_tokens": 0,
-        "output_tokens": usage.new_tokens,
+        "output_tokens": stats.new_tokens,
     }
 
 

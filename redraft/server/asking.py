@@ -20,6 +20,7 @@ from redraft.tokenizer import Message, Tokenizer
 from redraft.writer import Writer, fresh_seed
 
 COLDEST = 0.02  # times the model's own temperature: what a client's 0 means
+PLAIN_OBJECT = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}
 
 
 class Refused(ValueError):
@@ -46,7 +47,6 @@ class Asked:
     unending: bool = False  # nothing ends it but its length
     pins: Mapping[int, int] = field(default_factory=dict)
     draft: str | tuple[int, ...] | None = None  # a text, or its tokens, to start from instead of noise
-    seconds: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplerConfig
     frames: bool = False
 
@@ -69,32 +69,8 @@ class Text:
     """What a committed page adds."""
 
     text: str
-    reasoning: str
-    tool_calls: tuple[ToolCall, ...]
-    block: int
-    settled: bool
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What an answer cost."""
-
-    prompt_tokens: int
-    new_tokens: int
-    cached: int  # of the prompt's tokens, found in memory
-    seconds: float
-    prompt_seconds: float
-    steps: int
-    forwards: int
-    canvases: int
-    settled: int
-    seed: int
-
-    @classmethod
-    def of(cls, stats: Stats) -> "Usage":
-        """As the engine counted it."""
-        tokens = (stats.prompt_tokens, stats.new_tokens, stats.reused, stats.seconds, stats.prefill_seconds)
-        return cls(*tokens, stats.steps, stats.forwards, stats.canvases, stats.settled, stats.seed)
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,7 +78,7 @@ class End:
     """Why it ended, and what it cost."""
 
     reason: str  # stop, length, deadline or tool_calls
-    usage: Usage
+    stats: Stats
     stop: str | None = None  # the client's own stop string that ended it
 
 
@@ -112,6 +88,22 @@ class Begun:
 
 
 Piece = Begun | Frame | Text | End
+
+
+def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Stop strings as a tuple."""
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def plain_text(content: Any, where: str) -> str:
+    """The text of a content, which may come in parts; pictures and sounds are refused."""
+    if isinstance(content, str):
+        return content
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type", "text") if isinstance(part, dict) else part
+        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+            raise Refused(f"only text can be read, got a part of type {kind!r}", where)
+    return "".join(part["text"] for part in content)
 
 
 def heated(cfg: SamplerConfig, temperature: float | None) -> dict[str, float]:
@@ -139,7 +131,6 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
         max_tokens=asked.max_tokens,
         seed=seed,
         rules=Rules(pins=asked.pins, forbidden=forbidden) if asked.pins or forbidden else None,
-        seconds=asked.seconds,
         stop=stop,
         draft=asked.draft,
         drafts=asked.frames,
@@ -155,7 +146,7 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
                 text = cut.feed(event.text)
                 pages.append((event, text))
                 called = called or bool(event.tool_calls)
-                yield Text(text, event.reasoning, event.tool_calls, event.block, bool(event.settled_B[0]))
+                yield Text(text, event.reasoning, event.tool_calls)
                 frames = Frames(writer.tokenizer)
                 if cut.found is not None:
                     stop.set()
@@ -168,8 +159,8 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
     if last is None:
         raise Stopped
     if rest := cut.flush():
-        yield Text(rest, "", (), 0, True)
-    yield End("tool_calls" if called else last.reasons[0], Usage.of(last.stats[0]))
+        yield Text(rest)
+    yield End("tool_calls" if called else last.reasons[0], last.stats[0])
 
 
 def one_canvas(asked: Asked, length: int) -> Asked:
@@ -182,12 +173,12 @@ def one_canvas(asked: Asked, length: int) -> Asked:
 
 def cut_off(
     writer: Writer, prompt: Sequence[int], pages: Sequence[tuple[Committed, str]], seed: int, seconds: float
-) -> Usage:
+) -> Stats:
     """What an answer cost that a stop string ended: the tokens that were shown, and whole pages of work."""
     shown = sum(len(writer.tokenizer.encode(event.reasoning + text)) for event, text in pages)
     steps = sum(int(event.steps_B[0]) for event, _ in pages)
     settled = sum(bool(event.settled_B[0]) for event, _ in pages)
-    return Usage(len(prompt), shown, 0, seconds, 0.0, steps, steps + len(pages) - 1, len(pages), settled, seed)
+    return Stats(seed, len(prompt), shown, len(pages), settled, steps, len(pages) - 1, seconds, 0.0)
 
 
 def continued(messages: Sequence[Message], asked: Asked) -> str:

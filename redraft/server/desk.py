@@ -15,7 +15,8 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 
-from redraft.server.asking import Asked, Begun, End, Piece, Refused, Text, Usage, pieces
+from redraft.generate import Stats
+from redraft.server.asking import Asked, Begun, End, Piece, Refused, Text, pieces
 from redraft.server.filling import Put, put
 from redraft.server.guard import Metrics
 from redraft.server.holes import Hole
@@ -81,7 +82,7 @@ class Desk:
     async def _counted(self, merged: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[tuple[int, Piece]]:
         async for index, piece in merged:
             if isinstance(piece, End):
-                self.count(piece.usage)
+                self.count(piece.stats)
             yield index, piece
 
     async def gather(self, request: Request, asked: Sequence[Asked]) -> list[Whole]:
@@ -103,7 +104,7 @@ class Desk:
 
         found = await self.once(request, work, latest)
         for one in found:
-            self.count(one.usage)
+            self.count(one.stats)
         return found
 
     async def once(
@@ -113,12 +114,12 @@ class Desk:
         (found,) = [one async for one in unless_gone(request, self.worker.items(work, latest))]
         return found
 
-    def count(self, usage: Usage) -> None:
+    def count(self, stats: Stats) -> None:
         """For /metrics."""
-        self.metrics.tokens.labels("read").inc(usage.prompt_tokens)
-        self.metrics.tokens.labels("written").inc(usage.new_tokens)
-        self.metrics.steps.inc(usage.steps)
-        self.metrics.unsettled.inc(usage.canvases - usage.settled)
+        self.metrics.tokens.labels("read").inc(stats.prompt_tokens)
+        self.metrics.tokens.labels("written").inc(stats.new_tokens)
+        self.metrics.steps.inc(stats.steps)
+        self.metrics.unsettled.inc(stats.canvases - stats.settled)
 
 
 def client_of(request: Request) -> str:

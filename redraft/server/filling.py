@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from redraft.server.asking import Stops, Usage, heated
+from redraft.generate import Stats
+from redraft.server.asking import Stops, heated
 from redraft.server.holes import Hole, Region
 from redraft.writer import Writer, fresh_seed
 
@@ -19,7 +20,7 @@ class Put:
     """What was put into a hole."""
 
     text: str
-    usage: Usage
+    stats: Stats
 
 
 def put(
@@ -55,8 +56,8 @@ def put(
         text = trimmed(one.holes[0], stops, indent, paragraph)
         new = len(writer.tokenizer.encode(text))
         passes = 0 if texts else one.forwards  # which all of them shared
-        usage = Usage(read, new, 0, taken, 0.0, passes, passes, 1, int(one.settled), number)
-        texts.setdefault(text, Put(text, usage))
+        stats = Stats(number, read, new, 1, int(one.settled), passes, 0, taken, 0.0)
+        texts.setdefault(text, Put(text, stats))
     return list(texts.values())
 
 
@@ -85,4 +86,4 @@ def rewritten(
     new = found.text[len(before) : len(found.text) - len(region.after)]
     taken, tokens = time.perf_counter() - began, len(writer.tokenizer.encode(new))
     read = len(writer.tokenizer.encode(text))
-    return Put(new, Usage(read, tokens, 0, taken, 0.0, found.forwards, found.forwards, 1, int(found.settled), number))
+    return Put(new, Stats(number, read, tokens, 1, int(found.settled), found.forwards, 0, taken, 0.0))

@@ -6,10 +6,10 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from redraft.server.asking import stops_of
 from redraft.server.desk import Desk, Route, client_of, each, read, sse
 from redraft.server.filling import Put
 from redraft.server.holes import Hole
-from redraft.server.openai import stops_of
 from redraft.server.schema import Extra, InfillRequest
 
 
@@ -78,7 +78,7 @@ def answer(found: Sequence[Put], body: InfillRequest) -> Any:
 
 def one_answer(one: Put | None) -> dict[str, Any]:
     """A completion with its timings."""
-    read, new, seconds = (one.usage.prompt_tokens, one.usage.new_tokens, one.usage.seconds) if one else (0, 0, 0.0)
+    read, new, seconds = (one.stats.prompt_tokens, one.stats.new_tokens, one.stats.seconds) if one else (0, 0, 0.0)
     spent = 1e3 * seconds
     timings = {
         "prompt_n": read,
@@ -94,12 +94,12 @@ def one_answer(one: Put | None) -> dict[str, Any]:
     return {
         "content": text,
         "timings": timings,
-        "tokens_cached": one.usage.cached if one else 0,
+        "tokens_cached": one.stats.reused if one else 0,
         "tokens_predicted": new,
         "tokens_evaluated": read,
         "truncated": False,
         "stop": True,
-        "generation_settings": {"seed": one.usage.seed if one else None},
+        "generation_settings": {"seed": one.stats.seed if one else None},
     }
 
 

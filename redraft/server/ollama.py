@@ -10,10 +10,10 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from redraft.answers import ToolCall
-from redraft.server.asking import Asked, End, Refused, Text, Usage
+from redraft.generate import Stats
+from redraft.server.asking import PLAIN_OBJECT, Asked, End, Refused, Text, stops_of
 from redraft.server.desk import Desk, Route, each, ndjson, read
 from redraft.server.holes import find_hole
-from redraft.server.openai import PLAIN_OBJECT, stops_of
 from redraft.server.schema import Body, Seed, Stop, Temperature
 from redraft.tokenizer import Message
 
@@ -101,7 +101,7 @@ class Ollama:
             most = options.num_predict if (options.num_predict or 0) > 0 else None
             settings = {"temperature": options.temperature, "seed": options.seed, "stops": stops_of(options.stop)}
             (found,) = await self.desk.put(request, hole, max_tokens=most, **settings)
-            return self._sent(body, [{"response": found.text, "done": True, "done_reason": "stop", **spent(found.usage)}])
+            return self._sent(body, [{"response": found.text, "done": True, "done_reason": "stop", **spent(found.stats)}])
         chats = self.desk.writer.tokenizer.can_chat and not body.raw
         told: list[Message] = [{"role": "system", "content": body.system}] if body.system else []
         prompt = [*told, {"role": "user", "content": body.prompt}] if chats else (body.system or "") + body.prompt
@@ -217,18 +217,18 @@ def _no_pictures(images: Sequence[str] | None) -> None:
 def ended(end: End) -> dict[str, Any]:
     """The last line's fields."""
     reason = "length" if end.reason in ("length", "deadline") else "stop"
-    return {"done": True, "done_reason": reason, **spent(end.usage)}
+    return {"done": True, "done_reason": reason, **spent(end.stats)}
 
 
-def spent(usage: Usage) -> dict[str, int]:
+def spent(stats: Stats) -> dict[str, int]:
     """Nanoseconds and tokens."""
-    whole, before = int(1e9 * usage.seconds), int(1e9 * usage.prompt_seconds)
-    read = {"prompt_eval_count": usage.prompt_tokens, "prompt_eval_duration": before}
+    whole, before = int(1e9 * stats.seconds), int(1e9 * stats.prefill_seconds)
+    read = {"prompt_eval_count": stats.prompt_tokens, "prompt_eval_duration": before}
     return {
         "total_duration": whole,
         "load_duration": 0,
         **read,
-        "eval_count": usage.new_tokens,
+        "eval_count": stats.new_tokens,
         "eval_duration": whole - before,
     }
 

@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
 from redraft.answers import ToolCall
-from redraft.server.asking import Asked, End, Frame, Refused, Text, Usage
+from redraft.generate import Stats
+from redraft.server.asking import PLAIN_OBJECT, Asked, End, Frame, Refused, Text, plain_text, stops_of
 from redraft.server.desk import Desk, Route, Whole, client_of, each, read, refused, sse
 from redraft.server.filling import LONGEST, Put, rewritten
 from redraft.server.holes import Hole, find_hole, find_region
@@ -26,7 +27,6 @@ ALIAS = "mercury-coder-local"  # the name under which an editor asks for edits
 # A canvas is not drawn token by token. What these are where they change nothing:
 NO_MEANING = {"top_p": (1,), "top_k": (0, -1), "frequency_penalty": (0,), "presence_penalty": (0,)}
 UNKNOWN = ("guided_grammar", "stop_token_ids", "functions", "function_call", "audio", "modalities", "structured_outputs")
-PLAIN_OBJECT = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}
 BANNED = -100.0
 NAMES = {"pattern": "response_format", "forbidden": "logit_bias", "frames": "frames", "settings": "diffusion settings"}
 NAMES |= {"draft": "diffusion_seed_canvas", "pins": "diffusion_pinned", "unending": "diffusion_read_only"}
@@ -115,11 +115,6 @@ def warnings_of(body: Sampling) -> list[str]:
     return [f"{name} has no meaning for a canvas and was not applied" for name in sent]
 
 
-def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple."""
-    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-
-
 def banned(bias: Mapping[str, float] | None) -> tuple[int, ...]:
     """Tokens that a bias of -100 forbids; other biases are refused."""
     found = []
@@ -190,16 +185,6 @@ def arguments(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return read
 
 
-def plain_text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
-    """The text of a content, which may come in parts; pictures and sounds are refused."""
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.get("type", "text") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise Refused(f"only text can be read, got a part of type {part.get('type')!r}", where)
-    return "".join(part["text"] for part in content)
-
-
 # 2. What is answered
 
 
@@ -217,7 +202,7 @@ class Reply:
         return "chat.completion.chunk" if self.chat else self.kind
 
     def whole(
-        self, choices: list[dict[str, Any]], spent: Sequence[Sequence[Usage]], warnings: Sequence[str]
+        self, choices: list[dict[str, Any]], spent: Sequence[Sequence[Stats]], warnings: Sequence[str]
     ) -> dict[str, Any]:
         """Everything at once; `spent` has the choices of each prompt together."""
         every = [one for some in spent for one in some]
@@ -271,15 +256,15 @@ def finish(reason: str) -> str:
     return "length" if reason == "deadline" else reason
 
 
-def usage_of(spent: Sequence[Sequence[Usage]]) -> dict[str, Any]:
+def usage_of(spent: Sequence[Sequence[Stats]]) -> dict[str, Any]:
     """Every prompt is counted once, whatever the number of its choices."""
     prompt = sum(max(one.prompt_tokens for one in some) for some in spent)
     new = sum(one.new_tokens for some in spent for one in some)
-    details = {"prompt_tokens_details": {"cached_tokens": sum(max(one.cached for one in some) for some in spent)}}
+    details = {"prompt_tokens_details": {"cached_tokens": sum(max(one.reused for one in some) for some in spent)}}
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}
 
 
-def timings_of(parts: Sequence[Usage]) -> dict[str, Any]:
+def timings_of(parts: Sequence[Stats]) -> dict[str, Any]:
     """Honest speeds: what was received over the wall's time. Steps, pages, and whether all of them settled."""
     seconds = max((one.seconds for one in parts), default=0.0)
     new, steps = sum(one.new_tokens for one in parts), sum(one.steps for one in parts)
@@ -365,13 +350,13 @@ class OpenAI:
             yield rewritten(self.desk.writer, region, stop, seed=body.seed, temperature=body.temperature)
 
         found = await self.desk.once(request, work, ("edit", client_of(request)))
-        self.desk.count(found.usage)
+        self.desk.count(found.stats)
         message = {"role": "assistant", "content": f"```\n{found.text}\n```"}
         reply = Reply("edit.completion", self.desk.name)
         if body.stream:
             return sse(each([reply.chunk(0, message), reply.chunk(0, {}, "stop")]))
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return JSONResponse(reply.whole([choice], [[found.usage]], []))
+        return JSONResponse(reply.whole([choice], [[found.stats]], []))
 
     async def models(self) -> dict[str, Any]:
         """GET /v1/models."""
@@ -395,7 +380,7 @@ class OpenAI:
             text = (hole.before if body.echo else "") + one.text
             shapes = {"text": text, "delta": {"content": text}, "message": {"role": "assistant", "content": text}}
             choices.append({"index": len(choices), **shapes, "logprobs": None, "finish_reason": "stop"})
-        whole = reply.whole(choices, [[one.usage for one in texts] for _, texts in filled], told)
+        whole = reply.whole(choices, [[one.stats for one in texts] for _, texts in filled], told)
         return sse(each([{**whole, "choices": [choice]} for choice in choices])) if body.stream else JSONResponse(whole)
 
     async def _told(
@@ -412,7 +397,7 @@ class OpenAI:
             choice = {"index": index, "finish_reason": finish(one.end.reason), "logprobs": None}
             echoed = many[index].prompt if getattr(body, "echo", False) else ""
             choices.append(choice | ({"message": message_of_answer(one)} if reply.chat else {"text": echoed + one.text}))
-        spent = [one.end.usage for one in found]
+        spent = [one.end.stats for one in found]
         return JSONResponse(reply.whole(choices, grouped(spent, body.n or 1), warnings_of(body)))
 
     async def _parts(
@@ -439,7 +424,7 @@ class OpenAI:
                             yield reply.chunk(index, delta)
                         calls[index] += len(piece.tool_calls)
                     case End():
-                        spent[index] = piece.usage
+                        spent[index] = piece.stats
                         yield reply.chunk(index, {}, finish(piece.reason), **warnings)
         except (RuntimeError, ValueError) as failure:  # it has begun: the status cannot be changed any more
             yield error(500, str(failure))
@@ -448,6 +433,6 @@ class OpenAI:
             yield reply.whole([], grouped(spent, body.n or 1), []) | {"object": reply.part}
 
 
-def grouped(spent: Sequence[Usage], each_has: int) -> list[list[Usage]]:
+def grouped(spent: Sequence[Stats], each_has: int) -> list[list[Stats]]:
     """Choices of each prompt together."""
     return [list(spent[at : at + each_has]) for at in range(0, len(spent), each_has)]
