@@ -19,6 +19,7 @@ from redraft import random, rules, sampler
 from redraft.answers import ToolCall
 from redraft.cache import KVCache
 from redraft.config import ModelConfig, SamplerConfig
+from redraft.kernels import Shares
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
 
@@ -37,6 +38,7 @@ class Draft:
     entropy_BC: Tensor  # nats
     settled_B: Tensor
     max_steps: int
+    shares: Shares | None = None  # probabilities, where somebody wants to see them
     text: str = ""  # filled in by the Writer
 
 

@@ -27,19 +27,32 @@ class Rules:
     pins: Mapping[int, int] = field(default_factory=dict)
     forbidden: tuple[int, ...] = ()
     first: tuple[int, ...] = ()  # where given, the answer begins with one of them
+    banned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # tokens that do not stand at a position
     pattern: Automaton | None = None
 
     def __post_init__(self) -> None:
-        if any(position < 0 for position in self.pins):
-            raise ValueError(f"a pin's position must be 0 or more, got {min(self.pins)}")
+        for what, places in (("pin", self.pins), ("ban", self.banned)):
+            if any(position < 0 for position in places):
+                raise ValueError(f"a {what}'s position must be 0 or more, got {min(places)}")
 
     def check(self, vocab_size: int, answer_length: int, stops: Sequence[int]) -> None:
         """Refuses tokens outside the vocabulary, pins that the answer would not hold, and rules that leave no token."""
-        for token in (*self.pins.values(), *self.forbidden, *self.first):
+        for token in (
+            *self.pins.values(),
+            *self.forbidden,
+            *self.first,
+            *(t for some in self.banned.values() for t in some),
+        ):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"token {token} is outside the vocabulary of {vocab_size}")
-        if self.pins and max(self.pins) >= answer_length:
-            raise ValueError(f"a pin at {max(self.pins)} is beyond the answer's {answer_length} positions")
+        for what, places in (("pin", self.pins), ("ban", self.banned)):
+            if places and max(places) >= answer_length:
+                raise ValueError(f"a {what} at {max(places)} is beyond the answer's {answer_length} positions")
+        for position, tokens in self.banned.items():
+            if self.pins.get(position) in tokens:
+                raise ValueError(f"the token {self.pins[position]} is both pinned and banned at {position}")
+            if len({*tokens, *self.forbidden, *(stops if self.pins else ())}) >= vocab_size:
+                raise ValueError(f"every token is banned at {position}")
         for position, token in self.pins.items():
             if token in stops and position < max(self.pins):
                 raise ValueError(f"the stop token {token} pinned at {position} would cut off the pin at {max(self.pins)}")
@@ -60,8 +73,10 @@ class Rules:
             )
         if len(one.classes_V) != vocab_size:
             raise ValueError(f"the pattern was made for a vocabulary of {len(one.classes_V)}, the model has {vocab_size}")
-        if self.forbidden or self.first:
-            raise ValueError("a pattern says itself which tokens may stand where: give no forbidden or first tokens with it")
+        if self.forbidden or self.first or self.banned:
+            raise ValueError(
+                "a pattern says itself which tokens may stand where: give no forbidden, banned or first tokens with it"
+            )
         if one.distance_Q[one.start] > answer_length:
             needed = one.distance_Q[one.start]
             raise ValueError(f"a match of {one.pattern!r} takes {needed} tokens, the answer may have {answer_length}")
@@ -97,6 +112,7 @@ class CanvasRules:
     stops: tuple[int, ...]
     patterns: tuple[OnCanvas | None, ...] = ()
     never_first_BV: Tensor | None = None  # tokens that the canvas may not begin with
+    banned_3N: Tensor | None = None  # rows, positions and tokens that do not go together
 
     @property
     def pinned_BC(self) -> Tensor:
@@ -107,10 +123,24 @@ class CanvasRules:
         """The canvas with its pins asserted."""
         return torch.where(self.pinned_BC, self.pins_BC, canvas_BC)
 
+    def disobeyed(self, ids_BC: Tensor) -> Tensor:
+        """Where a canvas has another token than the one pinned there, or one that is forbidden or banned, bool_BC."""
+        found_BC = torch.zeros_like(ids_BC, dtype=torch.bool)
+        if self.forbidden_BV is not None:
+            found_BC = self.forbidden_BV.gather(1, ids_BC)
+        if self.banned_3N is not None:
+            rows_N, places_N, tokens_N = self.banned_3N
+            hit_N = ids_BC[rows_N, places_N] == tokens_N
+            found_BC = found_BC.index_put((rows_N[hit_N], places_N[hit_N]), torch.ones_like(hit_N[hit_N]))
+        return torch.where(self.pinned_BC, ids_BC != self.pins_BC, found_BC)
+
     def shape(self, logits_BCV: Tensor) -> Tensor:
         """Logits under the rules. A pinned position is certain: no entropy of its own, nothing else possible."""
         if self.forbidden_BV is not None:
             logits_BCV = logits_BCV.masked_fill(self.forbidden_BV[:, None, :], NEVER)
+        if self.banned_3N is not None:
+            never = torch.full((), NEVER, dtype=logits_BCV.dtype, device=logits_BCV.device)
+            logits_BCV = logits_BCV.index_put(tuple(self.banned_3N), never)
         if self.never_first_BV is not None:
             first_B1V = logits_BCV[:, :1].masked_fill(self.never_first_BV[:, None], NEVER)
             logits_BCV = torch.cat([first_B1V, logits_BCV[:, 1:]], dim=1)
@@ -175,9 +205,11 @@ def on_canvas(
 ) -> CanvasRules | None:
     """The rows' rules on canvas number `block`, or None when there are none to obey."""
     held = any(pattern is not None for pattern in patterns)
-    if not held and not any(rule.pins or rule.forbidden or (rule.first and block == 0) for rule in rules):
-        return None
     start = block * length
+    banned_3N = _bans(rules, start, length)
+    some = held or banned_3N.numel() > 0
+    if not some and not any(rule.pins or rule.forbidden or (rule.first and block == 0) for rule in rules):
+        return None
     pins_BC = torch.full((len(rules), length), -1)
     last_B = torch.full((len(rules), 1), -1)
     forbidden_BV, never_first_BV = (torch.zeros(len(rules), vocab_size, dtype=torch.bool) for _ in range(2))
@@ -199,4 +231,17 @@ def on_canvas(
         tuple(stop for stop in stops if stop < vocab_size),
         tuple(patterns) if held else (),
         never_first_BV.to(device) if never_first_BV.any() else None,
+        banned_3N.to(device) if banned_3N.numel() else None,
     )
+
+
+def _bans(rules: Sequence[Rules], start: int, length: int) -> Tensor:
+    """Rows, positions and tokens of the bans on one canvas."""
+    found = [
+        (row, position - start, token)
+        for row, rule in enumerate(rules)
+        for position, tokens in rule.banned.items()
+        for token in tokens
+        if start <= position < start + length
+    ]
+    return torch.tensor(found, dtype=torch.long).view(-1, 3).T

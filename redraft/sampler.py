@@ -178,6 +178,22 @@ def _freeze(old: Canvas, new: Canvas) -> Canvas:
     return replace(new, **kept)
 
 
+def steer(state: Canvas, rules: CanvasRules, draws: Draws, vocab_size: int) -> Canvas:
+    """A page between two steps under new rules: what disobeys them is pinned, or is noise again.
+
+    A page whose draft obeys is as settled as it was; else it has to settle anew.
+    """
+    noise_BC = draws.noise(state.step, state.ids_BC.shape[1], vocab_size)
+    disobeyed_BC, again_B = rules.disobeyed(state.ids_BC), rules.disobeyed(state.best_BC).any(dim=-1)
+    return replace(
+        state,
+        ids_BC=rules.pin(torch.where(disobeyed_BC, noise_BC, state.ids_BC)),
+        accepted_BC=state.accepted_BC & ~disobeyed_BC | rules.pinned_BC,
+        unchanged_B=torch.where(again_B, 0, state.unchanged_B),
+        settled_B=state.settled_B & ~again_B,
+    )
+
+
 def finished(state: Canvas, cfg: SamplerConfig) -> bool:
     """Whether another step would change nothing, or is not allowed."""
     return state.step >= cfg.max_steps or bool(state.frozen_B.all())

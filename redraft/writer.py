@@ -20,7 +20,7 @@ from redraft import checkpoint, editing, filling, random, schemas, solving
 from redraft.answers import Parsed, ToolCall, parse
 from redraft.config import SamplerConfig
 from redraft.editing import Edited, Span, Suggestion
-from redraft.engine import Engine, Request
+from redraft.engine import Course, Engine, Request
 from redraft.filling import Filled, Filler, Template
 from redraft.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
 from redraft.model import DiffusionGemma
@@ -33,7 +33,7 @@ from redraft.sudoku import board as boards
 from redraft.sudoku.board import Board
 from redraft.tokenizer import Decoder, Message, Tokenizer, TokenizerError
 
-Prompt = str | Sequence[Message]
+Prompt = str | Sequence[int] | Sequence[Message]
 PATTERNS = ("regex", "schema", "choices")  # settings that the answer must match
 SHIPPED, SUDOKU = checkpoint.PACKAGED / "tiny", checkpoint.PACKAGED / "sudoku"
 
@@ -174,30 +174,33 @@ class Writer:
         stop: threading.Event | None = None,
         draft: str | Sequence[int] | None = None,
         drafts: bool = True,
+        course: Course | None = None,
+        look: int = 0,
         **settings: Any,
     ) -> Iterator[Event]:
         """The events of one answer, their `text` filled in: every draft, every committed page, the end.
 
-        A string is continued, messages are answered. The texts of the Committed events add up to the answer's. After
-        `seconds` the page in work is committed as it is, and that is all; once `stop` is set, nothing more comes. With a
-        `draft` the first page starts from that text, or from these tokens, instead of noise.
-        Where nobody looks at them, `drafts=False` spares their text.
+        A string or its tokens are continued, messages are answered. The texts of the Committed events add up to the
+        answer's. After `seconds` the page in work is committed as it is, and that is all; once `stop` is set, nothing more
+        comes. With a `draft` the first page starts from that text, or from these tokens, instead of noise.
+        Where nobody looks at them, `drafts=False` spares their text; with `look=5` they come with the probabilities of the
+        five likeliest tokens everywhere. A `course` takes up a run that was under way, and steers it.
         """
-        rules, chatting = self._obeyed(rules, settings), not isinstance(prompt, str)
+        rules, chatting = self._obeyed(rules, settings), not is_text(prompt)
         ids, cfg = self.ids_of(prompt, tools, think), self._settings(max_tokens, settings)
         number = seed if seed is not None else fresh_seed()
         first_1C = self._started(draft, cfg, number) if draft else None
         options = {"rules": rules, "first_1C": first_1C, "seconds": seconds, "stop": stop}
-        request = self.engine.add(ids, cfg, seed=number, **options)
+        request = self.engine.add(ids, cfg, seed=number, course=course, look=look, **options)
         return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting), drafts)
 
     def ids_of(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> list[int]:
-        """The tokens of a text to continue, or of a conversation."""
-        if not isinstance(prompt, str):
+        """The tokens of a text to continue, which may be tokens already, or of a conversation."""
+        if not is_text(prompt):
             return self.tokenizer.chat(prompt, tools=tools, think=think)
         if tools or think:
             raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
-        return self.tokenizer.prompt(prompt)
+        return self.tokenizer.prompt(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _started(self, draft: str | Sequence[int], cfg: SamplerConfig, seed: int) -> Tensor:
         """A first canvas that begins with a text, noise behind it."""
@@ -397,6 +400,11 @@ def _choices(choices: Sequence[str]) -> Sequence[str]:
     if len(set(choices)) < len(choices):
         raise PatternError(f"choices must differ from one another, got {list(choices)!r}")
     return choices
+
+
+def is_text(prompt: Prompt) -> bool:
+    """Whether it is to be continued: a text, or its tokens."""
+    return isinstance(prompt, str) or (len(prompt) > 0 and all(isinstance(token, int) for token in prompt))
 
 
 def as_messages(prompt: Prompt) -> Sequence[Message]:

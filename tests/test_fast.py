@@ -8,6 +8,7 @@ import torch
 from interpreted import DEVICE
 
 from redraft.config import FULL, SLIDING, EngineConfig, SamplerConfig
+from redraft.engine import Course, Turn
 from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fast import Fast
 from redraft.engine.fused import Fused, Table
@@ -166,3 +167,12 @@ def test_prompts_of_any_length_are_read_with_the_first_step(engine, model):
     shapes = {shape for stage in engine.runner.stages.values() for shape in stage.pages}
     assert {shape[1] for shape in shapes} == {8, 16}
     assert not engine.runner.unread
+
+
+def test_a_run_taken_up_again_is_the_unbroken_one(engine, model):
+    rules = Rules(forbidden=(1,))
+    whole = list(generate(model, [[2, 30, 40]], CFG, seeds=[5], constraints=[rules]))
+    pages = [tuple(event.ids_BC[0].tolist()) for event in whole if isinstance(event, Committed)]
+    course = Course(tuple(pages[:1]), (Turn(1, 1, rules),))
+    again = engine.add([2, 30, 40], CFG, seed=5, rules=rules, course=course, look=2)
+    assert engine.run([again])[again].ids_BT.tolist() == whole[-1].ids_BT.tolist()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from redraft.cache import KVCache
 from redraft.config import EngineConfig, SamplerConfig
-from redraft.engine.request import Request
+from redraft.engine.request import Course, Request
 from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Kept, Scheduler
 from redraft.generate import Bill, Event, Finished, check
@@ -66,17 +66,22 @@ class Engine:
         first_1C: Tensor | None = None,
         seconds: float | None = None,
         stop: threading.Event | None = None,
+        course: Course | None = None,
+        look: int = 0,
     ) -> Request:
         """A request for text behind this prompt. After `seconds` the best page so far is committed, and that is all.
 
-        Once `stop` is set nothing more comes of it. What cannot be generated is refused here, and nothing else notices.
+        Once `stop` is set nothing more comes of it. With a `course` it is one that was under way. Drafts come with the
+        probabilities of the `look` likeliest tokens. What cannot be generated is refused here, and nothing else notices.
         """
-        rules = rules or Rules()
+        rules, course = rules or Rules(), course or Course()
         check(self.model.config, [prompt], cfg, [seed], [rules], first_1C)
+        course.check(cfg, self.model.config.vocab_size, rules)
         if seconds is not None and not seconds > 0:
             raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
         deadline = time.monotonic() + seconds if seconds is not None else None
         bill, more = Bill(cfg, [seed], [len(prompt)]), {"matched": rules.start(), "stop": stop}
+        more |= {"course": course, "look": look}
         request = Request(next(self._numbers), tuple(prompt), cfg, seed, rules, first_1C, deadline, bill, **more)
         request.inbox = deque() if self._own else None  # it may run before anybody streams it
         self.scheduler.check(request)
@@ -176,25 +181,31 @@ class Engine:
                 room -= self.runner.read(request)
                 if not request.reading:
                     request.bill.prefilled()
+        found = []
+        for request in running:
+            if not request.reading and request.page is None and request.retold:
+                found += self._told(request, request.retell(self.model.device))
         self.runner.read_pages([request for request in running if request.page is not None])
-        ready = [request for request in running if not request.reading]
+        ready = [request for request in running if not request.reading and not request.retold]
         for request in ready:
             if request.state is None:
                 request.start_page(self.model.config.vocab_size, self.model.device)
         if ready:
             self.runner.redraft(ready)
-        found = []
         for request in ready:
             if request.over:
                 request.told = True
                 self._leave(request, keep=False)
                 continue
-            events = list(self._settle(request))
-            found += [(request, event) for event in events]
-            if request.inbox is not None:
-                request.inbox += events
-            request.told = request.over
+            found += self._told(request, list(self._settle(request)))
         return found
+
+    def _told(self, request: Request, events: list[Event]) -> list[tuple[Request, Event]]:
+        """Events for whoever streams it, and for whoever steps."""
+        if request.inbox is not None:
+            request.inbox += events
+        request.told = request.over
+        return [(request, event) for event in events]
 
     def advance(self, request: Request) -> None:
         """A step, if nobody else makes it and the request has not moved meanwhile; or a wait until it has."""
@@ -220,6 +231,8 @@ class Engine:
 
     def _settle(self, request: Request) -> Iterator[Event]:
         yield request.draft
+        if request.turning:
+            request.turn(self.model.config.vocab_size, self.model.device)
         late = request.deadline is not None and time.monotonic() >= request.deadline
         if not request.done and not late:
             return

@@ -40,11 +40,13 @@ MOST_STAGES = 12  # kept with their graphs; the one that was not used for longes
 def plain(request: Request) -> bool:
     """Whether its sampler is the released one, which the kernels know: an entropy bound, and no rules on this page.
 
-    And a page that is not too long for them, nor its steps too many to be worth graphs of their own.
+    And a page that is not too long for them, nor its steps too many to be worth graphs of their own; nobody wants to see
+    probabilities or to change the rules halfway.
     """
     cfg = request.cfg
     special = cfg.quota or cfg.accept_at_end or cfg.spread or cfg.stops_last
-    return request.fixed is None and not special and cfg.canvas_length <= LONG and cfg.max_steps <= STEPS
+    seen = request.look > 0 or len(request.course.turns) > 0  # between two steps
+    return request.fixed is None and not special and not seen and cfg.canvas_length <= LONG and cfg.max_steps <= STEPS
 
 
 class Fast(Runner):
@@ -95,6 +97,8 @@ class Fast(Runner):
         """Committed pages belong to the context from now on; they are read with the first step of the pages behind them."""
         self.unread = {request: ids_1S for request, ids_1S in self.unread.items() if not request.over}
         for request in requests:
+            if request in self.unread:  # no step was made behind what it has read last
+                self._read(self.unread.pop(request), request)
             request.cache.check_room([request.cfg.canvas_length])
             request.cache.advance([request.cfg.canvas_length])
             request.context += request.page.ids_BC[0].tolist()

@@ -16,6 +16,7 @@ from redraft import random, rules, sampler
 from redraft.cache import KVCache
 from redraft.config import SamplerConfig
 from redraft.generate import Bill, Committed, Draft, Event, draft_of
+from redraft.kernels import Shares, shares_of
 from redraft.rules import CanvasRules, Rules
 
 
@@ -24,6 +25,49 @@ class Stopped(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__("this request was stopped: nobody waits for it any more, or a newer one has taken its place")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """From behind this step of this page on, these rules hold instead. Step 0 is before the first."""
+
+    block: int
+    step: int
+    rules: Rules
+
+
+@dataclass(frozen=True)
+class Course:
+    """Where a run is taken up that was under way, and how it was steered: pages it had committed, and turns in order.
+
+    Chance is the seed's, so the steps up to a turn are made again as they were, and no state has to be kept for it.
+    """
+
+    pages: tuple[tuple[int, ...], ...] = ()
+    turns: tuple[Turn, ...] = ()
+
+    def check(self, cfg: SamplerConfig, vocab_size: int, rules: Rules) -> None:
+        """Refuses what cannot have been."""
+        if len(self.pages) >= cfg.max_canvases:
+            raise ValueError(f"{len(self.pages)} pages are there already, the answer has {cfg.max_canvases} at most")
+        for number, page in enumerate(self.pages):
+            if len(page) != cfg.canvas_length:
+                raise ValueError(f"page {number} has {len(page)} tokens, the canvas has {cfg.canvas_length}")
+            if wrong := [token for token in page if not 0 <= token < vocab_size]:
+                raise ValueError(f"page {number} has the token {wrong[0]}, the vocabulary ends at {vocab_size - 1}")
+            if set(page) & set(cfg.eos_token_ids):
+                raise ValueError(f"page {number} ends the text: nothing comes behind it")
+        before = (-1, 0)
+        for turn in self.turns:
+            if not 0 <= turn.block < cfg.max_canvases or not 0 <= turn.step < cfg.max_steps:
+                last = f"page {cfg.max_canvases - 1} and step {cfg.max_steps - 1}"
+                raise ValueError(f"a turn at page {turn.block}, step {turn.step}: the last that can be taken is at {last}")
+            if (turn.block, turn.step) <= before:
+                raise ValueError(f"turns come one after another, got one at page {turn.block}, step {turn.step} too late")
+            if turn.rules.pattern is not rules.pattern:
+                raise ValueError("a turn keeps the pattern of its answer")
+            turn.rules.check(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
+            before = (turn.block, turn.step)
 
 
 @dataclass(eq=False)
@@ -38,6 +82,9 @@ class Request:
     first_1C: Tensor | None  # the user's own first canvas
     deadline: float | None  # of time.monotonic()
     bill: Bill
+    course: Course = Course()
+    look: int = 0  # how many of the likeliest tokens are shown at every position, with their probabilities
+    shares: Shares | None = None  # these, of the last step
     cache: KVCache | None = None
     read: int = 0  # tokens of the prompt that the cache holds
     block: int = 0
@@ -71,13 +118,36 @@ class Request:
         """Whether a part of the prompt is still to be read."""
         return self.read < len(self.prompt)
 
+    @property
+    def retold(self) -> bool:
+        """Whether its next page is one that it had committed before."""
+        return self.block < len(self.course.pages)
+
+    @property
+    def turning(self) -> bool:
+        """Whether other rules hold from here on."""
+        return any((turn.block, turn.step) == (self.block, self.state.step) for turn in self.course.turns)
+
+    def retell(self, device: torch.device) -> list[Event]:
+        """A page that it had committed before, committed again."""
+        state = sampler.start(torch.tensor([self.course.pages[self.block]], device=device))
+        self.state = replace(state, settled_B=torch.ones_like(state.settled_B))
+        return self.commit(late=False)
+
+    def _ruled(self, step: int, vocab_size: int, device: torch.device) -> CanvasRules | None:
+        """The rules on its page behind this step."""
+        found, length = self.rules, self.cfg.canvas_length
+        for turn in self.course.turns:
+            found = turn.rules if (turn.block, turn.step) <= (self.block, step) else found
+        pattern = found.on_page(self.matched, self.block * length, length, self.cfg.max_new_tokens)
+        known = (self.block, length, vocab_size, self.cfg.eos_token_ids, device)
+        return rules.on_canvas([found], *known, [pattern])
+
     def start_page(self, vocab_size: int, device: torch.device) -> None:
         """A new canvas: noise, or the user's own tokens."""
         length = self.cfg.canvas_length
         self.draws = random.draws([self.seed], self.block, device)
-        pattern = self.rules.on_page(self.matched, self.block * length, length, self.cfg.max_new_tokens)
-        known = (self.block, length, vocab_size, self.cfg.eos_token_ids, device)
-        self.fixed = rules.on_canvas([self.rules], *known, [pattern])
+        self.fixed = self._ruled(0, vocab_size, device)
         given = self.first_1C is not None and self.block == 0
         canvas_1C = self.first_1C.to(device) if given else self.draws.noise(0, length, vocab_size)
         ended_B = torch.zeros(1, dtype=torch.bool, device=device)
@@ -86,13 +156,21 @@ class Request:
     def settle(self, logits_1CV: Tensor) -> Tensor:
         """One step of its page; what it believes comes back, for whoever makes it an embedding."""
         self.state, shaped_1CV = sampler.step(logits_1CV, self.state, self.cfg, self.draws, self.fixed)
-        self.done = sampler.finished(self.state, self.cfg)
+        self.shares = shares_of(shaped_1CV, self.state.ids_BC, self.look) if self.look else None
+        self.done = sampler.finished(self.state, self.cfg) and not self.turning
         return shaped_1CV
+
+    def turn(self, vocab_size: int, device: torch.device) -> None:
+        """The rules that hold from here on, on the page as it is."""
+        self.fixed = self._ruled(self.state.step, vocab_size, device)
+        if self.fixed is not None:
+            self.state = sampler.steer(self.state, self.fixed, self.draws, vocab_size)
+        self.done = sampler.finished(self.state, self.cfg)
 
     @property
     def draft(self) -> Draft:
         """The page as it is now."""
-        return draft_of(self.block, self.state, self.cfg)
+        return replace(draft_of(self.block, self.state, self.cfg), shares=self.shares)
 
     def commit(self, late: bool) -> list[Event]:
         """The page leaves as it is: emitted now, read into the cache later, if anything is to come behind it."""

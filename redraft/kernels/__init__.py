@@ -4,10 +4,11 @@ from redraft.kernels.attention import attend
 from redraft.kernels.experts import gated_experts
 from redraft.kernels.norm import rms_norm
 from redraft.kernels.rope import rope_frequencies, rope_table, rotate
-from redraft.kernels.vocabulary import Belief, read_vocabulary, soft_embed, softcap_
+from redraft.kernels.vocabulary import Belief, Shares, read_vocabulary, shares_of, soft_embed, softcap_
 
 __all__ = [
     "Belief",
+    "Shares",
     "attend",
     "gated_experts",
     "read_vocabulary",
@@ -15,6 +16,7 @@ __all__ = [
     "rope_frequencies",
     "rope_table",
     "rotate",
+    "shares_of",
     "soft_embed",
     "softcap_",
 ]

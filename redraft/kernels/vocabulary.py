@@ -25,6 +25,23 @@ class Belief(NamedTuple):
     sampled_BC: Tensor
 
 
+class Shares(NamedTuple):
+    """Probabilities at each position."""
+
+    own_BC: Tensor  # of the token that stands there
+    ids_BCK: Tensor  # of the likeliest tokens, which they are
+    shares_BCK: Tensor
+
+
+def shares_of(logits_BCV: Tensor, ids_BC: Tensor, most: int) -> Shares:
+    """How likely each token of a canvas is, and so many of the likeliest, the first of them first."""
+    logits_BCV = logits_BCV.float()
+    total_BC1 = logits_BCV.logsumexp(dim=-1, keepdim=True)
+    top_BCK, best_BCK = logits_BCV.topk(min(most, logits_BCV.shape[-1]), dim=-1)
+    own_BC1 = logits_BCV.gather(-1, ids_BC[..., None])
+    return Shares((own_BC1 - total_BC1).exp()[..., 0], best_BCK, (top_BCK - total_BC1).exp())
+
+
 def softcap_(logits: Tensor, cap: float) -> Tensor:
     """Logits squeezed into (-cap, cap), float32. Overwrites what it is given unless gradients are wanted."""
     if logits.requires_grad:

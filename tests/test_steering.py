@@ -1,0 +1,171 @@
+"""A run taken up again and steered: without a turn it is the unbroken one, with a turn it obeys from that step on."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+
+from redraft import random, sampler
+from redraft.config import FULL, SLIDING, EngineConfig
+from redraft.engine import Course, Engine, Turn
+from redraft.generate import Committed, Draft, Finished, generate
+from redraft.kernels import shares_of
+from redraft.rules import Rules, on_canvas
+
+CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
+MODEL = tiny.decided(CONFIG, 4)
+PROMPT = [2, 30, 40, 50, 61, 62, 63]
+CFG = tiny.sampler(canvas_length=16, max_new_tokens=48, max_steps=8, entropy_bound=0.3, confidence_threshold=0.05)
+UNENDING = Rules(forbidden=(1, 5))
+
+
+def run(course=None, rules=UNENDING, cfg=CFG, seed=3, **options):
+    engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
+    return list(engine.stream(engine.add(PROMPT, cfg, seed=seed, rules=rules, course=course, **options)))
+
+
+def told(events):
+    """Tokens, flags and steps of everything that happened."""
+    found = []
+    for event in events:
+        match event:
+            case Draft():
+                tensors = (event.ids_BC, event.canvas_BC, event.accepted_BC)
+                found.append(("draft", event.block, event.step, *(tensor.tolist() for tensor in tensors)))
+            case Committed():
+                found.append(("page", event.block, event.ids_BC.tolist(), event.settled_B.tolist()))
+            case Finished():
+                found.append(("end", event.ids_BT.tolist(), event.reasons))
+    return found
+
+
+def pages(events):
+    return tuple(tuple(event.ids_BC[0].tolist()) for event in events if isinstance(event, Committed))
+
+
+def test_the_run_that_is_steered_here_is_that_of_generate():
+    alone = list(generate(MODEL, [PROMPT], CFG, seeds=[3], constraints=[UNENDING]))
+    assert told(run()) == told(alone)
+    assert len({event.step for event in alone if isinstance(event, Draft)}) > 2
+    assert len(pages(alone)) == 3
+
+
+@pytest.mark.parametrize(("given", "block", "step"), [(0, 0, 1), (0, 0, 2), (1, 1, 1), (2, 2, 3), (1, 2, 2)])
+def test_resumed_without_a_change_it_is_the_unbroken_run(given, block, step):
+    whole = run()
+    again = run(Course(pages(whole)[:given], (Turn(block, step, UNENDING),)))
+    ours, theirs = ([one for one in told(events) if one[0] == "end" or one[1] >= given] for events in (again, whole))
+    assert ours == theirs
+    retold = [event for event in again if isinstance(event, Committed)][:given]
+    assert pages(retold) == pages(whole)[:given]
+    assert all(bool(event.settled_B) and int(event.steps_B) == 0 for event in retold)
+
+
+def by_hand(turn, seed=3):
+    """The first page step by step, the rules changed behind one of them: what `Request.turn` must equal."""
+    cache = MODEL.new_cache(1, 64)
+    MODEL.encode(torch.tensor([PROMPT]), cache)
+    draws, vocab = random.draws([seed], 0), CONFIG.vocab_size
+    fixed = on_canvas([UNENDING], 0, 16, vocab, CFG.eos_token_ids, "cpu")
+    state, soft, found = sampler.start(draws.noise(0, 16, vocab), fixed), None, []
+    while not sampler.finished(state, CFG):
+        logits = MODEL.denoise(state.ids_BC, soft, cache)
+        state, shaped = sampler.step(logits, state, CFG, draws, fixed)
+        found.append((state.best_BC.tolist(), state.ids_BC.tolist()))
+        soft = MODEL.soft_embed(shaped)
+        if state.step == turn.step:
+            fixed = on_canvas([turn.rules], 0, 16, vocab, CFG.eos_token_ids, "cpu")
+            state = sampler.steer(state, fixed, draws, vocab)
+    return found
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_turn_changes_what_comes_and_nothing_before(step):
+    before = run()
+    steps = [event for event in before if isinstance(event, Draft) and event.block == 0]
+    old = steps[-1].ids_BC[0].tolist()
+    rules = replace(UNENDING, pins={4: 77}, banned={6: (old[6],), 9: (old[9], 100)})
+    after = run(Course((), (Turn(0, step, rules),)))
+    drafts = [event for event in after if isinstance(event, Draft) and event.block == 0]
+    assert [one.ids_BC.tolist() for one in drafts[:step]] == [one.ids_BC.tolist() for one in steps[:step]]
+    assert [(one.ids_BC.tolist(), one.canvas_BC.tolist()) for one in drafts] == by_hand(Turn(0, step, rules))
+    page = pages(after)[0]
+    assert page[4] == 77
+    assert page[6] != old[6]
+    assert page[9] not in (old[9], 100)
+
+
+def test_a_settled_page_goes_on_when_its_draft_is_not_wanted_any_more():
+    before = run()
+    drafts = [event for event in before if isinstance(event, Draft) and event.block == 0]
+    last = drafts[-1]
+    assert bool(last.settled_B)
+    assert last.step < CFG.max_steps
+    kept = run(Course((), (Turn(0, last.step, replace(UNENDING, pins={3: int(last.ids_BC[0, 3])})),)))
+    assert pages(kept)[0] == pages(before)[0]  # it said so already
+    assert sum(isinstance(event, Draft) and event.block == 0 for event in kept) == len(drafts)
+    changed = run(Course((), (Turn(0, last.step, replace(UNENDING, pins={3: 99})),)))
+    assert pages(changed)[0][3] == 99
+    assert sum(isinstance(event, Draft) and event.block == 0 for event in changed) > len(drafts)
+
+
+def test_turns_follow_one_another_across_pages():
+    first, second = replace(UNENDING, pins={2: 90}), replace(UNENDING, pins={2: 90, 20: 91})
+    both = Course((), (Turn(0, 1, first), Turn(1, 2, second)))
+    whole = run(both)
+    assert (pages(whole)[0][2], pages(whole)[1][4]) == (90, 91)
+    again = run(Course(pages(whole)[:1], both.turns))  # the first turn is behind it
+    assert told(again)[1:] == [one for one in told(whole) if one[0] == "end" or one[1] >= 1]
+
+
+def test_steered_and_looked_at_beside_others_it_is_the_same():
+    course = Course((), (Turn(0, 2, replace(UNENDING, pins={4: 77})),))
+    engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
+    requests = [engine.add(PROMPT, CFG, seed=3, rules=UNENDING, course=course, look=3)]
+    requests += [engine.add(PROMPT[:4], CFG, seed=seed, rules=UNENDING) for seed in (3, 4)]
+    ends = engine.run(requests)
+    assert ends[requests[0]].ids_BT.tolist() == run(course)[-1].ids_BT.tolist()
+    for request in requests[1:]:
+        alone = list(generate(MODEL, [PROMPT[:4]], CFG, seeds=[request.seed], constraints=[UNENDING]))[-1]
+        assert ends[request].ids_BT.tolist() == alone.ids_BT.tolist()
+
+
+def test_drafts_show_probabilities_only_to_those_who_look():
+    assert all(event.shares is None for event in run() if isinstance(event, Draft))
+    for event in run(look=4):
+        if isinstance(event, Draft):
+            assert event.shares.ids_BCK.shape == (1, 16, 4)
+            assert torch.equal(event.shares.ids_BCK[..., 0], event.ids_BC)
+            assert (event.shares.shares_BCK.diff(dim=-1) <= 0).all()
+            assert (event.shares.own_BC <= event.shares.shares_BCK[..., 0] + 1e-6).all()
+
+
+def test_shares_are_those_of_the_softmax():
+    logits, ids = torch.randn(2, 3, 11, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 3, 10], [1, 1, 2]])
+    probs, found = logits.softmax(dim=-1), shares_of(logits, ids, 20)
+    torch.testing.assert_close(found.own_BC, probs.gather(-1, ids[..., None])[..., 0])
+    torch.testing.assert_close(found.shares_BCK, probs.sort(descending=True).values)
+    assert torch.equal(found.ids_BCK, probs.argsort(descending=True))
+
+
+@pytest.mark.parametrize(
+    ("course", "sentence"),
+    [
+        (Course(((7,) * 16,) * 3), "3 pages are there already, the answer has 3 at most"),
+        (Course(((7,) * 15,)), "page 0 has 15 tokens, the canvas has 16"),
+        (Course(((7,) * 15 + (999,),)), "page 0 has the token 999"),
+        (Course(((7,) * 15 + (5,),)), "page 0 ends the text"),
+        (Course((), (Turn(3, 1, UNENDING),)), "a turn at page 3, step 1"),
+        (Course((), (Turn(0, 8, UNENDING),)), "the last that can be taken is at page 2 and step 7"),
+        (Course((), (Turn(0, 2, UNENDING), Turn(0, 2, UNENDING))), "too late"),
+        (Course((), (Turn(0, 2, Rules(pins={99: 3})),)), "a pin at 99 is beyond"),
+        (Course((), (Turn(0, 2, Rules(banned={99: (3,)})),)), "a ban at 99 is beyond"),
+        (Course((), (Turn(0, 2, Rules(banned={1: (999,)})),)), "token 999 is outside"),
+        (Course((), (Turn(0, 2, Rules(banned={1: (3,)}, pins={1: 3})),)), "both pinned and banned at 1"),
+        (Course((), (Turn(0, 2, Rules(banned={1: tuple(range(CONFIG.vocab_size))})),)), "every token is banned at 1"),
+    ],
+)
+def test_what_cannot_have_been_is_refused(course, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        run(course)
