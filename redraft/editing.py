@@ -12,8 +12,9 @@ import math
 import re
 import threading
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from redraft import random
 from redraft.config import SamplerConfig
 from redraft.engine import Engine, Request, Stopped
-from redraft.generate import prefill
+from redraft.generate import Draft, Finished, prefill
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
 from redraft.tokenizer import Tokenizer
@@ -201,21 +202,54 @@ def edit(
     seed: int,
     stop: threading.Event | None = None,
 ) -> Edited:
-    """The text with at most a share of its tokens replaced, those that are doubted most, and none of the kept.
+    """What `events` comes to."""
+    *_, found = events(engine, tokenizer, text, cfg, strength=strength, keep=keep, prompt=prompt, seed=seed, stop=stop)
+    assert isinstance(found, Edited)
+    return found
+
+
+def events(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    text: str,
+    cfg: SamplerConfig,
+    *,
+    strength: float,
+    keep: Sequence[Span] = (),
+    prompt: Sequence[int] = (),
+    seed: int,
+    stop: threading.Event | None = None,
+    look: int = 0,
+) -> Iterator[Draft | Edited]:
+    """Every step; at last, the text with at most a share of its tokens replaced: the most doubted, none of the kept.
 
     `prompt` is read before it: an instruction, say; without one, the text stands alone. Once `stop` is set, Stopped is
-    raised.
+    raised. `look` as in `Engine.add`.
     """
     tokens = Tokens(tokenizer, text)
     kept, prompt = tokens.touched(keep, text), list(prompt) or start_of(tokenizer)
     marks = tokenizer.marks(engine.model.config.vocab_size)
     options = {"strength": strength, "kept": kept, "never": marks, "prompt": prompt, "seed": seed, "stop": stop}
-    new, forwards, settled = redrafted(engine, tokens.ids, cfg, **options)
-    changes = changes_of(tokenizer, tokens, new)
-    return Edited(applied(text, changes), text, changes, settled, forwards, seed)
+    for event in redrafting(engine, tokens.ids, cfg, look=look, **options):
+        if isinstance(event, Draft):
+            yield event
+            continue
+        new, forwards, settled = event
+        changes = changes_of(tokenizer, tokens, new)
+        yield Edited(applied(text, changes), text, changes, settled, forwards, seed)
 
 
-def redrafted(
+Redrafted = tuple[list[int], int, bool]  # tokens, the passes they took, and whether all pages settled
+
+
+def redrafted(engine: Engine, ids: Sequence[int], cfg: SamplerConfig, **options: Any) -> Redrafted:
+    """What `redrafting` comes to."""
+    *_, found = redrafting(engine, ids, cfg, **options)
+    assert isinstance(found, tuple)
+    return found
+
+
+def redrafting(
     engine: Engine,
     ids: Sequence[int],
     cfg: SamplerConfig,
@@ -226,8 +260,9 @@ def redrafted(
     prompt: Sequence[int],
     seed: int,
     stop: threading.Event | None = None,
-) -> tuple[list[int], int, bool]:
-    """The tokens with at most a share of them replaced, the passes that took, and whether all pages settled.
+    look: int = 0,
+) -> Iterator[Draft | Redrafted]:
+    """Every step; at last, the tokens with at most a share of them replaced.
 
     Those at the places `kept` stay; the tokens `never` come in nowhere.
     """
@@ -243,13 +278,17 @@ def redrafted(
         chosen = set(free[: int(strength * len(page) + 1e-9)])
         if not chosen:
             continue
-        request = add_page(engine, before, page, chosen, cfg, never, seed + block, stop)
-        end = engine.run([request]).get(request)
+        request, end = add_page(engine, before, page, chosen, cfg, never, seed + block, stop=stop, look=look), None
+        for event in engine.stream(request):
+            if isinstance(event, Draft):
+                yield replace(event, block=block)
+            elif isinstance(event, Finished):
+                end = event
         if end is None:
             raise Stopped
         new[begin : begin + len(page)] = end.ids_BT[0].tolist()
         forwards, settled = forwards + 1 + end.stats[0].forwards, settled and end.stats[0].settled == 1
-    return new, forwards, settled
+    yield new, forwards, settled
 
 
 def add_page(
@@ -260,13 +299,13 @@ def add_page(
     cfg: SamplerConfig,
     never: Sequence[int],
     seed: int,
-    stop: threading.Event | None = None,
+    **options: Any,
 ) -> Request:
-    """Asks for the page behind what is before it, the chosen places open, the others pinned."""
+    """Asks for the page behind what is before it, the chosen places open, the others pinned; `options` for `Engine.add`."""
     pins = {at: token for at, token in enumerate(page) if at not in chosen}
     rules = Rules(pins=pins, forbidden=tuple({*never, *cfg.eos_token_ids}))
     settings = cfg.changed(canvas_length=len(page), max_new_tokens=len(page))
-    return engine.add(before, settings, seed=seed, rules=rules, stop=stop)
+    return engine.add(before, settings, seed=seed, rules=rules, **options)
 
 
 def start_of(tokenizer: Tokenizer) -> list[int]:

@@ -13,19 +13,20 @@ A tokenizer would not have cut the text where the hole cuts it: "the [[ ]]" ends
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from redraft.config import SamplerConfig
-from redraft.engine import Engine, Request, Stopped
-from redraft.generate import Draft, Event, Finished, prefill
+from redraft.engine import Engine, Stopped
+from redraft.generate import Draft, Finished, prefill
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
 from redraft.tokenizer import Tokenizer
 
-Watch = Callable[[Draft, frozenset[int]], None]  # is shown a step of a page, and which positions are pinned
+Watch = Callable[[Draft], None]  # is shown a step of a page
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # tried where none is given
 GUESS = 8  # tokens of a hole that waits for its turn
@@ -97,7 +98,16 @@ class Filler:
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine, self.tokenizer = engine, tokenizer
 
-    def fill(
+    def fill(self, template: Template, cfg: SamplerConfig, *, watch: Watch | None = None, **options: Any) -> list[Filled]:
+        """What `events` comes to; `watch` is shown the steps."""
+        for event in self.events(template, cfg, **options):
+            if isinstance(event, list):
+                return event
+            if watch is not None:
+                watch(event)
+        raise AssertionError("no end")
+
+    def events(
         self,
         template: Template,
         cfg: SamplerConfig,
@@ -106,13 +116,13 @@ class Filler:
         count: int = 1,
         longest: int = 32,
         seconds: float | None = None,
-        watch: Watch | None = None,
         stop: threading.Event | None = None,
-    ) -> list[Filled]:
-        """The template filled in `count` ways at most, the likeliest first. Ways differ in the last hole.
+        look: int = 0,
+    ) -> Iterator[Draft | list[Filled]]:
+        """Every step of one page of each hole; at last, the template filled in `count` ways at most, the likeliest first.
 
-        A hole without a length has at most `longest` tokens; after `seconds` its pages are taken as they are. `watch` is
-        shown every step of one of the pages, and which positions of it are pinned. Once `stop` is set, Stopped is raised.
+        Ways differ in the last hole. A hole without a length has at most `longest` tokens; after `seconds` its pages are
+        taken as they are. Once `stop` is set, Stopped is raised. `look` as in `Engine.add`.
         """
         if count < 1 or longest < 1:
             raise ValueError(f"count and longest must be at least 1, got {count} and {longest}")
@@ -122,7 +132,8 @@ class Filler:
             place = _Place(self.tokenizer, template, number, text, cfg.eos_token_ids)
             lengths = [known] if known else [length for length in LENGTHS if length < longest] + [longest]
             tries = [length for length in lengths for _ in range(-(-count // len(lengths)) if last else 1)]
-            ends = self._written(place, tries, cfg, seed + number * SEEDS, seconds, watch, stop)
+            more = {"seconds": seconds, "stop": stop, "look": look}
+            ends = yield from self._written(place, tries, cfg, seed + number * SEEDS, **more)
             forwards += sum(end.stats[0].forwards for end in ends)
             found = self._ranked(place, tries, ends, cfg, template)
             if not last:
@@ -130,52 +141,58 @@ class Filler:
                 settled &= found[0][2]
                 text += holes[-1] + template.texts[number + 1]
         behind = template.texts[-1]
-        return [
+        yield [
             Filled(text + hole + behind, (*holes, hole), score, settled and still, forwards, seed)
             for score, hole, still in found[:count]
         ]
 
     def _written(
-        self,
-        place: "_Place",
-        lengths: Sequence[int],
-        cfg: SamplerConfig,
-        seed: int,
-        seconds: float | None,
-        watch: Watch | None,
-        stop: threading.Event | None,
-    ) -> list[Finished]:
-        """A page for each length, all at once."""
-        limit, most = self.engine.model.config.max_position_embeddings, max(lengths) + place.more
-        answer = most + min(len(place.after), AFTER)
-        size = min(cfg.canvas_length, answer)
-        pages = -(-answer // size)
-        if pages * size >= limit:
-            raise ValueError(f"a hole of {max(lengths)} tokens does not fit the model's context of {limit}")
-        settings = cfg.changed(canvas_length=size, max_new_tokens=answer)
-        marks = tuple(set(self.tokenizer.marks(self.engine.model.config.vocab_size)) - set(cfg.eos_token_ids))
-        requests: list[Request] = []
+        self, place: "_Place", lengths: Sequence[int], cfg: SamplerConfig, seed: int, *, look: int, **options: Any
+    ) -> Generator[Draft, None, list[Finished]]:
+        """A page for each length, all at once; one of them is looked at."""
+        room, requests = max(lengths) + min(len(place.after), AFTER), []
+        middle, ends = len(lengths) // 2, {}
         try:
             for number, length in enumerate(lengths):
-                behind = zip(range(length + place.more, answer), place.after, strict=False)
-                pins = {at: token for at, token in behind if token is not None}
-                rules = Rules(pins=pins, forbidden=marks, first=place.first)
-                prompt = place.prompt[-(limit - pages * size) :]
-                options = {"seed": seed + number, "rules": rules, "seconds": seconds, "stop": stop}
-                requests.append(self.engine.add(prompt, settings, **options))
-            shown = requests[len(requests) // 2]
-
-            def see(event: Event) -> None:
-                if watch is not None and isinstance(event, Draft):
-                    watch(event, frozenset(shown.rules.pins))
-
-            ends = self.engine.run(sorted(requests, key=lambda one: one is not shown), see)
+                prompt, settings, rules = self._page(place, length, room, cfg)
+                seen = look if number == middle else 0
+                request = self.engine.add(prompt, settings, seed=seed + number, rules=rules, look=seen, **options)
+                requests.append(request)
+            shown = requests[middle]
+            for request, event in self.engine.events(sorted(requests, key=lambda one: one is not shown)):
+                if isinstance(event, Draft) and request is shown:
+                    yield event
+                elif isinstance(event, Finished):
+                    ends[request] = event
         finally:
             for request in requests:
                 self.engine.cancel(request)
-        if stop is not None and stop.is_set():
+        if (stop := options["stop"]) is not None and stop.is_set():
             raise Stopped
         return [ends[request] for request in requests]
+
+    def _page(self, place: "_Place", length: int, room: int, cfg: SamplerConfig) -> tuple[list[int], SamplerConfig, Rules]:
+        """What to ask for: a hole of this length and what follows it, in so many tokens, and half a word taken back."""
+        limit, answer = self.engine.model.config.max_position_embeddings, room + place.more
+        size = min(cfg.canvas_length, answer)
+        pages = -(-answer // size)
+        if pages * size >= limit:
+            follows = f"with the {room - length} that follow it"
+            raise ValueError(f"a hole of {length} tokens does not fit the model's context of {limit} {follows}")
+        marks = tuple(set(self.tokenizer.marks(self.engine.model.config.vocab_size)) - set(cfg.eos_token_ids))
+        behind = zip(range(length + place.more, answer), place.after, strict=False)
+        pins = {at: token for at, token in behind if token is not None}
+        rules = Rules(pins=pins, forbidden=marks, first=place.first)
+        return place.prompt[-(limit - pages * size) :], cfg.changed(canvas_length=size, max_new_tokens=answer), rules
+
+    def page(self, template: Template, cfg: SamplerConfig) -> tuple[str, list[int], SamplerConfig, Rules]:
+        """All holes at once, each as long as it is said to be: the text before the page, and what to ask for behind it."""
+        if None in template.lengths:
+            raise ValueError("every hole needs a length to be on one page with the others: mark it as [[ 8 ]]")
+        text, first = template.texts[0], template.lengths[0]
+        place = _Place(self.tokenizer, template, 0, text, cfg.eos_token_ids)
+        kept = text.encode("utf-8", "replace").removesuffix(place.healed).decode("utf-8", "replace")
+        return kept, *self._page(place, first, first + len(place.after), cfg)
 
     # 3. What reads best
 

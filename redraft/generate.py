@@ -21,7 +21,7 @@ from redraft.cache import KVCache
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.kernels import Shares
 from redraft.model import DiffusionGemma
-from redraft.rules import Rules
+from redraft.rules import CanvasRules, Rules
 
 PREFILL_CHUNK = 2048  # tokens of prompt a pass: the causal mask of a pass is this times the context
 
@@ -38,6 +38,7 @@ class Draft:
     entropy_BC: Tensor  # nats
     settled_B: Tensor
     max_steps: int
+    pinned_BC: Tensor | None = None  # what the rules have fixed
     shares: Shares | None = None  # probabilities, where somebody wants to see them
     text: str = ""  # filled in by the Writer
 
@@ -137,7 +138,7 @@ def generate(
         while not sampler.finished(state, cfg):
             logits_BCV = model.denoise(state.ids_BC, soft_BCD, cache)  # stop 4
             state, shaped_BCV = sampler.step(logits_BCV, state, cfg, draws, fixed)  # stop 5
-            yield draft_of(block, state, cfg)
+            yield draft_of(block, state, cfg, fixed)
             soft_BCD = model.soft_embed(shaped_BCV) if not sampler.finished(state, cfg) else None
 
         page = sampler.commit(state, cfg)  # stop 6
@@ -197,7 +198,7 @@ def check(
             raise ValueError(f"the first canvas has a token outside the vocabulary of {model.vocab_size}")
 
 
-def draft_of(block: int, state: sampler.Canvas, cfg: SamplerConfig) -> Draft:
+def draft_of(block: int, state: sampler.Canvas, cfg: SamplerConfig, fixed: CanvasRules | None) -> Draft:
     """A canvas as whoever watches sees it."""
     return Draft(
         block=block,
@@ -208,6 +209,7 @@ def draft_of(block: int, state: sampler.Canvas, cfg: SamplerConfig) -> Draft:
         entropy_BC=state.entropy_BC,
         settled_B=state.settled_B,
         max_steps=cfg.max_steps,
+        pinned_BC=fixed.pinned_BC if fixed is not None else None,
     )
 
 

@@ -107,11 +107,11 @@ class CanvasView:
                 self._show(event)
             yield event
 
-    def watch(self, event: Draft, pinned: frozenset[int]) -> None:
+    def watch(self, event: Draft) -> None:
         """Draws a step of a page that nothing is committed of: a hole and what follows it."""
         if event.step == 1:
             self.painter.before = None
-        self.painter.pinned = pinned
+        self.painter.pinned = frozenset(event.pinned_BC[0].nonzero()[:, 0].tolist()) if event.pinned_BC is not None else ()
         with undivided():
             self._draft(event)
 

@@ -233,8 +233,8 @@ class Writer:
 
         All the rest comes back as it was. A hole of unknown length has at most `longest` tokens. With a `count`, as many
         fills come back at most, the likeliest first. `context` is read before a prefix and is not part of the answer.
-        After `seconds` a hole is taken as it is. `watch` is called with every step of one page of each hole, and the
-        positions that are pinned on it; once `stop` is set, Stopped is raised. `settings` are fields of SamplerConfig.
+        After `seconds` a hole is taken as it is. `watch` is called with every step of one page of each hole; once
+        `stop` is set, Stopped is raised. `settings` are fields of SamplerConfig.
         """
         if (text is None) == (prefix is None and suffix is None):
             raise ValueError("give a text with holes, or a prefix and a suffix")

@@ -53,9 +53,9 @@ def test_a_fill_that_is_watched_is_the_same(monkeypatch):
     monkeypatch.setattr(terminal, "FRAME_SECONDS", 0.0)
     with CanvasView(console, WRITER.tokenizer, [1]) as view:
 
-        def watch(event, pinned):
-            view.watch(event, pinned)
-            seen.append((event.step, sorted(pinned)))
+        def watch(event):
+            view.watch(event)
+            seen.append((event.step, event.pinned_BC[0].nonzero()[:, 0].tolist()))
 
         found = WRITER.fill("a [[ 3 ]] bc[[ ]]d", seed=5, longest=6, watch=watch)
     assert found == WRITER.fill("a [[ 3 ]] bc[[ ]]d", seed=5, longest=6)

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -250,16 +250,16 @@ class Engine:
         """Bytes of cache."""
         return KVCache.bytes_of(self.model.config, request.capacity, self.model.dtype, self.config.rewind)
 
-    def run(self, requests: Sequence[Request], watch: Callable[[Event], None] | None = None) -> dict[Request, Finished]:
-        """All of them to their end. One that was cancelled is left out. `watch` is shown the events of the first."""
-        streams, ends = [self.stream(request) for request in requests], {}  # all of them, before the first step is made
+    def run(self, requests: Sequence[Request]) -> dict[Request, Finished]:
+        """All of them to their end. One that was cancelled is left out."""
+        return {request: event for request, event in self.events(requests) if isinstance(event, Finished)}
+
+    def events(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Event]]:
+        """All that comes of them: of the first as it happens, then of those that ran beside it."""
+        streams = [self.stream(request) for request in requests]  # all of them, before the first step is made
         for request, stream in zip(requests, streams, strict=True):
             for event in stream:
-                if watch is not None and request is requests[0]:
-                    watch(event)
-                if isinstance(event, Finished):
-                    ends[request] = event
-        return ends
+                yield request, event
 
 
 class Stream:

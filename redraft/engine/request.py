@@ -170,7 +170,7 @@ class Request:
     @property
     def draft(self) -> Draft:
         """The page as it is now."""
-        return replace(draft_of(self.block, self.state, self.cfg), shares=self.shares)
+        return replace(draft_of(self.block, self.state, self.cfg, self.fixed), shares=self.shares)
 
     def commit(self, late: bool) -> list[Event]:
         """The page leaves as it is: emitted now, read into the cache later, if anything is to come behind it."""
