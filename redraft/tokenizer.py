@@ -45,6 +45,7 @@ class Tokenizer:
         vocabulary.no_truncation()  # a file may ask for either; a prompt must arrive whole and bare
         vocabulary.no_padding()
         self.vocabulary, self.template = vocabulary, template
+        self._known: dict[int, str] = {}
         self.settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", **(settings or {})}
         self.specials = {name: _content(value) for name, value in self.settings.items() if name.endswith("_token")}
 
@@ -142,6 +143,12 @@ class Tokenizer:
         """Text of ids that stand in the middle of something, marks included: a leading space stays."""
         before, text = self._anchor
         return self.decode([*before, *ids], keep_special=True)[len(text) :]
+
+    def word(self, token: int) -> str:
+        """What `spell` says of one token, which is kept."""
+        if token not in self._known:
+            self._known[token] = self.spell([token])
+        return self._known[token]
 
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
         """Text of ids; marks are dropped unless asked for. Bytes that are no character become U+FFFD."""

@@ -10,7 +10,7 @@ import uvicorn
 
 from redraft.rules import Rules
 from redraft.server.app import ServerConfig, make_app
-from redraft.writer import Writer
+from redraft.writer import Writer, is_text
 
 
 @contextmanager
@@ -42,7 +42,7 @@ class Saying(Writer):
     """Says what a message tells it to: "say: ..."."""
 
     def stream(self, prompt, **options):
-        asked = prompt[-1]["content"] if not isinstance(prompt, str) else ""
+        asked = "" if is_text(prompt) else prompt[-1]["content"]
         if asked.startswith("say: "):
             ids = [*self.tokenizer.encode(asked.removeprefix("say: ")), 5]
             options["rules"] = Rules(pins=dict(enumerate(ids)))

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from redraft.engine import Stopped
-from redraft.server import anthropic, llama, ollama, openai
+from redraft.server import anthropic, canvas, llama, ollama, openai
 from redraft.server.asking import Refused
 from redraft.server.desk import Desk, Gone
 from redraft.server.guard import Guard, Limits, Metrics, TooLarge
@@ -52,7 +52,7 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
     metrics.active.set_function(lambda: worker.active)
     add_errors(app)
     desk = Desk(writer, worker, metrics, config.name)
-    for wire in (openai, anthropic, ollama, llama):
+    for wire in (canvas, openai, anthropic, ollama, llama):
         for route in wire.routes(desk):
             method, extra = ("POST", described(route.body)) if route.body else ("GET", None)
             told = ANSWERS if route.body else None

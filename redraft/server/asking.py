@@ -5,20 +5,26 @@
 Sampling: a temperature of 1 is the model's own schedule, others scale it. Knows nothing of HTTP.
 """
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
+
+import torch
 
 from redraft.answers import ToolCall
 from redraft.config import SamplerConfig
 from redraft.engine import Stopped
 from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.rules import Rules
+from redraft.server.schema import ChatMessage
 from redraft.tokenizer import Message, Tokenizer
 from redraft.writer import Writer, fresh_seed
 
+FAINT = 5e-4  # of a token that is not worth showing
 COLDEST = 0.02  # times the model's own temperature: what a client's 0 means
 PLAIN_OBJECT = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}
 
@@ -106,6 +112,39 @@ def plain_text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
+def message_of(message: ChatMessage) -> Message:
+    """A message as the chat template reads it."""
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    found["content"] = plain_text(message.content, "messages") if message.content is not None else ""
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    return found
+
+
+def arguments(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A call's arguments, which travel as JSON in a string."""
+    if not isinstance(given, str):
+        return given
+    try:
+        read = json.loads(given or "{}")
+    except (json.JSONDecodeError, RecursionError):
+        raise Refused(f"the arguments of a tool call must be JSON, got {given[:60]!r}", "messages") from None
+    if not isinstance(read, dict):
+        raise Refused(f"the arguments of a tool call must be a JSON object, got {given[:60]!r}", "messages")
+    return read
+
+
 def heated(cfg: SamplerConfig, temperature: float | None) -> dict[str, float]:
     """Settings for a client's temperature."""
     if temperature is None or temperature == 1.0:
@@ -134,6 +173,7 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
         stop=stop,
         draft=asked.draft,
         drafts=asked.frames,
+        look=int(asked.frames),
         **settings,
     )
     cut, frames, called, last, pages = Stops(asked.stops), Frames(writer.tokenizer), False, None, []
@@ -216,23 +256,41 @@ class Stops:
 
 
 class Frames:
-    """Frames of one page, each with what has changed since the one before."""
+    """Frames of one page, each with what has changed since the one before; with `everything`, ids and candidates too."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self._before = tokenizer, {}
+    def __init__(self, tokenizer: Tokenizer, everything: bool = False) -> None:
+        self.tokenizer, self.everything, self._before = tokenizer, everything, []
 
     def of(self, event: Draft) -> Frame:
-        """The frame of a step. A token is i (place), t (its text), s (n noise, d draft) and e (nats of doubt)."""
-        ids, accepted = event.canvas_BC[0].tolist(), event.accepted_BC[0].tolist()
-        nats = event.entropy_BC[0].tolist()
-        now = {
-            i: (token, sure, round(doubt, 3)) for i, (token, sure, doubt) in enumerate(zip(ids, accepted, nats, strict=True))
-        }
-        tokens = [
-            {"i": i, "t": self.tokenizer.spell([token]), "s": "d" if sure else "n", "e": doubt}
-            for i, (token, sure, doubt) in now.items()
-            if self._before.get(i) != (token, sure, doubt)
-        ]
+        """The frame of a step."""
+        now = [self._token(*one) for one in enumerate(zip(*self._columns(event), strict=True))]
+        tokens = [token for token, before in zip_longest(now, self._before) if token != before]
         self._before = now
-        mean = sum(nats) / len(nats)
-        return Frame(event.block, event.step, event.max_steps, event.text, tokens, round(mean, 4), sum(accepted))
+        nats = event.entropy_BC[0]
+        mean, accepted = round(float(nats.mean()), 4), int(event.accepted_BC[0].sum())
+        return Frame(event.block, event.step, event.max_steps, event.text, tokens, mean, accepted)
+
+    def _columns(self, event: Draft) -> Iterator[list[Any]]:
+        """Of every position: token, state, nats, its probability, and the likeliest tokens with theirs."""
+        accepted_C = event.accepted_BC[0]
+        pinned_C = event.pinned_BC[0] if event.pinned_BC is not None else torch.zeros_like(accepted_C)
+        yield event.canvas_BC[0].tolist()
+        yield (accepted_C.int() + pinned_C.int()).tolist()
+        yield event.entropy_BC[0].tolist()
+        yield event.shares.own_BC[0].tolist()
+        yield event.shares.ids_BCK[0].tolist()
+        yield event.shares.shares_BCK[0].tolist()
+
+    def _token(self, at: int, columns: tuple[Any, ...]) -> dict[str, Any]:
+        """A token is i (place), t (its text), s (n noise, d draft, k pinned), p (its probability), e (nats of doubt).
+
+        And with everything: id, and c, the likeliest: id, text and probability of each.
+        """
+        token, state, nats, own, ids, shares = columns
+        word = self.tokenizer.word
+        found = {"i": at, "t": word(token), "s": "ndk"[state], "p": round(own, 4), "e": round(nats, 3)}
+        if self.everything:
+            found["id"] = token
+            likely = [pair for rank, pair in enumerate(zip(ids, shares, strict=True)) if not rank or pair[1] >= FAINT]
+            found["c"] = [[one, word(one), round(share, 4)] for one, share in likely]
+        return found

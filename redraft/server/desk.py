@@ -122,6 +122,27 @@ class Desk:
         self.metrics.unsettled.inc(stats.canvases - stats.settled)
 
 
+def timings_of(parts: Sequence[Stats]) -> dict[str, Any]:
+    """Honest speeds: what was received over the wall's time. Steps, pages, and whether all of them settled."""
+    seconds = max((one.seconds for one in parts), default=0.0)
+    new, steps = sum(one.new_tokens for one in parts), sum(one.steps for one in parts)
+    canvases, settled = sum(one.canvases for one in parts), sum(one.settled for one in parts)
+    return {
+        "predicted_n": new,
+        "predicted_ms": round(1e3 * seconds, 3),
+        "predicted_per_second": round(new / seconds, 3) if seconds else 0.0,
+        "diffusion": True,
+        "diffusion_blocks": canvases,
+        "diffusion_steps": steps,
+        "diffusion_forwards": sum(one.forwards for one in parts),
+        "diffusion_settled": settled == canvases,
+        "diffusion_wall_ms": round(1e3 * seconds, 3),
+        "diffusion_output_tok_s": round(new / seconds, 3) if seconds else 0.0,
+        "diffusion_steps_per_second": round(steps / seconds, 3) if seconds else 0.0,
+        "seed": parts[0].seed if parts else None,
+    }
+
+
 def client_of(request: Request) -> str:
     """Who asks: which machine, and which program on it."""
     return f"{request.client.host if request.client else ''} {request.headers.get('user-agent', '')}"

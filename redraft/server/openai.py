@@ -14,12 +14,11 @@ from pydantic import ValidationError
 
 from redraft.answers import ToolCall
 from redraft.generate import Stats
-from redraft.server.asking import PLAIN_OBJECT, Asked, End, Frame, Refused, Text, plain_text, stops_of
-from redraft.server.desk import Desk, Route, Whole, client_of, each, read, refused, sse
+from redraft.server.asking import PLAIN_OBJECT, Asked, End, Frame, Refused, Text, message_of, plain_text, stops_of
+from redraft.server.desk import Desk, Route, Whole, client_of, each, read, refused, sse, timings_of
 from redraft.server.filling import LONGEST, Put, rewritten
 from redraft.server.holes import Hole, find_hole, find_region
-from redraft.server.schema import Canvas, ChatMessage, ChatRequest, CompletionRequest, EditRequest, Sampling
-from redraft.tokenizer import Message
+from redraft.server.schema import Canvas, ChatRequest, CompletionRequest, EditRequest, Sampling
 from redraft.writer import fresh_seed
 
 ALIAS = "mercury-coder-local"  # the name under which an editor asks for edits
@@ -152,39 +151,6 @@ def pattern_of(body: Sampling) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def message_of(message: ChatMessage) -> Message:
-    """A message as the chat template reads it."""
-    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    found["content"] = plain_text(message.content, "messages") if message.content is not None else ""
-    if message.name is not None:
-        found["name"] = message.name
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    return found
-
-
-def arguments(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """A call's arguments, which travel as JSON in a string."""
-    if not isinstance(given, str):
-        return given
-    try:
-        read = json.loads(given or "{}")
-    except (json.JSONDecodeError, RecursionError):
-        raise Refused(f"the arguments of a tool call must be JSON, got {given[:60]!r}", "messages") from None
-    if not isinstance(read, dict):
-        raise Refused(f"the arguments of a tool call must be a JSON object, got {given[:60]!r}", "messages")
-    return read
-
-
 # 2. What is answered
 
 
@@ -262,27 +228,6 @@ def usage_of(spent: Sequence[Sequence[Stats]]) -> dict[str, Any]:
     new = sum(one.new_tokens for some in spent for one in some)
     details = {"prompt_tokens_details": {"cached_tokens": sum(max(one.reused for one in some) for some in spent)}}
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}
-
-
-def timings_of(parts: Sequence[Stats]) -> dict[str, Any]:
-    """Honest speeds: what was received over the wall's time. Steps, pages, and whether all of them settled."""
-    seconds = max((one.seconds for one in parts), default=0.0)
-    new, steps = sum(one.new_tokens for one in parts), sum(one.steps for one in parts)
-    canvases, settled = sum(one.canvases for one in parts), sum(one.settled for one in parts)
-    return {
-        "predicted_n": new,
-        "predicted_ms": round(1e3 * seconds, 3),
-        "predicted_per_second": round(new / seconds, 3) if seconds else 0.0,
-        "diffusion": True,
-        "diffusion_blocks": canvases,
-        "diffusion_steps": steps,
-        "diffusion_forwards": sum(one.forwards for one in parts),
-        "diffusion_settled": settled == canvases,
-        "diffusion_wall_ms": round(1e3 * seconds, 3),
-        "diffusion_output_tok_s": round(new / seconds, 3) if seconds else 0.0,
-        "diffusion_steps_per_second": round(steps / seconds, 3) if seconds else 0.0,
-        "seed": parts[0].seed if parts else None,
-    }
 
 
 def error(status: int, sentence: str, param: str | None = None) -> dict[str, Any]:

@@ -149,3 +149,96 @@ class InfillRequest(Body):
     response_fields: list[str] | None = None
     id_slot: int = 0
     stream: bool = False
+
+
+Count = Annotated[int, Field(ge=0, le=1_000_000)]
+Some = Annotated[int, Field(ge=1, le=4096)]
+
+
+class Place(Body):
+    """A token at a position of the answer, by its id or its text; a text of several tokens takes the places behind too."""
+
+    at: Count
+    id: Count | None = None
+    text: Annotated[str, Field(max_length=10_000)] | None = None
+
+
+class Steering(Body):
+    """What is fixed on a canvas."""
+
+    pins: Annotated[list[Place], Field(max_length=4096)] = []
+    bans: Annotated[list[Place], Field(max_length=4096)] = []  # what shall not stand at a position
+
+
+class TurnRequest(Steering):
+    """What else is fixed from behind a step of a page on."""
+
+    block: Count
+    step: Count
+    free: Annotated[list[Count], Field(max_length=4096)] = []  # positions that are pinned or banned no longer
+
+
+class Since(Body):
+    """A step of a page."""
+
+    block: Count
+    step: Count
+
+
+class Watched(Body):
+    """What is redrafted before somebody's eyes."""
+
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    max_steps: Some | None = None
+    candidates: Annotated[int, Field(ge=1, le=20)] = 5  # likeliest tokens shown everywhere
+    stream: bool = True
+
+
+class CanvasRequest(Watched, Steering):
+    """POST /v1/canvas: one of prompt, messages and text, which has holes."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)] | None = None
+    text: str | None = None
+    max_tokens: Tokens | None = None
+    canvas_length: Some | None = None
+    think: bool = False
+    forbidden: Annotated[list[Count], Field(max_length=4096)] = []
+    regex: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    choices: Annotated[list[str], Field(max_length=4096)] | None = None
+    draft: str | Annotated[list[Count], Field(max_length=4096)] | None = None  # what the first page starts from
+    pages: Annotated[list[Annotated[list[Count], Field(max_length=4096)]], Field(max_length=4096)] = []
+    turns: Annotated[list[TurnRequest], Field(max_length=4096)] = []
+    since: Since | None = None  # frames up to this one are not wanted
+
+
+class CanvasEditRequest(Watched):
+    """POST /v1/canvas/edit."""
+
+    text: str
+    instruction: str | None = None
+    strength: Annotated[float, Field(ge=0, le=1)] = 0.3
+    keep: Annotated[list[tuple[Count, Count]], Field(max_length=4096)] = []
+
+
+class SudokuRequest(Body):
+    """POST /v1/canvas/sudoku."""
+
+    puzzle: Annotated[str, Field(max_length=4000)]
+    seed: Seed | None = None
+    canvases: Annotated[int, Field(ge=1, le=256)] = 64
+    check: bool = True
+    stream: bool = True
+
+
+class SpokenRequest(Body):
+    """POST /v1/canvas/left-to-right."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)] | None = None
+    max_tokens: Tokens = 256
+    temperature: Temperature | None = None
+    seed: Seed | None = None
+    stream: bool = True

@@ -30,6 +30,7 @@ from redraft.kernels import read_vocabulary
 from redraft.masks import Layout
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
+from redraft.spoken import speak
 from redraft.tokenizer import Tokenizer
 from redraft.train.loss import Batch, Masks, dense_masks
 
@@ -397,18 +398,13 @@ def continued(model: DiffusionGemma, tokenizer: Tokenizer, taken: Sequence[Hole]
     ]
 
 
-@torch.inference_mode()
 def greedy(model: DiffusionGemma, ids: Sequence[int], most: int, over: Callable[[list[int]], bool]) -> list[int]:
     """The likeliest token after token behind these, up to the one with which it is over, that one left out."""
-    ids = ids[-(model.config.max_position_embeddings - most) :]
-    cache = model.new_cache(1, len(ids) + most, rewind=0)
-    hidden_1SD, said = model.encode(torch.tensor([ids], device=model.device), cache), []
-    while len(said) < most:
-        token = int(model.head(hidden_1SD[:, -1:]).argmax())
+    said: list[int] = []
+    for token in speak(model, ids, most):
         if token in model.config.eos_token_ids or over([*said, token]):
             break
         said.append(token)
-        hidden_1SD = model.encode(torch.tensor([[token]], device=model.device), cache)
     return said
 
 

@@ -1,0 +1,351 @@
+"""Our own wire: a canvas as it is redrafted, token by token, with what the model believes; steered, and taken up again.
+
+    /v1/canvas                a text continued, a conversation answered, holes filled
+    /v1/canvas/edit           a text redrafted in place
+    /v1/canvas/sudoku         a board
+    /v1/canvas/left-to-right  the same weights one token after another, for comparison
+
+All answer with events: begin, then frame, token or board, page, and at last end. What a run was is in what was asked: to
+take it up at a step, it is asked for again with a turn there, and the frames up to it are left out.
+"""
+
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from redraft import filling, solving
+from redraft.editing import Edited
+from redraft.editing import events as edit_events
+from redraft.engine import Course, Stopped, Turn
+from redraft.filling import Filled, Filler
+from redraft.generate import Committed, Draft, Finished, Stats
+from redraft.rules import Rules
+from redraft.server.asking import Frames, Refused, heated, message_of
+from redraft.server.desk import Desk, Route, read, sse, timings_of, unless_gone
+from redraft.server.schema import CanvasEditRequest, CanvasRequest, Place, SpokenRequest, Steering, SudokuRequest, Watched
+from redraft.solving import Solution
+from redraft.spoken import speak
+from redraft.sudoku import board as boards
+from redraft.tokenizer import Message, Tokenizer
+from redraft.writer import SUDOKU, Writer, as_messages, fresh_seed, load, received
+
+Told = Iterator[dict[str, Any]]
+LONGEST = 32  # tokens of a hole whose length is to be found
+
+
+# 1. What was asked
+
+
+def placed(tokenizer: Tokenizer, places: Sequence[Place], what: str) -> dict[int, int]:
+    """Positions and their tokens."""
+    found = {}
+    for place in places:
+        if (place.id is None) == (place.text is None):
+            raise Refused(f"a place in {what} has an id or a text, at {place.at}", what)
+        ids = [place.id] if place.id is not None else tokenizer.encode(place.text)
+        if not ids:
+            raise Refused(f"the text at {place.at} is empty", what)
+        found |= {place.at + number: token for number, token in enumerate(ids)}
+    return found
+
+
+def steered(rules: Rules, tokenizer: Tokenizer, more: Steering, free: Sequence[int] = ()) -> Rules:
+    """The rules with what else is fixed. What is pinned anew is banned no longer, and the other way round."""
+    pins, bans = ({at: one for at, one in held.items() if at not in free} for held in (rules.pins, rules.banned))
+    for at, token in placed(tokenizer, more.pins, "pins").items():
+        pins[at] = token
+        bans[at] = tuple(other for other in bans.get(at, ()) if other != token)
+    for at, token in placed(tokenizer, more.bans, "bans").items():
+        pins.pop(at, None)
+        bans[at] = (*bans.get(at, ()), token)
+    return replace(rules, pins=pins, banned={at: tokens for at, tokens in bans.items() if tokens})
+
+
+def prompt_of(writer: Writer, body: CanvasRequest | SpokenRequest) -> str | Sequence[Message]:
+    """A text or messages; messages for a model that only continues are a text."""
+    if (body.prompt is None) == (body.messages is None):
+        raise Refused("give a prompt, messages, or a text with holes: one of them", "prompt")
+    if body.messages is None:
+        return body.prompt
+    messages = [message_of(message) for message in body.messages]
+    return messages if writer.tokenizer.can_chat else "\n\n".join(str(message["content"]) for message in messages)
+
+
+def watched(writer: Writer, body: Watched) -> dict[str, Any]:
+    """Settings of the sampler."""
+    return heated(writer.sampler, body.temperature) | ({"max_steps": body.max_steps} if body.max_steps else {})
+
+
+# 2. What is told
+
+
+def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Told:
+    """A text continued, a conversation answered, or holes on one page."""
+    settings, seed, tokenizer = watched(writer, body), body.seed if body.seed is not None else fresh_seed(), writer.tokenizer
+    settings |= {"canvas_length": body.canvas_length} if body.canvas_length else {}
+    rules, before, holes = Rules(forbidden=tuple(body.forbidden)), "", body.text is not None
+    if holes:
+        if body.prompt is not None or body.messages is not None or body.draft is not None:
+            raise Refused("give a prompt, messages, or a text with holes: one of them", "text")
+        template, cfg = filling.parse(body.text), writer.sampler.changed(**settings)
+        before, prompt, cfg, own = Filler(writer.engine, tokenizer).page(template, cfg)
+        rules = replace(own, forbidden=(*own.forbidden, *rules.forbidden))
+        settings |= {"canvas_length": cfg.canvas_length, "max_tokens": cfg.max_new_tokens}
+    else:
+        prompt = prompt_of(writer, body)
+        before = prompt if isinstance(prompt, str) else ""
+        settings |= {"max_tokens": body.max_tokens, "think": body.think and not isinstance(prompt, str)}
+    rules, turns = steered(rules, tokenizer, body), []
+    first = rules
+    for turn in body.turns:
+        rules = steered(rules, tokenizer, turn, turn.free)
+        turns.append(Turn(turn.block, turn.step, rules))
+    patterns = {"regex": body.regex, "schema": body.schema_, "choices": body.choices}
+    if turns and any(patterns.values()):
+        raise Refused("a page that obeys a pattern cannot be steered", "turns")
+    course = Course(tuple(map(tuple, body.pages)), tuple(turns))
+    options = {"seed": seed, "rules": first, "course": course, "draft": body.draft or None, **patterns}
+    events = writer.stream(prompt, stop=stop, look=body.candidates, **options, **settings)
+    limits = {"canvas_length": settings.get("canvas_length") or writer.sampler.canvas_length}
+    yield begin(writer, seed, before, max_steps=settings.get("max_steps", writer.sampler.max_steps), **limits)
+    yield from told(writer, events, body, before if holes else "")
+
+
+def begin(writer: Writer, seed: int, before: str, **more: Any) -> dict[str, Any]:
+    """What is known at once."""
+    return {"type": "begin", "seed": seed, "before": before, "stops": list(writer.sampler.eos_token_ids), **more}
+
+
+def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str) -> Told:
+    """Events of one answer."""
+    frames, whole, last = Frames(writer.tokenizer, everything=True), before, None
+    since = (body.since.block, body.since.step) if body.since else (-1, 0)
+    for event in events:
+        match event:
+            case Draft() if (event.block, event.step) > since:
+                yield frame(frames, event)
+            case Committed():
+                whole += event.text
+                if event.block >= len(body.pages):
+                    yield page(writer, event)
+                frames = Frames(writer.tokenizer, everything=True)
+            case Finished():
+                last = event
+    if last is None:
+        raise Stopped
+    stats = last.stats[0]
+    yield {"type": "end", "reason": last.reasons[0], "text": whole, "stats": stats, "timings": timings_of([stats])}
+
+
+def frame(frames: Frames, event: Draft) -> dict[str, Any]:
+    """A step of a page: the tokens that are not as they were."""
+    found = frames.of(event)
+    return {
+        "type": "frame",
+        "block": found.block,
+        "step": found.step,
+        "total": found.total,
+        "entropy": found.entropy,
+        "accepted": found.accepted,
+        "tokens": found.tokens,
+    }
+
+
+def page(writer: Writer, event: Committed) -> dict[str, Any]:
+    """A page that stays: its tokens up to the end of the text."""
+    ids = event.ids_BC[0].tolist()
+    texts = [writer.tokenizer.word(token) for token in received(ids, writer.sampler, len(ids))[0]]
+    found = {"type": "page", "block": event.block, "ids": ids, "texts": texts, "text": event.text}
+    return found | {"reasoning": event.reasoning, "settled": bool(event.settled_B[0]), "steps": int(event.steps_B[0])}
+
+
+def holes_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Told:
+    """Holes of which some have no length: they are filled one after another, and a block is a hole."""
+    if body.pages or body.turns or body.pins or body.bans or body.regex or body.schema_ or body.choices or body.forbidden:
+        raise Refused("only holes of a known length can be steered or obey: mark each as [[ 8 ]]", "text")
+    template, seed, began = (
+        filling.parse(body.text),
+        body.seed if body.seed is not None else fresh_seed(),
+        time.perf_counter(),
+    )
+    cfg = writer.sampler.changed(**watched(writer, body))
+    filler = Filler(writer.engine, writer.tokenizer)
+    yield begin(writer, seed, template.texts[0], max_steps=cfg.max_steps, canvas_length=0)
+    block, frames = -1, Frames(writer.tokenizer, everything=True)
+    for event in filler.events(template, cfg, seed=seed, stop=stop, look=body.candidates, longest=LONGEST):
+        if isinstance(event, Draft):
+            if event.step == 1 and event.block == 0:
+                block, frames = block + 1, Frames(writer.tokenizer, everything=True)
+            yield frame(frames, replace(event, block=block))
+            continue
+        (found,) = event
+        stats = filled_stats(writer, found, template, time.perf_counter() - began)
+        more = {"holes": found.holes, "texts": template.texts, "stats": stats, "timings": timings_of([stats])}
+        yield {"type": "end", "reason": "stop", "text": found.text, **more}
+
+
+def filled_stats(writer: Writer, found: Filled, template: filling.Template, seconds: float) -> Stats:
+    """What a fill cost."""
+    new = sum(len(writer.tokenizer.encode(hole)) for hole in found.holes)
+    around = sum(len(writer.tokenizer.encode(text)) for text in template.texts)
+    holes = len(found.holes)
+    return Stats(found.seed, around, new, holes, holes if found.settled else 0, found.forwards, 0, seconds, 0.0)
+
+
+def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) -> Told:
+    """A text redrafted in place; a block is a page of it."""
+    seed, began, tokenizer = body.seed if body.seed is not None else fresh_seed(), time.perf_counter(), writer.tokenizer
+    asked = tokenizer.chat(as_messages(f"{body.instruction}\n\n{body.text}")) if body.instruction else []
+    cfg = writer.sampler.changed(**watched(writer, body))
+    options = {"strength": body.strength, "keep": body.keep, "prompt": asked, "seed": seed, "stop": stop}
+    events = edit_events(writer.engine, tokenizer, body.text, cfg, look=body.candidates, **options)
+    yield begin(writer, seed, "", max_steps=cfg.max_steps, canvas_length=cfg.canvas_length)
+    block, frames = -1, Frames(tokenizer, everything=True)
+    for event in events:
+        if isinstance(event, Draft):
+            if event.block != block:
+                block, frames = event.block, Frames(tokenizer, everything=True)
+            yield frame(frames, event)
+        elif isinstance(event, Edited):
+            changes = [{"start": one.start, "end": one.end, "old": one.old, "new": one.new} for one in event.changes]
+            read, seconds = len(tokenizer.encode(body.text)), time.perf_counter() - began
+            new = sum(len(tokenizer.encode(change.new)) for change in event.changes)
+            stats = Stats(seed, read, new, block + 1, block + 1 if event.settled else 0, event.forwards, 0, seconds, 0.0)
+            more = {"changes": changes, "stats": stats, "timings": timings_of([stats])}
+            yield {"type": "end", "reason": "stop", "text": event.text, **more}
+
+
+def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> Told:
+    """Token after token."""
+    prompt, seed = prompt_of(writer, body), body.seed if body.seed is not None else fresh_seed()
+    ids, limit, tokenizer = writer.ids_of(prompt), writer.model.config.max_position_embeddings, writer.tokenizer
+    if len(ids) + body.max_tokens > limit:
+        raise Refused(f"{len(ids)} tokens and {body.max_tokens} more do not fit the context of {limit}", "max_tokens")
+    heat = 1.0 if body.temperature is None else body.temperature
+    yield begin(writer, seed, prompt if isinstance(prompt, str) else "")
+    began, said = time.perf_counter(), []
+    for token in speak(writer.model, ids, body.max_tokens, temperature=heat * writer.sampler.t_min, seed=seed):
+        if stop.is_set():
+            raise Stopped
+        said.append(token)
+        yield {"type": "token", "id": token, "t": writer.tokenizer.word(token)}
+    shown, stopped = received(said, writer.sampler, len(said))
+    taken, text = time.perf_counter() - began, tokenizer.decode(shown)
+    stats = Stats(seed, len(ids), len(said), 1, 1, len(said), 0, taken, 0.0)
+    more = {"stats": stats, "timings": timings_of([stats])}
+    yield {"type": "end", "reason": "stop" if stopped else "length", "text": text, **more}
+
+
+class Boards:
+    """The model for boards: the one that is served if it is such a one, else the one in the package, when first needed."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._served, self._lock, self._own = writer, threading.Lock(), None
+
+    def told(self, body: SudokuRequest, stop: threading.Event) -> Told:
+        """A puzzle, pass by pass: the board that was tried last, and which of its cells are accepted."""
+        puzzle, seed = boards.given(body.puzzle), body.seed if body.seed is not None else fresh_seed()
+        writer = self._writer()
+        events = writer.sudoku_events([puzzle], seed=seed, canvases=body.canvases, check=body.check)
+        yield {"type": "begin", "seed": seed, "puzzle": list(puzzle), "before": "", "stops": []}
+        for event in events:
+            if stop.is_set():
+                raise Stopped
+            if isinstance(event, solving.Pass):
+                board, sure = event.boards_NC[-1].tolist(), event.accepted_NC[-1].int().tolist()
+                tried = {"attempt": event.tries[-1], "canvases": len(event.tries), "step": event.step}
+                yield {"type": "board", **tried, "board": board, "accepted": sure, "clashing": clashes(board)}
+            elif isinstance(event, Solution):
+                yield {"type": "end", **solved(event)}
+
+    def _writer(self) -> Writer:
+        if solving.fits(self._served.model):
+            return self._served
+        with self._lock:
+            if self._own is None:
+                self._own = load(SUDOKU, device=self._served.model.device)
+            return self._own
+
+
+def clashes(board: Sequence[int]) -> list[int]:
+    """Cells that contradict one another."""
+    return sorted(boards.clashing(tuple(board)))
+
+
+def solved(event: Solution) -> dict[str, Any]:
+    """What became of a puzzle."""
+    names = ("solved", "settled", "at_first", "canvases", "forwards", "revisions", "seed")
+    text, seconds = boards.line(event.board), round(event.seconds, 4)
+    return {"reason": "stop", "text": text, "board": list(event.board), "seconds": seconds} | {
+        name: getattr(event, name) for name in names
+    }
+
+
+# 3. Routes
+
+
+def routes(desk: Desk) -> list[Route]:
+    """All of them."""
+    one = CanvasRoutes(desk)
+    return [
+        Route("/v1/canvas", one.canvas, CanvasRequest),
+        Route("/v1/canvas/edit", one.edit, CanvasEditRequest),
+        Route("/v1/canvas/sudoku", one.sudoku, SudokuRequest),
+        Route("/v1/canvas/left-to-right", one.spoken, SpokenRequest),
+    ]
+
+
+class CanvasRoutes:
+    """What the paths do."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk, self.boards = desk, Boards(desk.writer)
+
+    async def canvas(self, request: Request) -> Response:
+        """POST /v1/canvas."""
+        body = await read(request, CanvasRequest)
+        way = holes_told if body.text is not None and None in filling.parse(body.text).lengths else canvas_told
+        return await self._answered(request, body.stream, lambda stop: way(self.desk.writer, body, stop))
+
+    async def edit(self, request: Request) -> Response:
+        """POST /v1/canvas/edit."""
+        body = await read(request, CanvasEditRequest)
+        return await self._answered(request, body.stream, lambda stop: edit_told(self.desk.writer, body, stop))
+
+    async def sudoku(self, request: Request) -> Response:
+        """POST /v1/canvas/sudoku."""
+        body = await read(request, SudokuRequest)
+        return await self._answered(request, body.stream, lambda stop: self.boards.told(body, stop))
+
+    async def spoken(self, request: Request) -> Response:
+        """POST /v1/canvas/left-to-right."""
+        body = await read(request, SpokenRequest)
+        return await self._answered(request, body.stream, lambda stop: spoken_told(self.desk.writer, body, stop))
+
+    async def _answered(self, request: Request, stream: bool, work: Callable[[threading.Event], Told]) -> Response:
+        found = self._counted(self.desk.worker.items(work))
+        if not stream:
+            return JSONResponse({"events": [event async for event in unless_gone(request, found)]})
+        return sse(self._parts(await anext(found), found))
+
+    async def _counted(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+        async with aclosing(events):
+            async for event in events:
+                if (stats := event.pop("stats", None)) is not None:
+                    self.desk.count(stats)
+                yield event
+
+    async def _parts(self, first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+        yield first
+        try:
+            async with aclosing(rest):
+                async for event in rest:
+                    yield event
+        except (RuntimeError, ValueError) as failure:  # it has begun: the status cannot be changed any more
+            yield {"type": "error", "error": {"message": str(failure)}}

@@ -1,0 +1,189 @@
+"""Our own wire: frames add up to the canvas, resumed is unbroken, pins and bans hold, boards and edits are the Writer's."""
+
+import json
+import re
+
+import httpx
+import pytest
+from serving import make, served
+
+from redraft.generate import Draft
+from redraft.rules import Rules
+
+WRITER = make()
+ENDLESS = [1, 5]
+STORY = {"prompt": "Hello", "seed": 7, "max_tokens": 32, "forbidden": ENDLESS, "max_steps": 6}
+PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
+
+
+@pytest.fixture(scope="module")
+def url():
+    with served(WRITER) as address:
+        yield address
+
+
+def events(url, path="", **body):
+    answer = httpx.post(f"{url}/v1/canvas{path}", json={"stream": False, **body}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["events"]
+
+
+def refusal(url, path="", **body):
+    answer = httpx.post(f"{url}/v1/canvas{path}", json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]["message"]
+
+
+def of(kind, found):
+    return [event for event in found if event["type"] == kind]
+
+
+def whole(frames):
+    """What a page is after each frame, from what has changed."""
+    found, now, block = [], {}, 0
+    for frame in frames:
+        now = now if frame["block"] == block else {}
+        block = frame["block"]
+        now = {**now, **{token["i"]: token for token in frame["tokens"]}}
+        found.append([now[at] for at in sorted(now)])
+    return found
+
+
+def test_frames_add_up_to_the_drafts_of_the_engine(url):
+    found = events(url, **STORY, candidates=3)
+    rules, options = Rules(forbidden=(1, 5)), {"max_tokens": 32, "max_steps": 6}
+    drafts = [event for event in WRITER.stream("Hello", seed=7, rules=rules, look=3, **options) if isinstance(event, Draft)]
+    frames = of("frame", found)
+    assert len(frames) == len(drafts) > 4
+    for event, tokens in zip(drafts, whole(frames), strict=True):
+        assert [token["id"] for token in tokens] == event.canvas_BC[0].tolist()
+        assert [token["s"] == "d" for token in tokens] == event.accepted_BC[0].tolist()
+        assert [token["c"][0][0] for token in tokens] == event.ids_BC[0].tolist()
+        assert [token["p"] for token in tokens] == [round(share, 4) for share in event.shares.own_BC[0].tolist()]
+        assert all(token["t"] == WRITER.tokenizer.spell([token["id"]]) for token in tokens)
+    assert any(len(frame["tokens"]) < 16 for frame in frames)
+    assert found[-1]["text"] == WRITER.write("Hello", seed=7, rules=rules, **options).text
+    assert "".join(page["text"] for page in of("page", found)) == found[-1]["text"]
+
+
+def test_a_stream_is_the_same_events(url):
+    with httpx.stream("POST", f"{url}/v1/canvas", json=STORY, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    told, expected = [json.loads(line) for line in lines], events(url, **STORY)
+    assert [one for one in told if one["type"] != "end"] == [one for one in expected if one["type"] != "end"]
+    assert told[-1]["text"] == expected[-1]["text"]
+
+
+def test_resumed_without_a_change_it_is_the_unbroken_run(url):
+    before = events(url, **STORY)
+    first = of("page", before)[0]["ids"]
+    again = events(url, **STORY, pages=[first], turns=[{"block": 1, "step": 2}], since={"block": 1, "step": 2})
+    expected = [frame for frame in of("frame", before) if (frame["block"], frame["step"]) > (1, 2)]
+    assert [frame["step"] for frame in of("frame", again)] == [frame["step"] for frame in expected]
+    shown = [[frame for frame in of("frame", found) if frame["block"] == 1] for found in (before, again)]
+    assert whole(shown[0])[2:] == whole(shown[1])
+    assert of("page", again) == of("page", before)[1:]
+    assert again[-1]["text"] == before[-1]["text"]
+
+
+def test_what_is_pinned_or_banned_from_a_step_on_holds(url):
+    before = events(url, **STORY)
+    old = of("page", before)[0]["ids"]
+    turns = [{"block": 0, "step": 2, "pins": [{"at": 3, "text": "xy"}], "bans": [{"at": 8, "id": old[8]}]}]
+    page = of("page", events(url, **STORY, turns=turns))[0]
+    assert page["texts"][3:5] == ["x", "y"]
+    assert page["ids"][8] != old[8]
+    freed = [*turns, {"block": 0, "step": 3, "free": [3, 4, 8], "bans": [{"at": 3, "text": "x"}]}]
+    assert of("page", events(url, **STORY, turns=freed))[0]["texts"][3] != "x"
+    frames = of("frame", events(url, **STORY, pins=[{"at": 0, "text": "A"}]))
+    assert (frames[0]["tokens"][0]["t"], frames[0]["tokens"][0]["s"]) == ("A", "k")
+
+
+def test_holes_of_known_lengths_are_on_one_page_and_can_be_steered(url):
+    found = events(url, text="ab.[[ 3 ]], cd [[ 2 ]]!", seed=3)
+    assert (found[0]["before"], found[-1]["text"][:3]) == ("ab.", "ab.")
+    page = of("page", found)[0]
+    assert "".join(page["texts"])[3:8] == ", cd "
+    assert found[-1]["text"] == "ab." + page["text"]
+    pinned = [{"block": 0, "step": 1, "pins": [{"at": 1, "text": "Q"}]}]
+    assert events(url, text="ab.[[ 3 ]], cd [[ 2 ]]!", seed=3, turns=pinned)[-1]["text"][4] == "Q"
+
+
+def test_holes_of_unknown_lengths_are_filled_as_the_writer_does(url):
+    text = "ab [[ ]] cd[[ ]]."
+    found = events(url, text=text, seed=3)
+    expected = WRITER.fill(text, seed=3)
+    assert (found[-1]["text"], tuple(found[-1]["holes"])) == (expected.text, expected.holes)
+    assert {frame["block"] for frame in of("frame", found)} == {0, 1}
+    assert any(token["s"] == "k" for token in of("frame", found)[0]["tokens"])
+    assert "only holes of a known length" in refusal(url, text=text, pins=[{"at": 1, "id": 3}])
+
+
+def test_an_edit_is_the_writers(url):
+    found = events(url, "/edit", text="some text that stays", strength=0.5, seed=4, keep=[[0, 4]])
+    expected = WRITER.edit("some text that stays", strength=0.5, seed=4, keep=[(0, 4)])
+    assert found[-1]["text"] == expected.text
+    assert [change["new"] for change in found[-1]["changes"]] == [change.new for change in expected.changes]
+    assert len(of("frame", found)) > 0
+
+
+def test_patterns_and_a_draft_are_obeyed(url):
+    found = events(url, prompt="Hello", regex="[0-9]{4}", seed=1)[-1]["text"]
+    assert len(found) == 4
+    assert found.isdigit()
+    assert events(url, prompt="Hello", choices=["yes", "no"], seed=1)[-1]["text"] in ("yes", "no")
+    first = events(url, **STORY, draft="0123456789abcdef")[1]["tokens"]
+    assert first != events(url, **STORY)[1]["tokens"]
+
+
+def test_left_to_right_is_one_token_a_pass(url):
+    found = events(url, "/left-to-right", prompt="Hello", max_tokens=12, seed=1)
+    assert 0 < len(of("token", found)) <= 12
+    assert found[-1]["timings"]["diffusion_forwards"] == len(of("token", found))
+    cold = [events(url, "/left-to-right", prompt="Hello", max_tokens=12, seed=seed, temperature=0) for seed in (1, 2)]
+    assert of("token", cold[0]) == of("token", cold[1])
+
+
+def test_a_board_is_solved_by_the_model_in_the_package(url):
+    found = events(url, "/sudoku", puzzle=PUZZLE, seed=1)
+    assert found[-1]["solved"]
+    assert all(str(digit) == given for digit, given in zip(found[-1]["board"], PUZZLE, strict=True) if given != ".")
+    assert len(of("board", found)) >= 1
+    assert "81" in refusal(url, "/sudoku", puzzle="123")
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({}, "one of them"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "one of them"),
+        ({"prompt": "a", "text": "b [[ 2 ]]"}, "one of them"),
+        ({"text": "nothing to fill"}, "there is nothing to fill"),
+        ({"prompt": "a", "pins": [{"at": 1}]}, "has an id or a text, at 1"),
+        ({"prompt": "a", "pins": [{"at": 1, "text": ""}]}, "the text at 1 is empty"),
+        ({"prompt": "a", "pins": [{"at": 1, "id": 99999}]}, "outside the vocabulary"),
+        ({"prompt": "a", "turns": [{"block": 0, "step": 99}]}, "the last that can be taken"),
+        ({"prompt": "a", "regex": "a+", "turns": [{"block": 0, "step": 1}]}, "cannot be steered"),
+        ({"prompt": "a", "pages": [[1, 2]]}, "page 0 has 2 tokens, the canvas has 16"),
+        ({"prompt": "a", "candidates": 0}, "candidates"),
+        ({"prompt": "a", "regex": "("}, "\\("),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_streamed(url, body, sentence):
+    assert re.search(sentence, refusal(url, **body))
+
+
+def test_frames_of_chats_have_probabilities_too(url):
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "diffusing": True, "max_tokens": 16, "seed": 1}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    frames = [json.loads(line) for line in lines if "diffusion_frame" in line]
+    assert set(frames[0]["tokens"][0]) == {"i", "t", "s", "p", "e"}
+    assert all(0 <= token["p"] <= 1 for frame in frames for token in frame["tokens"])
+
+
+def test_looking_changes_nothing(url):
+    seen = events(url, **STORY)[-1]["text"]
+    plain = {"prompt": "Hello", "seed": 7, "max_tokens": 32, "diffusion_max_steps": 6, "logit_bias": {"1": -100, "5": -100}}
+    assert httpx.post(f"{url}/v1/completions", json=plain, timeout=60).json()["choices"][0]["text"] == seen
