@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from redraft.engine import Stopped
-from redraft.server import anthropic, canvas, llama, ollama, openai
+from redraft.server import anthropic, canvas, llama, ollama, openai, page
 from redraft.server.asking import Refused
 from redraft.server.desk import Desk, Gone
 from redraft.server.guard import Guard, Limits, Metrics, TooLarge
@@ -57,6 +57,9 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
             method, extra = ("POST", described(route.body)) if route.body else ("GET", None)
             told = ANSWERS if route.body else None
             app.add_api_route(route.path, route.handler, methods=[method], openapi_extra=extra, responses=told)
+
+    for path, handler in (("/", page.index), ("/page/{name}", page.file)):
+        app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_page() -> Response:

@@ -11,7 +11,7 @@ take it up at a step, it is asked for again with a turn there, and the frames up
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from redraft import filling, solving
+from redraft.config import SamplerConfig
 from redraft.editing import Edited
 from redraft.editing import events as edit_events
 from redraft.engine import Course, Stopped, Turn
@@ -112,9 +113,14 @@ def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> T
     course = Course(tuple(map(tuple, body.pages)), tuple(turns))
     options = {"seed": seed, "rules": first, "course": course, "draft": body.draft or None, **patterns}
     events = writer.stream(prompt, stop=stop, look=body.candidates, **options, **settings)
-    limits = {"canvas_length": settings.get("canvas_length") or writer.sampler.canvas_length}
-    yield begin(writer, seed, before, max_steps=settings.get("max_steps", writer.sampler.max_steps), **limits)
-    yield from told(writer, events, body, before if holes else "")
+    cfg = writer.sampler.changed(max_new_tokens=settings.pop("max_tokens"), **_known(settings))
+    limits = {"canvas_length": cfg.canvas_length, "max_steps": cfg.max_steps, "max_tokens": cfg.max_new_tokens}
+    yield begin(writer, seed, before, **limits)
+    yield from told(writer, events, body, before if holes else "", cfg)
+
+
+def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "think"}
 
 
 def begin(writer: Writer, seed: int, before: str, **more: Any) -> dict[str, Any]:
@@ -122,7 +128,7 @@ def begin(writer: Writer, seed: int, before: str, **more: Any) -> dict[str, Any]
     return {"type": "begin", "seed": seed, "before": before, "stops": list(writer.sampler.eos_token_ids), **more}
 
 
-def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str) -> Told:
+def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str, cfg: SamplerConfig) -> Told:
     """Events of one answer."""
     frames, whole, last = Frames(writer.tokenizer, everything=True), before, None
     since = (body.since.block, body.since.step) if body.since else (-1, 0)
@@ -133,7 +139,7 @@ def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str
             case Committed():
                 whole += event.text
                 if event.block >= len(body.pages):
-                    yield page(writer, event)
+                    yield page(writer, event, cfg)
                 frames = Frames(writer.tokenizer, everything=True)
             case Finished():
                 last = event
@@ -157,10 +163,10 @@ def frame(frames: Frames, event: Draft) -> dict[str, Any]:
     }
 
 
-def page(writer: Writer, event: Committed) -> dict[str, Any]:
+def page(writer: Writer, event: Committed, cfg: SamplerConfig) -> dict[str, Any]:
     """A page that stays: its tokens up to the end of the text."""
-    ids = event.ids_BC[0].tolist()
-    texts = [writer.tokenizer.word(token) for token in received(ids, writer.sampler, len(ids))[0]]
+    ids, room = event.ids_BC[0].tolist(), cfg.max_new_tokens - event.block * cfg.canvas_length
+    texts = [writer.tokenizer.word(token) for token in received(ids, cfg, room)[0]]
     found = {"type": "page", "block": event.block, "ids": ids, "texts": texts, "text": event.text}
     return found | {"reasoning": event.reasoning, "settled": bool(event.settled_B[0]), "steps": int(event.steps_B[0])}
 

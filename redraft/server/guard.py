@@ -17,7 +17,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 LOG = logging.getLogger("redraft.server")
-OPEN = ("/health",)  # without a key
+OPEN = ("/health", "/")  # without a key, and the files of the page, which asks for it
+PAGE = "/page/"
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -85,7 +86,9 @@ class Guard:
             return 403, f"this server does not answer to the host {host!r}; start it with --allow-host {host} if it is yours"
         if (origin := headers.get("origin")) is not None and _name(origin.partition("://")[2]) not in self.hosts:
             return 403, f"pages from {origin!r} may not use this server; start it with --allow-host if they are yours"
-        if self.limits.key is not None and scope["path"] not in OPEN and not self._has_key(headers):
+        path = scope["path"]
+        free = path in OPEN or path.startswith(PAGE)
+        if self.limits.key is not None and not free and not self._has_key(headers):
             return 401, "this server wants its API key: Authorization: Bearer KEY, or x-api-key: KEY"
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self.limits.body_bytes:

@@ -1,0 +1,33 @@
+"""The page, as files of the package: nothing is built, nothing comes from elsewhere."""
+
+from pathlib import Path
+
+from fastapi.responses import FileResponse, Response
+from starlette.exceptions import HTTPException
+
+FOLDER = Path(__file__).parent / "static"
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# What an answer shows as a page of its own may have style, but no script, and nothing may come from other machines.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
+    "frame-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+async def index() -> Response:
+    """GET /."""
+    return await file("index.html")
+
+
+async def file(name: str) -> Response:
+    """GET /page/NAME."""
+    path = FOLDER / name
+    if path.parent != FOLDER or path.suffix not in KINDS or not path.is_file():
+        raise HTTPException(404)
+    return FileResponse(path, media_type=KINDS[path.suffix], headers=HEADERS)

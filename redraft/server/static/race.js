@@ -1,0 +1,69 @@
+// The same weights both ways: pages redrafted, and one token after another. Each is measured alone, then both are shown
+// at the pace that was measured.
+
+import { Run } from "./run.js";
+import { element } from "./timeline.js";
+
+async function measured(stream, seen) {
+  const began = performance.now();
+  const found = [];
+  for await (const event of stream) {
+    found.push({ at: performance.now() - began, event });
+    seen(found.length);
+  }
+  return found;
+}
+
+class Lane {
+  constructor(title) {
+    this.clock = element("b", { className: "clock" }, "0.00 s");
+    this.text = element("p", { className: "lane-text" });
+    this.facts = element("p", { className: "facts" });
+    this.root = element("section", { className: "lane" }, element("h3", {}, title, this.clock), this.text, this.facts);
+  }
+
+  tick(now, told, textAt) {
+    const passed = told.filter(({ at }) => at <= now);
+    const last = told.at(-1);
+    this.clock.textContent = `${(Math.min(now, last.at) / 1000).toFixed(2)} s`;
+    this.text.textContent = textAt(passed.map(({ event }) => event));
+    if (now < last.at) return false;
+    const { timings } = last.event;
+    this.facts.textContent = `${timings.predicted_n} tokens, ${timings.diffusion_forwards} passes, ${timings.diffusion_output_tok_s.toFixed(1)} tokens/s`;
+    this.root.classList.add("arrived");
+    return true;
+  }
+}
+
+const drafted = (events) => {
+  const run = new Run("write", {});
+  events.forEach((event) => run.add(event));
+  return run.textAt(run.frames.length - (run.end ? 0 : 1));
+};
+const spoken = (events) => events.map((event) => event.t ?? "").join("");
+
+// `ask` gives the events of a path and a body; resolves when both have arrived.
+export async function race(root, ask, body) {
+  const pages = new Lane("Redrafted, all at once");
+  const words = new Lane("Left to right");
+  const said = element("p", { className: "hint" });
+  root.replaceChildren(pages.root, words.root, said);
+  said.textContent = "Measuring the pages …";
+  const first = await measured(ask("/v1/canvas", { ...body, candidates: 1 }), (count) => (said.textContent = `Measuring the pages … ${count}`));
+  const { prompt, messages, max_tokens, seed, temperature } = body;
+  const asked = { prompt, messages, max_tokens, seed, temperature };
+  const second = await measured(ask("/v1/canvas/left-to-right", asked), (count) => (said.textContent = `Measuring left to right … ${count}`));
+  said.textContent = "Both at the pace that was measured, each while nothing else ran:";
+  const began = performance.now();
+  await new Promise((done) => {
+    const tick = () => {
+      const now = performance.now() - began;
+      const both = [pages.tick(now, first, drafted), words.tick(now, second, spoken)];
+      if (both.every(Boolean)) done();
+      else requestAnimationFrame(tick);
+    };
+    tick();
+  });
+  const times = second.at(-1).at / first.at(-1).at;
+  said.textContent = times >= 1 ? `The pages were ${times.toFixed(1)} times as fast.` : `Left to right was ${(1 / times).toFixed(1)} times as fast.`;
+}
