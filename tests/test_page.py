@@ -289,7 +289,7 @@ def test_it_is_readable_on_a_phone_and_on_a_wall(opened, url, width, height, sch
         page.click(f"#tab-{mode}")
         assert page.evaluate("document.scrollingElement.scrollWidth") <= width
     size = page.evaluate("parseFloat(getComputedStyle(document.querySelector('.page')).fontSize)")
-    assert 14 <= size <= 26
+    assert 14 <= size <= 32
     assert width < 1000 or size > 20
     page.click("#tab-write")
     page.locator(".page .t").nth(5).click()

@@ -266,7 +266,7 @@ class Boards:
             if isinstance(event, solving.Pass):
                 board, sure = event.boards_NC[-1].tolist(), event.accepted_NC[-1].int().tolist()
                 tried = {"attempt": event.tries[-1], "canvases": len(event.tries), "step": event.step}
-                yield {"type": "board", **tried, "board": board, "accepted": sure, "clashing": clashes(board)}
+                yield {"type": "board", **tried, "board": board, "accepted": sure, "clashing": clashes(board, sure)}
             elif isinstance(event, Solution):
                 yield {"type": "end", **solved(event)}
 
@@ -279,9 +279,9 @@ class Boards:
             return self._own
 
 
-def clashes(board: Sequence[int]) -> list[int]:
-    """Cells that contradict one another."""
-    return sorted(boards.clashing(tuple(board)))
+def clashes(board: Sequence[int], sure: Sequence[int]) -> list[int]:
+    """Accepted cells that contradict one another."""
+    return sorted(boards.clashing(tuple(digit if kept else 0 for digit, kept in zip(board, sure, strict=True))))
 
 
 def solved(event: Solution) -> dict[str, Any]:

@@ -63,6 +63,8 @@ async function follow(run, body) {
   const own = (abort = new AbortController());
   busy(true);
   say("");
+  $("#race").hidden = true;
+  $("#player").hidden = false;
   player.show(run);
   let waiting = false;
   const drawn = () => {
@@ -171,7 +173,6 @@ function choose(name) {
     tab.tabIndex = own ? 0 : -1;
     $(`#form-${tab.dataset.mode}`).hidden = !own;
   }
-  $("#race").hidden = true;
   history.replaceState(null, "", `#${name}`);
 }
 
@@ -193,6 +194,7 @@ async function startRace() {
   busy(true);
   say("");
   $("#race").hidden = false;
+  $("#player").hidden = true;
   try {
     await race($("#race"), (path, asked) => ask(path, asked, own.signal), { ...body, max_tokens: body.max_tokens ?? 128 });
   } catch (error) {

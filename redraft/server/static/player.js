@@ -27,7 +27,10 @@ export class Player {
     this.mapped.setAttribute("aria-pressed", "false");
     this.going = element("div", { className: "going", hidden: true });
     this.result = element("div", { className: "result", hidden: true });
-    const main = element("div", { className: "watched" }, this.meters, this.page, this.going, this.timeline.root, legend(this.mapped), this.result);
+    this.timeline.controls.append(this.mapped);
+    this.legend = element("ul", { className: "legend" });
+    const main = element("div", { className: "watched" }, this.meters, this.page, this.going, this.timeline.root, this.legend, this.result);
+    this.page.append(element("p", { className: "hint" }, "A page begins as noise and is redrafted all at once until it stands still. Here it can be watched."));
     root.replaceChildren(main, this.closer);
     this.#listen();
     this.#close();
@@ -37,6 +40,9 @@ export class Player {
     this.run = run;
     this.chosen = this.hovered = null;
     this.wishes = [];
+    const board = run.kind === "sudoku";
+    this.closer.hidden = this.mapped.hidden = board;
+    this.legend.replaceChildren(...(board ? entries(CELLS, "cell", "5") : entries(LOOKS, "t", "word")));
     this.timeline.show(run);
     this.grow();
   }
@@ -117,11 +123,12 @@ export class Player {
     this.spans = [];
     this.page.classList.toggle("mapped", this.order);
     if (this.run.frames[0]?.board) return this.page.replaceChildren(board(this.run, frame ?? this.run.frames.at(-1), !frame));
-    if (this.run.begin?.before) parts.push(element("span", { className: "before" }, this.run.begin.before));
+    const alone = !frame && !this.run.pages.length; // an end without pages: what was filled or edited, whole
+    if (this.run.begin?.before && !alone) parts.push(element("span", { className: "before" }, this.run.begin.before));
     const upTo = frame ? frame.block : Infinity;
     this.run.pages.forEach((page, block) => block < upTo && parts.push(...this.#committed(page)));
     if (frame) frame.cells.forEach((cell, i) => parts.push(this.#token(frame.block, i, cell.token.t, look(cell, i, frame.ends), cell)));
-    if (!frame && !this.run.pages.length && this.run.end) parts.push(element("span", { className: "said" }, this.run.end.text));
+    if (alone && this.run.end) parts.push(element("span", { className: "said" }, this.run.end.text));
     this.page.replaceChildren(...parts);
     this.#marked();
   }
@@ -321,9 +328,10 @@ function past(history, now) {
   return element("div", { className: "past" }, element("div", { className: "bars", role: "img", ariaLabel: "Doubt at every step" }, ...bars), element("ul", {}, ...stood));
 }
 
-function legend(...more) {
-  const looks = Object.entries(LOOKS).map(([kind, said]) => element("li", {}, element("span", { className: `t ${kind}` }, kind === "end" ? "eos" : "word"), ` ${said}`));
-  return element("div", { className: "legend" }, element("ul", {}, ...looks), ...more);
+const CELLS = { given: "given", open: "not yet decided", sure: "accepted", revised: "thought better of", clash: "contradicts another" };
+
+function entries(looks, name, sample) {
+  return Object.entries(looks).map(([kind, said]) => element("li", {}, element("span", { className: `${name} ${kind}` }, kind === "end" ? "eos" : sample), ` ${said}`));
 }
 
 function board(run, frame, ended) {
@@ -332,7 +340,7 @@ function board(run, frame, ended) {
   const cells = digits.map((digit, i) => {
     const given = run.begin.puzzle[i] > 0;
     const kind = given ? "given" : clashing.has(i) ? "clash" : frame?.revised?.[i] && !ended ? "revised" : ended || frame?.accepted?.[i] ? "sure" : "open";
-    return element("td", { className: kind }, digit || "");
+    return element("td", { className: `cell ${kind}` }, digit || "");
   });
   const rows = [...Array(9).keys()].map((row) => element("tr", {}, ...cells.slice(9 * row, 9 * row + 9)));
   return element("table", { className: "board", ariaLabel: "The board" }, element("tbody", {}, ...rows));

@@ -47,7 +47,7 @@ export async function race(root, ask, body) {
   const pages = new Lane("Redrafted, all at once");
   const words = new Lane("Left to right");
   const said = element("p", { className: "hint" });
-  root.replaceChildren(pages.root, words.root, said);
+  root.replaceChildren(said, pages.root, words.root);
   said.textContent = "Measuring the pages …";
   const first = await measured(ask("/v1/canvas", { ...body, candidates: 1 }), (count) => (said.textContent = `Measuring the pages … ${count}`));
   const { prompt, messages, max_tokens, seed, temperature } = body;

@@ -38,15 +38,15 @@ export class Timeline {
     this.speed.setAttribute("aria-label", "Speed");
     this.label = element("output", { className: "where" });
     const step = (by, sign, title) => element("button", { type: "button", title, onclick: () => this.step(by) }, sign);
-    const key = element("p", { className: "key" });
-    key.innerHTML = '<i class="k-accepted"></i>accepted <i class="k-entropy"></i>mean doubt <i class="k-gate"></i>doubt of the least sure';
+    this.key = element("p", { className: "key" });
+    this.controls = element("div", { className: "controls" }, step(-1, "‹", "A step back (k)"), this.play, step(1, "›", "A step on (j)"), this.speed, this.label);
     this.root = element(
       "div",
       { className: "timeline" },
       this.svg,
       this.range,
-      element("div", { className: "controls" }, step(-1, "‹", "A step back (k)"), this.play, step(1, "›", "A step on (j)"), this.speed, this.label),
-      key,
+      this.controls,
+      this.key,
     );
   }
 
@@ -54,6 +54,8 @@ export class Timeline {
     this.run = run;
     this.stop();
     this.following = true;
+    const said = run.kind === "sudoku" ? { accepted: "accepted", entropy: "contradictions" } : { accepted: "accepted", entropy: "mean doubt", gate: "doubt of the least sure" };
+    this.key.replaceChildren(...Object.entries(said).flatMap(([kind, words]) => [element("i", { className: `k-${kind}` }), words]));
     this.grow();
   }
 
