@@ -1,0 +1,99 @@
+"""The server as a process of its own: clients that are killed disturb nobody, SIGTERM finishes what runs."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import tiny
+from serving import NO_END
+
+LONG = {"prompt": "ab", "max_tokens": 400, "seed": 3, "logit_bias": NO_END, "diffusion_max_steps": 24}
+CLIENT = """
+import httpx, json, sys
+with httpx.stream("POST", sys.argv[1] + "/v1/completions", json=json.loads(sys.argv[2]), timeout=60) as answer:
+    for line in answer.iter_lines():
+        print(line, flush=True)
+"""
+
+
+@contextmanager
+def process(folder):
+    """The address of a server, and its process."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [sys.executable, "-m", "redraft.cli", "serve", "-m", str(folder), "--port", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            assert server.poll() is None, server.stderr.read()
+            try:
+                httpx.get(f"{url}/health")
+                break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        yield url, server
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save_folder(tmp_path_factory.mktemp("served"))
+
+
+def asked(url, **changes):
+    return httpx.post(f"{url}/v1/completions", json={**LONG, **changes}, timeout=60).json()["choices"][0]["text"]
+
+
+def active(url):
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("redraft_active_requests "))
+
+
+def test_a_client_that_is_killed_disturbs_nobody(folder):
+    with process(folder) as (url, _):
+        alone, found = asked(url), []
+        body = json.dumps({**LONG, "seed": 4, "stream": True, "diffusing": True})
+        clients = [
+            subprocess.Popen([sys.executable, "-c", CLIENT, url, body], stdout=subprocess.PIPE, text=True) for _ in range(3)
+        ]
+        for client in clients:
+            assert client.stdout.readline().startswith("data: ")  # it is in the middle of its answer
+        other = threading.Thread(target=lambda: found.append(asked(url)))
+        other.start()
+        for client in clients:
+            client.send_signal(signal.SIGKILL)
+            client.communicate()
+        other.join()
+        assert found == [alone]
+        ends = time.monotonic() + 10
+        while active(url) and time.monotonic() < ends:
+            time.sleep(0.02)
+        assert active(url) == 0
+        assert asked(url) == alone
+
+
+def test_sigterm_finishes_what_runs_and_takes_nothing_new(folder):
+    with process(folder) as (url, server):
+        alone, found = asked(url), []
+        running = threading.Thread(target=lambda: found.append(asked(url)))
+        running.start()
+        while not active(url):
+            time.sleep(0.005)
+        server.send_signal(signal.SIGTERM)
+        running.join()
+        assert found == [alone]
+        assert server.wait(30) in (0, -signal.SIGTERM)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{url}/health")
