@@ -271,6 +271,8 @@ def redrafting(
     new, forwards, settled = list(ids), 0, True
     for block, begin in enumerate(range(0, len(new), cfg.canvas_length) if strength else ()):
         page, before = new[begin : begin + cfg.canvas_length], [*prompt, *new[:begin]]
+        if all(begin + at in kept for at in range(len(page))):
+            continue
         _, logs_CV = next(read(engine.model, before, page, len(page)))
         jitter_C = random.draws([seed + SALT], block, logs_CV.device).uniform(0, len(page))[0]
         worry_C = doubts(logs_CV, page) + 1e-3 * jitter_C  # where nothing is doubted, chance chooses

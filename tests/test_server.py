@@ -10,7 +10,7 @@ import pytest
 import tiny
 from serving import NO_END, make, served, user
 
-from redraft.server import holes
+from redraft.server import filling, holes
 from redraft.server.asking import Stops
 from redraft.server.filling import trimmed
 
@@ -326,6 +326,26 @@ def test_continue_and_minuet(http):
     blank = http.post("/v1/completions", json={**body, "suffix": "<|endoftext|>", "stream": False}).json()
     assert "delta" not in blank["choices"][0]  # nothing follows: the text is continued
     assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["small", "mercury-coder-local"]
+
+
+def test_an_edit_of_a_long_file_reads_what_is_nearest(http):
+    far, region = "# far\n" * 400, "a = 1\nb = 2"
+    file = f"current_file_path: a.py\n{far}near()\n<|code_to_edit|>\n{region}\n<|/code_to_edit|>\nbelow()\n{far}"
+    body = {"messages": user(f"<|current_file_content|>\n{file}<|/current_file_content|>"), "seed": 1}
+    found = http.post("/v1/edit/completions", json=body).json()["choices"][0]["message"]["content"]
+    assert found.startswith("```\n")
+    before, after = filling.around(make(), holes.find_region(body["messages"][0]["content"]))
+    assert before.endswith("near()\n")
+    assert after.startswith("\nbelow()")
+    assert 300 < len(before + region + after) < tiny.BASE.max_position_embeddings
+
+
+def test_fields_nobody_knows_are_named(http):
+    ollama = {"prompt": "a", "stream": False, "template": "x", "options": {"top_k": 3, "num_predict": 2}}
+    assert http.post("/api/generate", json=ollama).headers["x-redraft-not-read"] == "template, options.top_k"
+    anthropic = {"messages": user("a"), "max_tokens": 2, "top_p": 0.5, "bad\r\nname": 1}
+    assert http.post("/v1/messages", json=anthropic).headers["x-redraft-not-read"] == "top_p, bad??name"
+    assert "x-redraft-not-read" not in http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).headers
 
 
 def test_continue_edits(http):

@@ -100,6 +100,20 @@ def test_what_runs_is_finished_when_the_server_ends():
     assert len(found[0].json()["choices"][0]["text"]) > 10
 
 
+def test_a_machine_that_fails_is_not_healthy(monkeypatch):
+    writer = make()
+    with served(writer) as url, httpx.Client(base_url=url, timeout=30) as client:
+        asked = {"prompt": "ab", "max_tokens": 4, "seed": 1}
+        good = client.post("/v1/completions", json=asked).json()["choices"]
+        with monkeypatch.context() as broken:
+            broken.setattr(writer.engine.runner, "redraft", lambda requests: 1 / 0)
+            assert client.post("/v1/completions", json=asked).status_code == 500
+            sick = client.get("/health")
+            assert (sick.status_code, "division by zero" in sick.text) == (503, True)
+        assert client.post("/v1/completions", json=asked).json()["choices"] == good
+        assert client.get("/health").json() == {"status": "ok"}
+
+
 def test_many_at_once_answer_as_alone():
     with served(make()) as url, httpx.Client(base_url=url, timeout=60) as http:
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries that test
 
 TAGS = "<|current_file_content|>\n<|code_to_edit|>\na\n<|/code_to_edit|>\n<|/current_file_content|>"
 USER, TEXT = {"role": "user", "content": "x"}, {"type": "text", "text": "x"}
+PUZZLE = "534678912672195348198342567859761423426853791713924856961537284287419635345286.7."
 BODIES = {
     "/v1/chat/completions": {"messages": [USER], "max_tokens": 4, "stop": ["a"], "n": 1, "tools": []},
     "/v1/completions": {
@@ -32,6 +33,17 @@ BODIES = {
     "/v1/edit/completions": {"messages": [{"role": "user", "content": TAGS}]},
     "/v1/messages": {"messages": [{"role": "user", "content": [TEXT]}], "max_tokens": 4, "system": "s"},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/canvas": {
+        "prompt": "x",
+        "max_tokens": 4,
+        "pins": [{"at": 0, "id": 70}],
+        "turns": [{"block": 0, "step": 1, "bans": [{"at": 1, "text": "y"}], "free": [0]}],
+        "pages": [],
+        "since": {"block": 0, "step": 1},
+    },
+    "/v1/canvas/edit": {"text": "some text", "strength": 0.5, "keep": [[0, 2]], "stream": False},
+    "/v1/canvas/sudoku": {"puzzle": PUZZLE, "canvases": 1, "stream": False},
+    "/v1/canvas/left-to-right": {"prompt": "x", "max_tokens": 3, "stream": False},
     "/infill": {"input_prefix": "x", "input_suffix": "y", "n_predict": 2, "input_extra": [TEXT]},
     "/api/generate": {"prompt": "x", "options": {"num_predict": 4, "stop": ["a"]}, "stream": False},
     "/api/chat": {"messages": [USER], "format": "json", "options": {"num_predict": 24}, "stream": False},

@@ -42,6 +42,7 @@ class Engine:
         budget = self.config.cache_bytes or self._room()
         self.scheduler = Scheduler(self.config.places, budget, Kept(self.config.keep_contexts), self._cost)
         self._numbers, self._lock = itertools.count(), threading.RLock()
+        self.fault: BaseException | None = None  # that ended the last step, if one did
         self._news, self._own = threading.Condition(), False  # what waiting threads are told by; a thread of our own steps
 
     def _room(self) -> int:
@@ -160,8 +161,10 @@ class Engine:
         """
         with self._lock:
             try:
-                return self._step()
+                found, self.fault = self._step(), None
+                return found
             except BaseException as error:
+                self.fault = error
                 for request in list(self.scheduler.running):
                     request.error = error
                     request.over = request.told = True

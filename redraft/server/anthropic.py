@@ -1,5 +1,6 @@
 """Anthropic's wire: messages, whole and streamed, events in the order and with the fields that strict clients want."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 from uuid import uuid4
@@ -68,10 +69,14 @@ class Anthropic:
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
         """POST /v1/messages/count_tokens."""
-        asked, writer = asked_of(await read(request, MessagesRequest)), self.desk.writer
+        asked = asked_of(await read(request, MessagesRequest))
+        return {"input_tokens": await asyncio.to_thread(self._tokens, asked)}
+
+    def _tokens(self, asked: Asked) -> int:
+        writer = self.desk.writer
         if writer.tokenizer.can_chat:
-            return {"input_tokens": len(writer.ids_of(asked.prompt, asked.tools, asked.think))}
-        return {"input_tokens": sum(len(writer.tokenizer.encode(str(one["content"]))) for one in asked.prompt)}
+            return len(writer.ids_of(asked.prompt, asked.tools, asked.think))
+        return sum(len(writer.tokenizer.encode(str(one["content"]))) for one in asked.prompt)
 
     def _head(self) -> dict[str, Any]:
         return {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": self.desk.name}

@@ -112,7 +112,8 @@ def add_errors(app: FastAPI) -> None:
         return answer
 
     kinds = {Refused: 400, ValueError: 400, RecursionError: 400, Busy: 429, Closing: 503, TooLarge: 413}
-    for kind, status in {**kinds, Stopped: 409, Gone: 499, Exception: 500}.items():
+    # A failure of the engine is told like any other; only what nobody foresaw costs the client its connection.
+    for kind, status in {**kinds, Stopped: 409, Gone: 499, RuntimeError: 500, Exception: 500}.items():
         app.add_exception_handler(kind, told(status))
 
     def missing(request: Request, error: Exception) -> Response:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from redraft.generate import Stats
 from redraft.server.asking import Asked, Begun, End, Piece, Refused, Text, pieces
 from redraft.server.filling import Put, put
-from redraft.server.guard import Metrics
+from redraft.server.guard import UNREAD, Metrics
 from redraft.server.holes import Hole
 from redraft.server.worker import Worker
 from redraft.writer import Writer
@@ -152,9 +152,20 @@ async def read(request: Request, kind: type[B]) -> B:
     """The body of a request."""
     raw = await request.body()
     try:
-        return kind.model_validate_json(raw)
+        body = kind.model_validate_json(raw)
     except ValidationError as error:
         raise refused(error) from None
+    request.scope[UNREAD] = unread(body)
+    return body
+
+
+def unread(body: BaseModel, inside: str = "") -> list[str]:
+    """Names of fields that were sent and that nobody here knows, those of parts behind the part's own."""
+    found = [inside + name for name in body.model_extra or {}]
+    for name, value in body:
+        if isinstance(value, BaseModel):
+            found += unread(value, f"{inside}{name}.")
+    return found
 
 
 def refused(error: ValidationError, inside: str = "") -> Refused:

@@ -79,11 +79,21 @@ def rewritten(
 ) -> Put:
     """A region of a file redrafted where the model doubts it, the file around it in sight and untouched."""
     began, number = time.perf_counter(), seed if seed is not None else fresh_seed()
-    before = region.context + region.before
-    text, end = before + region.text + region.after, len(before) + len(region.text)
+    before, after = around(writer, region)
+    text, end = before + region.text + after, len(before) + len(region.text)
     keep, heat = [(0, len(before)), (end, len(text))], heated(writer.sampler, temperature)
     found = writer.edit(text, strength=DOUBTED, keep=keep, seed=number, stop=stop, **heat)
-    new = found.text[len(before) : len(found.text) - len(region.after)]
+    new = found.text[len(before) : len(found.text) - len(after)]
     taken, tokens = time.perf_counter() - began, len(writer.tokenizer.encode(new))
     read = len(writer.tokenizer.encode(text))
     return Put(new, Stats(number, read, tokens, 1, int(found.settled), found.forwards, 0, taken, 0.0))
+
+
+def around(writer: Writer, region: Region) -> tuple[str, str]:
+    """What stands before and behind a region, as much as the model can read with it, the nearest first."""
+    before, after = region.context + region.before, region.after
+    limit = writer.model.config.max_position_embeddings - 1  # behind a start token
+    while (size := len(writer.tokenizer.encode(before + region.text + after))) > limit and before + after:
+        share = 0.9 * limit / size
+        before, after = before[len(before) - int(share * len(before)) :], after[: int(share * len(after))]
+    return before, after

@@ -6,6 +6,7 @@ text is never logged.
 
 import json
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 LOG = logging.getLogger("redraft.server")
 OPEN = ("/health", "/")  # without a key, and the files of the page, which asks for it
 PAGE = "/page/"
+UNREAD = "redraft.unread"  # where a route leaves the names of fields that it does not know
+NAMED = 20  # of them at most
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -67,6 +70,7 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *_not_read(scope)]
             await send(message)
 
         try:
@@ -111,6 +115,12 @@ class Guard:
             return message
 
         return counting
+
+
+def _not_read(scope: Scope) -> Iterable[tuple[bytes, bytes]]:
+    """Says which fields of the body nobody here knows, so that none is passed over in silence."""
+    names = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:60] or "?" for name in scope.get(UNREAD, ())[:NAMED]]
+    return [(b"x-redraft-not-read", ", ".join(names).encode("ascii"))] if names else []
 
 
 class TooLarge(Exception):

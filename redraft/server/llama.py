@@ -55,9 +55,12 @@ class Llama:
         head = {"default_generation_settings": settings, "total_slots": slots}
         return {**head, "model_path": self.desk.name, "chat_template": template}
 
-    async def health(self) -> dict[str, str]:
-        """GET /health."""
-        return {"status": "ok"}
+    async def health(self) -> Response:
+        """GET /health: whether the last step of the engine was made."""
+        fault = self.desk.writer.engine.fault
+        if fault is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "error", "error": f"the last step failed: {fault}"}, status_code=503)
 
 
 def context(extra: Sequence[Extra]) -> str:
