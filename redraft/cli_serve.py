@@ -2,6 +2,8 @@
 
 import ipaddress
 import logging
+import threading
+import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +14,7 @@ from redraft import writer
 from redraft.cli_options import Device, Model, option, whole
 
 PORT = 8012  # where llama.vim looks
+SOON = 0.5  # seconds until it listens, for sure
 
 
 def serve(
@@ -30,11 +33,12 @@ def serve(
     requests: Annotated[
         int, option("--requests", help="Requests that run or wait at once; more get a 429.", parser=whole)
     ] = 72,
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
     device: Device = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16. [as stored]")] = None,
     quant: Annotated[str | None, typer.Option("--quant", help="fp8: pack the layers on the way in.")] = None,
 ) -> None:
-    """Serve a model to editors and to OpenAI, Anthropic and Ollama clients."""
+    """Serve a model to editors and to OpenAI, Anthropic and Ollama clients, and as a page to watch it on."""
     if not local(host) and not key:
         raise ValueError(f"{host} can be reached from other machines: listening there needs --api-key")
     if not 0 < port < 65536 or requests < 1:
@@ -51,6 +55,8 @@ def serve(
     log_to(Console(stderr=True, highlight=False))
     shown = f"[{host}]" if ":" in host else host
     Console(stderr=True, highlight=False).print(f"{config.name} at http://{shown}:{port} (Ctrl-C ends it)")
+    if open_page:
+        threading.Timer(SOON, webbrowser.open, [f"http://{shown}:{port}"]).start()
     ends = {"timeout_graceful_shutdown": int(config.drain_seconds)}
     uvicorn.run(make_app(subject, config), host=host, port=port, log_level="warning", **ends)
 

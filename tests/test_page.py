@@ -16,7 +16,6 @@ sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here; .ci/run installs it"),
-    pytest.mark.xdist_group("page"),
 ]
 PICTURES = Path(__file__).parent.parent / "build" / "page"
 STORY = {"prompt": "Once upon a time", "seed": 1, "max_tokens": 96, "max_steps": 16}
