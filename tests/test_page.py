@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here; .ci/run installs it"),
 ]
 PICTURES = Path(__file__).parent.parent / "build" / "page"
-STORY = {"prompt": "Once upon a time", "seed": 1, "max_tokens": 96, "max_steps": 16}
+STORY = {"prompt": "Once upon a time", "seed": 1, "max_tokens": 96, "max_steps": 10}
 CALM = 60_000  # milliseconds that a run may take where many tests share two cores
 
 
@@ -88,16 +88,21 @@ def picture(page, name):
     page.screenshot(path=PICTURES / f"{name}.png")
 
 
-def test_it_is_painted_at_once_and_writes_what_the_server_says(opened, url):
+@pytest.mark.timed
+def test_it_is_painted_at_once(opened, url):
     page = opened(url)
-    painted = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime")
-    assert painted < 1000
+    page.wait_for_timeout(300)
+    assert page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") < 1000
+
+
+def test_it_writes_what_the_server_says(opened, url):
+    page = opened(url)
     assert page.inner_text("#model") == "tiny"
     write(page)
     text = said_by_server(url, **STORY)[-1]["text"]
     assert page.inner_text(".page") == STORY["prompt"] + text
     assert "tokens/s" in page.inner_text(".meters")
-    assert "16 steps" in page.inner_text(".meters")
+    assert "10 steps" in page.inner_text(".meters")
     picture(page, "write_end")
 
 
@@ -106,7 +111,7 @@ def test_scrubbing_shows_every_step_as_it_was(opened, url):
     write(page)
     frames = [event for event in said_by_server(url, **STORY) if event["type"] == "frame"]
     scrub(page, 0)
-    assert page.inner_text(".where") == "page 1, step 1 of 16"
+    assert page.inner_text(".where") == "page 1, step 1 of 10"
     first = [token["t"].replace("\n", "⏎\n") for token in frames[0]["tokens"]]
     shown = page.locator(".page .t:not(.end)").all_text_contents()
     assert shown == first[: len(shown)]
@@ -115,9 +120,9 @@ def test_scrubbing_shows_every_step_as_it_was(opened, url):
     page.locator("h1").click()
     for _ in range(3):
         page.keyboard.press("j")
-    assert page.inner_text(".where") == "page 1, step 4 of 16"
+    assert page.inner_text(".where") == "page 1, step 4 of 10"
     page.keyboard.press("k")
-    assert page.inner_text(".where") == "page 1, step 3 of 16"
+    assert page.inner_text(".where") == "page 1, step 3 of 10"
     for kind in ("noise", "changed", "draft"):
         assert page.locator(f".page .{kind}").count() > 0, kind
     picture(page, "scrub")
@@ -140,7 +145,7 @@ def test_a_token_shows_what_else_it_could_be_and_what_stood_there(opened, url):
     shares = [float(share.rstrip("%")) for share in page.locator(".candidates b").all_inner_texts()]
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) <= 100.5
-    assert page.locator(".past .bars i").count() == 16
+    assert page.locator(".past .bars i").count() == 10
     picture(page, "closely")
 
 
@@ -190,11 +195,11 @@ def test_holes_are_filled_and_show_as_a_page(opened, url):
     assert page.locator(".page .pinned").count() > 3
     scrub(page, 0)
     picture(page, "fill")
-    page.fill("#form-fill [name=text]", "<h1>The [[ ]] dog</h1><p>He was very [[ ]].</p>")
+    page.fill("#form-fill [name=text]", "<h1>The dog was very [[ ]].</h1>")
     page.fill("#form-fill [name=length]", "")
     page.click("#form-fill [type=submit]")
     page.wait_for_selector(".result ins")
-    assert page.locator(".result ins").count() == 2
+    assert page.locator(".result ins").count() == 1
     shown = page.frame_locator("#preview iframe")
     assert shown.locator("h1").inner_text().startswith("The")
     picture(page, "fill_preview")
@@ -247,7 +252,7 @@ def test_a_race_is_measured_and_shown(opened, url):
     page.wait_for_selector(".race .arrived >> nth=1")
     assert "times as fast" in page.inner_text(".race > .hint")
     facts = page.locator(".race .facts").all_inner_texts()
-    assert "16 passes" in facts[0]
+    assert "10 passes" in facts[0]
     assert int(facts[1].split(" tokens")[0]) == int(facts[1].split(", ")[1].split()[0])  # a pass for every token
     picture(page, "race")
 
@@ -272,7 +277,7 @@ def test_a_replay_is_one_file_that_plays_without_a_server(opened, url, tmp_path)
     assert again.inner_text(".page") == ended
     assert [address for address in asked if not address.startswith("file:")] == []
     scrub(again, 4)
-    assert again.inner_text(".where") == "page 1, step 5 of 16"
+    assert again.inner_text(".where") == "page 1, step 5 of 10"
     again.locator(".page .t").nth(3).hover()
     assert again.locator(".candidates li").count() >= 1
     assert again.locator(".actions").count() == 0

@@ -11,7 +11,7 @@ take it up at a step, it is asked for again with a turn there, and the frames up
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -34,9 +34,10 @@ from redraft.solving import Solution
 from redraft.spoken import speak
 from redraft.sudoku import board as boards
 from redraft.tokenizer import Message, Tokenizer
-from redraft.writer import SUDOKU, Writer, as_messages, fresh_seed, load, received
+from redraft.writer import SUDOKU, Prompt, Writer, as_messages, fresh_seed, is_text, load, received
 
 Told = Iterator[dict[str, Any]]
+ONE_OF_THEM = "give a prompt, messages, or a text with holes: one of them"
 LONGEST = 32  # tokens of a hole whose length is to be found
 
 
@@ -71,7 +72,7 @@ def steered(rules: Rules, tokenizer: Tokenizer, more: Steering, free: Sequence[i
 def prompt_of(writer: Writer, body: CanvasRequest | SpokenRequest) -> str | Sequence[Message]:
     """A text or messages; messages for a model that only continues are a text."""
     if (body.prompt is None) == (body.messages is None):
-        raise Refused("give a prompt, messages, or a text with holes: one of them", "prompt")
+        raise Refused(ONE_OF_THEM, "prompt")
     if body.messages is None:
         return body.prompt
     messages = [message_of(message) for message in body.messages]
@@ -83,44 +84,54 @@ def watched(writer: Writer, body: Watched) -> dict[str, Any]:
     return heated(writer.sampler, body.temperature) | ({"max_steps": body.max_steps} if body.max_steps else {})
 
 
+def page_of(writer: Writer, body: CanvasRequest) -> tuple[Prompt, str, Rules, dict[str, Any]]:
+    """What is read, what is shown before the page, what is fixed on it, and settings."""
+    settings = watched(writer, body) | ({"canvas_length": body.canvas_length} if body.canvas_length else {})
+    forbidden = tuple(body.forbidden)
+    if body.text is None:
+        prompt = prompt_of(writer, body)
+        shown = prompt if isinstance(prompt, str) else ""
+        return prompt, shown, Rules(forbidden=forbidden), settings | {"max_tokens": body.max_tokens}
+    if body.prompt is not None or body.messages is not None or body.draft is not None:
+        raise Refused(ONE_OF_THEM, "text")
+    filler = Filler(writer.engine, writer.tokenizer)
+    before, ids, cfg, rules = filler.page(filling.parse(body.text), writer.sampler.changed(**settings))
+    settings |= {"canvas_length": cfg.canvas_length, "max_tokens": cfg.max_new_tokens}
+    return ids, before, replace(rules, forbidden=(*rules.forbidden, *forbidden)), settings
+
+
+def course_of(tokenizer: Tokenizer, body: CanvasRequest, rules: Rules) -> Course:
+    """Pages that are there, and turns, each on top of what held before it."""
+    turns = []
+    for turn in body.turns:
+        rules = steered(rules, tokenizer, turn, turn.free)
+        turns.append(Turn(turn.block, turn.step, rules))
+    return Course(tuple(map(tuple, body.pages)), tuple(turns))
+
+
+def seed_of(body: Watched | SudokuRequest | SpokenRequest) -> int:
+    """The one asked for, or a fresh one."""
+    return body.seed if body.seed is not None else fresh_seed()
+
+
 # 2. What is told
 
 
 def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Told:
     """A text continued, a conversation answered, or holes on one page."""
-    settings, seed, tokenizer = watched(writer, body), body.seed if body.seed is not None else fresh_seed(), writer.tokenizer
-    settings |= {"canvas_length": body.canvas_length} if body.canvas_length else {}
-    rules, before, holes = Rules(forbidden=tuple(body.forbidden)), "", body.text is not None
-    if holes:
-        if body.prompt is not None or body.messages is not None or body.draft is not None:
-            raise Refused("give a prompt, messages, or a text with holes: one of them", "text")
-        template, cfg = filling.parse(body.text), writer.sampler.changed(**settings)
-        before, prompt, cfg, own = Filler(writer.engine, tokenizer).page(template, cfg)
-        rules = replace(own, forbidden=(*own.forbidden, *rules.forbidden))
-        settings |= {"canvas_length": cfg.canvas_length, "max_tokens": cfg.max_new_tokens}
-    else:
-        prompt = prompt_of(writer, body)
-        before = prompt if isinstance(prompt, str) else ""
-        settings |= {"max_tokens": body.max_tokens, "think": body.think and not isinstance(prompt, str)}
-    rules, turns = steered(rules, tokenizer, body), []
-    first = rules
-    for turn in body.turns:
-        rules = steered(rules, tokenizer, turn, turn.free)
-        turns.append(Turn(turn.block, turn.step, rules))
+    seed, tokenizer = seed_of(body), writer.tokenizer
+    prompt, before, rules, settings = page_of(writer, body)
+    rules = steered(rules, tokenizer, body)
     patterns = {"regex": body.regex, "schema": body.schema_, "choices": body.choices}
-    if turns and any(patterns.values()):
+    if body.turns and any(patterns.values()):
         raise Refused("a page that obeys a pattern cannot be steered", "turns")
-    course = Course(tuple(map(tuple, body.pages)), tuple(turns))
-    options = {"seed": seed, "rules": first, "course": course, "draft": body.draft or None, **patterns}
-    events = writer.stream(prompt, stop=stop, look=body.candidates, **options, **settings)
-    cfg = writer.sampler.changed(max_new_tokens=settings.pop("max_tokens"), **_known(settings))
+    options = {"seed": seed, "rules": rules, "course": course_of(tokenizer, body, rules), "draft": body.draft or None}
+    options |= {"think": body.think and not is_text(prompt), "look": body.candidates, "stop": stop, **patterns}
+    events = writer.stream(prompt, **options, **settings)
+    cfg = writer.sampler.changed(max_new_tokens=settings.pop("max_tokens"), **settings)
     limits = {"canvas_length": cfg.canvas_length, "max_steps": cfg.max_steps, "max_tokens": cfg.max_new_tokens}
     yield begin(writer, seed, before, **limits)
-    yield from told(writer, events, body, before if holes else "", cfg)
-
-
-def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name != "think"}
+    yield from told(writer, events, body, before if body.text is not None else "", cfg)
 
 
 def begin(writer: Writer, seed: int, before: str, **more: Any) -> dict[str, Any]:
@@ -177,7 +188,7 @@ def holes_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
         raise Refused("only holes of a known length can be steered or obey: mark each as [[ 8 ]]", "text")
     template, seed, began = (
         filling.parse(body.text),
-        body.seed if body.seed is not None else fresh_seed(),
+        seed_of(body),
         time.perf_counter(),
     )
     cfg = writer.sampler.changed(**watched(writer, body))
@@ -206,7 +217,7 @@ def filled_stats(writer: Writer, found: Filled, template: filling.Template, seco
 
 def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) -> Told:
     """A text redrafted in place; a block is a page of it."""
-    seed, began, tokenizer = body.seed if body.seed is not None else fresh_seed(), time.perf_counter(), writer.tokenizer
+    seed, began, tokenizer = seed_of(body), time.perf_counter(), writer.tokenizer
     asked = tokenizer.chat(as_messages(f"{body.instruction}\n\n{body.text}")) if body.instruction else []
     cfg = writer.sampler.changed(**watched(writer, body))
     options = {"strength": body.strength, "keep": body.keep, "prompt": asked, "seed": seed, "stop": stop}
@@ -229,7 +240,7 @@ def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) ->
 
 def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> Told:
     """Token after token."""
-    prompt, seed = prompt_of(writer, body), body.seed if body.seed is not None else fresh_seed()
+    prompt, seed = prompt_of(writer, body), seed_of(body)
     ids, limit, tokenizer = writer.ids_of(prompt), writer.model.config.max_position_embeddings, writer.tokenizer
     if len(ids) + body.max_tokens > limit:
         raise Refused(f"{len(ids)} tokens and {body.max_tokens} more do not fit the context of {limit}", "max_tokens")
@@ -256,7 +267,7 @@ class Boards:
 
     def told(self, body: SudokuRequest, stop: threading.Event) -> Told:
         """A puzzle, pass by pass: the board that was tried last, and which of its cells are accepted."""
-        puzzle, seed = boards.given(body.puzzle), body.seed if body.seed is not None else fresh_seed()
+        puzzle, seed = boards.given(body.puzzle), seed_of(body)
         writer = self._writer()
         events = writer.sudoku_events([puzzle], seed=seed, canvases=body.canvases, check=body.check)
         yield {"type": "begin", "seed": seed, "puzzle": list(puzzle), "before": "", "stops": []}

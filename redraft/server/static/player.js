@@ -228,7 +228,8 @@ export class Player {
     );
     const { block, step } = this.#from();
     const go = element("button", { type: "button", className: "go primary", title: "Redraft from there (g)", onclick: () => this.goOn() }, `Go on from page ${block + 1}, step ${step}`);
-    this.going.replaceChildren(...chips, go);
+    const hint = element("small", { className: "hint" }, "The earlier the step, the more can still change: scrub back before you choose.");
+    this.going.replaceChildren(...chips, go, hint);
   }
 
   #unwish(wish) {
