@@ -35,7 +35,7 @@ HEARD = 32  # and those that decide with it how long it is
 PAID = 0.5  # nats that a token of a hole is worth: the likeliest text is short, but there are more long ones
 SEEDS = 1 << 20  # between the seeds of two holes
 LEAST = 4  # letters that a hole and what follows it share: fewer may be chance
-HOLE = re.compile(r"\[\[[ \t]*(\d*)[ \t]*\]\]")
+HOLE = re.compile(r"\[\[[ \t]*(?:(\d+)[ \t]*)?\]\]")
 
 
 # 1. Texts and holes
@@ -126,6 +126,7 @@ class Filler:
         """
         if count < 1 or longest < 1:
             raise ValueError(f"count and longest must be at least 1, got {count} and {longest}")
+        self._fits(template)
         text, holes, forwards, settled, found = template.texts[0], [], 0, True, []
         for number, known in enumerate(template.lengths):
             last = number + 1 == len(template.lengths)
@@ -185,10 +186,17 @@ class Filler:
         rules = Rules(pins=pins, forbidden=marks, first=place.first)
         return place.prompt[-(limit - pages * size) :], cfg.changed(canvas_length=size, max_new_tokens=answer), rules
 
+    def _fits(self, template: Template) -> None:
+        """Refuses holes that no page could hold, before anything as long is made."""
+        limit, most = self.engine.model.config.max_position_embeddings, max(length or 0 for length in template.lengths)
+        if sum(length or 0 for length in template.lengths) >= limit:
+            raise ValueError(f"a hole of {most} tokens does not fit the model's context of {limit} with all the others")
+
     def page(self, template: Template, cfg: SamplerConfig) -> tuple[str, list[int], SamplerConfig, Rules]:
         """All holes at once, each as long as it is said to be: the text before the page, and what to ask for behind it."""
         if None in template.lengths:
             raise ValueError("every hole needs a length to be on one page with the others: mark it as [[ 8 ]]")
+        self._fits(template)
         text, first = template.texts[0], template.lengths[0]
         place = _Place(self.tokenizer, template, 0, text, cfg.eos_token_ids)
         kept = text.encode("utf-8", "replace").removesuffix(place.healed).decode("utf-8", "replace")

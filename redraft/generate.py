@@ -225,6 +225,7 @@ class Bill:
     pages: list[Tensor] = field(default_factory=list)
     rows: list[dict[str, int]] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
+    retold: int = 0  # tokens of pages that were there before
 
     def __post_init__(self) -> None:
         names = ("new_tokens", "canvases", "settled", "steps", "commits")
@@ -234,6 +235,11 @@ class Bill:
     def prefilled(self) -> None:
         """The prompt has been read."""
         self.prefill_seconds = time.perf_counter() - self.began
+
+    def retell(self, ids_BC: Tensor) -> None:
+        """A page that was there before: part of the answer, not of the bill."""
+        self.pages.append(ids_BC)
+        self.retold += ids_BC.shape[1]
 
     def add(self, state: sampler.Canvas, page: sampler.Page, last: bool) -> None:
         """A page is committed; behind the last one no pass follows."""
@@ -247,7 +253,7 @@ class Bill:
 
     def total(self, ended_B: Tensor) -> Finished:
         """The end: all pages, and every row's cost."""
-        seconds, most = time.perf_counter() - self.began, self.cfg.max_new_tokens
+        seconds, most = time.perf_counter() - self.began, self.cfg.max_new_tokens - self.retold
         reasons, stats = [], []
         for row, bill in enumerate(self.rows):
             reasons.append("stop" if ended_B[row] and bill["new_tokens"] <= most else "length")

@@ -48,17 +48,18 @@ class Rules:
         for what, places in (("pin", self.pins), ("ban", self.banned)):
             if places and max(places) >= answer_length:
                 raise ValueError(f"a {what} at {max(places)} is beyond the answer's {answer_length} positions")
+        never = {*self.forbidden, *(stops if self.pins else ())}
         for position, tokens in self.banned.items():
             if self.pins.get(position) in tokens:
                 raise ValueError(f"the token {self.pins[position]} is both pinned and banned at {position}")
-            if len({*tokens, *self.forbidden, *(stops if self.pins else ())}) >= vocab_size:
+            if len(never) + len(tokens) >= vocab_size and len(never.union(tokens)) >= vocab_size:
                 raise ValueError(f"every token is banned at {position}")
         for position, token in self.pins.items():
             if token in stops and position < max(self.pins):
                 raise ValueError(f"the stop token {token} pinned at {position} would cut off the pin at {max(self.pins)}")
-        if len({*self.forbidden, *(stops if self.pins else ())}) >= vocab_size:
+        if len(never) >= vocab_size:
             raise ValueError("every token is forbidden")
-        if self.first and not set(self.first) - {*self.forbidden, *(stops if self.pins else ())}:
+        if self.first and not set(self.first) - never:
             raise ValueError("every token that the answer may begin with is forbidden")
         if self.pattern is not None:
             self._check_pattern(vocab_size, answer_length, stops)
@@ -82,6 +83,14 @@ class Rules:
             raise ValueError(f"a match of {one.pattern!r} takes {needed} tokens, the answer may have {answer_length}")
         if self.pins and not one.before(one.final_Q, answer_length, self.pins)[one.start]:
             raise ValueError(f"no answer of {answer_length} tokens that has these pins matches {one.pattern!r}")
+
+    def obeyed_by(self, page: Sequence[int], begin: int) -> None:
+        """Refuses a page that begins at this position of the answer and has what is not pinned there, or is banned."""
+        for at, token in enumerate(page, begin):
+            pinned = self.pins.get(at, token)
+            if pinned != token or token in self.banned.get(at, ()) or (token in self.forbidden and at not in self.pins):
+                wanted = f"{pinned} is pinned" if pinned != token else "it may not stand"
+                raise ValueError(f"a page that is there already has the token {token} at {at}, where {wanted}")
 
     def start(self) -> int:
         """Where the pattern begins."""
@@ -124,7 +133,7 @@ class CanvasRules:
         return torch.where(self.pinned_BC, self.pins_BC, canvas_BC)
 
     def disobeyed(self, ids_BC: Tensor) -> Tensor:
-        """Where a canvas has another token than the one pinned there, or one that is forbidden or banned, bool_BC."""
+        """Where a canvas has what the rules do not allow: another token than is pinned, a forbidden one, an early end."""
         found_BC = torch.zeros_like(ids_BC, dtype=torch.bool)
         if self.forbidden_BV is not None:
             found_BC = self.forbidden_BV.gather(1, ids_BC)
@@ -132,6 +141,9 @@ class CanvasRules:
             rows_N, places_N, tokens_N = self.banned_3N
             hit_N = ids_BC[rows_N, places_N] == tokens_N
             found_BC = found_BC.index_put((rows_N[hit_N], places_N[hit_N]), torch.ones_like(hit_N[hit_N]))
+        if self.unending_BC is not None:
+            stops = torch.tensor(self.stops, dtype=torch.long, device=ids_BC.device)
+            found_BC = found_BC | (self.unending_BC & torch.isin(ids_BC, stops))
         return torch.where(self.pinned_BC, ids_BC != self.pins_BC, found_BC)
 
     def shape(self, logits_BCV: Tensor) -> Tensor:

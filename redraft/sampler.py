@@ -188,6 +188,7 @@ def steer(state: Canvas, rules: CanvasRules, draws: Draws, vocab_size: int) -> C
     return replace(
         state,
         ids_BC=rules.pin(torch.where(disobeyed_BC, noise_BC, state.ids_BC)),
+        best_BC=rules.pin(state.best_BC),
         accepted_BC=state.accepted_BC & ~disobeyed_BC | rules.pinned_BC,
         unchanged_B=torch.where(again_B, 0, state.unchanged_B),
         settled_B=state.settled_B & ~again_B,

@@ -176,3 +176,18 @@ def test_a_run_taken_up_again_is_the_unbroken_one(engine, model):
     course = Course(tuple(pages[:1]), (Turn(1, 1, rules),))
     again = engine.add([2, 30, 40], CFG, seed=5, rules=rules, course=course, look=2)
     assert engine.run([again])[again].ids_BT.tolist() == whole[-1].ids_BT.tolist()
+
+
+def test_several_pages_that_were_there_are_read_at_once_and_spoil_nothing(engine, model):
+    """Cancelled between two of them, what is kept of the context is what `encode` would have kept."""
+    cfg, rules = replace(CFG, max_new_tokens=32), Rules(forbidden=(1,))
+    whole = list(generate(model, [[2, 30, 40]], cfg, seeds=[5], constraints=[rules]))
+    pages = tuple(tuple(event.ids_BC[0].tolist()) for event in whole if isinstance(event, Committed))
+    left = engine.add([2, 30, 40], cfg, seed=5, rules=rules, course=Course(pages[:3]))
+    engine.step()
+    engine.cancel(left)
+    again = engine.add([2, 30, 40, *pages[0]], replace(cfg, max_new_tokens=8), seed=6)
+    *_, expected = generate(model, [[2, 30, 40, *pages[0]]], replace(cfg, max_new_tokens=8), seeds=[6])
+    assert engine.run([again])[again].ids_BT.tolist() == expected.ids_BT.tolist()
+    resumed = engine.add([2, 30, 40], cfg, seed=5, rules=rules, course=Course(pages[:3]))
+    assert engine.run([resumed])[resumed].ids_BT.tolist() == whole[-1].ids_BT.tolist()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import httpx
 import pytest
@@ -153,12 +154,42 @@ def test_a_board_is_solved_by_the_model_in_the_package(url):
     assert "81" in refusal(url, "/sudoku", puzzle="123")
 
 
+def test_several_bans_at_a_place_hold_together(url):
+    seen = set()
+    for _ in range(3):
+        bans = [{"at": 8, "id": token} for token in seen]
+        token = of("page", events(url, **STORY, bans=bans))[0]["ids"][8]
+        assert token not in seen
+        seen.add(token)
+
+
+def test_small_requests_cannot_take_the_server_down(url):
+    began = time.monotonic()
+    assert "belongs to no hole" in refusal(url, text="[[" + " " * 200_000)
+    assert "does not fit" in refusal(url, text="a [[ 1 ]] b [[ 1000000000 ]]")
+    assert "turns" in refusal(url, prompt="a", turns=[{"block": 0, "step": 1}] * 65)
+    assert "beyond the answer" in refusal(url, prompt="a", pins=[{"at": 900_000, "text": "x" * 200}] * 500)
+    assert httpx.get(f"{url}/page/{'a' * 3000}.js").status_code == 404
+    assert httpx.get(f"{url}/page/..%2Fpage.py").status_code == 404
+    assert time.monotonic() - began < 5
+
+
+def test_fields_of_parts_in_lists_are_named_too(url):
+    answer = httpx.post(f"{url}/v1/canvas", json={**STORY, "turns": [{"block": 0, "step": 1, "pin": []}] * 1})
+    assert answer.headers["x-redraft-not-read"] == "turns.pin"
+
+
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
         ({}, "one of them"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "one of them"),
         ({"prompt": "a", "text": "b [[ 2 ]]"}, "one of them"),
+        ({"prompt": "a", "text": "b [[ ]]"}, "one of them"),
+        ({"text": "b [[ ]]", "max_tokens": 3}, "leave max_tokens out"),
+        ({"prompt": "a", "think": True}, "leave think out"),
+        ({"prompt": "a", "regex": "[0-9]*", "pages": [[70] * 16], "max_tokens": 32}, "does not fit the pattern"),
+        ({"text": "a [[ 600 ]] [[ ]]"}, "does not fit the model's context"),
         ({"text": "nothing to fill"}, "there is nothing to fill"),
         ({"prompt": "a", "pins": [{"at": 1}]}, "has an id or a text, at 1"),
         ({"prompt": "a", "pins": [{"at": 1, "text": ""}]}, "the text at 1 is empty"),
@@ -172,6 +203,13 @@ def test_a_board_is_solved_by_the_model_in_the_package(url):
 )
 def test_mistakes_are_named_before_anything_is_streamed(url, body, sentence):
     assert re.search(sentence, refusal(url, **body))
+
+
+def test_mistakes_in_edits_are_named_before_anything_is_streamed(url):
+    assert "not inside of the text" in refusal(url, "/edit", text="abc", keep=[[0, 99]])
+    assert "take it in parts" in refusal(url, "/edit", text="abc " * 200)
+    assert "one of them" in refusal(url, "/left-to-right")
+    assert "do not fit the context" in refusal(url, "/left-to-right", prompt="a", max_tokens=5000)
 
 
 def test_frames_of_chats_have_probabilities_too(url):

@@ -11,6 +11,7 @@ from redraft.config import FULL, SLIDING, EngineConfig
 from redraft.engine import Course, Engine, Turn
 from redraft.generate import Committed, Draft, Finished, generate
 from redraft.kernels import shares_of
+from redraft.patterns import Words
 from redraft.rules import Rules, on_canvas
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
@@ -149,6 +150,47 @@ def test_shares_are_those_of_the_softmax():
     assert torch.equal(found.ids_BCK, probs.argsort(descending=True))
 
 
+def test_a_turn_that_never_comes_is_told_and_disturbs_nobody():
+    engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
+    settled = max(event.step for event in run() if isinstance(event, Draft) and event.block == 0)
+    assert settled < CFG.max_steps - 1
+    late = engine.add(PROMPT, CFG, seed=3, rules=UNENDING, course=Course((), (Turn(0, CFG.max_steps - 1, UNENDING),)))
+    twice = Course((), (Turn(0, settled, UNENDING), Turn(0, settled + 1, UNENDING)))
+    behind = engine.add(PROMPT, CFG, seed=3, rules=UNENDING, course=twice)
+    other = engine.add(PROMPT, CFG, seed=3, rules=UNENDING)
+    streams = [engine.stream(request) for request in (late, behind, other)]
+    for stream in streams[:2]:
+        with pytest.raises(ValueError, match=f"page 0 stood still at step {settled}: it has no step"):
+            list(stream)
+    assert told(list(streams[2])) == told(run())
+    ends = Rules(pins={3: 1})  # the text ends there
+    with pytest.raises(ValueError, match="the text ended on page 0: there is no page 1"):
+        run(Course((), (Turn(1, 1, ends),)), rules=ends)
+
+
+def test_pages_that_break_the_pattern_are_refused_and_disturb_nobody():
+    spelled = tiny.byte_tokenizer().spellings
+    rules = Rules(pattern=Words(spelled, CFG.eos_token_ids).automaton("[0-9]*"))
+    with pytest.raises(ValueError, match="does not fit the pattern"):
+        run(Course(((70,) * 16,)), rules=rules)
+
+
+def test_pages_that_were_there_cost_nothing_again():
+    whole = run()
+    again = run(Course(pages(whole)[:2]))
+    first, second = whole[-1].stats[0], again[-1].stats[0]
+    assert (second.new_tokens, second.canvases, second.commits) == (16, 1, 0)
+    assert (first.new_tokens, first.canvases, first.commits) == (48, 3, 2)
+    assert second.steps == int([event for event in whole if isinstance(event, Committed)][2].steps_B)
+
+
+def test_an_end_before_a_pin_is_not_obedient():
+    fixed = on_canvas([Rules(pins={7: 5})], 0, 16, CONFIG.vocab_size, CFG.eos_token_ids, "cpu")
+    ids = torch.full((1, 16), 70)
+    ids[0, [3, 7, 9]] = 5
+    assert fixed.disobeyed(ids).nonzero()[:, 1].tolist() == [3]
+
+
 @pytest.mark.parametrize(
     ("course", "sentence"),
     [
@@ -163,6 +205,8 @@ def test_shares_are_those_of_the_softmax():
         (Course((), (Turn(0, 2, Rules(banned={99: (3,)})),)), "a ban at 99 is beyond"),
         (Course((), (Turn(0, 2, Rules(banned={1: (999,)})),)), "token 999 is outside"),
         (Course((), (Turn(0, 2, Rules(banned={1: (3,)}, pins={1: 3})),)), "both pinned and banned at 1"),
+        (Course(((7,) * 16,), (Turn(0, 2, Rules(pins={3: 9})),)), "has the token 7 at 3, where 9 is pinned"),
+        (Course(((7,) * 16,), (Turn(0, 2, Rules(banned={3: (7,)})),)), "has the token 7 at 3, where it may not stand"),
         (Course((), (Turn(0, 2, Rules(banned={1: tuple(range(CONFIG.vocab_size))})),)), "every token is banned at 1"),
     ],
 )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from redraft.cache import KVCache
 from redraft.config import EngineConfig, SamplerConfig
-from redraft.engine.request import Course, Request
+from redraft.engine.request import Course, Missed, Request
 from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Kept, Scheduler
 from redraft.generate import Bill, Event, Finished, check
@@ -42,7 +42,7 @@ class Engine:
         budget = self.config.cache_bytes or self._room()
         self.scheduler = Scheduler(self.config.places, budget, Kept(self.config.keep_contexts), self._cost)
         self._numbers, self._lock = itertools.count(), threading.RLock()
-        self.fault: BaseException | None = None  # that ended the last step, if one did
+        self.fault = ""  # what ended the last step, in words: an exception would hold on to the memory of that step
         self._news, self._own = threading.Condition(), False  # what waiting threads are told by; a thread of our own steps
 
     def _room(self) -> int:
@@ -161,10 +161,10 @@ class Engine:
         """
         with self._lock:
             try:
-                found, self.fault = self._step(), None
+                found, self.fault = self._step(), ""
                 return found
             except BaseException as error:
-                self.fault = error
+                self.fault = f"{type(error).__name__}: {error}"
                 for request in list(self.scheduler.running):
                     request.error = error
                     request.over = request.told = True
@@ -235,7 +235,12 @@ class Engine:
     def _settle(self, request: Request) -> Iterator[Event]:
         yield request.draft
         if request.turning:
-            request.turn(self.model.config.vocab_size, self.model.device)
+            try:
+                request.turn(self.model.config.vocab_size, self.model.device)
+            except Missed as error:
+                request.error, request.over = error, True
+                self._leave(request, keep=False)
+                return
         late = request.deadline is not None and time.monotonic() >= request.deadline
         if not request.done and not late:
             return

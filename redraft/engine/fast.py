@@ -102,9 +102,12 @@ class Fast(Runner):
             request.cache.check_room([request.cfg.canvas_length])
             request.cache.advance([request.cfg.canvas_length])
             request.context += request.page.ids_BC[0].tolist()
-            self.unread[request] = request.page.ids_BC
-            request.page = None
+            ids_1C, request.page = request.page.ids_BC, None
             request.block += 1
+            if request.retold:  # no step follows in this round
+                self._read(ids_1C, request)
+            else:
+                self.unread[request] = ids_1C
 
     def redraft(self, requests: Sequence[Request]) -> None:
         """One step of each request's page."""

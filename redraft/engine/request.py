@@ -27,6 +27,10 @@ class Stopped(RuntimeError):
         super().__init__("this request was stopped: nobody waits for it any more, or a newer one has taken its place")
 
 
+class Missed(ValueError):
+    """A turn that the run never came to."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """From behind this step of this page on, these rules hold instead. Step 0 is before the first."""
@@ -57,6 +61,19 @@ class Course:
                 raise ValueError(f"page {number} has the token {wrong[0]}, the vocabulary ends at {vocab_size - 1}")
             if set(page) & set(cfg.eos_token_ids):
                 raise ValueError(f"page {number} ends the text: nothing comes behind it")
+        self._check_turns(cfg, vocab_size, rules)
+        state = rules.start()
+        for number, page in enumerate(self.pages):
+            self.rules_at(number, cfg.max_steps, rules).obeyed_by(page, number * cfg.canvas_length)
+            state = rules.after(state, page, cfg.canvas_length)
+
+    def rules_at(self, block: int, step: int, rules: Rules) -> Rules:
+        """What holds behind this step of this page, where `rules` held at first."""
+        for turn in self.turns:
+            rules = turn.rules if (turn.block, turn.step) <= (block, step) else rules
+        return rules
+
+    def _check_turns(self, cfg: SamplerConfig, vocab_size: int, rules: Rules) -> None:
         before = (-1, 0)
         for turn in self.turns:
             if not 0 <= turn.block < cfg.max_canvases or not 0 <= turn.step < cfg.max_steps:
@@ -129,16 +146,17 @@ class Request:
         return any((turn.block, turn.step) == (self.block, self.state.step) for turn in self.course.turns)
 
     def retell(self, device: torch.device) -> list[Event]:
-        """A page that it had committed before, committed again."""
-        state = sampler.start(torch.tensor([self.course.pages[self.block]], device=device))
-        self.state = replace(state, settled_B=torch.ones_like(state.settled_B))
-        return self.commit(late=False)
+        """A page that it had committed before: it is read, and costs nothing else."""
+        ids_1C = torch.tensor([self.course.pages[self.block]], device=device)
+        state = sampler.start(ids_1C)
+        self.bill.retell(ids_1C)
+        self.page = sampler.commit(state, self.cfg)
+        self.matched = self.rules.after(self.matched, ids_1C[0].tolist(), self.cfg.canvas_length)
+        return [Committed(self.block, ids_1C, state.entropy_BC, torch.ones_like(state.settled_B), state.steps_B)]
 
     def _ruled(self, step: int, vocab_size: int, device: torch.device) -> CanvasRules | None:
         """The rules on its page behind this step."""
-        found, length = self.rules, self.cfg.canvas_length
-        for turn in self.course.turns:
-            found = turn.rules if (turn.block, turn.step) <= (self.block, step) else found
+        found, length = self.course.rules_at(self.block, step, self.rules), self.cfg.canvas_length
         pattern = found.on_page(self.matched, self.block * length, length, self.cfg.max_new_tokens)
         known = (self.block, length, vocab_size, self.cfg.eos_token_ids, device)
         return rules.on_canvas([found], *known, [pattern])
@@ -158,7 +176,20 @@ class Request:
         self.state, shaped_1CV = sampler.step(logits_1CV, self.state, self.cfg, self.draws, self.fixed)
         self.shares = shares_of(shaped_1CV, self.state.ids_BC, self.look) if self.look else None
         self.done = sampler.finished(self.state, self.cfg) and not self.turning
+        if self.done:
+            self._check_course()
         return shaped_1CV
+
+    def _check_course(self) -> None:
+        """A page is done: no turn may lie ahead on it, nor on pages that will not be."""
+        last = self.block + 1 == self.cfg.max_canvases or bool(sampler.commit(self.state, self.cfg).ended_B[0])
+        for turn in self.course.turns:
+            if turn.block == self.block and turn.step > self.state.step:
+                raise Missed(
+                    f"page {self.block} stood still at step {self.state.step}: it has no step {turn.step} to turn at"
+                )
+            if turn.block > self.block and last:
+                raise Missed(f"the text ended on page {self.block}: there is no page {turn.block} to turn at")
 
     def turn(self, vocab_size: int, device: torch.device) -> None:
         """The rules that hold from here on, on the page as it is."""
@@ -166,6 +197,8 @@ class Request:
         if self.fixed is not None:
             self.state = sampler.steer(self.state, self.fixed, self.draws, vocab_size)
         self.done = sampler.finished(self.state, self.cfg)
+        if self.done:
+            self._check_course()
 
     @property
     def draft(self) -> Draft:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from redraft.engine.joined import Joined
-from redraft.engine.request import Request
+from redraft.engine.request import Missed, Request
 from redraft.model import DiffusionGemma
 from redraft.regex import PatternError
 
@@ -49,7 +49,7 @@ class Runner:
         for request, logits_1CV in self.denoise(requests).items():
             try:
                 shaped_1CV = request.settle(logits_1CV)
-            except PatternError as error:  # this request's own fault, and nobody else's
+            except (PatternError, Missed) as error:  # this request's own fault, and nobody else's
                 request.error, request.over = error, True
                 continue
             request.soft_1CD = None if request.done else self.model.soft_embed(shaped_1CV)

@@ -14,12 +14,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from redraft import filling, solving
+from redraft import checkpoint, filling, solving
+from redraft.cache import KVCache
 from redraft.config import SamplerConfig
 from redraft.editing import Edited
 from redraft.editing import events as edit_events
@@ -34,36 +36,37 @@ from redraft.solving import Solution
 from redraft.spoken import speak
 from redraft.sudoku import board as boards
 from redraft.tokenizer import Message, Tokenizer
-from redraft.writer import SUDOKU, Prompt, Writer, as_messages, fresh_seed, is_text, load, received
+from redraft.writer import SUDOKU, Prompt, Writer, as_messages, fresh_seed, is_text, received
 
 Told = Iterator[dict[str, Any]]
 ONE_OF_THEM = "give a prompt, messages, or a text with holes: one of them"
 LONGEST = 32  # tokens of a hole whose length is to be found
+ALONE = threading.Lock()  # what does not go through the engine has its memory and its passes one after another
 
 
 # 1. What was asked
 
 
-def placed(tokenizer: Tokenizer, places: Sequence[Place], what: str) -> dict[int, int]:
+def placed(tokenizer: Tokenizer, places: Sequence[Place], what: str) -> list[tuple[int, int]]:
     """Positions and their tokens."""
-    found = {}
+    found = []
     for place in places:
         if (place.id is None) == (place.text is None):
             raise Refused(f"a place in {what} has an id or a text, at {place.at}", what)
         ids = [place.id] if place.id is not None else tokenizer.encode(place.text)
         if not ids:
             raise Refused(f"the text at {place.at} is empty", what)
-        found |= {place.at + number: token for number, token in enumerate(ids)}
+        found += [(place.at + number, token) for number, token in enumerate(ids)]
     return found
 
 
 def steered(rules: Rules, tokenizer: Tokenizer, more: Steering, free: Sequence[int] = ()) -> Rules:
     """The rules with what else is fixed. What is pinned anew is banned no longer, and the other way round."""
     pins, bans = ({at: one for at, one in held.items() if at not in free} for held in (rules.pins, rules.banned))
-    for at, token in placed(tokenizer, more.pins, "pins").items():
+    for at, token in placed(tokenizer, more.pins, "pins"):
         pins[at] = token
         bans[at] = tuple(other for other in bans.get(at, ()) if other != token)
-    for at, token in placed(tokenizer, more.bans, "bans").items():
+    for at, token in placed(tokenizer, more.bans, "bans"):
         pins.pop(at, None)
         bans[at] = (*bans.get(at, ()), token)
     return replace(rules, pins=pins, banned={at: tokens for at, tokens in bans.items() if tokens})
@@ -71,12 +74,16 @@ def steered(rules: Rules, tokenizer: Tokenizer, more: Steering, free: Sequence[i
 
 def prompt_of(writer: Writer, body: CanvasRequest | SpokenRequest) -> str | Sequence[Message]:
     """A text or messages; messages for a model that only continues are a text."""
-    if (body.prompt is None) == (body.messages is None):
-        raise Refused(ONE_OF_THEM, "prompt")
     if body.messages is None:
-        return body.prompt
+        return str(body.prompt)
     messages = [message_of(message) for message in body.messages]
     return messages if writer.tokenizer.can_chat else "\n\n".join(str(message["content"]) for message in messages)
+
+
+def one_of(*given: Any) -> None:
+    """Refuses none or several things to write."""
+    if sum(one is not None for one in given) != 1:
+        raise Refused(ONE_OF_THEM, "prompt")
 
 
 def watched(writer: Writer, body: Watched) -> dict[str, Any]:
@@ -92,8 +99,6 @@ def page_of(writer: Writer, body: CanvasRequest) -> tuple[Prompt, str, Rules, di
         prompt = prompt_of(writer, body)
         shown = prompt if isinstance(prompt, str) else ""
         return prompt, shown, Rules(forbidden=forbidden), settings | {"max_tokens": body.max_tokens}
-    if body.prompt is not None or body.messages is not None or body.draft is not None:
-        raise Refused(ONE_OF_THEM, "text")
     filler = Filler(writer.engine, writer.tokenizer)
     before, ids, cfg, rules = filler.page(filling.parse(body.text), writer.sampler.changed(**settings))
     settings |= {"canvas_length": cfg.canvas_length, "max_tokens": cfg.max_new_tokens}
@@ -117,16 +122,29 @@ def seed_of(body: Watched | SudokuRequest | SpokenRequest) -> int:
 # 2. What is told
 
 
+def asked_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Told:
+    """Whatever /v1/canvas is asked for."""
+    one_of(body.prompt, body.messages, body.text)
+    if body.text is None:
+        return canvas_told(writer, body, stop)
+    for name in ("max_tokens", "draft"):
+        if getattr(body, name) is not None:
+            raise Refused(f"a text with holes is as long as it is: leave {name} out", name)
+    return (holes_told if None in filling.parse(body.text).lengths else canvas_told)(writer, body, stop)
+
+
 def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Told:
     """A text continued, a conversation answered, or holes on one page."""
     seed, tokenizer = seed_of(body), writer.tokenizer
     prompt, before, rules, settings = page_of(writer, body)
+    if body.think and is_text(prompt):
+        raise Refused("only a conversation with a model that chats can be thought about: leave think out", "think")
     rules = steered(rules, tokenizer, body)
     patterns = {"regex": body.regex, "schema": body.schema_, "choices": body.choices}
     if body.turns and any(patterns.values()):
         raise Refused("a page that obeys a pattern cannot be steered", "turns")
     options = {"seed": seed, "rules": rules, "course": course_of(tokenizer, body, rules), "draft": body.draft or None}
-    options |= {"think": body.think and not is_text(prompt), "look": body.candidates, "stop": stop, **patterns}
+    options |= {"think": body.think, "look": body.candidates, "stop": stop, **patterns}
     events = writer.stream(prompt, **options, **settings)
     cfg = writer.sampler.changed(max_new_tokens=settings.pop("max_tokens"), **settings)
     limits = {"canvas_length": cfg.canvas_length, "max_steps": cfg.max_steps, "max_tokens": cfg.max_new_tokens}
@@ -184,7 +202,8 @@ def page(writer: Writer, event: Committed, cfg: SamplerConfig) -> dict[str, Any]
 
 def holes_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Told:
     """Holes of which some have no length: they are filled one after another, and a block is a hole."""
-    if body.pages or body.turns or body.pins or body.bans or body.regex or body.schema_ or body.choices or body.forbidden:
+    steering = (body.pages, body.turns, body.pins, body.bans, body.forbidden, body.since, body.canvas_length, body.think)
+    if any(steering) or body.regex or body.schema_ or body.choices:
         raise Refused("only holes of a known length can be steered or obey: mark each as [[ 8 ]]", "text")
     template, seed, began = (
         filling.parse(body.text),
@@ -193,9 +212,11 @@ def holes_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
     )
     cfg = writer.sampler.changed(**watched(writer, body))
     filler = Filler(writer.engine, writer.tokenizer)
+    events = filler.events(template, cfg, seed=seed, stop=stop, look=body.candidates, longest=LONGEST)
+    events = chain([next(events)], events)  # what cannot be done is told before anything else
     yield begin(writer, seed, template.texts[0], max_steps=cfg.max_steps, canvas_length=0)
     block, frames = -1, Frames(writer.tokenizer, everything=True)
-    for event in filler.events(template, cfg, seed=seed, stop=stop, look=body.candidates, longest=LONGEST):
+    for event in events:
         if isinstance(event, Draft):
             if event.step == 1 and event.block == 0:
                 block, frames = block + 1, Frames(writer.tokenizer, everything=True)
@@ -222,6 +243,7 @@ def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) ->
     cfg = writer.sampler.changed(**watched(writer, body))
     options = {"strength": body.strength, "keep": body.keep, "prompt": asked, "seed": seed, "stop": stop}
     events = edit_events(writer.engine, tokenizer, body.text, cfg, look=body.candidates, **options)
+    events = chain([next(events)], events)  # what cannot be done is told before anything else
     yield begin(writer, seed, "", max_steps=cfg.max_steps, canvas_length=cfg.canvas_length)
     block, frames = -1, Frames(tokenizer, everything=True)
     for event in events:
@@ -240,21 +262,27 @@ def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) ->
 
 def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> Told:
     """Token after token."""
+    one_of(body.prompt, body.messages)
     prompt, seed = prompt_of(writer, body), seed_of(body)
     ids, limit, tokenizer = writer.ids_of(prompt), writer.model.config.max_position_embeddings, writer.tokenizer
     if len(ids) + body.max_tokens > limit:
         raise Refused(f"{len(ids)} tokens and {body.max_tokens} more do not fit the context of {limit}", "max_tokens")
+    room = writer.engine.scheduler.budget // 10
+    if KVCache.bytes_of(writer.model.config, len(ids) + body.max_tokens, writer.model.dtype) > room:
+        raise Refused(f"{len(ids) + body.max_tokens} tokens take more memory than is left beside the engine", "max_tokens")
     heat = 1.0 if body.temperature is None else body.temperature
     yield begin(writer, seed, prompt if isinstance(prompt, str) else "")
-    began, said = time.perf_counter(), []
-    for token in speak(writer.model, ids, body.max_tokens, temperature=heat * writer.sampler.t_min, seed=seed):
-        if stop.is_set():
-            raise Stopped
-        said.append(token)
-        yield {"type": "token", "id": token, "t": writer.tokenizer.word(token)}
+    said: list[int] = []
+    with ALONE:
+        began = time.perf_counter()
+        for token in speak(writer.model, ids, body.max_tokens, temperature=heat * writer.sampler.t_min, seed=seed):
+            if stop.is_set():
+                raise Stopped
+            said.append(token)
+            yield {"type": "token", "id": token, "t": tokenizer.word(token)}
     shown, stopped = received(said, writer.sampler, len(said))
     taken, text = time.perf_counter() - began, tokenizer.decode(shown)
-    stats = Stats(seed, len(ids), len(said), 1, 1, len(said), 0, taken, 0.0)
+    stats = Stats(seed, len(ids), len(said), 0, 0, 0, len(said), taken, 0.0)  # causal passes, no denoising steps
     more = {"stats": stats, "timings": timings_of([stats])}
     yield {"type": "end", "reason": "stop" if stopped else "length", "text": text, **more}
 
@@ -263,31 +291,31 @@ class Boards:
     """The model for boards: the one that is served if it is such a one, else the one in the package, when first needed."""
 
     def __init__(self, writer: Writer) -> None:
-        self._served, self._lock, self._own = writer, threading.Lock(), None
+        self._model, self._sampler, self._device = writer.model, writer.sampler, writer.model.device
 
     def told(self, body: SudokuRequest, stop: threading.Event) -> Told:
         """A puzzle, pass by pass: the board that was tried last, and which of its cells are accepted."""
         puzzle, seed = boards.given(body.puzzle), seed_of(body)
-        writer = self._writer()
-        events = writer.sudoku_events([puzzle], seed=seed, canvases=body.canvases, check=body.check)
         yield {"type": "begin", "seed": seed, "puzzle": list(puzzle), "before": "", "stops": []}
-        for event in events:
-            if stop.is_set():
-                raise Stopped
-            if isinstance(event, solving.Pass):
-                board, sure = event.boards_NC[-1].tolist(), event.accepted_NC[-1].int().tolist()
-                tried = {"attempt": event.tries[-1], "canvases": len(event.tries), "step": event.step}
-                yield {"type": "board", **tried, "board": board, "accepted": sure, "clashing": clashes(board, sure)}
-            elif isinstance(event, Solution):
-                yield {"type": "end", **solved(event)}
+        with ALONE:
+            self._load()
+            options = {"seed": seed, "canvases": body.canvases, "check": body.check}
+            for event in solving.solve(self._model, [puzzle], self._sampler, **options):
+                if stop.is_set():
+                    raise Stopped
+                if isinstance(event, solving.Pass):
+                    board, sure = event.boards_NC[-1].tolist(), event.accepted_NC[-1].int().tolist()
+                    tried = {"attempt": event.tries[-1], "canvases": len(event.tries), "step": event.step}
+                    yield {"type": "board", **tried, "board": board, "accepted": sure, "clashing": clashes(board, sure)}
+                else:
+                    yield {"type": "end", **solved(event)}
 
-    def _writer(self) -> Writer:
-        if solving.fits(self._served.model):
-            return self._served
-        with self._lock:
-            if self._own is None:
-                self._own = load(SUDOKU, device=self._served.model.device)
-            return self._own
+    def _load(self) -> None:
+        if solving.fits(self._model):
+            return
+        folder = checkpoint.find(SUDOKU)
+        self._sampler = SamplerConfig.from_folder(folder, checkpoint.load_config(folder))
+        self._model = checkpoint.load_model(folder, dtype=None, device=self._device)
 
 
 def clashes(board: Sequence[int], sure: Sequence[int]) -> list[int]:
@@ -327,8 +355,7 @@ class CanvasRoutes:
     async def canvas(self, request: Request) -> Response:
         """POST /v1/canvas."""
         body = await read(request, CanvasRequest)
-        way = holes_told if body.text is not None and None in filling.parse(body.text).lengths else canvas_told
-        return await self._answered(request, body.stream, lambda stop: way(self.desk.writer, body, stop))
+        return await self._answered(request, body.stream, lambda stop: asked_told(self.desk.writer, body, stop))
 
     async def edit(self, request: Request) -> Response:
         """POST /v1/canvas/edit."""

@@ -163,9 +163,10 @@ def unread(body: BaseModel, inside: str = "") -> list[str]:
     """Names of fields that were sent and that nobody here knows, those of parts behind the part's own."""
     found = [inside + name for name in body.model_extra or {}]
     for name, value in body:
-        if isinstance(value, BaseModel):
-            found += unread(value, f"{inside}{name}.")
-    return found
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, BaseModel):
+                found += unread(part, f"{inside}{name}.")
+    return list(dict.fromkeys(found))
 
 
 def refused(error: ValidationError, inside: str = "") -> Refused:

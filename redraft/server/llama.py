@@ -58,7 +58,7 @@ class Llama:
     async def health(self) -> Response:
         """GET /health: whether the last step of the engine was made."""
         fault = self.desk.writer.engine.fault
-        if fault is None:
+        if not fault:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "error", "error": f"the last step failed: {fault}"}, status_code=503)
 

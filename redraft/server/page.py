@@ -6,6 +6,7 @@ from fastapi.responses import FileResponse, Response
 from starlette.exceptions import HTTPException
 
 FOLDER = Path(__file__).parent / "static"
+NAMES = frozenset(path.name for path in FOLDER.iterdir())
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # What an answer shows as a page of its own may have style, but no script, and nothing may come from other machines.
 POLICY = (
@@ -27,7 +28,6 @@ async def index() -> Response:
 
 async def file(name: str) -> Response:
     """GET /page/NAME."""
-    path = FOLDER / name
-    if path.parent != FOLDER or path.suffix not in KINDS or not path.is_file():
+    if name not in NAMES:
         raise HTTPException(404)
-    return FileResponse(path, media_type=KINDS[path.suffix], headers=HEADERS)
+    return FileResponse(FOLDER / name, media_type=KINDS[Path(name).suffix], headers=HEADERS)

@@ -160,14 +160,14 @@ class Place(Body):
 
     at: Count
     id: Count | None = None
-    text: Annotated[str, Field(max_length=10_000)] | None = None
+    text: Annotated[str, Field(max_length=200)] | None = None
 
 
 class Steering(Body):
     """What is fixed on a canvas."""
 
-    pins: Annotated[list[Place], Field(max_length=4096)] = []
-    bans: Annotated[list[Place], Field(max_length=4096)] = []  # what shall not stand at a position
+    pins: Annotated[list[Place], Field(max_length=512)] = []
+    bans: Annotated[list[Place], Field(max_length=512)] = []  # what shall not stand at a position
 
 
 class TurnRequest(Steering):
@@ -210,7 +210,7 @@ class CanvasRequest(Watched, Steering):
     choices: Annotated[list[str], Field(max_length=4096)] | None = None
     draft: str | Annotated[list[Count], Field(max_length=4096)] | None = None  # what the first page starts from
     pages: Annotated[list[Annotated[list[Count], Field(max_length=4096)]], Field(max_length=4096)] = []
-    turns: Annotated[list[TurnRequest], Field(max_length=4096)] = []
+    turns: Annotated[list[TurnRequest], Field(max_length=64)] = []
     since: Since | None = None  # frames up to this one are not wanted
 
 
