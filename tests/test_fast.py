@@ -38,6 +38,8 @@ CFG = SamplerConfig(
     canvas_length=8, max_new_tokens=16, max_steps=3, entropy_bound=3.0, confidence_threshold=0.5, eos_token_ids=(1,)
 )
 
+PROMPT = [2, *range(30, 60)]
+
 
 @pytest.mark.parametrize("quant", [False, True])
 def test_the_layers_are_the_models(quant, monkeypatch):
@@ -181,13 +183,18 @@ def test_a_run_taken_up_again_is_the_unbroken_one(engine, model):
 def test_several_pages_that_were_there_are_read_at_once_and_spoil_nothing(engine, model):
     """Cancelled between two of them, what is kept of the context is what `encode` would have kept."""
     cfg, rules = replace(CFG, max_new_tokens=32), Rules(forbidden=(1,))
-    whole = list(generate(model, [[2, 30, 40]], cfg, seeds=[5], constraints=[rules]))
+    whole = list(generate(model, [PROMPT], cfg, seeds=[5], constraints=[rules]))
     pages = tuple(tuple(event.ids_BC[0].tolist()) for event in whole if isinstance(event, Committed))
-    left = engine.add([2, 30, 40], cfg, seed=5, rules=rules, course=Course(pages[:3]))
+    left = engine.add(PROMPT, cfg, seed=5, rules=rules, course=Course(pages[:3]))
     engine.step()
     engine.cancel(left)
-    again = engine.add([2, 30, 40, *pages[0]], replace(cfg, max_new_tokens=8), seed=6)
-    *_, expected = generate(model, [[2, 30, 40, *pages[0]]], replace(cfg, max_new_tokens=8), seeds=[6])
-    assert engine.run([again])[again].ids_BT.tolist() == expected.ids_BT.tolist()
-    resumed = engine.add([2, 30, 40], cfg, seed=5, rules=rules, course=Course(pages[:3]))
+    context, kept = engine.scheduler.kept.take((*PROMPT, *pages[0], *pages[1]))
+    assert context[: len(PROMPT) + 8] == [*PROMPT, *pages[0]]
+    truth = model.new_cache(1, len(context))
+    with torch.inference_mode():
+        model.encode(torch.tensor([context], device=DEVICE), truth)
+        for layer in range(2):
+            for ours, theirs in zip(kept.view(layer), truth.view(layer), strict=True):
+                assert torch.allclose(ours[:, -len(context) :], theirs, atol=3e-5)
+    resumed = engine.add(PROMPT, cfg, seed=5, rules=rules, course=Course(pages[:3]))
     assert engine.run([resumed])[resumed].ids_BT.tolist() == whole[-1].ids_BT.tolist()
