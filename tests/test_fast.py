@@ -186,7 +186,8 @@ def test_several_pages_that_were_there_are_read_at_once_and_spoil_nothing(engine
     whole = list(generate(model, [PROMPT], cfg, seeds=[5], constraints=[rules]))
     pages = tuple(tuple(event.ids_BC[0].tolist()) for event in whole if isinstance(event, Committed))
     left = engine.add(PROMPT, cfg, seed=5, rules=rules, course=Course(pages[:3]))
-    engine.step()
+    while not left.block:
+        engine.step()
     engine.cancel(left)
     context, kept = engine.scheduler.kept.take((*PROMPT, *pages[0], *pages[1]))
     assert context[: len(PROMPT) + 8] == [*PROMPT, *pages[0]]
