@@ -9,7 +9,9 @@ ARG PIP_ARGS=""
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
 COPY redraft redraft
-RUN pip install --no-cache-dir $PIP_ARGS ".[server]" \
+# Kernels for a GPU are built when first needed, for which Triton wants a C compiler.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
+    && pip install --no-cache-dir $PIP_ARGS ".[server]" \
     && useradd --create-home redraft
 USER redraft
 EXPOSE 8012

@@ -182,6 +182,20 @@ def test_a_token_is_replaced_and_the_run_goes_on_from_that_step(opened, url):
     assert page.locator(".page .t").nth(5).inner_text().strip() == "dragon"
 
 
+def test_at_the_end_a_token_is_the_one_that_was_committed(opened, url):
+    page = opened(url)
+    write(page)
+    committed = said_by_server(url, **STORY)[-2]
+    for at in range(0, 96, 7):
+        page.locator(".page .t").nth(at).click()
+        page.keyboard.press("p")
+        assert f"id {committed['ids'][at]} " in page.inner_text(".closer .facts >> nth=0")
+    page.click(".going .go")
+    page.wait_for_selector(".badge")
+    again = page.locator(".page .t").all_text_contents()
+    assert [again[at] for at in range(0, 96, 7)] == [committed["texts"][at] for at in range(0, 96, 7)]
+
+
 def test_holes_are_filled_and_show_as_a_page(opened, url):
     page = opened(url)
     page.click("#tab-fill")
@@ -242,6 +256,22 @@ def test_a_conversation_goes_on(opened, url):
         sync_api.expect(page.locator("#talk li")).to_have_count(count)
     assert page.locator("#talk li.assistant").count() == 2
     picture(page, "chat")
+    # What is stopped was not said, and what is typed meanwhile stays.
+    page.fill("#form-chat [name=max_steps]", "")
+    page.fill("#form-chat [name=max_tokens]", "600")
+    page.fill("#form-chat [name=message]", "Never mind.")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector(".page .noise")
+    page.keyboard.press("Escape")
+    sync_api.expect(page.locator("#form-chat [name=message]")).to_have_value("Never mind.")
+    assert page.locator("#talk li").count() == 4
+    # A story that is told while one looks at the conversation is no part of it.
+    page.click("#tab-write")
+    page.fill("#form-write [name=max_steps]", "10")
+    page.click("#form-write [type=submit]")
+    page.click("#tab-chat")
+    page.wait_for_selector(".badge")
+    assert page.locator("#talk li").count() == 4
 
 
 def test_a_race_is_measured_and_shown(opened, url):
@@ -255,6 +285,10 @@ def test_a_race_is_measured_and_shown(opened, url):
     assert "10 passes" in facts[0]
     assert int(facts[1].split(" tokens")[0]) == int(facts[1].split(", ")[1].split()[0])  # a pass for every token
     picture(page, "race")
+    page.click("#start-race")
+    page.wait_for_selector(".race .clock")
+    page.keyboard.press("Escape")
+    sync_api.expect(page.locator("#status")).to_have_text("stopped")
 
 
 def test_a_replay_is_one_file_that_plays_without_a_server(opened, url, tmp_path):
@@ -302,11 +336,13 @@ def test_it_is_readable_on_a_phone_and_on_a_wall(opened, url, width, height, sch
 
 def test_what_is_written_is_never_run(opened, url):
     page = opened(url)
-    evil = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script> and then"
+    evil = "<p>Look</p><img src=x onerror=\"top.document.title='run'\"><script>top.document.title='run'</script> and"
     write(page, prompt=evil, max_tokens=8)
     assert page.inner_text(".before") == evil
+    assert page.frame_locator("#preview iframe").locator("p").inner_text() == "Look"  # it is shown, and does nothing
     page.wait_for_timeout(300)
     assert page.title() == "redraft"
+    opened.said[:] = [line for line in opened.said if "sandbox" not in line and "Content Security" not in line]
 
 
 def test_mistakes_are_told_and_what_runs_can_be_stopped(opened, url):
@@ -321,8 +357,18 @@ def test_mistakes_are_told_and_what_runs_can_be_stopped(opened, url):
     page.wait_for_selector(".page .t")
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#status")).to_have_text("stopped")
+    page.fill("#form-write [name=max_steps]", "")
+    page.click("#form-write [type=submit]")
+    page.wait_for_selector(".page .noise")
+    page.locator(".page .t").nth(4).click()
+    page.type(".instead", " gogo", delay=150)  # while steps come in: letters are letters
+    assert page.input_value(".instead") == " gogo"
+    page.locator("h1").click()
     page.keyboard.press("?")
     page.wait_for_selector("#help[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".badge")  # it closed the keys, and stopped nothing
+    assert page.inner_text("#status") == ""
 
 
 def test_a_key_is_asked_for(opened):

@@ -33,10 +33,7 @@ function holes(text, length) {
 
 const ASKED = {
   write: (form) => ({ path: "/v1/canvas", body: { ...common(form), prompt: field(form, "prompt"), max_tokens: number(form, "max_tokens"), regex: field(form, "regex") || undefined } }),
-  chat: (form) => {
-    talk.push({ role: "user", content: field(form, "message") });
-    return { path: "/v1/canvas", body: { ...common(form), messages: talk.map(({ role, content }) => ({ role, content })), max_tokens: number(form, "max_tokens") } };
-  },
+  chat: (form) => ({ path: "/v1/canvas", body: { ...common(form), messages: [...talk, { role: "user", content: field(form, "message") }], max_tokens: number(form, "max_tokens") } }),
   fill: (form) => ({ path: "/v1/canvas", body: { ...common(form), text: holes(field(form, "text"), number(form, "length")) } }),
   edit: (form) => ({ path: "/v1/canvas/edit", body: { ...common(form), text: field(form, "text"), strength: number(form, "strength"), instruction: field(form, "instruction") || undefined } }),
   sudoku: (form) => ({ path: "/v1/canvas/sudoku", body: { puzzle: field(form, "puzzle"), seed: common(form).seed } }),
@@ -95,8 +92,11 @@ async function follow(run, body) {
 
 async function start(form) {
   const asked = ASKED[mode](form);
+  const box = mode === "chat" ? form.elements.message : null;
+  if (box) box.value = "";
   const run = await follow(new Run(mode, asked), asked.body);
-  if (mode === "chat" && run.end) talked(run);
+  if (run.kind === "chat" && run.end) talked(run);
+  else if (box && !box.value) box.value = asked.body.messages.at(-1).content; // it was not answered
 }
 
 function steer({ block, step, pins, bans }) {
@@ -111,10 +111,8 @@ function steer({ block, step, pins, bans }) {
 }
 
 function talked(run) {
-  if (talk.at(-1)?.role === "assistant") talk.pop(); // it was steered: the last answer is another now
-  talk.push({ role: "assistant", content: run.end.text });
+  talk.splice(0, talk.length, ...run.asked.body.messages, { role: "assistant", content: run.end.text });
   $("#talk").replaceChildren(...talk.map(({ role, content }) => element("li", { className: role }, element("b", {}, role === "user" ? "you" : "model"), element("p", {}, content))));
-  $("#form-chat").elements.message.value = "";
 }
 
 // Answers that are pages themselves
@@ -196,9 +194,10 @@ async function startRace() {
   $("#race").hidden = false;
   $("#player").hidden = true;
   try {
-    await race($("#race"), (path, asked) => ask(path, asked, own.signal), { ...body, max_tokens: body.max_tokens ?? 128 });
+    await race($("#race"), (path, asked) => ask(path, asked, own.signal), { ...body, max_tokens: body.max_tokens ?? 128, regex: undefined }, own.signal);
   } catch (error) {
     if (error.name !== "AbortError") say(error.message, true);
+    else if (abort === own) say("stopped");
   } finally {
     if (abort === own) busy(false);
   }
@@ -221,17 +220,18 @@ const KEYS = {
   s: () => player.run && saveReplay(),
   "?": () => $("#help").showModal(),
 };
+const ALWAYS = ["t", "?"]; // the others need a run
 
 function keyed(event) {
-  if (event.key === "Escape") abort?.abort();
+  const dialog = document.querySelector("dialog[open]");
+  if (event.key === "Escape" && !dialog) abort?.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) return void (event.preventDefault(), $(`#form-${mode}`).requestSubmit());
-  if (event.altKey && /^[1-5]$/.test(event.key)) return void (event.preventDefault(), choose(Object.keys(ASKED)[event.key - 1]));
+  if (event.altKey && /^Digit[1-5]$/.test(event.code)) return void (event.preventDefault(), choose(Object.keys(ASKED)[event.code.at(-1) - 1]));
   if (event.target.matches("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === " " && event.target.matches("button, summary")) return;
-  if (KEYS[event.key] && player.run && !document.querySelector("dialog[open]")) {
-    event.preventDefault();
-    KEYS[event.key]();
-  } else if (event.key === "?") KEYS["?"]();
+  if (!KEYS[event.key] || dialog || !(player.run || ALWAYS.includes(event.key))) return;
+  event.preventDefault();
+  KEYS[event.key]();
 }
 
 function listen() {

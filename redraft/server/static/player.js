@@ -29,7 +29,8 @@ export class Player {
     this.result = element("div", { className: "result", hidden: true });
     this.timeline.controls.append(this.mapped);
     this.legend = element("ul", { className: "legend" });
-    const main = element("div", { className: "watched" }, this.meters, this.page, this.going, this.timeline.root, this.legend, this.result);
+    this.told = element("output", { className: "unseen" }); // what is chosen, for those who listen
+    const main = element("div", { className: "watched" }, this.told, this.meters, this.page, this.going, this.timeline.root, this.legend, this.result);
     this.page.append(element("p", { className: "hint" }, "A page begins as noise and is redrafted all at once until it stands still. Here it can be watched."));
     root.replaceChildren(main, this.closer);
     this.#listen();
@@ -69,6 +70,7 @@ export class Player {
   }
 
   #hover(span) {
+    if (this.closer.querySelector(".instead") === document.activeElement) return; // somebody types there
     this.hovered = span ? placeOf(span) : null;
     this.#close();
   }
@@ -76,8 +78,11 @@ export class Player {
   #choose(span) {
     if (!span) return;
     this.chosen = placeOf(span);
+    this.hovered = null;
     this.#marked();
     this.#close();
+    const cell = this.#cell(this.chosen);
+    if (cell) this.told.textContent = `${visible(cell.token.t)}, ${LOOKS[look(cell, this.chosen.i, Infinity)]}, ${(100 * cell.token.p).toFixed(0)} percent`;
   }
 
   #keyed(event) {
@@ -98,7 +103,7 @@ export class Player {
 
   #moved(index) {
     this.#draw();
-    this.#close();
+    if (!this.closer.contains(document.activeElement)) this.#close();
     this.onmoved?.(index);
   }
 
@@ -110,10 +115,14 @@ export class Player {
     return this.run.frames[this.timeline.index];
   }
 
-  // The cell at a place at the step that is shown; of a page before, at its last step.
+  // The cell at a place at the step that is shown; of a page that is committed, with the token that was.
   #cell(place) {
-    const shown = this.frame?.block === place.block ? this.frame : this.run.lastOf(place.block);
-    return shown?.cells?.[place.i];
+    if (this.frame?.block === place.block) return this.frame.cells?.[place.i];
+    const cell = this.run.lastOf(place.block)?.cells?.[place.i];
+    const page = this.run.pages[place.block];
+    if (!cell || !page) return cell;
+    const [id, t] = [page.ids[place.i], page.texts[place.i] ?? cell.token.t];
+    return { ...cell, committed: true, token: { ...cell.token, id, t } };
   }
 
   #draw() {
@@ -260,7 +269,7 @@ export class Player {
     if (error) found.push(element("span", { className: "badge bad" }, error));
     if (!end) found.push(chip(frames.length, "steps so far", "Passes over pages up to now"));
     else if (this.run.kind === "sudoku") found.push(...boardMeters(end, chip));
-    else found.push(...textMeters(end, chip));
+    else found.push(...textMeters(end, this.run.pages, chip));
     this.meters.replaceChildren(...found);
   }
 
@@ -273,9 +282,9 @@ export class Player {
   }
 }
 
-function textMeters(end, chip) {
+function textMeters(end, pages, chip) {
   const told = end.timings;
-  const calm = told.diffusion_settled;
+  const calm = told.diffusion_settled && pages.every((page) => page.settled);
   return [
     chip(told.diffusion_output_tok_s.toFixed(1), "tokens/s", "What you received over wall time, the prompt's reading included"),
     chip(told.predicted_n, "tokens", "What you received"),
@@ -337,7 +346,7 @@ function entries(looks, name, sample) {
 
 function board(run, frame, ended) {
   const digits = ended && run.end ? run.end.board : frame?.board ?? run.begin.puzzle;
-  const clashing = new Set(ended && run.end ? [] : (frame?.clashing ?? []));
+  const clashing = new Set(ended && run.end?.solved ? [] : (frame?.clashing ?? []));
   const cells = digits.map((digit, i) => {
     const given = run.begin.puzzle[i] > 0;
     const kind = given ? "given" : clashing.has(i) ? "clash" : frame?.revised?.[i] && !ended ? "revised" : ended || frame?.accepted?.[i] ? "sure" : "open";

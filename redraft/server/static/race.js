@@ -8,6 +8,7 @@ async function measured(stream, seen) {
   const began = performance.now();
   const found = [];
   for await (const event of stream) {
+    if (event.type === "error") throw new Error(event.error.message);
     found.push({ at: performance.now() - began, event });
     seen(found.length);
   }
@@ -43,7 +44,7 @@ const drafted = (events) => {
 const spoken = (events) => events.map((event) => event.t ?? "").join("");
 
 // `ask` gives the events of a path and a body; resolves when both have arrived.
-export async function race(root, ask, body) {
+export async function race(root, ask, body, signal) {
   const pages = new Lane("Redrafted, all at once");
   const words = new Lane("Left to right");
   const said = element("p", { className: "hint" });
@@ -55,8 +56,9 @@ export async function race(root, ask, body) {
   const second = await measured(ask("/v1/canvas/left-to-right", asked), (count) => (said.textContent = `Measuring left to right … ${count}`));
   said.textContent = "Both at the pace that was measured, each while nothing else ran:";
   const began = performance.now();
-  await new Promise((done) => {
+  await new Promise((done, failed) => {
     const tick = () => {
+      if (signal.aborted) return failed(new DOMException("stopped", "AbortError"));
       const now = performance.now() - began;
       const both = [pages.tick(now, first, drafted), words.tick(now, second, spoken)];
       if (both.every(Boolean)) done();

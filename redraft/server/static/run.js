@@ -112,6 +112,7 @@ function grown(token, before, step) {
 // How a cell looks, in words that the style sheet knows.
 export function look(cell, i, ends) {
   if (cell.token.s === PINNED) return "pinned";
+  if (cell.committed) return "committed";
   if (i >= ends) return "end";
   if (cell.token.s === NOISE) return "noise";
   if (cell.age === 0) return "changed";

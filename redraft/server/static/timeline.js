@@ -19,6 +19,9 @@ function drawn(name, properties) {
   return found;
 }
 
+// A small triangle at the top: the page stood still here, before its last step.
+const settledMark = (x) => `${x - 0.9},0 ${x + 0.9},0 ${x},7`;
+
 export class Timeline {
   // `moved` is called with the index of the frame to show; behind the last is the end.
   constructor(moved) {
@@ -54,7 +57,7 @@ export class Timeline {
     this.run = run;
     this.stop();
     this.following = true;
-    const said = run.kind === "sudoku" ? { accepted: "accepted", entropy: "contradictions" } : { accepted: "accepted", entropy: "mean doubt", gate: "doubt of the least sure" };
+    const said = run.kind === "sudoku" ? { accepted: "accepted", entropy: "contradictions" } : { accepted: "accepted", entropy: "mean doubt", gate: "doubt of the least sure", settled: "stood still" };
     this.key.replaceChildren(...Object.entries(said).flatMap(([kind, words]) => [element("i", { className: `k-${kind}` }), words]));
     this.grow();
   }
@@ -145,6 +148,8 @@ export class Timeline {
       if (frames[0].cells) parts.push(drawn("polyline", { class: "gate", points: line((frame) => frame.gate / gate) }));
     }
     frames.forEach((frame, i) => {
+      const last = frames[i + 1]?.block !== frame.block;
+      if (last && frame.total && frame.step < frame.total && (i < frames.length - 1 || this.run.end)) parts.push(drawn("polygon", { class: "settled", points: settledMark(this.#x(i)) }));
       if (i && frame.block !== frames[i - 1].block) parts.push(drawn("line", { class: "fold", x1: this.#x(i - 0.5), x2: this.#x(i - 0.5), y1: 0, y2: 40 }));
     });
     parts.push(drawn("line", { class: "cursor", x1: 0, x2: 0, y1: 0, y2: 40, transform: `translate(${this.#x(this.index)} 0)` }));
