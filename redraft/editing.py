@@ -190,20 +190,9 @@ def suggest(
 # 3. The edit
 
 
-def edit(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    text: str,
-    cfg: SamplerConfig,
-    *,
-    strength: float,
-    keep: Sequence[Span] = (),
-    prompt: Sequence[int] = (),
-    seed: int,
-    stop: threading.Event | None = None,
-) -> Edited:
+def edit(engine: Engine, tokenizer: Tokenizer, text: str, cfg: SamplerConfig, **options: Any) -> Edited:
     """What `events` comes to."""
-    *_, found = events(engine, tokenizer, text, cfg, strength=strength, keep=keep, prompt=prompt, seed=seed, stop=stop)
+    *_, found = events(engine, tokenizer, text, cfg, **options)
     assert isinstance(found, Edited)
     return found
 
