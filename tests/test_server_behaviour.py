@@ -10,6 +10,8 @@ import pytest
 from serving import NO_END, make, served
 
 from redraft import cli_serve
+from redraft.server.asking import Begun
+from redraft.server.desk import together
 from redraft.server.guard import Limits
 from redraft.server.worker import Closing, Worker
 from redraft.writer import Writer
@@ -164,3 +166,25 @@ def test_what_cannot_be_listened_on_is_said_before_the_model_is_loaded():
     for host in ("0.0.0.0", "::", "192.168.1.7", "box.lan"):
         with pytest.raises(ValueError, match="needs --api-key"):
             cli_serve.serve(host=host)
+
+
+def test_nothing_is_lost_when_one_is_done_before_another_begins():
+    """Of three answers at once, two are told whole before the third has begun."""
+
+    async def quick(number):
+        for item in (Begun(), f"{number} text", f"{number} end"):
+            yield item
+
+    async def late(number):
+        await asyncio.sleep(0.05)
+        async for item in quick(number):
+            yield item
+
+    async def told():
+        return [item async for item in together([quick(0), late(1), quick(2)])]
+
+    first, *rest = asyncio.run(told())
+    assert isinstance(first[1], Begun)
+    assert sorted(rest) == [(number, f"{number} {what}") for number in range(3) for what in ("end", "text")]
+    for number in range(3):
+        assert [item for index, item in rest if index == number] == [f"{number} text", f"{number} end"]

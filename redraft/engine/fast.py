@@ -4,8 +4,8 @@
 
 Canvases in work live in buffers that stay where they are; what the graph needs to know of a request (its seed, its step, its
 settings, where its cache lies) lies there too. The host looks once a step whether a page has settled, and starts the next
-step before it does anything else. Requests with rules or with settings of their own go through the same layers, but their
-sampler is the plain one.
+step before it does anything else. Requests with rules, with settings of their own, or that somebody watches go through the
+same layers, in graphs too where their pages have the usual length, but their sampler is the plain one.
 
 Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C.
 """
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redraft import sampler
+from redraft.cache import KVCache
 from redraft.config import SamplerConfig
 from redraft.engine.fused import Fused, Table
 from redraft.engine.request import Request
@@ -57,6 +58,7 @@ class Fast(Runner):
         self.fused = Fused(model)
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         self.stages: dict[tuple[int, ...], Stage] = {}
+        self.layers: dict[tuple[int, ...], Layers] = {}
         self.unread: dict[Request, Tensor] = {}  # pages that count as context but are not in the cache yet
         self.ahead: dict[Stage, list[Canvas]] = {}  # where a step was started, and the canvases it started from
 
@@ -155,24 +157,30 @@ class Fast(Runner):
         return all(state is request.state for state, request in zip(before, requests, strict=True))
 
     def denoise(self, requests: Sequence[Request]) -> dict[Request, Tensor]:
-        """Logits [1, C, V] of each request's page."""
+        """Logits [1, C, V] of each request's page. Those of the usual length go through graphs."""
         found = {}
         for some in by_length(requests):
-            table = Table.empty(self.model, len(some))
-            table.fill([request.cache for request in some])
-            ids_BC = torch.cat([request.state.ids_BC for request in some])
-            hidden_ND = self.fused.denoise(ids_BC, self._beliefs(some), table, max(len(r.context) for r in some))
+            ids_BC, soft_BCD = torch.cat([request.state.ids_BC for request in some]), self._beliefs(some)
+            caches = [request.cache for request in some]
+            if ids_BC.shape[1] == self.model.config.canvas_length:
+                hidden_ND = self._layers_of(*size_of(some)).run(ids_BC, soft_BCD, caches)
+            else:
+                table = Table.empty(self.model, len(some))
+                table.fill(caches)
+                hidden_ND = self.fused.denoise(ids_BC, soft_BCD, table, max(len(r.context) for r in some))
             logits_BCV = self.model.head(hidden_ND).unflatten(0, ids_BC.shape)
             found |= dict(zip(some, logits_BCV.split(1), strict=True))
         return found
 
+    def _layers_of(self, *key: int) -> "Layers":
+        layers = self.layers.pop(key, None) or Layers(self.fused, *key, self.pool)
+        self.layers[key] = layers  # the latest last
+        if len(self.layers) > MOST_STAGES:
+            self.layers.pop(next(iter(self.layers)))
+        return layers
+
     def _stage(self, requests: Sequence[Request]) -> "Stage":
-        """Buffers and graphs for so many canvases of this length behind contexts of about this length."""
-        length = requests[0].cfg.canvas_length
-        longest, context = SHORT, max(len(request.context) for request in requests)
-        while longest < context:
-            longest *= 8
-        return self._stage_of(power(len(requests)), length, longest)
+        return self._stage_of(*size_of(requests))
 
     def _stage_of(self, *key: int) -> "Stage":
         stage = self.stages.pop(key, None) or Stage(self.fused, *key, self.pool)
@@ -180,6 +188,38 @@ class Fast(Runner):
         if len(self.stages) > MOST_STAGES:
             self.ahead.pop(self.stages.pop(next(iter(self.stages))), None)
         return stage
+
+
+def size_of(requests: Sequence[Request]) -> tuple[int, int, int]:
+    """For how many canvases, of which length, behind contexts of about which length, buffers and graphs are needed."""
+    longest, context = SHORT, max(len(request.context) for request in requests)
+    while longest < context:
+        longest *= 8
+    return power(len(requests)), requests[0].cfg.canvas_length, longest
+
+
+class Layers:
+    """The layers over some canvases as a graph, without a sampler: for requests whose sampler is the plain one."""
+
+    def __init__(self, fused: Fused, count: int, length: int, longest: int, pool: object) -> None:
+        model = fused.model
+        self.fused, self.longest, self.table = fused, longest, Table.empty(model, count)
+        self.ids_BC = torch.zeros(count, length, dtype=torch.int64, device=model.device)
+        self.soft_BCD = torch.zeros(count, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        self.hidden_ND: Tensor | None = None
+        self._graph = recorded(self._body, model.device, pool)
+
+    def _body(self) -> None:
+        self.hidden_ND = self.fused.denoise(self.ids_BC, self.soft_BCD, self.table, self.longest)
+
+    def run(self, ids_BC: Tensor, soft_BCD: Tensor | None, caches: Sequence[KVCache]) -> Tensor:
+        """Final hidden states [N, D], which the next run overwrites."""
+        rows, length = ids_BC.shape
+        self.table.fill(caches)
+        self.ids_BC[:rows] = ids_BC
+        self.soft_BCD[:rows] = soft_BCD if soft_BCD is not None else 0.0
+        self._graph()
+        return self.hidden_ND[: rows * length]
 
 
 class Stage:

@@ -244,7 +244,7 @@ async def together(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[i
 
     tasks = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
     try:
-        left, begun = len(tasks), 0
+        left, begun, early = len(tasks), 0, []  # what came of some before the last had begun
         while left:
             told = await queue.get()
             if told is None:
@@ -253,11 +253,14 @@ async def together(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[i
             index, item, error = told
             if error is not None:
                 raise error
-            if isinstance(item, Begun):
-                begun += 1
-                if begun < len(tasks):
-                    continue
+            begun += isinstance(item, Begun)
+            if begun < len(tasks):
+                early += [] if isinstance(item, Begun) else [(index, item)]
+                continue
             yield index, item
+            for one in early:
+                yield one
+            early = []
     finally:
         for task in tasks:
             task.cancel()
