@@ -1,0 +1,40 @@
+"""What it costs to watch a run, or to give it rules: an answer of 1,024 tokens at the released shape. The last line is JSON.
+
+python benchmarks/bench_watched.py
+"""
+
+import json
+import time
+
+import torch
+from bench_engine import SHAPES, random_model
+
+from redraft.config import EngineConfig, SamplerConfig
+from redraft.engine import Engine
+from redraft.rules import Rules
+
+WAYS = {"plain": {}, "watched, 5 candidates": {"look": 5}, "a pin": {"rules": Rules(pins={3: 77})}}
+
+
+def main() -> None:
+    """Tokens a second, each way; the best of two behind one that warms up."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape, steps, new = (SHAPES["released"], 16, 1024) if device.type == "cuda" else (SHAPES["small"], 3, 64)
+    engine = Engine(random_model(shape, device), EngineConfig(cache_bytes=2**31, keep_contexts=0))
+    never = {"confidence_threshold": 1e-9, "eos_token_ids": (shape.vocab_size - 4,)}  # no page settles or ends
+    cfg = SamplerConfig(canvas_length=shape.canvas_length, max_new_tokens=new, max_steps=steps, **never)
+    found = {}
+    for name, options in WAYS.items():
+        speeds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            request = engine.add(list(range(10, 10 + new // 2)), cfg, seed=1, **options)
+            engine.run([request])
+            speeds.append(new / (time.perf_counter() - began))
+        found[name] = max(speeds[1:])
+        print(f"{name}: {found[name]:.0f} tokens/s", flush=True)
+    print(json.dumps({"device": device.type, "tokens_per_second": found}))
+
+
+if __name__ == "__main__":
+    main()
