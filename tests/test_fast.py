@@ -171,16 +171,7 @@ def test_prompts_of_any_length_are_read_with_the_first_step(engine, model):
     assert not engine.runner.unread
 
 
-def test_a_run_taken_up_again_is_the_unbroken_one(engine, model):
-    rules = Rules(forbidden=(1,))
-    whole = list(generate(model, [[2, 30, 40]], CFG, seeds=[5], constraints=[rules]))
-    pages = [tuple(event.ids_BC[0].tolist()) for event in whole if isinstance(event, Committed)]
-    course = Course(tuple(pages[:1]), (Turn(1, 1, rules),))
-    again = engine.add([2, 30, 40], CFG, seed=5, rules=rules, course=course, look=2)
-    assert engine.run([again])[again].ids_BT.tolist() == whole[-1].ids_BT.tolist()
-
-
-def test_several_pages_that_were_there_are_read_at_once_and_spoil_nothing(engine, model):
+def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, model):
     """Cancelled between two of them, what is kept of the context is what `encode` would have kept."""
     cfg, rules = replace(CFG, max_new_tokens=32), Rules(forbidden=(1,))
     whole = list(generate(model, [PROMPT], cfg, seeds=[5], constraints=[rules]))
@@ -197,5 +188,6 @@ def test_several_pages_that_were_there_are_read_at_once_and_spoil_nothing(engine
         for layer in range(2):
             for ours, theirs in zip(kept.view(layer), truth.view(layer), strict=True):
                 assert torch.allclose(ours[:, -len(context) :], theirs, atol=3e-5)
-    resumed = engine.add(PROMPT, cfg, seed=5, rules=rules, course=Course(pages[:3]))
+    course = Course(pages[:3], (Turn(3, 1, rules),))
+    resumed = engine.add(PROMPT, cfg, seed=5, rules=rules, course=course, look=2)
     assert engine.run([resumed])[resumed].ids_BT.tolist() == whole[-1].ids_BT.tolist()
