@@ -57,6 +57,7 @@ def _processes(device: str | None) -> Iterator[tuple[str, bool]]:
     dist.init_process_group("nccl" if place.startswith("cuda") else "gloo")
     try:
         yield place, dist.get_rank() == 0
+        dist.barrier()  # who leaves while another still talks to it may abort
     finally:
         dist.destroy_process_group()
 

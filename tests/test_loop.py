@@ -253,6 +253,7 @@ trainer = Trainer(cfg, Path({folder!r}) / "two")
 found = test_loop.losses(list(trainer.run()))
 if dist.get_rank() == 0:
     print("LOSSES", found)
+dist.barrier()  # who leaves while another still talks to it may abort
 dist.destroy_process_group()
 """
 
