@@ -97,7 +97,7 @@ def test_it_is_painted_at_once(opened, url):
 
 def test_it_writes_what_the_server_says(opened, url):
     page = opened(url)
-    assert page.inner_text("#model") == "tiny"
+    sync_api.expect(page.locator("#model")).to_have_text("tiny")
     write(page)
     text = said_by_server(url, **STORY)[-1]["text"]
     assert page.inner_text(".page") == STORY["prompt"] + text
