@@ -86,9 +86,10 @@ class Rules:
 
     def obeyed_by(self, page: Sequence[int], begin: int) -> None:
         """Refuses a page that begins at this position of the answer and has what is not pinned there, or is banned."""
+        never = set(self.forbidden)
         for at, token in enumerate(page, begin):
             pinned = self.pins.get(at, token)
-            if pinned != token or token in self.banned.get(at, ()) or (token in self.forbidden and at not in self.pins):
+            if pinned != token or token in self.banned.get(at, ()) or (token in never and at not in self.pins):
                 wanted = f"{pinned} is pinned" if pinned != token else "it may not stand"
                 raise ValueError(f"a page that is there already has the token {token} at {at}, where {wanted}")
 

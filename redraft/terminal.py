@@ -111,7 +111,8 @@ class CanvasView:
         """Draws a step of a page that nothing is committed of: a hole and what follows it."""
         if event.step == 1:
             self.painter.before = None
-        self.painter.pinned = frozenset(event.pinned_BC[0].nonzero()[:, 0].tolist()) if event.pinned_BC is not None else ()
+        pinned_BC = event.pinned_BC
+        self.painter.pinned = frozenset() if pinned_BC is None else frozenset(pinned_BC[0].nonzero()[:, 0].tolist())
         with undivided():
             self._draft(event)
 

@@ -284,7 +284,7 @@ class Writer:
 
         A string is continued, messages are answered. The probabilities add up to one.
         """
-        ids = self.tokenizer.prompt(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)
+        ids = self.ids_of(prompt)
         cfg, model = self.sampler.changed(max_new_tokens=self.sampler.canvas_length), self.model
         check(model.config, [ids], cfg, [seed], [Rules()], None)
         cache = model.new_cache(1, len(ids), rewind=0)

@@ -176,7 +176,7 @@ class Request:
         self.state, shaped_1CV = sampler.step(logits_1CV, self.state, self.cfg, self.draws, self.fixed)
         self.shares = shares_of(shaped_1CV, self.state.ids_BC, self.look) if self.look else None
         self.done = sampler.finished(self.state, self.cfg) and not self.turning
-        if self.done:
+        if self.done and self.course.turns:
             self._check_course()
         return shaped_1CV
 
@@ -197,7 +197,7 @@ class Request:
         if self.fixed is not None:
             self.state = sampler.steer(self.state, self.fixed, self.draws, vocab_size)
         self.done = sampler.finished(self.state, self.cfg)
-        if self.done:
+        if self.done and self.course.turns:
             self._check_course()
 
     @property

@@ -157,7 +157,9 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
     """One answer as it comes."""
     prompt, began = asked.prompt, time.perf_counter()
     if not isinstance(prompt, str) and not writer.tokenizer.can_chat:
-        prompt = continued(prompt, asked)
+        if asked.tools:
+            raise Refused("this model continues text and was not made for conversation: it cannot call tools", "tools")
+        prompt = continued(prompt)
     seed = asked.seed if asked.seed is not None else fresh_seed()
     if asked.unending or isinstance(asked.draft, tuple):
         asked = one_canvas(asked, asked.settings.get("canvas_length", writer.sampler.canvas_length))
@@ -221,10 +223,8 @@ def cut_off(
     return Stats(seed, len(prompt), shown, len(pages), settled, steps, len(pages) - 1, seconds, 0.0)
 
 
-def continued(messages: Sequence[Message], asked: Asked) -> str:
+def continued(messages: Sequence[Message]) -> str:
     """A conversation for a model that only continues text: what was said, paragraph by paragraph."""
-    if asked.tools:
-        raise Refused("this model continues text and was not made for conversation: it cannot call tools", "tools")
     return "\n\n".join(str(message.get("content") or "") for message in messages)
 
 

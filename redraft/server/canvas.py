@@ -29,7 +29,7 @@ from redraft.engine import Course, Stopped, Turn
 from redraft.filling import Filled, Filler
 from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.rules import Rules
-from redraft.server.asking import Frames, Refused, heated, message_of
+from redraft.server.asking import Frames, Refused, continued, heated, message_of
 from redraft.server.desk import Desk, Route, read, sse, timings_of, unless_gone
 from redraft.server.schema import CanvasEditRequest, CanvasRequest, Place, SpokenRequest, Steering, SudokuRequest, Watched
 from redraft.solving import Solution
@@ -77,7 +77,7 @@ def prompt_of(writer: Writer, body: CanvasRequest | SpokenRequest) -> str | Sequ
     if body.messages is None:
         return str(body.prompt)
     messages = [message_of(message) for message in body.messages]
-    return messages if writer.tokenizer.can_chat else "\n\n".join(str(message["content"]) for message in messages)
+    return messages if writer.tokenizer.can_chat else continued(messages)
 
 
 def one_of(*given: Any) -> None:
@@ -144,7 +144,7 @@ def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> T
     if body.turns and any(patterns.values()):
         raise Refused("a page that obeys a pattern cannot be steered", "turns")
     options = {"seed": seed, "rules": rules, "course": course_of(tokenizer, body, rules), "draft": body.draft or None}
-    options |= {"think": body.think, "look": body.candidates, "stop": stop, **patterns}
+    options |= {"think": body.think, "look": body.candidates, "drafts": False, "stop": stop, **patterns}
     events = writer.stream(prompt, **options, **settings)
     cfg = writer.sampler.changed(max_new_tokens=settings.pop("max_tokens"), **settings)
     limits = {"canvas_length": cfg.canvas_length, "max_steps": cfg.max_steps, "max_tokens": cfg.max_new_tokens}
@@ -180,16 +180,8 @@ def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str
 
 def frame(frames: Frames, event: Draft) -> dict[str, Any]:
     """A step of a page: the tokens that are not as they were."""
-    found = frames.of(event)
-    return {
-        "type": "frame",
-        "block": found.block,
-        "step": found.step,
-        "total": found.total,
-        "entropy": found.entropy,
-        "accepted": found.accepted,
-        "tokens": found.tokens,
-    }
+    found = vars(frames.of(event))
+    return {"type": "frame", **{name: value for name, value in found.items() if name != "text"}}
 
 
 def page(writer: Writer, event: Committed, cfg: SamplerConfig) -> dict[str, Any]:
@@ -205,11 +197,7 @@ def holes_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
     steering = (body.pages, body.turns, body.pins, body.bans, body.forbidden, body.since, body.canvas_length, body.think)
     if any(steering) or body.regex or body.schema_ or body.choices:
         raise Refused("only holes of a known length can be steered or obey: mark each as [[ 8 ]]", "text")
-    template, seed, began = (
-        filling.parse(body.text),
-        seed_of(body),
-        time.perf_counter(),
-    )
+    template, seed, began = filling.parse(body.text), seed_of(body), time.perf_counter()
     cfg = writer.sampler.changed(**watched(writer, body))
     filler = Filler(writer.engine, writer.tokenizer)
     events = filler.events(template, cfg, seed=seed, stop=stop, look=body.candidates, longest=LONGEST)

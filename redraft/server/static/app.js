@@ -23,8 +23,10 @@ const player = new Player($("#player"), { steer, moved: () => preview() });
 
 // What is asked for
 
+const seedOf = (form) => number(form, "seed") ?? Math.floor(Math.random() * 2 ** 32);
+
 function common(form) {
-  return { seed: number(form, "seed") ?? Math.floor(Math.random() * 2 ** 32), temperature: number(form, "temperature"), max_steps: number(form, "max_steps") };
+  return { seed: seedOf(form), temperature: number(form, "temperature"), max_steps: number(form, "max_steps") };
 }
 
 function holes(text, length) {
@@ -36,13 +38,12 @@ const ASKED = {
   chat: (form) => ({ path: "/v1/canvas", body: { ...common(form), messages: [...talk, { role: "user", content: field(form, "message") }], max_tokens: number(form, "max_tokens") } }),
   fill: (form) => ({ path: "/v1/canvas", body: { ...common(form), text: holes(field(form, "text"), number(form, "length")) } }),
   edit: (form) => ({ path: "/v1/canvas/edit", body: { ...common(form), text: field(form, "text"), strength: number(form, "strength"), instruction: field(form, "instruction") || undefined } }),
-  sudoku: (form) => ({ path: "/v1/canvas/sudoku", body: { puzzle: field(form, "puzzle"), seed: common(form).seed } }),
+  sudoku: (form) => ({ path: "/v1/canvas/sudoku", body: { puzzle: field(form, "puzzle"), seed: seedOf(form) } }),
 };
 
 // Runs
 
 function busy(is) {
-  document.body.classList.toggle("busy", is);
   for (const button of document.querySelectorAll("form [type=submit]")) button.disabled = is;
   $("#stop").hidden = !is;
 }
@@ -53,13 +54,23 @@ function say(sentence, bad = false) {
   status.classList.toggle("bad", bad);
 }
 
-const ask = (path, body, signal = abort?.signal) => events(path, body, signal, askKey);
-
-async function follow(run, body) {
+// One thing at a time: what runs is let go, and a mistake is told.
+async function alone(work) {
   abort?.abort();
   const own = (abort = new AbortController());
   busy(true);
   say("");
+  try {
+    await work((path, body) => events(path, body, own.signal, askKey), own.signal);
+  } catch (error) {
+    if (error.name !== "AbortError") say(error.message, true);
+    else if (abort === own) say("stopped");
+  } finally {
+    if (abort === own) busy(false);
+  }
+}
+
+async function follow(run, body) {
   $("#race").hidden = true;
   $("#player").hidden = false;
   player.show(run);
@@ -69,34 +80,26 @@ async function follow(run, body) {
     player.grow();
     preview();
   };
-  try {
-    for await (const event of ask(run.asked.path, body, own.signal)) {
+  await alone(async (ask) => {
+    for await (const event of ask(run.asked.path, body)) {
       run.add(event);
-      if (!waiting) {
-        waiting = true;
-        requestAnimationFrame(drawn);
-      }
+      if (!waiting) requestAnimationFrame(drawn);
+      waiting = true;
     }
     if (run.error) say(run.error, true);
-  } catch (error) {
-    if (error.name !== "AbortError") say(error.message, true);
-    else if (abort === own) say("stopped");
-  } finally {
-    player.grow();
-    preview();
-    if (abort === own) busy(false);
-  }
+  });
+  drawn();
   for (const button of document.querySelectorAll(".saves button")) button.disabled = !run.frames.length;
-  return run;
+  if (run.kind === "chat" && run.end) talked(run);
 }
 
 async function start(form) {
   const asked = ASKED[mode](form);
+  const run = new Run(mode, asked);
   const box = mode === "chat" ? form.elements.message : null;
   if (box) box.value = "";
-  const run = await follow(new Run(mode, asked), asked.body);
-  if (run.kind === "chat" && run.end) talked(run);
-  else if (box && !box.value) box.value = asked.body.messages.at(-1).content; // it was not answered
+  await follow(run, asked.body);
+  if (box && !box.value && !run.end) box.value = asked.body.messages.at(-1).content; // it was not answered
 }
 
 function steer({ block, step, pins, bans }) {
@@ -104,10 +107,7 @@ function steer({ block, step, pins, bans }) {
   const earlier = (asked.body.turns ?? []).filter((turn) => turn.block < block || (turn.block === block && turn.step < step));
   const seed = player.run.begin.seed;
   const body = { ...asked.body, seed, turns: [...earlier, { block, step, pins, bans }], pages: pages.slice(0, block).map((page) => page.ids) };
-  const run = player.run.upTo(block, step, { path: asked.path, body });
-  follow(run, { ...body, since: { block, step } }).then((ended) => {
-    if (ended.kind === "chat" && ended.end) talked(ended);
-  });
+  follow(player.run.upTo(block, step, { path: asked.path, body }), { ...body, since: { block, step } });
 }
 
 function talked(run) {
@@ -184,23 +184,11 @@ function turnTheme() {
   theme(dark ? "light" : "dark");
 }
 
-async function startRace() {
-  const form = $("#form-write");
-  const { body } = ASKED.write(form);
-  abort?.abort();
-  const own = (abort = new AbortController());
-  busy(true);
-  say("");
+function startRace() {
+  const { body } = ASKED.write($("#form-write"));
   $("#race").hidden = false;
   $("#player").hidden = true;
-  try {
-    await race($("#race"), (path, asked) => ask(path, asked, own.signal), { ...body, max_tokens: body.max_tokens ?? 128, regex: undefined }, own.signal);
-  } catch (error) {
-    if (error.name !== "AbortError") say(error.message, true);
-    else if (abort === own) say("stopped");
-  } finally {
-    if (abort === own) busy(false);
-  }
+  return alone((ask, signal) => race($("#race"), ask, { ...body, max_tokens: body.max_tokens ?? 128, regex: undefined }, signal));
 }
 
 function wrapHole() {
@@ -217,7 +205,7 @@ const KEYS = {
   o: () => player.toggleOrder(),
   g: () => player.goOn(),
   t: turnTheme,
-  s: () => player.run && saveReplay(),
+  s: saveReplay,
   "?": () => $("#help").showModal(),
 };
 const ALWAYS = ["t", "?"]; // the others need a run
@@ -228,7 +216,7 @@ function keyed(event) {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) return void (event.preventDefault(), $(`#form-${mode}`).requestSubmit());
   if (event.altKey && /^Digit[1-5]$/.test(event.code)) return void (event.preventDefault(), choose(Object.keys(ASKED)[event.code.at(-1) - 1]));
   if (event.target.matches("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === " " && event.target.matches("button, summary")) return;
+  if (event.key === " " && event.target.matches("button")) return;
   if (!KEYS[event.key] || dialog || !(player.run || ALWAYS.includes(event.key))) return;
   event.preventDefault();
   KEYS[event.key]();

@@ -1,7 +1,7 @@
 // A run to look at: the page as tokens, one of them closely, meters; and steering, where somebody listens.
 // A replay is this, with the run in the same file.
 
-import { LOOKS, look } from "./run.js";
+import { LOOKS, NOISE, PINNED, look } from "./run.js";
 import { Timeline, element } from "./timeline.js";
 
 export class Player {
@@ -144,7 +144,7 @@ export class Player {
 
   #committed(page) {
     const cells = this.run.lastOf(page.block)?.cells ?? [];
-    return page.texts.map((text, i) => this.#token(page.block, i, text, cells[i]?.token.s === "k" ? "pinned" : "committed", cells[i]));
+    return page.texts.map((text, i) => this.#token(page.block, i, text, cells[i]?.token.s === PINNED ? "pinned" : "committed", cells[i]));
   }
 
   #token(block, i, text, kind, cell) {
@@ -152,7 +152,7 @@ export class Player {
     span.dataset.block = block;
     span.dataset.i = i;
     if (this.order && cell && kind !== "noise") {
-      const share = cell.token.s === "k" ? 0 : cell.since / Math.max(1, this.run.lastOf(block)?.step ?? 1);
+      const share = cell.token.s === PINNED ? 0 : cell.since / Math.max(1, this.run.lastOf(block)?.step ?? 1);
       span.style.setProperty("--when", share.toFixed(3));
     }
     this.spans.push(span);
@@ -328,12 +328,12 @@ function filled(end) {
 function past(history, now) {
   const most = Math.max(...history.map((cell) => cell.token.e), 0.01);
   const bars = history.map((cell) => {
-    const bar = element("i", { title: `step ${cell.step}: ${visible(cell.token.t)}, ${cell.token.e.toFixed(2)} nats`, className: `${cell.token.s === "n" ? "noise" : "sure"}${cell.step === now ? " now" : ""}` });
+    const bar = element("i", { title: `step ${cell.step}: ${visible(cell.token.t)}, ${cell.token.e.toFixed(2)} nats`, className: `${cell.token.s === NOISE ? "noise" : "sure"}${cell.step === now ? " now" : ""}` });
     bar.style.height = `${Math.max(4, (100 * cell.token.e) / most)}%`;
     return bar;
   });
   const words = [];
-  for (const cell of history) if (cell.token.s !== "n" && words.at(-1)?.text !== cell.token.t) words.push({ step: cell.step, text: cell.token.t });
+  for (const cell of history) if (cell.token.s !== NOISE && words.at(-1)?.text !== cell.token.t) words.push({ step: cell.step, text: cell.token.t });
   const stood = words.slice(-6).map(({ step, text }) => element("li", {}, element("small", {}, `${step} `), visible(text)));
   return element("div", { className: "past" }, element("div", { className: "bars", role: "img", ariaLabel: "Doubt at every step" }, ...bars), element("ul", {}, ...stood));
 }

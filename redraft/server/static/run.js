@@ -73,9 +73,8 @@ export class Run {
     const last = this.frames.at(-1);
     const same = last && last.attempt === event.attempt;
     const revised = event.board.map((digit, i) => same && last.accepted[i] && last.board[i] !== digit);
-    const revisions = (same ? last.revisions : 0) + revised.filter(Boolean).length;
     const share = event.accepted.filter(Boolean).length;
-    return { ...event, block: event.attempt, revised, revisions, entropy: event.clashing.length, accepted_count: share };
+    return { ...event, block: event.attempt, revised, entropy: event.clashing.length, accepted_count: share };
   }
 
   lastOf(block) {
