@@ -7,6 +7,8 @@
 This page lists what is public. `redraft.generate` is where to start reading.
 """
 
+import warnings
+
 from redraft.answers import Parsed, ToolCall
 from redraft.checkpoint import CheckpointError, save
 from redraft.config import ConfigError, ModelConfig, SamplerConfig
@@ -41,3 +43,6 @@ __all__ = [
     "save",
 ]
 __version__ = "0.1.0"
+
+# On processors without bf16 torch multiplies in another way, which is as good, and says so with a trace of its insides.
+warnings.filterwarnings("ignore", message="mkldnn_matmul failed")

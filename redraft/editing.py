@@ -21,10 +21,10 @@ from torch import Tensor
 
 from redraft import random
 from redraft.config import SamplerConfig
-from redraft.engine import Engine, Request, Stopped
-from redraft.generate import Draft, Finished, prefill
+from redraft.engine import Course, Engine, Request, Stopped, Turn
+from redraft.generate import Committed, Draft, prefill
 from redraft.model import DiffusionGemma
-from redraft.rules import Rules
+from redraft.rules import Rules, Steering
 from redraft.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
@@ -209,18 +209,19 @@ def events(
     seed: int,
     stop: threading.Event | None = None,
     look: int = 0,
-) -> Iterator[Draft | Edited]:
-    """Every step; at last, the text with at most a share of its tokens replaced: the most doubted, none of the kept.
+    course: Course | None = None,
+) -> Iterator[Draft | Committed | Edited]:
+    """Every step and page; at last, the text with at most a share of its tokens replaced: the most doubted, none kept.
 
     `prompt` is read before it: an instruction, say; without one, the text stands alone. Once `stop` is set, Stopped is
-    raised. `look` as in `Engine.add`.
+    raised. `look` as in `Engine.add`. With a `course` it is an edit that was under way, or that is steered.
     """
     tokens = Tokens(tokenizer, text)
     kept, prompt = tokens.touched(keep, text), list(prompt) or start_of(tokenizer)
     marks = tokenizer.marks(engine.model.config.vocab_size)
     options = {"strength": strength, "kept": kept, "never": marks, "prompt": prompt, "seed": seed, "stop": stop}
-    for event in redrafting(engine, tokens.ids, cfg, look=look, **options):
-        if isinstance(event, Draft):
+    for event in redrafting(engine, tokens.ids, cfg, look=look, course=course, **options):
+        if isinstance(event, Draft | Committed):
             yield event
             continue
         new, forwards, settled = event
@@ -250,36 +251,82 @@ def redrafting(
     seed: int,
     stop: threading.Event | None = None,
     look: int = 0,
-) -> Iterator[Draft | Redrafted]:
-    """Every step; at last, the tokens with at most a share of them replaced.
+    course: Course | None = None,
+) -> Iterator[Draft | Committed | Redrafted]:
+    """Every step and page; at last, the tokens with at most a share of them replaced.
 
-    Those at the places `kept` stay; the tokens `never` come in nowhere.
+    Those at the places `kept` stay; the tokens `never` come in nowhere. Pages of the `course` are taken as they are.
     """
     check(strength)
     fits(engine.model, len(prompt), len(ids))
-    new, forwards, settled = list(ids), 0, True
+    new, forwards, settled, course = list(ids), 0, True, course or Course()
+    _check_course(course, ids, cfg, engine.model.config.vocab_size)
     for block, begin in enumerate(range(0, len(new), cfg.canvas_length) if strength else ()):
         page, before = new[begin : begin + cfg.canvas_length], [*prompt, *new[:begin]]
-        if all(begin + at in kept for at in range(len(page))):
+        if block < len(course.pages):
+            new[begin : begin + len(page)] = course.pages[block]
             continue
-        _, logs_CV = next(read(engine.model, before, page, len(page)))
-        jitter_C = random.draws([seed + SALT], block, logs_CV.device).uniform(0, len(page))[0]
-        worry_C = doubts(logs_CV, page) + 1e-3 * jitter_C  # where nothing is doubted, chance chooses
-        free = [at for at in worry_C.argsort(descending=True).tolist() if begin + at not in kept]
-        chosen = set(free[: int(strength * len(page) + 1e-9)])
-        if not chosen:
+        turns = [(turn, turn.steering.within(begin, len(page))) for turn in course.turns if turn.block <= block]
+        own = tuple(Turn(0, turn.step, more) for turn, more in turns if turn.block == block)
+        held = [more for turn, more in turns if turn.block < block and more.places]
+        free = [at for at in range(len(page)) if begin + at not in kept]
+        chosen = _doubted(engine.model, before, page, free, strength, seed + SALT, block) if free else set()
+        if not chosen and not held:
+            if own:
+                raise ValueError(f"page {block} is not redrafted: it has no step to turn at")
+            yield _standing(block, page)
             continue
-        request, end = add_page(engine, before, page, chosen, cfg, never, seed + block, stop=stop, look=look), None
+        options = {"stop": stop, "look": look, "course": Course((), own), "held": held}
+        request, end = add_page(engine, before, page, chosen, cfg, never, seed + block, **options), None
         for event in engine.stream(request):
-            if isinstance(event, Draft):
+            if isinstance(event, Draft | Committed):
                 yield replace(event, block=block)
-            elif isinstance(event, Finished):
+            else:
                 end = event
         if end is None:
             raise Stopped
         new[begin : begin + len(page)] = end.ids_BT[0].tolist()
         forwards, settled = forwards + 1 + end.stats[0].forwards, settled and end.stats[0].settled == 1
     yield new, forwards, settled
+
+
+def _check_course(course: Course, ids: Sequence[int], cfg: SamplerConfig, vocab_size: int) -> None:
+    """Refuses what cannot have been of this text."""
+    length = cfg.canvas_length
+    for block, page in enumerate(course.pages):
+        wanted = len(ids[block * length : (block + 1) * length])
+        if len(page) != wanted or not all(0 <= token < vocab_size for token in page):
+            raise ValueError(
+                f"page {block} has {wanted} tokens of a vocabulary of {vocab_size}: what was given is no such one"
+            )
+    for turn in course.turns:
+        if wrong := [at for at in turn.steering.places if not 0 <= at < len(ids)]:
+            raise ValueError(f"position {max(wrong)} is beyond the text's {len(ids)} tokens")
+        if turn.block * length >= len(ids):
+            raise ValueError(f"there is no page {turn.block} to turn at")
+
+
+def _doubted(
+    model: DiffusionGemma,
+    before: Sequence[int],
+    page: Sequence[int],
+    free: Sequence[int],
+    strength: float,
+    seed: int,
+    block: int,
+) -> set[int]:
+    """Which of the free places of a page become noise."""
+    _, logs_CV = next(read(model, before, page, len(page)))
+    jitter_C = random.draws([seed], block, logs_CV.device).uniform(0, len(page))[0]
+    worry_C = doubts(logs_CV, page) + 1e-3 * jitter_C  # where nothing is doubted, chance chooses
+    ordered = [at for at in worry_C.argsort(descending=True).tolist() if at in free]
+    return set(ordered[: int(strength * len(page) + 1e-9)])
+
+
+def _standing(block: int, page: Sequence[int]) -> Committed:
+    """A page that nobody doubts."""
+    ids_1C, nothing_1 = torch.tensor([page]), torch.zeros(1, dtype=torch.int64)
+    return Committed(block, ids_1C, torch.zeros(1, len(page)), nothing_1 == 0, nothing_1)
 
 
 def add_page(
@@ -290,11 +337,17 @@ def add_page(
     cfg: SamplerConfig,
     never: Sequence[int],
     seed: int,
+    held: Sequence[Steering] = (),
     **options: Any,
 ) -> Request:
-    """Asks for the page behind what is before it, the chosen places open, the others pinned; `options` for `Engine.add`."""
+    """Asks for the page behind what is before it, the chosen places open, the others pinned, but for what is `held`.
+
+    `options` are those of `Engine.add`.
+    """
     pins = {at: token for at, token in enumerate(page) if at not in chosen}
     rules = Rules(pins=pins, forbidden=tuple({*never, *cfg.eos_token_ids}))
+    for more in held:
+        rules = rules.steered(more)
     settings = cfg.changed(canvas_length=len(page), max_new_tokens=len(page))
     return engine.add(before, settings, seed=seed, rules=rules, **options)
 

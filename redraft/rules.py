@@ -5,7 +5,7 @@ Shapes: B rows, C canvas positions, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,27 @@ from redraft.patterns import Automaton, OnCanvas
 
 # Far below any soft-capped logit, so its probability is exactly 0, yet finite after division by a temperature.
 NEVER = -1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steering:
+    """What else is fixed from somewhere on: tokens at positions, pinned or banned, and positions that are free again."""
+
+    pins: Mapping[int, int] = field(default_factory=dict)
+    bans: tuple[tuple[int, int], ...] = ()  # a position, and a token that shall not stand there
+    free: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> set[int]:
+        """All positions that it is about."""
+        return {*self.pins, *self.free, *(at for at, _ in self.bans)}
+
+    def within(self, begin: int, length: int) -> "Steering":
+        """What of it is about so many positions from there on, which are counted from there."""
+        here = range(begin, begin + length)
+        pins = {at - begin: token for at, token in self.pins.items() if at in here}
+        bans = tuple((at - begin, token) for at, token in self.bans if at in here)
+        return Steering(pins=pins, bans=bans, free=tuple(at - begin for at in self.free if at in here))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +55,17 @@ class Rules:
         for what, places in (("pin", self.pins), ("ban", self.banned)):
             if any(position < 0 for position in places):
                 raise ValueError(f"a {what}'s position must be 0 or more, got {min(places)}")
+
+    def steered(self, more: Steering) -> "Rules":
+        """With what else is fixed. What is pinned anew is banned no longer, and the other way round."""
+        pins, bans = ({at: one for at, one in held.items() if at not in more.free} for held in (self.pins, self.banned))
+        for at, token in more.pins.items():
+            pins[at] = token
+            bans[at] = tuple(other for other in bans.get(at, ()) if other != token)
+        for at, token in more.bans:
+            pins.pop(at, None)
+            bans[at] = (*bans.get(at, ()), token)
+        return replace(self, pins=pins, banned={at: tokens for at, tokens in bans.items() if tokens})
 
     def check(self, vocab_size: int, answer_length: int, stops: Sequence[int]) -> None:
         """Refuses tokens outside the vocabulary, pins that the answer would not hold, and rules that leave no token."""
@@ -74,10 +106,8 @@ class Rules:
             )
         if len(one.classes_V) != vocab_size:
             raise ValueError(f"the pattern was made for a vocabulary of {len(one.classes_V)}, the model has {vocab_size}")
-        if self.forbidden or self.first or self.banned:
-            raise ValueError(
-                "a pattern says itself which tokens may stand where: give no forbidden, banned or first tokens with it"
-            )
+        if self.forbidden or self.first:
+            raise ValueError("a pattern says itself which tokens may stand where: give no forbidden or first tokens with it")
         if one.distance_Q[one.start] > answer_length:
             needed = one.distance_Q[one.start]
             raise ValueError(f"a match of {one.pattern!r} takes {needed} tokens, the answer may have {answer_length}")

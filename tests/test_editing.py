@@ -13,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redraft import cli_edit, editing
+from redraft.engine import Course, Turn
+from redraft.generate import Committed, Draft
+from redraft.rules import Steering
 from redraft.writer import Writer
 
 WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))
@@ -41,7 +44,7 @@ def test_what_is_kept_is_kept_and_no_more_changes_than_may(text, strength, seed,
 
 
 def test_an_edit_says_what_has_changed():
-    edits = [WRITER.edit("one line\nanother line\n", strength=0.4, seed=seed) for seed in range(6)]
+    edits = (WRITER.edit("one line\nanother line\n", strength=0.4, seed=seed) for seed in range(6))
     edited = next(edited for edited in edits if edited.changes)  # bytes at random are seldom letters: the rest stays
     assert edited.text != edited.before
     assert edited.diff("a").startswith("--- a\n+++ a\n@@")
@@ -49,6 +52,61 @@ def test_an_edit_says_what_has_changed():
     odd = editing.Edited("a\fb\nc", "a\fx\nc", (), True, 1, 1)
     assert odd.diff() == "--- text\n+++ text\n@@ -1,2 +1,2 @@\n-a\fx\n+a\fb\n c\n\\ No newline at end of file\n"
     assert str(edited) == edited.text
+
+
+def edited(course=None, text="some words that are there to be others", **options):
+    """Events of an edit over three pages, of which the last is short."""
+    options = {"strength": 0.6, "seed": 3, "course": course, **options}
+    return list(editing.events(WRITER.engine, WRITER.tokenizer, text, WRITER.sampler, **options))
+
+
+def pages_of(found):
+    return tuple(tuple(event.ids_BC[0].tolist()) for event in found if isinstance(event, Committed))
+
+
+def test_an_edit_taken_up_again_is_the_unbroken_one():
+    whole = edited()
+    assert [len(page) for page in pages_of(whole)] == [16, 16, 6]
+    for had in (0, 1, 2):
+        again = edited(Course(pages_of(whole)[:had], (Turn(had, 1, Steering()),)))
+        assert pages_of(again) == pages_of(whole)[had:]
+        assert again[-1].text == whole[-1].text
+        assert again[-1].changes == whole[-1].changes
+
+
+def test_an_edit_is_steered_and_what_nobody_doubted_can_be_opened():
+    whole, ids = edited(), WRITER.tokenizer.encode("some words that are there to be others")
+    held = {at for at, (a, b) in enumerate(zip(ids, sum(pages_of(whole), ()), strict=True)) if a == b}
+    letter, (kept, later) = WRITER.tokenizer.encode("Z")[0], (min(held), max(held))
+    more = Steering(pins={1: letter, 20: letter}, bans=((kept, ids[kept]), (later, ids[later])))
+    found = edited(Course((), (Turn(0, 1, more),)))
+    new = sum(pages_of(found), ())
+    assert (new[1], new[20]) == (letter, letter)
+    assert new[kept] != ids[kept]
+    assert new[later] != ids[later]
+    again = edited(Course(pages_of(found)[:1], (Turn(0, 1, more), Turn(1, 1, Steering()))))
+    assert pages_of(again) == pages_of(found)[1:]
+
+
+def test_pages_that_nobody_doubts_are_told_too():
+    found = edited(keep=[(0, 16)])
+    assert [event.block for event in found if isinstance(event, Committed)] == [0, 1, 2]
+    assert not any(isinstance(event, Draft) and event.block == 0 for event in found)
+
+
+@pytest.mark.parametrize(
+    ("course", "words"),
+    [
+        (Course(((1, 2),)), "page 0 has 16 tokens of a vocabulary of"),
+        (Course(((9999,) * 16,)), "what was given is no such one"),
+        (Course((), (Turn(0, 1, Steering(pins={38: 3})),)), "position 38 is beyond the text's 38 tokens"),
+        (Course((), (Turn(9, 1, Steering()),)), "there is no page 9"),
+        (Course((), (Turn(0, 1, Steering()),)), "page 0 is not redrafted"),
+    ],
+)
+def test_what_cannot_have_been_of_this_text_is_refused(course, words):
+    with pytest.raises(ValueError, match=words):
+        edited(course, keep=[(0, 16)])
 
 
 def test_an_instruction_is_read_before_the_text(monkeypatch):

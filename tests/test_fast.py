@@ -19,7 +19,7 @@ from redraft.kernels import choice
 from redraft.kernels.fp8 import pack
 from redraft.kernels.gpu import experts
 from redraft.quant.fp8 import apply_fp8
-from redraft.rules import Rules
+from redraft.rules import Rules, Steering
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
 
@@ -188,6 +188,6 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, mod
         for layer in range(2):
             for ours, theirs in zip(kept.view(layer), truth.view(layer), strict=True):
                 assert torch.allclose(ours[:, -len(context) :], theirs, atol=3e-5)
-    course = Course(pages[:3], (Turn(3, 1, rules),))
+    course = Course(pages[:3], (Turn(3, 1, Steering()),))
     resumed = engine.add(PROMPT, cfg, seed=5, rules=rules, course=course, look=2)
     assert engine.run([resumed])[resumed].ids_BT.tolist() == whole[-1].ids_BT.tolist()

@@ -195,7 +195,6 @@ def test_fields_of_parts_in_lists_are_named_too(url):
         ({"prompt": "a", "pins": [{"at": 1, "text": ""}]}, "the text at 1 is empty"),
         ({"prompt": "a", "pins": [{"at": 1, "id": 99999}]}, "outside the vocabulary"),
         ({"prompt": "a", "turns": [{"block": 0, "step": 99}]}, "the last that can be taken"),
-        ({"prompt": "a", "regex": "a+", "turns": [{"block": 0, "step": 1}]}, "cannot be steered"),
         ({"prompt": "a", "pages": [[1, 2]]}, "page 0 has 2 tokens, the canvas has 16"),
         ({"prompt": "a", "candidates": 0}, "candidates"),
         ({"prompt": "a", "regex": "("}, "\\("),
@@ -203,6 +202,32 @@ def test_fields_of_parts_in_lists_are_named_too(url):
 )
 def test_mistakes_are_named_before_anything_is_streamed(url, body, sentence):
     assert re.search(sentence, refusal(url, **body))
+
+
+def test_an_edit_is_steered_and_taken_up_again(url):
+    text = "some text that stays or does not"
+    asked = {"text": text, "strength": 0.5, "seed": 4}
+    first = events(url, "/edit", **asked)
+    (zero, one), frames = of("page", first), of("frame", first)
+    assert len(zero["ids"]) + len(one["ids"]) == len(WRITER.tokenizer.encode(text))
+    turn = {"block": 1, "step": 1, "pins": [{"at": 20, "text": "Z"}]}
+    again = events(url, "/edit", **asked, turns=[turn], pages=[zero["ids"]], since={"block": 1, "step": 1})
+    (page,) = of("page", again)
+    assert page["texts"][4] == "Z"
+    assert page["ids"] != one["ids"]
+    assert of("frame", again)[0]["step"] == 2
+    unbroken = events(url, "/edit", **asked, turns=[{**turn, "pins": []}], pages=[zero["ids"]])
+    assert of("frame", unbroken) == [frame for frame in frames if frame["block"] == 1]
+
+
+def test_a_pattern_is_steered(url):
+    asked = {"prompt": "a", "seed": 4, "regex": "[a-z]{20}"}
+    old = events(url, **asked)[-1]["text"]
+    turn = {"block": 0, "step": 1, "pins": [{"at": 2, "text": "q"}], "bans": [{"at": 5, "text": old[5]}]}
+    new = events(url, **asked, turns=[turn])[-1]["text"]
+    assert re.fullmatch("[a-z]{20}", new)
+    assert new[2] == "q"
+    assert new[5] != old[5]
 
 
 def test_mistakes_in_edits_are_named_before_anything_is_streamed(url):

@@ -1,5 +1,6 @@
 """A run taken up again and steered: without a turn it is the unbroken one, with a turn it obeys from that step on."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,13 +13,13 @@ from redraft.engine import Course, Engine, Turn
 from redraft.generate import Committed, Draft, Finished, generate
 from redraft.kernels import shares_of
 from redraft.patterns import Words
-from redraft.rules import Rules, on_canvas
+from redraft.rules import Rules, Steering, on_canvas
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
 MODEL = tiny.decided(CONFIG, 4)
 PROMPT = [2, 30, 40, 50, 61, 62, 63]
 CFG = tiny.sampler(canvas_length=16, max_new_tokens=48, max_steps=8, entropy_bound=0.3, confidence_threshold=0.05)
-UNENDING = Rules(forbidden=(1, 5))
+UNENDING, NOTHING = Rules(forbidden=(1, 5)), Steering()
 
 
 def run(course=None, rules=UNENDING, cfg=CFG, seed=3, **options):
@@ -55,7 +56,7 @@ def test_the_run_that_is_steered_here_is_that_of_generate():
 @pytest.mark.parametrize(("given", "block", "step"), [(0, 0, 1), (0, 0, 2), (1, 1, 1), (2, 2, 3), (1, 2, 2)])
 def test_resumed_without_a_change_it_is_the_unbroken_run(given, block, step):
     whole = run()
-    again = run(Course(pages(whole)[:given], (Turn(block, step, UNENDING),)))
+    again = run(Course(pages(whole)[:given], (Turn(block, step, NOTHING),)))
     ours, theirs = ([one for one in told(events) if one[0] == "end" or one[1] >= given] for events in (again, whole))
     assert ours == theirs
     retold = [event for event in again if isinstance(event, Committed)][:given]
@@ -76,7 +77,7 @@ def by_hand(turn, seed=3):
         found.append((state.best_BC.tolist(), state.ids_BC.tolist()))
         soft = MODEL.soft_embed(shaped)
         if state.step == turn.step:
-            fixed = on_canvas([turn.rules], 0, 16, vocab, CFG.eos_token_ids, "cpu")
+            fixed = on_canvas([UNENDING.steered(turn.steering)], 0, 16, vocab, CFG.eos_token_ids, "cpu")
             state = sampler.steer(state, fixed, draws, vocab)
     return found
 
@@ -86,7 +87,7 @@ def test_a_turn_changes_what_comes_and_nothing_before(step):
     before = run()
     steps = [event for event in before if isinstance(event, Draft) and event.block == 0]
     old = steps[-1].ids_BC[0].tolist()
-    rules = replace(UNENDING, pins={4: 77}, banned={6: (old[6],), 9: (old[9], 100)})
+    rules = Steering(pins={4: 77}, bans=((6, old[6]), (9, old[9]), (9, 100)))
     after = run(Course((), (Turn(0, step, rules),)))
     drafts = [event for event in after if isinstance(event, Draft) and event.block == 0]
     assert [one.ids_BC.tolist() for one in drafts[:step]] == [one.ids_BC.tolist() for one in steps[:step]]
@@ -103,16 +104,16 @@ def test_a_settled_page_goes_on_when_its_draft_is_not_wanted_any_more():
     last = drafts[-1]
     assert bool(last.settled_B)
     assert last.step < CFG.max_steps
-    kept = run(Course((), (Turn(0, last.step, replace(UNENDING, pins={3: int(last.ids_BC[0, 3])})),)))
+    kept = run(Course((), (Turn(0, last.step, Steering(pins={3: int(last.ids_BC[0, 3])})),)))
     assert pages(kept)[0] == pages(before)[0]  # it said so already
     assert sum(isinstance(event, Draft) and event.block == 0 for event in kept) == len(drafts)
-    changed = run(Course((), (Turn(0, last.step, replace(UNENDING, pins={3: 99})),)))
+    changed = run(Course((), (Turn(0, last.step, Steering(pins={3: 99})),)))
     assert pages(changed)[0][3] == 99
     assert sum(isinstance(event, Draft) and event.block == 0 for event in changed) > len(drafts)
 
 
 def test_turns_follow_one_another_across_pages():
-    first, second = replace(UNENDING, pins={2: 90}), replace(UNENDING, pins={2: 90, 20: 91})
+    first, second = Steering(pins={2: 90}), Steering(pins={20: 91})
     both = Course((), (Turn(0, 1, first), Turn(1, 2, second)))
     whole = run(both)
     assert (pages(whole)[0][2], pages(whole)[1][4]) == (90, 91)
@@ -121,7 +122,7 @@ def test_turns_follow_one_another_across_pages():
 
 
 def test_steered_and_looked_at_beside_others_it_is_the_same():
-    course = Course((), (Turn(0, 2, replace(UNENDING, pins={4: 77})),))
+    course = Course((), (Turn(0, 2, Steering(pins={4: 77})),))
     engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
     requests = [engine.add(PROMPT, CFG, seed=3, rules=UNENDING, course=course, look=3)]
     requests += [engine.add(PROMPT[:4], CFG, seed=seed, rules=UNENDING) for seed in (3, 4)]
@@ -154,18 +155,18 @@ def test_a_turn_that_never_comes_is_told_and_disturbs_nobody():
     engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
     settled = max(event.step for event in run() if isinstance(event, Draft) and event.block == 0)
     assert settled < CFG.max_steps - 1
-    late = engine.add(PROMPT, CFG, seed=3, rules=UNENDING, course=Course((), (Turn(0, CFG.max_steps - 1, UNENDING),)))
-    twice = Course((), (Turn(0, settled, UNENDING), Turn(0, settled + 1, UNENDING)))
+    late = engine.add(PROMPT, CFG, seed=3, rules=UNENDING, course=Course((), (Turn(0, CFG.max_steps - 1, NOTHING),)))
+    twice = Course((), (Turn(0, settled, NOTHING), Turn(0, settled + 1, NOTHING)))
     behind = engine.add(PROMPT, CFG, seed=3, rules=UNENDING, course=twice)
     other = engine.add(PROMPT, CFG, seed=3, rules=UNENDING)
     streams = [engine.stream(request) for request in (late, behind, other)]
     for stream in streams[:2]:
-        with pytest.raises(ValueError, match=f"page 0 stood still at step {settled}: it has no step"):
+        with pytest.raises(ValueError, match=f"its page stood still at step {settled}: it has no step"):
             list(stream)
     assert told(list(streams[2])) == told(run())
     ends = Rules(pins={3: 1})  # the text ends there
     with pytest.raises(ValueError, match="the text ended on page 0: there is no page 1"):
-        run(Course((), (Turn(1, 1, ends),)), rules=ends)
+        run(Course((), (Turn(1, 1, NOTHING),)), rules=ends)
 
 
 def test_pages_that_break_the_pattern_are_refused_and_disturb_nobody():
@@ -173,6 +174,28 @@ def test_pages_that_break_the_pattern_are_refused_and_disturb_nobody():
     rules = Rules(pattern=Words(spelled, CFG.eos_token_ids).automaton("[0-9]*"))
     with pytest.raises(ValueError, match="does not fit the pattern"):
         run(Course(((70,) * 16,)), rules=rules)
+
+
+def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
+    words, letters = Words(tiny.byte_tokenizer().spellings, CFG.eos_token_ids), tiny.byte_tokenizer().encode("q0a")
+    rules = Rules(pattern=words.automaton("[a-z]{20,24}"))
+    old = pages(run(rules=rules))[0]
+    more = Steering(pins={3: letters[0]}, bans=((5, old[5]), (18, letters[2])))
+    for step in (1, 2):
+        after = run(course := Course((), (Turn(0, step, more),)), rules=rules)
+        found = [token for page in pages(after) for token in page]
+        assert found[3] == letters[0]
+        assert found[5] != old[5]
+        assert found[18] != letters[2]
+        text = tiny.byte_tokenizer().decode(found)
+        assert re.fullmatch("[a-z]{20,24}", text), text
+        again = run(replace(course, pages=pages(after)[:1]), rules=rules)
+        assert told(again)[1:] == [one for one in told(after) if one[0] == "end" or one[1] >= 1]
+    with pytest.raises(ValueError, match="no answer of 48 tokens that has these pins matches"):
+        run(Course((), (Turn(0, 1, Steering(pins={3: letters[1]})),)), rules=rules)
+    same = Rules(pattern=words.automaton("a{20,24}"))
+    with pytest.raises(ValueError, match="no text of this length can match"):
+        run(Course((), (Turn(0, 1, Steering(bans=((4, letters[2]),))),)), rules=same)
 
 
 def test_pages_that_were_there_cost_nothing_again():
@@ -198,16 +221,18 @@ def test_an_end_before_a_pin_is_not_obedient():
         (Course(((7,) * 15,)), "page 0 has 15 tokens, the canvas has 16"),
         (Course(((7,) * 15 + (999,),)), "page 0 has the token 999"),
         (Course(((7,) * 15 + (5,),)), "page 0 ends the text"),
-        (Course((), (Turn(3, 1, UNENDING),)), "a turn at page 3, step 1"),
-        (Course((), (Turn(0, 8, UNENDING),)), "the last that can be taken is at page 2 and step 7"),
-        (Course((), (Turn(0, 2, UNENDING), Turn(0, 2, UNENDING))), "too late"),
-        (Course((), (Turn(0, 2, Rules(pins={99: 3})),)), "a pin at 99 is beyond"),
-        (Course((), (Turn(0, 2, Rules(banned={99: (3,)})),)), "a ban at 99 is beyond"),
-        (Course((), (Turn(0, 2, Rules(banned={1: (999,)})),)), "token 999 is outside"),
-        (Course((), (Turn(0, 2, Rules(banned={1: (3,)}, pins={1: 3})),)), "both pinned and banned at 1"),
-        (Course(((7,) * 16,), (Turn(0, 2, Rules(pins={3: 9})),)), "has the token 7 at 3, where 9 is pinned"),
-        (Course(((7,) * 16,), (Turn(0, 2, Rules(banned={3: (7,)})),)), "has the token 7 at 3, where it may not stand"),
-        (Course((), (Turn(0, 2, Rules(banned={1: tuple(range(CONFIG.vocab_size))})),)), "every token is banned at 1"),
+        (Course((), (Turn(3, 1, NOTHING),)), "a turn at page 3, step 1"),
+        (Course((), (Turn(0, 8, NOTHING),)), "the last that can be taken is at page 2 and step 7"),
+        (Course((), (Turn(0, 2, NOTHING), Turn(0, 2, NOTHING))), "too late"),
+        (Course((), (Turn(0, 2, Steering(pins={99: 3})),)), "a pin at 99 is beyond"),
+        (Course((), (Turn(0, 2, Steering(bans=((99, 3),))),)), "a ban at 99 is beyond"),
+        (Course((), (Turn(0, 2, Steering(bans=((1, 999),))),)), "token 999 is outside"),
+        (Course(((7,) * 16,), (Turn(0, 2, Steering(pins={3: 9})),)), "has the token 7 at 3, where 9 is pinned"),
+        (Course(((7,) * 16,), (Turn(0, 2, Steering(bans=((3, 7),))),)), "has the token 7 at 3, where it may not stand"),
+        (
+            Course((), (Turn(0, 2, Steering(bans=tuple((1, token) for token in range(CONFIG.vocab_size)))),)),
+            "every token is banned at 1",
+        ),
     ],
 )
 def test_what_cannot_have_been_is_refused(course, sentence):

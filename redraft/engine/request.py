@@ -17,7 +17,7 @@ from redraft.cache import KVCache
 from redraft.config import SamplerConfig
 from redraft.generate import Bill, Committed, Draft, Event, draft_of
 from redraft.kernels import Shares, shares_of
-from redraft.rules import CanvasRules, Rules
+from redraft.rules import CanvasRules, Rules, Steering
 
 
 class Stopped(RuntimeError):
@@ -33,11 +33,11 @@ class Missed(ValueError):
 
 @dataclass(frozen=True)
 class Turn:
-    """From behind this step of this page on, these rules hold instead. Step 0 is before the first."""
+    """What else is fixed from behind this step of this page on. Step 0 is before the first."""
 
     block: int
     step: int
-    rules: Rules
+    steering: Steering
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Course:
     def rules_at(self, block: int, step: int, rules: Rules) -> Rules:
         """What holds behind this step of this page, where `rules` held at first."""
         for turn in self.turns:
-            rules = turn.rules if (turn.block, turn.step) <= (block, step) else rules
+            rules = rules.steered(turn.steering) if (turn.block, turn.step) <= (block, step) else rules
         return rules
 
     def _check_turns(self, cfg: SamplerConfig, vocab_size: int, rules: Rules) -> None:
@@ -81,9 +81,8 @@ class Course:
                 raise ValueError(f"a turn at page {turn.block}, step {turn.step}: the last that can be taken is at {last}")
             if (turn.block, turn.step) <= before:
                 raise ValueError(f"turns come one after another, got one at page {turn.block}, step {turn.step} too late")
-            if turn.rules.pattern is not rules.pattern:
-                raise ValueError("a turn keeps the pattern of its answer")
-            turn.rules.check(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
+            rules = rules.steered(turn.steering)
+            rules.check(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
             before = (turn.block, turn.step)
 
 
@@ -185,9 +184,7 @@ class Request:
         last = self.block + 1 == self.cfg.max_canvases or bool(sampler.commit(self.state, self.cfg).ended_B[0])
         for turn in self.course.turns:
             if turn.block == self.block and turn.step > self.state.step:
-                raise Missed(
-                    f"page {self.block} stood still at step {self.state.step}: it has no step {turn.step} to turn at"
-                )
+                raise Missed(f"its page stood still at step {self.state.step}: it has no step {turn.step} to turn at")
             if turn.block > self.block and last:
                 raise Missed(f"the text ended on page {self.block}: there is no page {turn.block} to turn at")
 

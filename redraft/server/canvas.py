@@ -28,10 +28,19 @@ from redraft.editing import events as edit_events
 from redraft.engine import Course, Stopped, Turn
 from redraft.filling import Filled, Filler
 from redraft.generate import Committed, Draft, Finished, Stats
-from redraft.rules import Rules
+from redraft.rules import Rules, Steering
 from redraft.server.asking import Frames, Refused, continued, heated, message_of
 from redraft.server.desk import Desk, Route, read, sse, timings_of, unless_gone
-from redraft.server.schema import CanvasEditRequest, CanvasRequest, Place, SpokenRequest, Steering, SudokuRequest, Watched
+from redraft.server.schema import (
+    CanvasEditRequest,
+    CanvasRequest,
+    Fixed,
+    Place,
+    Resumed,
+    SpokenRequest,
+    SudokuRequest,
+    Watched,
+)
 from redraft.solving import Solution
 from redraft.spoken import speak
 from redraft.sudoku import board as boards
@@ -60,16 +69,10 @@ def placed(tokenizer: Tokenizer, places: Sequence[Place], what: str) -> list[tup
     return found
 
 
-def steered(rules: Rules, tokenizer: Tokenizer, more: Steering, free: Sequence[int] = ()) -> Rules:
-    """The rules with what else is fixed. What is pinned anew is banned no longer, and the other way round."""
-    pins, bans = ({at: one for at, one in held.items() if at not in free} for held in (rules.pins, rules.banned))
-    for at, token in placed(tokenizer, more.pins, "pins"):
-        pins[at] = token
-        bans[at] = tuple(other for other in bans.get(at, ()) if other != token)
-    for at, token in placed(tokenizer, more.bans, "bans"):
-        pins.pop(at, None)
-        bans[at] = (*bans.get(at, ()), token)
-    return replace(rules, pins=pins, banned={at: tokens for at, tokens in bans.items() if tokens})
+def steering_of(tokenizer: Tokenizer, body: Fixed, free: Sequence[int] = ()) -> Steering:
+    """What is fixed, by its tokens."""
+    pins, bans = dict(placed(tokenizer, body.pins, "pins")), tuple(placed(tokenizer, body.bans, "bans"))
+    return Steering(pins=pins, bans=bans, free=tuple(free))
 
 
 def prompt_of(writer: Writer, body: CanvasRequest | SpokenRequest) -> str | Sequence[Message]:
@@ -105,13 +108,15 @@ def page_of(writer: Writer, body: CanvasRequest) -> tuple[Prompt, str, Rules, di
     return ids, before, replace(rules, forbidden=(*rules.forbidden, *forbidden)), settings
 
 
-def course_of(tokenizer: Tokenizer, body: CanvasRequest, rules: Rules) -> Course:
+def course_of(tokenizer: Tokenizer, body: Resumed) -> Course:
     """Pages that are there, and turns, each on top of what held before it."""
-    turns = []
-    for turn in body.turns:
-        rules = steered(rules, tokenizer, turn, turn.free)
-        turns.append(Turn(turn.block, turn.step, rules))
+    turns = [Turn(turn.block, turn.step, steering_of(tokenizer, turn, turn.free)) for turn in body.turns]
     return Course(tuple(map(tuple, body.pages)), tuple(turns))
+
+
+def since_of(body: Resumed) -> tuple[int, int]:
+    """The last frame that is not wanted again."""
+    return (body.since.block, body.since.step) if body.since else (-1, 0)
 
 
 def seed_of(body: Watched | SudokuRequest | SpokenRequest) -> int:
@@ -139,11 +144,9 @@ def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> T
     prompt, before, rules, settings = page_of(writer, body)
     if body.think and is_text(prompt):
         raise Refused("only a conversation with a model that chats can be thought about: leave think out", "think")
-    rules = steered(rules, tokenizer, body)
+    rules = rules.steered(steering_of(tokenizer, body))
     patterns = {"regex": body.regex, "schema": body.schema_, "choices": body.choices}
-    if body.turns and any(patterns.values()):
-        raise Refused("a page that obeys a pattern cannot be steered", "turns")
-    options = {"seed": seed, "rules": rules, "course": course_of(tokenizer, body, rules), "draft": body.draft or None}
+    options = {"seed": seed, "rules": rules, "course": course_of(tokenizer, body), "draft": body.draft or None}
     options |= {"think": body.think, "look": body.candidates, "drafts": False, "stop": stop, **patterns}
     events = writer.stream(prompt, **options, **settings)
     cfg = writer.sampler.changed(max_new_tokens=settings.pop("max_tokens"), **settings)
@@ -160,7 +163,7 @@ def begin(writer: Writer, seed: int, before: str, **more: Any) -> dict[str, Any]
 def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str, cfg: SamplerConfig) -> Told:
     """Events of one answer."""
     frames, whole, last = Frames(writer.tokenizer, everything=True), before, None
-    since = (body.since.block, body.since.step) if body.since else (-1, 0)
+    since = since_of(body)
     for event in events:
         match event:
             case Draft() if (event.block, event.step) > since:
@@ -168,7 +171,8 @@ def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str
             case Committed():
                 whole += event.text
                 if event.block >= len(body.pages):
-                    yield page(writer, event, cfg)
+                    room = cfg.max_new_tokens - event.block * cfg.canvas_length
+                    yield page(writer, event, len(received(event.ids_BC[0].tolist(), cfg, room)[0]))
                 frames = Frames(writer.tokenizer, everything=True)
             case Finished():
                 last = event
@@ -184,10 +188,10 @@ def frame(frames: Frames, event: Draft) -> dict[str, Any]:
     return {"type": "frame", **{name: value for name, value in found.items() if name != "text"}}
 
 
-def page(writer: Writer, event: Committed, cfg: SamplerConfig) -> dict[str, Any]:
-    """A page that stays: its tokens up to the end of the text."""
-    ids, room = event.ids_BC[0].tolist(), cfg.max_new_tokens - event.block * cfg.canvas_length
-    texts = [writer.tokenizer.word(token) for token in received(ids, cfg, room)[0]]
+def page(writer: Writer, event: Committed, shown: int) -> dict[str, Any]:
+    """A page that stays: all its tokens, and the texts of those that are the user's."""
+    ids = event.ids_BC[0].tolist()
+    texts = [writer.tokenizer.word(token) for token in ids[:shown]]
     found = {"type": "page", "block": event.block, "ids": ids, "texts": texts, "text": event.text}
     return found | {"reasoning": event.reasoning, "settled": bool(event.settled_B[0]), "steps": int(event.steps_B[0])}
 
@@ -230,22 +234,26 @@ def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) ->
     asked = tokenizer.chat(as_messages(f"{body.instruction}\n\n{body.text}")) if body.instruction else []
     cfg = writer.sampler.changed(**watched(writer, body))
     options = {"strength": body.strength, "keep": body.keep, "prompt": asked, "seed": seed, "stop": stop}
-    events = edit_events(writer.engine, tokenizer, body.text, cfg, look=body.candidates, **options)
+    options |= {"look": body.candidates, "course": course_of(tokenizer, body)}
+    events = edit_events(writer.engine, tokenizer, body.text, cfg, **options)
     events = chain([next(events)], events)  # what cannot be done is told before anything else
     yield begin(writer, seed, "", max_steps=cfg.max_steps, canvas_length=cfg.canvas_length)
-    block, frames = -1, Frames(tokenizer, everything=True)
+    frames, since, pages, settled = Frames(tokenizer, everything=True), since_of(body), 0, 0
     for event in events:
-        if isinstance(event, Draft):
-            if event.block != block:
-                block, frames = event.block, Frames(tokenizer, everything=True)
-            yield frame(frames, event)
-        elif isinstance(event, Edited):
-            changes = [{"start": one.start, "end": one.end, "old": one.old, "new": one.new} for one in event.changes]
-            read, seconds = len(tokenizer.encode(body.text)), time.perf_counter() - began
-            new = sum(len(tokenizer.encode(change.new)) for change in event.changes)
-            stats = Stats(seed, read, new, block + 1, block + 1 if event.settled else 0, event.forwards, 0, seconds, 0.0)
-            more = {"changes": changes, "stats": stats, "timings": timings_of([stats])}
-            yield {"type": "end", "reason": "stop", "text": event.text, **more}
+        match event:
+            case Draft() if (event.block, event.step) > since:
+                yield frame(frames, event)
+            case Committed():
+                frames, redrafted = Frames(tokenizer, everything=True), int(event.steps_B[0]) > 0
+                pages, settled = pages + redrafted, settled + (redrafted and bool(event.settled_B[0]))
+                yield page(writer, replace(event, text=tokenizer.spell(event.ids_BC[0].tolist())), len(event.ids_BC[0]))
+            case Edited():
+                changes = [{"start": one.start, "end": one.end, "old": one.old, "new": one.new} for one in event.changes]
+                read, seconds = len(tokenizer.encode(body.text)), time.perf_counter() - began
+                new = sum(len(tokenizer.encode(change.new)) for change in event.changes)
+                stats = Stats(seed, read, new, pages, settled, event.forwards, 0, seconds, 0.0)
+                more = {"changes": changes, "stats": stats, "timings": timings_of([stats])}
+                yield {"type": "end", "reason": "stop", "text": event.text, **more}
 
 
 def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> Told:

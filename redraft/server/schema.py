@@ -163,14 +163,14 @@ class Place(Body):
     text: Annotated[str, Field(max_length=200)] | None = None
 
 
-class Steering(Body):
+class Fixed(Body):
     """What is fixed on a canvas."""
 
     pins: Annotated[list[Place], Field(max_length=512)] = []
     bans: Annotated[list[Place], Field(max_length=512)] = []  # what shall not stand at a position
 
 
-class TurnRequest(Steering):
+class TurnRequest(Fixed):
     """What else is fixed from behind a step of a page on."""
 
     block: Count
@@ -195,7 +195,15 @@ class Watched(Body):
     stream: bool = True
 
 
-class CanvasRequest(Watched, Steering):
+class Resumed(Watched):
+    """A run that may have been under way: pages it had committed, turns it took, and the last frame that was seen."""
+
+    pages: Annotated[list[Annotated[list[Count], Field(max_length=4096)]], Field(max_length=4096)] = []
+    turns: Annotated[list[TurnRequest], Field(max_length=64)] = []
+    since: Since | None = None  # frames up to this one are not wanted
+
+
+class CanvasRequest(Resumed, Fixed):
     """POST /v1/canvas: one of prompt, messages and text, which has holes."""
 
     prompt: str | None = None
@@ -209,12 +217,9 @@ class CanvasRequest(Watched, Steering):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     choices: Annotated[list[str], Field(max_length=4096)] | None = None
     draft: str | Annotated[list[Count], Field(max_length=4096)] | None = None  # what the first page starts from
-    pages: Annotated[list[Annotated[list[Count], Field(max_length=4096)]], Field(max_length=4096)] = []
-    turns: Annotated[list[TurnRequest], Field(max_length=64)] = []
-    since: Since | None = None  # frames up to this one are not wanted
 
 
-class CanvasEditRequest(Watched):
+class CanvasEditRequest(Resumed):
     """POST /v1/canvas/edit."""
 
     text: str

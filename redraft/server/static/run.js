@@ -23,8 +23,7 @@ export class Run {
 
   // Whether tokens can be pinned or banned and the run gone on with from there.
   get steerable() {
-    const { path, body } = this.asked;
-    return path === "/v1/canvas" && this.begin?.canvas_length > 0 && !body.regex;
+    return this.begin?.canvas_length > 0;
   }
 
   get saved() {
