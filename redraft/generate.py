@@ -56,6 +56,7 @@ class Committed:
     text: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    shown: int = 0  # how many of its tokens are the user's
 
 
 @dataclass(frozen=True)

@@ -463,7 +463,8 @@ def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading, d
                 ids, stopped = received(event.ids_BC[0].tolist(), cfg, room)
                 room -= len(ids)
                 new = reading.add(ids, final=stopped or room <= 0)
-                yield replace(event, text=new.text, reasoning=new.reasoning, tool_calls=new.tool_calls)
+                parts = {"text": new.text, "reasoning": new.reasoning, "tool_calls": new.tool_calls}
+                yield replace(event, **parts, shown=len(ids))
             case Finished():
                 yield event
 

@@ -145,8 +145,9 @@ def test_drafts_show_probabilities_only_to_those_who_look():
 
 def test_shares_are_those_of_the_softmax():
     logits, ids = torch.randn(2, 3, 11, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 3, 10], [1, 1, 2]])
-    probs, found = logits.softmax(dim=-1), shares_of(logits, ids, 20)
+    probs, found = logits.softmax(dim=-1), shares_of(logits, ids, ids.flip(0), 20)
     torch.testing.assert_close(found.own_BC, probs.gather(-1, ids[..., None])[..., 0])
+    torch.testing.assert_close(found.draft_BC, probs.gather(-1, ids.flip(0)[..., None])[..., 0])
     torch.testing.assert_close(found.shares_BCK, probs.sort(descending=True).values)
     assert torch.equal(found.ids_BCK, probs.argsort(descending=True))
 

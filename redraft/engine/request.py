@@ -173,7 +173,7 @@ class Request:
     def settle(self, logits_1CV: Tensor) -> Tensor:
         """One step of its page; what it believes comes back, for whoever makes it an embedding."""
         self.state, shaped_1CV = sampler.step(logits_1CV, self.state, self.cfg, self.draws, self.fixed)
-        self.shares = shares_of(shaped_1CV, self.state.ids_BC, self.look) if self.look else None
+        self.shares = shares_of(shaped_1CV, self.state.ids_BC, self.state.best_BC, self.look) if self.look else None
         self.done = sampler.finished(self.state, self.cfg) and not self.turning
         if self.done and self.course.turns:
             self._check_course()

@@ -29,17 +29,20 @@ class Shares(NamedTuple):
     """Probabilities at each position."""
 
     own_BC: Tensor  # of the token that stands there
+    draft_BC: Tensor  # of the draft's
     ids_BCK: Tensor  # of the likeliest tokens, which they are
     shares_BCK: Tensor
 
 
-def shares_of(logits_BCV: Tensor, ids_BC: Tensor, most: int) -> Shares:
-    """How likely each token of a canvas is, and so many of the likeliest, the first of them first."""
+def shares_of(logits_BCV: Tensor, ids_BC: Tensor, draft_BC: Tensor, most: int) -> Shares:
+    """How likely each token of a canvas and of its draft is, and so many of the likeliest, the first of them first."""
     logits_BCV = logits_BCV.float()
     total_BC1 = logits_BCV.logsumexp(dim=-1, keepdim=True)
     top_BCK, best_BCK = logits_BCV.topk(min(most, logits_BCV.shape[-1]), dim=-1)
-    own_BC1 = logits_BCV.gather(-1, ids_BC[..., None])
-    return Shares((own_BC1 - total_BC1).exp()[..., 0], best_BCK, (top_BCK - total_BC1).exp())
+    own_BC, likely_BC = (
+        logits_BCV.gather(-1, one_BC[..., None]).sub(total_BC1).exp()[..., 0] for one_BC in (ids_BC, draft_BC)
+    )
+    return Shares(own_BC, likely_BC, best_BCK, (top_BCK - total_BC1).exp())
 
 
 def softcap_(logits: Tensor, cap: float) -> Tensor:

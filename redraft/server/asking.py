@@ -55,6 +55,16 @@ class Asked:
     draft: str | tuple[int, ...] | None = None  # a text, or its tokens, to start from instead of noise
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplerConfig
     frames: bool = False
+    logprobs: int | None = None  # how many likely tokens are told beside each of the answer's; None: nothing is
+
+
+@dataclass(frozen=True)
+class Said:
+    """A token of the answer, how likely the last step of its page found it, and the likeliest there."""
+
+    id: int
+    share: float
+    likeliest: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,7 @@ class Text:
     text: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    tokens: tuple[Said, ...] = ()  # where they were asked for
 
 
 @dataclass(frozen=True)
@@ -160,6 +171,8 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
         if asked.tools:
             raise Refused("this model continues text and was not made for conversation: it cannot call tools", "tools")
         prompt = continued(prompt)
+    if asked.logprobs is not None and (asked.tools or asked.think):
+        raise Refused("logprobs are those of plain answers: leave tools and thinking out", "logprobs")
     seed = asked.seed if asked.seed is not None else fresh_seed()
     if asked.unending or isinstance(asked.draft, tuple):
         asked = one_canvas(asked, asked.settings.get("canvas_length", writer.sampler.canvas_length))
@@ -175,20 +188,24 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
         stop=stop,
         draft=asked.draft,
         drafts=asked.frames,
-        look=int(asked.frames),
+        look=max(int(asked.frames), 0 if asked.logprobs is None else asked.logprobs or 1),
         **settings,
     )
     cut, frames, called, last, pages = Stops(asked.stops), Frames(writer.tokenizer), False, None, []
+    spoken = Spoken(writer.tokenizer, asked.logprobs)
     yield Begun()
     for event in events:
         match event:
-            case Draft() if asked.frames:
-                yield frames.of(event)
+            case Draft():
+                spoken.see(event)
+                if asked.frames:
+                    yield frames.of(event)
             case Committed():
                 text = cut.feed(event.text)
                 pages.append((event, text))
                 called = called or bool(event.tool_calls)
-                yield Text(text, event.reasoning, event.tool_calls)
+                end = sum(len(some.encode()) for _, some in pages) if cut.found is not None else None
+                yield Text(text, event.reasoning, event.tool_calls, spoken.of(event, end))
                 frames = Frames(writer.tokenizer)
                 if cut.found is not None:
                     stop.set()
@@ -253,6 +270,31 @@ class Stops:
         """What was held back in vain."""
         held, self._held = self._held, ""
         return held
+
+
+class Spoken:
+    """The tokens of an answer, page after page, with their probabilities."""
+
+    def __init__(self, tokenizer: Tokenizer, most: int | None) -> None:
+        self.tokenizer, self.most, self._size = tokenizer, most, 0
+        self._draft: Draft | None = None
+
+    def see(self, event: Draft) -> None:
+        """The last draft is what a page becomes."""
+        self._draft = event
+
+    def of(self, event: Committed, end: int | None) -> tuple[Said, ...]:
+        """Those of a page, marks left out, up to so many bytes of the answer where it is cut there."""
+        if self.most is None:
+            return ()
+        found, spelled, shares = [], self.tokenizer.spellings, self._draft.shares
+        ids, own = event.ids_BC[0].tolist()[: event.shown], shares.draft_BC[0].tolist()
+        likely = zip(shares.ids_BCK[0].tolist(), shares.shares_BCK[0].tolist(), strict=True)
+        for token, share, (tokens, others) in zip(ids, own, likely, strict=False):
+            if spelled[token] is not None and (end is None or self._size < end):
+                found.append(Said(token, share, tuple(zip(tokens, others, strict=True))[: self.most]))
+            self._size += len(spelled[token] or b"")
+        return tuple(found)
 
 
 class Frames:

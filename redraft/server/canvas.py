@@ -171,8 +171,7 @@ def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str
             case Committed():
                 whole += event.text
                 if event.block >= len(body.pages):
-                    room = cfg.max_new_tokens - event.block * cfg.canvas_length
-                    yield page(writer, event, len(received(event.ids_BC[0].tolist(), cfg, room)[0]))
+                    yield page(writer, event)
                 frames = Frames(writer.tokenizer, everything=True)
             case Finished():
                 last = event
@@ -188,10 +187,10 @@ def frame(frames: Frames, event: Draft) -> dict[str, Any]:
     return {"type": "frame", **{name: value for name, value in found.items() if name != "text"}}
 
 
-def page(writer: Writer, event: Committed, shown: int) -> dict[str, Any]:
+def page(writer: Writer, event: Committed) -> dict[str, Any]:
     """A page that stays: all its tokens, and the texts of those that are the user's."""
     ids = event.ids_BC[0].tolist()
-    texts = [writer.tokenizer.word(token) for token in ids[:shown]]
+    texts = [writer.tokenizer.word(token) for token in ids[: event.shown]]
     found = {"type": "page", "block": event.block, "ids": ids, "texts": texts, "text": event.text}
     return found | {"reasoning": event.reasoning, "settled": bool(event.settled_B[0]), "steps": int(event.steps_B[0])}
 
@@ -246,7 +245,8 @@ def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) ->
             case Committed():
                 frames, redrafted = Frames(tokenizer, everything=True), int(event.steps_B[0]) > 0
                 pages, settled = pages + redrafted, settled + (redrafted and bool(event.settled_B[0]))
-                yield page(writer, replace(event, text=tokenizer.spell(event.ids_BC[0].tolist())), len(event.ids_BC[0]))
+                ids = event.ids_BC[0].tolist()
+                yield page(writer, replace(event, text=tokenizer.spell(ids), shown=len(ids)))
             case Edited():
                 changes = [{"start": one.start, "end": one.end, "old": one.old, "new": one.new} for one in event.changes]
                 read, seconds = len(tokenizer.encode(body.text)), time.perf_counter() - began

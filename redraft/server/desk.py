@@ -5,6 +5,7 @@ Wire formats stand on this and know nothing of threads or of one another.
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
@@ -16,13 +17,15 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 
 from redraft.generate import Stats
-from redraft.server.asking import Asked, Begun, End, Piece, Refused, Text, pieces
+from redraft.server.asking import Asked, Begun, End, Piece, Refused, Said, Text, pieces
 from redraft.server.filling import Put, put
 from redraft.server.guard import UNREAD, Metrics
 from redraft.server.holes import Hole
 from redraft.server.worker import Worker
+from redraft.tokenizer import Tokenizer
 from redraft.writer import Writer
 
+NEVER = -9999.0  # what clients read for a probability of nothing
 PATIENCE = 0.1  # seconds between two looks whether a client is still there
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
@@ -62,6 +65,11 @@ class Whole:
     def tool_calls(self) -> list[Any]:
         """Its calls."""
         return [call for piece in self.texts for call in piece.tool_calls]
+
+    @property
+    def tokens(self) -> list[Said]:
+        """Its tokens, where they were asked for."""
+        return [token for piece in self.texts for token in piece.tokens]
 
 
 class Desk:
@@ -120,6 +128,16 @@ class Desk:
         self.metrics.tokens.labels("written").inc(stats.new_tokens)
         self.metrics.steps.inc(stats.steps)
         self.metrics.unsettled.inc(stats.canvases - stats.settled)
+
+
+def logprobs_of(tokenizer: Tokenizer, tokens: Sequence[Said]) -> list[dict[str, Any]]:
+    """Tokens and the logarithms of their probabilities, as OpenAI and Ollama tell them."""
+
+    def one(token: int, share: float) -> dict[str, Any]:
+        log = round(math.log(share), 6) if share > 0 else NEVER
+        return {"token": tokenizer.word(token), "logprob": log, "bytes": list(tokenizer.spellings[token] or b"")}
+
+    return [one(said.id, said.share) | {"top_logprobs": [one(*other) for other in said.likeliest]} for said in tokens]
 
 
 def timings_of(parts: Sequence[Stats]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from pydantic import Field
 
 from redraft.answers import ToolCall
 from redraft.generate import Stats
-from redraft.server.asking import PLAIN_OBJECT, Asked, End, Refused, Text, stops_of
-from redraft.server.desk import Desk, Route, each, ndjson, read
+from redraft.server.asking import PLAIN_OBJECT, Asked, End, Refused, Said, Text, stops_of
+from redraft.server.desk import Desk, Route, each, logprobs_of, ndjson, read
 from redraft.server.holes import find_hole
-from redraft.server.schema import Body, Seed, Stop, Temperature
+from redraft.server.schema import Body, Likely, Seed, Stop, Temperature
 from redraft.tokenizer import Message
 
 
@@ -33,6 +33,8 @@ class Asking(Body):
     stream: bool = True
     format: Literal["json", ""] | dict[str, Any] | None = None
     options: Options | None = None
+    logprobs: bool = False
+    top_logprobs: Likely = 0
     think: bool | str | None = None
 
 
@@ -96,8 +98,8 @@ class Ollama:
         if not body.prompt and not body.suffix:  # the client wants the model loaded, and it is
             return self._sent(body, [{"response": "", "done": True, "done_reason": "load"}])
         if hole := find_hole(body.prompt, body.suffix):
-            if body.format:
-                raise Refused("a hole cannot obey a format yet", "format")
+            if body.format or body.logprobs:
+                raise Refused("a hole cannot obey a format, and has no logprobs: leave them out", "format")
             most = options.num_predict if (options.num_predict or 0) > 0 else None
             settings = {"temperature": options.temperature, "seed": options.seed, "stops": stops_of(options.stop)}
             (found,) = await self.desk.put(request, hole, max_tokens=most, **settings)
@@ -170,19 +172,24 @@ class Ollama:
             tools=tools,
             think=body.think not in (None, False),
             pattern={"schema": wanted} if wanted is not None else {},
+            logprobs=body.top_logprobs if body.logprobs else None,
         )
         if body.stream:
             return ndjson(self._lines(await self.desk.begin([asked]), say))
         (found,) = await self.desk.gather(request, [asked])
-        part = with_more(say(found.text), found.reasoning, found.tool_calls)
+        part = with_more(say(found.text), found.reasoning, found.tool_calls) | self._likely(found.tokens)
         return self._sent(body, [{**part, **ended(found.end)}])
+
+    def _likely(self, tokens: Sequence[Said]) -> dict[str, Any]:
+        return {"logprobs": logprobs_of(self.desk.writer.tokenizer, tokens)} if tokens else {}
 
     async def _lines(self, merged: AsyncIterator[Any], say: Any) -> AsyncIterator[dict[str, Any]]:
         try:
             async for _, piece in merged:
                 head = {"model": self.desk.name, "created_at": now()}
                 if isinstance(piece, Text):
-                    yield {**head, **with_more(say(piece.text), piece.reasoning, piece.tool_calls), "done": False}
+                    part = with_more(say(piece.text), piece.reasoning, piece.tool_calls) | self._likely(piece.tokens)
+                    yield {**head, **part, "done": False}
                 elif isinstance(piece, End):
                     yield {**head, **say(""), **ended(piece)}
         except RuntimeError as failure:  # it has begun: the status cannot be changed any more

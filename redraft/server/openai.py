@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from redraft.answers import ToolCall
 from redraft.generate import Stats
 from redraft.server.asking import PLAIN_OBJECT, Asked, End, Frame, Refused, Text, message_of, plain_text, stops_of
-from redraft.server.desk import Desk, Route, Whole, client_of, each, read, refused, sse, timings_of
+from redraft.server.desk import Desk, Route, Whole, client_of, each, logprobs_of, read, refused, sse, timings_of
 from redraft.server.filling import LONGEST, Put, rewritten
 from redraft.server.holes import Hole, find_hole, find_region
 from redraft.server.schema import Canvas, ChatRequest, CompletionRequest, EditRequest, Sampling
@@ -28,6 +29,7 @@ NO_MEANING = {"top_p": (1,), "top_k": (0, -1), "frequency_penalty": (0,), "prese
 UNKNOWN = ("guided_grammar", "stop_token_ids", "functions", "function_call", "audio", "modalities", "structured_outputs")
 BANNED = -100.0
 NAMES = {"pattern": "response_format", "forbidden": "logit_bias", "frames": "frames", "settings": "diffusion settings"}
+NAMES |= {"logprobs": "logprobs"}
 NAMES |= {"draft": "diffusion_seed_canvas", "pins": "diffusion_pinned", "unending": "diffusion_read_only"}
 
 
@@ -71,8 +73,6 @@ def sampling(body: Sampling) -> dict[str, Any]:
     for name in UNKNOWN:
         if (body.model_extra or {}).get(name) not in (None, [], {}):
             raise Refused(f"{name} is not supported; response_format knows json_schema, regex and choice", name)
-    if body.logprobs is not None and body.logprobs is not False:
-        raise Refused("logprobs are not available: a page is redrafted as a whole, not token by token", "logprobs")
     options = body.stream_options
     return {
         "temperature": body.temperature,
@@ -81,8 +81,22 @@ def sampling(body: Sampling) -> dict[str, Any]:
         "forbidden": banned(body.logit_bias),
         "pattern": pattern_of(body),
         "frames": body.diffusing or bool(options and options.include_frames),
+        "logprobs": likely(body),
         **canvas_of(body),
     }
+
+
+def likely(body: ChatRequest | CompletionRequest) -> int | None:
+    """How many likely tokens are told beside each: chat says whether and how many, text only how many."""
+    if isinstance(body, ChatRequest):
+        if body.top_logprobs and not body.logprobs:
+            raise Refused("top_logprobs come with logprobs: true", "top_logprobs")
+        return (body.top_logprobs or 0) if body.logprobs else None
+    if body.logprobs is None or body.logprobs is False:
+        return None
+    if body.echo:
+        raise Refused("a prompt is read, not written: its tokens have no logprobs, so leave echo out", "echo")
+    return int(body.logprobs)
 
 
 def canvas_of(body: Sampling) -> dict[str, Any]:
@@ -175,11 +189,28 @@ class Reply:
         found = {**self.head, "choices": choices, "usage": usage_of(spent), "timings": timings_of(every)}
         return {**found, "warnings": list(warnings)} if warnings else found
 
-    def chunk(self, index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
+    def chunk(
+        self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None, **more: Any
+    ) -> dict[str, Any]:
         """A part of a stream."""
         head = {**self.head, "object": self.part}
-        part = {"delta": delta} if self.chat else {"text": delta.get("content", ""), "logprobs": None}
-        return {**head, "choices": [{"index": index, **part, "finish_reason": reason}], **more}
+        part = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+        return {**head, "choices": [{"index": index, **part, "logprobs": logprobs, "finish_reason": reason}], **more}
+
+    def logprobs(self, told: list[dict[str, Any]], begin: int = 0) -> dict[str, Any]:
+        """Tokens with their probabilities, in the shape of chats or of texts, where so many characters came before."""
+        if self.chat:
+            return {"content": told, "refusal": None}
+        words = [one["token"] for one in told]
+        # Halves of characters are spelled alike: of one key, the likeliest stays.
+        tops = [{other["token"]: other["logprob"] for other in reversed(one["top_logprobs"])} for one in told]
+        places = accumulate((len(word) for word in words[:-1]), initial=begin) if words else ()
+        return {
+            "tokens": words,
+            "token_logprobs": [one["logprob"] for one in told],
+            "top_logprobs": tops,
+            "text_offset": list(places),
+        }
 
     def frame(self, index: int, frame: Frame) -> dict[str, Any]:
         """A step of a page, as a chunk that says nothing to those who do not know it."""
@@ -313,7 +344,8 @@ class OpenAI:
         self, request: Request, body: CompletionRequest, found: Sequence[Hole], reply: Reply, *, paragraph: bool
     ) -> Response:
         for name, value in sampling(body).items():
-            if value and name not in ("temperature", "seed", "stops"):
+            given = value is not None if name == "logprobs" else bool(value)
+            if given and name not in ("temperature", "seed", "stops"):
                 raise Refused(f"a hole is filled without {NAMES[name]}: leave that out", NAMES[name])
         options = {"count": body.n or 1, "max_tokens": body.max_tokens, "temperature": body.temperature, "seed": body.seed}
         options |= {"stops": stops_of(body.stop), "paragraph": paragraph}
@@ -340,6 +372,8 @@ class OpenAI:
         choices, found = [], await self.desk.gather(request, many)
         for index, one in enumerate(found):
             choice = {"index": index, "finish_reason": finish(one.end.reason), "logprobs": None}
+            if many[index].logprobs is not None:
+                choice["logprobs"] = reply.logprobs(logprobs_of(self.desk.writer.tokenizer, one.tokens))
             echoed = many[index].prompt if getattr(body, "echo", False) else ""
             choices.append(choice | ({"message": message_of_answer(one)} if reply.chat else {"text": echoed + one.text}))
         spent = [one.end.stats for one in found]
@@ -353,7 +387,8 @@ class OpenAI:
         many: Sequence[Asked],
     ) -> AsyncIterator[dict[str, Any]]:
         spent: list[Any] = [None] * len(many)
-        calls, warnings = [0] * len(many), {"warnings": told} if (told := warnings_of(body)) else {}
+        calls, sizes = [0] * len(many), [0] * len(many)
+        warnings = {"warnings": told} if (told := warnings_of(body)) else {}
         for index, asked in enumerate(many):
             if reply.chat:
                 yield reply.chunk(index, {"role": "assistant", "content": ""})
@@ -365,8 +400,11 @@ class OpenAI:
                     case Frame():
                         yield reply.frame(index, piece)
                     case Text():
-                        if delta := reply.delta(piece, calls[index]):
-                            yield reply.chunk(index, delta)
+                        told = logprobs_of(self.desk.writer.tokenizer, piece.tokens)
+                        if (delta := reply.delta(piece, calls[index])) or told:
+                            logprobs = reply.logprobs(told, sizes[index]) if many[index].logprobs is not None else None
+                            yield reply.chunk(index, delta, logprobs=logprobs)
+                        sizes[index] += sum(len(one["token"]) for one in told)
                         calls[index] += len(piece.tool_calls)
                     case End():
                         spent[index] = piece.stats

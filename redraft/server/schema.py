@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Likely = Annotated[int, Field(ge=0, le=20)]  # tokens told beside one of the answer
 Ending = Annotated[str, Field(max_length=2000)]
 Stop = Ending | Annotated[list[Ending], Field(max_length=64)] | None
 
@@ -48,7 +49,6 @@ class Sampling(Canvas):
     stop: Stop = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     logit_bias: dict[str, float] | None = None
-    logprobs: bool | int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     diffusing: bool = False  # frames of the denoising itself
@@ -100,6 +100,8 @@ class ChatRequest(Sampling):
     max_completion_tokens: Tokens | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=256)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Likely | None = None
     prediction: Prediction | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -111,6 +113,7 @@ class CompletionRequest(Sampling):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=64)]
     suffix: str | None = None
     max_tokens: Tokens | None = None
+    logprobs: bool | Likely | None = None
     echo: bool = False
     best_of: int | None = None
 
