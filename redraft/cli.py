@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 import redraft
 from redraft import checkpoint, cli_augment, cli_edit, cli_serve, cli_sudoku, cli_train
-from redraft.cli_options import Device, Model, Seed, number, option, whole
+from redraft.cli_options import Device, Dtype, Model, Seed, number, option, whole
 from redraft.config import ModelConfig
 from redraft.generate import Committed, Event, Finished
 from redraft.kernels import choice
@@ -84,7 +84,6 @@ Block = Annotated[int | None, option("--block-length", help="Tokens on a page. [
 Think = Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="A system message before the conversation.")]
 Visual = Annotated[bool | None, typer.Option("--visual/--no-visual", help="Draw the canvas as it settles. [on a terminal]")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16. [as stored]")]
 Quant = Annotated[str | None, typer.Option("--quant", help="fp8: pack the layers on the way in. [as stored]")]
 
 
@@ -222,7 +221,8 @@ def quantize(
     """Write a checkpoint with its layers in fp8, as compressed-tensors publishes it: about half the size."""
     source = checkpoint.find(model)
     with _waiting("packing"):
-        writer = redraft.load(source, device=device, quant="fp8")
+        stored = checkpoint.load_model(source).dtype  # what is not packed stays as it is
+        writer = redraft.load(source, device=device, dtype=stored, quant="fp8")
         checkpoint.save(writer.model, out, sampler=writer.sampler, vision_from=checkpoint.with_vision(source))
         writer.tokenizer.save(out)
     print(out)

@@ -36,3 +36,6 @@ Seed = Annotated[
     int | None, option("--seed", help="The same seed gives the same text. [a fresh one, reported]", parser=whole)
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1. [a GPU if there is one]")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="float32 or bfloat16. [as stored; float32 on a CPU without bf16]")
+]

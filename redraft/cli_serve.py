@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from redraft import writer
-from redraft.cli_options import Device, Model, option, whole
+from redraft.cli_options import Device, Dtype, Model, option, whole
 
 PORT = 8012  # where llama.vim looks
 SOON = 0.5  # seconds until it listens, for sure
@@ -35,7 +35,7 @@ def serve(
     ] = 72,
     open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
     device: Device = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16. [as stored]")] = None,
+    dtype: Dtype = None,
     quant: Annotated[str | None, typer.Option("--quant", help="fp8: pack the layers on the way in.")] = None,
 ) -> None:
     """Serve a model to editors and to OpenAI, Anthropic and Ollama clients, and as a page to watch it on."""

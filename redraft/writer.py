@@ -23,6 +23,7 @@ from redraft.editing import Edited, Span, Suggestion
 from redraft.engine import Course, Engine, Request
 from redraft.filling import Filled, Filler, Template
 from redraft.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
+from redraft.kernels.choice import has_bf16
 from redraft.model import DiffusionGemma
 from redraft.patterns import Words
 from redraft.quant import FP8, apply_fp8
@@ -68,12 +69,14 @@ def load(
 ) -> "Writer":
     """A Writer from a checkpoint folder or a hub id; without either, the small model that comes with redraft.
 
-    "tiny" and "sudoku" are the models in the package. Without a dtype, weights stay in the precision they are stored in.
+    "tiny" and "sudoku" are the models in the package. Without a dtype, weights stay in the precision they are stored in,
+    or are float32 where a CPU does not multiply in bf16.
     `quant="fp8"` packs a checkpoint's layers on the way in.
     """
     if quant not in (None, FP8):
         raise ValueError(f"there is no quantization {quant!r}; known is {FP8}")
-    device, dtype = _device(device), _dtype(dtype)
+    device = _device(device)
+    dtype = _dtype(dtype) or (None if has_bf16(device) else torch.float32)
     folder = checkpoint.find(path_or_id)
     config = checkpoint.load_config(folder)
     tokenizer = Tokenizer.from_folder(folder)

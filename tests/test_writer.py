@@ -130,6 +130,15 @@ def test_a_folder_becomes_a_writer(tmp_path):
     assert redraft.load(str(tmp_path), dtype="bfloat16").model.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("has", [True, False])
+def test_a_cpu_without_bf16_computes_in_float32_unless_told_otherwise(tmp_path, monkeypatch, has):
+    monkeypatch.setattr("redraft.writer.has_bf16", lambda device: has)
+    tiny.save_folder(tmp_path)
+    redraft.save(redraft.load(tmp_path, dtype="bfloat16").model, tmp_path)
+    assert redraft.load(tmp_path).model.dtype == (torch.bfloat16 if has else torch.float32)
+    assert redraft.load(tmp_path, dtype="bfloat16").model.dtype == torch.bfloat16
+
+
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
     tiny.save_folder(tmp_path)
     raw = json.loads((tmp_path / "tokenizer.json").read_text())

@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
@@ -28,6 +29,7 @@ from redraft.editing import events as edit_events
 from redraft.engine import Course, Stopped, Turn
 from redraft.filling import Filled, Filler
 from redraft.generate import Committed, Draft, Finished, Stats
+from redraft.kernels.choice import has_bf16
 from redraft.rules import Rules, Steering
 from redraft.server.asking import Frames, Refused, continued, heated, message_of
 from redraft.server.desk import Desk, Route, read, sse, timings_of, unless_gone
@@ -311,7 +313,8 @@ class Boards:
             return
         folder = checkpoint.find(SUDOKU)
         self._sampler = SamplerConfig.from_folder(folder, checkpoint.load_config(folder))
-        self._model = checkpoint.load_model(folder, dtype=None, device=self._device)
+        dtype = None if has_bf16(self._device) else torch.float32
+        self._model = checkpoint.load_model(folder, dtype=dtype, device=self._device)
 
 
 def clashes(board: Sequence[int], sure: Sequence[int]) -> list[int]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from redraft.kernels.choice import has_bf16
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -104,9 +106,9 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonal(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Each matrix of a stack with its singular values brought near one, by Newton and Schulz, in bf16."""
+    """Each matrix of a stack with its singular values brought near one, by Newton and Schulz, in bf16 where there is one."""
     a, b, c = coefficients
-    x = stack.bfloat16()
+    x = stack.bfloat16() if has_bf16(stack.device) else stack.float()
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
