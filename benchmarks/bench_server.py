@@ -4,6 +4,7 @@ Every finished answer is compared with the same request asked alone (weights are
 otherwise). Memory is that of the server's process, looked at when a quarter of the time is over and at the end.
 
     python benchmarks/bench_server.py [--clients 64] [--seconds 300] [--leave 0.3] [--model tiny] [--tokens 64] [--steps 8]
+                                      [--rounds 20]
 """
 
 import argparse
@@ -146,7 +147,7 @@ class Load:
         return active
 
 
-def overhead(url: str, count: int = 20) -> dict[str, float]:
+def overhead(url: str, count: int) -> dict[str, float]:
     """Milliseconds: of a request that computes nothing, and until the first frame and the first text of a page."""
     body = {"prompt": PROMPTS[0], "max_tokens": 64, "diffusion_canvas_length": 64, "stream": True, "diffusing": True}
     plain, frames, texts = [], [], []
@@ -179,12 +180,13 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20, help="of the measurement while nobody else asks")
     options = parser.parse_args()
     port = free_port()
     server = started(options.model, port, options.clients + 8)
     try:
         url = f"http://127.0.0.1:{port}"
-        found: dict[str, Any] = {"ms": overhead(url)}
+        found: dict[str, Any] = {"ms": overhead(url, options.rounds)}
         found |= Load(url, options).run(server.pid)
     finally:
         server.send_signal(signal.SIGTERM)

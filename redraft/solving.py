@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from redraft import random, rules, sampler
+from redraft.cache import KVCache
 from redraft.config import SamplerConfig
 from redraft.model import DiffusionGemma
 from redraft.random import Draws
@@ -243,9 +244,7 @@ def run(
     """
     tries, device = list(tries), model.device
     state, fixed, draws = _start(puzzles, tries, cfg, seed, device)
-    cache = model.new_cache(1, 1 + CELLS)
-    model.encode(torch.tensor([[model.config.bos_token_id, *tokens.NAMES]], device=device), cache)  # the same for all
-    cache = cache.rows_of([0] * len(tries))
+    cache = _names_read(model).rows_of([0] * len(tries))
     digit_V = torch.tensor(tokens.board(list(range(tokens.SIZE))), device=device)
     view, seen = View.straight(len(tries), device), _Seen.nothing(len(tries), device)
     while tries:
@@ -277,6 +276,30 @@ def run(
             at_N, cache = torch.tensor(left, dtype=torch.long, device=device), cache.rows_of(left)
             tries = [tries[row] for row in left]
             state, fixed, draws, view, seen = (_rows(record, at_N) for record in (state, fixed, draws, view, seen))
+
+
+@torch.inference_mode()
+def in_reading_order(model: DiffusionGemma, puzzle: Board, *, seed: int) -> Iterator[Pass | Solution]:
+    """The same weights in the ordinary order, for comparison: cell after cell its likeliest digit, which then stays."""
+    began, device, board = time.perf_counter(), model.device, list(puzzle)
+    cache, draws = _names_read(model), random.draws([seed], 0, device)
+    for step, cell in enumerate([cell for cell in range(CELLS) if not puzzle[cell]]):
+        constraints = [Rules(pins=tokens.pins(tuple(board)), forbidden=FORBIDDEN)]
+        fixed = rules.on_canvas(constraints, 0, CELLS, tokens.SIZE, model.config.eos_token_ids, device)
+        logits_1CV = fixed.shape(model.denoise(fixed.pin(draws.noise(step, CELLS, tokens.SIZE)), None, cache))
+        board[cell] = tokens.board([int(logits_1CV[0, cell].argmax())])[0]
+        board_1C = torch.tensor([board])
+        yield Pass((0,), (0,), step + 1, board_1C, board_1C > 0)
+    found, passes, right = tuple(board), puzzle.count(0), solves(tuple(board), puzzle)
+    told = {"solved": right, "settled": True, "at_first": right, "canvases": 1, "forwards": passes, "revisions": 0}
+    yield Solution(number=0, puzzle=puzzle, board=found, **told, seconds=time.perf_counter() - began, seed=seed)
+
+
+def _names_read(model: DiffusionGemma) -> KVCache:
+    """A cache that holds what stands before every board."""
+    cache = model.new_cache(1, 1 + CELLS)
+    model.encode(torch.tensor([[model.config.bos_token_id, *tokens.NAMES]], device=model.device), cache)
+    return cache
 
 
 def _start(

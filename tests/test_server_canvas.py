@@ -154,6 +154,16 @@ def test_a_board_is_solved_by_the_model_in_the_package(url):
     assert "81" in refusal(url, "/sudoku", puzzle="123")
 
 
+def test_a_board_cell_after_cell_keeps_what_it_has(url):
+    found = events(url, "/sudoku", puzzle=PUZZLE, seed=1, left_to_right=True)
+    boards, open_ = [event["board"] for event in of("board", found)], [at for at, cell in enumerate(PUZZLE) if cell == "."]
+    assert len(boards) == len(open_) == found[-1]["forwards"]
+    for step, board in enumerate(boards):
+        assert [at for at in open_ if board[at]] == open_[: step + 1]
+        assert all(board[at] == boards[-1][at] for at in open_[: step + 1])
+    assert (found[-1]["canvases"], found[-1]["revisions"], found[-1]["board"]) == (1, 0, boards[-1])
+
+
 def test_several_bans_at_a_place_hold_together(url):
     seen = set()
     for _ in range(3):
@@ -218,6 +228,24 @@ def test_an_edit_is_steered_and_taken_up_again(url):
     assert of("frame", again)[0]["step"] == 2
     unbroken = events(url, "/edit", **asked, turns=[{**turn, "pins": []}], pages=[zero["ids"]])
     assert of("frame", unbroken) == [frame for frame in frames if frame["block"] == 1]
+
+
+def test_a_decision_is_the_writers_and_the_likeliest_comes_first(url):
+    begin, end = events(url, "/decide", messages=[{"role": "user", "content": "x"}], choices=["ab", "c", "d"])
+    expected = WRITER.decide([{"role": "user", "content": "x"}], ["ab", "c", "d"])
+    assert begin["type"] == "begin"
+    assert {one["text"]: one["probability"] for one in end["choices"]} == pytest.approx(expected)
+    shares = [one["probability"] for one in end["choices"]]
+    assert shares == sorted(shares, reverse=True)
+    assert end["timings"]["diffusion_forwards"] == 1
+    assert "choices must differ" in refusal(url, "/decide", prompt="x", choices=["a", "a"])
+    assert "one of them" in refusal(url, "/decide", choices=["a", "b"])
+
+
+def test_an_end_says_how_much_memory_is_held(url):
+    told = events(url, prompt="a", seed=1)[-1]["memory"]
+    assert 2**26 < told["process"] < 2**40
+    assert told["device"] is None
 
 
 def test_a_pattern_is_steered(url):

@@ -3,18 +3,21 @@
     /v1/canvas                a text continued, a conversation answered, holes filled
     /v1/canvas/edit           a text redrafted in place
     /v1/canvas/sudoku         a board
+    /v1/canvas/decide         how likely each of some answers is, from one pass
     /v1/canvas/left-to-right  the same weights one token after another, for comparison
 
 All answer with events: begin, then frame, token or board, page, and at last end. What a run was is in what was asked: to
 take it up at a step, it is asked for again with a turn there, and the frames up to it are left out.
 """
 
+import mmap
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +39,7 @@ from redraft.server.desk import Desk, Route, read, sse, timings_of, unless_gone
 from redraft.server.schema import (
     CanvasEditRequest,
     CanvasRequest,
+    DecideRequest,
     Fixed,
     Place,
     Resumed,
@@ -77,7 +81,7 @@ def steering_of(tokenizer: Tokenizer, body: Fixed, free: Sequence[int] = ()) -> 
     return Steering(pins=pins, bans=bans, free=tuple(free))
 
 
-def prompt_of(writer: Writer, body: CanvasRequest | SpokenRequest) -> str | Sequence[Message]:
+def prompt_of(writer: Writer, body: CanvasRequest | SpokenRequest | DecideRequest) -> str | Sequence[Message]:
     """A text or messages; messages for a model that only continues are a text."""
     if body.messages is None:
         return str(body.prompt)
@@ -157,6 +161,11 @@ def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> T
     yield from told(writer, events, body, before if body.text is not None else "", cfg)
 
 
+def costs(stats: Stats) -> dict[str, Any]:
+    """What an end says of them."""
+    return {"stats": stats, "timings": timings_of([stats])}
+
+
 def begin(writer: Writer, seed: int, before: str, **more: Any) -> dict[str, Any]:
     """What is known at once."""
     return {"type": "begin", "seed": seed, "before": before, "stops": list(writer.sampler.eos_token_ids), **more}
@@ -180,7 +189,7 @@ def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str
     if last is None:
         raise Stopped
     stats = last.stats[0]
-    yield {"type": "end", "reason": last.reasons[0], "text": whole, "stats": stats, "timings": timings_of([stats])}
+    yield {"type": "end", "reason": last.reasons[0], "text": whole, **costs(stats)}
 
 
 def frame(frames: Frames, event: Draft) -> dict[str, Any]:
@@ -217,7 +226,8 @@ def holes_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
             continue
         (found,) = event
         stats = filled_stats(writer, found, template, time.perf_counter() - began)
-        more = {"holes": found.holes, "texts": template.texts, "stats": stats, "timings": timings_of([stats])}
+        lengths = [len(writer.tokenizer.encode(hole)) for hole in found.holes]
+        more = {"holes": found.holes, "texts": template.texts, "lengths": lengths, **costs(stats)}
         yield {"type": "end", "reason": "stop", "text": found.text, **more}
 
 
@@ -254,8 +264,7 @@ def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) ->
                 read, seconds = len(tokenizer.encode(body.text)), time.perf_counter() - began
                 new = sum(len(tokenizer.encode(change.new)) for change in event.changes)
                 stats = Stats(seed, read, new, pages, settled, event.forwards, 0, seconds, 0.0)
-                more = {"changes": changes, "stats": stats, "timings": timings_of([stats])}
-                yield {"type": "end", "reason": "stop", "text": event.text, **more}
+                yield {"type": "end", "reason": "stop", "text": event.text, "changes": changes, **costs(stats)}
 
 
 def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> Told:
@@ -265,9 +274,7 @@ def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> T
     ids, limit, tokenizer = writer.ids_of(prompt), writer.model.config.max_position_embeddings, writer.tokenizer
     if len(ids) + body.max_tokens > limit:
         raise Refused(f"{len(ids)} tokens and {body.max_tokens} more do not fit the context of {limit}", "max_tokens")
-    room = writer.engine.scheduler.budget // 10
-    if KVCache.bytes_of(writer.model.config, len(ids) + body.max_tokens, writer.model.dtype) > room:
-        raise Refused(f"{len(ids) + body.max_tokens} tokens take more memory than is left beside the engine", "max_tokens")
+    room(writer, len(ids) + body.max_tokens)
     heat = 1.0 if body.temperature is None else body.temperature
     yield begin(writer, seed, prompt if isinstance(prompt, str) else "")
     said: list[int] = []
@@ -281,8 +288,27 @@ def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> T
     shown, stopped = received(said, writer.sampler, len(said))
     taken, text = time.perf_counter() - began, tokenizer.decode(shown)
     stats = Stats(seed, len(ids), len(said), 0, 0, 0, len(said), taken, 0.0)  # causal passes, no denoising steps
-    more = {"stats": stats, "timings": timings_of([stats])}
-    yield {"type": "end", "reason": "stop" if stopped else "length", "text": text, **more}
+    yield {"type": "end", "reason": "stop" if stopped else "length", "text": text, **costs(stats)}
+
+
+def decided(writer: Writer, body: DecideRequest) -> Told:
+    """Answers and their probabilities, the likeliest first."""
+    one_of(body.prompt, body.messages)
+    prompt, seed, began = prompt_of(writer, body), body.seed or 0, time.perf_counter()
+    room(writer, size := len(writer.ids_of(prompt)))
+    with ALONE:
+        found = writer.decide(prompt, body.choices, seed=seed)
+    yield begin(writer, seed, prompt if isinstance(prompt, str) else "")
+    stats = Stats(seed, size, 0, 1, 1, 1, 0, time.perf_counter() - began, 0.0)
+    shares = [{"text": text, "probability": share} for text, share in sorted(found.items(), key=lambda pair: -pair[1])]
+    yield {"type": "end", "reason": "stop", "text": shares[0]["text"], "choices": shares, **costs(stats)}
+
+
+def room(writer: Writer, tokens: int) -> None:
+    """Refuses more context than fits beside what the engine has."""
+    taken = KVCache.bytes_of(writer.model.config, tokens, writer.model.dtype)
+    if taken > writer.engine.scheduler.budget // 10:
+        raise Refused(f"{tokens} tokens take more memory than is left beside the engine", "max_tokens")
 
 
 class Boards:
@@ -298,7 +324,11 @@ class Boards:
         with ALONE:
             self._load()
             options = {"seed": seed, "canvases": body.canvases, "check": body.check}
-            for event in solving.solve(self._model, [puzzle], self._sampler, **options):
+            if body.left_to_right:
+                events = solving.in_reading_order(self._model, puzzle, seed=seed)
+            else:
+                events = solving.solve(self._model, [puzzle], self._sampler, **options)
+            for event in events:
                 if stop.is_set():
                     raise Stopped
                 if isinstance(event, solving.Pass):
@@ -331,6 +361,16 @@ def solved(event: Solution) -> dict[str, Any]:
     }
 
 
+def held_bytes(device: torch.device) -> dict[str, int | None]:
+    """Memory that this process holds now, and on the GPU, if there is one; None where it cannot be asked for."""
+    on_device = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return {"process": pages * mmap.PAGESIZE, "device": on_device}
+    except OSError:
+        return {"process": None, "device": on_device}
+
+
 # 3. Routes
 
 
@@ -341,6 +381,7 @@ def routes(desk: Desk) -> list[Route]:
         Route("/v1/canvas", one.canvas, CanvasRequest),
         Route("/v1/canvas/edit", one.edit, CanvasEditRequest),
         Route("/v1/canvas/sudoku", one.sudoku, SudokuRequest),
+        Route("/v1/canvas/decide", one.decide, DecideRequest),
         Route("/v1/canvas/left-to-right", one.spoken, SpokenRequest),
     ]
 
@@ -366,6 +407,11 @@ class CanvasRoutes:
         body = await read(request, SudokuRequest)
         return await self._answered(request, body.stream, lambda stop: self.boards.told(body, stop))
 
+    async def decide(self, request: Request) -> Response:
+        """POST /v1/canvas/decide."""
+        body = await read(request, DecideRequest)
+        return await self._answered(request, body.stream, lambda stop: decided(self.desk.writer, body))
+
     async def spoken(self, request: Request) -> Response:
         """POST /v1/canvas/left-to-right."""
         body = await read(request, SpokenRequest)
@@ -382,6 +428,8 @@ class CanvasRoutes:
             async for event in events:
                 if (stats := event.pop("stats", None)) is not None:
                     self.desk.count(stats)
+                if event["type"] == "end":
+                    event["memory"] = held_bytes(self.desk.writer.model.device)
                 yield event
 
     async def _parts(self, first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:

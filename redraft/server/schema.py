@@ -238,6 +238,7 @@ class SudokuRequest(Body):
     seed: Seed | None = None
     canvases: Annotated[int, Field(ge=1, le=256)] = 64
     check: bool = True
+    left_to_right: bool = False  # cell after cell instead, for comparison
     stream: bool = True
 
 
@@ -248,5 +249,15 @@ class SpokenRequest(Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)] | None = None
     max_tokens: Tokens = 256
     temperature: Temperature | None = None
+    seed: Seed | None = None
+    stream: bool = True
+
+
+class DecideRequest(Body):
+    """POST /v1/canvas/decide."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)] | None = None
+    choices: Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=64)]
     seed: Seed | None = None
     stream: bool = True

@@ -2,7 +2,8 @@
 
 import { Player } from "./player.js";
 import { Run } from "./run.js";
-import { race } from "./race.js";
+import { picture } from "./picture.js";
+import { puzzles, race, texts } from "./race.js";
 import { replay, save } from "./replay.js";
 import { element } from "./timeline.js";
 import { events, modelName } from "./wire.js";
@@ -19,7 +20,7 @@ const number = (form, name) => (field(form, name) === "" ? undefined : Number(fi
 let abort = null;
 let mode = "write";
 const talk = []; // the conversation
-const player = new Player($("#player"), { steer, moved: () => preview() });
+const player = new Player($("#player"), { steer, again, moved: () => preview() });
 
 // What is asked for
 
@@ -39,6 +40,7 @@ const ASKED = {
   fill: (form) => ({ path: "/v1/canvas", body: { ...common(form), text: holes(field(form, "text"), number(form, "length")) } }),
   edit: (form) => ({ path: "/v1/canvas/edit", body: { ...common(form), text: field(form, "text"), strength: number(form, "strength"), instruction: field(form, "instruction") || undefined } }),
   sudoku: (form) => ({ path: "/v1/canvas/sudoku", body: { puzzle: field(form, "puzzle"), seed: seedOf(form) } }),
+  decide: (form) => ({ path: "/v1/canvas/decide", body: { messages: [{ role: "user", content: field(form, "question") }], choices: field(form, "choices").split("\n").filter((line) => line.trim()) } }),
 };
 
 // Runs
@@ -108,6 +110,13 @@ function steer({ block, step, pins, bans }) {
   const seed = player.run.begin.seed;
   const body = { ...asked.body, seed, turns: [...earlier, { block, step, pins, bans }], pages: pages.slice(0, block).map((page) => page.ids) };
   follow(player.run.upTo(block, step, { path: asked.path, body }), { ...body, since: { block, step } });
+}
+
+// Holes whose lengths were found, filled together on one page, which can be steered.
+function again(text) {
+  const { asked } = player.run;
+  const body = { ...asked.body, text };
+  follow(new Run("fill", { ...asked, body }), body);
 }
 
 function talked(run) {
@@ -184,11 +193,19 @@ function turnTheme() {
   theme(dark ? "light" : "dark");
 }
 
-function startRace() {
-  const { body } = ASKED.write($("#form-write"));
+async function savePicture() {
+  save(await picture(player.page), "redraft-page.png", "image/png");
+}
+
+function startRace(lanes) {
   $("#race").hidden = false;
-  $("#player").hidden = true;
-  return alone((ask, signal) => race($("#race"), ask, { ...body, max_tokens: body.max_tokens ?? 128, regex: undefined }, signal));
+  $("#player").hidden = $("#preview").hidden = true;
+  return alone((ask, signal) => race($("#race"), ask, lanes, signal));
+}
+
+function raceTexts() {
+  const { body } = ASKED.write($("#form-write"));
+  return startRace(texts({ ...body, max_tokens: body.max_tokens ?? 128, regex: undefined }));
 }
 
 function wrapHole() {
@@ -214,7 +231,7 @@ function keyed(event) {
   const dialog = document.querySelector("dialog[open]");
   if (event.key === "Escape" && !dialog) abort?.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) return void (event.preventDefault(), $(`#form-${mode}`).requestSubmit());
-  if (event.altKey && /^Digit[1-5]$/.test(event.code)) return void (event.preventDefault(), choose(Object.keys(ASKED)[event.code.at(-1) - 1]));
+  if (event.altKey && /^Digit[1-6]$/.test(event.code)) return void (event.preventDefault(), choose(Object.keys(ASKED)[event.code.at(-1) - 1]));
   if (event.target.matches("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === " " && event.target.matches("button")) return;
   if (!KEYS[event.key] || dialog || !(player.run || ALWAYS.includes(event.key))) return;
@@ -238,12 +255,14 @@ function listen() {
       start(form);
     });
   $("#stop").addEventListener("click", () => abort?.abort());
-  $("#start-race").addEventListener("click", startRace);
+  $("#start-race").addEventListener("click", raceTexts);
+  $("#race-boards").addEventListener("click", () => startRace(puzzles(ASKED.sudoku($("#form-sudoku")).body)));
   $("#hole").addEventListener("click", wrapHole);
   $("#theme").addEventListener("click", turnTheme);
   $("#show-help").addEventListener("click", () => $("#help").showModal());
   $("#save-replay").addEventListener("click", saveReplay);
   $("#save-trace").addEventListener("click", saveTrace);
+  $("#save-picture").addEventListener("click", savePicture);
   $("#forget").addEventListener("click", () => {
     talk.length = 0;
     $("#talk").replaceChildren();

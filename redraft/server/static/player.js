@@ -5,9 +5,11 @@ import { LOOKS, NOISE, PINNED, look } from "./run.js";
 import { Timeline, element } from "./timeline.js";
 
 export class Player {
-  // `steer` is called with {block, step, pins, bans} when somebody wants to go on from there; without it nothing can be changed.
-  constructor(root, { steer = null, moved = null } = {}) {
+  // `steer` is called with {block, step, pins, bans} when somebody wants to go on from there, `again` with a text whose holes
+  // have lengths; without them nothing can be changed.
+  constructor(root, { steer = null, again = null, moved = null } = {}) {
     this.steer = steer;
+    this.again = again;
     this.onmoved = moved;
     this.run = null;
     this.chosen = null; // {block, i}
@@ -42,7 +44,9 @@ export class Player {
     this.chosen = this.hovered = null;
     this.wishes = [];
     const board = run.kind === "sudoku";
-    this.closer.hidden = this.mapped.hidden = board;
+    const still = run.kind === "decide"; // nothing is written: there is no page
+    this.closer.hidden = this.mapped.hidden = board || still;
+    this.page.hidden = this.timeline.root.hidden = this.legend.hidden = still;
     this.legend.replaceChildren(...(board ? entries(CELLS, "cell", "5") : entries(LOOKS, "t", "word")));
     this.timeline.show(run);
     this.grow();
@@ -94,6 +98,7 @@ export class Player {
       this.spans[next]?.scrollIntoView({ block: "nearest" });
     } else if (this.chosen && !event.ctrlKey && !event.metaKey && ["p", "b", "r"].includes(event.key)) {
       const cell = this.#cell(this.chosen);
+      if (!cell) return; // a page that nobody doubted
       if (event.key === "p") this.wish("pin", this.chosen, cell.token.id, cell.token.t);
       if (event.key === "b") this.wish("ban", this.chosen, cell.token.id, cell.token.t);
       if (event.key === "r") this.closer.querySelector(".instead")?.focus();
@@ -191,12 +196,9 @@ export class Player {
   }
 
   #candidates(place, token) {
-    const rows = token.c.map(([id, text, share]) => {
-      const bar = element("i", { className: "bar" });
-      bar.style.width = `${(100 * share).toFixed(1)}%`;
-      const pick = element("button", { type: "button", title: `Pin ${visible(text)} here`, disabled: !this.steers, onclick: () => this.wish("pin", place, id, text) }, visible(text));
-      return element("li", {}, bar, pick, element("b", {}, `${(100 * share).toFixed(1)}%`));
-    });
+    const rows = token.c.map(([id, text, share]) =>
+      bar(share, element("button", { type: "button", title: `Pin ${visible(text)} here`, disabled: !this.steers, onclick: () => this.wish("pin", place, id, text) }, visible(text))),
+    );
     return element("ol", { className: "candidates" }, ...rows);
   }
 
@@ -269,17 +271,43 @@ export class Player {
     if (error) found.push(element("span", { className: "badge bad" }, error));
     if (!end) found.push(chip(frames.length, "steps so far", "Passes over pages up to now"));
     else if (this.run.kind === "sudoku") found.push(...boardMeters(end, chip));
+    else if (this.run.kind === "decide") found.push(chip(1, "pass", "One, whatever the number of answers"), chip((end.timings.diffusion_wall_ms / 1000).toFixed(2), "s", "Wall time"));
     else found.push(...textMeters(end, this.run.pages, chip));
+    if (end?.memory) found.push(...memory(end.memory, chip));
     this.meters.replaceChildren(...found);
+  }
+
+  // Holes whose lengths were searched for can be steered once these are known.
+  #steerable() {
+    const { lengths, texts } = this.run.end;
+    if (!lengths || !this.again) return [];
+    const marked = texts.map((text, i) => (i < lengths.length ? `${text}[[ ${Math.max(1, lengths[i])} ]]` : text)).join("");
+    return [element("button", { type: "button", className: "again", title: "All holes on one page, each as long as it was found to be: its tokens can be pinned and banned", onclick: () => this.again(marked) }, "Steer with these lengths")];
   }
 
   #ended() {
     const { end, kind } = this.run;
-    this.result.hidden = !end || !["fill", "edit"].includes(kind);
+    this.result.hidden = !end || !["fill", "edit", "decide"].includes(kind);
     if (this.result.hidden) return;
+    if (kind === "decide") return this.result.replaceChildren(element("h2", {}, "How likely each is"), element("ol", { className: "candidates" }, ...end.choices.map((choice) => bar(choice.probability, element("span", {}, choice.text)))));
     const copy = element("button", { type: "button", onclick: () => navigator.clipboard.writeText(end.text) }, "Copy");
-    this.result.replaceChildren(element("h2", {}, kind === "edit" ? "What has changed" : "Filled", copy), element("pre", {}, ...(kind === "edit" ? changed(this.run) : filled(end))));
+    this.result.replaceChildren(element("h2", {}, kind === "edit" ? "What has changed" : "Filled", copy, ...this.#steerable()), element("pre", {}, ...(kind === "edit" ? changed(this.run) : filled(end))));
   }
+}
+
+function memory(told, chip) {
+  const gigabytes = (bytes) => (bytes / 2 ** 30).toFixed(2);
+  const found = [];
+  if (told.device !== null) found.push(chip(gigabytes(told.device), "GiB on the GPU", "What the server holds there now"));
+  if (told.process !== null) found.push(chip(gigabytes(told.process), "GiB", "What the server holds in main memory now"));
+  return found;
+}
+
+// A line with a bar behind it.
+function bar(share, what) {
+  const drawn = element("i", { className: "bar" });
+  drawn.style.width = `${(100 * share).toFixed(1)}%`;
+  return element("li", {}, drawn, what, element("b", {}, `${(100 * share).toFixed(1)}%`));
 }
 
 function textMeters(end, pages, chip) {
@@ -328,9 +356,9 @@ function filled(end) {
 function past(history, now) {
   const most = Math.max(...history.map((cell) => cell.token.e), 0.01);
   const bars = history.map((cell) => {
-    const bar = element("i", { title: `step ${cell.step}: ${visible(cell.token.t)}, ${cell.token.e.toFixed(2)} nats`, className: `${cell.token.s === NOISE ? "noise" : "sure"}${cell.step === now ? " now" : ""}` });
-    bar.style.height = `${Math.max(4, (100 * cell.token.e) / most)}%`;
-    return bar;
+    const found = element("i", { title: `step ${cell.step}: ${visible(cell.token.t)}, ${cell.token.e.toFixed(2)} nats`, className: `${cell.token.s === NOISE ? "noise" : "sure"}${cell.step === now ? " now" : ""}` });
+    found.style.height = `${Math.max(4, (100 * cell.token.e) / most)}%`;
+    return found;
   });
   const words = [];
   for (const cell of history) if (cell.token.s !== NOISE && words.at(-1)?.text !== cell.token.t) words.push({ step: cell.step, text: cell.token.t });
@@ -344,7 +372,7 @@ function entries(looks, name, sample) {
   return Object.entries(looks).map(([kind, said]) => element("li", {}, element("span", { className: `${name} ${kind}` }, kind === "end" ? "eos" : sample), ` ${said}`));
 }
 
-function board(run, frame, ended) {
+export function board(run, frame, ended) {
   const digits = ended && run.end ? run.end.board : frame?.board ?? run.begin.puzzle;
   const clashing = new Set(ended && run.end?.solved ? [] : (frame?.clashing ?? []));
   const cells = digits.map((digit, i) => {

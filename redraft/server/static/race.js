@@ -1,6 +1,7 @@
-// The same weights both ways: pages redrafted, and one token after another. Each is measured alone, then both are shown
-// at the pace that was measured.
+// The same weights both ways: all at once, and one after another. Each is measured alone, then both are shown at the pace
+// that was measured.
 
+import { board } from "./player.js";
 import { Run } from "./run.js";
 import { element } from "./timeline.js";
 
@@ -16,13 +17,14 @@ async function measured(stream, seen) {
 }
 
 class Lane {
-  // `said` takes events and has the text so far.
+  // `said` takes events, has what they come to drawn, and tells what the last of them says.
   constructor(title, said) {
+    this.title = title;
     this.said = said;
     this.clock = element("b", { className: "clock" }, "0.00 s");
-    this.text = element("p", { className: "lane-text" });
+    this.drawn = element("div", { className: "lane-text" });
     this.facts = element("p", { className: "facts" });
-    this.root = element("section", { className: "lane" }, element("h3", {}, title, this.clock), this.text, this.facts);
+    this.root = element("section", { className: "lane" }, element("h3", {}, title, this.clock), this.drawn, this.facts);
     this.told = [];
     this.at = 0; // how many of them were shown
   }
@@ -32,51 +34,82 @@ class Lane {
     const last = this.told.at(-1);
     this.clock.textContent = `${(Math.min(now, last.at) / 1000).toFixed(2)} s`;
     while (this.at < this.told.length && this.told[this.at].at <= now) this.said.add(this.told[this.at++].event);
-    this.text.textContent = this.said.text;
+    this.drawn.replaceChildren(this.said.drawn);
     if (now < last.at) return false;
-    const { timings } = last.event;
-    this.facts.textContent = `${timings.predicted_n} tokens, ${timings.diffusion_forwards} passes, ${timings.diffusion_output_tok_s.toFixed(1)} tokens/s`;
+    this.facts.textContent = this.said.facts(last.event);
     this.root.classList.add("arrived");
     return true;
   }
 }
 
+const spent = ({ timings }) => `${timings.predicted_n} tokens, ${timings.diffusion_forwards} passes, ${timings.diffusion_output_tok_s.toFixed(1)} tokens/s`;
+
 class Drafted extends Run {
-  get text() {
+  get drawn() {
     return this.textAt(this.frames.length - (this.end ? 0 : 1));
+  }
+
+  facts(end) {
+    return spent(end);
   }
 }
 
 class Spoken {
-  text = "";
+  drawn = "";
 
   add(event) {
-    this.text += event.t ?? "";
+    this.drawn += event.t ?? "";
+  }
+
+  facts(end) {
+    return spent(end);
   }
 }
 
-// `ask` gives the events of a path and a body; resolves when both have arrived.
-export async function race(root, ask, body, signal) {
-  const pages = new Lane("Redrafted, all at once", new Drafted("write", {}));
-  const words = new Lane("Left to right", new Spoken());
-  const said = element("p", { className: "hint" });
-  root.replaceChildren(said, pages.root, words.root);
-  said.textContent = "Measuring the pages …";
-  pages.told = await measured(ask("/v1/canvas", { ...body, candidates: 1 }), (count) => (said.textContent = `Measuring the pages … ${count}`));
+class Boarded extends Run {
+  get drawn() {
+    return this.begin ? board(this, this.frames.at(-1), Boolean(this.end)) : "";
+  }
+
+  facts(end) {
+    return `${end.solved ? "solved" : "not solved"}, ${end.forwards} passes, ${end.revisions} digits thought better of`;
+  }
+}
+
+// Texts both ways: [lane, path, body] of each.
+export function texts(body) {
   const { prompt, max_tokens, seed, temperature } = body;
-  words.told = await measured(ask("/v1/canvas/left-to-right", { prompt, max_tokens, seed, temperature }), (count) => (said.textContent = `Measuring left to right … ${count}`));
+  return [
+    [new Lane("Redrafted, all at once", new Drafted("write", {})), "/v1/canvas", { ...body, candidates: 1 }],
+    [new Lane("Left to right", new Spoken()), "/v1/canvas/left-to-right", { prompt, max_tokens, seed, temperature }],
+  ];
+}
+
+// A puzzle both ways.
+export function puzzles(body) {
+  return [
+    [new Lane("Redrafted, all at once", new Boarded("sudoku", {})), "/v1/canvas/sudoku", body],
+    [new Lane("Cell after cell", new Boarded("sudoku", {})), "/v1/canvas/sudoku", { ...body, left_to_right: true }],
+  ];
+}
+
+// `ask` gives the events of a path and a body; resolves when both have arrived.
+export async function race(root, ask, both, signal) {
+  const lanes = both.map(([lane]) => lane);
+  const said = element("p", { className: "hint" });
+  root.replaceChildren(said, ...lanes.map((lane) => lane.root));
+  for (const [lane, path, body] of both) lane.told = await measured(ask(path, body), (count) => (said.textContent = `Measuring: ${lane.title} … ${count}`));
   said.textContent = "Both at the pace that was measured, each while nothing else ran:";
   const began = performance.now();
   await new Promise((done, failed) => {
     const tick = () => {
       if (signal.aborted) return failed(new DOMException("stopped", "AbortError"));
       const now = performance.now() - began;
-      const both = [pages.tick(now), words.tick(now)];
-      if (both.every(Boolean)) done();
+      if (lanes.map((lane) => lane.tick(now)).every(Boolean)) done();
       else requestAnimationFrame(tick);
     };
     tick();
   });
-  const times = words.told.at(-1).at / pages.told.at(-1).at;
-  said.textContent = times >= 1 ? `The pages were ${times.toFixed(1)} times as fast.` : `Left to right was ${(1 / times).toFixed(1)} times as fast.`;
+  const times = lanes[1].told.at(-1).at / lanes[0].told.at(-1).at;
+  said.textContent = times >= 1 ? `All at once was ${times.toFixed(1)} times as fast.` : `One after another was ${(1 / times).toFixed(1)} times as fast.`;
 }

@@ -1,0 +1,52 @@
+// A page as a picture: what the browser has laid out, letter by letter, in the colours it has there.
+
+const SCALE = 2; // dots a pixel
+
+export function picture(page) {
+  const box = page.getBoundingClientRect();
+  const paper = Object.assign(document.createElement("canvas"), { width: SCALE * box.width, height: SCALE * box.height });
+  const pen = paper.getContext("2d");
+  pen.scale(SCALE, SCALE);
+  pen.translate(-box.left, -box.top);
+  pen.fillStyle = getComputedStyle(page).backgroundColor;
+  pen.fillRect(box.left, box.top, box.width, box.height);
+  for (const part of page.querySelectorAll("*")) ground(pen, part);
+  const texts = document.createTreeWalker(page, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) letters(pen, texts.currentNode);
+  return new Promise((done) => paper.toBlob(done, "image/png"));
+}
+
+// What is behind the letters and around them.
+function ground(pen, part) {
+  const style = getComputedStyle(part);
+  for (const { left, top, width, height } of part.getClientRects()) {
+    pen.fillStyle = style.backgroundColor;
+    pen.fillRect(left, top, width, height);
+    pen.strokeStyle = style.borderTopColor;
+    if (part.tagName === "TD") pen.strokeRect(left, top, width, height);
+    pen.strokeStyle = style.textDecorationColor;
+    if (style.textDecorationLine === "underline") line(pen, left, top + height - 1, width);
+  }
+}
+
+function line(pen, left, height, width) {
+  pen.beginPath();
+  pen.moveTo(left, height);
+  pen.lineTo(left + width, height);
+  pen.stroke();
+}
+
+function letters(pen, node) {
+  const style = getComputedStyle(node.parentElement);
+  pen.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+  pen.fillStyle = style.color;
+  pen.textBaseline = "middle";
+  const range = document.createRange();
+  let at = 0;
+  for (const letter of node.data) {
+    range.setStart(node, at);
+    range.setEnd(node, (at += letter.length));
+    const { left, top, height } = range.getBoundingClientRect();
+    if (letter.trim()) pen.fillText(letter, left, top + height / 2);
+  }
+}
