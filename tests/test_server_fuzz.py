@@ -123,9 +123,13 @@ async def posted(app, path: str, body: bytes) -> tuple[int, bytes]:
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
-def test_ten_thousand_malformed_bodies_are_answered_with_a_sentence(monkeypatch):
-    monkeypatch.setattr(filling, "LONGEST", 4)  # what is asked matters here, not how long the answer may be
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    """What is asked matters here, not how long the answer may be."""
+    monkeypatch.setattr(filling, "LONGEST", 4)
 
+
+def test_ten_thousand_malformed_bodies_are_answered_with_a_sentence():
     async def all_of_them() -> dict[int, int]:
         app, rng, found = make_app(make(), ServerConfig(requests=16)), random.Random(0), {}
         async with app.router.lifespan_context(app):
