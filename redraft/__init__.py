@@ -44,5 +44,5 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# On processors without bf16 torch multiplies in another way, which is as good, and says so with a trace of its insides.
+# On processors without bf16 torch multiplies in another way and shows a trace of its insides; `load` says it in a sentence.
 warnings.filterwarnings("ignore", message="mkldnn_matmul failed")

@@ -260,7 +260,7 @@ def redrafting(
     check(strength)
     fits(engine.model, len(prompt), len(ids))
     new, forwards, settled, course = list(ids), 0, True, course or Course()
-    _check_course(course, ids, cfg, engine.model.config.vocab_size)
+    _check_course(course, ids, cfg, engine.model.config.vocab_size, set(never), strength)
     for block, begin in enumerate(range(0, len(new), cfg.canvas_length) if strength else ()):
         page, before = new[begin : begin + cfg.canvas_length], [*prompt, *new[:begin]]
         if block < len(course.pages):
@@ -271,9 +271,9 @@ def redrafting(
         held = [more for turn, more in turns if turn.block < block and more.places]
         free = [at for at in range(len(page)) if begin + at not in kept]
         chosen = _doubted(engine.model, before, page, free, strength, seed + SALT, block) if free else set()
-        if not chosen and not held:
+        if not chosen and not held and not any(turn.step == 0 for turn in own):
             if own:
-                raise ValueError(f"page {block} is not redrafted: it has no step to turn at")
+                raise ValueError(f"page {block} has nothing to redraft at strength {strength}: raise it, or turn at step 0")
             yield _standing(block, page)
             continue
         options = {"stop": stop, "look": look, "course": Course((), own), "held": held}
@@ -290,20 +290,34 @@ def redrafting(
     yield new, forwards, settled
 
 
-def _check_course(course: Course, ids: Sequence[int], cfg: SamplerConfig, vocab_size: int) -> None:
+def _check_course(
+    course: Course, ids: Sequence[int], cfg: SamplerConfig, vocab_size: int, never: Container[int], strength: float
+) -> None:
     """Refuses what cannot have been of this text."""
-    length = cfg.canvas_length
+    length, before = cfg.canvas_length, (-1, 0)
+    if course.turns and not strength:
+        raise ValueError("at strength 0 nothing is redrafted, and there is no step to turn at: raise it")
     for block, page in enumerate(course.pages):
         wanted = len(ids[block * length : (block + 1) * length])
-        if len(page) != wanted or not all(0 <= token < vocab_size for token in page):
-            raise ValueError(
-                f"page {block} has {wanted} tokens of a vocabulary of {vocab_size}: what was given is no such one"
-            )
+        if len(page) != wanted:
+            raise ValueError(f"page {block} of this text has {wanted} tokens, got {len(page)}")
+        _check_text(page, vocab_size, never)
     for turn in course.turns:
         if wrong := [at for at in turn.steering.places if not 0 <= at < len(ids)]:
             raise ValueError(f"position {max(wrong)} is beyond the text's {len(ids)} tokens")
-        if turn.block * length >= len(ids):
-            raise ValueError(f"there is no page {turn.block} to turn at")
+        if turn.block * length >= len(ids) or not 0 <= turn.step < cfg.max_steps:
+            last = f"page {(len(ids) - 1) // length}, step {cfg.max_steps - 1}"
+            raise ValueError(f"a turn at page {turn.block}, step {turn.step}: the last that can be taken is at {last}")
+        if (turn.block, turn.step) <= before:
+            raise ValueError(f"turns come one after another, got one at page {turn.block}, step {turn.step} too late")
+        before = (turn.block, turn.step)
+        _check_text(list(turn.steering.pins.values()), vocab_size, never)
+
+
+def _check_text(tokens: Sequence[int], vocab_size: int, never: Container[int]) -> None:
+    for token in tokens:
+        if not 0 <= token < vocab_size or token in never:
+            raise ValueError(f"the token {token} is no text, so it cannot stand in one that is edited")
 
 
 def _doubted(

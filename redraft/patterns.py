@@ -226,6 +226,13 @@ class OnCanvas:
         with np.errstate(divide="ignore"):
             return np.log(weights_CK), self._likeliest(logits_CV, best_CK, live)
 
+    def reached_by(self, ids: Sequence[int]) -> bool:
+        """Whether a canvas is the beginning of an answer that matches."""
+        try:
+            return bool(self.ends_Q[self.automaton.after(self.state, ids[: self.room])])
+        except PatternError:
+            return False
+
     def impossible(self) -> PatternError:
         """What is said when no text of the canvas matches."""
         return PatternError(f"no text of this length can match {self.automaton.pattern!r} here")

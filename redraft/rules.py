@@ -62,9 +62,11 @@ class Rules:
         for at, token in more.pins.items():
             pins[at] = token
             bans[at] = tuple(other for other in bans.get(at, ()) if other != token)
+        banned: dict[int, list[int]] = {}
         for at, token in more.bans:
             pins.pop(at, None)
-            bans[at] = (*bans.get(at, ()), token)
+            banned.setdefault(at, []).append(token)
+        bans |= {at: tuple(dict.fromkeys((*bans.get(at, ()), *tokens))) for at, tokens in banned.items()}
         return replace(self, pins=pins, banned={at: tokens for at, tokens in bans.items() if tokens})
 
     def check(self, vocab_size: int, answer_length: int, stops: Sequence[int]) -> None:

@@ -195,6 +195,11 @@ def steer(state: Canvas, rules: CanvasRules, draws: Draws, vocab_size: int) -> C
     )
 
 
+def stir(state: Canvas) -> Canvas:
+    """The same page, which has to settle anew."""
+    return replace(state, unchanged_B=torch.zeros_like(state.unchanged_B), settled_B=torch.zeros_like(state.settled_B))
+
+
 def finished(state: Canvas, cfg: SamplerConfig) -> bool:
     """Whether another step would change nothing, or is not allowed."""
     return state.step >= cfg.max_steps or bool(state.frozen_B.all())

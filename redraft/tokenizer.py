@@ -112,6 +112,10 @@ class Tokenizer:
                 found[number] = bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
         return tuple(found)
 
+    def spelling(self, token: int) -> bytes:
+        """The bytes of one token; none for marks and for ids that only the model has."""
+        return (self.spellings[token] if token < self.size else None) or b""
+
     def marks(self, vocab_size: int) -> tuple[int, ...]:
         """Ids of a model's vocabulary that stand for no text."""
         return (*(token for token, letters in enumerate(self.spellings) if not letters), *range(self.size, vocab_size))

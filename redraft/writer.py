@@ -20,10 +20,10 @@ from redraft import checkpoint, editing, filling, random, schemas, solving
 from redraft.answers import Parsed, ToolCall, parse
 from redraft.config import SamplerConfig
 from redraft.editing import Edited, Span, Suggestion
-from redraft.engine import Course, Engine, Request
+from redraft.engine import Course, Engine, Request, Stopped
 from redraft.filling import Filled, Filler, Template
 from redraft.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
-from redraft.kernels.choice import has_bf16
+from redraft.kernels.choice import precision
 from redraft.model import DiffusionGemma
 from redraft.patterns import Words
 from redraft.quant import FP8, apply_fp8
@@ -75,9 +75,8 @@ def load(
     """
     if quant not in (None, FP8):
         raise ValueError(f"there is no quantization {quant!r}; known is {FP8}")
-    device = _device(device)
-    dtype = _dtype(dtype) or (None if has_bf16(device) else torch.float32)
-    folder = checkpoint.find(path_or_id)
+    device, folder = _device(device), checkpoint.find(path_or_id)
+    dtype = precision(device, _dtype(dtype))
     config = checkpoint.load_config(folder)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.size > config.vocab_size:
@@ -282,10 +281,12 @@ class Writer:
         return editing.suggest(self.model, self.tokenizer, text, self.sampler, least=least, most=most)
 
     @torch.inference_mode()
-    def decide(self, prompt: Prompt, choices: Sequence[str], *, seed: int = 0) -> dict[str, float]:
+    def decide(
+        self, prompt: Prompt, choices: Sequence[str], *, seed: int = 0, stop: threading.Event | None = None
+    ) -> dict[str, float]:
         """How likely each of some answers is, from one pass over a page of noise, all ways to spell them added up.
 
-        A string is continued, messages are answered. The probabilities add up to one.
+        A string is continued, messages are answered. The probabilities add up to one. Once `stop` is set, Stopped is raised.
         """
         ids = self.ids_of(prompt)
         cfg, model = self.sampler.changed(max_new_tokens=self.sampler.canvas_length), self.model
@@ -296,6 +297,8 @@ class Writer:
         logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
         masses = []
         for choice in _choices(choices):
+            if stop is not None and stop.is_set():
+                raise Stopped
             found = Rules(pattern=self._words.automaton(re.escape(choice)))
             found.check(model.config.vocab_size, cfg.canvas_length, cfg.eos_token_ids)
             masses.append(found.on_page(found.start(), 0, cfg.canvas_length, cfg.canvas_length).mass(logits_CV))

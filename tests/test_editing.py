@@ -88,6 +88,14 @@ def test_an_edit_is_steered_and_what_nobody_doubted_can_be_opened():
     assert pages_of(again) == pages_of(found)[1:]
 
 
+def test_a_page_that_nobody_doubts_is_opened_before_its_first_step():
+    letter = WRITER.tokenizer.encode("Z")[0]
+    found = edited(Course((), (Turn(0, 0, Steering(pins={2: letter}, bans=((5, 111),))),)), keep=[(0, 16)])
+    assert found[-1].text[2] == "Z"
+    with pytest.raises(ValueError, match="at strength 0 nothing is redrafted"):
+        edited(Course((), (Turn(0, 1, Steering()),)), strength=0.0)
+
+
 def test_pages_that_nobody_doubts_are_told_too():
     found = edited(keep=[(0, 16)])
     assert [event.block for event in found if isinstance(event, Committed)] == [0, 1, 2]
@@ -97,11 +105,17 @@ def test_pages_that_nobody_doubts_are_told_too():
 @pytest.mark.parametrize(
     ("course", "words"),
     [
-        (Course(((1, 2),)), "page 0 has 16 tokens of a vocabulary of"),
-        (Course(((9999,) * 16,)), "what was given is no such one"),
+        (Course(((1, 2),)), "page 0 of this text has 16 tokens, got 2"),
+        (Course(((9999,) * 16,)), "the token 9999 is no text"),
+        (Course((), (Turn(0, 0, Steering(pins={3: 1})),)), "the token 1 is no text"),
+        (Course((), (Turn(1, 3, Steering()),)), "a turn at page 1, step 3: the last that can be taken is at page 2, step 2"),
+        (Course((), (Turn(1, 1, Steering()), Turn(0, 1, Steering()))), "page 0, step 1 too late"),
         (Course((), (Turn(0, 1, Steering(pins={38: 3})),)), "position 38 is beyond the text's 38 tokens"),
-        (Course((), (Turn(9, 1, Steering()),)), "there is no page 9"),
-        (Course((), (Turn(0, 1, Steering()),)), "page 0 is not redrafted"),
+        (Course((), (Turn(9, 1, Steering()),)), "a turn at page 9, step 1"),
+        (
+            Course((), (Turn(0, 1, Steering()),)),
+            "page 0 has nothing to redraft at strength 0.6: raise it, or turn at step 0",
+        ),
     ],
 )
 def test_what_cannot_have_been_of_this_text_is_refused(course, words):

@@ -111,7 +111,7 @@ def test_it_writes_what_the_server_says(opened, url):
     assert page.inner_text(".page") == STORY["prompt"] + text
     assert "tokens/s" in page.inner_text(".meters")
     assert "10 steps" in page.inner_text(".meters")
-    assert re.search(r"0\.\d\d GiB", page.inner_text(".meters"))
+    assert re.search(r"\d\.\d\d GiB", page.inner_text(".meters"))
     picture(page, "write_end")
 
 
@@ -274,6 +274,11 @@ def test_a_decision_is_shown_as_bars(opened, url):
     page.fill("#form-decide [name=choices]", " sad\n sad")
     page.click("#form-decide [type=submit]")
     sync_api.expect(page.locator("#status")).to_have_text(re.compile("choices must differ"))
+    page.click("#tab-write")
+    page.click("#form-write [type=submit]")
+    page.wait_for_selector(".page .t")  # it is shown again, and can be stopped
+    page.click("#stop")
+    sync_api.expect(page.locator("#status")).to_have_text("stopped")
     opened.said.clear()  # the browser notes the 400 itself
 
 

@@ -8,25 +8,21 @@ import ollama
 import openai
 import pytest
 import tiny
-import torch
 from serving import NO_END, make, served, user
 
-from redraft.generate import Committed, Draft
-from redraft.rules import Rules
 from redraft.server import filling, holes
 from redraft.server.asking import Stops
 from redraft.server.filling import trimmed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients' own libraries
 
-WRITER = make()
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["n", "ok"]}
 TOOL = {"name": "find", "description": "Finds.", "parameters": {"type": "object", "properties": {}}}
 
 
 @pytest.fixture(scope="module")
 def url():
-    with served(WRITER, name="small") as address:
+    with served(make(), name="small") as address:
         yield address
 
 
@@ -106,49 +102,6 @@ def test_openai_patterns_are_matched(theirs):
     assert {choice.message.content for choice in several.choices} <= {"yes", "no"}
     assert [choice.index for choice in several.choices] == [0, 1, 2]
     assert ask({"type": "regex", "regex": "[0-9]{3}"}).choices[0].message.content.isdigit()
-
-
-def test_openai_logprobs_are_those_of_the_last_step(theirs):
-    plain = {"model": "", "prompt": "ab", "max_tokens": 24, "seed": 1, "logit_bias": NO_END}
-    found = theirs.completions.create(**plain, logprobs=3).choices[0]
-    events = list(WRITER.stream("ab", max_tokens=24, seed=1, rules=Rules(forbidden=(1, 5)), look=3))
-    ids = [token for event in events if isinstance(event, Committed) for token in event.ids_BC[0, : event.shown].tolist()]
-    text = [at for at, token in enumerate(ids) if WRITER.tokenizer.spellings[token] is not None]  # no marks
-    last = {event.block: event.shares for event in events if isinstance(event, Draft)}
-    own = torch.cat([shares.draft_BC[0] for shares in last.values()])[text]
-    assert len(text) > 20
-    assert found.logprobs.token_logprobs == pytest.approx(own.log().tolist(), abs=1e-4)
-    assert found.logprobs.tokens == [WRITER.tokenizer.word(ids[at]) for at in text]
-    assert found.logprobs.text_offset == list(range(len(text)))
-    likely = torch.cat([shares.shares_BCK[0] for shares in last.values()])[text]
-    tops = [sorted(top.values(), reverse=True) for top in found.logprobs.top_logprobs]
-    for top, shares in zip(tops, likely.log().tolist(), strict=True):
-        assert top[0] == pytest.approx(shares[0], abs=1e-4)
-        assert all(min(abs(one - share) for share in shares) < 1e-4 for one in top)  # half characters are one key
-    parts = [chunk.choices[0] for chunk in theirs.completions.create(**plain, logprobs=3, stream=True)]
-    told = [part.logprobs for part in parts if part.logprobs]
-    assert len(told) == 2
-    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [*getattr(told[0], name), *getattr(told[1], name)] == getattr(found.logprobs, name)
-
-
-def test_openai_logprobs_of_a_chat_spell_its_text(theirs):
-    ask = {"model": "", "messages": user("say: a wörd or two"), "seed": 1, "logprobs": True}
-    found = theirs.chat.completions.create(**ask, top_logprobs=2).choices[0]
-    assert found.message.content == "a wörd or two"
-    assert b"".join(bytes(one.bytes) for one in found.logprobs.content).decode() == "a wörd or two"
-    assert all(one.logprob == 0 and len(one.top_logprobs) == 2 for one in found.logprobs.content)  # they were pinned
-    cut = theirs.chat.completions.create(**ask, stop=["rd or"]).choices[0]
-    assert cut.message.content == "a wö"
-    assert b"".join(bytes(one.bytes) for one in cut.logprobs.content).decode() == "a wö"
-    assert not cut.logprobs.content[0].top_logprobs
-    whole = b""
-    for chunk in theirs.chat.completions.create(**ask, stream=True):
-        content = chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
-        whole += b"".join(bytes(one.bytes) for one in content)
-    assert whole.decode() == "a wörd or two"
-    none = theirs.chat.completions.create(model="", messages=user("say: a"), seed=1).choices[0]
-    assert none.logprobs is None
 
 
 def test_openai_completes_and_fills(theirs):

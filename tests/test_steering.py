@@ -1,6 +1,7 @@
 """A run taken up again and steered: without a turn it is the unbroken one, with a turn it obeys from that step on."""
 
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -197,6 +198,29 @@ def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
     same = Rules(pattern=words.automaton("a{20,24}"))
     with pytest.raises(ValueError, match="no text of this length can match"):
         run(Course((), (Turn(0, 1, Steering(bans=((4, letters[2]),))),)), rules=same)
+
+
+def test_a_settled_page_is_given_up_where_a_later_pin_makes_it_no_beginning_of_a_match():
+    words, (a, b) = Words(tiny.byte_tokenizer().spellings, CFG.eos_token_ids), tiny.byte_tokenizer().encode("ab")
+    rules = Rules(pattern=words.automaton("a{20}|b{20}"))
+    before = run(rules=rules)
+    said = pages(before)[0][0]
+    other = b if said == a else a
+    last = max(event.step for event in before if isinstance(event, Draft) and event.block == 0)
+    assert last < CFG.max_steps
+    for step in (1, last):
+        after = run(Course((), (Turn(0, step, Steering(pins={18: other})),)), rules=rules)
+        assert [token for page in pages(after) for token in page][:20] == [other] * 20
+    again = run(Course((), (Turn(0, last, NOTHING),)), rules=rules)
+    assert told(again) == told(before)
+
+
+def test_many_turns_are_folded_once():
+    turns = tuple(Turn(0, step, Steering(bans=tuple((1, token) for token in range(200)))) for step in range(7))
+    began = time.perf_counter()
+    Course((), turns * 9).rules(UNENDING)
+    assert time.perf_counter() - began < 1
+    assert Course((), turns).rules(UNENDING)[-1].banned == {1: tuple(range(200))}
 
 
 def test_pages_that_were_there_cost_nothing_again():

@@ -131,12 +131,15 @@ def test_a_folder_becomes_a_writer(tmp_path):
 
 
 @pytest.mark.parametrize("has", [True, False])
-def test_a_cpu_without_bf16_computes_in_float32_unless_told_otherwise(tmp_path, monkeypatch, has):
-    monkeypatch.setattr("redraft.writer.has_bf16", lambda device: has)
+def test_a_cpu_without_bf16_computes_in_float32_unless_told_otherwise(tmp_path, monkeypatch, caplog, has):
+    monkeypatch.setattr("redraft.kernels.choice.has_bf16", lambda device: has)
     tiny.save_folder(tmp_path)
     redraft.save(redraft.load(tmp_path, dtype="bfloat16").model, tmp_path)
+    caplog.clear()
     assert redraft.load(tmp_path).model.dtype == (torch.bfloat16 if has else torch.float32)
+    assert not caplog.messages
     assert redraft.load(tmp_path, dtype="bfloat16").model.dtype == torch.bfloat16
+    assert any("float32" in said for said in caplog.messages) is not has
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):

@@ -82,7 +82,7 @@ class Engine:
             raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
         deadline = time.monotonic() + seconds if seconds is not None else None
         bill, more = Bill(cfg, [seed], [len(prompt)]), {"matched": rules.start(), "stop": stop}
-        more |= {"course": course, "look": look}
+        more |= {"course": course, "held": course.rules(rules), "look": look}
         request = Request(next(self._numbers), tuple(prompt), cfg, seed, rules, first_1C, deadline, bill, **more)
         request.inbox = deque() if self._own else None  # it may run before anybody streams it
         self.scheduler.check(request)

@@ -8,6 +8,7 @@ Shapes: one row, C canvas positions, D model size.
 import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -62,27 +63,28 @@ class Course:
             if set(page) & set(cfg.eos_token_ids):
                 raise ValueError(f"page {number} ends the text: nothing comes behind it")
         self._check_turns(cfg, vocab_size, rules)
-        state = rules.start()
+        state, held = rules.start(), self.rules(rules)
         for number, page in enumerate(self.pages):
-            self.rules_at(number, cfg.max_steps, rules).obeyed_by(page, number * cfg.canvas_length)
+            held[self.taken(number, cfg.max_steps)].obeyed_by(page, number * cfg.canvas_length)
             state = rules.after(state, page, cfg.canvas_length)
 
-    def rules_at(self, block: int, step: int, rules: Rules) -> Rules:
-        """What holds behind this step of this page, where `rules` held at first."""
-        for turn in self.turns:
-            rules = rules.steered(turn.steering) if (turn.block, turn.step) <= (block, step) else rules
-        return rules
+    def rules(self, first: Rules) -> tuple[Rules, ...]:
+        """What holds before the first turn, and behind each."""
+        return tuple(accumulate(self.turns, lambda held, turn: held.steered(turn.steering), initial=first))
+
+    def taken(self, block: int, step: int) -> int:
+        """How many turns are behind this step of this page."""
+        return sum((turn.block, turn.step) <= (block, step) for turn in self.turns)
 
     def _check_turns(self, cfg: SamplerConfig, vocab_size: int, rules: Rules) -> None:
         before = (-1, 0)
-        for turn in self.turns:
+        for turn, held in zip(self.turns, self.rules(rules)[1:], strict=True):
             if not 0 <= turn.block < cfg.max_canvases or not 0 <= turn.step < cfg.max_steps:
                 last = f"page {cfg.max_canvases - 1} and step {cfg.max_steps - 1}"
                 raise ValueError(f"a turn at page {turn.block}, step {turn.step}: the last that can be taken is at {last}")
             if (turn.block, turn.step) <= before:
                 raise ValueError(f"turns come one after another, got one at page {turn.block}, step {turn.step} too late")
-            rules = rules.steered(turn.steering)
-            rules.check(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
+            held.check(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
             before = (turn.block, turn.step)
 
 
@@ -99,6 +101,7 @@ class Request:
     deadline: float | None  # of time.monotonic()
     bill: Bill
     course: Course = Course()
+    held: tuple[Rules, ...] = ()  # its rules at first, and behind each turn
     look: int = 0  # how many of the likeliest tokens are shown at every position, with their probabilities
     shares: Shares | None = None  # these, of the last step
     cache: KVCache | None = None
@@ -155,7 +158,7 @@ class Request:
 
     def _ruled(self, step: int, vocab_size: int, device: torch.device) -> CanvasRules | None:
         """The rules on its page behind this step."""
-        found, length = self.course.rules_at(self.block, step, self.rules), self.cfg.canvas_length
+        found, length = self.held[self.course.taken(self.block, step)], self.cfg.canvas_length
         pattern = found.on_page(self.matched, self.block * length, length, self.cfg.max_new_tokens)
         known = (self.block, length, vocab_size, self.cfg.eos_token_ids, device)
         return rules.on_canvas([found], *known, [pattern])
@@ -193,6 +196,8 @@ class Request:
         self.fixed = self._ruled(self.state.step, vocab_size, device)
         if self.fixed is not None:
             self.state = sampler.steer(self.state, self.fixed, self.draws, vocab_size)
+            if not all(one.reached_by(self.state.best_BC[0].tolist()) for one in self.fixed.patterns):
+                self.state = sampler.stir(self.state)
         self.done = sampler.finished(self.state, self.cfg)
         if self.done and self.course.turns:
             self._check_course()

@@ -4,10 +4,12 @@ And what a device computes in, where nobody says.
 """
 
 import importlib.util
+import logging
 import os
 
 import torch
 
+LOG = logging.getLogger("redraft")
 SHARED = 200 * 1024  # bytes: attention's tiles
 VARIABLE = "REDRAFT_KERNELS"  # "reference" forces PyTorch's
 
@@ -31,6 +33,15 @@ def has_bf16(device: torch.device | str) -> bool:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):  # a build of torch that does not know
         return False
+
+
+def precision(device: torch.device | str, asked: torch.dtype | None = None) -> torch.dtype | None:
+    """What to compute in: what is asked for; else as it is stored, None, or float32 where a CPU has no bf16."""
+    if has_bf16(device):
+        return asked
+    if asked == torch.bfloat16:
+        LOG.warning("this CPU does not multiply in bf16: in float32 it is a hundred times as fast")
+    return asked or torch.float32
 
 
 def chosen(device: torch.device | str) -> tuple[bool, str]:

@@ -5,6 +5,7 @@
 Sampling: a temperature of 1 is the model's own schedule, others scale it. Knows nothing of HTTP.
 """
 
+import codecs
 import json
 import threading
 import time
@@ -21,7 +22,7 @@ from redraft.engine import Stopped
 from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.rules import Rules
 from redraft.server.schema import ChatMessage
-from redraft.tokenizer import Message, Tokenizer
+from redraft.tokenizer import Message, Tokenizer, TokenizerError
 from redraft.writer import Writer, fresh_seed
 
 FAINT = 5e-4  # of a token that is not worth showing
@@ -63,6 +64,7 @@ class Said:
     """A token of the answer, how likely the last step of its page found it, and the likeliest there."""
 
     id: int
+    at: int  # characters of the answer before it
     share: float
     likeliest: tuple[tuple[int, float], ...]
 
@@ -171,8 +173,8 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
         if asked.tools:
             raise Refused("this model continues text and was not made for conversation: it cannot call tools", "tools")
         prompt = continued(prompt)
-    if asked.logprobs is not None and (asked.tools or asked.think):
-        raise Refused("logprobs are those of plain answers: leave tools and thinking out", "logprobs")
+    if asked.logprobs is not None:
+        check_logprobs(writer.tokenizer, asked)
     seed = asked.seed if asked.seed is not None else fresh_seed()
     if asked.unending or isinstance(asked.draft, tuple):
         asked = one_canvas(asked, asked.settings.get("canvas_length", writer.sampler.canvas_length))
@@ -192,20 +194,20 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
         **settings,
     )
     cut, frames, called, last, pages = Stops(asked.stops), Frames(writer.tokenizer), False, None, []
-    spoken = Spoken(writer.tokenizer, asked.logprobs)
+    spoken, drawn = Spoken(writer.tokenizer, asked.logprobs), None
     yield Begun()
     for event in events:
         match event:
             case Draft():
-                spoken.see(event)
+                drawn = event
                 if asked.frames:
                     yield frames.of(event)
             case Committed():
                 text = cut.feed(event.text)
                 pages.append((event, text))
                 called = called or bool(event.tool_calls)
-                end = sum(len(some.encode()) for _, some in pages) if cut.found is not None else None
-                yield Text(text, event.reasoning, event.tool_calls, spoken.of(event, end))
+                spoken.hear(event, drawn)
+                yield Text(text, event.reasoning, event.tool_calls, spoken.told(text, bool(event.reasoning)))
                 frames = Frames(writer.tokenizer)
                 if cut.found is not None:
                     stop.set()
@@ -218,7 +220,7 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
     if last is None:
         raise Stopped
     if rest := cut.flush():
-        yield Text(rest)
+        yield Text(rest, tokens=spoken.told(rest))
     yield End("tool_calls" if called else last.reasons[0], last.stats[0])
 
 
@@ -272,28 +274,48 @@ class Stops:
         return held
 
 
+def check_logprobs(tokenizer: Tokenizer, asked: Asked) -> None:
+    """Refuses what has none."""
+    if asked.tools or asked.think:
+        raise Refused("logprobs are those of plain answers: leave tools and thinking out", "logprobs")
+    try:
+        _ = tokenizer.spellings
+    except TokenizerError:
+        raise Refused("this model's tokens are not bytes of a text: leave logprobs out", "logprobs") from None
+
+
 class Spoken:
-    """The tokens of an answer, page after page, with their probabilities."""
+    """The tokens of an answer with their probabilities, told as its text is: what is held back or cut off is not told."""
 
     def __init__(self, tokenizer: Tokenizer, most: int | None) -> None:
-        self.tokenizer, self.most, self._size = tokenizer, most, 0
-        self._draft: Draft | None = None
+        self.tokenizer, self.most = tokenizer, most
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text, self._shown = "", 0  # what is not told yet; characters that are
+        self._held: list[Said] = []  # of that, where a token begins in it
 
-    def see(self, event: Draft) -> None:
-        """The last draft is what a page becomes."""
-        self._draft = event
-
-    def of(self, event: Committed, end: int | None) -> tuple[Said, ...]:
-        """Those of a page, marks left out, up to so many bytes of the answer where it is cut there."""
-        if self.most is None:
-            return ()
-        found, spelled, shares = [], self.tokenizer.spellings, self._draft.shares
+    def hear(self, event: Committed, draft: Draft | None) -> None:
+        """A page is committed, whose last draft this was. Marks are no text."""
+        if self.most is None or draft is None:
+            return
+        shares = draft.shares
         ids, own = event.ids_BC[0].tolist()[: event.shown], shares.draft_BC[0].tolist()
         likely = zip(shares.ids_BCK[0].tolist(), shares.shares_BCK[0].tolist(), strict=True)
         for token, share, (tokens, others) in zip(ids, own, likely, strict=False):
-            if spelled[token] is not None and (end is None or self._size < end):
-                found.append(Said(token, share, tuple(zip(tokens, others, strict=True))[: self.most]))
-            self._size += len(spelled[token] or b"")
+            if letters := self.tokenizer.spelling(token):
+                before, own = len(self._text), len(letters.decode("utf-8", "replace"))
+                self._text += self._characters.decode(letters)
+                at = max(before, len(self._text) - own)  # a half character may turn out to be none only now
+                self._held.append(Said(token, at, share, tuple(zip(tokens, others, strict=True))[: self.most]))
+
+    def told(self, text: str, thought: bool = False) -> tuple[Said, ...]:
+        """Those of a text that is shown now. Blanks before an answer are not, nor what was thought before it."""
+        if not text or self.most is None:
+            return ()
+        begin = max(0, self._text.rfind(text) if thought else self._text.find(text))
+        end, shown = begin + len(text), self._shown
+        found = [replace(said, at=shown + said.at - begin) for said in self._held if begin <= said.at < end]
+        self._held = [replace(said, at=said.at - end) for said in self._held if said.at >= end]
+        self._text, self._shown = self._text[end:], shown + len(text)
         return tuple(found)
 
 

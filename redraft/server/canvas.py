@@ -32,7 +32,7 @@ from redraft.editing import events as edit_events
 from redraft.engine import Course, Stopped, Turn
 from redraft.filling import Filled, Filler
 from redraft.generate import Committed, Draft, Finished, Stats
-from redraft.kernels.choice import has_bf16
+from redraft.kernels.choice import precision
 from redraft.rules import Rules, Steering
 from redraft.server.asking import Frames, Refused, continued, heated, message_of
 from redraft.server.desk import Desk, Route, read, sse, timings_of, unless_gone
@@ -158,7 +158,7 @@ def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> T
     cfg = writer.sampler.changed(max_new_tokens=settings.pop("max_tokens"), **settings)
     limits = {"canvas_length": cfg.canvas_length, "max_steps": cfg.max_steps, "max_tokens": cfg.max_new_tokens}
     yield begin(writer, seed, before, **limits)
-    yield from told(writer, events, body, before if body.text is not None else "", cfg)
+    yield from told(writer, events, body, before if body.text is not None else "")
 
 
 def costs(stats: Stats) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def begin(writer: Writer, seed: int, before: str, **more: Any) -> dict[str, Any]
     return {"type": "begin", "seed": seed, "before": before, "stops": list(writer.sampler.eos_token_ids), **more}
 
 
-def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str, cfg: SamplerConfig) -> Told:
+def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str) -> Told:
     """Events of one answer."""
     frames, whole, last = Frames(writer.tokenizer, everything=True), before, None
     since = since_of(body)
@@ -274,7 +274,7 @@ def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> T
     ids, limit, tokenizer = writer.ids_of(prompt), writer.model.config.max_position_embeddings, writer.tokenizer
     if len(ids) + body.max_tokens > limit:
         raise Refused(f"{len(ids)} tokens and {body.max_tokens} more do not fit the context of {limit}", "max_tokens")
-    room(writer, len(ids) + body.max_tokens)
+    room(writer, len(ids) + body.max_tokens, "max_tokens")
     heat = 1.0 if body.temperature is None else body.temperature
     yield begin(writer, seed, prompt if isinstance(prompt, str) else "")
     said: list[int] = []
@@ -291,24 +291,24 @@ def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> T
     yield {"type": "end", "reason": "stop" if stopped else "length", "text": text, **costs(stats)}
 
 
-def decided(writer: Writer, body: DecideRequest) -> Told:
+def decided(writer: Writer, body: DecideRequest, stop: threading.Event) -> Told:
     """Answers and their probabilities, the likeliest first."""
     one_of(body.prompt, body.messages)
     prompt, seed, began = prompt_of(writer, body), body.seed or 0, time.perf_counter()
-    room(writer, size := len(writer.ids_of(prompt)))
+    room(writer, size := len(writer.ids_of(prompt)), "prompt")
     with ALONE:
-        found = writer.decide(prompt, body.choices, seed=seed)
+        found = writer.decide(prompt, body.choices, seed=seed, stop=stop)
     yield begin(writer, seed, prompt if isinstance(prompt, str) else "")
     stats = Stats(seed, size, 0, 1, 1, 1, 0, time.perf_counter() - began, 0.0)
     shares = [{"text": text, "probability": share} for text, share in sorted(found.items(), key=lambda pair: -pair[1])]
     yield {"type": "end", "reason": "stop", "text": shares[0]["text"], "choices": shares, **costs(stats)}
 
 
-def room(writer: Writer, tokens: int) -> None:
+def room(writer: Writer, tokens: int, field: str) -> None:
     """Refuses more context than fits beside what the engine has."""
     taken = KVCache.bytes_of(writer.model.config, tokens, writer.model.dtype)
     if taken > writer.engine.scheduler.budget // 10:
-        raise Refused(f"{tokens} tokens take more memory than is left beside the engine", "max_tokens")
+        raise Refused(f"{tokens} tokens take more memory than is left beside the engine: shorten {field}", field)
 
 
 class Boards:
@@ -320,9 +320,9 @@ class Boards:
     def told(self, body: SudokuRequest, stop: threading.Event) -> Told:
         """A puzzle, pass by pass: the board that was tried last, and which of its cells are accepted."""
         puzzle, seed = boards.given(body.puzzle), seed_of(body)
-        yield {"type": "begin", "seed": seed, "puzzle": list(puzzle), "before": "", "stops": []}
         with ALONE:
             self._load()
+            yield {"type": "begin", "seed": seed, "puzzle": list(puzzle), "before": "", "stops": []}
             options = {"seed": seed, "canvases": body.canvases, "check": body.check}
             if body.left_to_right:
                 events = solving.in_reading_order(self._model, puzzle, seed=seed)
@@ -343,8 +343,7 @@ class Boards:
             return
         folder = checkpoint.find(SUDOKU)
         self._sampler = SamplerConfig.from_folder(folder, checkpoint.load_config(folder))
-        dtype = None if has_bf16(self._device) else torch.float32
-        self._model = checkpoint.load_model(folder, dtype=dtype, device=self._device)
+        self._model = checkpoint.load_model(folder, dtype=precision(self._device), device=self._device)
 
 
 def clashes(board: Sequence[int], sure: Sequence[int]) -> list[int]:
@@ -410,7 +409,7 @@ class CanvasRoutes:
     async def decide(self, request: Request) -> Response:
         """POST /v1/canvas/decide."""
         body = await read(request, DecideRequest)
-        return await self._answered(request, body.stream, lambda stop: decided(self.desk.writer, body))
+        return await self._answered(request, body.stream, lambda stop: decided(self.desk.writer, body, stop))
 
     async def spoken(self, request: Request) -> Response:
         """POST /v1/canvas/left-to-right."""

@@ -135,9 +135,10 @@ def logprobs_of(tokenizer: Tokenizer, tokens: Sequence[Said]) -> list[dict[str, 
 
     def one(token: int, share: float) -> dict[str, Any]:
         log = round(math.log(share), 6) if share > 0 else NEVER
-        return {"token": tokenizer.word(token), "logprob": log, "bytes": list(tokenizer.spellings[token] or b"")}
+        return {"token": tokenizer.word(token), "logprob": log, "bytes": list(tokenizer.spelling(token))}
 
-    return [one(said.id, said.share) | {"top_logprobs": [one(*other) for other in said.likeliest]} for said in tokens]
+    tops = [{"top_logprobs": [one(*other) for other in said.likeliest]} for said in tokens]
+    return [one(said.id, said.share) | top for said, top in zip(tokens, tops, strict=True)]
 
 
 def timings_of(parts: Sequence[Stats]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ class Asking(Body):
     stream: bool = True
     format: Literal["json", ""] | dict[str, Any] | None = None
     options: Options | None = None
-    logprobs: bool = False
-    top_logprobs: Likely = 0
+    logprobs: bool | None = None
+    top_logprobs: Likely | None = None
     think: bool | str | None = None
 
 
@@ -172,7 +172,7 @@ class Ollama:
             tools=tools,
             think=body.think not in (None, False),
             pattern={"schema": wanted} if wanted is not None else {},
-            logprobs=body.top_logprobs if body.logprobs else None,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         if body.stream:
             return ndjson(self._lines(await self.desk.begin([asked]), say))
@@ -192,7 +192,7 @@ class Ollama:
                     yield {**head, **part, "done": False}
                 elif isinstance(piece, End):
                     yield {**head, **say(""), **ended(piece)}
-        except RuntimeError as failure:  # it has begun: the status cannot be changed any more
+        except (RuntimeError, ValueError) as failure:  # it has begun: the status cannot be changed any more
             yield error(str(failure))
 
 

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
@@ -15,11 +14,12 @@ from pydantic import ValidationError
 
 from redraft.answers import ToolCall
 from redraft.generate import Stats
-from redraft.server.asking import PLAIN_OBJECT, Asked, End, Frame, Refused, Text, message_of, plain_text, stops_of
+from redraft.server.asking import PLAIN_OBJECT, Asked, End, Frame, Refused, Said, Text, message_of, plain_text, stops_of
 from redraft.server.desk import Desk, Route, Whole, client_of, each, logprobs_of, read, refused, sse, timings_of
 from redraft.server.filling import LONGEST, Put, rewritten
 from redraft.server.holes import Hole, find_hole, find_region
 from redraft.server.schema import Canvas, ChatRequest, CompletionRequest, EditRequest, Sampling
+from redraft.tokenizer import Tokenizer
 from redraft.writer import fresh_seed
 
 ALIAS = "mercury-coder-local"  # the name under which an editor asks for edits
@@ -197,19 +197,18 @@ class Reply:
         part = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         return {**head, "choices": [{"index": index, **part, "logprobs": logprobs, "finish_reason": reason}], **more}
 
-    def logprobs(self, told: list[dict[str, Any]], begin: int = 0) -> dict[str, Any]:
-        """Tokens with their probabilities, in the shape of chats or of texts, where so many characters came before."""
+    def logprobs(self, tokenizer: Tokenizer, tokens: Sequence[Said]) -> dict[str, Any]:
+        """Tokens with their probabilities, in the shape of chats or of texts."""
+        told = logprobs_of(tokenizer, tokens)
         if self.chat:
             return {"content": told, "refusal": None}
-        words = [one["token"] for one in told]
         # Halves of characters are spelled alike: of one key, the likeliest stays.
         tops = [{other["token"]: other["logprob"] for other in reversed(one["top_logprobs"])} for one in told]
-        places = accumulate((len(word) for word in words[:-1]), initial=begin) if words else ()
         return {
-            "tokens": words,
+            "tokens": [one["token"] for one in told],
             "token_logprobs": [one["logprob"] for one in told],
             "top_logprobs": tops,
-            "text_offset": list(places),
+            "text_offset": [said.at for said in tokens],
         }
 
     def frame(self, index: int, frame: Frame) -> dict[str, Any]:
@@ -373,7 +372,7 @@ class OpenAI:
         for index, one in enumerate(found):
             choice = {"index": index, "finish_reason": finish(one.end.reason), "logprobs": None}
             if many[index].logprobs is not None:
-                choice["logprobs"] = reply.logprobs(logprobs_of(self.desk.writer.tokenizer, one.tokens))
+                choice["logprobs"] = reply.logprobs(self.desk.writer.tokenizer, one.tokens)
             echoed = many[index].prompt if getattr(body, "echo", False) else ""
             choices.append(choice | ({"message": message_of_answer(one)} if reply.chat else {"text": echoed + one.text}))
         spent = [one.end.stats for one in found]
@@ -387,8 +386,7 @@ class OpenAI:
         many: Sequence[Asked],
     ) -> AsyncIterator[dict[str, Any]]:
         spent: list[Any] = [None] * len(many)
-        calls, sizes = [0] * len(many), [0] * len(many)
-        warnings = {"warnings": told} if (told := warnings_of(body)) else {}
+        calls, warnings = [0] * len(many), {"warnings": told} if (told := warnings_of(body)) else {}
         for index, asked in enumerate(many):
             if reply.chat:
                 yield reply.chunk(index, {"role": "assistant", "content": ""})
@@ -400,11 +398,10 @@ class OpenAI:
                     case Frame():
                         yield reply.frame(index, piece)
                     case Text():
-                        told = logprobs_of(self.desk.writer.tokenizer, piece.tokens)
-                        if (delta := reply.delta(piece, calls[index])) or told:
-                            logprobs = reply.logprobs(told, sizes[index]) if many[index].logprobs is not None else None
-                            yield reply.chunk(index, delta, logprobs=logprobs)
-                        sizes[index] += sum(len(one["token"]) for one in told)
+                        if delta := reply.delta(piece, calls[index]):
+                            wanted = many[index].logprobs is not None
+                            told = reply.logprobs(self.desk.writer.tokenizer, piece.tokens) if wanted else None
+                            yield reply.chunk(index, delta, logprobs=told)
                         calls[index] += len(piece.tool_calls)
                     case End():
                         spent[index] = piece.stats

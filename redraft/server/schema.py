@@ -258,6 +258,6 @@ class DecideRequest(Body):
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)] | None = None
-    choices: Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=64)]
+    choices: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=32)]
     seed: Seed | None = None
     stream: bool = True

@@ -91,7 +91,7 @@ async function follow(run, body) {
     if (run.error) say(run.error, true);
   });
   drawn();
-  for (const button of document.querySelectorAll(".saves button")) button.disabled = !run.frames.length;
+  for (const button of document.querySelectorAll(".saves button:not(#stop)")) button.disabled = !run.frames.length;
   if (run.kind === "chat" && run.end) talked(run);
 }
 
@@ -141,8 +141,8 @@ function preview() {
   const last = player.timeline.index >= (run?.frames.length ?? 0);
   const text = run ? (run.end && last && run.kind !== "write" ? run.end.text : before + run.textAt(player.timeline.index)) : "";
   const found = run?.kind === "sudoku" ? "" : markup(text);
-  $("#preview").hidden = !found;
-  if (!found || (performance.now() - drawnAt < 200 && !run.end)) return;
+  $("#preview").hidden = !found || $("#player").hidden;
+  if ($("#preview").hidden || (performance.now() - drawnAt < 200 && !run.end)) return;
   drawnAt = performance.now();
   const frame = $("#preview iframe");
   if (frame.srcdoc !== found) frame.srcdoc = found;
@@ -194,12 +194,14 @@ function turnTheme() {
 }
 
 async function savePicture() {
-  save(await picture(player.page), "redraft-page.png", "image/png");
+  const drawn = await picture(player.page);
+  if (drawn) save(drawn, "redraft-page.png", "image/png");
+  else say("this page is too large for a picture", true);
 }
 
 function startRace(lanes) {
   $("#race").hidden = false;
-  $("#player").hidden = $("#preview").hidden = true;
+  $("#player").hidden = $("#preview").hidden = $("#save-picture").disabled = true;
   return alone((ask, signal) => race($("#race"), ask, lanes, signal));
 }
 

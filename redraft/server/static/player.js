@@ -137,10 +137,10 @@ export class Player {
     this.spans = [];
     this.page.classList.toggle("mapped", this.order);
     if (this.run.frames[0]?.board) return this.page.replaceChildren(board(this.run, frame ?? this.run.frames.at(-1), !frame));
-    const alone = !frame && !this.run.pages.length; // an end without pages: what was filled or edited, whole
+    const alone = !frame && !this.run.spelled; // an end without pages: what was filled, whole
     if (this.run.begin?.before && !alone) parts.push(element("span", { className: "before" }, this.run.begin.before));
     const upTo = frame ? frame.block : Infinity;
-    this.run.pages.forEach((page, block) => block < upTo && parts.push(...this.#committed(page)));
+    if (!alone) this.run.pages.forEach((page, block) => block < upTo && parts.push(...this.#committed(page)));
     if (frame) frame.cells.forEach((cell, i) => parts.push(this.#token(frame.block, i, cell.token.t, look(cell, i, frame.ends), cell)));
     if (alone && this.run.end) parts.push(element("span", { className: "said" }, this.run.end.text));
     this.page.replaceChildren(...parts);

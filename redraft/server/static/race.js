@@ -6,10 +6,11 @@ import { Run } from "./run.js";
 import { element } from "./timeline.js";
 
 async function measured(stream, seen) {
-  const began = performance.now();
   const found = [];
+  let began = 0; // when it was begun, whatever had to be loaded or waited for before
   for await (const event of stream) {
     if (event.type === "error") throw new Error(event.error.message);
+    if (event.type === "begin") began = performance.now();
     found.push({ at: performance.now() - began, event });
     seen(found.length);
   }

@@ -5,7 +5,7 @@ export const NOISE = "n", PINNED = "k";
 
 export class Run {
   constructor(kind, asked) {
-    this.kind = kind; // write, chat, fill, edit or sudoku
+    this.kind = kind; // write, chat, fill, edit, sudoku or decide
     this.asked = asked; // {path, body}: with its seed, all that is needed to have it again
     this.begin = null;
     this.frames = [];
@@ -24,6 +24,12 @@ export class Run {
   // Whether tokens can be pinned or banned and the run gone on with from there.
   get steerable() {
     return this.begin?.canvas_length > 0;
+  }
+
+  // Whether its pages are its text: an edit takes back what would be half a character.
+  get spelled() {
+    const text = this.pages.map((page) => page.texts.join("")).join("");
+    return this.pages.length > 0 && (this.kind !== "edit" || text === this.end?.text);
   }
 
   get saved() {

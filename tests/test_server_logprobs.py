@@ -1,0 +1,100 @@
+"""Logprobs: what the last step of a page found of each token, told as the text is."""
+
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+import tiny
+import torch
+from serving import NO_END, make, served, user
+
+from redraft.generate import Committed, Draft
+from redraft.rules import Rules
+from redraft.writer import Writer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the client's own library
+WRITER = make()
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    with served(WRITER) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def test_openai_logprobs_are_those_of_the_last_step(theirs):
+    plain = {"model": "", "prompt": "ab", "max_tokens": 24, "seed": 1, "logit_bias": NO_END}
+    found = theirs.completions.create(**plain, logprobs=3).choices[0]
+    events = list(WRITER.stream("ab", max_tokens=24, seed=1, rules=Rules(forbidden=(1, 5)), look=3))
+    ids = [token for event in events if isinstance(event, Committed) for token in event.ids_BC[0, : event.shown].tolist()]
+    text = [at for at, token in enumerate(ids) if WRITER.tokenizer.spellings[token] is not None]  # no marks
+    last = {event.block: event.shares for event in events if isinstance(event, Draft)}
+    own = torch.cat([shares.draft_BC[0] for shares in last.values()])[text]
+    assert len(text) > 20
+    assert found.logprobs.token_logprobs == pytest.approx(own.log().tolist(), abs=1e-4)
+    assert found.logprobs.tokens == [WRITER.tokenizer.word(ids[at]) for at in text]
+    for at, token in zip(found.logprobs.text_offset, found.logprobs.tokens, strict=True):
+        assert token == "\ufffd" or found.text[at] == token
+    likely = torch.cat([shares.shares_BCK[0] for shares in last.values()])[text]
+    tops = [sorted(top.values(), reverse=True) for top in found.logprobs.top_logprobs]
+    for top, shares in zip(tops, likely.log().tolist(), strict=True):
+        assert top[0] == pytest.approx(shares[0], abs=1e-4)
+        assert all(min(abs(one - share) for share in shares) < 1e-4 for one in top)  # half characters are one key
+    parts = [chunk.choices[0] for chunk in theirs.completions.create(**plain, logprobs=3, stream=True)]
+    told = [part.logprobs for part in parts if part.logprobs]
+    assert len(told) == 2
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [*getattr(told[0], name), *getattr(told[1], name)] == getattr(found.logprobs, name)
+
+
+def test_openai_logprobs_of_a_chat_spell_its_text(theirs):
+    ask = {"model": "", "messages": user("say: a wörd or two"), "seed": 1, "logprobs": True}
+    found = theirs.chat.completions.create(**ask, top_logprobs=2).choices[0]
+    assert found.message.content == "a wörd or two"
+    assert b"".join(bytes(one.bytes) for one in found.logprobs.content).decode() == "a wörd or two"
+    assert all(one.logprob == 0 and len(one.top_logprobs) == 2 for one in found.logprobs.content)  # they were pinned
+    cut = theirs.chat.completions.create(**ask, stop=["rd or"]).choices[0]
+    assert cut.message.content == "a wö"
+    assert b"".join(bytes(one.bytes) for one in cut.logprobs.content).decode() == "a wö"
+    assert not cut.logprobs.content[0].top_logprobs
+    whole = b""
+    for chunk in theirs.chat.completions.create(**ask, stream=True):
+        content = chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+        whole += b"".join(bytes(one.bytes) for one in content)
+    assert whole.decode() == "a wörd or two"
+    none = theirs.chat.completions.create(model="", messages=user("say: a"), seed=1).choices[0]
+    assert none.logprobs is None
+
+
+def test_logprobs_are_told_as_the_text_is(theirs):
+    """What a stop string that begins on one page and ends on the next takes away, blanks before an answer, thoughts."""
+    said = {"say: abcdefghijklmnopqrstuv": "abcdefghijklmn", "say: \n\n\nab cdopqrx": "ab cd"}
+    said["say: <|channel>thought\nhm<channel|>ok"] = "ok"
+    for asked, text in said.items():
+        for stream in (False, True):
+            ask = {"model": "", "messages": user(asked), "seed": 1, "logprobs": True, "stop": ["opqr"], "max_tokens": 32}
+            found = theirs.chat.completions.create(**ask, stream=stream)
+            choices = [part.choices[0] for part in found] if stream else found.choices
+            assert "".join((one.delta if stream else one.message).content or "" for one in choices) == text
+            told = [token.token for one in choices if one.logprobs for token in one.logprobs.content]
+            assert "".join(told) == text, (asked, stream)
+
+
+def test_logprobs_of_ids_that_only_the_model_has():
+    """The vocabulary may be larger than the tokenizer's."""
+    config = replace(tiny.BASE, vocab_size=300)
+    writer = Writer(
+        tiny.build(config), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_new_tokens=32, max_steps=2)
+    )
+    assert writer.tokenizer.size < 300
+    with served(writer) as url:
+        body = {"prompt": "ab", "max_tokens": 24, "seed": 1, "logprobs": 20, "logit_bias": NO_END}
+        found = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert found.status_code == 200, found.text
+        choice = found.json()["choices"][0]
+        for at, token in zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True):
+            assert token == "\ufffd" or choice["text"][at : at + len(token)] == token
+        pages = [[290] * 16]
+        edit = httpx.post(f"{url}/v1/canvas/edit", json={"text": "x" * 20, "pages": pages}, timeout=60)
+        assert (edit.status_code, "the token 290 is no text" in edit.text) == (400, True)
