@@ -7,14 +7,10 @@ own, or ours (chat.jinja), rendered in jinja2's sandbox: a template comes with t
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Vocabulary
 
@@ -180,19 +176,12 @@ class Tokenizer:
         check_tools(tools)
         if not self.can_chat:
             raise TokenizerError("this tokenizer has no turn marks (<|turn>), so it cannot chat; continue a text instead")
+        from redraft.templates import environment  # jinja2 takes long to import
+
         source = self.template if self.template is not None else DEFAULT_TEMPLATE.read_text(encoding="utf-8")
+        known = {"tools": list(tools) if tools else None, "enable_thinking": think, "add_generation_prompt": True}
         try:
-            return (
-                _environment()
-                .from_string(source)
-                .render(
-                    messages=_prepared(messages),
-                    tools=list(tools) if tools else None,
-                    enable_thinking=think,
-                    add_generation_prompt=True,
-                    **self.specials,
-                )
-            )
+            return environment().from_string(source).render(messages=_prepared(messages), **known, **self.specials)
         except Exception as error:  # a template is a program, and may fail in every way a program can
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
 
@@ -205,26 +194,6 @@ def _byte_letters() -> dict[str, int]:
 
 
 _BYTES = _byte_letters()
-
-
-class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %}, with which templates mark answers for training; here what it encloses is just text."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What templates written for transformers expect to find."""
-    extensions = [_Generation, jinja2.ext.loopcontrols]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
-    return environment
 
 
 def _content(value: Any) -> str:
@@ -315,10 +284,6 @@ def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(parsed, Mapping):
         raise TokenizerError(f"the arguments of the call to {function.get('name')!r} are {parsed!r}, not an object")
     return parsed
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 class Decoder:

@@ -23,7 +23,7 @@ from redraft.editing import Edited, Span, Suggestion
 from redraft.engine import Course, Engine, Request, Stopped
 from redraft.filling import Filled, Filler, Template
 from redraft.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
-from redraft.kernels.choice import precision
+from redraft.kernels.choice import has_bf16, precision
 from redraft.model import DiffusionGemma
 from redraft.patterns import Words
 from redraft.quant import FP8, apply_fp8
@@ -70,13 +70,11 @@ def load(
     """A Writer from a checkpoint folder or a hub id; without either, the small model that comes with redraft.
 
     "tiny" and "sudoku" are the models in the package. Without a dtype, weights stay in the precision they are stored in,
-    or are float32 where a CPU does not multiply in bf16.
-    `quant="fp8"` packs a checkpoint's layers on the way in.
+    or are float32 where a CPU does not multiply in bf16. `quant="fp8"` packs a checkpoint's layers on the way in.
     """
     if quant not in (None, FP8):
         raise ValueError(f"there is no quantization {quant!r}; known is {FP8}")
     device, folder = _device(device), checkpoint.find(path_or_id)
-    dtype = precision(device, _dtype(dtype))
     config = checkpoint.load_config(folder)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.size > config.vocab_size:
@@ -85,9 +83,11 @@ def load(
             f"{config.vocab_size}: they do not belong together"
         )
     sampler = SamplerConfig.from_folder(folder, config)
-    model = checkpoint.load_model(folder, dtype=dtype, device=device)
+    model = checkpoint.load_model(folder, dtype=precision(device, _dtype(dtype)), device=device)
     if quant == FP8 and not model.config.quant:
         model = apply_fp8(model)
+    elif not has_bf16(device):
+        model = checkpoint.laid_out(model)
     return Writer(model, tokenizer, sampler)
 
 

@@ -130,6 +130,20 @@ def test_a_folder_becomes_a_writer(tmp_path):
     assert redraft.load(str(tmp_path), dtype="bfloat16").model.dtype == torch.bfloat16
 
 
+def test_weights_laid_out_for_a_cpu_are_the_same_and_are_saved_as_they_were(tmp_path, monkeypatch):
+    tiny.save_folder(tmp_path / "one")
+    written = {}
+    for has in (True, False):
+        monkeypatch.setattr("redraft.writer.has_bf16", lambda device, has=has: has)
+        found = redraft.load(tmp_path / "one", dtype="float32")
+        assert found.model.layers[0].mlp.gate_proj.weight.is_contiguous() is has
+        written[has] = found.write("Once", seed=3).ids
+        redraft.save(found.model, tmp_path / f"saved {has}")
+    assert written[True] == written[False]
+    one, other = (sorted((tmp_path / f"saved {has}").glob("*.safetensors")) for has in (True, False))
+    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in other]
+
+
 @pytest.mark.parametrize("has", [True, False])
 def test_a_cpu_without_bf16_computes_in_float32_unless_told_otherwise(tmp_path, monkeypatch, caplog, has):
     monkeypatch.setattr("redraft.kernels.choice.has_bf16", lambda device: has)
