@@ -22,7 +22,7 @@ WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(can
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(TEXT, st.floats(0, 1), st.integers(0, 99), st.data())
 def test_what_is_kept_is_kept_and_no_more_changes_than_may(text, strength, seed, data):
     ends = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=2)))

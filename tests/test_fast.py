@@ -35,7 +35,7 @@ SMALL = replace(
     num_experts=3,
 )
 CFG = SamplerConfig(
-    canvas_length=8, max_new_tokens=16, max_steps=3, entropy_bound=3.0, confidence_threshold=0.5, eos_token_ids=(1,)
+    canvas_length=8, max_new_tokens=16, max_steps=2, entropy_bound=3.0, confidence_threshold=0.5, eos_token_ids=(1,)
 )
 
 PROMPT = [2, *range(30, 60)]
@@ -95,7 +95,7 @@ def test_pages_are_those_of_generate(engine, model):
     """Different prompts, steps and seeds at once; one with rules and one with a sampler of its own, in the same rounds."""
     asked = [
         ([2, 3, 4, 5, 6, 7, 8], CFG, 1, Rules()),
-        ([9, 10], replace(CFG, max_steps=2, entropy_bound=1.0), 2, Rules()),
+        ([9, 10], replace(CFG, max_steps=3, max_new_tokens=8, entropy_bound=1.0), 2, Rules()),
         ([9, 10, 11], replace(CFG, max_new_tokens=8), 3, Rules(pins={2: 70})),
         ([12], replace(CFG, max_new_tokens=8, quota=True), 4, Rules()),
     ]
@@ -160,7 +160,7 @@ def test_which_runner_and_why(model, monkeypatch):
 def test_prompts_of_any_length_are_read_with_the_first_step(engine, model):
     """Shorter than a page, longer, longer than a chunk, several at once: filled up to a graph's size, or read alone."""
     cfg = replace(CFG, max_new_tokens=8)
-    for sizes in ((11,), (3, 11, 21, 16)):
+    for sizes in ((11,), (3, 21, 16)):
         prompts = [list(range(2, 2 + size)) for size in sizes]
         found = engine.run(requests := [engine.add(prompt, cfg, seed=seed) for seed, prompt in enumerate(prompts)])
         for seed, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):

@@ -33,7 +33,7 @@ def test_the_recipes_at_hand_load_and_say_what_they_cost(tmp_path):
 @pytest.mark.slow
 def test_toy_learns_its_grammar(tmp_path):
     """A third of its work: most of the grammar; a quarter of the words it writes are words, of noise not one in fifty."""
-    changes = ["steps=300", "rows=8", "save_every=400", "report_every=20"]
+    changes = ["steps=240", "rows=8", "save_every=400", "report_every=20"]
     trainer = Trainer(recipes.load("toy", tmp_path, changes), tmp_path)
     *reports, _, ended = trainer.run()
     assert reports[0].denoiser > 2.5
