@@ -322,8 +322,8 @@ def test_a_conversation_goes_on(opened, url):
     assert page.locator("#talk li.assistant").count() == 2
     picture(page, "chat")
     # What is stopped was not said, and what is typed meanwhile stays.
-    page.fill("#form-chat [name=max_steps]", "")
-    page.fill("#form-chat [name=max_tokens]", "600")
+    for name, value in {"max_steps": 96, "temperature": 2, "max_tokens": 600}.items():  # it cannot settle meanwhile
+        page.fill(f"#form-chat [name={name}]", str(value))
     page.fill("#form-chat [name=message]", "Never mind.")
     page.keyboard.press("Control+Enter")
     page.wait_for_selector(".page .noise")
