@@ -269,7 +269,7 @@ def redrafting(
         turns = [(turn, turn.steering.within(begin, len(page))) for turn in course.turns if turn.block <= block]
         own = tuple(Turn(0, turn.step, more) for turn, more in turns if turn.block == block)
         held = [more for turn, more in turns if turn.block < block and more.places]
-        free = [at for at in range(len(page)) if begin + at not in kept]
+        free = {at for at in range(len(page)) if begin + at not in kept}
         chosen = _doubted(engine.model, before, page, free, strength, seed + SALT, block) if free else set()
         if not chosen and not held and not any(turn.step == 0 for turn in own):
             if own:
@@ -294,7 +294,8 @@ def _check_course(
     course: Course, ids: Sequence[int], cfg: SamplerConfig, vocab_size: int, never: Container[int], strength: float
 ) -> None:
     """Refuses what cannot have been of this text."""
-    length, before = cfg.canvas_length, (-1, 0)
+    length = cfg.canvas_length
+    course.check_turns(math.ceil(len(ids) / length), cfg.max_steps)
     if course.turns and not strength:
         raise ValueError("at strength 0 nothing is redrafted, and there is no step to turn at: raise it")
     for block, page in enumerate(course.pages):
@@ -305,12 +306,6 @@ def _check_course(
     for turn in course.turns:
         if wrong := [at for at in turn.steering.places if not 0 <= at < len(ids)]:
             raise ValueError(f"position {max(wrong)} is beyond the text's {len(ids)} tokens")
-        if turn.block * length >= len(ids) or not 0 <= turn.step < cfg.max_steps:
-            last = f"page {(len(ids) - 1) // length}, step {cfg.max_steps - 1}"
-            raise ValueError(f"a turn at page {turn.block}, step {turn.step}: the last that can be taken is at {last}")
-        if (turn.block, turn.step) <= before:
-            raise ValueError(f"turns come one after another, got one at page {turn.block}, step {turn.step} too late")
-        before = (turn.block, turn.step)
         _check_text(list(turn.steering.pins.values()), vocab_size, never)
 
 
@@ -324,7 +319,7 @@ def _doubted(
     model: DiffusionGemma,
     before: Sequence[int],
     page: Sequence[int],
-    free: Sequence[int],
+    free: Container[int],
     strength: float,
     seed: int,
     block: int,

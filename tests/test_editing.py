@@ -22,7 +22,7 @@ WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(can
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TEXT, st.floats(0, 1), st.integers(0, 99), st.data())
 def test_what_is_kept_is_kept_and_no_more_changes_than_may(text, strength, seed, data):
     ends = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=2)))
@@ -108,7 +108,10 @@ def test_pages_that_nobody_doubts_are_told_too():
         (Course(((1, 2),)), "page 0 of this text has 16 tokens, got 2"),
         (Course(((9999,) * 16,)), "the token 9999 is no text"),
         (Course((), (Turn(0, 0, Steering(pins={3: 1})),)), "the token 1 is no text"),
-        (Course((), (Turn(1, 3, Steering()),)), "a turn at page 1, step 3: the last that can be taken is at page 2, step 2"),
+        (
+            Course((), (Turn(1, 3, Steering()),)),
+            "page 1, step 3: the last that can be taken is at page 2 and step 2",
+        ),
         (Course((), (Turn(1, 1, Steering()), Turn(0, 1, Steering()))), "page 0, step 1 too late"),
         (Course((), (Turn(0, 1, Steering(pins={38: 3})),)), "position 38 is beyond the text's 38 tokens"),
         (Course((), (Turn(9, 1, Steering()),)), "a turn at page 9, step 1"),

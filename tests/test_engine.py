@@ -66,7 +66,7 @@ def same(ours, theirs) -> None:
             assert torch.equal(mine.accepted_BC, other.accepted_BC)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
     """Requests come at any round, some are cancelled; what is left is as if each had been alone."""

@@ -25,7 +25,7 @@ def woven(texts, holes) -> str:
     return "".join(chain.from_iterable(zip_longest(texts, holes, fillvalue="")))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(TEXT, min_size=2, max_size=4),
     st.lists(st.sampled_from(["[[ ]]", "[[]]", "[[1]]", "[[ 5 ]]"]), min_size=3),

@@ -32,17 +32,17 @@ def test_the_recipes_at_hand_load_and_say_what_they_cost(tmp_path):
 
 @pytest.mark.slow
 def test_toy_learns_its_grammar(tmp_path):
-    """A third of its work: most of the grammar; a quarter of the words it writes are words, of noise not one in fifty."""
-    changes = ["steps=240", "rows=8", "save_every=400", "report_every=20"]
+    """The losses its docstring states, and at least half of the words it writes are words; of noise, not one in fifty is."""
+    changes = ["save_every=400", "report_every=20"]
     trainer = Trainer(recipes.load("toy", tmp_path, changes), tmp_path)
     *reports, _, ended = trainer.run()
     assert reports[0].denoiser > 2.5
-    assert reports[-1].denoiser < 0.85
-    assert reports[-1].ar < 0.43
+    assert reports[-1].denoiser < 0.65
+    assert reports[-1].ar < 0.42
     assert reports[-1].idle > 0.2
     writer = redraft.load(ended.model, dtype="float32")
     pages = evals.drafted(writer.model, writer.tokenizer, "the ", 16, writer.sampler)
-    assert share_of_words(["the " + text for text in pages.texts]) > 0.25
+    assert share_of_words(["the " + text for text in pages.texts]) > 0.5
     noise = [writer.tokenizer.decode(torch.randint(6, 262, (96,)).tolist()) for _ in range(16)]
     assert share_of_words(noise) < 0.02
 

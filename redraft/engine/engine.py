@@ -77,12 +77,12 @@ class Engine:
         """
         rules, course = rules or Rules(), course or Course()
         check(self.model.config, [prompt], cfg, [seed], [rules], first_1C)
-        course.check(cfg, self.model.config.vocab_size, rules)
+        held = course.check(cfg, self.model.config.vocab_size, rules)
         if seconds is not None and not seconds > 0:
             raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
         deadline = time.monotonic() + seconds if seconds is not None else None
         bill, more = Bill(cfg, [seed], [len(prompt)]), {"matched": rules.start(), "stop": stop}
-        more |= {"course": course, "held": course.rules(rules), "look": look}
+        more |= {"course": course, "held": held, "look": look}
         request = Request(next(self._numbers), tuple(prompt), cfg, seed, rules, first_1C, deadline, bill, **more)
         request.inbox = deque() if self._own else None  # it may run before anybody streams it
         self.scheduler.check(request)

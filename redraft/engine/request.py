@@ -51,8 +51,8 @@ class Course:
     pages: tuple[tuple[int, ...], ...] = ()
     turns: tuple[Turn, ...] = ()
 
-    def check(self, cfg: SamplerConfig, vocab_size: int, rules: Rules) -> None:
-        """Refuses what cannot have been."""
+    def check(self, cfg: SamplerConfig, vocab_size: int, rules: Rules) -> tuple[Rules, ...]:
+        """What holds before the first turn, where `rules` did, and behind each. Refuses what cannot have been."""
         if len(self.pages) >= cfg.max_canvases:
             raise ValueError(f"{len(self.pages)} pages are there already, the answer has {cfg.max_canvases} at most")
         for number, page in enumerate(self.pages):
@@ -62,29 +62,29 @@ class Course:
                 raise ValueError(f"page {number} has the token {wrong[0]}, the vocabulary ends at {vocab_size - 1}")
             if set(page) & set(cfg.eos_token_ids):
                 raise ValueError(f"page {number} ends the text: nothing comes behind it")
-        self._check_turns(cfg, vocab_size, rules)
-        state, held = rules.start(), self.rules(rules)
+        self.check_turns(cfg.max_canvases, cfg.max_steps)
+        held = tuple(accumulate(self.turns, lambda before, turn: before.steered(turn.steering), initial=rules))
+        for one in held[1:]:
+            one.check(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
+        state = rules.start()
         for number, page in enumerate(self.pages):
             held[self.taken(number, cfg.max_steps)].obeyed_by(page, number * cfg.canvas_length)
             state = rules.after(state, page, cfg.canvas_length)
-
-    def rules(self, first: Rules) -> tuple[Rules, ...]:
-        """What holds before the first turn, and behind each."""
-        return tuple(accumulate(self.turns, lambda held, turn: held.steered(turn.steering), initial=first))
+        return held
 
     def taken(self, block: int, step: int) -> int:
         """How many turns are behind this step of this page."""
         return sum((turn.block, turn.step) <= (block, step) for turn in self.turns)
 
-    def _check_turns(self, cfg: SamplerConfig, vocab_size: int, rules: Rules) -> None:
+    def check_turns(self, pages: int, steps: int) -> None:
+        """Refuses turns at what none of so many pages of so many steps at most has, and what is not in order."""
         before = (-1, 0)
-        for turn, held in zip(self.turns, self.rules(rules)[1:], strict=True):
-            if not 0 <= turn.block < cfg.max_canvases or not 0 <= turn.step < cfg.max_steps:
-                last = f"page {cfg.max_canvases - 1} and step {cfg.max_steps - 1}"
+        for turn in self.turns:
+            if not 0 <= turn.block < pages or not 0 <= turn.step < steps:
+                last = f"page {pages - 1} and step {steps - 1}"
                 raise ValueError(f"a turn at page {turn.block}, step {turn.step}: the last that can be taken is at {last}")
             if (turn.block, turn.step) <= before:
                 raise ValueError(f"turns come one after another, got one at page {turn.block}, step {turn.step} too late")
-            held.check(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
             before = (turn.block, turn.step)
 
 

@@ -302,9 +302,9 @@ class Spoken:
         likely = zip(shares.ids_BCK[0].tolist(), shares.shares_BCK[0].tolist(), strict=True)
         for token, share, (tokens, others) in zip(ids, own, likely, strict=False):
             if letters := self.tokenizer.spelling(token):
-                before, own = len(self._text), len(letters.decode("utf-8", "replace"))
+                before, size = len(self._text), len(letters.decode("utf-8", "replace"))
                 self._text += self._characters.decode(letters)
-                at = max(before, len(self._text) - own)  # a half character may turn out to be none only now
+                at = max(before, len(self._text) - size)  # a half character may turn out to be none only now
                 self._held.append(Said(token, at, share, tuple(zip(tokens, others, strict=True))[: self.most]))
 
     def told(self, text: str, thought: bool = False) -> tuple[Said, ...]:

@@ -28,8 +28,7 @@ ALIAS = "mercury-coder-local"  # the name under which an editor asks for edits
 NO_MEANING = {"top_p": (1,), "top_k": (0, -1), "frequency_penalty": (0,), "presence_penalty": (0,)}
 UNKNOWN = ("guided_grammar", "stop_token_ids", "functions", "function_call", "audio", "modalities", "structured_outputs")
 BANNED = -100.0
-NAMES = {"pattern": "response_format", "forbidden": "logit_bias", "frames": "frames", "settings": "diffusion settings"}
-NAMES |= {"logprobs": "logprobs"}
+NAMES = {"pattern": "response_format", "forbidden": "logit_bias", "settings": "diffusion settings"}
 NAMES |= {"draft": "diffusion_seed_canvas", "pins": "diffusion_pinned", "unending": "diffusion_read_only"}
 
 
@@ -345,7 +344,8 @@ class OpenAI:
         for name, value in sampling(body).items():
             given = value is not None if name == "logprobs" else bool(value)
             if given and name not in ("temperature", "seed", "stops"):
-                raise Refused(f"a hole is filled without {NAMES[name]}: leave that out", NAMES[name])
+                called = NAMES.get(name, name)
+                raise Refused(f"a hole is filled without {called}: leave that out", called)
         options = {"count": body.n or 1, "max_tokens": body.max_tokens, "temperature": body.temperature, "seed": body.seed}
         options |= {"stops": stops_of(body.stop), "paragraph": paragraph}
         filled = [(hole, await self.desk.put(request, hole, **options)) for hole in found]
