@@ -9,14 +9,14 @@ This page lists what is public. `redraft.generate` is where to start reading.
 
 import warnings
 
-from redraft.answers import Parsed, ToolCall
 from redraft.checkpoint import CheckpointError, save
 from redraft.config import ConfigError, ModelConfig, SamplerConfig
 from redraft.editing import Change, Edited, Suggestion
 from redraft.filling import Filled
 from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.rules import Rules
-from redraft.tokenizer import Tokenizer, TokenizerError
+from redraft.tokenizer.chat_parser import Parsed, ToolCall
+from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.writer import Answer, Writer, load
 
 __all__ = [

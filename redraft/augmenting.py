@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from redraft.config import SamplerConfig
 from redraft.editing import Span, Tokens, add_page, applied, changes_of, fits, start_of
 from redraft.engine import Engine, Request
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 
 AT_ONCE = 16  # variants in work together
 LONGEST = 4  # words of a span at random

@@ -25,7 +25,7 @@ from redraft.engine import Course, Engine, Request, Stopped, Turn
 from redraft.generate import Committed, Draft, prefill
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules, Steering
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
 SALT = 7919  # draws that choose are none of those that the pages are made of

@@ -24,7 +24,7 @@ from redraft.engine import Engine, Stopped
 from redraft.generate import Draft, Finished, prefill
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 
 Watch = Callable[[Draft], None]  # is shown a step of a page
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from redraft import random, rules, sampler
-from redraft.answers import ToolCall
 from redraft.cache import KVCache
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.kernels import Shares
 from redraft.model import DiffusionGemma
 from redraft.rules import CanvasRules, Rules
+from redraft.tokenizer.chat_parser import ToolCall
 
 PREFILL_CHUNK = 2048  # tokens of prompt a pass: the causal mask of a pass is this times the context
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from redraft.generate import Committed, Draft, Event, Finished
 from redraft.terminal import CHANGED, DRAFT, NOISE, Painter, harmless, meter, summary
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 
 COLUMNS = 92
 LINE, CHARACTER = 19, 8.4  # pixels

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from redraft.generate import Committed, Draft, Event, Finished, Stats
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 
 FRAME_SECONDS = 1 / 20
 NOISE, CHANGED, DRAFT, QUIET, PINNED = "bright_black", "green", "medium_purple1", "bright_black", "underline"

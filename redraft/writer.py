@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from redraft import checkpoint, editing, filling, random, schemas, solving
-from redraft.answers import Parsed, ToolCall, parse
 from redraft.config import SamplerConfig
 from redraft.editing import Edited, Span, Suggestion
 from redraft.engine import Course, Engine, Request, Stopped
@@ -32,7 +31,8 @@ from redraft.rules import Rules
 from redraft.solving import Solution
 from redraft.sudoku import board as boards
 from redraft.sudoku.board import Board
-from redraft.tokenizer import Decoder, Message, Tokenizer, TokenizerError
+from redraft.tokenizer.chat_parser import Parsed, ToolCall, parse
+from redraft.tokenizer.tokenizer import Decoder, Message, Tokenizer, TokenizerError
 
 Prompt = str | Sequence[int] | Sequence[Message]
 PATTERNS = ("regex", "schema", "choices")  # settings that the answer must match

@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from redraft import checkpoint
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import saves
 from redraft.train.data import DataConfig, Source
 from redraft.train.loop import Ended, Report, Saved, TrainConfig, Trainer, computed_in, fresh

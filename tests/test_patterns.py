@@ -19,7 +19,7 @@ from redraft.generate import Committed, generate
 from redraft.patterns import OnCanvas, Words
 from redraft.regex import PatternError
 from redraft.rules import Rules
-from redraft.tokenizer import Tokenizer, TokenizerError
+from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.writer import Writer
 
 SMALL = replace(tiny.BASE, layer_types=("full_attention",), hidden_size=16, canvas_length=8)

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerFast, TextDiffusionStreamer
 
 import redraft
-from redraft.answers import ToolCall
 from redraft.rules import Rules
+from redraft.tokenizer.chat_parser import ToolCall
 
 WRITER = tiny.writer()
 

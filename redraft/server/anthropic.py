@@ -13,7 +13,7 @@ from redraft.generate import Stats
 from redraft.server.asking import Asked, End, Refused, Text, plain_text
 from redraft.server.desk import Desk, Route, Whole, compact, read, sse
 from redraft.server.schema import Body, Seed, Temperature, Tokens
-from redraft.tokenizer import Message
+from redraft.tokenizer.tokenizer import Message
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "deadline": "max_tokens", "tool_calls": "tool_use"}
 Content = str | list[dict[str, Any]]

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from redraft.answers import ToolCall
 from redraft.config import SamplerConfig
 from redraft.engine import Stopped
 from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.rules import Rules
 from redraft.server.schema import ChatMessage
-from redraft.tokenizer import Message, Tokenizer, TokenizerError
+from redraft.tokenizer.chat_parser import ToolCall
+from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
 from redraft.writer import Writer, fresh_seed
 
 FAINT = 5e-4  # of a token that is not worth showing

@@ -50,7 +50,7 @@ from redraft.server.schema import (
 from redraft.solving import Solution
 from redraft.spoken import speak
 from redraft.sudoku import board as boards
-from redraft.tokenizer import Message, Tokenizer
+from redraft.tokenizer.tokenizer import Message, Tokenizer
 from redraft.writer import SUDOKU, Prompt, Writer, as_messages, fresh_seed, is_text, received
 
 Told = Iterator[dict[str, Any]]

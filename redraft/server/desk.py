@@ -22,7 +22,7 @@ from redraft.server.filling import Put, put
 from redraft.server.guard import UNREAD, Metrics
 from redraft.server.holes import Hole
 from redraft.server.worker import Worker
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import Writer
 
 NEVER = -9999.0  # what clients read for a probability of nothing

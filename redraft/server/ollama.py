@@ -9,13 +9,13 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from redraft.answers import ToolCall
 from redraft.generate import Stats
 from redraft.server.asking import PLAIN_OBJECT, Asked, End, Refused, Said, Text, stops_of
 from redraft.server.desk import Desk, Route, each, logprobs_of, ndjson, read
 from redraft.server.holes import find_hole
 from redraft.server.schema import Body, Likely, Seed, Stop, Temperature
-from redraft.tokenizer import Message
+from redraft.tokenizer.chat_parser import ToolCall
+from redraft.tokenizer.tokenizer import Message
 
 
 class Options(Body):

@@ -12,14 +12,14 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
-from redraft.answers import ToolCall
 from redraft.generate import Stats
 from redraft.server.asking import PLAIN_OBJECT, Asked, End, Frame, Refused, Said, Text, message_of, plain_text, stops_of
 from redraft.server.desk import Desk, Route, Whole, client_of, each, logprobs_of, read, refused, sse, timings_of
 from redraft.server.filling import LONGEST, Put, rewritten
 from redraft.server.holes import Hole, find_hole, find_region
 from redraft.server.schema import Canvas, ChatRequest, CompletionRequest, EditRequest, Sampling
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.chat_parser import ToolCall
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import fresh_seed
 
 ALIAS = "mercury-coder-local"  # the name under which an editor asks for edits

@@ -19,7 +19,7 @@ from redraft.model import DiffusionGemma
 from redraft.solving import Solution
 from redraft.sudoku import generator, solver, texts, tokens
 from redraft.sudoku.board import CELLS, Board, solves
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.boards import left_to_right, read_puzzles
 
 LISTS = ("17clue", "diabolical", "top1465", "hardest11")

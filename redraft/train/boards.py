@@ -33,7 +33,7 @@ from redraft.sudoku import generator as boards
 from redraft.sudoku import texts, tokens
 from redraft.sudoku.board import CELLS, Board, BoardError, parse
 from redraft.sudoku.views import View
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import saves
 from redraft.train.data import MARKS, open_text
 from redraft.train.loss import Losses, imbalance

@@ -26,7 +26,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Vocabulary
 
 from redraft.masks import Layout
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.loss import Batch
 
 Record = Mapping[str, Any]

@@ -31,7 +31,7 @@ from redraft.masks import Layout
 from redraft.model import DiffusionGemma
 from redraft.rules import Rules
 from redraft.spoken import speak
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.loss import Batch, Masks, dense_masks
 
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -19,7 +19,7 @@ from redraft.engine import Engine
 from redraft.model import DiffusionGemma
 from redraft.patterns import Words
 from redraft.rules import Rules
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 
 FIELDS: dict[str, dict[str, Any]] = {
     "name": {"type": "string", "enum": ["Tom", "Lily", "Ben", "Sue", "Max"]},

@@ -24,7 +24,7 @@ from redraft.config import SamplerConfig
 from redraft.engine import Engine
 from redraft.filling import Filler, Template
 from redraft.model import DiffusionGemma
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.data import open_text
 from redraft.train.evals import first_statement, greedy
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from redraft import checkpoint
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.model import DiffusionGemma
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import boards, data, saves
 from redraft.train.boards import Boards, PuzzleConfig
 from redraft.train.data import MARKS, DataConfig

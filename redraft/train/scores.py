@@ -9,7 +9,7 @@ from typing import Any
 
 from redraft.config import SamplerConfig
 from redraft.model import DiffusionGemma
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import board_scores, evals, extraction
 from redraft.train import infill as missing
 from redraft.train.data import open_text

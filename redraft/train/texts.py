@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from redraft.config import ModelConfig
 from redraft.masks import Layout
 from redraft.model import DiffusionGemma
-from redraft.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import data
 from redraft.train.data import PAD, STOP, Batches, Interleaved, Position, ReadAhead, Rows
 from redraft.train.loss import Batch, Losses, Noise, Objective, SparseMasks, dense_masks, draw, first_rows

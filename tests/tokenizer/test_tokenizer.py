@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Vocabulary
 
-from redraft.tokenizer import Decoder, Tokenizer, TokenizerError
+from redraft.tokenizer.tokenizer import Decoder, Tokenizer, TokenizerError
 
 GOLDEN = Path(__file__).parent / "golden"
 GEMMA = Tokenizer(Vocabulary.from_file(str(GOLDEN / "gemma4_part.json")))

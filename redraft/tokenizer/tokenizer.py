@@ -176,7 +176,7 @@ class Tokenizer:
         check_tools(tools)
         if not self.can_chat:
             raise TokenizerError("this tokenizer has no turn marks (<|turn>), so it cannot chat; continue a text instead")
-        from redraft.templates import environment  # jinja2 takes long to import
+        from redraft.tokenizer.chat_template import environment  # jinja2 takes long to import
 
         source = self.template if self.template is not None else DEFAULT_TEMPLATE.read_text(encoding="utf-8")
         known = {"tools": list(tools) if tools else None, "enable_thinking": think, "add_generation_prompt": True}

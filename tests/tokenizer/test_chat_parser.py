@@ -7,7 +7,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.answers import Parsed, ToolCall, parse
+from redraft.tokenizer.chat_parser import Parsed, ToolCall, parse
 
 BYTES = tiny.byte_tokenizer()
 
