@@ -26,12 +26,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from redraft.cache import KVCache
 from redraft.config import FULL, SLIDING, EngineConfig, ModelConfig, SamplerConfig
 from redraft.engine.engine import Engine
 from redraft.generate import Draft
-from redraft.model import DiffusionGemma
-from redraft.quant.fp8 import apply_fp8
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.kv_cache import KVCache
+from redraft.model.quant.fp8 import apply_fp8
 
 BYTES, FLOPS = 4.3e12, 790e12  # of one H200, per second: what a copy and a large product reach
 SHAPES = {

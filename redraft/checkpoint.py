@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from redraft import quant
 from redraft.config import GENERATION, OURS, SMALLEST_VISION, ModelConfig, SamplerConfig, read_json
 from redraft.kernels.fp8 import EIGHT
-from redraft.model import DiffusionGemma
+from redraft.model import quant
+from redraft.model.diffusion_gemma import DiffusionGemma
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DECODER, ENCODER = "model.decoder.", "model.encoder.language_model."

@@ -23,7 +23,7 @@ from redraft import random
 from redraft.config import SamplerConfig
 from redraft.engine import Course, Engine, Request, Stopped, Turn
 from redraft.generate import Committed, Draft, prefill
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.rules import Rules, Steering
 from redraft.tokenizer.tokenizer import Tokenizer
 

@@ -22,7 +22,7 @@ import torch
 from redraft.config import SamplerConfig
 from redraft.engine import Engine, Stopped
 from redraft.generate import Draft, Finished, prefill
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.rules import Rules
 from redraft.tokenizer.tokenizer import Tokenizer
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from redraft import random, rules, sampler
-from redraft.cache import KVCache
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.kernels import Shares
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.kv_cache import KVCache
 from redraft.rules import CanvasRules, Rules
 from redraft.tokenizer.chat_parser import ToolCall
 

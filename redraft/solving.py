@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from redraft import random, rules, sampler
-from redraft.cache import KVCache
 from redraft.config import SamplerConfig
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.kv_cache import KVCache
 from redraft.random import Draws
 from redraft.rules import CanvasRules, Rules
 from redraft.sampler import Canvas

@@ -9,7 +9,7 @@ import torch
 
 from redraft import random
 from redraft.kernels import read_vocabulary
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 
 
 @torch.inference_mode()

@@ -23,9 +23,9 @@ from redraft.engine import Course, Engine, Request, Stopped
 from redraft.filling import Filled, Filler, Template
 from redraft.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
 from redraft.kernels.choice import has_bf16, precision
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.quant import FP8, apply_fp8
 from redraft.patterns import Words
-from redraft.quant import FP8, apply_fp8
 from redraft.regex import PatternError
 from redraft.rules import Rules
 from redraft.solving import Solution

@@ -10,7 +10,7 @@ from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
 from redraft import checkpoint
 from redraft.generate import Committed, Draft, Finished, generate
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 
 CONTEXT = 70  # more than four windows of the plain configuration, fourteen of the short one
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from redraft import checkpoint
 from redraft.checkpoint import CheckpointError
 from redraft.config import SamplerConfig
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 
 
 @pytest.fixture(name="folder")

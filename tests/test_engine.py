@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from redraft import random
-from redraft.cache import KVCache
 from redraft.config import FULL, SLIDING, ConfigError, EngineConfig
 from redraft.engine import Engine
 from redraft.engine.scheduler import Kept
 from redraft.generate import Committed, Draft, Finished, generate
+from redraft.model.kv_cache import KVCache
 from redraft.rules import Rules
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))

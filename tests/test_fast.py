@@ -18,7 +18,7 @@ from redraft.generate import Committed, generate
 from redraft.kernels import choice
 from redraft.kernels.fp8 import pack
 from redraft.kernels.gpu import experts
-from redraft.quant.fp8 import apply_fp8
+from redraft.model.quant.fp8 import apply_fp8
 from redraft.rules import Rules, Steering
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows

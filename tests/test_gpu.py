@@ -9,7 +9,7 @@ import torch
 from redraft import random
 from redraft.generate import generate
 from redraft.kernels import gated_experts
-from redraft.masks import Layout
+from redraft.model.masks import Layout
 from redraft.train import loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from interpreted import DEVICE, GPU
 
-from redraft import masks, random, sampler
+from redraft import random, sampler
 from redraft.config import SamplerConfig
 from redraft.kernels import Belief, attend, gated_experts, rms_norm, rope_frequencies, rope_table, rotate
 from redraft.kernels import fp8 as reference8
 from redraft.kernels import vocabulary as reference_vocabulary
 from redraft.kernels.gpu import attention, canvas, experts, fp8, heads, mlp, norm, patterns, routing, vocabulary
+from redraft.model import masks
 from redraft.patterns import Words
 from redraft.regex import PatternError
 from redraft.rules import Rules, conform_there

@@ -8,9 +8,9 @@ import tiny
 import torch
 import torch.nn.functional as F
 
-from redraft import masks
-from redraft.masks import Layout
-from redraft.moe import Routing
+from redraft.model import masks
+from redraft.model.masks import Layout
+from redraft.model.moe import Routing
 from redraft.train import loss, masked
 from redraft.train.loss import Batch, LossConfig
 

@@ -11,7 +11,7 @@ from redraft import random
 from redraft.checkpoint import published_name
 from redraft.config import SamplerConfig
 from redraft.kernels.vocabulary import sample_from
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 
 
 def same_weights(ours: DiffusionGemma) -> DiffusionGemmaForBlockDiffusion:

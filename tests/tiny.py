@@ -11,7 +11,7 @@ import torch
 
 from redraft import checkpoint
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import Writer
 

@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from redraft.cache import KVCache
 from redraft.config import EngineConfig, SamplerConfig
 from redraft.engine.request import Course, Missed, Request
 from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Kept, Scheduler
 from redraft.generate import Bill, Event, Finished, check
 from redraft.kernels.choice import chosen
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.kv_cache import KVCache
 from redraft.rules import Rules
 
 LOG = logging.getLogger("redraft.engine")

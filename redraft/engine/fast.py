@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redraft import sampler
-from redraft.cache import KVCache
 from redraft.config import SamplerConfig
 from redraft.engine.fused import Fused, Table
 from redraft.engine.request import Request
 from redraft.engine.runner import Runner, by_length
 from redraft.kernels.gpu.canvas import Rows, draw, settle_
 from redraft.kernels.gpu.vocabulary import believe_, read_vocabulary
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.kv_cache import KVCache
 from redraft.sampler import Canvas
 
 SHORT = 2048  # the shortest context a graph is made for; each longer one is eight times that

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.cache import KVCache
 from redraft.config import SLIDING
 from redraft.kernels import rope_frequencies
 from redraft.kernels.fp8 import Packed, linear8, product8
 from redraft.kernels.gpu import attention, heads, mlp, norm, routing
 from redraft.kernels.gpu.experts import gated_experts
-from redraft.model import DiffusionGemma, Layer
+from redraft.model.diffusion_gemma import DiffusionGemma, Layer
+from redraft.model.kv_cache import KVCache
 
 ALL = 2**30  # tokens: however many come
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redraft.cache import KVCache
+from redraft.model.kv_cache import KVCache
 
 
 class Joined:

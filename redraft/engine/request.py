@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from redraft import random, rules, sampler
-from redraft.cache import KVCache
 from redraft.config import SamplerConfig
 from redraft.generate import Bill, Committed, Draft, Event, draft_of
 from redraft.kernels import Shares, shares_of
+from redraft.model.kv_cache import KVCache
 from redraft.rules import CanvasRules, Rules, Steering
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from redraft.engine.joined import Joined
 from redraft.engine.request import Missed, Request
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.regex import PatternError
 
 

@@ -7,8 +7,8 @@ begins like a kept context takes it over, cut back to where they part.
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from redraft.cache import KVCache
 from redraft.engine.request import Request
+from redraft.model.kv_cache import KVCache
 
 WORTH = 16  # tokens in common that are worth looking up
 

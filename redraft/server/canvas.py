@@ -25,7 +25,6 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from redraft import checkpoint, filling, solving
-from redraft.cache import KVCache
 from redraft.config import SamplerConfig
 from redraft.editing import Edited
 from redraft.editing import events as edit_events
@@ -33,6 +32,7 @@ from redraft.engine import Course, Stopped, Turn
 from redraft.filling import Filled, Filler
 from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.kernels.choice import precision
+from redraft.model.kv_cache import KVCache
 from redraft.rules import Rules, Steering
 from redraft.server.asking import Frames, Refused, continued, heated, message_of
 from redraft.server.desk import Desk, Route, read, sse, timings_of, unless_gone

@@ -25,10 +25,11 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Vocabulary
 from torch import Tensor, nn
 
-from redraft import masks, sampler
+from redraft import sampler
 from redraft.config import ModelConfig
 from redraft.kernels import softcap_
-from redraft.model import DiffusionGemma
+from redraft.model import masks
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.sudoku import generator as boards
 from redraft.sudoku import texts, tokens
 from redraft.sudoku.board import CELLS, Board, BoardError, parse

@@ -25,7 +25,7 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Vocabulary
 
-from redraft.masks import Layout
+from redraft.model.masks import Layout
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.loss import Batch
 

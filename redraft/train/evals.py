@@ -27,8 +27,8 @@ from redraft.config import SamplerConfig
 from redraft.editing import redrafted
 from redraft.engine import Engine
 from redraft.kernels import read_vocabulary
-from redraft.masks import Layout
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.masks import Layout
 from redraft.rules import Rules
 from redraft.spoken import speak
 from redraft.tokenizer.tokenizer import Tokenizer

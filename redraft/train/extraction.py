@@ -16,7 +16,7 @@ from typing import Any
 from redraft import schemas
 from redraft.config import SamplerConfig
 from redraft.engine import Engine
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.patterns import Words
 from redraft.rules import Rules
 from redraft.tokenizer.tokenizer import Tokenizer

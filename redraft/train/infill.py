@@ -23,7 +23,7 @@ from typing import Any
 from redraft.config import SamplerConfig
 from redraft.engine import Engine
 from redraft.filling import Filler, Template
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.data import open_text
 from redraft.train.evals import first_statement, greedy

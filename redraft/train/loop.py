@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from redraft import checkpoint
 from redraft.config import ModelConfig, SamplerConfig
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import boards, data, saves
 from redraft.train.boards import Boards, PuzzleConfig

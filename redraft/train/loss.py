@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from redraft import masks
 from redraft.config import ModelConfig
 from redraft.kernels import read_vocabulary
-from redraft.masks import Layout, Spans
-from redraft.model import DiffusionGemma
-from redraft.moe import Routing
+from redraft.model import masks
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.masks import Layout, Spans
+from redraft.model.moe import Routing
 
 Masks = Mapping[str, Tensor | BlockMask]  # by kind of layer
 

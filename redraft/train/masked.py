@@ -10,7 +10,7 @@ from redraft import random
 from redraft.config import SamplerConfig
 from redraft.generate import prefill
 from redraft.kernels import read_vocabulary
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.rules import NEVER
 from redraft.sampler import accept, temperature
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.config import SamplerConfig
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import board_scores, evals, extraction
 from redraft.train import infill as missing

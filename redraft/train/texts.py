@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from redraft.config import ModelConfig
-from redraft.masks import Layout
-from redraft.model import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.masks import Layout
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import data
 from redraft.train.data import PAD, STOP, Batches, Interleaved, Position, ReadAhead, Rows

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft.cache import KVCache
 from redraft.config import FULL, SLIDING
+from redraft.model.kv_cache import KVCache
 
 CONFIG = replace(tiny.BASE, layer_types=(SLIDING, FULL), sliding_window=4)
 

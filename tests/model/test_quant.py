@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import redraft
-from redraft import checkpoint, quant
+from redraft import checkpoint
 from redraft.checkpoint import CheckpointError
 from redraft.config import ConfigError, ModelConfig
 from redraft.generate import generate
 from redraft.kernels.fp8 import EIGHT, Packed, linear8, pack, unpack
-from redraft.quant.fp8 import Experts8, Linear8
+from redraft.model import quant
+from redraft.model.quant.fp8 import Experts8, Linear8
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1e-6, 1e-3, 1.0, 1e6]))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from redraft.kernels import gated_experts
 from redraft.kernels.fp8 import EIGHT, Packed, linear8, pack
-from redraft.model import DiffusionGemma
-from redraft.moe import Experts
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.moe import Experts
 
 FP8 = "fp8"
 SCALES = torch.bfloat16  # as published

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from redraft import masks
+from redraft.model import masks
 
 
 @pytest.mark.parametrize("window", [None, 2, 3, 7])

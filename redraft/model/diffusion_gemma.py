@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from redraft import masks
-from redraft.cache import KVCache
 from redraft.config import FULL, SLIDING, ModelConfig
 from redraft.kernels import attend, rms_norm, rope_table, rotate, soft_embed, softcap_
-from redraft.moe import Experts, Router, Routing
+from redraft.model import masks
+from redraft.model.kv_cache import KVCache
+from redraft.model.moe import Experts, Router, Routing
 
 Rope = tuple[Tensor, Tensor]
 
