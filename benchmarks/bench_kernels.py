@@ -25,7 +25,7 @@ from redraft.config import ModelConfig
 from redraft.kernels import attend, gated_experts, rms_norm, rope_frequencies
 from redraft.kernels import vocabulary as reference
 from redraft.kernels.fp8 import Packed, linear8, pack
-from redraft.kernels.gpu import attention, experts, heads, mlp, norm, routing, vocabulary
+from redraft.kernels.triton import attention, experts, mlp, norm, qkv_rope, routing, vocabulary
 
 C = ModelConfig()
 DTYPE, DEVICE = torch.bfloat16, "cuda"
@@ -126,7 +126,7 @@ def other_cases(tokens: int) -> list[Case]:
     found.append(
         Case(
             "heads",
-            lambda: heads.to_heads(qkv, hw, hw, at, turn, C.num_attention_heads, C.num_key_value_heads, 1e-6),
+            lambda: qkv_rope.to_heads(qkv, hw, hw, at, turn, C.num_attention_heads, C.num_key_value_heads, 1e-6),
             None,
             4 * qkv.numel(),
         )

@@ -25,7 +25,7 @@ from redraft import checkpoint, cli_augment, cli_edit, cli_serve, cli_sudoku, cl
 from redraft.cli_options import Device, Dtype, Model, Seed, number, option, whole
 from redraft.config import ModelConfig
 from redraft.generate import Committed, Event, Finished
-from redraft.kernels import choice
+from redraft.kernels import backend
 from redraft.recording import Recording
 from redraft.terminal import CanvasView, harmless, summary
 from redraft.writer import SHIPPED, Writer
@@ -278,9 +278,9 @@ def _place_table() -> Table:
     table.add_row("cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
     table.add_row("gpu", gpu)
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    fast, why = choice.chosen(place)
+    fast, why = backend.chosen(place)
     table.add_row("runs on", f"{place}, {'kernels of our own' if fast else 'every operation in plain PyTorch'} ({why})")
-    for operation, by in choice.OPERATIONS.items():
+    for operation, by in backend.OPERATIONS.items():
         table.add_row(f"  {operation}", by if fast else "PyTorch")
     return table
 

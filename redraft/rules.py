@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from redraft.kernels.choice import chosen
+from redraft.kernels.backend import chosen
 from redraft.patterns import Automaton, OnCanvas
 
 # Far below any soft-capped logit, so its probability is exactly 0, yet finite after division by a temperature.
@@ -215,10 +215,10 @@ class CanvasRules:
 
 def conform_there(logits_CV: Tensor, pattern: OnCanvas) -> tuple[Tensor, Tensor]:
     """`OnCanvas.conform` on a GPU, where the logits are: what to add to them, weights_CV, and the likeliest text, ids_C."""
-    from redraft.kernels.gpu import patterns  # Triton takes long to import
+    from redraft.kernels.triton import token_automaton  # Triton takes long to import
 
-    tables, ends_Q = patterns.tables(pattern.automaton, logits_CV.device), torch.from_numpy(pattern.ends_Q)
-    weights_CK, ids_C, can = patterns.conform(logits_CV, tables, pattern.state, ends_Q.to(logits_CV.device))
+    tables, ends_Q = token_automaton.tables(pattern.automaton, logits_CV.device), torch.from_numpy(pattern.ends_Q)
+    weights_CK, ids_C, can = token_automaton.conform(logits_CV, tables, pattern.state, ends_Q.to(logits_CV.device))
     if not can:
         raise pattern.impossible()
     return weights_CK.index_select(1, tables.slots_V), ids_C

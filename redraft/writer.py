@@ -22,7 +22,7 @@ from redraft.editing import Edited, Span, Suggestion
 from redraft.engine import Course, Engine, Request, Stopped
 from redraft.filling import Filled, Filler, Template
 from redraft.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
-from redraft.kernels.choice import has_bf16, precision
+from redraft.kernels.backend import has_bf16, precision
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import FP8, apply_fp8
 from redraft.patterns import Words

@@ -9,7 +9,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from redraft.kernels.gpu import attention, canvas, experts, fp8, heads, mlp, norm, patterns, routing, vocabulary
+from redraft.kernels.triton import (
+    attention,
+    experts,
+    fp8,
+    mlp,
+    norm,
+    qkv_rope,
+    routing,
+    sampler_step,
+    token_automaton,
+    vocabulary,
+)
 
 HALF, FULL, EIGHT, WHOLE, LONG, DOUBLE, FLAG = "*bf16", "*fp32", "*fp8e4nv", "*i32", "*i64", "*fp64", "*i1"
 KINDS = {  # of arguments that are not bf16 tensors, by name
@@ -77,8 +88,8 @@ def other_kernels():
     yield compiled(routing._route, {"J": 6, "K": 8, "WIDE": 128, "FEW": 8}, 1, scores=FULL)
     yield compiled(routing._deal, {"AT_ONCE": 2048})
     yield compiled(fp8._pack, {"WIDE": 4096})
-    yield compiled(heads._to_heads, {"OWN_VALUES": True, "EPS": 1e-6, "HALF": 128, "AT_ONCE": 8})
-    yield compiled(heads._to_heads, {"OWN_VALUES": False, "EPS": 1e-6, "HALF": 256, "AT_ONCE": 8})
+    yield compiled(qkv_rope._to_heads, {"OWN_VALUES": True, "EPS": 1e-6, "HALF": 128, "AT_ONCE": 8})
+    yield compiled(qkv_rope._to_heads, {"OWN_VALUES": False, "EPS": 1e-6, "HALF": 256, "AT_ONCE": 8})
     yield compiled(norm._norm_rows, {"WEIGHTED": True, **eps}, 8)
     eight = {"dense_out": EIGHT, "sparse_out": EIGHT, "dense_scale": FULL, "sparse_scale": FULL}
     for packs in (False, True):
@@ -90,20 +101,22 @@ def other_kernels():
     yield compiled(vocabulary._read, chunk)
     yield compiled(vocabulary._pick, {"WIDE": 64, "INSIDE": 32, "BLOCK": 128})
     yield compiled(vocabulary._believe, {"CHUNK": 4096})
-    yield compiled(canvas._draw, {"WIDE": 256, "SAMPLE": 1, "NOISE": 2})
-    yield compiled(canvas._settle, {"WIDE": 256}, 8)
+    yield compiled(sampler_step._draw, {"WIDE": 256, "SAMPLE": 1, "NOISE": 2})
+    yield compiled(sampler_step._settle, {"WIDE": 256}, 8)
 
 
 def pattern_kernels():
     numbers = {"steps": DOUBLE, "best": FULL, "which": WHOLE, "from_": WHOLE, "to": WHOLE, "live": "*i8", "ids": LONG}
     sums = dict.fromkeys(("before", "behind", "totals", "scores", "through"), DOUBLE)
     found = {"entries": WHOLE, "begins": WHOLE, "tops": FULL, "sums_out": DOUBLE, "best_out": FULL, "which_out": WHOLE}
-    shape = {"ROWS": patterns.ROWS, "WIDE": patterns.WIDE}
-    yield compiled(patterns._gather, {"RAW": True, "KNOWN": False, **shape}, best=HALF, which=HALF, **found)
+    shape = {"ROWS": token_automaton.ROWS, "WIDE": token_automaton.WIDE}
+    yield compiled(token_automaton._gather, {"RAW": True, "KNOWN": False, **shape}, best=HALF, which=HALF, **found)
     known = {"values": DOUBLE, "best": FULL, "which": WHOLE}
-    yield compiled(patterns._gather, {"RAW": False, "KNOWN": True, **shape}, **known, **found)
-    yield compiled(patterns._live, {"PAIRS": patterns.PAIRS}, 8, **numbers)
-    yield compiled(patterns._walk, {"PAIRS": patterns.PAIRS, "STATES": patterns.STATES}, 8, **numbers, **sums)
+    yield compiled(token_automaton._gather, {"RAW": False, "KNOWN": True, **shape}, **known, **found)
+    yield compiled(token_automaton._live, {"PAIRS": token_automaton.PAIRS}, 8, **numbers)
+    yield compiled(
+        token_automaton._walk, {"PAIRS": token_automaton.PAIRS, "STATES": token_automaton.STATES}, 8, **numbers, **sums
+    )
 
 
 if __name__ == "__main__":

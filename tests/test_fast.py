@@ -15,9 +15,9 @@ from redraft.engine.fused import Fused, Table
 from redraft.engine.joined import Joined
 from redraft.engine.runner import Runner
 from redraft.generate import Committed, generate
-from redraft.kernels import choice
+from redraft.kernels import backend
 from redraft.kernels.fp8 import pack
-from redraft.kernels.gpu import experts
+from redraft.kernels.triton import experts
 from redraft.model.quant.fp8 import apply_fp8
 from redraft.rules import Rules, Steering
 
@@ -87,7 +87,7 @@ def model():
 
 @pytest.fixture
 def engine(model, monkeypatch):
-    monkeypatch.setenv(choice.VARIABLE, "triton")
+    monkeypatch.setenv(backend.VARIABLE, "triton")
     return Engine(model, EngineConfig(places=4, prefill_chunk=16))
 
 
@@ -145,16 +145,16 @@ def test_warming_up_makes_the_largest_stage(engine):
 
 
 def test_which_runner_and_why(model, monkeypatch):
-    monkeypatch.setenv(choice.VARIABLE, "reference")
-    assert choice.chosen("cpu") == (False, "REDRAFT_KERNELS=reference")
+    monkeypatch.setenv(backend.VARIABLE, "reference")
+    assert backend.chosen("cpu") == (False, "REDRAFT_KERNELS=reference")
     assert type(make_runner(model, 16)) is Runner
-    monkeypatch.setenv(choice.VARIABLE, "fastest")
+    monkeypatch.setenv(backend.VARIABLE, "fastest")
     with pytest.raises(ValueError, match="may be reference or triton, got 'fastest'"):
-        choice.chosen("cpu")
-    monkeypatch.delenv(choice.VARIABLE)
-    assert choice.chosen("cpu") == (False, "no GPU")
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
-    assert choice.chosen("cuda") == (False, "Triton is not installed")
+        backend.chosen("cpu")
+    monkeypatch.delenv(backend.VARIABLE)
+    assert backend.chosen("cpu") == (False, "no GPU")
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    assert backend.chosen("cuda") == (False, "Triton is not installed")
 
 
 def test_prompts_of_any_length_are_read_with_the_first_step(engine, model):

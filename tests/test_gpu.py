@@ -139,7 +139,7 @@ def test_fused_layers_in_bf16_are_as_close_to_the_truth_as_plain_ones(rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_vocabulary_kernel_finds_the_same_tokens(dtype):
     from redraft.kernels import vocabulary as reference
-    from redraft.kernels.gpu import vocabulary
+    from redraft.kernels.triton import vocabulary
 
     torch.manual_seed(0)
     for sharpness in (1.0, 8.0, 40.0):

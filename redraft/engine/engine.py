@@ -25,7 +25,7 @@ from redraft.engine.request import Course, Missed, Request
 from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Kept, Scheduler
 from redraft.generate import Bill, Event, Finished, check
-from redraft.kernels.choice import chosen
+from redraft.kernels.backend import chosen
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 from redraft.rules import Rules

@@ -25,8 +25,8 @@ from redraft.config import SamplerConfig
 from redraft.engine.fused import Fused, Table
 from redraft.engine.request import Request
 from redraft.engine.runner import Runner, by_length
-from redraft.kernels.gpu.canvas import Rows, draw, settle_
-from redraft.kernels.gpu.vocabulary import believe_, read_vocabulary
+from redraft.kernels.triton.sampler_step import Rows, draw, settle_
+from redraft.kernels.triton.vocabulary import believe_, read_vocabulary
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 from redraft.sampler import Canvas
@@ -51,7 +51,7 @@ def plain(request: Request) -> bool:
 
 
 class Fast(Runner):
-    """Runs one model with the kernels of `kernels/gpu`."""
+    """Runs one model with the kernels of `kernels/triton`."""
 
     def __init__(self, model: DiffusionGemma, chunk: int) -> None:
         super().__init__(model, chunk)

@@ -1,4 +1,4 @@
-"""The model's layers over the kernels of `kernels/gpu`: fewer passes over memory, caches where they lie, the same answers.
+"""The model's layers on the kernels of `kernels/triton`: fewer passes over memory, caches used in place, the same results.
 
 `model.py` is the definition. Here q, k and v are one product, as are gate and up; what stands between two products is one
 kernel; new tokens look at caches by address, so that requests need not be brought together first.
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from redraft.config import SLIDING
 from redraft.kernels import rope_frequencies
 from redraft.kernels.fp8 import Packed, linear8, product8
-from redraft.kernels.gpu import attention, heads, mlp, norm, routing
-from redraft.kernels.gpu.experts import gated_experts
+from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
+from redraft.kernels.triton.experts import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
 from redraft.model.kv_cache import KVCache
 
@@ -152,7 +152,7 @@ class Fused:
     ) -> Tensor:
         config, own = self.model.config, self.model.layers[index].self_attn
         shared, _ = config.layer_heads(index)
-        found = heads.to_heads(
+        found = qkv_rope.to_heads(
             product(read_ND, self.qkv[index]), own.q_norm.weight, own.k_norm.weight, positions_N, self.frequencies[index],
             config.num_attention_heads, shared, config.rms_norm_eps,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redraft.kernels.choice import chosen
+from redraft.kernels.backend import chosen
 
 EIGHT, LARGEST = torch.float8_e4m3fn, 448.0
 LEAST = 1e-12  # a scale of zero would make nothing of nothing
@@ -48,7 +48,7 @@ def _rows(x_ND: Tensor) -> Packed:
     """Activations, packed in one pass where a kernel can."""
     if not x_ND.is_cuda or not _kernels(x_ND.device):
         return pack(x_ND)
-    from redraft.kernels.gpu.fp8 import pack_rows  # Triton takes long to import
+    from redraft.kernels.triton.fp8 import pack_rows  # Triton takes long to import
 
     return pack_rows(x_ND)
 

@@ -31,7 +31,7 @@ from redraft.editing import events as edit_events
 from redraft.engine import Course, Stopped, Turn
 from redraft.filling import Filled, Filler
 from redraft.generate import Committed, Draft, Finished, Stats
-from redraft.kernels.choice import precision
+from redraft.kernels.backend import precision
 from redraft.model.kv_cache import KVCache
 from redraft.rules import Rules, Steering
 from redraft.server.asking import Frames, Refused, continued, heated, message_of

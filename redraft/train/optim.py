@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from redraft.kernels.choice import has_bf16
+from redraft.kernels.backend import has_bf16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.gpu.early import _ready, early
+from redraft.kernels.triton.pdl import _ready, early
 
 BLOCK = 128  # entries summed at once when sampling, as in the reference
 CHUNK = 4096  # entries a program reads

@@ -45,7 +45,7 @@ def precision(device: torch.device | str, asked: torch.dtype | None = None) -> t
 
 
 def chosen(device: torch.device | str) -> tuple[bool, str]:
-    """Whether the kernels of `kernels/gpu` run on this device, and the reason in words."""
+    """Whether the kernels of `kernels/triton` run on this device, and the reason in words."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "reference", "triton"):
         raise ValueError(f"{VARIABLE} may be reference or triton, got {wanted!r}")

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.gpu.early import _ready, early
+from redraft.kernels.triton.pdl import _ready, early
 
 AT_ONCE = 8  # heads of a token that one program turns: they share the angles
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.gpu.early import _ready, early
+from redraft.kernels.triton.pdl import _ready, early
 
 JOINED = 4  # rows whose parts one program puts together
 KEYS = 128  # that one program reads, at least

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft import random
-from redraft.kernels.gpu.early import _ready, early
+from redraft.kernels.triton.pdl import _ready, early
 
 
 @dataclass(frozen=True)

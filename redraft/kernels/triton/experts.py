@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.fp8 import Packed
-from redraft.kernels.gpu.early import _ready, early
-from redraft.kernels.gpu.fp8 import pack_rows
-from redraft.kernels.gpu.routing import deal
+from redraft.kernels.triton.fp8 import pack_rows
+from redraft.kernels.triton.pdl import _ready, early
+from redraft.kernels.triton.routing import deal
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.gpu.early import _ready, early
+from redraft.kernels.triton.pdl import _ready, early
 
 PAIRS = 2048  # looked through at once
 SLICE = 256  # of the model size that one program multiplies

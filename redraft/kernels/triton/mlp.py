@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.gpu.early import _ready, early
-from redraft.kernels.gpu.experts import _gelu
+from redraft.kernels.triton.experts import _gelu
+from redraft.kernels.triton.pdl import _ready, early
 
 
 def gated(gate_up_N2F: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.fp8 import Packed
-from redraft.kernels.gpu.early import _ready, early
-from redraft.kernels.gpu.fp8 import _store_packed, empty_packed
+from redraft.kernels.triton.fp8 import _store_packed, empty_packed
+from redraft.kernels.triton.pdl import _ready, early
 
 
 def norm_rows(x_ND: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:

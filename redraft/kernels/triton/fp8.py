@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.fp8 import EIGHT, LARGEST, LEAST, Packed
-from redraft.kernels.gpu.early import _ready, early
+from redraft.kernels.triton.pdl import _ready, early
 
 MOST, FEWEST = tl.constexpr(LARGEST), tl.constexpr(LEAST)
 

@@ -18,7 +18,18 @@ from redraft.config import SamplerConfig
 from redraft.kernels import Belief, attend, gated_experts, rms_norm, rope_frequencies, rope_table, rotate
 from redraft.kernels import fp8 as reference8
 from redraft.kernels import vocabulary as reference_vocabulary
-from redraft.kernels.gpu import attention, canvas, experts, fp8, heads, mlp, norm, patterns, routing, vocabulary
+from redraft.kernels.triton import (
+    attention,
+    experts,
+    fp8,
+    mlp,
+    norm,
+    qkv_rope,
+    routing,
+    sampler_step,
+    token_automaton,
+    vocabulary,
+)
 from redraft.model import masks
 from redraft.patterns import Words
 from redraft.regex import PatternError
@@ -84,7 +95,7 @@ def test_heads_are_normed_and_turned(own_values, size):
     q_weight, k_weight = draw(size, seed=1), draw(size, seed=2)
     positions = torch.arange(1000, 1000 + tokens, device=DEVICE)
     frequencies = rope_frequencies(size, 10_000.0, 0.5, DEVICE)
-    q, k, v = heads.to_heads(product, q_weight, k_weight, positions, frequencies, number, groups, 1e-6)
+    q, k, v = qkv_rope.to_heads(product, q_weight, k_weight, positions, frequencies, number, groups, 1e-6)
     rope = rope_table(positions[None], size, 10_000.0, 0.5, torch.float32)
     parts = product.view(1, tokens, -1, size)
     assert near(q, rotate(rms_norm(parts[:, :, :number], q_weight, 1e-6), *rope)[0])
@@ -196,7 +207,7 @@ def test_a_canvas_moves_as_the_sampler_moves_it():
     cfg = SamplerConfig(canvas_length=length, max_steps=steps, entropy_bound=0.8, confidence_threshold=0.25)
     seeds, blocks = [5, -3, 2**63 + 11], [0, 2, 1]
     chance = [random.draws([seed], block, DEVICE) for seed, block in zip(seeds, blocks, strict=True)]
-    mine = canvas.Rows.empty(rows, length, steps, DEVICE)
+    mine = sampler_step.Rows.empty(rows, length, steps, DEVICE)
     states = [sampler.start(one.noise(0, length, vocab)) for one in chance]
     mine.seeds_B.copy_(torch.cat([one.seeds_B for one in chance]))
     mine.blocks_B.copy_(torch.tensor(blocks))
@@ -205,13 +216,13 @@ def test_a_canvas_moves_as_the_sampler_moves_it():
     mine.temperatures_BS.copy_(torch.stack([sampler.temperature(step, cfg) for step in range(steps)]))
     stable = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(9)).to(DEVICE)
     for step in range(steps):
-        uniform, noise, heat = canvas.draw(mine, vocab)
+        uniform, noise, heat = sampler_step.draw(mine, vocab)
         generator = torch.Generator().manual_seed(step)
         best = torch.randint(vocab, (rows, length), generator=generator).to(DEVICE)
         best[0] = stable  # the first row settles at its second step
         entropy = (torch.rand(rows, length, generator=generator) * 0.4).to(DEVICE)
         sampled = torch.randint(vocab, (rows, length), generator=generator).to(DEVICE)
-        canvas.settle_(mine, best, entropy, sampled, noise)
+        sampler_step.settle_(mine, best, entropy, sampled, noise)
         for row, (one, state) in enumerate(zip(chance, states, strict=True)):
             if not state.settled_B[0]:
                 assert torch.equal(uniform[row], one.uniform(step + 1, length)[0])
@@ -258,8 +269,8 @@ def test_keys_are_shared_out_where_there_are_enough_and_tokens_are_few():
 @pytest.mark.parametrize("seed", range(12))
 def test_patterns_on_a_canvas(seed, monkeypatch):
     """Marginals and likeliest text as the plain way finds them: certain logits, faint ones, forbidden ones, small tiles."""
-    monkeypatch.setattr(patterns, "PAIRS", 16)
-    monkeypatch.setattr(patterns, "STATES", 4)
+    monkeypatch.setattr(token_automaton, "PAIRS", 16)
+    monkeypatch.setattr(token_automaton, "STATES", 4)
     rng = random_lots.Random(seed)
     spellings = [None, b"", *(bytes(rng.choices(b"ab1", k=rng.randint(1, 3))) for _ in range(60)), b"a", b"b", b"1"]
     pattern = rng.choice(["(a|b1)*", "a{2,5}1?", "[ab]+1[ab]*", "(a1|b)(b|1){3,}", "1*", "a|b|ab1"])
