@@ -1,4 +1,4 @@
-"""What it costs to watch a run, or to give it rules: an answer of 1,024 tokens at the released shape. The last line is JSON.
+"""What it costs to watch a run, or to give it constraints: an answer of 1,024 tokens at the released shape. The last line is JSON.
 
 python benchmarks/bench_watched.py
 """
@@ -10,10 +10,10 @@ import torch
 from bench_engine import SHAPES, random_model
 
 from redraft.config import EngineConfig, SamplerConfig
+from redraft.constraints.constraints import Constraints
 from redraft.engine import Engine
-from redraft.rules import Rules
 
-WAYS = {"plain": {}, "watched, 5 candidates": {"look": 5}, "a pin": {"rules": Rules(pins={3: 77})}}
+WAYS = {"plain": {}, "watched, 5 candidates": {"look": 5}, "a pin": {"constraints": Constraints(pins={3: 77})}}
 
 
 def main() -> None:

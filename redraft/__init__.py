@@ -11,10 +11,10 @@ import warnings
 
 from redraft.checkpoint import CheckpointError, save
 from redraft.config import ConfigError, ModelConfig, SamplerConfig
+from redraft.constraints.constraints import Constraints
 from redraft.editing import Change, Edited, Suggestion
 from redraft.filling import Filled
 from redraft.generate import Committed, Draft, Finished, Stats
-from redraft.rules import Rules
 from redraft.tokenizer.chat_parser import Parsed, ToolCall
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.writer import Answer, Writer, load
@@ -25,13 +25,13 @@ __all__ = [
     "CheckpointError",
     "Committed",
     "ConfigError",
+    "Constraints",
     "Draft",
     "Edited",
     "Filled",
     "Finished",
     "ModelConfig",
     "Parsed",
-    "Rules",
     "SamplerConfig",
     "Stats",
     "Suggestion",

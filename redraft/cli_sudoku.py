@@ -37,7 +37,9 @@ def sudoku(
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed solves the same way. [a fresh one]")] = None,
     canvases: Annotated[int, typer.Option("--canvases", help="Most canvases a puzzle may take.")] = 64,
     steps: Annotated[int | None, typer.Option("--steps", help="Most passes of a canvas. [checkpoint's]")] = None,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Try again where a board breaks the rules.")] = True,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Try again where a board breaks the constraints.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a puzzle.")] = False,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Write the results here instead of printing them.")] = None,
     visual: Annotated[
@@ -146,7 +148,7 @@ def _draw(events: Iterable[Pass | Solution], puzzle: Board, console: Console) ->
 
 
 def picture(board: Board, puzzle: Board, before: Board | None = None, accepted: list[bool] | None = None) -> Text:
-    """A board: clues bold, what changed green, what is not accepted grey, what breaks the rules red."""
+    """A board: clues bold, what changed green, what is not accepted grey, what breaks the constraints red."""
     wrong, page = boards.clashing(board), Text()
     for cell, digit in enumerate(board):
         row, column = divmod(cell, boards.SIZE)
@@ -177,7 +179,7 @@ def _tell(solution: Solution, *, drawn: bool) -> None:
 
 def sentence(solution: Solution) -> str:
     """Right or wrong, and what it took."""
-    state = "solved" if solution.solved else "WRONG: this board breaks the rules"
+    state = "solved" if solution.solved else "WRONG: this board breaks the constraints"
     canvases = f", {solution.canvases} canvases" if solution.canvases > 1 else ""
     return (
         f"{state} · {solution.forwards} passes{canvases}, {solution.revisions} revisions, {solution.seconds:.2f} s · "

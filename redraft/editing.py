@@ -21,10 +21,10 @@ from torch import Tensor
 
 from redraft import random
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.engine import Course, Engine, Request, Stopped, Turn
 from redraft.generate import Committed, Draft, prefill
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.rules import Rules, Steering
 from redraft.tokenizer.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
@@ -346,7 +346,7 @@ def add_page(
     cfg: SamplerConfig,
     never: Sequence[int],
     seed: int,
-    held: Sequence[Steering] = (),
+    held: Sequence[ConstraintEdit] = (),
     **options: Any,
 ) -> Request:
     """Asks for the page behind what is before it, the chosen places open, the others pinned, but for what is `held`.
@@ -354,11 +354,11 @@ def add_page(
     `options` are those of `Engine.add`.
     """
     pins = {at: token for at, token in enumerate(page) if at not in chosen}
-    rules = Rules(pins=pins, forbidden=tuple({*never, *cfg.eos_token_ids}))
+    constraints = Constraints(pins=pins, forbidden=tuple({*never, *cfg.eos_token_ids}))
     for more in held:
-        rules = rules.steered(more)
+        constraints = constraints.steered(more)
     settings = cfg.changed(canvas_length=len(page), max_new_tokens=len(page))
-    return engine.add(before, settings, seed=seed, rules=rules, **options)
+    return engine.add(before, settings, seed=seed, constraints=constraints, **options)
 
 
 def start_of(tokenizer: Tokenizer) -> list[int]:

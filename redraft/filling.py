@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import Constraints
 from redraft.engine import Engine, Stopped
 from redraft.generate import Draft, Finished, prefill
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.rules import Rules
 from redraft.tokenizer.tokenizer import Tokenizer
 
 Watch = Callable[[Draft], None]  # is shown a step of a page
@@ -155,9 +155,11 @@ class Filler:
         middle, ends = len(lengths) // 2, {}
         try:
             for number, length in enumerate(lengths):
-                prompt, settings, rules = self._page(place, length, room, cfg)
+                prompt, settings, constraints = self._page(place, length, room, cfg)
                 seen = look if number == middle else 0
-                request = self.engine.add(prompt, settings, seed=seed + number, rules=rules, look=seen, **options)
+                request = self.engine.add(
+                    prompt, settings, seed=seed + number, constraints=constraints, look=seen, **options
+                )
                 requests.append(request)
             shown = requests[middle]
             for request, event in self.engine.events(sorted(requests, key=lambda one: one is not shown)):
@@ -172,7 +174,9 @@ class Filler:
             raise Stopped
         return [ends[request] for request in requests]
 
-    def _page(self, place: "_Place", length: int, room: int, cfg: SamplerConfig) -> tuple[list[int], SamplerConfig, Rules]:
+    def _page(
+        self, place: "_Place", length: int, room: int, cfg: SamplerConfig
+    ) -> tuple[list[int], SamplerConfig, Constraints]:
         """What to ask for: a hole of this length and what follows it, in so many tokens, and half a word taken back."""
         limit, answer = self.engine.model.config.max_position_embeddings, room + place.more
         size = min(cfg.canvas_length, answer)
@@ -183,8 +187,8 @@ class Filler:
         marks = tuple(set(self.tokenizer.marks(self.engine.model.config.vocab_size)) - set(cfg.eos_token_ids))
         behind = zip(range(length + place.more, answer), place.after, strict=False)
         pins = {at: token for at, token in behind if token is not None}
-        rules = Rules(pins=pins, forbidden=marks, first=place.first)
-        return place.prompt[-(limit - pages * size) :], cfg.changed(canvas_length=size, max_new_tokens=answer), rules
+        constraints = Constraints(pins=pins, forbidden=marks, first=place.first)
+        return place.prompt[-(limit - pages * size) :], cfg.changed(canvas_length=size, max_new_tokens=answer), constraints
 
     def _fits(self, template: Template) -> None:
         """Refuses holes that no page could hold, before anything as long is made."""
@@ -192,7 +196,7 @@ class Filler:
         if sum(length or 0 for length in template.lengths) >= limit:
             raise ValueError(f"a hole of {most} tokens does not fit the model's context of {limit} with all the others")
 
-    def page(self, template: Template, cfg: SamplerConfig) -> tuple[str, list[int], SamplerConfig, Rules]:
+    def page(self, template: Template, cfg: SamplerConfig) -> tuple[str, list[int], SamplerConfig, Constraints]:
         """All holes at once, each as long as it is said to be: the text before the page, and what to ask for behind it."""
         if None in template.lengths:
             raise ValueError("every hole needs a length to be on one page with the others: mark it as [[ 8 ]]")

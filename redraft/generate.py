@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from redraft import random, rules, sampler
+from redraft import random, sampler
 from redraft.config import ModelConfig, SamplerConfig
+from redraft.constraints.constraints import CanvasConstraints, Constraints, canvas_constraints
 from redraft.kernels import Shares
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
-from redraft.rules import CanvasRules, Rules
 from redraft.tokenizer.chat_parser import ToolCall
 
 PREFILL_CHUNK = 2048  # tokens of prompt a pass: the causal mask of a pass is this times the context
@@ -38,7 +38,7 @@ class Draft:
     entropy_BC: Tensor  # nats
     settled_B: Tensor
     max_steps: int
-    pinned_BC: Tensor | None = None  # what the rules have fixed
+    pinned_BC: Tensor | None = None  # what the constraints have fixed
     shares: Shares | None = None  # probabilities, where somebody wants to see them
     text: str = ""  # filled in by the Writer
 
@@ -112,11 +112,11 @@ def generate(
     cfg: SamplerConfig,
     *,
     seeds: Sequence[int],
-    constraints: Sequence[Rules] | None = None,
+    constraints: Sequence[Constraints] | None = None,
     first_canvas_BC: Tensor | None = None,
 ) -> Iterator[Event]:
     """Redrafts page after page for every prompt until it stops or is long enough. Rows do not influence one another."""
-    constraints = constraints if constraints is not None else [Rules()] * len(prompts)
+    constraints = constraints if constraints is not None else [Constraints()] * len(prompts)
     check(model.config, prompts, cfg, seeds, constraints, first_canvas_BC)
     rows, length, vocab = len(prompts), cfg.canvas_length, model.config.vocab_size
     bill = Bill(cfg, list(seeds), [len(prompt) for prompt in prompts])
@@ -130,7 +130,7 @@ def generate(
         draws = random.draws(list(seeds), block, model.device)
         place = (block * length, length, cfg.max_new_tokens)
         patterns = [rule.on_page(state, *place) for rule, state in zip(constraints, matched, strict=True)]
-        fixed = rules.on_canvas(constraints, block, length, vocab, cfg.eos_token_ids, model.device, patterns)
+        fixed = canvas_constraints(constraints, block, length, vocab, cfg.eos_token_ids, model.device, patterns)
         given = first_canvas_BC is not None and block == 0
         canvas_BC = first_canvas_BC.to(model.device) if given else draws.noise(0, length, vocab)
         state = sampler.start(canvas_BC, fixed, ended_B)  # stop 3
@@ -169,14 +169,14 @@ def check(
     prompts: Sequence[Sequence[int]],
     cfg: SamplerConfig,
     seeds: Sequence[int],
-    constraints: Sequence[Rules],
+    constraints: Sequence[Constraints],
     first_canvas_BC: Tensor | None,
 ) -> None:
     """Refuses what cannot be generated, before anything is computed."""
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
     if not len(prompts) == len(seeds) == len(constraints):
-        raise ValueError(f"{len(prompts)} prompts, {len(seeds)} seeds and {len(constraints)} rules do not match")
+        raise ValueError(f"{len(prompts)} prompts, {len(seeds)} seeds and {len(constraints)} constraints do not match")
     if wrong := [seed for seed in seeds if not isinstance(seed, int)]:
         raise ValueError(f"a seed must be a whole number, got {wrong[0]!r}")
     for what, tokens in (("prompt", (t for prompt in prompts for t in prompt)), ("pad", [cfg.pad_token_id])):
@@ -199,7 +199,7 @@ def check(
             raise ValueError(f"the first canvas has a token outside the vocabulary of {model.vocab_size}")
 
 
-def draft_of(block: int, state: sampler.Canvas, cfg: SamplerConfig, fixed: CanvasRules | None) -> Draft:
+def draft_of(block: int, state: sampler.Canvas, cfg: SamplerConfig, fixed: CanvasConstraints | None) -> Draft:
     """A canvas as whoever watches sees it."""
     return Draft(
         block=block,

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import CanvasConstraints
 from redraft.kernels import Belief, read_vocabulary
 from redraft.random import Draws
-from redraft.rules import CanvasRules
 
 SURE = 0.2  # nats: with `spread`, whoever is surer than this needs no distance
 BEHIND = 1e3  # more than any entropy
@@ -42,10 +42,10 @@ class Canvas:
         return self.settled_B | self.skipped_B
 
 
-def start(ids_BC: Tensor, rules: CanvasRules | None = None, ended_B: Tensor | None = None) -> Canvas:
+def start(ids_BC: Tensor, constraints: CanvasConstraints | None = None, ended_B: Tensor | None = None) -> Canvas:
     """A canvas before its first step, from noise or from the user's own tokens."""
     rows, length = ids_BC.shape
-    ids_BC = rules.pin(ids_BC) if rules is not None else ids_BC
+    ids_BC = constraints.pin(ids_BC) if constraints is not None else ids_BC
     device = ids_BC.device
     no_B = torch.zeros(rows, dtype=torch.bool, device=device)
     count_B = torch.zeros(rows, dtype=torch.long, device=device)
@@ -53,7 +53,7 @@ def start(ids_BC: Tensor, rules: CanvasRules | None = None, ended_B: Tensor | No
         ids_BC=ids_BC,
         best_BC=ids_BC,
         entropy_BC=torch.full((rows, length), math.inf, device=device),
-        accepted_BC=rules.pinned_BC if rules is not None else torch.zeros_like(ids_BC, dtype=torch.bool),
+        accepted_BC=constraints.pinned_BC if constraints is not None else torch.zeros_like(ids_BC, dtype=torch.bool),
         unchanged_B=count_B,
         steps_B=count_B,
         settled_B=no_B,
@@ -84,7 +84,7 @@ def accept(entropy_BC: Tensor, bound: float, least_B: Tensor | None = None) -> T
 
 
 def accepted(belief: Belief, state: Canvas, cfg: SamplerConfig) -> Tensor:
-    """What this step keeps, by entropy, quota, and the two rules that keep small models from contradicting themselves.
+    """What this step keeps, by entropy, quota, and the two constraints that keep small models from contradicting themselves.
 
     `stops_last`: at first, the end of a page is what a model is surest of; accepted early, it eats the text before it.
     `spread`: neighbours drawn apart from one another disagree ("was was"), positions far apart seldom do.
@@ -121,7 +121,9 @@ def quota(state: Canvas, cfg: SamplerConfig) -> Tensor | None:
     return None
 
 
-def settled(belief: Belief, state: Canvas, cfg: SamplerConfig, rules: CanvasRules | None) -> tuple[Tensor, Tensor]:
+def settled(
+    belief: Belief, state: Canvas, cfg: SamplerConfig, constraints: CanvasConstraints | None
+) -> tuple[Tensor, Tensor]:
     """Whether each row is stable and confident, and how long its argmax has stayed the same.
 
     Confidence is the mean entropy of the positions that are the model's to decide; pins have none of their own.
@@ -129,29 +131,29 @@ def settled(belief: Belief, state: Canvas, cfg: SamplerConfig, rules: CanvasRule
     same_B = (belief.best_BC == state.best_BC).all(dim=-1) if state.step > 0 else torch.zeros_like(state.settled_B)
     unchanged_B = torch.where(same_B, state.unchanged_B + 1, 0)
     mean_B = belief.entropy_BC.mean(dim=-1)
-    if rules is not None:
-        open_B = (~rules.pinned_BC).sum(dim=-1).clamp(min=1)
+    if constraints is not None:
+        open_B = (~constraints.pinned_BC).sum(dim=-1).clamp(min=1)
         mean_B = belief.entropy_BC.sum(dim=-1) / open_B
     return (unchanged_B >= cfg.stability_threshold) & (mean_B < cfg.confidence_threshold), unchanged_B
 
 
 def step(
-    logits_BCV: Tensor, state: Canvas, cfg: SamplerConfig, draws: Draws, rules: CanvasRules | None = None
+    logits_BCV: Tensor, state: Canvas, cfg: SamplerConfig, draws: Draws, constraints: CanvasConstraints | None = None
 ) -> tuple[Canvas, Tensor]:
     """The next canvas, and the temperature-shaped logits that self-conditioning feeds back. Frozen rows stay as they are."""
-    shaped_BCV = rules.shape(logits_BCV) if rules is not None else logits_BCV
+    shaped_BCV = constraints.shape(logits_BCV) if constraints is not None else logits_BCV
     shaped_BCV, matching_BC = shaped_BCV / temperature(state.step, cfg), None
-    if rules is not None:
-        shaped_BCV, matching_BC = rules.conform(shaped_BCV)
+    if constraints is not None:
+        shaped_BCV, matching_BC = constraints.conform(shaped_BCV)
     length, now = state.ids_BC.shape[1], state.step + 1
     belief = read_vocabulary(shaped_BCV, draws.uniform(now, length))
     if matching_BC is not None:
         belief = belief._replace(best_BC=matching_BC)
     accepted_BC = accepted(belief, state, cfg)
     noise_BC = draws.noise(now, length, logits_BCV.shape[-1])
-    if rules is not None:
-        accepted_BC = accepted_BC | rules.pinned_BC
-    done_B, unchanged_B = settled(belief, state, cfg, rules)
+    if constraints is not None:
+        accepted_BC = accepted_BC | constraints.pinned_BC
+    done_B, unchanged_B = settled(belief, state, cfg, constraints)
     moved = Canvas(
         ids_BC=torch.where(accepted_BC, belief.sampled_BC, noise_BC),
         best_BC=belief.best_BC,
@@ -178,18 +180,18 @@ def _freeze(old: Canvas, new: Canvas) -> Canvas:
     return replace(new, **kept)
 
 
-def steer(state: Canvas, rules: CanvasRules, draws: Draws, vocab_size: int) -> Canvas:
-    """A page between two steps under new rules: what disobeys them is pinned, or is noise again.
+def steer(state: Canvas, constraints: CanvasConstraints, draws: Draws, vocab_size: int) -> Canvas:
+    """A page between two steps under new constraints: what disobeys them is pinned, or is noise again.
 
     A page whose draft obeys is as settled as it was; else it has to settle anew.
     """
     noise_BC = draws.noise(state.step, state.ids_BC.shape[1], vocab_size)
-    disobeyed_BC, again_B = rules.disobeyed(state.ids_BC), rules.disobeyed(state.best_BC).any(dim=-1)
+    disobeyed_BC, again_B = constraints.disobeyed(state.ids_BC), constraints.disobeyed(state.best_BC).any(dim=-1)
     return replace(
         state,
-        ids_BC=rules.pin(torch.where(disobeyed_BC, noise_BC, state.ids_BC)),
-        best_BC=rules.pin(state.best_BC),
-        accepted_BC=state.accepted_BC & ~disobeyed_BC | rules.pinned_BC,
+        ids_BC=constraints.pin(torch.where(disobeyed_BC, noise_BC, state.ids_BC)),
+        best_BC=constraints.pin(state.best_BC),
+        accepted_BC=state.accepted_BC & ~disobeyed_BC | constraints.pinned_BC,
         unchanged_B=torch.where(again_B, 0, state.unchanged_B),
         settled_B=state.settled_B & ~again_B,
     )

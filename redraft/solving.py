@@ -3,7 +3,7 @@
 Every canvas is what `generate` makes of it, token for token, but that every few passes the model is shown the board another
 way: what it cannot settle one way it may settle another. Many canvases run at once, and one that is done leaves the batch.
 
-With `check` a finished board is held against the rules, which is not the model's doing and is counted apart: a wrong one is
+With `check` a finished board is held against the constraints, which is not the model's doing and is counted apart: a wrong one is
 tried again on ever more canvases at a time, up to a limit. They begin from noise or from the wrong board partly noised,
 and take a digit or two for granted that the first canvas was in doubt about: a wrong guess cannot settle, a right one helps.
 
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft import random, rules, sampler
+from redraft import random, sampler
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import CanvasConstraints, Constraints, canvas_constraints
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 from redraft.random import Draws
-from redraft.rules import CanvasRules, Rules
 from redraft.sampler import Canvas
 from redraft.sudoku import tokens
 from redraft.sudoku.board import CELLS, Board, clashing, solves
@@ -48,7 +48,7 @@ class Solution:
     number: int  # of the puzzle, in the order given
     puzzle: Board
     board: Board
-    solved: bool  # by the rules
+    solved: bool  # by the constraints
     settled: bool  # the last canvas stood still; else it ran out of steps
     at_first: bool  # the first canvas was right, without any check
     canvases: int
@@ -284,8 +284,8 @@ def in_reading_order(model: DiffusionGemma, puzzle: Board, *, seed: int) -> Iter
     began, device, board = time.perf_counter(), model.device, list(puzzle)
     cache, draws = _names_read(model), random.draws([seed], 0, device)
     for step, cell in enumerate([cell for cell in range(CELLS) if not puzzle[cell]]):
-        constraints = [Rules(pins=tokens.pins(tuple(board)), forbidden=FORBIDDEN)]
-        fixed = rules.on_canvas(constraints, 0, CELLS, tokens.SIZE, model.config.eos_token_ids, device)
+        constraints = [Constraints(pins=tokens.pins(tuple(board)), forbidden=FORBIDDEN)]
+        fixed = canvas_constraints(constraints, 0, CELLS, tokens.SIZE, model.config.eos_token_ids, device)
         logits_1CV = fixed.shape(model.denoise(fixed.pin(draws.noise(step, CELLS, tokens.SIZE)), None, cache))
         board[cell] = tokens.board([int(logits_1CV[0, cell].argmax())])[0]
         board_1C = torch.tensor([board])
@@ -304,13 +304,13 @@ def _names_read(model: DiffusionGemma) -> KVCache:
 
 def _start(
     puzzles: Sequence[Board], tries: Sequence[Try], cfg: SamplerConfig, seed: int, device: torch.device
-) -> tuple[Canvas, CanvasRules, Draws]:
+) -> tuple[Canvas, CanvasConstraints, Draws]:
     """Canvases before their first pass: clues and guesses pinned, digits to begin from, noise elsewhere."""
     constraints = []
     for one in tries:
         guessed = {cell: tokens.CLUES[digit - 1] for cell, digit in one.guesses}
-        constraints.append(Rules(pins=tokens.pins(puzzles[one.number]) | guessed, forbidden=FORBIDDEN))
-    fixed = rules.on_canvas(constraints, 0, CELLS, tokens.SIZE, cfg.eos_token_ids, device)
+        constraints.append(Constraints(pins=tokens.pins(puzzles[one.number]) | guessed, forbidden=FORBIDDEN))
+    fixed = canvas_constraints(constraints, 0, CELLS, tokens.SIZE, cfg.eos_token_ids, device)
     draws = random.draws([seed + one.number + one.attempt * ATTEMPT for one in tries], 0, device)
     given_NC = torch.tensor([one.start or (0,) * CELLS for one in tries], device=device)
     noise_NC = draws.noise(0, CELLS, tokens.SIZE)

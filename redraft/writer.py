@@ -16,8 +16,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from redraft import checkpoint, editing, filling, random, schemas, solving
+from redraft import checkpoint, editing, filling, random, solving
 from redraft.config import SamplerConfig
+from redraft.constraints import json_schema
+from redraft.constraints.constraints import Constraints
+from redraft.constraints.regex_dfa import PatternError
+from redraft.constraints.token_automaton import Words
 from redraft.editing import Edited, Span, Suggestion
 from redraft.engine import Course, Engine, Request, Stopped
 from redraft.filling import Filled, Filler, Template
@@ -25,9 +29,6 @@ from redraft.generate import Committed, Draft, Event, Finished, Stats, check, ge
 from redraft.kernels.backend import has_bf16, precision
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import FP8, apply_fp8
-from redraft.patterns import Words
-from redraft.regex import PatternError
-from redraft.rules import Rules
 from redraft.solving import Solution
 from redraft.sudoku import board as boards
 from redraft.sudoku.board import Board
@@ -131,7 +132,7 @@ class Writer:
         *,
         max_tokens: int | None = None,
         seed: int | None = None,
-        rules: Rules | None = None,
+        constraints: Constraints | None = None,
         streamer: Any = None,
         **settings: Any,
     ) -> Answer | list[Answer]:
@@ -140,10 +141,10 @@ class Writer:
         `settings` are fields of SamplerConfig: `max_steps=20, entropy_bound=0.5`; or a pattern that the answer must match:
         `regex="[0-9]+"`, `schema={"type": "object", ...}`, `choices=["yes", "no"]`.
         """
-        rules = self._obeyed(rules, settings)
+        constraints = self._obeyed(constraints, settings)
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         ids = [self.tokenizer.prompt(text) for text in prompts]
-        answers = self._answers(ids, False, self._settings(max_tokens, settings), seed, rules, streamer)
+        answers = self._answers(ids, False, self._settings(max_tokens, settings), seed, constraints, streamer)
         return answers[0] if isinstance(prompt, str) else answers
 
     def chat(
@@ -154,14 +155,14 @@ class Writer:
         think: bool = False,
         max_tokens: int | None = None,
         seed: int | None = None,
-        rules: Rules | None = None,
+        constraints: Constraints | None = None,
         streamer: Any = None,
         **settings: Any,
     ) -> Answer:
         """Answers a conversation; a string is a conversation of one user message. `settings` as for `write`."""
-        rules = self._obeyed(rules, settings)
+        constraints = self._obeyed(constraints, settings)
         ids = self.tokenizer.chat(as_messages(messages), tools=tools, think=think)
-        return self._answers([ids], True, self._settings(max_tokens, settings), seed, rules, streamer)[0]
+        return self._answers([ids], True, self._settings(max_tokens, settings), seed, constraints, streamer)[0]
 
     def stream(
         self,
@@ -171,7 +172,7 @@ class Writer:
         think: bool = False,
         max_tokens: int | None = None,
         seed: int | None = None,
-        rules: Rules | None = None,
+        constraints: Constraints | None = None,
         seconds: float | None = None,
         stop: threading.Event | None = None,
         draft: str | Sequence[int] | None = None,
@@ -188,11 +189,11 @@ class Writer:
         Where nobody looks at them, `drafts=False` spares their text; with `look=5` they come with the probabilities of the
         five likeliest tokens everywhere. A `course` takes up a run that was under way, and steers it.
         """
-        rules, chatting = self._obeyed(rules, settings), not is_text(prompt)
+        constraints, chatting = self._obeyed(constraints, settings), not is_text(prompt)
         ids, cfg = self.ids_of(prompt, tools, think), self._settings(max_tokens, settings)
         number = seed if seed is not None else fresh_seed()
         first_1C = self._started(draft, cfg, number) if draft else None
-        options = {"rules": rules, "first_1C": first_1C, "seconds": seconds, "stop": stop}
+        options = {"constraints": constraints, "first_1C": first_1C, "seconds": seconds, "stop": stop}
         request = self.engine.add(ids, cfg, seed=number, course=course, look=look, **options)
         return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting), drafts)
 
@@ -290,7 +291,7 @@ class Writer:
         """
         ids = self.ids_of(prompt)
         cfg, model = self.sampler.changed(max_new_tokens=self.sampler.canvas_length), self.model
-        check(model.config, [ids], cfg, [seed], [Rules()], None)
+        check(model.config, [ids], cfg, [seed], [Constraints()], None)
         cache = model.new_cache(1, len(ids), rewind=0)
         prefill(model, [ids], cache)
         noise_1C = random.draws([seed], 0, model.device).noise(0, cfg.canvas_length, model.config.vocab_size)
@@ -299,26 +300,26 @@ class Writer:
         for choice in _choices(choices):
             if stop is not None and stop.is_set():
                 raise Stopped
-            found = Rules(pattern=self._words.automaton(re.escape(choice)))
+            found = Constraints(pattern=self._words.automaton(re.escape(choice)))
             found.check(model.config.vocab_size, cfg.canvas_length, cfg.eos_token_ids)
             masses.append(found.on_page(found.start(), 0, cfg.canvas_length, cfg.canvas_length).mass(logits_CV))
         shares = torch.tensor(masses, dtype=torch.float64).softmax(dim=0).tolist()
         return dict(zip(choices, shares, strict=True))
 
-    def _obeyed(self, rules: Rules | None, settings: dict[str, Any]) -> Rules | None:
-        """The rules with the pattern that is among the settings, which is taken out of them."""
+    def _obeyed(self, constraints: Constraints | None, settings: dict[str, Any]) -> Constraints | None:
+        """The constraints with the pattern that is among the settings, which is taken out of them."""
         asked = {name: settings.pop(name) for name in PATTERNS if settings.get(name) is not None}
         for name in PATTERNS:
             settings.pop(name, None)
         if not asked:
-            return rules
+            return constraints
         if len(asked) > 1:
             raise PatternError(f"an answer obeys one of {', '.join(PATTERNS)}, got {' and '.join(asked)}")
         ((name, value),) = asked.items()
         if name == "choices":
             value = "|".join(re.escape(choice) for choice in _choices(value))
-        pattern = schemas.to_regex(value) if name == "schema" else value
-        return replace(rules or Rules(), pattern=self._words.automaton(pattern))
+        pattern = json_schema.to_regex(value) if name == "schema" else value
+        return replace(constraints or Constraints(), pattern=self._words.automaton(pattern))
 
     @cached_property
     def _words(self) -> Words:
@@ -361,19 +362,22 @@ class Writer:
         chatting: bool,
         cfg: SamplerConfig,
         seed: int | None,
-        rules: Rules | None,
+        constraints: Constraints | None,
         streamer: Any,
     ) -> list[Answer]:
         first = seed if seed is not None else fresh_seed()
         seeds = [first + row for row in range(len(prompts))]
         if streamer is not None:  # which wants all rows step by step
-            events = generate(self.model, prompts, cfg, seeds=seeds, constraints=[rules or Rules()] * len(prompts))
+            events = generate(
+                self.model, prompts, cfg, seeds=seeds, constraints=[constraints or Constraints()] * len(prompts)
+            )
             last = _drain(_feeding(events, prompts, streamer))
             return [self._answer(last, row, chatting, cfg) for row in range(len(prompts))]
         requests: list[Request] = []
         try:
             requests += [
-                self.engine.add(ids, cfg, seed=number, rules=rules) for ids, number in zip(prompts, seeds, strict=True)
+                self.engine.add(ids, cfg, seed=number, constraints=constraints)
+                for ids, number in zip(prompts, seeds, strict=True)
             ]
             ends = self.engine.run(requests)
         finally:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import tiny
 import uvicorn
 
-from redraft.rules import Rules
+from redraft.constraints.constraints import Constraints
 from redraft.server.app import ServerConfig, make_app
 from redraft.writer import Writer, is_text
 
@@ -45,7 +45,7 @@ class Saying(Writer):
         asked = "" if is_text(prompt) else prompt[-1]["content"]
         if asked.startswith("say: "):
             ids = [*self.tokenizer.encode(asked.removeprefix("say: ")), 5]
-            options["rules"] = Rules(pins=dict(enumerate(ids)))
+            options["constraints"] = Constraints(pins=dict(enumerate(ids)))
         return super().stream(prompt, **options)
 
 

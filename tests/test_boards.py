@@ -8,9 +8,9 @@ import pytest
 import tiny
 import torch
 
-from redraft import random, rules, sampler
+from redraft import random, sampler
 from redraft.config import SamplerConfig
-from redraft.rules import Rules
+from redraft.constraints.constraints import Constraints, canvas_constraints
 from redraft.solving import FORBIDDEN
 from redraft.sudoku import generator, texts, tokens
 from redraft.sudoku.board import CELLS, solves
@@ -94,8 +94,8 @@ def test_puzzles_as_texts(puzzles, tmp_path):
 def test_a_pass_that_learns_is_what_generation_computes(puzzles):
     model = fresh(CONFIG, 0)
     drawn, solved = Pool(puzzles, torch.device("cpu")).draw(3, chance())
-    fixed = rules.on_canvas(
-        [Rules(pins=tokens.pins(tuple(board)), forbidden=FORBIDDEN) for board in drawn.tolist()],
+    fixed = canvas_constraints(
+        [Constraints(pins=tokens.pins(tuple(board)), forbidden=FORBIDDEN) for board in drawn.tolist()],
         0, CELLS, tokens.SIZE, (1,), "cpu",
     )  # fmt: skip
     settings = SamplerConfig(canvas_length=CELLS, max_new_tokens=CELLS, t_min=0.7, t_max=0.7, entropy_bound=0.5)

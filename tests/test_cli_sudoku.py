@@ -21,8 +21,8 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 import redraft
 from redraft import cli, cli_sudoku
+from redraft.constraints.constraints import Constraints
 from redraft.generate import generate
-from redraft.rules import Rules
 from redraft.solving import FORBIDDEN
 from redraft.sudoku import board as boards
 from redraft.sudoku import generator, texts, tokens
@@ -99,7 +99,7 @@ def test_a_wrong_board_is_said_to_be_wrong(run, tmp_path):
     hard = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."  # often called the hardest
     code, out, err = run(hard, "--seed", "1", "--no-check", "--steps", "1")
     assert code == 1
-    assert err.startswith("WRONG: this board breaks the rules")
+    assert err.startswith("WRONG: this board breaks the constraints")
     assert not boards.solves(boards.parse(out.splitlines()[-1]), boards.parse(hard))
     (tmp_path / "two.txt").write_text(f"{PUZZLE}\n{hard}\n")
     code, out, err = run(str(tmp_path / "two.txt"), "--seed", "1", "--canvases", "1", "--steps", "3")
@@ -235,7 +235,7 @@ def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch):
     other = DiffusionGemmaForBlockDiffusion.from_pretrained(SUDOKU, dtype=torch.float32).eval()
     prompt = [writer.model.config.bos_token_id, *tokens.NAMES]
     cfg = writer.sampler.changed(max_steps=6)
-    *_, page, _ = generate(writer.model, [prompt], cfg, seeds=[4], constraints=[Rules()])
+    *_, page, _ = generate(writer.model, [prompt], cfg, seeds=[4], constraints=[Constraints()])
     with theirs.our_draws(monkeypatch, [4]):
         found = theirs.generate(other, torch.tensor([prompt]), cfg)
     ours = page.ids_BC[0].tolist()

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from redraft import random
 from redraft.config import FULL, SLIDING, ConfigError, EngineConfig
+from redraft.constraints.constraints import Constraints
 from redraft.engine import Engine
 from redraft.engine.scheduler import Kept
 from redraft.generate import Committed, Draft, Finished, generate
 from redraft.model.kv_cache import KVCache
-from redraft.rules import Rules
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
 MODEL = tiny.decided(CONFIG, 4)
@@ -43,11 +43,11 @@ def asked(draw):
     )
     first = random.draws([draw(st.integers(0, 99))], 0).noise(0, length, tiny.VOCAB) if draw(st.booleans()) else None
     pins = {0: draw(st.integers(20, 200))} if draw(st.booleans()) else {}
-    return prompt, cfg, draw(st.integers(0, 2**40)), Rules(pins=pins), first
+    return prompt, cfg, draw(st.integers(0, 2**40)), Constraints(pins=pins), first
 
 
-def alone(prompt, cfg, seed, rules, first):
-    return list(generate(MODEL, [prompt], cfg, seeds=[seed], constraints=[rules], first_canvas_BC=first))
+def alone(prompt, cfg, seed, constraints, first):
+    return list(generate(MODEL, [prompt], cfg, seeds=[seed], constraints=[constraints], first_canvas_BC=first))
 
 
 def same(ours, theirs) -> None:
@@ -76,8 +76,8 @@ def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
     while waiting or not subject.idle:
         if waiting and (subject.idle or data.draw(st.booleans())):
             one = waiting.pop()
-            prompt, cfg, seed, rules, first = one
-            request = subject.add(prompt, cfg, seed=seed, rules=rules, first_1C=first)
+            prompt, cfg, seed, constraints, first = one
+            request = subject.add(prompt, cfg, seed=seed, constraints=constraints, first_1C=first)
             running[request], events[request] = one, []
         if running and data.draw(st.integers(0, 19)) == 0:
             gone = data.draw(st.sampled_from(sorted(running, key=lambda request: request.number)))
@@ -112,7 +112,7 @@ def test_a_context_is_found_again_and_not_read_again(monkeypatch):
     assert cut.stats[0].reused == 28
     monkeypatch.undo()
     for request, seed in ((longer, 2), (again, 3)):
-        expected = alone(list(request.prompt), cfg, seed, Rules(), None)[-1]
+        expected = alone(list(request.prompt), cfg, seed, Constraints(), None)[-1]
         assert torch.equal((found if request is longer else cut).ids_BT, expected.ids_BT)
 
 
@@ -178,7 +178,7 @@ def test_a_fault_ends_what_runs_and_spoils_nothing_that_comes(monkeypatch):
         next(beside)
     monkeypatch.undo()
     again = subject.add(prompt, cfg, seed=1)
-    assert torch.equal(subject.run([again])[again].ids_BT, alone(prompt, cfg, 1, Rules(), None)[-1].ids_BT)
+    assert torch.equal(subject.run([again])[again].ids_BT, alone(prompt, cfg, 1, Constraints(), None)[-1].ids_BT)
 
 
 def test_a_stream_nobody_began_is_cancelled_too():
@@ -206,7 +206,7 @@ def test_threads_may_share_an_engine():
     for thread in threads:
         thread.join()
     for seed in range(6):
-        assert torch.equal(found[seed].ids_BT, alone([2, 30, 40 + seed], cfg, seed, Rules(), None)[-1].ids_BT)
+        assert torch.equal(found[seed].ids_BT, alone([2, 30, 40 + seed], cfg, seed, Constraints(), None)[-1].ids_BT)
 
 
 def test_a_resized_cache_holds_the_same():
@@ -266,7 +266,7 @@ def test_a_deadline_commits_the_best_page(monkeypatch):
         now[0] = 100.0 + (6.0 if step == 9 else 0.0)
         for whose, event in subject.step():
             events[whose].append(event)
-    expected = alone([2, 30], cfg, 1, Rules(), None)
+    expected = alone([2, 30], cfg, 1, Constraints(), None)
     assert len(events[other]) == len(expected)
     same(events[other], expected)
     *drafts, page, end = events[request]
@@ -292,7 +292,7 @@ def test_a_stream_left_early_is_cancelled_and_others_go_on():
     assert left.over
     assert subject.scheduler.running == [kept]
     events = list(subject.stream(kept))
-    expected = alone([2, 30, 40], cfg, 40, Rules(), None)
+    expected = alone([2, 30, 40], cfg, 40, Constraints(), None)
     same(events, expected[len(expected) - len(events) :])
     assert any(isinstance(event, Committed) for event in events)
     assert subject.idle

@@ -8,6 +8,7 @@ import torch
 from interpreted import DEVICE
 
 from redraft.config import FULL, SLIDING, EngineConfig, SamplerConfig
+from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.engine import Course, Turn
 from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fast import Fast
@@ -19,7 +20,6 @@ from redraft.kernels import backend
 from redraft.kernels.fp8 import pack
 from redraft.kernels.triton import experts
 from redraft.model.quant.fp8 import apply_fp8
-from redraft.rules import Rules, Steering
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
 
@@ -92,18 +92,18 @@ def engine(model, monkeypatch):
 
 
 def test_pages_are_those_of_generate(engine, model):
-    """Different prompts, steps and seeds at once; one with rules and one with a sampler of its own, in the same rounds."""
+    """Different prompts, steps and seeds at once; one with constraints and one with a sampler of its own, in the same rounds."""
     asked = [
-        ([2, 3, 4, 5, 6, 7, 8], CFG, 1, Rules()),
-        ([9, 10], replace(CFG, max_steps=3, max_new_tokens=8, entropy_bound=1.0), 2, Rules()),
-        ([9, 10, 11], replace(CFG, max_new_tokens=8), 3, Rules(pins={2: 70})),
-        ([12], replace(CFG, max_new_tokens=8, quota=True), 4, Rules()),
+        ([2, 3, 4, 5, 6, 7, 8], CFG, 1, Constraints()),
+        ([9, 10], replace(CFG, max_steps=3, max_new_tokens=8, entropy_bound=1.0), 2, Constraints()),
+        ([9, 10, 11], replace(CFG, max_new_tokens=8), 3, Constraints(pins={2: 70})),
+        ([12], replace(CFG, max_new_tokens=8, quota=True), 4, Constraints()),
     ]
     assert isinstance(engine.runner, Fast)
-    requests = [engine.add(prompt, cfg, seed=seed, rules=rules) for prompt, cfg, seed, rules in asked]
+    requests = [engine.add(prompt, cfg, seed=seed, constraints=constraints) for prompt, cfg, seed, constraints in asked]
     found = engine.run(requests)
-    for request, (prompt, cfg, seed, rules) in zip(requests, asked, strict=True):
-        *_, expected = generate(model, [prompt], cfg, seeds=[seed], constraints=[rules])
+    for request, (prompt, cfg, seed, constraints) in zip(requests, asked, strict=True):
+        *_, expected = generate(model, [prompt], cfg, seeds=[seed], constraints=[constraints])
         assert torch.equal(found[request].ids_BT, expected.ids_BT)
         assert found[request].stats[0].steps == expected.stats[0].steps
 
@@ -173,10 +173,10 @@ def test_prompts_of_any_length_are_read_with_the_first_step(engine, model):
 
 def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, model):
     """Cancelled between two of them, what is kept of the context is what `encode` would have kept."""
-    cfg, rules = replace(CFG, max_new_tokens=32), Rules(forbidden=(1,))
-    whole = list(generate(model, [PROMPT], cfg, seeds=[5], constraints=[rules]))
+    cfg, constraints = replace(CFG, max_new_tokens=32), Constraints(forbidden=(1,))
+    whole = list(generate(model, [PROMPT], cfg, seeds=[5], constraints=[constraints]))
     pages = tuple(tuple(event.ids_BC[0].tolist()) for event in whole if isinstance(event, Committed))
-    left = engine.add(PROMPT, cfg, seed=5, rules=rules, course=Course(pages[:3]))
+    left = engine.add(PROMPT, cfg, seed=5, constraints=constraints, course=Course(pages[:3]))
     while not left.block:
         engine.step()
     engine.cancel(left)
@@ -188,6 +188,6 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, mod
         for layer in range(2):
             for ours, theirs in zip(kept.view(layer), truth.view(layer), strict=True):
                 assert torch.allclose(ours[:, -len(context) :], theirs, atol=3e-5)
-    course = Course(pages[:3], (Turn(3, 1, Steering()),))
-    resumed = engine.add(PROMPT, cfg, seed=5, rules=rules, course=course, look=2)
+    course = Course(pages[:3], (Turn(3, 1, ConstraintEdit()),))
+    resumed = engine.add(PROMPT, cfg, seed=5, constraints=constraints, course=course, look=2)
     assert engine.run([resumed])[resumed].ids_BT.tolist() == whole[-1].ids_BT.tolist()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from redraft import filling, terminal
+from redraft.constraints.constraints import Constraints
 from redraft.generate import generate
-from redraft.rules import Rules
 from redraft.terminal import CanvasView
 from redraft.writer import Writer
 
@@ -69,7 +69,9 @@ def test_a_known_length_is_kept_and_found_ones_have_no_more_than_the_longest(mon
     monkeypatch.setattr(WRITER.engine, "add", lambda *a, **k: asked.append(k) or add(*a, **k))
     for length in (1, 2, 7, 16, 40):  # 16 is a page, 40 is more
         hole = WRITER.fill(f"x.[[ {length} ]]yz", seed=1).holes[0]
-        assert {length, length + 1} <= set(asked[-1]["rules"].pins)  # what follows is in sight, so nothing ends the text
+        assert {length, length + 1} <= set(
+            asked[-1]["constraints"].pins
+        )  # what follows is in sight, so nothing ends the text
         assert len(hole.encode("utf-8", "replace")) <= length
     assert len(WRITER.fill("x.[[ ]].", seed=1, longest=4).holes[0].encode()) <= 4
 
@@ -121,9 +123,9 @@ def test_a_page_begins_with_the_letters_that_were_taken_back():
 
 def test_an_answer_begins_with_one_of_the_first_tokens():
     allowed = (20, 21, 22)
-    prompts, rules = [[2, 9, 9], [2, 7]], [Rules(first=allowed), Rules()]
+    prompts, constraints = [[2, 9, 9], [2, 7]], [Constraints(first=allowed), Constraints()]
     *_, end = generate(
-        WRITER.model, prompts, tiny.sampler(canvas_length=8, max_new_tokens=16), seeds=[1, 2], constraints=rules
+        WRITER.model, prompts, tiny.sampler(canvas_length=8, max_new_tokens=16), seeds=[1, 2], constraints=constraints
     )
     *_, alone = generate(WRITER.model, prompts[1:], tiny.sampler(canvas_length=8, max_new_tokens=16), seeds=[2])
     assert end.ids_BT[0, 0] in allowed

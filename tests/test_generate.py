@@ -4,8 +4,8 @@ import pytest
 import tiny
 import torch
 
+from redraft.constraints.constraints import Constraints
 from redraft.generate import PREFILL_CHUNK, Committed, Draft, Finished, generate, prefill
-from redraft.rules import Rules
 
 MODEL = tiny.decided(tiny.BASE, 4)
 PROMPTS = [[2, 30, 40, 50], [2, *range(60, 100)], [2, 7]]
@@ -110,7 +110,7 @@ def test_cost_is_linear_in_steps(monkeypatch):
 def test_pins_are_in_the_text_and_forbidden_tokens_are_not():
     pins, forbidden = {0: 100, 20: 101, 39: 102}, tuple(range(120, 200))
     for _ in range(3):
-        last = run(max_new_tokens=40, constraints=[Rules(pins=pins, forbidden=forbidden)] * 3)[-1]
+        last = run(max_new_tokens=40, constraints=[Constraints(pins=pins, forbidden=forbidden)] * 3)[-1]
         for row in last.ids_BT.tolist():
             assert all(row[position] == token for position, token in pins.items())
             assert not set(row) & set(forbidden)
@@ -147,8 +147,8 @@ def test_a_long_prompt_is_read_in_chunks(monkeypatch):
         ({"prompts": [[2] * 500]}, "500 tokens"),
         ({"max_new_tokens": 513}, "context is 512"),
         ({"seeds": [1]}, "3 prompts, 1 seeds"),
-        ({"constraints": [Rules(pins={99: 5})] * 3, "max_new_tokens": 16}, "99"),
-        ({"constraints": [Rules(pins={17: 5})] * 3, "max_new_tokens": 17}, "17"),
+        ({"constraints": [Constraints(pins={99: 5})] * 3, "max_new_tokens": 16}, "99"),
+        ({"constraints": [Constraints(pins={17: 5})] * 3, "max_new_tokens": 17}, "17"),
         ({"seeds": [1, 2.5, 3]}, "2.5"),
         ({"pad_token_id": tiny.VOCAB}, "pad token"),
         ({"canvas_length": 1000}, "pages of 1000"),

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from redraft import random, sampler
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import Constraints, canvas_constraints
 from redraft.kernels import Belief
-from redraft.rules import Rules, on_canvas
 
 VOCAB, LENGTH = 23, 9
 
 
 @st.composite
 def situations(draw):
-    """A canvas some steps into its way, with settings, rules and the logits of each step so far."""
+    """A canvas some steps into its way, with settings, constraints and the logits of each step so far."""
     rows = draw(st.integers(1, 3))
     cfg = SamplerConfig(
         canvas_length=LENGTH,
@@ -37,23 +37,25 @@ def situations(draw):
     )
     pins = st.dictionaries(st.integers(0, LENGTH - 1), st.integers(0, VOCAB - 1), max_size=4)
     forbidden = st.lists(st.integers(0, VOCAB - 1), max_size=5)
-    rules = []
+    constraints = []
     for _ in range(rows):
         pinned = draw(pins)
-        pinned = {p: t for p, t in pinned.items() if t not in (1, 5) or p == max(pinned)}  # what Rules.check lets through
-        rules.append(Rules(pins=pinned, forbidden=tuple(set(draw(forbidden)) - set(pinned.values()))))
+        pinned = {
+            p: t for p, t in pinned.items() if t not in (1, 5) or p == max(pinned)
+        }  # what Constraints.check lets through
+        constraints.append(Constraints(pins=pinned, forbidden=tuple(set(draw(forbidden)) - set(pinned.values()))))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     scale = draw(st.sampled_from([0.0, 1.0, 8.0, 30.0]))
     drift = draw(st.booleans())
     base = scale * torch.randn(rows, LENGTH, VOCAB, generator=generator)
     logits = [base + (scale * torch.randn(base.shape, generator=generator) if drift else 0) for _ in range(cfg.max_steps)]
-    return cfg, rules, logits, list(range(rows))
+    return cfg, constraints, logits, list(range(rows))
 
 
 def run(situation):
-    """All states of the loop, with the fixed rules."""
-    cfg, rules, logits, seeds = situation
-    draws, fixed = random.draws(seeds, 0), on_canvas(rules, 0, LENGTH, VOCAB, cfg.eos_token_ids, "cpu")
+    """All states of the loop, with the fixed constraints."""
+    cfg, constraints, logits, seeds = situation
+    draws, fixed = random.draws(seeds, 0), canvas_constraints(constraints, 0, LENGTH, VOCAB, cfg.eos_token_ids, "cpu")
     states = [sampler.start(draws.noise(0, LENGTH, VOCAB), fixed)]
     while not sampler.finished(states[-1], cfg):
         state, _ = sampler.step(logits[states[-1].step], states[-1], cfg, draws, fixed)
@@ -73,7 +75,7 @@ def sampled(situation, before, draws, fixed) -> torch.Tensor:
 @settings(max_examples=120)
 @given(situations())
 def test_invariants_of_the_loop(situation):
-    cfg, rules, _, _ = situation
+    cfg, constraints, _, _ = situation
     states, draws, fixed = run(situation)
     assert len(states) - 1 <= cfg.max_steps  # cost is linear in steps
     for before, state in itertools.pairwise(states):
@@ -88,7 +90,7 @@ def test_invariants_of_the_loop(situation):
         for name in ("ids_BC", "best_BC", "entropy_BC", "accepted_BC", "steps_B", "settled_B"):
             assert torch.equal(getattr(state, name)[~live], getattr(before, name)[~live])
         assert torch.equal(state.steps_B[live], before.steps_B[live] + 1)
-        for row, rule in enumerate(rules):
+        for row, rule in enumerate(constraints):
             for position, token in rule.pins.items():
                 assert state.ids_BC[row, position] == token
                 assert state.best_BC[row, position] == token
@@ -104,14 +106,14 @@ def test_invariants_of_the_loop(situation):
     if (cfg.quota or cfg.accept_at_end) and last.step == cfg.max_steps:
         assert last.accepted_BC[~states[-2].frozen_B].all()
     ids, lengths, ended = sampler.commit(last, cfg)
-    for row in range(len(rules)):
+    for row in range(len(constraints)):
         stops = [i for i, t in enumerate(last.best_BC[row].tolist()) if t in cfg.eos_token_ids]
         assert bool(ended[row]) == bool(stops)
         end = stops[0] + 1 if stops else LENGTH
         assert ids[row, :end].tolist() == last.best_BC[row, :end].tolist()
         assert (ids[row, end:] == cfg.pad_token_id).all()
         assert lengths[row] == end
-        assert all(position < end for position in rules[row].pins)  # no stop token has cut one off
+        assert all(position < end for position in constraints[row].pins)  # no stop token has cut one off
 
 
 def belief_of(entropies, best):
@@ -158,10 +160,10 @@ def test_stop_tokens_come_last():
 @settings(max_examples=40)
 @given(situations())
 def test_batched_rows_equal_rows_alone(situation):
-    cfg, rules, logits, seeds = situation
+    cfg, constraints, logits, seeds = situation
     together = run(situation)[0][-1]
     for row in range(len(seeds)):
-        one = (cfg, [rules[row]], [step[row : row + 1] for step in logits], [seeds[row]])
+        one = (cfg, [constraints[row]], [step[row : row + 1] for step in logits], [seeds[row]])
         alone = run(one)[0][-1]
         for name in ("ids_BC", "best_BC", "accepted_BC", "steps_B", "settled_B"):
             assert torch.equal(getattr(together, name)[row], getattr(alone, name)[0])
@@ -234,13 +236,13 @@ def test_confident_is_strictly_below_the_threshold():
 
 def test_pins_do_not_make_the_rest_look_confident():
     """Two of three positions are pinned: the third decides, not the mean with two zeros."""
-    rules = on_canvas([Rules(pins={0: 7, 1: 8})], 0, 3, VOCAB, (), "cpu")
+    constraints = canvas_constraints([Constraints(pins={0: 7, 1: 8})], 0, 3, VOCAB, (), "cpu")
     draws, logits = random.draws([0], 0), certain(A, 5.0)
-    start = sampler.start(draws.noise(0, 3, VOCAB), rules)
-    own = float(sampler.step(logits, start, SamplerConfig(canvas_length=3), draws, rules)[0].entropy_BC[0, 2])
+    start = sampler.start(draws.noise(0, 3, VOCAB), constraints)
+    own = float(sampler.step(logits, start, SamplerConfig(canvas_length=3), draws, constraints)[0].entropy_BC[0, 2])
     for threshold, settled in ((own * 1.01, True), (own * 0.99, False)):
         cfg = SamplerConfig(canvas_length=3, stability_threshold=0, confidence_threshold=threshold)
-        state, _ = sampler.step(logits, start, cfg, draws, rules)
+        state, _ = sampler.step(logits, start, cfg, draws, constraints)
         assert bool(state.settled_B) == settled
 
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from serving import make, served
 
+from redraft.constraints.constraints import Constraints
 from redraft.generate import Draft
-from redraft.rules import Rules
 
 WRITER = make()
 ENDLESS = [1, 5]
@@ -52,8 +52,12 @@ def whole(frames):
 
 def test_frames_add_up_to_the_drafts_of_the_engine(url):
     found = events(url, **STORY, candidates=3)
-    rules, options = Rules(forbidden=(1, 5)), {"max_tokens": 32, "max_steps": 6}
-    drafts = [event for event in WRITER.stream("Hello", seed=7, rules=rules, look=3, **options) if isinstance(event, Draft)]
+    constraints, options = Constraints(forbidden=(1, 5)), {"max_tokens": 32, "max_steps": 6}
+    drafts = [
+        event
+        for event in WRITER.stream("Hello", seed=7, constraints=constraints, look=3, **options)
+        if isinstance(event, Draft)
+    ]
     frames = of("frame", found)
     assert len(frames) == len(drafts) > 4
     for event, tokens in zip(drafts, whole(frames), strict=True):
@@ -63,7 +67,7 @@ def test_frames_add_up_to_the_drafts_of_the_engine(url):
         assert [token["p"] for token in tokens] == [round(share, 4) for share in event.shares.own_BC[0].tolist()]
         assert all(token["t"] == WRITER.tokenizer.spell([token["id"]]) for token in tokens)
     assert any(len(frame["tokens"]) < 16 for frame in frames)
-    assert found[-1]["text"] == WRITER.write("Hello", seed=7, rules=rules, **options).text
+    assert found[-1]["text"] == WRITER.write("Hello", seed=7, constraints=constraints, **options).text
     assert "".join(page["text"] for page in of("page", found)) == found[-1]["text"]
 
 

@@ -9,8 +9,8 @@ import tiny
 import torch
 from serving import NO_END, make, served, user
 
+from redraft.constraints.constraints import Constraints
 from redraft.generate import Committed, Draft
-from redraft.rules import Rules
 from redraft.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the client's own library
@@ -26,7 +26,7 @@ def theirs():
 def test_openai_logprobs_are_those_of_the_last_step(theirs):
     plain = {"model": "", "prompt": "ab", "max_tokens": 24, "seed": 1, "logit_bias": NO_END}
     found = theirs.completions.create(**plain, logprobs=3).choices[0]
-    events = list(WRITER.stream("ab", max_tokens=24, seed=1, rules=Rules(forbidden=(1, 5)), look=3))
+    events = list(WRITER.stream("ab", max_tokens=24, seed=1, constraints=Constraints(forbidden=(1, 5)), look=3))
     ids = [token for event in events if isinstance(event, Committed) for token in event.ids_BC[0, : event.shown].tolist()]
     text = [at for at, token in enumerate(ids) if WRITER.tokenizer.spellings[token] is not None]  # no marks
     last = {event.block: event.shares for event in events if isinstance(event, Draft)}

@@ -76,7 +76,7 @@ def test_struck_words_are_mended_and_the_others_kept(writer):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch, seed):
-    """The rules for small models are ours; without them the two samplers are one."""
+    """The constraints for small models are ours; without them the two samplers are one."""
     other = DiffusionGemmaForBlockDiffusion.from_pretrained(SHIPPED, dtype=torch.float32).eval()
     ids = writer.tokenizer.prompt("Once upon a time")
     off = {"quota": False, "accept_at_end": False, "spread": 0, "stops_last": False}

@@ -10,8 +10,8 @@ from test_boards import CONFIG
 
 from redraft import solving
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import Constraints
 from redraft.generate import Committed, generate
-from redraft.rules import Rules
 from redraft.solving import FORBIDDEN, Pass, Solution, Try
 from redraft.sudoku import generator, tokens
 from redraft.sudoku.board import CELLS, clashing, solves
@@ -45,8 +45,8 @@ def solved(puzzles, **options) -> list[Solution]:
 def test_every_canvas_is_what_generate_makes_of_it():
     found = solved(PUZZLES, check=False, turn=0)
     prompt = [CONFIG.bos_token_id, *tokens.NAMES]
-    rules = [Rules(pins=tokens.pins(puzzle), forbidden=FORBIDDEN) for puzzle in PUZZLES]
-    events = list(generate(MODEL, [prompt] * 6, CFG, seeds=range(3, 9), constraints=rules))
+    constraints = [Constraints(pins=tokens.pins(puzzle), forbidden=FORBIDDEN) for puzzle in PUZZLES]
+    events = list(generate(MODEL, [prompt] * 6, CFG, seeds=range(3, 9), constraints=constraints))
     page = next(event for event in events if isinstance(event, Committed))
     assert [solution.board for solution in found] == [tokens.board(ids) for ids in page.ids_BC.tolist()]
     assert [solution.forwards for solution in found] == page.steps_B.tolist()

@@ -9,22 +9,22 @@ import torch
 
 from redraft import random, sampler
 from redraft.config import FULL, SLIDING, EngineConfig
+from redraft.constraints.constraints import ConstraintEdit, Constraints, canvas_constraints
+from redraft.constraints.token_automaton import Words
 from redraft.engine import Course, Engine, Turn
 from redraft.generate import Committed, Draft, Finished, generate
 from redraft.kernels import shares_of
-from redraft.patterns import Words
-from redraft.rules import Rules, Steering, on_canvas
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
 MODEL = tiny.decided(CONFIG, 4)
 PROMPT = [2, 30, 40, 50, 61, 62, 63]
 CFG = tiny.sampler(canvas_length=16, max_new_tokens=48, max_steps=8, entropy_bound=0.3, confidence_threshold=0.05)
-UNENDING, NOTHING = Rules(forbidden=(1, 5)), Steering()
+UNENDING, NOTHING = Constraints(forbidden=(1, 5)), ConstraintEdit()
 
 
-def run(course=None, rules=UNENDING, cfg=CFG, seed=3, **options):
+def run(course=None, constraints=UNENDING, cfg=CFG, seed=3, **options):
     engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
-    return list(engine.stream(engine.add(PROMPT, cfg, seed=seed, rules=rules, course=course, **options)))
+    return list(engine.stream(engine.add(PROMPT, cfg, seed=seed, constraints=constraints, course=course, **options)))
 
 
 def told(events):
@@ -65,11 +65,11 @@ def test_resumed_without_a_change_it_is_the_unbroken_run(given, block, step):
 
 
 def by_hand(turn, seed=3):
-    """The first page step by step, the rules changed behind one of them: what `Request.turn` must equal."""
+    """The first page step by step, the constraints changed behind one of them: what `Request.turn` must equal."""
     cache = MODEL.new_cache(1, 64)
     MODEL.encode(torch.tensor([PROMPT]), cache)
     draws, vocab = random.draws([seed], 0), CONFIG.vocab_size
-    fixed = on_canvas([UNENDING], 0, 16, vocab, CFG.eos_token_ids, "cpu")
+    fixed = canvas_constraints([UNENDING], 0, 16, vocab, CFG.eos_token_ids, "cpu")
     state, soft, found = sampler.start(draws.noise(0, 16, vocab), fixed), None, []
     while not sampler.finished(state, CFG):
         logits = MODEL.denoise(state.ids_BC, soft, cache)
@@ -77,7 +77,7 @@ def by_hand(turn, seed=3):
         found.append((state.best_BC.tolist(), state.ids_BC.tolist()))
         soft = MODEL.soft_embed(shaped)
         if state.step == turn.step:
-            fixed = on_canvas([UNENDING.steered(turn.steering)], 0, 16, vocab, CFG.eos_token_ids, "cpu")
+            fixed = canvas_constraints([UNENDING.steered(turn.steering)], 0, 16, vocab, CFG.eos_token_ids, "cpu")
             state = sampler.steer(state, fixed, draws, vocab)
     return found
 
@@ -87,11 +87,11 @@ def test_a_turn_changes_what_comes_and_nothing_before(step):
     before = run()
     steps = [event for event in before if isinstance(event, Draft) and event.block == 0]
     old = steps[-1].ids_BC[0].tolist()
-    rules = Steering(pins={4: 77}, bans=((6, old[6]), (9, old[9]), (9, 100)))
-    after = run(Course((), (Turn(0, step, rules),)))
+    constraints = ConstraintEdit(pins={4: 77}, bans=((6, old[6]), (9, old[9]), (9, 100)))
+    after = run(Course((), (Turn(0, step, constraints),)))
     drafts = [event for event in after if isinstance(event, Draft) and event.block == 0]
     assert [one.ids_BC.tolist() for one in drafts[:step]] == [one.ids_BC.tolist() for one in steps[:step]]
-    assert [(one.ids_BC.tolist(), one.canvas_BC.tolist()) for one in drafts] == by_hand(Turn(0, step, rules))
+    assert [(one.ids_BC.tolist(), one.canvas_BC.tolist()) for one in drafts] == by_hand(Turn(0, step, constraints))
     page = pages(after)[0]
     assert page[4] == 77
     assert page[6] != old[6]
@@ -104,16 +104,16 @@ def test_a_settled_page_goes_on_when_its_draft_is_not_wanted_any_more():
     last = drafts[-1]
     assert bool(last.settled_B)
     assert last.step < CFG.max_steps
-    kept = run(Course((), (Turn(0, last.step, Steering(pins={3: int(last.ids_BC[0, 3])})),)))
+    kept = run(Course((), (Turn(0, last.step, ConstraintEdit(pins={3: int(last.ids_BC[0, 3])})),)))
     assert pages(kept)[0] == pages(before)[0]  # it said so already
     assert sum(isinstance(event, Draft) and event.block == 0 for event in kept) == len(drafts)
-    changed = run(Course((), (Turn(0, last.step, Steering(pins={3: 99})),)))
+    changed = run(Course((), (Turn(0, last.step, ConstraintEdit(pins={3: 99})),)))
     assert pages(changed)[0][3] == 99
     assert sum(isinstance(event, Draft) and event.block == 0 for event in changed) > len(drafts)
 
 
 def test_turns_follow_one_another_across_pages():
-    first, second = Steering(pins={2: 90}), Steering(pins={20: 91})
+    first, second = ConstraintEdit(pins={2: 90}), ConstraintEdit(pins={20: 91})
     both = Course((), (Turn(0, 1, first), Turn(1, 2, second)))
     whole = run(both)
     assert (pages(whole)[0][2], pages(whole)[1][4]) == (90, 91)
@@ -122,10 +122,10 @@ def test_turns_follow_one_another_across_pages():
 
 
 def test_steered_and_looked_at_beside_others_it_is_the_same():
-    course = Course((), (Turn(0, 2, Steering(pins={4: 77})),))
+    course = Course((), (Turn(0, 2, ConstraintEdit(pins={4: 77})),))
     engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
-    requests = [engine.add(PROMPT, CFG, seed=3, rules=UNENDING, course=course, look=3)]
-    requests += [engine.add(PROMPT[:4], CFG, seed=seed, rules=UNENDING) for seed in (3, 4)]
+    requests = [engine.add(PROMPT, CFG, seed=3, constraints=UNENDING, course=course, look=3)]
+    requests += [engine.add(PROMPT[:4], CFG, seed=seed, constraints=UNENDING) for seed in (3, 4)]
     ends = engine.run(requests)
     assert ends[requests[0]].ids_BT.tolist() == run(course)[-1].ids_BT.tolist()
     for request in requests[1:]:
@@ -156,69 +156,69 @@ def test_a_turn_that_never_comes_is_told_and_disturbs_nobody():
     engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
     settled = max(event.step for event in run() if isinstance(event, Draft) and event.block == 0)
     assert settled < CFG.max_steps - 1
-    late = engine.add(PROMPT, CFG, seed=3, rules=UNENDING, course=Course((), (Turn(0, CFG.max_steps - 1, NOTHING),)))
+    late = engine.add(PROMPT, CFG, seed=3, constraints=UNENDING, course=Course((), (Turn(0, CFG.max_steps - 1, NOTHING),)))
     twice = Course((), (Turn(0, settled, NOTHING), Turn(0, settled + 1, NOTHING)))
-    behind = engine.add(PROMPT, CFG, seed=3, rules=UNENDING, course=twice)
-    other = engine.add(PROMPT, CFG, seed=3, rules=UNENDING)
+    behind = engine.add(PROMPT, CFG, seed=3, constraints=UNENDING, course=twice)
+    other = engine.add(PROMPT, CFG, seed=3, constraints=UNENDING)
     streams = [engine.stream(request) for request in (late, behind, other)]
     for stream in streams[:2]:
         with pytest.raises(ValueError, match=f"its page stood still at step {settled}: it has no step"):
             list(stream)
     assert told(list(streams[2])) == told(run())
-    ends = Rules(pins={3: 1})  # the text ends there
+    ends = Constraints(pins={3: 1})  # the text ends there
     with pytest.raises(ValueError, match="the text ended on page 0: there is no page 1"):
-        run(Course((), (Turn(1, 1, NOTHING),)), rules=ends)
+        run(Course((), (Turn(1, 1, NOTHING),)), constraints=ends)
 
 
 def test_pages_that_break_the_pattern_are_refused_and_disturb_nobody():
     spelled = tiny.byte_tokenizer().spellings
-    rules = Rules(pattern=Words(spelled, CFG.eos_token_ids).automaton("[0-9]*"))
+    constraints = Constraints(pattern=Words(spelled, CFG.eos_token_ids).automaton("[0-9]*"))
     with pytest.raises(ValueError, match="does not fit the pattern"):
-        run(Course(((70,) * 16,)), rules=rules)
+        run(Course(((70,) * 16,)), constraints=constraints)
 
 
 def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
     words, letters = Words(tiny.byte_tokenizer().spellings, CFG.eos_token_ids), tiny.byte_tokenizer().encode("q0a")
-    rules = Rules(pattern=words.automaton("[a-z]{20,24}"))
-    old = pages(run(rules=rules))[0]
-    more = Steering(pins={3: letters[0]}, bans=((5, old[5]), (18, letters[2])))
+    constraints = Constraints(pattern=words.automaton("[a-z]{20,24}"))
+    old = pages(run(constraints=constraints))[0]
+    more = ConstraintEdit(pins={3: letters[0]}, bans=((5, old[5]), (18, letters[2])))
     for step in (1, 2):
-        after = run(course := Course((), (Turn(0, step, more),)), rules=rules)
+        after = run(course := Course((), (Turn(0, step, more),)), constraints=constraints)
         found = [token for page in pages(after) for token in page]
         assert found[3] == letters[0]
         assert found[5] != old[5]
         assert found[18] != letters[2]
         text = tiny.byte_tokenizer().decode(found)
         assert re.fullmatch("[a-z]{20,24}", text), text
-        again = run(replace(course, pages=pages(after)[:1]), rules=rules)
+        again = run(replace(course, pages=pages(after)[:1]), constraints=constraints)
         assert told(again)[1:] == [one for one in told(after) if one[0] == "end" or one[1] >= 1]
     with pytest.raises(ValueError, match="no answer of 48 tokens that has these pins matches"):
-        run(Course((), (Turn(0, 1, Steering(pins={3: letters[1]})),)), rules=rules)
-    same = Rules(pattern=words.automaton("a{20,24}"))
+        run(Course((), (Turn(0, 1, ConstraintEdit(pins={3: letters[1]})),)), constraints=constraints)
+    same = Constraints(pattern=words.automaton("a{20,24}"))
     with pytest.raises(ValueError, match="no text of this length can match"):
-        run(Course((), (Turn(0, 1, Steering(bans=((4, letters[2]),))),)), rules=same)
+        run(Course((), (Turn(0, 1, ConstraintEdit(bans=((4, letters[2]),))),)), constraints=same)
 
 
 def test_a_settled_page_is_given_up_where_a_later_pin_makes_it_no_beginning_of_a_match():
     words, (a, b) = Words(tiny.byte_tokenizer().spellings, CFG.eos_token_ids), tiny.byte_tokenizer().encode("ab")
-    rules = Rules(pattern=words.automaton("a{20}|b{20}"))
-    before = run(rules=rules)
+    constraints = Constraints(pattern=words.automaton("a{20}|b{20}"))
+    before = run(constraints=constraints)
     said = pages(before)[0][0]
     other = b if said == a else a
     last = max(event.step for event in before if isinstance(event, Draft) and event.block == 0)
     assert last < CFG.max_steps
     for step in (1, last):
-        after = run(Course((), (Turn(0, step, Steering(pins={18: other})),)), rules=rules)
+        after = run(Course((), (Turn(0, step, ConstraintEdit(pins={18: other})),)), constraints=constraints)
         assert [token for page in pages(after) for token in page][:20] == [other] * 20
-    again = run(Course((), (Turn(0, last, NOTHING),)), rules=rules)
+    again = run(Course((), (Turn(0, last, NOTHING),)), constraints=constraints)
     assert told(again) == told(before)
 
 
 def test_turns_are_folded_once_when_a_run_is_asked_for(monkeypatch):
     """Not in the thread that steps for everybody."""
-    folded, usual = [], Rules.steered
-    monkeypatch.setattr(Rules, "steered", lambda self, more: folded.append(more) or usual(self, more))
-    turns = tuple(Turn(block, 1, Steering(bans=((40, 70), (40, 70 + block)))) for block in range(3))
+    folded, usual = [], Constraints.steered
+    monkeypatch.setattr(Constraints, "steered", lambda self, more: folded.append(more) or usual(self, more))
+    turns = tuple(Turn(block, 1, ConstraintEdit(bans=((40, 70), (40, 70 + block)))) for block in range(3))
     assert len(pages(run(Course((), turns)))) == 3
     assert folded == [turn.steering for turn in turns]
     assert UNENDING.steered(turns[0].steering).steered(turns[1].steering).banned == {40: (70, 71)}
@@ -234,7 +234,7 @@ def test_pages_that_were_there_cost_nothing_again():
 
 
 def test_an_end_before_a_pin_is_not_obedient():
-    fixed = on_canvas([Rules(pins={7: 5})], 0, 16, CONFIG.vocab_size, CFG.eos_token_ids, "cpu")
+    fixed = canvas_constraints([Constraints(pins={7: 5})], 0, 16, CONFIG.vocab_size, CFG.eos_token_ids, "cpu")
     ids = torch.full((1, 16), 70)
     ids[0, [3, 7, 9]] = 5
     assert fixed.disobeyed(ids).nonzero()[:, 1].tolist() == [3]
@@ -250,13 +250,16 @@ def test_an_end_before_a_pin_is_not_obedient():
         (Course((), (Turn(3, 1, NOTHING),)), "a turn at page 3, step 1"),
         (Course((), (Turn(0, 8, NOTHING),)), "the last that can be taken is at page 2 and step 7"),
         (Course((), (Turn(0, 2, NOTHING), Turn(0, 2, NOTHING))), "too late"),
-        (Course((), (Turn(0, 2, Steering(pins={99: 3})),)), "a pin at 99 is beyond"),
-        (Course((), (Turn(0, 2, Steering(bans=((99, 3),))),)), "a ban at 99 is beyond"),
-        (Course((), (Turn(0, 2, Steering(bans=((1, 999),))),)), "token 999 is outside"),
-        (Course(((7,) * 16,), (Turn(0, 2, Steering(pins={3: 9})),)), "has the token 7 at 3, where 9 is pinned"),
-        (Course(((7,) * 16,), (Turn(0, 2, Steering(bans=((3, 7),))),)), "has the token 7 at 3, where it may not stand"),
+        (Course((), (Turn(0, 2, ConstraintEdit(pins={99: 3})),)), "a pin at 99 is beyond"),
+        (Course((), (Turn(0, 2, ConstraintEdit(bans=((99, 3),))),)), "a ban at 99 is beyond"),
+        (Course((), (Turn(0, 2, ConstraintEdit(bans=((1, 999),))),)), "token 999 is outside"),
+        (Course(((7,) * 16,), (Turn(0, 2, ConstraintEdit(pins={3: 9})),)), "has the token 7 at 3, where 9 is pinned"),
         (
-            Course((), (Turn(0, 2, Steering(bans=tuple((1, token) for token in range(CONFIG.vocab_size)))),)),
+            Course(((7,) * 16,), (Turn(0, 2, ConstraintEdit(bans=((3, 7),))),)),
+            "has the token 7 at 3, where it may not stand",
+        ),
+        (
+            Course((), (Turn(0, 2, ConstraintEdit(bans=tuple((1, token) for token in range(CONFIG.vocab_size)))),)),
             "every token is banned at 1",
         ),
     ],

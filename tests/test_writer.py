@@ -8,15 +8,15 @@ import torch
 from transformers import PreTrainedTokenizerFast, TextDiffusionStreamer
 
 import redraft
-from redraft.rules import Rules
+from redraft.constraints.constraints import Constraints
 from redraft.tokenizer.chat_parser import ToolCall
 
 WRITER = tiny.writer()
 
 
-def saying(text: str) -> Rules:
-    """Rules that pin a whole answer, so that a model of gibberish says it."""
-    return Rules(pins=dict(enumerate(WRITER.tokenizer.encode(text))))
+def saying(text: str) -> Constraints:
+    """Constraints that pin a whole answer, so that a model of gibberish says it."""
+    return Constraints(pins=dict(enumerate(WRITER.tokenizer.encode(text))))
 
 
 def test_several_at_once_equal_one_by_one():
@@ -61,10 +61,10 @@ def test_the_seed_of_an_answer_gives_it_again():
 
 def test_thoughts_and_calls_are_taken_out():
     said = "<|channel>thought\nhm<channel|>Hi<turn|>"
-    answer = WRITER.chat("Hello", think=True, rules=saying(said), max_tokens=64)
+    answer = WRITER.chat("Hello", think=True, constraints=saying(said), max_tokens=64)
     assert (answer.text, answer.reasoning, answer.reason) == ("Hi", "hm", "stop")
     said = 'I look. <|tool_call>call:find{what:<|"|>ö<|"|>,n:2}<tool_call|><turn|>'
-    answer = WRITER.chat("Hello", rules=saying(said), max_tokens=80, tools=[{"name": "find", "description": "Finds"}])
+    answer = WRITER.chat("Hello", constraints=saying(said), max_tokens=80, tools=[{"name": "find", "description": "Finds"}])
     assert answer.text == "I look."
     assert answer.tool_calls == (ToolCall("find", {"what": "ö", "n": 2}),)
 
@@ -73,7 +73,7 @@ def test_a_streamed_chat_never_shows_half_a_call_or_half_a_character():
     """The canvas holds 16 tokens, so both the call and the umlauts lie across pages."""
     said = "<|channel>thought\nhmmmm öööööö<channel|>Grüße ää "
     said += '<|tool_call>call:find{what:<|"|>some thing<|"|>}<tool_call|>!<turn|>'
-    events = list(WRITER.stream([{"role": "user", "content": "x"}], think=True, rules=saying(said), max_tokens=160))
+    events = list(WRITER.stream([{"role": "user", "content": "x"}], think=True, constraints=saying(said), max_tokens=160))
     pages = [e for e in events if isinstance(e, redraft.Committed)]
     assert "".join(p.reasoning for p in pages) == "hmmmm öööööö"
     assert "".join(p.text for p in pages) == "Grüße ää !"
@@ -189,7 +189,7 @@ def test_a_text_to_continue_has_no_tools():
 def test_a_page_that_ends_inside_the_word_thought_shows_nothing_of_it():
     for lead in range(16):
         said = "x" * lead + "<|channel>thought\nabc def<channel|>Done<turn|>"
-        events = WRITER.stream([{"role": "user", "content": "x"}], rules=saying(said), max_tokens=80)
+        events = WRITER.stream([{"role": "user", "content": "x"}], constraints=saying(said), max_tokens=80)
         assert "".join(e.reasoning for e in events if isinstance(e, redraft.Committed)) == "abc def"
 
 

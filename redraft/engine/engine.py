@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from redraft.config import EngineConfig, SamplerConfig
+from redraft.constraints.constraints import Constraints
 from redraft.engine.request import Course, Missed, Request
 from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Kept, Scheduler
@@ -28,7 +29,6 @@ from redraft.generate import Bill, Event, Finished, check
 from redraft.kernels.backend import chosen
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
-from redraft.rules import Rules
 
 LOG = logging.getLogger("redraft.engine")
 
@@ -63,7 +63,7 @@ class Engine:
         cfg: SamplerConfig,
         *,
         seed: int,
-        rules: Rules | None = None,
+        constraints: Constraints | None = None,
         first_1C: Tensor | None = None,
         seconds: float | None = None,
         stop: threading.Event | None = None,
@@ -75,15 +75,15 @@ class Engine:
         Once `stop` is set nothing more comes of it. With a `course` it is one that was under way. Drafts come with the
         probabilities of the `look` likeliest tokens. What cannot be generated is refused here, and nothing else notices.
         """
-        rules, course = rules or Rules(), course or Course()
-        check(self.model.config, [prompt], cfg, [seed], [rules], first_1C)
-        held = course.check(cfg, self.model.config.vocab_size, rules)
+        constraints, course = constraints or Constraints(), course or Course()
+        check(self.model.config, [prompt], cfg, [seed], [constraints], first_1C)
+        held = course.check(cfg, self.model.config.vocab_size, constraints)
         if seconds is not None and not seconds > 0:
             raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
         deadline = time.monotonic() + seconds if seconds is not None else None
-        bill, more = Bill(cfg, [seed], [len(prompt)]), {"matched": rules.start(), "stop": stop}
+        bill, more = Bill(cfg, [seed], [len(prompt)]), {"matched": constraints.start(), "stop": stop}
         more |= {"course": course, "held": held, "look": look}
-        request = Request(next(self._numbers), tuple(prompt), cfg, seed, rules, first_1C, deadline, bill, **more)
+        request = Request(next(self._numbers), tuple(prompt), cfg, seed, constraints, first_1C, deadline, bill, **more)
         request.inbox = deque() if self._own else None  # it may run before anybody streams it
         self.scheduler.check(request)
         self.scheduler.waiting.append(request)  # a step may run now: nobody waits for its end

@@ -4,7 +4,7 @@
 
 Canvases in work live in buffers that stay where they are; what the graph needs to know of a request (its seed, its step, its
 settings, where its cache lies) lies there too. The host looks once a step whether a page has settled, and starts the next
-step before it does anything else. Requests with rules, with settings of their own, or that somebody watches go through the
+step before it does anything else. Requests with constraints, with settings of their own, or that somebody watches go through the
 same layers, in graphs too where their pages have the usual length, but their sampler is the plain one.
 
 Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C.
@@ -39,10 +39,10 @@ MOST_STAGES = 12  # kept with their graphs; the one that was not used for longes
 
 
 def plain(request: Request) -> bool:
-    """Whether its sampler is the released one, which the kernels know: an entropy bound, and no rules on this page.
+    """Whether its sampler is the released one, which the kernels know: an entropy bound, and no constraints on this page.
 
     And a page that is not too long for them, nor its steps too many to be worth graphs of their own; nobody wants to see
-    probabilities or to change the rules halfway.
+    probabilities or to change the constraints halfway.
     """
     cfg = request.cfg
     special = cfg.quota or cfg.accept_at_end or cfg.spread or cfg.stops_last

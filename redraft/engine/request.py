@@ -13,12 +13,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from redraft import random, rules, sampler
+from redraft import random, sampler
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import CanvasConstraints, ConstraintEdit, Constraints, canvas_constraints
 from redraft.generate import Bill, Committed, Draft, Event, draft_of
 from redraft.kernels import Shares, shares_of
 from redraft.model.kv_cache import KVCache
-from redraft.rules import CanvasRules, Rules, Steering
 
 
 class Stopped(RuntimeError):
@@ -38,7 +38,7 @@ class Turn:
 
     block: int
     step: int
-    steering: Steering
+    steering: ConstraintEdit
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Course:
     pages: tuple[tuple[int, ...], ...] = ()
     turns: tuple[Turn, ...] = ()
 
-    def check(self, cfg: SamplerConfig, vocab_size: int, rules: Rules) -> tuple[Rules, ...]:
-        """What holds before the first turn, where `rules` did, and behind each. Refuses what cannot have been."""
+    def check(self, cfg: SamplerConfig, vocab_size: int, constraints: Constraints) -> tuple[Constraints, ...]:
+        """What holds before the first turn, where `constraints` did, and behind each. Refuses what cannot have been."""
         if len(self.pages) >= cfg.max_canvases:
             raise ValueError(f"{len(self.pages)} pages are there already, the answer has {cfg.max_canvases} at most")
         for number, page in enumerate(self.pages):
@@ -63,13 +63,13 @@ class Course:
             if set(page) & set(cfg.eos_token_ids):
                 raise ValueError(f"page {number} ends the text: nothing comes behind it")
         self.check_turns(cfg.max_canvases, cfg.max_steps)
-        held = tuple(accumulate(self.turns, lambda before, turn: before.steered(turn.steering), initial=rules))
+        held = tuple(accumulate(self.turns, lambda before, turn: before.steered(turn.steering), initial=constraints))
         for one in held[1:]:
             one.check(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
-        state = rules.start()
+        state = constraints.start()
         for number, page in enumerate(self.pages):
             held[self.taken(number, cfg.max_steps)].obeyed_by(page, number * cfg.canvas_length)
-            state = rules.after(state, page, cfg.canvas_length)
+            state = constraints.after(state, page, cfg.canvas_length)
         return held
 
     def taken(self, block: int, step: int) -> int:
@@ -96,12 +96,12 @@ class Request:
     prompt: tuple[int, ...]
     cfg: SamplerConfig
     seed: int
-    rules: Rules
+    constraints: Constraints
     first_1C: Tensor | None  # the user's own first canvas
     deadline: float | None  # of time.monotonic()
     bill: Bill
     course: Course = Course()
-    held: tuple[Rules, ...] = ()  # its rules at first, and behind each turn
+    held: tuple[Constraints, ...] = ()  # its constraints at first, and behind each turn
     look: int = 0  # how many of the likeliest tokens are shown at every position, with their probabilities
     shares: Shares | None = None  # these, of the last step
     cache: KVCache | None = None
@@ -116,7 +116,7 @@ class Request:
     context: list[int] = field(default_factory=list)  # the tokens in the cache
     matched: int = 0  # where its pattern is
     draws: random.Draws | None = None
-    fixed: CanvasRules | None = None
+    fixed: CanvasConstraints | None = None
     stop: threading.Event | None = None  # set by whoever wants no more of it
     dropped: bool = False  # cancelled while a step ran
     inbox: deque[Event] | None = None  # events for the one who streams it
@@ -144,7 +144,7 @@ class Request:
 
     @property
     def turning(self) -> bool:
-        """Whether other rules hold from here on."""
+        """Whether other constraints hold from here on."""
         return any((turn.block, turn.step) == (self.block, self.state.step) for turn in self.course.turns)
 
     def retell(self, device: torch.device) -> list[Event]:
@@ -153,15 +153,15 @@ class Request:
         state = sampler.start(ids_1C)
         self.bill.retell(ids_1C)
         self.page = sampler.commit(state, self.cfg)
-        self.matched = self.rules.after(self.matched, ids_1C[0].tolist(), self.cfg.canvas_length)
+        self.matched = self.constraints.after(self.matched, ids_1C[0].tolist(), self.cfg.canvas_length)
         return [Committed(self.block, ids_1C, state.entropy_BC, torch.ones_like(state.settled_B), state.steps_B)]
 
-    def _ruled(self, step: int, vocab_size: int, device: torch.device) -> CanvasRules | None:
-        """The rules on its page behind this step."""
+    def _ruled(self, step: int, vocab_size: int, device: torch.device) -> CanvasConstraints | None:
+        """The constraints on its page behind this step."""
         found, length = self.held[self.course.taken(self.block, step)], self.cfg.canvas_length
         pattern = found.on_page(self.matched, self.block * length, length, self.cfg.max_new_tokens)
         known = (self.block, length, vocab_size, self.cfg.eos_token_ids, device)
-        return rules.on_canvas([found], *known, [pattern])
+        return canvas_constraints([found], *known, [pattern])
 
     def start_page(self, vocab_size: int, device: torch.device) -> None:
         """A new canvas: noise, or the user's own tokens."""
@@ -192,7 +192,7 @@ class Request:
                 raise Missed(f"the text ended on page {self.block}: there is no page {turn.block} to turn at")
 
     def turn(self, vocab_size: int, device: torch.device) -> None:
-        """The rules that hold from here on, on the page as it is."""
+        """The constraints that hold from here on, on the page as it is."""
         self.fixed = self._ruled(self.state.step, vocab_size, device)
         if self.fixed is not None:
             self.state = sampler.steer(self.state, self.fixed, self.draws, vocab_size)
@@ -218,7 +218,7 @@ class Request:
         self.state, self.soft_1CD = None, None
         if not last:
             self.page = page
-            self.matched = self.rules.after(self.matched, page.ids_BC[0].tolist(), self.cfg.canvas_length)
+            self.matched = self.constraints.after(self.matched, page.ids_BC[0].tolist(), self.cfg.canvas_length)
             return events
         self.over, end = True, self.bill.total(page.ended_B)
         cut = late and not ended and not (done and self.block + 1 == self.cfg.max_canvases)

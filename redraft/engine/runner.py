@@ -10,10 +10,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from redraft.constraints.regex_dfa import PatternError
 from redraft.engine.joined import Joined
 from redraft.engine.request import Missed, Request
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.regex import PatternError
 
 
 class Runner:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import Constraints
 from redraft.engine import Stopped
 from redraft.generate import Committed, Draft, Finished, Stats
-from redraft.rules import Rules
 from redraft.server.schema import ChatMessage
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
@@ -186,7 +186,7 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
         think=asked.think,
         max_tokens=asked.max_tokens,
         seed=seed,
-        rules=Rules(pins=asked.pins, forbidden=forbidden) if asked.pins or forbidden else None,
+        constraints=Constraints(pins=asked.pins, forbidden=forbidden) if asked.pins or forbidden else None,
         stop=stop,
         draft=asked.draft,
         drafts=asked.frames,

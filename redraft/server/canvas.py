@@ -26,6 +26,7 @@ from fastapi.responses import JSONResponse, Response
 
 from redraft import checkpoint, filling, solving
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.editing import Edited
 from redraft.editing import events as edit_events
 from redraft.engine import Course, Stopped, Turn
@@ -33,7 +34,6 @@ from redraft.filling import Filled, Filler
 from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.kernels.backend import precision
 from redraft.model.kv_cache import KVCache
-from redraft.rules import Rules, Steering
 from redraft.server.asking import Frames, Refused, continued, heated, message_of
 from redraft.server.desk import Desk, Route, read, sse, timings_of, unless_gone
 from redraft.server.schema import (
@@ -75,10 +75,10 @@ def placed(tokenizer: Tokenizer, places: Sequence[Place], what: str) -> list[tup
     return found
 
 
-def steering_of(tokenizer: Tokenizer, body: Fixed, free: Sequence[int] = ()) -> Steering:
+def steering_of(tokenizer: Tokenizer, body: Fixed, free: Sequence[int] = ()) -> ConstraintEdit:
     """What is fixed, by its tokens."""
     pins, bans = dict(placed(tokenizer, body.pins, "pins")), tuple(placed(tokenizer, body.bans, "bans"))
-    return Steering(pins=pins, bans=bans, free=tuple(free))
+    return ConstraintEdit(pins=pins, bans=bans, free=tuple(free))
 
 
 def prompt_of(writer: Writer, body: CanvasRequest | SpokenRequest | DecideRequest) -> str | Sequence[Message]:
@@ -100,18 +100,18 @@ def watched(writer: Writer, body: Watched) -> dict[str, Any]:
     return heated(writer.sampler, body.temperature) | ({"max_steps": body.max_steps} if body.max_steps else {})
 
 
-def page_of(writer: Writer, body: CanvasRequest) -> tuple[Prompt, str, Rules, dict[str, Any]]:
+def page_of(writer: Writer, body: CanvasRequest) -> tuple[Prompt, str, Constraints, dict[str, Any]]:
     """What is read, what is shown before the page, what is fixed on it, and settings."""
     settings = watched(writer, body) | ({"canvas_length": body.canvas_length} if body.canvas_length else {})
     forbidden = tuple(body.forbidden)
     if body.text is None:
         prompt = prompt_of(writer, body)
         shown = prompt if isinstance(prompt, str) else ""
-        return prompt, shown, Rules(forbidden=forbidden), settings | {"max_tokens": body.max_tokens}
+        return prompt, shown, Constraints(forbidden=forbidden), settings | {"max_tokens": body.max_tokens}
     filler = Filler(writer.engine, writer.tokenizer)
-    before, ids, cfg, rules = filler.page(filling.parse(body.text), writer.sampler.changed(**settings))
+    before, ids, cfg, constraints = filler.page(filling.parse(body.text), writer.sampler.changed(**settings))
     settings |= {"canvas_length": cfg.canvas_length, "max_tokens": cfg.max_new_tokens}
-    return ids, before, replace(rules, forbidden=(*rules.forbidden, *forbidden)), settings
+    return ids, before, replace(constraints, forbidden=(*constraints.forbidden, *forbidden)), settings
 
 
 def course_of(tokenizer: Tokenizer, body: Resumed) -> Course:
@@ -147,12 +147,12 @@ def asked_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
 def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Told:
     """A text continued, a conversation answered, or holes on one page."""
     seed, tokenizer = seed_of(body), writer.tokenizer
-    prompt, before, rules, settings = page_of(writer, body)
+    prompt, before, constraints, settings = page_of(writer, body)
     if body.think and is_text(prompt):
         raise Refused("only a conversation with a model that chats can be thought about: leave think out", "think")
-    rules = rules.steered(steering_of(tokenizer, body))
+    constraints = constraints.steered(steering_of(tokenizer, body))
     patterns = {"regex": body.regex, "schema": body.schema_, "choices": body.choices}
-    options = {"seed": seed, "rules": rules, "course": course_of(tokenizer, body), "draft": body.draft or None}
+    options = {"seed": seed, "constraints": constraints, "course": course_of(tokenizer, body), "draft": body.draft or None}
     options |= {"think": body.think, "look": body.candidates, "drafts": False, "stop": stop, **patterns}
     events = writer.stream(prompt, **options, **settings)
     cfg = writer.sampler.changed(max_new_tokens=settings.pop("max_tokens"), **settings)

@@ -22,7 +22,7 @@ DRAWING = "|+-─│┼┌┐└┘├┤┬┴═║╬╔╗╚╝╠╣╦╩
 
 
 class BoardError(ValueError):
-    """A puzzle that cannot be read, or breaks the rules."""
+    """A puzzle that cannot be read, or breaks the constraints."""
 
 
 def parse(text: str) -> Board:
@@ -44,7 +44,7 @@ def parse(text: str) -> Board:
 
 
 def checked(text: str) -> Board:
-    """A puzzle whose clues obey the rules."""
+    """A puzzle whose clues obey the constraints."""
     board = parse(text)
     if wrong := conflicts(board):
         raise BoardError(f"the clues contradict one another: {wrong[0]}")
@@ -85,7 +85,7 @@ def at(cell: int) -> str:
 
 
 def solves(solution: Board, puzzle: Board) -> bool:
-    """Whether it is a full board by the rules that keeps every clue."""
+    """Whether it is a full board by the constraints that keeps every clue."""
     whole = len(solution) == CELLS and all(sorted(solution[cell] for cell in unit) == list(range(1, 10)) for unit in UNITS)
     return whole and all(clue in (0, digit) for clue, digit in zip(puzzle, solution, strict=True))
 

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from redraft import generate
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import Constraints
 from redraft.editing import redrafted
 from redraft.engine import Engine
 from redraft.kernels import read_vocabulary
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.masks import Layout
-from redraft.rules import Rules
 from redraft.spoken import speak
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.loss import Batch, Masks, dense_masks
@@ -362,8 +362,8 @@ def filled(
         plans = [_on_canvas(hole, sampler) for hole in some]
         prompts = [tokenizer.prompt("") + hole.before[: plan.given] for hole, plan in zip(some, plans, strict=True)]
         seeds = [seed + begin + row for row in range(len(plans))]
-        rules = [Rules(pins=plan.pins) for plan in plans]
-        *_, page, _ = generate.generate(model, prompts, settings, seeds=seeds, constraints=rules)
+        constraints = [Constraints(pins=plan.pins) for plan in plans]
+        *_, page, _ = generate.generate(model, prompts, settings, seeds=seeds, constraints=constraints)
         for hole, plan, ids in zip(some, plans, page.ids_BC.tolist(), strict=True):
             answers.append(ids[plan.first : plan.first + len(hole.line)])
     return answers

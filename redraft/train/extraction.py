@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redraft import schemas
 from redraft.config import SamplerConfig
+from redraft.constraints import json_schema
+from redraft.constraints.constraints import Constraints
+from redraft.constraints.token_automaton import Words
 from redraft.engine import Engine
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.patterns import Words
-from redraft.rules import Rules
 from redraft.tokenizer.tokenizer import Tokenizer
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -91,13 +91,13 @@ def score(
     words = Words((*tokenizer.spellings, *[None] * missing), sampler.eos_token_ids)
     engine, found = Engine(model), {}
     began = time.perf_counter()
-    patterns = [words.automaton(schemas.to_regex(one.schema)) for one in records]
+    patterns = [words.automaton(json_schema.to_regex(one.schema)) for one in records]
     compiled = time.perf_counter() - began
     for way in ("schema", "free"):
         answers, seconds, steps = [], 0.0, 0
         for number, (one, pattern) in enumerate(zip(records, patterns, strict=True)):
-            rules = Rules(pattern=pattern if way == "schema" else None)
-            request = engine.add(tokenizer.prompt(one.prompt), sampler, seed=number, rules=rules)
+            constraints = Constraints(pattern=pattern if way == "schema" else None)
+            request = engine.add(tokenizer.prompt(one.prompt), sampler, seed=number, constraints=constraints)
             began = time.perf_counter()
             end = engine.run([request])[request]
             seconds, steps = seconds + time.perf_counter() - began, steps + end.stats[0].steps

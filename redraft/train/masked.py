@@ -8,10 +8,10 @@ from torch import Tensor
 
 from redraft import random
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import NEVER
 from redraft.generate import prefill
 from redraft.kernels import read_vocabulary
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.rules import NEVER
 from redraft.sampler import accept, temperature
 
 

@@ -15,6 +15,9 @@ from interpreted import DEVICE, GPU
 
 from redraft import random, sampler
 from redraft.config import SamplerConfig
+from redraft.constraints.constraints import Constraints, conform_there
+from redraft.constraints.regex_dfa import PatternError
+from redraft.constraints.token_automaton import Words
 from redraft.kernels import Belief, attend, gated_experts, rms_norm, rope_frequencies, rope_table, rotate
 from redraft.kernels import fp8 as reference8
 from redraft.kernels import vocabulary as reference_vocabulary
@@ -31,9 +34,6 @@ from redraft.kernels.triton import (
     vocabulary,
 )
 from redraft.model import masks
-from redraft.patterns import Words
-from redraft.regex import PatternError
-from redraft.rules import Rules, conform_there
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
 
@@ -275,7 +275,7 @@ def test_patterns_on_a_canvas(seed, monkeypatch):
     spellings = [None, b"", *(bytes(rng.choices(b"ab1", k=rng.randint(1, 3))) for _ in range(60)), b"a", b"b", b"1"]
     pattern = rng.choice(["(a|b1)*", "a{2,5}1?", "[ab]+1[ab]*", "(a1|b)(b|1){3,}", "1*", "a|b|ab1"])
     automaton = Words(spellings, (1,)).automaton(pattern)
-    page = Rules(pattern=automaton).on_page(automaton.start, 0, 7, 7)
+    page = Constraints(pattern=automaton).on_page(automaton.start, 0, 7, 7)
     logits = draw(7, len(spellings), seed=seed) * rng.choice([1.0, 30.0, 400.0])
     logits[:, rng.randrange(2, 40)] = -1e9
     weights, ids = page.conform(logits[: page.room].cpu().numpy())
@@ -289,6 +289,6 @@ def test_patterns_on_a_canvas(seed, monkeypatch):
 
 def test_a_pattern_that_cannot_match_says_so_on_a_gpu_too():
     automaton = Words([None, b"", b"a", b"b"], (1,)).automaton("a*")
-    page = Rules(pattern=automaton).on_page(automaton.start, 0, 3, 3)
+    page = Constraints(pattern=automaton).on_page(automaton.start, 0, 3, 3)
     with pytest.raises(PatternError, match="no text of this length can match"):
         conform_there(torch.tensor([[-1e9, -1e9, -1e9, 0.0]] * 3, device=DEVICE), page)

@@ -1,5 +1,5 @@
 """A canvas's step but for the model: chance before it, acceptance and the next canvas after it. References: `random.py`,
-`sampler.py` with the released settings (entropy bound alone; no quota, no spread, no rules).
+`sampler.py` with the released settings (entropy bound alone; no quota, no spread, no constraints).
 
 Every row has its own seed, page, step and settings, which lie on the device: rows at different steps run in one launch.
 

@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from redraft import regex
-from redraft.regex import PatternError
+from redraft.constraints import regex_dfa
+from redraft.constraints.regex_dfa import PatternError
 
 DIGITS = 15  # of a whole number at the most: all of them are exact as floating-point numbers
 LARGEST = 200_000  # characters of a pattern
@@ -246,7 +246,7 @@ def _inside_a_string(pattern: Any, at: str) -> str:
     escaped = len(pattern) - 1 - len(pattern[:-1].rstrip("\\"))  # backslashes before the last character
     if not (pattern.startswith("^") and pattern.endswith("$")) or escaped % 2:
         raise PatternError(f"{at}/pattern is {pattern!r}; only patterns of the whole text, ^...$, are supported")
-    next_Q256, _, _ = regex.table(pattern)
+    next_Q256, _, _ = regex_dfa.table(pattern)
     if next_Q256[1:, [*range(32), 34, 92, 127]].any():
         raise PatternError(f"{at}/pattern {pattern!r} matches quotes, backslashes or control characters; leave them out")
     return pattern.removeprefix("^")[:-1]

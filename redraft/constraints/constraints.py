@@ -1,6 +1,6 @@
 """What the user fixed on the canvas: pinned and forbidden tokens, a pattern. The sampler obeys; the model knows nothing.
 
-Positions count from the first token of the answer, across canvases. Rules become tensors one canvas at a time.
+Positions count from the first token of the answer, across canvases. Constraints become tensors one canvas at a time.
 Shapes: B rows, C canvas positions, V vocabulary.
 """
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from redraft.constraints.token_automaton import Automaton, OnCanvas
 from redraft.kernels.backend import chosen
-from redraft.patterns import Automaton, OnCanvas
 
 # Far below any soft-capped logit, so its probability is exactly 0, yet finite after division by a temperature.
 NEVER = -1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steering:
+class ConstraintEdit:
     """What else is fixed from somewhere on: tokens at positions, pinned or banned, and positions that are free again."""
 
     pins: Mapping[int, int] = field(default_factory=dict)
@@ -30,17 +30,17 @@ class Steering:
         """All positions that it is about."""
         return {*self.pins, *self.free, *(at for at, _ in self.bans)}
 
-    def within(self, begin: int, length: int) -> "Steering":
+    def within(self, begin: int, length: int) -> "ConstraintEdit":
         """What of it is about so many positions from there on, which are counted from there."""
         here = range(begin, begin + length)
         pins = {at - begin: token for at, token in self.pins.items() if at in here}
         bans = tuple((at - begin, token) for at, token in self.bans if at in here)
-        return Steering(pins=pins, bans=bans, free=tuple(at - begin for at in self.free if at in here))
+        return ConstraintEdit(pins=pins, bans=bans, free=tuple(at - begin for at in self.free if at in here))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
-    """The rules of one row: `pins` maps answer positions to token ids, `forbidden` ids stand nowhere but where pinned.
+class Constraints:
+    """The constraints of one row: `pins` maps answer positions to token ids, `forbidden` ids stand nowhere but where pinned.
 
     The answer matches `pattern`, whole: its text up to the stop token, or up to the last position it may have.
     """
@@ -56,7 +56,7 @@ class Rules:
             if any(position < 0 for position in places):
                 raise ValueError(f"a {what}'s position must be 0 or more, got {min(places)}")
 
-    def steered(self, more: Steering) -> "Rules":
+    def steered(self, more: ConstraintEdit) -> "Constraints":
         """With what else is fixed. What is pinned anew is banned no longer, and the other way round."""
         pins, bans = ({at: one for at, one in held.items() if at not in more.free} for held in (self.pins, self.banned))
         for at, token in more.pins.items():
@@ -70,7 +70,7 @@ class Rules:
         return replace(self, pins=pins, banned={at: tokens for at, tokens in bans.items() if tokens})
 
     def check(self, vocab_size: int, answer_length: int, stops: Sequence[int]) -> None:
-        """Refuses tokens outside the vocabulary, pins that the answer would not hold, and rules that leave no token."""
+        """Refuses tokens outside the vocabulary, pins that the answer would not hold, and constraints that leave no token."""
         for token in (
             *self.pins.values(),
             *self.forbidden,
@@ -145,8 +145,8 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class CanvasRules:
-    """The rules of all rows on one canvas."""
+class CanvasConstraints:
+    """The constraints of all rows on one canvas."""
 
     pins_BC: Tensor  # token id, or -1 where nothing is pinned
     forbidden_BV: Tensor | None
@@ -166,7 +166,7 @@ class CanvasRules:
         return torch.where(self.pinned_BC, self.pins_BC, canvas_BC)
 
     def disobeyed(self, ids_BC: Tensor) -> Tensor:
-        """Where a canvas has what the rules do not allow: another token than is pinned, a forbidden one, an early end."""
+        """Where a canvas has what the constraints do not allow: another token than is pinned, a forbidden one, an early end."""
         found_BC = torch.zeros_like(ids_BC, dtype=torch.bool)
         if self.forbidden_BV is not None:
             found_BC = self.forbidden_BV.gather(1, ids_BC)
@@ -180,7 +180,7 @@ class CanvasRules:
         return torch.where(self.pinned_BC, ids_BC != self.pins_BC, found_BC)
 
     def shape(self, logits_BCV: Tensor) -> Tensor:
-        """Logits under the rules. A pinned position is certain: no entropy of its own, nothing else possible."""
+        """Logits under the constraints. A pinned position is certain: no entropy of its own, nothing else possible."""
         if self.forbidden_BV is not None:
             logits_BCV = logits_BCV.masked_fill(self.forbidden_BV[:, None, :], NEVER)
         if self.banned_3N is not None:
@@ -239,26 +239,26 @@ def _held(logits_CV: Tensor, pattern: OnCanvas) -> tuple[Tensor, Tensor]:
     return torch.cat([held_CV, logits_CV[room:]]), torch.cat([best_C, logits_CV[room:].argmax(dim=-1)])
 
 
-def on_canvas(
-    rules: Sequence[Rules],
+def canvas_constraints(
+    constraints: Sequence[Constraints],
     block: int,
     length: int,
     vocab_size: int,
     stops: Sequence[int],
     device: torch.device | str,
     patterns: Sequence[OnCanvas | None] = (),
-) -> CanvasRules | None:
-    """The rows' rules on canvas number `block`, or None when there are none to obey."""
+) -> CanvasConstraints | None:
+    """The rows' constraints on canvas number `block`, or None when there are none to obey."""
     held = any(pattern is not None for pattern in patterns)
     start = block * length
-    banned_3N = _bans(rules, start, length)
+    banned_3N = _bans(constraints, start, length)
     some = held or banned_3N.numel() > 0
-    if not some and not any(rule.pins or rule.forbidden or (rule.first and block == 0) for rule in rules):
+    if not some and not any(rule.pins or rule.forbidden or (rule.first and block == 0) for rule in constraints):
         return None
-    pins_BC = torch.full((len(rules), length), -1)
-    last_B = torch.full((len(rules), 1), -1)
-    forbidden_BV, never_first_BV = (torch.zeros(len(rules), vocab_size, dtype=torch.bool) for _ in range(2))
-    for row, rule in enumerate(rules):
+    pins_BC = torch.full((len(constraints), length), -1)
+    last_B = torch.full((len(constraints), 1), -1)
+    forbidden_BV, never_first_BV = (torch.zeros(len(constraints), vocab_size, dtype=torch.bool) for _ in range(2))
+    for row, rule in enumerate(constraints):
         for position, token in rule.pins.items():
             if start <= position < start + length:
                 pins_BC[row, position - start] = token
@@ -267,9 +267,9 @@ def on_canvas(
         if rule.first and block == 0:
             never_first_BV[row] = True
             never_first_BV[row, list(rule.first)] = False
-    pinned = any(rule.pins for rule in rules)
+    pinned = any(rule.pins for rule in constraints)
     unending_BC = torch.arange(start, start + length) < last_B
-    return CanvasRules(
+    return CanvasConstraints(
         pins_BC.to(device),
         forbidden_BV.to(device) if forbidden_BV.any() else None,
         unending_BC.to(device) if pinned else None,
@@ -280,11 +280,11 @@ def on_canvas(
     )
 
 
-def _bans(rules: Sequence[Rules], start: int, length: int) -> Tensor:
+def _bans(constraints: Sequence[Constraints], start: int, length: int) -> Tensor:
     """Rows, positions and tokens of the bans on one canvas."""
     found = [
         (row, position - start, token)
-        for row, rule in enumerate(rules)
+        for row, rule in enumerate(constraints)
         for position, tokens in rule.banned.items()
         for token in tokens
         if start <= position < start + length

@@ -1,6 +1,6 @@
 """Patterns over tokens, exactly: which tokens may stand where, and the likeliest text that matches.
 
-    regex -> [table over bytes, regex.py] -> [1 automaton over tokens]
+    regex -> [table over bytes, regex_dfa.py] -> [1 automaton over tokens]
     on a canvas: [2 forward and backward] -> marginals of matching texts; [3 Viterbi] -> the most probable one
 
 The denoiser says of every position, apart from the others, how likely each token is. Among all texts of the canvas, those
@@ -20,8 +20,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from redraft import regex
-from redraft.regex import PatternError
+from redraft.constraints import regex_dfa
+from redraft.constraints.regex_dfa import PatternError
 
 MOST_STEPS = 100_000
 MOST_WORK = 400_000_000  # states times tokens: some seconds
@@ -131,7 +131,7 @@ class Words:
     @lru_cache(maxsize=64)  # noqa: B019  (a vocabulary lives as long as its model)
     def automaton(self, pattern: str) -> Automaton:
         """The automaton of a regex over these tokens."""
-        next_Q256, ends_Q, begin = regex.table(pattern)
+        next_Q256, ends_Q, begin = regex_dfa.table(pattern)
         if (work := len(next_Q256) * len(self.tokens_N)) > MOST_WORK:
             raise PatternError(
                 f"the pattern has {len(next_Q256):,} states and the vocabulary {len(self.tokens_N):,} tokens: "

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft import regex, schemas
+from redraft.constraints import json_schema, regex_dfa
+from redraft.constraints.constraints import Constraints
+from redraft.constraints.regex_dfa import PatternError
+from redraft.constraints.token_automaton import OnCanvas, Words
 from redraft.generate import Committed, generate
-from redraft.patterns import OnCanvas, Words
-from redraft.regex import PatternError
-from redraft.rules import Rules
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.writer import Writer
 
@@ -51,7 +51,7 @@ def random_pattern(rng: random.Random, depth: int = 3) -> str:
 
 
 def accepts(pattern: str, text: str) -> bool:
-    following, ends, state = regex.table(pattern)
+    following, ends, state = regex_dfa.table(pattern)
     for byte in text.encode():
         state = following[state, byte]
     return bool(ends[state])
@@ -114,7 +114,7 @@ def test_marginals_are_those_of_all_matching_texts(pattern, room):
     automaton = WORDS.automaton(pattern)
     logits = np.random.default_rng(room).normal(size=(room, len(SPELLED))).astype(np.float32) * 3
     texts = matching(pattern, room)
-    page = Rules(pattern=automaton).on_page(automaton.start, 0, room, room)
+    page = Constraints(pattern=automaton).on_page(automaton.start, 0, room, room)
     if not texts:
         with pytest.raises(PatternError, match="no text of this length"):
             page.conform(logits)
@@ -137,7 +137,7 @@ def test_a_faint_match_is_found():
     automaton = WORDS.automaton("b{6}1")
     logits = np.zeros((8, len(SPELLED)), dtype=np.float32)
     logits[:, 2] = 75.0
-    _, best = Rules(pattern=automaton).on_page(automaton.start, 0, 8, 8).conform(logits)
+    _, best = Constraints(pattern=automaton).on_page(automaton.start, 0, 8, 8).conform(logits)
     assert best.tolist() == [3] * 6 + [5, 1]
 
 
@@ -149,7 +149,12 @@ def test_two_thousand_random_patterns_are_matched(block):
         pattern = rng.choice(["", "", "", "(?i)"]) + random_pattern(rng)
         room, steps = rng.randrange(4, 25), rng.choice([1, 1, 2, 3])
         pins = {rng.randrange(room): rng.randrange(tiny.VOCAB)} if rng.random() < 0.2 else {}
-        options = {"max_tokens": room, "max_steps": steps, "t_min": rng.choice([0.0, 0.4]), "rules": Rules(pins=pins)}
+        options = {
+            "max_tokens": room,
+            "max_steps": steps,
+            "t_min": rng.choice([0.0, 0.4]),
+            "constraints": Constraints(pins=pins),
+        }
         answer, refused = tried(WRITER.write, "a", regex=pattern, seed=done, **options)
         if answer is None:  # too long a match, or one that does not have the pin
             expected = (
@@ -172,7 +177,7 @@ def test_a_cold_page_still_matches():
 def test_a_pattern_that_fails_on_the_way_ends_its_own_request_only(monkeypatch):
     """It cannot happen, as far as we know; if it does, nobody else notices."""
     words, cfg, prompt = WRITER._words, WRITER.sampler.changed(max_new_tokens=8), WRITER.tokenizer.prompt("a")
-    held = WRITER.engine.add(prompt, cfg, seed=1, rules=Rules(pattern=words.automaton("a+")))
+    held = WRITER.engine.add(prompt, cfg, seed=1, constraints=Constraints(pattern=words.automaton("a+")))
     free = WRITER.engine.add(prompt, cfg, seed=2)
     streams = [WRITER.engine.stream(request) for request in (held, free)]
 
@@ -231,13 +236,13 @@ def test_patterns_beside_others_and_pins_and_pages_as_in_generate():
     words, cfg = WRITER._words, WRITER.sampler.changed(max_new_tokens=20, max_steps=3)
     pins = {9: WRITER.tokenizer.encode("7")[0]}
     asked = [
-        Rules(pattern=words.automaton("[a-d]{12,19}")),
-        Rules(),
-        Rules(pattern=words.automaton("([0-9]{2}-)+[0-9]{2}"), pins=pins),
-        Rules(pattern=words.automaton("yes|no")),
+        Constraints(pattern=words.automaton("[a-d]{12,19}")),
+        Constraints(),
+        Constraints(pattern=words.automaton("([0-9]{2}-)+[0-9]{2}"), pins=pins),
+        Constraints(pattern=words.automaton("yes|no")),
     ]
     prompt = WRITER.tokenizer.prompt("ab")
-    requests = [WRITER.engine.add(prompt, cfg, seed=row, rules=rules) for row, rules in enumerate(asked)]
+    requests = [WRITER.engine.add(prompt, cfg, seed=row, constraints=constraints) for row, constraints in enumerate(asked)]
     found = WRITER.engine.run(requests)
     events = list(generate(WRITER.model, [prompt] * 4, cfg, seeds=range(4), constraints=asked))
     for row, request in enumerate(requests):
@@ -302,8 +307,8 @@ def test_decide_adds_up():
         ({"schema": {"allOf": [{"type": "null"}, {"type": "null"}]}}, "'allOf' with 2 parts"),
         ({"schema": {}}, "allows anything; name a type"),
         ({"schema": {"type": "object", "required": ["a"]}}, "requires 'a', which is not among its properties"),
-        ({"rules": Rules(pins={0: 70}), "regex": "[0-9]+"}, "that has these pins matches"),
-        ({"rules": Rules(pins={4: 1}), "regex": "[0-9]+"}, "the stop token 1 cannot be pinned"),
+        ({"constraints": Constraints(pins={0: 70}), "regex": "[0-9]+"}, "that has these pins matches"),
+        ({"constraints": Constraints(pins={4: 1}), "regex": "[0-9]+"}, "the stop token 1 cannot be pinned"),
         ({"regex": "a+", "eos_token_ids": (70,)}, "was made for the stop tokens"),
         ({"regex": "(?i)[^k]"}, "without regard to case: write both cases"),
         ({"regex": "(?:x" * 400 + "ab" + ")?" * 400}, "is nested too deeply"),
@@ -325,23 +330,27 @@ def test_what_cannot_be_obeyed_is_one_sentence(options, words):
 @settings(max_examples=200)
 @given(pattern=st.text(st.sampled_from("ab1[](){}|*+?^$.\\-dwsDWS,é:=!<>P&~"), max_size=12))
 def test_any_pattern_is_a_table_or_one_sentence(pattern):
-    found, refused = tried(regex.table, pattern)
+    found, refused = tried(regex_dfa.table, pattern)
     assert (found is None) == bool(refused)
     assert "\n" not in refused
 
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*schemas.OF_TYPE, "type", "items"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*json_schema.OF_TYPE, "type", "items"]), inner)
+    ),
     max_leaves=8,
 )
-keywords = st.sampled_from(sorted({"type", "enum", "const", "anyOf", "$ref", "items", "x"}.union(*schemas.OF_TYPE.values())))
+keywords = st.sampled_from(
+    sorted({"type", "enum", "const", "anyOf", "$ref", "items", "x"}.union(*json_schema.OF_TYPE.values()))
+)
 
 
 @settings(max_examples=300)
-@given(schema=st.dictionaries(keywords, json_values | st.sampled_from(list(schemas.OF_TYPE)), max_size=4))
+@given(schema=st.dictionaries(keywords, json_values | st.sampled_from(list(json_schema.OF_TYPE)), max_size=4))
 def test_any_schema_is_a_pattern_or_one_sentence(schema):
-    found, refused = tried(schemas.to_regex, schema)
+    found, refused = tried(json_schema.to_regex, schema)
     assert "\n" not in refused
     assert refused or re.compile(found)
 
@@ -349,7 +358,7 @@ def test_any_schema_is_a_pattern_or_one_sentence(schema):
 def test_whole_numbers():
     for low, high in itertools.product((-130, -10, -9, -1, 0, 1, 8, 99), (-7, 0, 5, 10, 100, 131)):
         if low <= high:
-            found = re.compile(schemas.whole_numbers(low, high))
+            found = re.compile(json_schema.whole_numbers(low, high))
             assert all(bool(found.fullmatch(str(n))) == (low <= n <= high) for n in range(-200, 200))
             assert not found.fullmatch("-0")
             assert not found.fullmatch("01")
@@ -370,7 +379,7 @@ def test_tokens_as_bytes():
 def test_the_first_page_may_not_go_where_a_later_pin_forbids():
     """Eight tokens a page; the pin on the second page makes the only long branch the one to take."""
     pin = WRITER.tokenizer.encode("z")[0]
-    rules = Rules(pins={10: pin})
-    answer = WRITER.write("a", regex="a{1,9}|b{10}z", rules=rules, max_tokens=12, seed=1, max_steps=2)
+    constraints = Constraints(pins={10: pin})
+    answer = WRITER.write("a", regex="a{1,9}|b{10}z", constraints=constraints, max_tokens=12, seed=1, max_steps=2)
     assert answer.text == "b" * 10 + "z"
     assert torch.tensor(answer.ids).shape == (11,)
