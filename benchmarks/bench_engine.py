@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from redraft.config import FULL, SLIDING, EngineConfig, ModelConfig, SamplerConfig
+from redraft.diffusion.generate import Draft
 from redraft.engine.engine import Engine
-from redraft.generate import Draft
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 from redraft.model.quant.fp8 import apply_fp8

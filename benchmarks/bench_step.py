@@ -23,7 +23,7 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
 from redraft.checkpoint import from_state_dict
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
-from redraft.generate import Draft, generate
+from redraft.diffusion.generate import Draft, generate
 
 CONFIG = ModelConfig(
     vocab_size=8192,

@@ -24,7 +24,7 @@ import redraft
 from redraft import checkpoint, cli_augment, cli_edit, cli_serve, cli_sudoku, cli_train
 from redraft.cli_options import Device, Dtype, Model, Seed, number, option, whole
 from redraft.config import ModelConfig
-from redraft.generate import Committed, Event, Finished
+from redraft.diffusion.generate import Committed, Event, Finished
 from redraft.kernels import backend
 from redraft.recording import Recording
 from redraft.terminal import CanvasView, harmless, summary

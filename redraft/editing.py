@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft import random
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
+from redraft.diffusion import rng
+from redraft.diffusion.generate import Committed, Draft, prefill
 from redraft.engine import Course, Engine, Request, Stopped, Turn
-from redraft.generate import Committed, Draft, prefill
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 
@@ -326,7 +326,7 @@ def _doubted(
 ) -> set[int]:
     """Which of the free places of a page become noise."""
     _, logs_CV = next(read(model, before, page, len(page)))
-    jitter_C = random.draws([seed], block, logs_CV.device).uniform(0, len(page))[0]
+    jitter_C = rng.draws([seed], block, logs_CV.device).uniform(0, len(page))[0]
     worry_C = doubts(logs_CV, page) + 1e-3 * jitter_C  # where nothing is doubted, chance chooses
     ordered = [at for at in worry_C.argsort(descending=True).tolist() if at in free]
     return set(ordered[: int(strength * len(page) + 1e-9)])

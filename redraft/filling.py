@@ -21,8 +21,8 @@ import torch
 
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
+from redraft.diffusion.generate import Draft, Finished, prefill
 from redraft.engine import Engine, Stopped
-from redraft.generate import Draft, Finished, prefill
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 

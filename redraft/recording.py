@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from redraft.generate import Committed, Draft, Event, Finished
+from redraft.diffusion.generate import Committed, Draft, Event, Finished
 from redraft.terminal import CHANGED, DRAFT, NOISE, Painter, harmless, meter, summary
 from redraft.tokenizer.tokenizer import Tokenizer
 

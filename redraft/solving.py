@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft import random, sampler
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, Constraints, canvas_constraints
+from redraft.diffusion import rng, sampler
+from redraft.diffusion.rng import Draws
+from redraft.diffusion.sampler import Canvas
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
-from redraft.random import Draws
-from redraft.sampler import Canvas
 from redraft.sudoku import tokens
 from redraft.sudoku.board import CELLS, Board, clashing, solves
 from redraft.sudoku.generator import CHANCE
@@ -191,7 +191,7 @@ class _Book:
         open_C = torch.tensor(self.puzzle) == 0
         belief_CG = self.outcomes[0].belief_CG.double()
         doubt_C = torch.special.entr(belief_CG).sum(dim=-1) * open_C + 1e-9 * open_C
-        uniform = random.draws([self.seed + attempt * ATTEMPT], GUESSES).uniform(0, 4)[0]
+        uniform = rng.draws([self.seed + attempt * ATTEMPT], GUESSES).uniform(0, 4)[0]
         found = {}
         for number in range(2 if attempt >= TWO else 1):
             cell = _drawn(doubt_C, uniform[2 * number])
@@ -200,7 +200,7 @@ class _Book:
 
     def _doubted(self, board: Board, attempt: int) -> Board:
         """A wrong board without the digits that contradict one another, and without some of the others."""
-        draws = random.draws([self.seed + attempt * ATTEMPT], DOUBTS)
+        draws = rng.draws([self.seed + attempt * ATTEMPT], DOUBTS)
         struck = (draws.uniform(0, CELLS)[0] < STRUCK).tolist()
         wrong = clashing(board)
         return tuple(0 if struck[cell] or cell in wrong else digit for cell, digit in enumerate(board))
@@ -282,7 +282,7 @@ def run(
 def in_reading_order(model: DiffusionGemma, puzzle: Board, *, seed: int) -> Iterator[Pass | Solution]:
     """The same weights in the ordinary order, for comparison: cell after cell its likeliest digit, which then stays."""
     began, device, board = time.perf_counter(), model.device, list(puzzle)
-    cache, draws = _names_read(model), random.draws([seed], 0, device)
+    cache, draws = _names_read(model), rng.draws([seed], 0, device)
     for step, cell in enumerate([cell for cell in range(CELLS) if not puzzle[cell]]):
         constraints = [Constraints(pins=tokens.pins(tuple(board)), forbidden=FORBIDDEN)]
         fixed = canvas_constraints(constraints, 0, CELLS, tokens.SIZE, model.config.eos_token_ids, device)
@@ -311,7 +311,7 @@ def _start(
         guessed = {cell: tokens.CLUES[digit - 1] for cell, digit in one.guesses}
         constraints.append(Constraints(pins=tokens.pins(puzzles[one.number]) | guessed, forbidden=FORBIDDEN))
     fixed = canvas_constraints(constraints, 0, CELLS, tokens.SIZE, cfg.eos_token_ids, device)
-    draws = random.draws([seed + one.number + one.attempt * ATTEMPT for one in tries], 0, device)
+    draws = rng.draws([seed + one.number + one.attempt * ATTEMPT for one in tries], 0, device)
     given_NC = torch.tensor([one.start or (0,) * CELLS for one in tries], device=device)
     noise_NC = draws.noise(0, CELLS, tokens.SIZE)
     ids_NC = torch.where(given_NC > 0, given_NC + (tokens.DIGITS.start - 1), noise_NC)

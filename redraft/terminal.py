@@ -19,7 +19,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from redraft.generate import Committed, Draft, Event, Finished, Stats
+from redraft.diffusion.generate import Committed, Draft, Event, Finished, Stats
 from redraft.tokenizer.tokenizer import Tokenizer
 
 FRAME_SECONDS = 1 / 20

@@ -16,16 +16,17 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from redraft import checkpoint, editing, filling, random, solving
+from redraft import checkpoint, editing, filling, solving
 from redraft.config import SamplerConfig
 from redraft.constraints import json_schema
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.regex_dfa import PatternError
 from redraft.constraints.token_automaton import Words
+from redraft.diffusion import rng
+from redraft.diffusion.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
 from redraft.editing import Edited, Span, Suggestion
 from redraft.engine import Course, Engine, Request, Stopped
 from redraft.filling import Filled, Filler, Template
-from redraft.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
 from redraft.kernels.backend import has_bf16, precision
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import FP8, apply_fp8
@@ -207,7 +208,7 @@ class Writer:
 
     def _started(self, draft: str | Sequence[int], cfg: SamplerConfig, seed: int) -> Tensor:
         """A first canvas that begins with a text, noise behind it."""
-        canvas_1C = random.draws([seed], 0, "cpu").noise(0, cfg.canvas_length, self.model.config.vocab_size)
+        canvas_1C = rng.draws([seed], 0, "cpu").noise(0, cfg.canvas_length, self.model.config.vocab_size)
         ids = (self.tokenizer.encode(draft) if isinstance(draft, str) else draft)[: cfg.canvas_length]
         canvas_1C[0, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         return canvas_1C
@@ -294,7 +295,7 @@ class Writer:
         check(model.config, [ids], cfg, [seed], [Constraints()], None)
         cache = model.new_cache(1, len(ids), rewind=0)
         prefill(model, [ids], cache)
-        noise_1C = random.draws([seed], 0, model.device).noise(0, cfg.canvas_length, model.config.vocab_size)
+        noise_1C = rng.draws([seed], 0, model.device).noise(0, cfg.canvas_length, model.config.vocab_size)
         logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
         masses = []
         for choice in _choices(choices):

@@ -8,9 +8,9 @@ import pytest
 import tiny
 import torch
 
-from redraft import random, sampler
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints, canvas_constraints
+from redraft.diffusion import rng, sampler
 from redraft.solving import FORBIDDEN
 from redraft.sudoku import generator, texts, tokens
 from redraft.sudoku.board import CELLS, solves
@@ -99,7 +99,7 @@ def test_a_pass_that_learns_is_what_generation_computes(puzzles):
         0, CELLS, tokens.SIZE, (1,), "cpu",
     )  # fmt: skip
     settings = SamplerConfig(canvas_length=CELLS, max_new_tokens=CELLS, t_min=0.7, t_max=0.7, entropy_bound=0.5)
-    draws = random.draws([1, 2, 3], 0)
+    draws = rng.draws([1, 2, 3], 0)
     prompt = torch.tensor([[CONFIG.bos_token_id, *tokens.NAMES]] * 3)
     cache = model.new_cache(3, prompt.shape[1])
     objective, soft, probs = BoardObjective(model, 0.0), None, torch.zeros(3, CELLS, 9)

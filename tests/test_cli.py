@@ -23,7 +23,7 @@ from rich.text import Text
 
 import redraft
 from redraft import cli
-from redraft.generate import Committed, Draft
+from redraft.diffusion.generate import Committed, Draft
 from redraft.terminal import CanvasView, Painter, column_after, harmless, summary, undivided
 
 

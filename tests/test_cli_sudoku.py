@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pyte
 import pytest
-import theirs
 import torch
+import transformers_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -22,7 +22,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 import redraft
 from redraft import cli, cli_sudoku
 from redraft.constraints.constraints import Constraints
-from redraft.generate import generate
+from redraft.diffusion.generate import generate
 from redraft.solving import FORBIDDEN
 from redraft.sudoku import board as boards
 from redraft.sudoku import generator, texts, tokens
@@ -236,8 +236,8 @@ def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch):
     prompt = [writer.model.config.bos_token_id, *tokens.NAMES]
     cfg = writer.sampler.changed(max_steps=6)
     *_, page, _ = generate(writer.model, [prompt], cfg, seeds=[4], constraints=[Constraints()])
-    with theirs.our_draws(monkeypatch, [4]):
-        found = theirs.generate(other, torch.tensor([prompt]), cfg)
+    with transformers_reference.our_draws(monkeypatch, [4]):
+        found = transformers_reference.generate(other, torch.tensor([prompt]), cfg)
     ours = page.ids_BC[0].tolist()
     assert found.sequences[0, len(prompt) :].tolist()[:81] == ours
     assert set(FORBIDDEN).isdisjoint(tokens.DIGITS)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from redraft import cli_edit, editing
 from redraft.constraints.constraints import ConstraintEdit
+from redraft.diffusion.generate import Committed, Draft
 from redraft.engine import Course, Turn
-from redraft.generate import Committed, Draft
 from redraft.writer import Writer
 
 WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))

@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from redraft import random
 from redraft.config import FULL, SLIDING, ConfigError, EngineConfig
 from redraft.constraints.constraints import Constraints
+from redraft.diffusion import rng
+from redraft.diffusion.generate import Committed, Draft, Finished, generate
 from redraft.engine import Engine
 from redraft.engine.scheduler import Kept
-from redraft.generate import Committed, Draft, Finished, generate
 from redraft.model.kv_cache import KVCache
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
@@ -41,7 +41,7 @@ def asked(draw):
         quota=draw(st.booleans()),
         spread=draw(st.sampled_from([0, 3])),
     )
-    first = random.draws([draw(st.integers(0, 99))], 0).noise(0, length, tiny.VOCAB) if draw(st.booleans()) else None
+    first = rng.draws([draw(st.integers(0, 99))], 0).noise(0, length, tiny.VOCAB) if draw(st.booleans()) else None
     pins = {0: draw(st.integers(20, 200))} if draw(st.booleans()) else {}
     return prompt, cfg, draw(st.integers(0, 2**40)), Constraints(pins=pins), first
 

@@ -7,7 +7,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 
-from redraft.generate import generate
+from redraft.diffusion.generate import generate
 from redraft.train import evals
 from redraft.train.evals import Hole, Sampled
 from redraft.train.loss import dense_masks

@@ -9,13 +9,13 @@ from interpreted import DEVICE
 
 from redraft.config import FULL, SLIDING, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
+from redraft.diffusion.generate import Committed, generate
 from redraft.engine import Course, Turn
 from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fast import Fast
 from redraft.engine.fused import Fused, Table
 from redraft.engine.joined import Joined
 from redraft.engine.runner import Runner
-from redraft.generate import Committed, generate
 from redraft.kernels import backend
 from redraft.kernels.fp8 import pack
 from redraft.kernels.triton import experts

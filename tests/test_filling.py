@@ -13,7 +13,7 @@ from rich.console import Console
 
 from redraft import filling, terminal
 from redraft.constraints.constraints import Constraints
-from redraft.generate import generate
+from redraft.diffusion.generate import generate
 from redraft.terminal import CanvasView
 from redraft.writer import Writer
 

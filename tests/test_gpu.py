@@ -6,8 +6,8 @@ import pytest
 import tiny
 import torch
 
-from redraft import random
-from redraft.generate import generate
+from redraft.diffusion import rng
+from redraft.diffusion.generate import generate
 from redraft.kernels import gated_experts
 from redraft.model.masks import Layout
 from redraft.train import loss
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def test_draws_are_the_same_numbers():
     for block, step in ((0, 0), (3, 7)):
-        there, here = (random.draws([5, -1, 2**40], block, device) for device in ("cuda", "cpu"))
+        there, here = (rng.draws([5, -1, 2**40], block, device) for device in ("cuda", "cpu"))
         assert torch.equal(there.noise(step, 256, 262_144).cpu(), here.noise(step, 256, 262_144))
         assert torch.equal(there.uniform(step, 256).cpu(), here.uniform(step, 256))
 

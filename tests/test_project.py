@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_against_transformers
+import test_transformers_parity
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "redraft"
@@ -166,7 +166,7 @@ def test_links_and_names_in_documents_exist():
 def test_the_readme_counts_what_the_tests_count():
     claimed = re.search(r"token for token \| (\d+) of (\d+) \|", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert claimed is not None
-    assert {int(n) for n in claimed.groups()} == {len(test_against_transformers.CASES)}
+    assert {int(n) for n in claimed.groups()} == {len(test_transformers_parity.CASES)}
 
 
 def test_contributing_lists_every_module():

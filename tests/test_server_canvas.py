@@ -9,7 +9,7 @@ import pytest
 from serving import make, served
 
 from redraft.constraints.constraints import Constraints
-from redraft.generate import Draft
+from redraft.diffusion.generate import Draft
 
 WRITER = make()
 ENDLESS = [1, 5]

@@ -10,7 +10,7 @@ import torch
 from serving import NO_END, make, served, user
 
 from redraft.constraints.constraints import Constraints
-from redraft.generate import Committed, Draft
+from redraft.diffusion.generate import Committed, Draft
 from redraft.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the client's own library

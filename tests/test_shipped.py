@@ -8,12 +8,12 @@ import sys
 import time
 
 import pytest
-import theirs
 import torch
+import transformers_reference
 from transformers import DiffusionGemmaForBlockDiffusion
 
 import redraft
-from redraft.generate import Finished, generate
+from redraft.diffusion.generate import Finished, generate
 from redraft.train import evals
 from redraft.writer import SHIPPED
 
@@ -83,8 +83,8 @@ def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch, se
     cfg = writer.sampler.changed(canvas_length=64, max_new_tokens=128, max_steps=12, **off)
     *_, end = generate(writer.model, [ids], cfg, seeds=[seed])
     assert isinstance(end, Finished)
-    with theirs.our_draws(monkeypatch, [seed]):
-        found = theirs.generate(other, torch.tensor([ids]), cfg)
+    with transformers_reference.our_draws(monkeypatch, [seed]):
+        found = transformers_reference.generate(other, torch.tensor([ids]), cfg)
     new = end.ids_BT[0, : end.stats[0].new_tokens].tolist()
     assert found.sequences[0, len(ids) :].tolist()[: len(new)] == new
 

@@ -11,7 +11,7 @@ from test_boards import CONFIG
 from redraft import solving
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
-from redraft.generate import Committed, generate
+from redraft.diffusion.generate import Committed, generate
 from redraft.solving import FORBIDDEN, Pass, Solution, Try
 from redraft.sudoku import generator, tokens
 from redraft.sudoku.board import CELLS, clashing, solves

@@ -7,12 +7,12 @@ import pytest
 import tiny
 import torch
 
-from redraft import random, sampler
 from redraft.config import FULL, SLIDING, EngineConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints, canvas_constraints
 from redraft.constraints.token_automaton import Words
+from redraft.diffusion import rng, sampler
+from redraft.diffusion.generate import Committed, Draft, Finished, generate
 from redraft.engine import Course, Engine, Turn
-from redraft.generate import Committed, Draft, Finished, generate
 from redraft.kernels import shares_of
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
@@ -68,7 +68,7 @@ def by_hand(turn, seed=3):
     """The first page step by step, the constraints changed behind one of them: what `Request.turn` must equal."""
     cache = MODEL.new_cache(1, 64)
     MODEL.encode(torch.tensor([PROMPT]), cache)
-    draws, vocab = random.draws([seed], 0), CONFIG.vocab_size
+    draws, vocab = rng.draws([seed], 0), CONFIG.vocab_size
     fixed = canvas_constraints([UNENDING], 0, 16, vocab, CFG.eos_token_ids, "cpu")
     state, soft, found = sampler.start(draws.noise(0, 16, vocab), fixed), None, []
     while not sampler.finished(state, CFG):

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from redraft.config import EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
+from redraft.diffusion.generate import Bill, Event, Finished, check
 from redraft.engine.request import Course, Missed, Request
 from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Kept, Scheduler
-from redraft.generate import Bill, Event, Finished, check
 from redraft.kernels.backend import chosen
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache

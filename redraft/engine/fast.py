@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redraft import sampler
 from redraft.config import SamplerConfig
+from redraft.diffusion import sampler
+from redraft.diffusion.sampler import Canvas
 from redraft.engine.fused import Fused, Table
 from redraft.engine.request import Request
 from redraft.engine.runner import Runner, by_length
@@ -29,7 +30,6 @@ from redraft.kernels.triton.sampler_step import Rows, draw, settle_
 from redraft.kernels.triton.vocabulary import believe_, read_vocabulary
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
-from redraft.sampler import Canvas
 
 SHORT = 2048  # the shortest context a graph is made for; each longer one is eight times that
 PATIENCE = 5e-5  # seconds between two looks

@@ -13,10 +13,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from redraft import random, sampler
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, ConstraintEdit, Constraints, canvas_constraints
-from redraft.generate import Bill, Committed, Draft, Event, draft_of
+from redraft.diffusion import rng, sampler
+from redraft.diffusion.generate import Bill, Committed, Draft, Event, draft_of
 from redraft.kernels import Shares, shares_of
 from redraft.model.kv_cache import KVCache
 
@@ -115,7 +115,7 @@ class Request:
     told: bool = False  # and all that came of it is in its inbox
     context: list[int] = field(default_factory=list)  # the tokens in the cache
     matched: int = 0  # where its pattern is
-    draws: random.Draws | None = None
+    draws: rng.Draws | None = None
     fixed: CanvasConstraints | None = None
     stop: threading.Event | None = None  # set by whoever wants no more of it
     dropped: bool = False  # cancelled while a step ran
@@ -166,7 +166,7 @@ class Request:
     def start_page(self, vocab_size: int, device: torch.device) -> None:
         """A new canvas: noise, or the user's own tokens."""
         length = self.cfg.canvas_length
-        self.draws = random.draws([self.seed], self.block, device)
+        self.draws = rng.draws([self.seed], self.block, device)
         self.fixed = self._ruled(0, vocab_size, device)
         given = self.first_1C is not None and self.block == 0
         canvas_1C = self.first_1C.to(device) if given else self.draws.noise(0, length, vocab_size)

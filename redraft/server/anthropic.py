@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from redraft.generate import Stats
+from redraft.diffusion.generate import Stats
 from redraft.server.asking import Asked, End, Refused, Text, plain_text
 from redraft.server.desk import Desk, Route, Whole, compact, read, sse
 from redraft.server.schema import Body, Seed, Temperature, Tokens

@@ -18,8 +18,8 @@ import torch
 
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
+from redraft.diffusion.generate import Committed, Draft, Finished, Stats
 from redraft.engine import Stopped
-from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.server.schema import ChatMessage
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError

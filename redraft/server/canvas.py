@@ -27,11 +27,12 @@ from fastapi.responses import JSONResponse, Response
 from redraft import checkpoint, filling, solving
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
+from redraft.diffusion.autoregressive import speak
+from redraft.diffusion.generate import Committed, Draft, Finished, Stats
 from redraft.editing import Edited
 from redraft.editing import events as edit_events
 from redraft.engine import Course, Stopped, Turn
 from redraft.filling import Filled, Filler
-from redraft.generate import Committed, Draft, Finished, Stats
 from redraft.kernels.backend import precision
 from redraft.model.kv_cache import KVCache
 from redraft.server.asking import Frames, Refused, continued, heated, message_of
@@ -48,7 +49,6 @@ from redraft.server.schema import (
     Watched,
 )
 from redraft.solving import Solution
-from redraft.spoken import speak
 from redraft.sudoku import board as boards
 from redraft.tokenizer.tokenizer import Message, Tokenizer
 from redraft.writer import SUDOKU, Prompt, Writer, as_messages, fresh_seed, is_text, received

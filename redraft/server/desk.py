@@ -16,7 +16,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 
-from redraft.generate import Stats
+from redraft.diffusion.generate import Stats
 from redraft.server.asking import Asked, Begun, End, Piece, Refused, Said, Text, pieces
 from redraft.server.filling import Put, put
 from redraft.server.guard import UNREAD, Metrics

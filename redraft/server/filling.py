@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from redraft.generate import Stats
+from redraft.diffusion.generate import Stats
 from redraft.server.asking import Stops, heated
 from redraft.server.holes import Hole, Region
 from redraft.writer import Writer, fresh_seed

@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from redraft.generate import Stats
+from redraft.diffusion.generate import Stats
 from redraft.server.asking import PLAIN_OBJECT, Asked, End, Refused, Said, Text, stops_of
 from redraft.server.desk import Desk, Route, each, logprobs_of, ndjson, read
 from redraft.server.holes import find_hole

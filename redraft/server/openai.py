@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
-from redraft.generate import Stats
+from redraft.diffusion.generate import Stats
 from redraft.server.asking import PLAIN_OBJECT, Asked, End, Frame, Refused, Said, Text, message_of, plain_text, stops_of
 from redraft.server.desk import Desk, Route, Whole, client_of, each, logprobs_of, read, refused, sse, timings_of
 from redraft.server.filling import LONGEST, Put, rewritten

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from redraft import solving
 from redraft.config import SamplerConfig
-from redraft.generate import generate
+from redraft.diffusion.generate import generate
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.solving import Solution
 from redraft.sudoku import generator, solver, texts, tokens

@@ -25,8 +25,8 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Vocabulary
 from torch import Tensor, nn
 
-from redraft import sampler
 from redraft.config import ModelConfig
+from redraft.diffusion import sampler
 from redraft.kernels import softcap_
 from redraft.model import masks
 from redraft.model.diffusion_gemma import DiffusionGemma

@@ -6,13 +6,13 @@ Train with `--set loss.noise=mask`; the mask is the last id of a vocabulary that
 import torch
 from torch import Tensor
 
-from redraft import random
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import NEVER
-from redraft.generate import prefill
+from redraft.diffusion import rng
+from redraft.diffusion.generate import prefill
+from redraft.diffusion.sampler import accept, temperature
 from redraft.kernels import read_vocabulary
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.sampler import accept, temperature
 
 
 @torch.inference_mode()
@@ -21,7 +21,7 @@ def fill_masks(model: DiffusionGemma, prompts: list[list[int]], cfg: SamplerConf
     mask, length = model.config.vocab_size - 1, cfg.canvas_length
     cache = model.new_cache(len(prompts), max(map(len, prompts)), rewind=0)
     prefill(model, prompts, cache)
-    draws = random.draws(seeds, 0, model.device)
+    draws = rng.draws(seeds, 0, model.device)
     canvas_BC = torch.full((len(prompts), length), mask, device=model.device)
     soft_BCD = None
     for step in range(cfg.max_steps):

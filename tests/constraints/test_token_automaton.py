@@ -18,7 +18,7 @@ from redraft.constraints import json_schema, regex_dfa
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.regex_dfa import PatternError
 from redraft.constraints.token_automaton import OnCanvas, Words
-from redraft.generate import Committed, generate
+from redraft.diffusion.generate import Committed, generate
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.writer import Writer
 

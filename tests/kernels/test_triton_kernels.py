@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from interpreted import DEVICE, GPU
 
-from redraft import random, sampler
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints, conform_there
 from redraft.constraints.regex_dfa import PatternError
 from redraft.constraints.token_automaton import Words
+from redraft.diffusion import rng, sampler
 from redraft.kernels import Belief, attend, gated_experts, rms_norm, rope_frequencies, rope_table, rotate
 from redraft.kernels import fp8 as reference8
 from redraft.kernels import vocabulary as reference_vocabulary
@@ -206,7 +206,7 @@ def test_a_canvas_moves_as_the_sampler_moves_it():
     rows, length, vocab, steps = 3, 21, 1000, 7
     cfg = SamplerConfig(canvas_length=length, max_steps=steps, entropy_bound=0.8, confidence_threshold=0.25)
     seeds, blocks = [5, -3, 2**63 + 11], [0, 2, 1]
-    chance = [random.draws([seed], block, DEVICE) for seed, block in zip(seeds, blocks, strict=True)]
+    chance = [rng.draws([seed], block, DEVICE) for seed, block in zip(seeds, blocks, strict=True)]
     mine = sampler_step.Rows.empty(rows, length, steps, DEVICE)
     states = [sampler.start(one.noise(0, length, vocab)) for one in chance]
     mine.seeds_B.copy_(torch.cat([one.seeds_B for one in chance]))

@@ -14,7 +14,7 @@ import redraft
 from redraft import checkpoint
 from redraft.checkpoint import CheckpointError
 from redraft.config import ConfigError, ModelConfig
-from redraft.generate import generate
+from redraft.diffusion.generate import generate
 from redraft.kernels.fp8 import EIGHT, Packed, linear8, pack, unpack
 from redraft.model import quant
 from redraft.model.quant.fp8 import Experts8, Linear8

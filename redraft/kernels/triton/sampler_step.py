@@ -1,4 +1,4 @@
-"""A canvas's step but for the model: chance before it, acceptance and the next canvas after it. References: `random.py`,
+"""A canvas's step but for the model: chance before it, acceptance and the next canvas after it. References: `rng.py`,
 `sampler.py` with the released settings (entropy bound alone; no quota, no spread, no constraints).
 
 Every row has its own seed, page, step and settings, which lie on the device: rows at different steps run in one launch.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft import random
+from redraft.kernels import splitmix
 from redraft.kernels.triton.pdl import _ready, early
 
 
@@ -65,7 +65,7 @@ def draw(rows: Rows, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     noise_BC, temperature_BC = torch.empty_like(rows.ids_BC), torch.empty(b, c, dtype=torch.float32, device=device)
     _draw[(b,)](
         rows.seeds_B, rows.blocks_B, rows.steps_B, rows.temperatures_BS, uniform_BC, noise_BC, temperature_BC,
-        c, steps, vocab, triton.next_power_of_2(c), random.SAMPLE, random.NOISE, num_warps=4, **early(),
+        c, steps, vocab, triton.next_power_of_2(c), splitmix.SAMPLE, splitmix.NOISE, num_warps=4, **early(),
     )  # fmt: skip
     return uniform_BC, noise_BC, temperature_BC
 
@@ -81,7 +81,7 @@ def settle_(rows: Rows, best_BC: Tensor, entropy_BC: Tensor, sampled_BC: Tensor,
     )  # fmt: skip
 
 
-GOLDEN, MIX_1, MIX_2 = (tl.constexpr(number % 2**64) for number in (random.GOLDEN, random.MIX_1, random.MIX_2))
+GOLDEN, MIX_1, MIX_2 = (tl.constexpr(number % 2**64) for number in (splitmix.GOLDEN, splitmix.MIX_1, splitmix.MIX_2))
 
 
 @triton.jit

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints
+from redraft.diffusion.rng import Draws
 from redraft.kernels import Belief, read_vocabulary
-from redraft.random import Draws
 
 SURE = 0.2  # nats: with `spread`, whoever is surer than this needs no distance
 BEHIND = 1e3  # more than any entropy

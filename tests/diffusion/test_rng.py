@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.random import draws
+from redraft.diffusion.rng import draws
 
 SEEDS = st.integers(-(2**70), 2**70)
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft import random, sampler
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints, canvas_constraints
+from redraft.diffusion import rng, sampler
 from redraft.kernels import Belief
 
 VOCAB, LENGTH = 23, 9
@@ -55,7 +55,7 @@ def situations(draw):
 def run(situation):
     """All states of the loop, with the fixed constraints."""
     cfg, constraints, logits, seeds = situation
-    draws, fixed = random.draws(seeds, 0), canvas_constraints(constraints, 0, LENGTH, VOCAB, cfg.eos_token_ids, "cpu")
+    draws, fixed = rng.draws(seeds, 0), canvas_constraints(constraints, 0, LENGTH, VOCAB, cfg.eos_token_ids, "cpu")
     states = [sampler.start(draws.noise(0, LENGTH, VOCAB), fixed)]
     while not sampler.finished(states[-1], cfg):
         state, _ = sampler.step(logits[states[-1].step], states[-1], cfg, draws, fixed)
@@ -204,7 +204,7 @@ def certain(tokens: list[int], sharpness: float = 40.0) -> torch.Tensor:
 def settle_steps(pages: list[list[int]], sharpness: float = 40.0, **changes: object) -> tuple[int, bool]:
     """Steps until a loop over these argmax pages stops, and whether it settled."""
     cfg = SamplerConfig(canvas_length=3, max_steps=len(pages), **changes)
-    draws = random.draws([0], 0)
+    draws = rng.draws([0], 0)
     state = sampler.start(draws.noise(0, 3, VOCAB))
     while not sampler.finished(state, cfg):
         state, _ = sampler.step(certain(pages[state.step], sharpness), state, cfg, draws)
@@ -225,7 +225,7 @@ def test_stable_means_the_argmax_stayed_for_so_many_steps():
 def test_confident_is_strictly_below_the_threshold():
     assert settle_steps([A, A], sharpness=0.5) == (2, False)
     cfg = SamplerConfig(canvas_length=3)
-    draws = random.draws([0], 0)
+    draws = rng.draws([0], 0)
     state, _ = sampler.step(certain(A, 5.0), sampler.start(draws.noise(0, 3, VOCAB)), cfg, draws)
     mean = float(state.entropy_BC.mean())
     for threshold, settled in ((mean * 1.001, True), (mean, False)):
@@ -237,7 +237,7 @@ def test_confident_is_strictly_below_the_threshold():
 def test_pins_do_not_make_the_rest_look_confident():
     """Two of three positions are pinned: the third decides, not the mean with two zeros."""
     constraints = canvas_constraints([Constraints(pins={0: 7, 1: 8})], 0, 3, VOCAB, (), "cpu")
-    draws, logits = random.draws([0], 0), certain(A, 5.0)
+    draws, logits = rng.draws([0], 0), certain(A, 5.0)
     start = sampler.start(draws.noise(0, 3, VOCAB), constraints)
     own = float(sampler.step(logits, start, SamplerConfig(canvas_length=3), draws, constraints)[0].entropy_BC[0, 2])
     for threshold, settled in ((own * 1.01, True), (own * 0.99, False)):
@@ -248,7 +248,7 @@ def test_pins_do_not_make_the_rest_look_confident():
 
 def test_what_is_committed_is_the_argmax_not_the_sample():
     cfg = SamplerConfig(canvas_length=4, max_steps=1, entropy_bound=1e-9)
-    draws = random.draws([3], 0)
+    draws = rng.draws([3], 0)
     logits = torch.randn(1, 4, VOCAB, generator=torch.Generator().manual_seed(0))
     state, _ = sampler.step(logits, sampler.start(draws.noise(0, 4, VOCAB)), cfg, draws)
     assert int(state.accepted_BC.sum()) == 1
@@ -257,7 +257,7 @@ def test_what_is_committed_is_the_argmax_not_the_sample():
 
 def test_self_conditioning_gets_the_temperature_shaped_logits():
     cfg = SamplerConfig(canvas_length=4, max_steps=4, t_min=0.2, t_max=1.0)
-    draws = random.draws([3], 0)
+    draws = rng.draws([3], 0)
     logits = torch.randn(1, 4, VOCAB)
     state, shaped = sampler.step(logits, sampler.start(draws.noise(0, 4, VOCAB)), cfg, draws)
     assert torch.equal(shaped, logits)
@@ -267,7 +267,7 @@ def test_self_conditioning_gets_the_temperature_shaped_logits():
 
 def test_quota_shares_the_open_positions_out():
     cfg = SamplerConfig(canvas_length=10, max_steps=4, entropy_bound=1e-9, quota=True)
-    draws, counts = random.draws([0], 0), []
+    draws, counts = rng.draws([0], 0), []
     state = sampler.start(draws.noise(0, 10, VOCAB))
     while not sampler.finished(state, cfg):
         state, _ = sampler.step(torch.randn(1, 10, VOCAB), state, cfg, draws)

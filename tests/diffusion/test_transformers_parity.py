@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-import theirs
 import tiny
 import torch
+import transformers_reference
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
 from redraft import checkpoint
-from redraft.generate import Committed, Draft, Finished, generate
+from redraft.diffusion.generate import Committed, Draft, Finished, generate
 from redraft.model.diffusion_gemma import DiffusionGemma
 
 CONTEXT = 70  # more than four windows of the plain configuration, fourteen of the short one
@@ -44,7 +44,7 @@ def run_both(ours: DiffusionGemma, reference: DiffusionGemmaForBlockDiffusion, c
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_logits_and_cache_agree_in_float32(name):
     ours = tiny.build(tiny.CONFIGS[name])
-    for mine, other in run_both(ours, theirs.same_weights(ours)):
+    for mine, other in run_both(ours, transformers_reference.same_weights(ours)):
         assert mine.shape == other.shape
         assert (mine - other).abs().max() <= 1e-4 * other.abs().max()
 
@@ -52,7 +52,7 @@ def test_logits_and_cache_agree_in_float32(name):
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_bf16_agrees_within_two_percent_of_the_spread(name):
     ours = tiny.build(tiny.CONFIGS[name], dtype=torch.bfloat16)
-    for mine, other in run_both(ours, theirs.same_weights(ours))[1:3]:
+    for mine, other in run_both(ours, transformers_reference.same_weights(ours))[1:3]:
         assert (mine - other).abs().max() <= 0.02 * (other.max() - other.min())
 
 
@@ -99,10 +99,10 @@ def generate_both(case: dict, monkeypatch) -> tuple[list, torch.Tensor, object]:
     first = canvas_BC if preset else None
     seeds = [1000 * seed + row for row in range(rows)]
     events = list(generate(ours, ids_BS.tolist(), cfg, seeds=seeds, first_canvas_BC=first))
-    reference = theirs.same_weights(ours)
+    reference = transformers_reference.same_weights(ours)
     options = {"decoder_input_ids": canvas_BC} if preset else {}
-    with theirs.our_draws(monkeypatch, seeds):
-        expected = theirs.generate(reference, ids_BS, cfg, **options)
+    with transformers_reference.our_draws(monkeypatch, seeds):
+        expected = transformers_reference.generate(reference, ids_BS, cfg, **options)
     return events, expected.sequences[:, ids_BS.shape[1] :], expected.tokens_per_forward
 
 
@@ -161,6 +161,8 @@ def test_rows_of_different_lengths_agree_with_left_padding(monkeypatch):
     prompts = [row[-n:].tolist() for row, n in zip(ids_BS, lengths, strict=True)]
     mask_BS = torch.tensor([[0] * (30 - n) + [1] * n for n in lengths])
     *_, last = generate(ours, prompts, cfg, seeds=seeds)
-    with theirs.our_draws(monkeypatch, seeds):
-        expected = theirs.generate(theirs.same_weights(ours), ids_BS * mask_BS, cfg, attention_mask=mask_BS)
+    with transformers_reference.our_draws(monkeypatch, seeds):
+        expected = transformers_reference.generate(
+            transformers_reference.same_weights(ours), ids_BS * mask_BS, cfg, attention_mask=mask_BS
+        )
     assert torch.equal(last.ids_BT, expected.sequences[:, 30:])

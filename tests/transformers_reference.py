@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, EntropyBoundSamplerConfig
-from transformers.models.diffusion_gemma import generation_diffusion_gemma as theirs
+from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
 
-from redraft import random
 from redraft.checkpoint import published_name
 from redraft.config import SamplerConfig
+from redraft.diffusion import rng
 from redraft.kernels.vocabulary import sample_from
 from redraft.model.diffusion_gemma import DiffusionGemma
 
@@ -38,24 +38,24 @@ def our_draws(monkeypatch, seeds: Sequence[int]):
     def canvas(self, batch_size: int, device: torch.device) -> torch.Tensor:
         if at["starting"]:
             at["block"], at["step"], at["starting"] = at["block"] + 1, 0, False
-        draws = random.draws(list(seeds), at["block"], device)
+        draws = rng.draws(list(seeds), at["block"], device)
         return draws.noise(at["step"], self.canvas_length, self.vocab_size)
 
     def multinomial(probs: torch.Tensor, num_samples: int) -> torch.Tensor:
         at["step"] += 1
-        draws = random.draws(list(seeds), at["block"], probs.device)
+        draws = rng.draws(list(seeds), at["block"], probs.device)
         return sample_from(probs, draws.uniform(at["step"], probs.shape[0] // len(seeds)).flatten())[:, None]
 
-    prepare = theirs.DiffusionGemmaGenerationMixin._prepare_denoiser_inputs
+    prepare = reference.DiffusionGemmaGenerationMixin._prepare_denoiser_inputs
 
     def begin(self, **kwargs):
         at["starting"] = True
         return prepare(self, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(theirs.EntropyBoundSampler, "initialize_canvas", canvas)
-        patch.setattr(theirs.DiffusionGemmaGenerationMixin, "_prepare_denoiser_inputs", begin)
-        patch.setattr(theirs.torch, "multinomial", multinomial)
+        patch.setattr(reference.EntropyBoundSampler, "initialize_canvas", canvas)
+        patch.setattr(reference.DiffusionGemmaGenerationMixin, "_prepare_denoiser_inputs", begin)
+        patch.setattr(reference.torch, "multinomial", multinomial)
         yield
 
 
@@ -64,7 +64,7 @@ def generate(
     prompts_BS: torch.Tensor,
     cfg: SamplerConfig,
     **options: object,
-) -> theirs.DiffusionGemmaGenerationOutput:
+) -> reference.DiffusionGemmaGenerationOutput:
     """Their generate with our settings."""
     model.config.canvas_length = cfg.canvas_length
     return model.generate(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from redraft import random
+from redraft.diffusion import rng
 from redraft.kernels import read_vocabulary
 from redraft.model.diffusion_gemma import DiffusionGemma
 
@@ -19,7 +19,7 @@ def speak(model: DiffusionGemma, ids: Sequence[int], most: int, *, temperature: 
     Of what is longer than the context, the end is read.
     """
     ids = ids[-(model.config.max_position_embeddings - most) :]
-    cache, draws = model.new_cache(1, len(ids) + most, rewind=0), random.draws([seed], 0, model.device)
+    cache, draws = model.new_cache(1, len(ids) + most, rewind=0), rng.draws([seed], 0, model.device)
     hidden_1SD = model.encode(torch.tensor([ids], device=model.device), cache)
     for step in range(most):
         logits_11V = model.head(hidden_1SD[:, -1:])

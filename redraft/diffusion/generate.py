@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from redraft import random, sampler
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, Constraints, canvas_constraints
+from redraft.diffusion import rng, sampler
 from redraft.kernels import Shares
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
@@ -127,7 +127,7 @@ def generate(
 
     ended_B, matched = torch.zeros(rows, dtype=torch.bool, device=model.device), [rule.start() for rule in constraints]
     for block in range(cfg.max_canvases):
-        draws = random.draws(list(seeds), block, model.device)
+        draws = rng.draws(list(seeds), block, model.device)
         place = (block * length, length, cfg.max_new_tokens)
         patterns = [rule.on_page(state, *place) for rule, state in zip(constraints, matched, strict=True)]
         fixed = canvas_constraints(constraints, block, length, vocab, cfg.eos_token_ids, model.device, patterns)

@@ -5,7 +5,7 @@ import tiny
 import torch
 
 from redraft.constraints.constraints import Constraints
-from redraft.generate import PREFILL_CHUNK, Committed, Draft, Finished, generate, prefill
+from redraft.diffusion.generate import PREFILL_CHUNK, Committed, Draft, Finished, generate, prefill
 
 MODEL = tiny.decided(tiny.BASE, 4)
 PROMPTS = [[2, 30, 40, 50], [2, *range(60, 100)], [2, 7]]
