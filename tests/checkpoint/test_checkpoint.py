@@ -198,7 +198,7 @@ def test_a_save_that_fails_leaves_the_old_weights(folder, monkeypatch):
         Path(path).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("redraft.checkpoint.save_file", failing)
+    monkeypatch.setattr(sys.modules["redraft.checkpoint.save"], "save_file", failing)
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(tiny.decided(tiny.BASE, seed=9), folder)
     assert same(tiny.decided(tiny.BASE), checkpoint.load_model(folder))

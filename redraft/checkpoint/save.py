@@ -1,0 +1,93 @@
+"""Writes checkpoints in the published layout: transformers loads them. Each file is replaced whole, the configuration last."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from redraft.checkpoint.load import load_config
+from redraft.checkpoint.names import CONFIG, INDEX, VISION, WEIGHTS, published_name
+from redraft.checkpoint.tensors import Tensors
+from redraft.config import GENERATION, OURS, SMALLEST_VISION, SamplerConfig
+from redraft.model import quant
+from redraft.model.diffusion_gemma import DiffusionGemma
+
+SHARD_BYTES = 5 * 10**9
+
+
+def save(
+    model: DiffusionGemma,
+    folder: str | Path,
+    *,
+    sampler: SamplerConfig | None = None,
+    vision_from: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes a checkpoint that transformers loads. Vision weights are carried over from a folder, else left out.
+
+    Each file appears whole or not at all, the configuration last.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {published_name(name): tensor for name, tensor in model.state_dict().items()}
+    tensors = quant.unfused(tensors) if model.config.quant else tensors
+    config = model.config.to_published(str(model.dtype).removeprefix("torch."))
+    if model.config.quant:
+        config["quantization_config"] = quant.published(model.config.num_hidden_layers)
+    if vision_from is not None:
+        source = Tensors(Path(vision_from))
+        tensors |= {name: source[name] for name in source if name.startswith(VISION)}
+        config["vision_config"] = dict(load_config(vision_from).vision)
+    else:
+        config["vision_config"] = dict(SMALLEST_VISION)
+        tensors |= _smallest_vision(model.config.hidden_size, model.dtype)
+    _write_weights(tensors, folder, shard_bytes)
+    sampler = sampler or SamplerConfig.from_published({}, model.config)
+    generation, ours = sampler.to_published()
+    for name, content in ((GENERATION, generation), (OURS, ours), (CONFIG, config)):
+        write_text(folder / name, json.dumps(content, indent=2) + "\n")
+    return folder
+
+
+def _smallest_vision(hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The three tensors of a vision tower without layers, so that transformers finds nothing missing."""
+    size = SMALLEST_VISION["hidden_size"]
+    return {
+        VISION[1] + "embedding_projection.weight": torch.zeros(hidden, size, dtype=dtype),
+        VISION[0] + "patch_embedder.input_proj.weight": torch.zeros(size, 3 * 16 * 16, dtype=dtype),
+        VISION[0] + "patch_embedder.position_embedding_table": torch.zeros(2, 1, size, dtype=dtype),
+    }
+
+
+def _write_weights(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in sorted(tensors.items()):
+        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor.detach().cpu().contiguous()
+    names = [WEIGHTS]
+    if len(shards) > 1:
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / (name + ".part"), metadata={"format": "pt"})
+        os.replace(folder / (name + ".part"), folder / name)
+    where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
+    if len(shards) > 1:
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    else:
+        (folder / INDEX).unlink(missing_ok=True)
+    for old in folder.glob("model*.safetensors"):
+        if old.name not in names and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name):
+            old.unlink()  # shards of an earlier save; no index lists them any more
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file whole."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
