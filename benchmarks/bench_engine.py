@@ -161,7 +161,7 @@ def measured(quant: str | None, options: argparse.Namespace, console: Console) -
     wait(device)
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     began = time.perf_counter()
-    engine = Engine(model, EngineConfig(places=max(options.canvases), cache_bytes=20 * 2**30, keep_contexts=0))
+    engine = Engine(model, EngineConfig(max_running=max(options.canvases), cache_bytes=20 * 2**30, keep_contexts=0))
     run(engine, 1, 512, config.canvas_length, 2)
     wait(device)
     found: dict[str, Any] = {"quant": quant, "ready_seconds": time.perf_counter() - began, "runs": []}

@@ -250,14 +250,14 @@ class ModelConfig:
 class EngineConfig:
     """How many requests run at once, and what they may use."""
 
-    places: int = 8  # requests that run at once
+    max_running: int = 8  # requests that run at once
     cache_bytes: int | None = None  # for keys and values; None: half of the memory that is free
     prefill_chunk: int = 2048  # tokens of a prompt read in one round
     keep_contexts: int = 8  # of finished requests, for prompts that begin alike
     rewind: int = 512  # tokens a kept context can be cut back by
 
     def __post_init__(self) -> None:
-        for name in ("places", "prefill_chunk"):
+        for name in ("max_running", "prefill_chunk"):
             _whole(name, getattr(self, name))
         for name in ("keep_contexts", "rewind"):
             _whole(name, getattr(self, name), 0)
@@ -282,7 +282,7 @@ class SamplerConfig:
     # For small models, whose entropies never fit the bound (see docs/tour.md, stop 5). Off for published checkpoints.
     quota: bool = False
     accept_at_end: bool = False
-    spread: int = 0  # of the unsure within this many places, a step accepts only the surest; 0: no such rule
+    spread: int = 0  # of the unsure within this many positions, a step accepts only the surest; 0: no such rule
     stops_last: bool = False  # stop tokens are accepted behind everything else
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, prefill
-from redraft.engine import Course, Engine, Request, Stopped, Turn
+from redraft.engine import Engine, Intervention, Replay, Request, Stopped
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 
@@ -209,7 +209,7 @@ def events(
     seed: int,
     stop: threading.Event | None = None,
     look: int = 0,
-    course: Course | None = None,
+    course: Replay | None = None,
 ) -> Iterator[Draft | Committed | Edited]:
     """Every step and page; at last, the text with at most a share of its tokens replaced: the most doubted, none kept.
 
@@ -251,7 +251,7 @@ def redrafting(
     seed: int,
     stop: threading.Event | None = None,
     look: int = 0,
-    course: Course | None = None,
+    course: Replay | None = None,
 ) -> Iterator[Draft | Committed | Redrafted]:
     """Every step and page; at last, the tokens with at most a share of them replaced.
 
@@ -259,7 +259,7 @@ def redrafting(
     """
     check(strength)
     fits(engine.model, len(prompt), len(ids))
-    new, forwards, settled, course = list(ids), 0, True, course or Course()
+    new, forwards, settled, course = list(ids), 0, True, course or Replay()
     _check_course(course, ids, cfg, engine.model.config.vocab_size, set(never), strength)
     for block, begin in enumerate(range(0, len(new), cfg.canvas_length) if strength else ()):
         page, before = new[begin : begin + cfg.canvas_length], [*prompt, *new[:begin]]
@@ -267,7 +267,7 @@ def redrafting(
             new[begin : begin + len(page)] = course.pages[block]
             continue
         turns = [(turn, turn.steering.within(begin, len(page))) for turn in course.turns if turn.block <= block]
-        own = tuple(Turn(0, turn.step, more) for turn, more in turns if turn.block == block)
+        own = tuple(Intervention(0, turn.step, more) for turn, more in turns if turn.block == block)
         held = [more for turn, more in turns if turn.block < block and more.places]
         free = {at for at in range(len(page)) if begin + at not in kept}
         chosen = _doubted(engine.model, before, page, free, strength, seed + SALT, block) if free else set()
@@ -276,7 +276,7 @@ def redrafting(
                 raise ValueError(f"page {block} has nothing to redraft at strength {strength}: raise it, or turn at step 0")
             yield _standing(block, page)
             continue
-        options = {"stop": stop, "look": look, "course": Course((), own), "held": held}
+        options = {"stop": stop, "look": look, "course": Replay((), own), "held": held}
         request, end = add_page(engine, before, page, chosen, cfg, never, seed + block, **options), None
         for event in engine.stream(request):
             if isinstance(event, Draft | Committed):
@@ -291,7 +291,7 @@ def redrafting(
 
 
 def _check_course(
-    course: Course, ids: Sequence[int], cfg: SamplerConfig, vocab_size: int, never: Container[int], strength: float
+    course: Replay, ids: Sequence[int], cfg: SamplerConfig, vocab_size: int, never: Container[int], strength: float
 ) -> None:
     """Refuses what cannot have been of this text."""
     length = cfg.canvas_length

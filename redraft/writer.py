@@ -25,7 +25,7 @@ from redraft.constraints.token_automaton import Words
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
 from redraft.editing import Edited, Span, Suggestion
-from redraft.engine import Course, Engine, Request, Stopped
+from redraft.engine import Engine, Replay, Request, Stopped
 from redraft.filling import Filled, Filler, Template
 from redraft.kernels.backend import has_bf16, precision
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -178,7 +178,7 @@ class Writer:
         stop: threading.Event | None = None,
         draft: str | Sequence[int] | None = None,
         drafts: bool = True,
-        course: Course | None = None,
+        course: Replay | None = None,
         look: int = 0,
         **settings: Any,
     ) -> Iterator[Event]:

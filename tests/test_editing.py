@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from redraft import cli_edit, editing
 from redraft.constraints.constraints import ConstraintEdit
 from redraft.diffusion.generate import Committed, Draft
-from redraft.engine import Course, Turn
+from redraft.engine import Intervention, Replay
 from redraft.writer import Writer
 
 WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))
@@ -68,7 +68,7 @@ def test_an_edit_taken_up_again_is_the_unbroken_one():
     whole = edited()
     assert [len(page) for page in pages_of(whole)] == [16, 16, 6]
     for had in (0, 1, 2):
-        again = edited(Course(pages_of(whole)[:had], (Turn(had, 1, ConstraintEdit()),)))
+        again = edited(Replay(pages_of(whole)[:had], (Intervention(had, 1, ConstraintEdit()),)))
         assert pages_of(again) == pages_of(whole)[had:]
         assert again[-1].text == whole[-1].text
         assert again[-1].changes == whole[-1].changes
@@ -79,21 +79,21 @@ def test_an_edit_is_steered_and_what_nobody_doubted_can_be_opened():
     held = {at for at, (a, b) in enumerate(zip(ids, sum(pages_of(whole), ()), strict=True)) if a == b}
     letter, (kept, later) = WRITER.tokenizer.encode("Z")[0], (min(held), max(held))
     more = ConstraintEdit(pins={1: letter, 20: letter}, bans=((kept, ids[kept]), (later, ids[later])))
-    found = edited(Course((), (Turn(0, 1, more),)))
+    found = edited(Replay((), (Intervention(0, 1, more),)))
     new = sum(pages_of(found), ())
     assert (new[1], new[20]) == (letter, letter)
     assert new[kept] != ids[kept]
     assert new[later] != ids[later]
-    again = edited(Course(pages_of(found)[:1], (Turn(0, 1, more), Turn(1, 1, ConstraintEdit()))))
+    again = edited(Replay(pages_of(found)[:1], (Intervention(0, 1, more), Intervention(1, 1, ConstraintEdit()))))
     assert pages_of(again) == pages_of(found)[1:]
 
 
 def test_a_page_that_nobody_doubts_is_opened_before_its_first_step():
     letter = WRITER.tokenizer.encode("Z")[0]
-    found = edited(Course((), (Turn(0, 0, ConstraintEdit(pins={2: letter}, bans=((5, 111),))),)), keep=[(0, 16)])
+    found = edited(Replay((), (Intervention(0, 0, ConstraintEdit(pins={2: letter}, bans=((5, 111),))),)), keep=[(0, 16)])
     assert found[-1].text[2] == "Z"
     with pytest.raises(ValueError, match="at strength 0 nothing is redrafted"):
-        edited(Course((), (Turn(0, 1, ConstraintEdit()),)), strength=0.0)
+        edited(Replay((), (Intervention(0, 1, ConstraintEdit()),)), strength=0.0)
 
 
 def test_pages_that_nobody_doubts_are_told_too():
@@ -105,18 +105,21 @@ def test_pages_that_nobody_doubts_are_told_too():
 @pytest.mark.parametrize(
     ("course", "words"),
     [
-        (Course(((1, 2),)), "page 0 of this text has 16 tokens, got 2"),
-        (Course(((9999,) * 16,)), "the token 9999 is no text"),
-        (Course((), (Turn(0, 0, ConstraintEdit(pins={3: 1})),)), "the token 1 is no text"),
+        (Replay(((1, 2),)), "page 0 of this text has 16 tokens, got 2"),
+        (Replay(((9999,) * 16,)), "the token 9999 is no text"),
+        (Replay((), (Intervention(0, 0, ConstraintEdit(pins={3: 1})),)), "the token 1 is no text"),
         (
-            Course((), (Turn(1, 3, ConstraintEdit()),)),
+            Replay((), (Intervention(1, 3, ConstraintEdit()),)),
             "page 1, step 3: the last that can be taken is at page 2 and step 2",
         ),
-        (Course((), (Turn(1, 1, ConstraintEdit()), Turn(0, 1, ConstraintEdit()))), "page 0, step 1 too late"),
-        (Course((), (Turn(0, 1, ConstraintEdit(pins={38: 3})),)), "position 38 is beyond the text's 38 tokens"),
-        (Course((), (Turn(9, 1, ConstraintEdit()),)), "a turn at page 9, step 1"),
         (
-            Course((), (Turn(0, 1, ConstraintEdit()),)),
+            Replay((), (Intervention(1, 1, ConstraintEdit()), Intervention(0, 1, ConstraintEdit()))),
+            "page 0, step 1 too late",
+        ),
+        (Replay((), (Intervention(0, 1, ConstraintEdit(pins={38: 3})),)), "position 38 is beyond the text's 38 tokens"),
+        (Replay((), (Intervention(9, 1, ConstraintEdit()),)), "a turn at page 9, step 1"),
+        (
+            Replay((), (Intervention(0, 1, ConstraintEdit()),)),
             "page 0 has nothing to redraft at strength 0.6: raise it, or turn at step 0",
         ),
     ],

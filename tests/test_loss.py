@@ -227,11 +227,11 @@ def test_gradients_agree_with_a_plain_reference():
     for row, document in ((0, 0), (1, 0), (1, 1)):
         at = (data.layout.documents[row] == document).nonzero().flatten()
         ids = data.ids_BL[row, at][None]
-        hidden = model.encode(ids, Kept(model))
+        hidden = model.encode(ids, PrefixCache(model))
         ar.append(F.cross_entropy(model.head(hidden[0, :-1]), ids[0, 1:], reduction="none"))
         for start in sorted(set(data.layout.starts[row, at].tolist()) - {-1}):
             here = at[data.layout.starts[row, at] == start]
-            cache = Kept(model)
+            cache = PrefixCache(model)
             if start:
                 model.encode(ids[:, :start], cache)
             logits = model.denoise(noisy[row, here][None], None, cache)
@@ -244,7 +244,7 @@ def test_gradients_agree_with_a_plain_reference():
             assert (got[name] - p.grad).abs().max() <= 1e-4 * p.grad.abs().max(), name
 
 
-class Kept:
+class PrefixCache:
     """A cache of plain concatenations, through which gradients flow: the plainest there is."""
 
     def __init__(self, model) -> None:

@@ -27,7 +27,7 @@ def load_model(
     """The model in a folder. Without a dtype, weights stay as stored and, on a CPU, are used from the mapped file."""
     config = load_config(folder)
     tensors: Mapping[str, Tensor] = Tensors(Path(folder))
-    return from_state_dict(config, quant.Fused(tensors) if config.quant else tensors, dtype=dtype, device=device)
+    return from_state_dict(config, quant.StackedTensors(tensors) if config.quant else tensors, dtype=dtype, device=device)
 
 
 def laid_out(model: DiffusionGemma) -> DiffusionGemma:

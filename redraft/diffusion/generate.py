@@ -119,7 +119,7 @@ def generate(
     constraints = constraints if constraints is not None else [Constraints()] * len(prompts)
     check(model.config, prompts, cfg, seeds, constraints, first_canvas_BC)
     rows, length, vocab = len(prompts), cfg.canvas_length, model.config.vocab_size
-    bill = Bill(cfg, list(seeds), [len(prompt) for prompt in prompts])
+    bill = StatsCounter(cfg, list(seeds), [len(prompt) for prompt in prompts])
 
     cache = model.new_cache(rows, max(map(len, prompts)) + (cfg.max_canvases - 1) * length, rewind=0)
     prefill(model, prompts, cache)  # stop 2
@@ -215,7 +215,7 @@ def draft_of(block: int, state: sampler.Canvas, cfg: SamplerConfig, fixed: Canva
 
 
 @dataclass
-class Bill:
+class StatsCounter:
     """Adds up, per row, what the loop above spends."""
 
     cfg: SamplerConfig

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from redraft.config import EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
-from redraft.diffusion.generate import Bill, Event, Finished, check
-from redraft.engine.request import Course, Missed, Request
+from redraft.diffusion.generate import Event, Finished, StatsCounter, check
+from redraft.engine.request import Replay, ReplayError, Request
 from redraft.engine.runner import Runner
-from redraft.engine.scheduler import Kept, Scheduler
+from redraft.engine.scheduler import PrefixCache, Scheduler
 from redraft.kernels.backend import chosen
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
@@ -40,7 +40,7 @@ class Engine:
         self.model, self.config = model, config or EngineConfig()
         self.runner = make_runner(model, self.config.prefill_chunk)
         budget = self.config.cache_bytes or self._room()
-        self.scheduler = Scheduler(self.config.places, budget, Kept(self.config.keep_contexts), self._cost)
+        self.scheduler = Scheduler(self.config.max_running, budget, PrefixCache(self.config.keep_contexts), self._cost)
         self._numbers, self._lock = itertools.count(), threading.RLock()
         self.fault = ""  # what ended the last step, in words: an exception would hold on to the memory of that step
         self._news, self._own = threading.Condition(), False  # what waiting threads are told by; a thread of our own steps
@@ -53,7 +53,7 @@ class Engine:
         device = self.model.device
         if device.type != "cuda":
             return free_bytes(device) // 2
-        taken = self.runner.warm_up(self.config.places)
+        taken = self.runner.warm_up(self.config.max_running)
         torch.cuda.empty_cache()  # what is not free then belongs to the graphs
         return int(0.9 * (free_bytes(device) - taken))
 
@@ -67,7 +67,7 @@ class Engine:
         first_1C: Tensor | None = None,
         seconds: float | None = None,
         stop: threading.Event | None = None,
-        course: Course | None = None,
+        course: Replay | None = None,
         look: int = 0,
     ) -> Request:
         """A request for text behind this prompt. After `seconds` the best page so far is committed, and that is all.
@@ -75,13 +75,13 @@ class Engine:
         Once `stop` is set nothing more comes of it. With a `course` it is one that was under way. Drafts come with the
         probabilities of the `look` likeliest tokens. What cannot be generated is refused here, and nothing else notices.
         """
-        constraints, course = constraints or Constraints(), course or Course()
+        constraints, course = constraints or Constraints(), course or Replay()
         check(self.model.config, [prompt], cfg, [seed], [constraints], first_1C)
         held = course.check(cfg, self.model.config.vocab_size, constraints)
         if seconds is not None and not seconds > 0:
             raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
         deadline = time.monotonic() + seconds if seconds is not None else None
-        bill, more = Bill(cfg, [seed], [len(prompt)]), {"matched": constraints.start(), "stop": stop}
+        bill, more = StatsCounter(cfg, [seed], [len(prompt)]), {"matched": constraints.start(), "stop": stop}
         more |= {"course": course, "held": held, "look": look}
         request = Request(next(self._numbers), tuple(prompt), cfg, seed, constraints, first_1C, deadline, bill, **more)
         request.inbox = deque() if self._own else None  # it may run before anybody streams it
@@ -237,7 +237,7 @@ class Engine:
         if request.turning:
             try:
                 request.turn(self.model.config.vocab_size, self.model.device)
-            except Missed as error:
+            except ReplayError as error:
                 request.error, request.over = error, True
                 self._leave(request, keep=False)
                 return
@@ -303,9 +303,9 @@ def make_runner(model: DiffusionGemma, chunk: int) -> Runner:
     """The one for GPUs where its kernels run, else the plain one."""
     if not chosen(model.device)[0]:
         return Runner(model, chunk)
-    from redraft.engine.fast import Fast  # Triton takes long to import
+    from redraft.engine.cuda_graph_runner import CudaGraphRunner  # Triton takes long to import
 
-    return Fast(model, chunk)
+    return CudaGraphRunner(model, chunk)
 
 
 def free_bytes(device: torch.device) -> int:

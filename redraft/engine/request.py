@@ -16,7 +16,7 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, ConstraintEdit, Constraints, canvas_constraints
 from redraft.diffusion import rng, sampler
-from redraft.diffusion.generate import Bill, Committed, Draft, Event, draft_of
+from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, draft_of
 from redraft.kernels import Shares, shares_of
 from redraft.model.kv_cache import KVCache
 
@@ -28,12 +28,12 @@ class Stopped(RuntimeError):
         super().__init__("this request was stopped: nobody waits for it any more, or a newer one has taken its place")
 
 
-class Missed(ValueError):
+class ReplayError(ValueError):
     """A turn that the run never came to."""
 
 
 @dataclass(frozen=True)
-class Turn:
+class Intervention:
     """What else is fixed from behind this step of this page on. Step 0 is before the first."""
 
     block: int
@@ -42,14 +42,14 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Course:
+class Replay:
     """Where a run is taken up that was under way, and how it was steered: pages it had committed, and turns in order.
 
     Chance is the seed's, so the steps up to a turn are made again as they were, and no state has to be kept for it.
     """
 
     pages: tuple[tuple[int, ...], ...] = ()
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[Intervention, ...] = ()
 
     def check(self, cfg: SamplerConfig, vocab_size: int, constraints: Constraints) -> tuple[Constraints, ...]:
         """What holds before the first turn, where `constraints` did, and behind each. Refuses what cannot have been."""
@@ -99,8 +99,8 @@ class Request:
     constraints: Constraints
     first_1C: Tensor | None  # the user's own first canvas
     deadline: float | None  # of time.monotonic()
-    bill: Bill
-    course: Course = Course()
+    bill: StatsCounter
+    course: Replay = Replay()
     held: tuple[Constraints, ...] = ()  # its constraints at first, and behind each turn
     look: int = 0  # how many of the likeliest tokens are shown at every position, with their probabilities
     shares: Shares | None = None  # these, of the last step
@@ -187,9 +187,9 @@ class Request:
         last = self.block + 1 == self.cfg.max_canvases or bool(sampler.commit(self.state, self.cfg).ended_B[0])
         for turn in self.course.turns:
             if turn.block == self.block and turn.step > self.state.step:
-                raise Missed(f"its page stood still at step {self.state.step}: it has no step {turn.step} to turn at")
+                raise ReplayError(f"its page stood still at step {self.state.step}: it has no step {turn.step} to turn at")
             if turn.block > self.block and last:
-                raise Missed(f"the text ended on page {self.block}: there is no page {turn.block} to turn at")
+                raise ReplayError(f"the text ended on page {self.block}: there is no page {turn.block} to turn at")
 
     def turn(self, vocab_size: int, device: torch.device) -> None:
         """The constraints that hold from here on, on the page as it is."""

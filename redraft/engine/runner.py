@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from redraft.constraints.regex_dfa import PatternError
-from redraft.engine.joined import Joined
-from redraft.engine.request import Missed, Request
+from redraft.engine.batched_cache import BatchedCache
+from redraft.engine.request import ReplayError, Request
 from redraft.model.diffusion_gemma import DiffusionGemma
 
 
@@ -22,7 +22,7 @@ class Runner:
     def __init__(self, model: DiffusionGemma, chunk: int) -> None:
         self.model, self.chunk = model, chunk
 
-    def warm_up(self, places: int) -> int:
+    def warm_up(self, max_running: int) -> int:
         """Bytes that a full step and a chunk of a prompt take, measured; not known here."""
         return 0
 
@@ -38,7 +38,7 @@ class Runner:
         """Committed pages into their caches, those of one length in one pass."""
         for some in by_length(requests):
             ids_BC = torch.cat([request.page.ids_BC for request in some])
-            self.model.encode(ids_BC, Joined([request.cache for request in some]))
+            self.model.encode(ids_BC, BatchedCache([request.cache for request in some]))
             for request, ids in zip(some, ids_BC.tolist(), strict=True):
                 request.context += ids
                 request.page = None
@@ -49,7 +49,7 @@ class Runner:
         for request, logits_1CV in self.denoise(requests).items():
             try:
                 shaped_1CV = request.settle(logits_1CV)
-            except (PatternError, Missed) as error:  # this request's own fault, and nobody else's
+            except (PatternError, ReplayError) as error:  # this request's own fault, and nobody else's
                 request.error, request.over = error, True
                 continue
             request.soft_1CD = None if request.done else self.model.soft_embed(shaped_1CV)
@@ -59,7 +59,7 @@ class Runner:
         found = {}
         for some in by_length(requests):
             ids_BC = torch.cat([request.state.ids_BC for request in some])
-            cache = Joined([request.cache for request in some])
+            cache = BatchedCache([request.cache for request in some])
             logits_BCV = self.model.denoise(ids_BC, self._beliefs(some), cache)
             found |= dict(zip(some, logits_BCV.split(1), strict=True))
         return found

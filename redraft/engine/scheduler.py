@@ -13,7 +13,7 @@ from redraft.model.kv_cache import KVCache
 WORTH = 16  # tokens in common that are worth looking up
 
 
-class Kept:
+class PrefixCache:
     """Contexts that may come back, the latest last."""
 
     def __init__(self, most: int) -> None:
@@ -78,8 +78,8 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 class Scheduler:
     """Admits requests in the order they came."""
 
-    def __init__(self, places: int, budget: int, kept: Kept, cost: Callable[[Request], int]) -> None:
-        self.places, self.budget, self.kept, self.cost = places, budget, kept, cost
+    def __init__(self, max_running: int, budget: int, kept: PrefixCache, cost: Callable[[Request], int]) -> None:
+        self.max_running, self.budget, self.kept, self.cost = max_running, budget, kept, cost
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -97,9 +97,9 @@ class Scheduler:
             )
 
     def admit(self) -> list[Request]:
-        """Those whose turn it is now. Kept contexts make room; a request in front is never overtaken."""
+        """Those whose turn it is now. PrefixCache contexts make room; a request in front is never overtaken."""
         found = []
-        while self.waiting and len(self.running) < self.places:
+        while self.waiting and len(self.running) < self.max_running:
             cost = self.cost(self.waiting[0])
             if self.used + cost > self.budget:
                 break

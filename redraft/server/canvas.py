@@ -31,7 +31,7 @@ from redraft.diffusion.autoregressive import speak
 from redraft.diffusion.generate import Committed, Draft, Finished, Stats
 from redraft.editing import Edited
 from redraft.editing import events as edit_events
-from redraft.engine import Course, Stopped, Turn
+from redraft.engine import Intervention, Replay, Stopped
 from redraft.filling import Filled, Filler
 from redraft.kernels.backend import precision
 from redraft.model.kv_cache import KVCache
@@ -114,10 +114,10 @@ def page_of(writer: Writer, body: CanvasRequest) -> tuple[Prompt, str, Constrain
     return ids, before, replace(constraints, forbidden=(*constraints.forbidden, *forbidden)), settings
 
 
-def course_of(tokenizer: Tokenizer, body: Resumed) -> Course:
+def course_of(tokenizer: Tokenizer, body: Resumed) -> Replay:
     """Pages that are there, and turns, each on top of what held before it."""
-    turns = [Turn(turn.block, turn.step, steering_of(tokenizer, turn, turn.free)) for turn in body.turns]
-    return Course(tuple(map(tuple, body.pages)), tuple(turns))
+    turns = [Intervention(turn.block, turn.step, steering_of(tokenizer, turn, turn.free)) for turn in body.turns]
+    return Replay(tuple(map(tuple, body.pages)), tuple(turns))
 
 
 def since_of(body: Resumed) -> tuple[int, int]:

@@ -51,7 +51,7 @@ class Llama:
         """GET /props."""
         writer = self.desk.writer
         settings = {"n_ctx": writer.model.config.max_position_embeddings, "n_predict": writer.sampler.max_new_tokens}
-        slots, template = writer.engine.config.places, writer.tokenizer.template or ""
+        slots, template = writer.engine.config.max_running, writer.tokenizer.template or ""
         head = {"default_generation_settings": settings, "total_slots": slots}
         return {**head, "model_path": self.desk.name, "chat_template": template}
 

@@ -84,7 +84,7 @@ def is_scale(name: str) -> bool:
     return name.endswith(("weight_scale", "proj_scale"))
 
 
-class Fused(Mapping[str, Tensor]):
+class StackedTensors(Mapping[str, Tensor]):
     """Published tensors under the names of the bf16 layout: each stack is put together when it is asked for."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

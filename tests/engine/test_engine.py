@@ -15,7 +15,7 @@ from redraft.constraints.constraints import Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, Finished, generate
 from redraft.engine import Engine
-from redraft.engine.scheduler import Kept
+from redraft.engine.scheduler import PrefixCache
 from redraft.model.kv_cache import KVCache
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
@@ -70,7 +70,7 @@ def same(ours, theirs) -> None:
 @given(st.data())
 def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
     """Requests come at any round, some are cancelled; what is left is as if each had been alone."""
-    subject = engine(places=data.draw(st.integers(1, 4)), keep_contexts=data.draw(st.sampled_from([0, 1, 4])))
+    subject = engine(max_running=data.draw(st.integers(1, 4)), keep_contexts=data.draw(st.sampled_from([0, 1, 4])))
     wanted = data.draw(st.lists(asked(), min_size=1, max_size=4))
     waiting, running, cancelled, events = list(wanted), {}, set(), {}
     while waiting or not subject.idle:
@@ -116,14 +116,14 @@ def test_a_context_is_found_again_and_not_read_again(monkeypatch):
         assert torch.equal((found if request is longer else cut).ids_BT, expected.ids_BT)
 
 
-def put(kept: Kept, context: list[int], rewind: int | None = None) -> None:
+def put(kept: PrefixCache, context: list[int], rewind: int | None = None) -> None:
     cache = KVCache(CONFIG, 1, 60, rewind=rewind)
     cache.advance([len(context)])
     kept.put(context, cache)
 
 
 def test_kept_contexts_make_room_and_the_oldest_goes_first():
-    kept = Kept(2)
+    kept = PrefixCache(2)
     first, second, third = (list(range(start, start + 30)) for start in (0, 100, 200))
     for context in (first, second, third):
         put(kept, context)
@@ -144,7 +144,7 @@ def test_kept_contexts_make_room_and_the_oldest_goes_first():
 
 
 def test_where_the_best_context_cannot_be_cut_the_next_is_taken():
-    kept, prompt = Kept(4), list(range(40))
+    kept, prompt = PrefixCache(4), list(range(40))
     put(kept, [*prompt[:30], *range(100, 125)], rewind=2)  # its windows do not reach back to 30
     put(kept, prompt[:20], rewind=2)
     context, cache = kept.take(prompt)
@@ -193,7 +193,7 @@ def test_a_stream_nobody_began_is_cancelled_too():
 
 
 def test_threads_may_share_an_engine():
-    subject, cfg = engine(places=3), tiny.sampler(max_new_tokens=32)
+    subject, cfg = engine(max_running=3), tiny.sampler(max_new_tokens=32)
     found = {}
 
     def write(seed: int) -> None:
@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match="a deadline must be ahead, got -1"):
         subject.add([2], tiny.sampler(), seed=0, seconds=-1)
     assert subject.idle
-    for wrong in ({"places": 0}, {"prefill_chunk": 0}, {"rewind": -1}, {"cache_bytes": 0}):
+    for wrong in ({"max_running": 0}, {"prefill_chunk": 0}, {"rewind": -1}, {"cache_bytes": 0}):
         with pytest.raises(ConfigError):
             EngineConfig(**wrong)
 
@@ -301,7 +301,7 @@ def test_a_stream_left_early_is_cancelled_and_others_go_on():
 def test_a_thread_of_its_own_makes_the_steps_for_all():
     """Streams in many threads, some unwanted, some late: the others have the tokens of `generate`, and nothing is left."""
     model = tiny.decided(tiny.BASE)
-    engine, found, cfg = Engine(model, EngineConfig(places=3)), {}, tiny.sampler(max_new_tokens=32, max_steps=4)
+    engine, found, cfg = Engine(model, EngineConfig(max_running=3)), {}, tiny.sampler(max_new_tokens=32, max_steps=4)
 
     def ask(number: int) -> None:
         stop = threading.Event()

@@ -12,7 +12,7 @@ from torch import Tensor
 from redraft.model.kv_cache import KVCache
 
 
-class Joined:
+class BatchedCache:
     """What `model.encode` and `model.denoise` ask of a cache, answered by one cache of one row for each request."""
 
     def __init__(self, caches: Sequence[KVCache]) -> None:

@@ -72,7 +72,7 @@ class Table:
         return attention.Past(self.nowhere, *numbers)
 
 
-class Fused:
+class FusedLayers:
     """Runs a model's layers. The model shares its memory: weights that are used together are made to lie together."""
 
     def __init__(self, model: DiffusionGemma) -> None:

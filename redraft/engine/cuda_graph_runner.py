@@ -23,7 +23,7 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.diffusion import sampler
 from redraft.diffusion.sampler import Canvas
-from redraft.engine.fused import Fused, Table
+from redraft.engine.fused_layers import FusedLayers, Table
 from redraft.engine.request import Request
 from redraft.engine.runner import Runner, by_length
 from redraft.kernels.triton.sampler_step import Rows, draw, settle_
@@ -50,12 +50,12 @@ def plain(request: Request) -> bool:
     return request.fixed is None and not special and not seen and cfg.canvas_length <= LONG and cfg.max_steps <= STEPS
 
 
-class Fast(Runner):
+class CudaGraphRunner(Runner):
     """Runs one model with the kernels of `kernels/triton`."""
 
     def __init__(self, model: DiffusionGemma, chunk: int) -> None:
         super().__init__(model, chunk)
-        self.fused = Fused(model)
+        self.fused = FusedLayers(model)
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         self.stages: dict[tuple[int, ...], Stage] = {}
         self.layers: dict[tuple[int, ...], Layers] = {}
@@ -63,13 +63,13 @@ class Fast(Runner):
         self.ahead: dict[Stage, list[Canvas]] = {}  # where a step was started, and the canvases it started from
 
     @torch.inference_mode()
-    def warm_up(self, places: int) -> int:
+    def warm_up(self, max_running: int) -> int:
         """Runs a full step and a chunk of a prompt once; returns the bytes that they took beyond what stays taken.
 
         Kernels are built on the way; they are found on disk the next time.
         """
         model, on_gpu = self.model, self.model.device.type == "cuda"
-        stage = self._stage_of(power(places), model.config.canvas_length, SHORT)
+        stage = self._stage_of(power(max_running), model.config.canvas_length, SHORT)
         stage.make((0, 0))
         stage.make((1, power(self.chunk)))  # nothing that runs takes more
         if on_gpu:
@@ -201,7 +201,7 @@ def size_of(requests: Sequence[Request]) -> tuple[int, int, int]:
 class Layers:
     """The layers over some canvases as a graph, without a sampler: for requests whose sampler is the plain one."""
 
-    def __init__(self, fused: Fused, count: int, length: int, longest: int, pool: object) -> None:
+    def __init__(self, fused: FusedLayers, count: int, length: int, longest: int, pool: object) -> None:
         model = fused.model
         self.fused, self.longest, self.table = fused, longest, Table.empty(model, count)
         self.ids_BC = torch.zeros(count, length, dtype=torch.int64, device=model.device)
@@ -225,14 +225,14 @@ class Layers:
 class Stage:
     """Some canvases in work, and the graphs that move them."""
 
-    def __init__(self, fused: Fused, count: int, length: int, longest: int, pool: object) -> None:
+    def __init__(self, fused: FusedLayers, count: int, length: int, longest: int, pool: object) -> None:
         self.fused, self.longest, model = fused, longest, fused.model
         self.rows = Rows.empty(count, length, STEPS, model.device)
         self.table = Table.empty(model, count)
         self.soft_BCD = torch.zeros(count, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.pages: dict[tuple[int, int], tuple[Tensor, Table]] = {}  # what is read with a step, by how many and how long
         self.held: list[Canvas | None] = [None] * count  # whose canvases the rows are
-        self.told, self.begun = Told(count, model.device), 0
+        self.told, self.begun = SettledFlags(count, model.device), 0
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
         self._pool = pool
 
@@ -327,7 +327,7 @@ class Stage:
         return found, list(softs[: len(requests)]), settled[: len(requests)]
 
 
-class Told:
+class SettledFlags:
     """Which canvases have settled, and after which step, in memory that the host sees without asking the GPU.
 
     Every number holds both, twice the step and one if settled: whatever order they arrive in, none is mistaken.

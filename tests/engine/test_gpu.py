@@ -109,12 +109,12 @@ RELEASED_HEADS = replace(
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fused_layers_in_bf16_are_as_close_to_the_truth_as_plain_ones(rows):
-    from redraft.engine.fused import Fused, Table
-    from redraft.engine.joined import Joined
+    from redraft.engine.batched_cache import BatchedCache
+    from redraft.engine.fused_layers import FusedLayers, Table
 
     truth = tiny.build(RELEASED_HEADS).cuda()
     plain, fast = (tiny.build(RELEASED_HEADS).cuda().bfloat16() for _ in range(2))
-    fused, generator = Fused(fast), torch.Generator().manual_seed(0)
+    fused, generator = FusedLayers(fast), torch.Generator().manual_seed(0)
     prompts = [torch.randint(1024, (1, 60 + 97 * row), generator=generator).cuda() for row in range(rows)]
     canvas = torch.randint(1024, (rows, 256), generator=generator).cuda()
     soft = torch.randn(rows, 256, 256, generator=generator).cuda()
@@ -124,7 +124,7 @@ def test_fused_layers_in_bf16_are_as_close_to_the_truth_as_plain_ones(rows):
             caches = [model.new_cache(1, 900, rewind=300) for _ in prompts]
             for prompt, cache in zip(prompts, caches, strict=True):
                 model.encode(prompt, cache)
-            found.append(model.denoise(canvas, soft.to(model.dtype), Joined(caches)).float())
+            found.append(model.denoise(canvas, soft.to(model.dtype), BatchedCache(caches)).float())
         caches, table = [fast.new_cache(1, 900, rewind=300) for _ in prompts], Table.empty(fast, 1)
         for prompt, cache in zip(prompts, caches, strict=True):
             table.fill([cache])
@@ -166,13 +166,13 @@ def test_the_vocabulary_kernel_finds_the_same_tokens(dtype):
 def test_the_fast_engine_gives_the_tokens_of_generate():
     """Through CUDA graphs, in float32: requests of different lengths at once, pages committed, graphs used again."""
     from redraft.config import SamplerConfig
+    from redraft.engine.cuda_graph_runner import CudaGraphRunner
     from redraft.engine.engine import Engine
-    from redraft.engine.fast import Fast
 
     config = replace(tiny.BASE, head_dim=16, global_head_dim=32)
     model = tiny.decided(config).cuda()
     engine = Engine(model)
-    assert isinstance(engine.runner, Fast)
+    assert isinstance(engine.runner, CudaGraphRunner)
     cfg = SamplerConfig(
         canvas_length=16, max_new_tokens=48, max_steps=6, entropy_bound=2.0, confidence_threshold=0.3, eos_token_ids=(1,)
     )

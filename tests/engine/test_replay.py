@@ -12,7 +12,7 @@ from redraft.constraints.constraints import ConstraintEdit, Constraints, canvas_
 from redraft.constraints.token_automaton import Words
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.generate import Committed, Draft, Finished, generate
-from redraft.engine import Course, Engine, Turn
+from redraft.engine import Engine, Intervention, Replay
 from redraft.kernels import shares_of
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
@@ -56,7 +56,7 @@ def test_the_run_that_is_steered_here_is_that_of_generate():
 @pytest.mark.parametrize(("given", "block", "step"), [(0, 0, 1), (0, 0, 2), (1, 1, 1), (2, 2, 3), (1, 2, 2)])
 def test_resumed_without_a_change_it_is_the_unbroken_run(given, block, step):
     whole = run()
-    again = run(Course(pages(whole)[:given], (Turn(block, step, NOTHING),)))
+    again = run(Replay(pages(whole)[:given], (Intervention(block, step, NOTHING),)))
     ours, theirs = ([one for one in told(events) if one[0] == "end" or one[1] >= given] for events in (again, whole))
     assert ours == theirs
     retold = [event for event in again if isinstance(event, Committed)][:given]
@@ -88,10 +88,10 @@ def test_a_turn_changes_what_comes_and_nothing_before(step):
     steps = [event for event in before if isinstance(event, Draft) and event.block == 0]
     old = steps[-1].ids_BC[0].tolist()
     constraints = ConstraintEdit(pins={4: 77}, bans=((6, old[6]), (9, old[9]), (9, 100)))
-    after = run(Course((), (Turn(0, step, constraints),)))
+    after = run(Replay((), (Intervention(0, step, constraints),)))
     drafts = [event for event in after if isinstance(event, Draft) and event.block == 0]
     assert [one.ids_BC.tolist() for one in drafts[:step]] == [one.ids_BC.tolist() for one in steps[:step]]
-    assert [(one.ids_BC.tolist(), one.canvas_BC.tolist()) for one in drafts] == by_hand(Turn(0, step, constraints))
+    assert [(one.ids_BC.tolist(), one.canvas_BC.tolist()) for one in drafts] == by_hand(Intervention(0, step, constraints))
     page = pages(after)[0]
     assert page[4] == 77
     assert page[6] != old[6]
@@ -104,25 +104,25 @@ def test_a_settled_page_goes_on_when_its_draft_is_not_wanted_any_more():
     last = drafts[-1]
     assert bool(last.settled_B)
     assert last.step < CFG.max_steps
-    kept = run(Course((), (Turn(0, last.step, ConstraintEdit(pins={3: int(last.ids_BC[0, 3])})),)))
+    kept = run(Replay((), (Intervention(0, last.step, ConstraintEdit(pins={3: int(last.ids_BC[0, 3])})),)))
     assert pages(kept)[0] == pages(before)[0]  # it said so already
     assert sum(isinstance(event, Draft) and event.block == 0 for event in kept) == len(drafts)
-    changed = run(Course((), (Turn(0, last.step, ConstraintEdit(pins={3: 99})),)))
+    changed = run(Replay((), (Intervention(0, last.step, ConstraintEdit(pins={3: 99})),)))
     assert pages(changed)[0][3] == 99
     assert sum(isinstance(event, Draft) and event.block == 0 for event in changed) > len(drafts)
 
 
 def test_turns_follow_one_another_across_pages():
     first, second = ConstraintEdit(pins={2: 90}), ConstraintEdit(pins={20: 91})
-    both = Course((), (Turn(0, 1, first), Turn(1, 2, second)))
+    both = Replay((), (Intervention(0, 1, first), Intervention(1, 2, second)))
     whole = run(both)
     assert (pages(whole)[0][2], pages(whole)[1][4]) == (90, 91)
-    again = run(Course(pages(whole)[:1], both.turns))  # the first turn is behind it
+    again = run(Replay(pages(whole)[:1], both.turns))  # the first turn is behind it
     assert told(again)[1:] == [one for one in told(whole) if one[0] == "end" or one[1] >= 1]
 
 
 def test_steered_and_looked_at_beside_others_it_is_the_same():
-    course = Course((), (Turn(0, 2, ConstraintEdit(pins={4: 77})),))
+    course = Replay((), (Intervention(0, 2, ConstraintEdit(pins={4: 77})),))
     engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
     requests = [engine.add(PROMPT, CFG, seed=3, constraints=UNENDING, course=course, look=3)]
     requests += [engine.add(PROMPT[:4], CFG, seed=seed, constraints=UNENDING) for seed in (3, 4)]
@@ -156,8 +156,10 @@ def test_a_turn_that_never_comes_is_told_and_disturbs_nobody():
     engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
     settled = max(event.step for event in run() if isinstance(event, Draft) and event.block == 0)
     assert settled < CFG.max_steps - 1
-    late = engine.add(PROMPT, CFG, seed=3, constraints=UNENDING, course=Course((), (Turn(0, CFG.max_steps - 1, NOTHING),)))
-    twice = Course((), (Turn(0, settled, NOTHING), Turn(0, settled + 1, NOTHING)))
+    late = engine.add(
+        PROMPT, CFG, seed=3, constraints=UNENDING, course=Replay((), (Intervention(0, CFG.max_steps - 1, NOTHING),))
+    )
+    twice = Replay((), (Intervention(0, settled, NOTHING), Intervention(0, settled + 1, NOTHING)))
     behind = engine.add(PROMPT, CFG, seed=3, constraints=UNENDING, course=twice)
     other = engine.add(PROMPT, CFG, seed=3, constraints=UNENDING)
     streams = [engine.stream(request) for request in (late, behind, other)]
@@ -167,14 +169,14 @@ def test_a_turn_that_never_comes_is_told_and_disturbs_nobody():
     assert told(list(streams[2])) == told(run())
     ends = Constraints(pins={3: 1})  # the text ends there
     with pytest.raises(ValueError, match="the text ended on page 0: there is no page 1"):
-        run(Course((), (Turn(1, 1, NOTHING),)), constraints=ends)
+        run(Replay((), (Intervention(1, 1, NOTHING),)), constraints=ends)
 
 
 def test_pages_that_break_the_pattern_are_refused_and_disturb_nobody():
     spelled = tiny.byte_tokenizer().spellings
     constraints = Constraints(pattern=Words(spelled, CFG.eos_token_ids).automaton("[0-9]*"))
     with pytest.raises(ValueError, match="does not fit the pattern"):
-        run(Course(((70,) * 16,)), constraints=constraints)
+        run(Replay(((70,) * 16,)), constraints=constraints)
 
 
 def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
@@ -183,7 +185,7 @@ def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
     old = pages(run(constraints=constraints))[0]
     more = ConstraintEdit(pins={3: letters[0]}, bans=((5, old[5]), (18, letters[2])))
     for step in (1, 2):
-        after = run(course := Course((), (Turn(0, step, more),)), constraints=constraints)
+        after = run(course := Replay((), (Intervention(0, step, more),)), constraints=constraints)
         found = [token for page in pages(after) for token in page]
         assert found[3] == letters[0]
         assert found[5] != old[5]
@@ -193,10 +195,10 @@ def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
         again = run(replace(course, pages=pages(after)[:1]), constraints=constraints)
         assert told(again)[1:] == [one for one in told(after) if one[0] == "end" or one[1] >= 1]
     with pytest.raises(ValueError, match="no answer of 48 tokens that has these pins matches"):
-        run(Course((), (Turn(0, 1, ConstraintEdit(pins={3: letters[1]})),)), constraints=constraints)
+        run(Replay((), (Intervention(0, 1, ConstraintEdit(pins={3: letters[1]})),)), constraints=constraints)
     same = Constraints(pattern=words.automaton("a{20,24}"))
     with pytest.raises(ValueError, match="no text of this length can match"):
-        run(Course((), (Turn(0, 1, ConstraintEdit(bans=((4, letters[2]),))),)), constraints=same)
+        run(Replay((), (Intervention(0, 1, ConstraintEdit(bans=((4, letters[2]),))),)), constraints=same)
 
 
 def test_a_settled_page_is_given_up_where_a_later_pin_makes_it_no_beginning_of_a_match():
@@ -208,9 +210,9 @@ def test_a_settled_page_is_given_up_where_a_later_pin_makes_it_no_beginning_of_a
     last = max(event.step for event in before if isinstance(event, Draft) and event.block == 0)
     assert last < CFG.max_steps
     for step in (1, last):
-        after = run(Course((), (Turn(0, step, ConstraintEdit(pins={18: other})),)), constraints=constraints)
+        after = run(Replay((), (Intervention(0, step, ConstraintEdit(pins={18: other})),)), constraints=constraints)
         assert [token for page in pages(after) for token in page][:20] == [other] * 20
-    again = run(Course((), (Turn(0, last, NOTHING),)), constraints=constraints)
+    again = run(Replay((), (Intervention(0, last, NOTHING),)), constraints=constraints)
     assert told(again) == told(before)
 
 
@@ -218,15 +220,15 @@ def test_turns_are_folded_once_when_a_run_is_asked_for(monkeypatch):
     """Not in the thread that steps for everybody."""
     folded, usual = [], Constraints.steered
     monkeypatch.setattr(Constraints, "steered", lambda self, more: folded.append(more) or usual(self, more))
-    turns = tuple(Turn(block, 1, ConstraintEdit(bans=((40, 70), (40, 70 + block)))) for block in range(3))
-    assert len(pages(run(Course((), turns)))) == 3
+    turns = tuple(Intervention(block, 1, ConstraintEdit(bans=((40, 70), (40, 70 + block)))) for block in range(3))
+    assert len(pages(run(Replay((), turns)))) == 3
     assert folded == [turn.steering for turn in turns]
     assert UNENDING.steered(turns[0].steering).steered(turns[1].steering).banned == {40: (70, 71)}
 
 
 def test_pages_that_were_there_cost_nothing_again():
     whole = run()
-    again = run(Course(pages(whole)[:2]))
+    again = run(Replay(pages(whole)[:2]))
     first, second = whole[-1].stats[0], again[-1].stats[0]
     assert (second.new_tokens, second.canvases, second.commits) == (16, 1, 0)
     assert (first.new_tokens, first.canvases, first.commits) == (48, 3, 2)
@@ -243,23 +245,26 @@ def test_an_end_before_a_pin_is_not_obedient():
 @pytest.mark.parametrize(
     ("course", "sentence"),
     [
-        (Course(((7,) * 16,) * 3), "3 pages are there already, the answer has 3 at most"),
-        (Course(((7,) * 15,)), "page 0 has 15 tokens, the canvas has 16"),
-        (Course(((7,) * 15 + (999,),)), "page 0 has the token 999"),
-        (Course(((7,) * 15 + (5,),)), "page 0 ends the text"),
-        (Course((), (Turn(3, 1, NOTHING),)), "a turn at page 3, step 1"),
-        (Course((), (Turn(0, 8, NOTHING),)), "the last that can be taken is at page 2 and step 7"),
-        (Course((), (Turn(0, 2, NOTHING), Turn(0, 2, NOTHING))), "too late"),
-        (Course((), (Turn(0, 2, ConstraintEdit(pins={99: 3})),)), "a pin at 99 is beyond"),
-        (Course((), (Turn(0, 2, ConstraintEdit(bans=((99, 3),))),)), "a ban at 99 is beyond"),
-        (Course((), (Turn(0, 2, ConstraintEdit(bans=((1, 999),))),)), "token 999 is outside"),
-        (Course(((7,) * 16,), (Turn(0, 2, ConstraintEdit(pins={3: 9})),)), "has the token 7 at 3, where 9 is pinned"),
+        (Replay(((7,) * 16,) * 3), "3 pages are there already, the answer has 3 at most"),
+        (Replay(((7,) * 15,)), "page 0 has 15 tokens, the canvas has 16"),
+        (Replay(((7,) * 15 + (999,),)), "page 0 has the token 999"),
+        (Replay(((7,) * 15 + (5,),)), "page 0 ends the text"),
+        (Replay((), (Intervention(3, 1, NOTHING),)), "a turn at page 3, step 1"),
+        (Replay((), (Intervention(0, 8, NOTHING),)), "the last that can be taken is at page 2 and step 7"),
+        (Replay((), (Intervention(0, 2, NOTHING), Intervention(0, 2, NOTHING))), "too late"),
+        (Replay((), (Intervention(0, 2, ConstraintEdit(pins={99: 3})),)), "a pin at 99 is beyond"),
+        (Replay((), (Intervention(0, 2, ConstraintEdit(bans=((99, 3),))),)), "a ban at 99 is beyond"),
+        (Replay((), (Intervention(0, 2, ConstraintEdit(bans=((1, 999),))),)), "token 999 is outside"),
         (
-            Course(((7,) * 16,), (Turn(0, 2, ConstraintEdit(bans=((3, 7),))),)),
+            Replay(((7,) * 16,), (Intervention(0, 2, ConstraintEdit(pins={3: 9})),)),
+            "has the token 7 at 3, where 9 is pinned",
+        ),
+        (
+            Replay(((7,) * 16,), (Intervention(0, 2, ConstraintEdit(bans=((3, 7),))),)),
             "has the token 7 at 3, where it may not stand",
         ),
         (
-            Course((), (Turn(0, 2, ConstraintEdit(bans=tuple((1, token) for token in range(CONFIG.vocab_size)))),)),
+            Replay((), (Intervention(0, 2, ConstraintEdit(bans=tuple((1, token) for token in range(CONFIG.vocab_size)))),)),
             "every token is banned at 1",
         ),
     ],

@@ -10,11 +10,11 @@ from interpreted import DEVICE
 from redraft.config import FULL, SLIDING, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion.generate import Committed, generate
-from redraft.engine import Course, Turn
+from redraft.engine import Intervention, Replay
+from redraft.engine.batched_cache import BatchedCache
+from redraft.engine.cuda_graph_runner import CudaGraphRunner
 from redraft.engine.engine import Engine, make_runner
-from redraft.engine.fast import Fast
-from redraft.engine.fused import Fused, Table
-from redraft.engine.joined import Joined
+from redraft.engine.fused_layers import FusedLayers, Table
 from redraft.engine.runner import Runner
 from redraft.kernels import backend
 from redraft.kernels.fp8 import pack
@@ -55,7 +55,7 @@ def test_the_layers_are_the_models(quant, monkeypatch):
         if DEVICE == "cpu":  # the interpreter rounds to 8 bits in its own way
             monkeypatch.setattr(experts, "pack_rows", pack)
     near = 0.1 if quant and DEVICE == "cuda" else 3e-5  # in 8 bits a number on a border may fall on either side
-    fused = Fused(other)
+    fused = FusedLayers(other)
     whole = fused.qkv[0].weight if quant else fused.qkv[0]
     assert whole.data_ptr() == other.layers[0].self_attn.q_proj.weight.data_ptr()
     with torch.inference_mode():
@@ -72,12 +72,12 @@ def test_the_layers_are_the_models(quant, monkeypatch):
                     assert torch.allclose(a, b, atol=near)
         ids = torch.arange(16, device=DEVICE).view(2, 8) * 7
         soft = torch.randn(2, 8, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        expected = model.denoise(ids, soft, Joined(theirs))
+        expected = model.denoise(ids, soft, BatchedCache(theirs))
         table = Table.empty(other, 2)
         table.fill(mine)
         found = other.head(fused.denoise(ids, soft, table, 300)).view_as(expected)
         assert torch.allclose(found, expected, atol=near)
-        assert torch.allclose(other.denoise(ids, soft, Joined(mine)), expected, atol=near)  # it is still a model
+        assert torch.allclose(other.denoise(ids, soft, BatchedCache(mine)), expected, atol=near)  # it is still a model
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def model():
 @pytest.fixture
 def engine(model, monkeypatch):
     monkeypatch.setenv(backend.VARIABLE, "triton")
-    return Engine(model, EngineConfig(places=4, prefill_chunk=16))
+    return Engine(model, EngineConfig(max_running=4, prefill_chunk=16))
 
 
 def test_pages_are_those_of_generate(engine, model):
@@ -99,7 +99,7 @@ def test_pages_are_those_of_generate(engine, model):
         ([9, 10, 11], replace(CFG, max_new_tokens=8), 3, Constraints(pins={2: 70})),
         ([12], replace(CFG, max_new_tokens=8, quota=True), 4, Constraints()),
     ]
-    assert isinstance(engine.runner, Fast)
+    assert isinstance(engine.runner, CudaGraphRunner)
     requests = [engine.add(prompt, cfg, seed=seed, constraints=constraints) for prompt, cfg, seed, constraints in asked]
     found = engine.run(requests)
     for request, (prompt, cfg, seed, constraints) in zip(requests, asked, strict=True):
@@ -176,7 +176,7 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, mod
     cfg, constraints = replace(CFG, max_new_tokens=32), Constraints(forbidden=(1,))
     whole = list(generate(model, [PROMPT], cfg, seeds=[5], constraints=[constraints]))
     pages = tuple(tuple(event.ids_BC[0].tolist()) for event in whole if isinstance(event, Committed))
-    left = engine.add(PROMPT, cfg, seed=5, constraints=constraints, course=Course(pages[:3]))
+    left = engine.add(PROMPT, cfg, seed=5, constraints=constraints, course=Replay(pages[:3]))
     while not left.block:
         engine.step()
     engine.cancel(left)
@@ -188,6 +188,6 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, mod
         for layer in range(2):
             for ours, theirs in zip(kept.view(layer), truth.view(layer), strict=True):
                 assert torch.allclose(ours[:, -len(context) :], theirs, atol=3e-5)
-    course = Course(pages[:3], (Turn(3, 1, ConstraintEdit()),))
+    course = Replay(pages[:3], (Intervention(3, 1, ConstraintEdit()),))
     resumed = engine.add(PROMPT, cfg, seed=5, constraints=constraints, course=course, look=2)
     assert engine.run([resumed])[resumed].ids_BT.tolist() == whole[-1].ids_BT.tolist()
