@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
-from redraft.sudoku import tokens
+from redraft.tasks.sudoku import encoding
 from redraft.train.boards import PuzzleConfig
 from redraft.train.loop import TrainConfig
 from redraft.train.optim import OptimConfig
@@ -19,7 +19,7 @@ def recipe(folder: Path) -> TrainConfig:
     """The whole configuration."""
     lists = Path(os.environ.get("REDRAFT_DATA", "data")) / "sudoku"
     model = ModelConfig(
-        vocab_size=tokens.SIZE,
+        vocab_size=encoding.SIZE,
         hidden_size=256,
         intermediate_size=384,
         moe_intermediate_size=32,

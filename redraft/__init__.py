@@ -13,8 +13,8 @@ from redraft.checkpoint import CheckpointError, save
 from redraft.config import ConfigError, ModelConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Committed, Draft, Finished, Stats
-from redraft.editing import Change, Edited, Suggestion
-from redraft.filling import Filled
+from redraft.tasks.edit import Change, Edited, Suggestion
+from redraft.tasks.infill import Filled
 from redraft.tokenizer.chat_parser import Parsed, ToolCall
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.writer import Answer, Writer, load

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from redraft import writer
-from redraft.augmenting import AT_ONCE, Plan, Variant, check, spans, variants
 from redraft.cli_options import Device, Model, option, whole
+from redraft.tasks.augment import AT_ONCE, Plan, Variant, check, spans, variants
 
 ORIGIN = "redraft"  # the field of a variant that says where it comes from
 

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from redraft import writer
 from redraft.cli_options import Device, Model, Seed, number, option, whole
-from redraft.editing import Edited, check
-from redraft.filling import Filled, parse
+from redraft.tasks.edit import Edited, check
+from redraft.tasks.infill import Filled, parse
 from redraft.terminal import CanvasView, harmless
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -151,7 +151,8 @@ def evaluate(
     out: Annotated[str | None, typer.Option("--out", "-o", help="Write the scores here, as JSON.")] = None,
 ) -> None:
     """Score a model: likelihood and repair on stories, samples under a judge, lines of code put back, edits, puzzles."""
-    from redraft import solving, writer
+    from redraft import writer
+    from redraft.tasks.sudoku import solve
     from redraft.train import recipes, scores
 
     known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code, "edit": scores.edit}
@@ -162,7 +163,7 @@ def evaluate(
     if task is not None and task not in known:
         raise ValueError(f"there is no task {task!r}; known are {', '.join(known)}")
     subject = writer.load(model, device=device, dtype="float32", quant=quant)
-    task = task or ("sudoku" if solving.fits(subject.model) else "stories")
+    task = task or ("sudoku" if solve.fits(subject.model) else "stories")
     console = Console(stderr=True, highlight=False)
     options = {"data": Path(data), "judge": judge, "count": count, "levels": levels, "canvas": canvas, "canvases": canvases}
     options["picture"] = Path(out).with_suffix(".png") if out else None

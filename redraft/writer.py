@@ -16,7 +16,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from redraft import checkpoint, editing, filling, solving
+from redraft import checkpoint
 from redraft.config import SamplerConfig
 from redraft.constraints import json_schema
 from redraft.constraints.constraints import Constraints
@@ -24,15 +24,17 @@ from redraft.constraints.regex_dfa import PatternError
 from redraft.constraints.token_automaton import Words
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
-from redraft.editing import Edited, Span, Suggestion
 from redraft.engine import Engine, Replay, Request, Stopped
-from redraft.filling import Filled, Filler, Template
 from redraft.kernels.backend import has_bf16, precision
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import FP8, apply_fp8
-from redraft.solving import Solution
-from redraft.sudoku import board as boards
-from redraft.sudoku.board import Board
+from redraft.tasks import edit, infill
+from redraft.tasks.edit import Edited, Span, Suggestion
+from redraft.tasks.infill import Filled, Filler, Template
+from redraft.tasks.sudoku import board as boards
+from redraft.tasks.sudoku import solve
+from redraft.tasks.sudoku.board import Board
+from redraft.tasks.sudoku.solve import Solution
 from redraft.tokenizer.chat_parser import Parsed, ToolCall, parse
 from redraft.tokenizer.tokenizer import Decoder, Message, Tokenizer, TokenizerError
 
@@ -229,7 +231,7 @@ class Writer:
         longest: int = 32,
         seed: int | None = None,
         seconds: float | None = None,
-        watch: filling.Watch | None = None,
+        watch: infill.Watch | None = None,
         stop: threading.Event | None = None,
         **settings: Any,
     ) -> Filled | list[Filled]:
@@ -245,7 +247,7 @@ class Writer:
         between, before, behind = text is None, prefix or "", suffix or ""
         if context and not between:
             raise ValueError("context stands before a prefix; a text with holes has its context in itself")
-        template = Template((context + before, behind), (None,), between=True) if between else filling.parse(text)
+        template = Template((context + before, behind), (None,), between=True) if between else infill.parse(text)
         filler, cfg = Filler(self.engine, self.tokenizer), self._settings(None, settings)
         options = {"seed": seed if seed is not None else fresh_seed(), "count": 1 if count is None else count}
         found = filler.fill(template, cfg, longest=longest, seconds=seconds, watch=watch, stop=stop, **options)
@@ -273,14 +275,14 @@ class Writer:
         asked = [] if instruction is None else self.tokenizer.chat(as_messages(f"{instruction}\n\n{text}"))
         seed, cfg = seed if seed is not None else fresh_seed(), self._settings(None, settings)
         options = {"strength": strength, "keep": keep, "prompt": asked, "seed": seed, "stop": stop}
-        return editing.edit(self.engine, self.tokenizer, text, cfg, **options)
+        return edit.edit(self.engine, self.tokenizer, text, cfg, **options)
 
     def suggest(self, text: str, *, least: float = 20.0, most: int = 3) -> list[Suggestion]:
         """Marks what the model finds unlikely in a text: tokens that another is `least` times likelier than.
 
         With each come at most `most` others that it would rather read.
         """
-        return editing.suggest(self.model, self.tokenizer, text, self.sampler, least=least, most=most)
+        return edit.suggest(self.model, self.tokenizer, text, self.sampler, least=least, most=most)
 
     @torch.inference_mode()
     def decide(
@@ -349,10 +351,10 @@ class Writer:
 
     def sudoku_events(
         self, puzzles: Sequence[Board], *, seed: int, canvases: int = 64, check: bool = True, **settings: Any
-    ) -> Iterator[solving.Pass | Solution]:
+    ) -> Iterator[solve.Pass | Solution]:
         """Every pass over the boards, and every puzzle when it is done."""
         cfg = self._settings(None, settings)
-        return solving.solve(self.model, puzzles, cfg, seed=seed, canvases=canvases, check=check)
+        return solve.solve(self.model, puzzles, cfg, seed=seed, canvases=canvases, check=check)
 
     def _settings(self, max_tokens: int | None, settings: Mapping[str, Any]) -> SamplerConfig:
         return self.sampler.changed(max_new_tokens=max_tokens, **settings)

@@ -11,9 +11,9 @@ import torch
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints, canvas_constraints
 from redraft.diffusion import rng, sampler
-from redraft.solving import FORBIDDEN
-from redraft.sudoku import generator, texts, tokens
-from redraft.sudoku.board import CELLS, solves
+from redraft.tasks.sudoku import encoding, generator, text_encoding
+from redraft.tasks.sudoku.board import CELLS, solves
+from redraft.tasks.sudoku.solve import FORBIDDEN
 from redraft.train import boards
 from redraft.train.boards import BoardObjective, Boards, Places, Pool, PuzzleConfig
 from redraft.train.data import open_text
@@ -21,7 +21,12 @@ from redraft.train.loop import TrainConfig, Trainer, fresh
 from redraft.train.optim import OptimConfig
 
 CONFIG = replace(
-    tiny.BASE, vocab_size=tokens.SIZE, canvas_length=CELLS, sliding_window=256, image_token_ids=(3, 4, 5), eos_token_ids=(1,)
+    tiny.BASE,
+    vocab_size=encoding.SIZE,
+    canvas_length=CELLS,
+    sliding_window=256,
+    image_token_ids=(3, 4, 5),
+    eos_token_ids=(1,),
 )
 
 
@@ -50,13 +55,13 @@ def config(puzzles: PuzzleConfig, **changes) -> TrainConfig:
 
 def test_tokens_are_words_of_their_vocabulary():
     words = boards.tokenizer()
-    assert words.size <= tokens.SIZE
-    assert [words.encode(word) for word in tokens.WORDS] == [[i] for i in range(tokens.MARKS, words.size)]
+    assert words.size <= encoding.SIZE
+    assert [words.encode(word) for word in encoding.WORDS] == [[i] for i in range(encoding.MARKS, words.size)]
     puzzle = tuple(n % 10 for n in range(CELLS))
-    canvas = words.encode(" ".join(tokens.WORDS[9 + n - 1] if n else "5" for n in puzzle))
-    assert tokens.board(canvas) == tuple(n or 5 for n in puzzle)
-    assert {cell: canvas[cell] for cell in tokens.pins(puzzle)} == tokens.pins(puzzle)
-    assert tokens.board([0, tokens.BLANK, tokens.NAMES[0]]) == (0, 0, 0)
+    canvas = words.encode(" ".join(encoding.WORDS[9 + n - 1] if n else "5" for n in puzzle))
+    assert encoding.board(canvas) == tuple(n or 5 for n in puzzle)
+    assert {cell: canvas[cell] for cell in encoding.pins(puzzle)} == encoding.pins(puzzle)
+    assert encoding.board([0, encoding.BLANK, encoding.NAMES[0]]) == (0, 0, 0)
 
 
 def test_puzzles_drawn_from_the_pool_keep_their_solutions(puzzles):
@@ -75,41 +80,41 @@ def test_puzzles_as_texts(puzzles, tmp_path):
         records = [json.loads(line) for line in file]
     assert len(records) == 30
     for record in records:
-        solution = texts.read(record["completion"])
+        solution = text_encoding.read(record["completion"])
         puzzle = tuple(int(c) for c in record["prompt"] if c.isdigit())
-        assert record["prompt"] == texts.prompt(puzzle)
-        assert record["completion"] == texts.answer(solution)
+        assert record["prompt"] == text_encoding.prompt(puzzle)
+        assert record["completion"] == text_encoding.answer(solution)
         assert solves(solution, puzzle)
         assert 62 <= sum(map(bool, puzzle)) <= 66
     for wrong in (
         "",
         " 1 2\n",
-        texts.answer((0,) * 81),
-        texts.answer(solution)[:-4],
-        texts.answer(solution).replace("1", "x"),
+        text_encoding.answer((0,) * 81),
+        text_encoding.answer(solution)[:-4],
+        text_encoding.answer(solution).replace("1", "x"),
     ):
-        assert texts.read(wrong) is None
+        assert text_encoding.read(wrong) is None
 
 
 def test_a_pass_that_learns_is_what_generation_computes(puzzles):
     model = fresh(CONFIG, 0)
     drawn, solved = Pool(puzzles, torch.device("cpu")).draw(3, chance())
     fixed = canvas_constraints(
-        [Constraints(pins=tokens.pins(tuple(board)), forbidden=FORBIDDEN) for board in drawn.tolist()],
-        0, CELLS, tokens.SIZE, (1,), "cpu",
+        [Constraints(pins=encoding.pins(tuple(board)), forbidden=FORBIDDEN) for board in drawn.tolist()],
+        0, CELLS, encoding.SIZE, (1,), "cpu",
     )  # fmt: skip
     settings = SamplerConfig(canvas_length=CELLS, max_new_tokens=CELLS, t_min=0.7, t_max=0.7, entropy_bound=0.5)
     draws = rng.draws([1, 2, 3], 0)
-    prompt = torch.tensor([[CONFIG.bos_token_id, *tokens.NAMES]] * 3)
+    prompt = torch.tensor([[CONFIG.bos_token_id, *encoding.NAMES]] * 3)
     cache = model.new_cache(3, prompt.shape[1])
     objective, soft, probs = BoardObjective(model, 0.0), None, torch.zeros(3, CELLS, 9)
     with torch.no_grad():
         model.encode(prompt, cache)
-        state = sampler.start(draws.noise(0, CELLS, tokens.SIZE), fixed)
+        state = sampler.start(draws.noise(0, CELLS, encoding.SIZE), fixed)
         for _ in range(3):
             logits = model.denoise(state.ids_BC, soft, cache)
             losses, got = objective(state.ids_BC, probs, drawn, solved)
-            digits = logits[..., list(tokens.DIGITS)]
+            digits = logits[..., list(encoding.DIGITS)]
             assert torch.allclose(got, digits, atol=1e-4)
             open_cells = drawn == 0
             expected = torch.nn.functional.cross_entropy(digits[open_cells], solved[open_cells] - 1)
@@ -120,9 +125,9 @@ def test_a_pass_that_learns_is_what_generation_computes(puzzles):
             boards.advance(places, got, 4, chance())
             state, shaped = sampler.step(logits, state, settings, draws, fixed)
             soft, probs = model.soft_embed(shaped), places.probs_BCG
-            believed = shaped.softmax(dim=-1)[..., list(tokens.DIGITS)]
+            believed = shaped.softmax(dim=-1)[..., list(encoding.DIGITS)]
             assert torch.allclose(probs[open_cells], believed[open_cells], atol=1e-4)
-            accepted = torch.isin(places.ids_BC, torch.tensor([*tokens.DIGITS, *tokens.CLUES]))
+            accepted = torch.isin(places.ids_BC, torch.tensor([*encoding.DIGITS, *encoding.CLUES]))
             assert accepted[state.accepted_BC].all()  # elsewhere noise may be a digit too
             assert torch.equal(places.ids_BC[~open_cells], state.ids_BC[~open_cells])
 

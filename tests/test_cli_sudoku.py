@@ -23,10 +23,10 @@ import redraft
 from redraft import cli, cli_sudoku
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import generate
-from redraft.solving import FORBIDDEN
-from redraft.sudoku import board as boards
-from redraft.sudoku import generator, texts, tokens
-from redraft.sudoku.board import BoardError
+from redraft.tasks.sudoku import board as boards
+from redraft.tasks.sudoku import encoding, generator, text_encoding
+from redraft.tasks.sudoku.board import BoardError
+from redraft.tasks.sudoku.solve import FORBIDDEN
 from redraft.train import board_scores
 from redraft.train.boards import left_to_right
 from redraft.writer import SHIPPED, SUDOKU
@@ -61,7 +61,7 @@ def easy(count: int) -> list[str]:
 
 def test_the_model_is_small(writer):
     assert sum(file.stat().st_size for file in SUDOKU.iterdir()) <= 8 * 2**20
-    assert writer.tokenizer.decode([*tokens.DIGITS, *tokens.CLUES]).startswith("1 2 3")
+    assert writer.tokenizer.decode([*encoding.DIGITS, *encoding.CLUES]).startswith("1 2 3")
 
 
 def test_one_puzzle(run):
@@ -209,7 +209,7 @@ def test_left_to_right_is_what_it_says(writer):
             ids = left_to_right(torch.tensor([puzzle]), torch.tensor([said], dtype=torch.long), 2)
             with torch.inference_mode():
                 hidden = writer.model.encode(ids, writer.model.new_cache(1, ids.shape[1]))
-                logits = writer.model.head(hidden[0, -1])[tokens.DIGITS.start : tokens.DIGITS.stop]
+                logits = writer.model.head(hidden[0, -1])[encoding.DIGITS.start : encoding.DIGITS.stop]
             said.append(puzzle[cell] or int(logits.argmax()) + 1)
         right.append(sum(a == b for a, b in zip(said, solution, strict=True)) / 81)
     assert abs(found["cells"] - sum(right) / 2) < 1e-6
@@ -218,10 +218,10 @@ def test_left_to_right_is_what_it_says(writer):
 
 def test_written_boards_are_read_and_compared(monkeypatch):
     listed, reader = board_scores.generated(3), redraft.Tokenizer.from_folder(SHIPPED)
-    answers = [texts.answer(listed.solutions[0]), "no board", texts.answer(listed.solutions[1])]
+    answers = [text_encoding.answer(listed.solutions[0]), "no board", text_encoding.answer(listed.solutions[1])]
 
     def pretend(model, prompts, cfg, *, seeds):
-        assert [reader.decode(ids) for ids in prompts] == [texts.prompt(puzzle) for puzzle in listed.puzzles]
+        assert [reader.decode(ids) for ids in prompts] == [text_encoding.prompt(puzzle) for puzzle in listed.puzzles]
         ids = [reader.encode(text) for text in answers]
         padded = torch.tensor([row + [0] * (200 - len(row)) for row in ids])
         yield SimpleNamespace(ids_BT=padded, stats=[SimpleNamespace(steps=n) for n in (4, 5, 6)])
@@ -233,14 +233,14 @@ def test_written_boards_are_read_and_compared(monkeypatch):
 
 def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch):
     other = DiffusionGemmaForBlockDiffusion.from_pretrained(SUDOKU, dtype=torch.float32).eval()
-    prompt = [writer.model.config.bos_token_id, *tokens.NAMES]
+    prompt = [writer.model.config.bos_token_id, *encoding.NAMES]
     cfg = writer.sampler.changed(max_steps=6)
     *_, page, _ = generate(writer.model, [prompt], cfg, seeds=[4], constraints=[Constraints()])
     with transformers_reference.our_draws(monkeypatch, [4]):
         found = transformers_reference.generate(other, torch.tensor([prompt]), cfg)
     ours = page.ids_BC[0].tolist()
     assert found.sequences[0, len(prompt) :].tolist()[:81] == ours
-    assert set(FORBIDDEN).isdisjoint(tokens.DIGITS)
+    assert set(FORBIDDEN).isdisjoint(encoding.DIGITS)
 
 
 @pytest.mark.timed

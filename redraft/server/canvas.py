@@ -24,15 +24,12 @@ import torch
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from redraft import checkpoint, filling, solving
+from redraft import checkpoint
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion.autoregressive import speak
 from redraft.diffusion.generate import Committed, Draft, Finished, Stats
-from redraft.editing import Edited
-from redraft.editing import events as edit_events
 from redraft.engine import Intervention, Replay, Stopped
-from redraft.filling import Filled, Filler
 from redraft.kernels.backend import precision
 from redraft.model.kv_cache import KVCache
 from redraft.server.asking import Frames, Refused, continued, heated, message_of
@@ -48,8 +45,13 @@ from redraft.server.schema import (
     SudokuRequest,
     Watched,
 )
-from redraft.solving import Solution
-from redraft.sudoku import board as boards
+from redraft.tasks import infill
+from redraft.tasks.edit import Edited
+from redraft.tasks.edit import events as edit_events
+from redraft.tasks.infill import Filled, Filler
+from redraft.tasks.sudoku import board as boards
+from redraft.tasks.sudoku import solve
+from redraft.tasks.sudoku.solve import Solution
 from redraft.tokenizer.tokenizer import Message, Tokenizer
 from redraft.writer import SUDOKU, Prompt, Writer, as_messages, fresh_seed, is_text, received
 
@@ -109,7 +111,7 @@ def page_of(writer: Writer, body: CanvasRequest) -> tuple[Prompt, str, Constrain
         shown = prompt if isinstance(prompt, str) else ""
         return prompt, shown, Constraints(forbidden=forbidden), settings | {"max_tokens": body.max_tokens}
     filler = Filler(writer.engine, writer.tokenizer)
-    before, ids, cfg, constraints = filler.page(filling.parse(body.text), writer.sampler.changed(**settings))
+    before, ids, cfg, constraints = filler.page(infill.parse(body.text), writer.sampler.changed(**settings))
     settings |= {"canvas_length": cfg.canvas_length, "max_tokens": cfg.max_new_tokens}
     return ids, before, replace(constraints, forbidden=(*constraints.forbidden, *forbidden)), settings
 
@@ -141,7 +143,7 @@ def asked_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
     for name in ("max_tokens", "draft"):
         if getattr(body, name) is not None:
             raise Refused(f"a text with holes is as long as it is: leave {name} out", name)
-    return (holes_told if None in filling.parse(body.text).lengths else canvas_told)(writer, body, stop)
+    return (holes_told if None in infill.parse(body.text).lengths else canvas_told)(writer, body, stop)
 
 
 def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Told:
@@ -211,7 +213,7 @@ def holes_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
     steering = (body.pages, body.turns, body.pins, body.bans, body.forbidden, body.since, body.canvas_length, body.think)
     if any(steering) or body.regex or body.schema_ or body.choices:
         raise Refused("only holes of a known length can be steered or obey: mark each as [[ 8 ]]", "text")
-    template, seed, began = filling.parse(body.text), seed_of(body), time.perf_counter()
+    template, seed, began = infill.parse(body.text), seed_of(body), time.perf_counter()
     cfg = writer.sampler.changed(**watched(writer, body))
     filler = Filler(writer.engine, writer.tokenizer)
     events = filler.events(template, cfg, seed=seed, stop=stop, look=body.candidates, longest=LONGEST)
@@ -231,7 +233,7 @@ def holes_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
         yield {"type": "end", "reason": "stop", "text": found.text, **more}
 
 
-def filled_stats(writer: Writer, found: Filled, template: filling.Template, seconds: float) -> Stats:
+def filled_stats(writer: Writer, found: Filled, template: infill.Template, seconds: float) -> Stats:
     """What a fill cost."""
     new = sum(len(writer.tokenizer.encode(hole)) for hole in found.holes)
     around = sum(len(writer.tokenizer.encode(text)) for text in template.texts)
@@ -325,13 +327,13 @@ class Boards:
             yield {"type": "begin", "seed": seed, "puzzle": list(puzzle), "before": "", "stops": []}
             options = {"seed": seed, "canvases": body.canvases, "check": body.check}
             if body.left_to_right:
-                events = solving.in_reading_order(self._model, puzzle, seed=seed)
+                events = solve.in_reading_order(self._model, puzzle, seed=seed)
             else:
-                events = solving.solve(self._model, [puzzle], self._sampler, **options)
+                events = solve.solve(self._model, [puzzle], self._sampler, **options)
             for event in events:
                 if stop.is_set():
                     raise Stopped
-                if isinstance(event, solving.Pass):
+                if isinstance(event, solve.Pass):
                     board, sure = event.boards_NC[-1].tolist(), event.accepted_NC[-1].int().tolist()
                     tried = {"attempt": event.tries[-1], "canvases": len(event.tries), "step": event.step}
                     yield {"type": "board", **tried, "board": board, "accepted": sure, "clashing": clashes(board, sure)}
@@ -339,7 +341,7 @@ class Boards:
                     yield {"type": "end", **solved(event)}
 
     def _load(self) -> None:
-        if solving.fits(self._model):
+        if solve.fits(self._model):
             return
         folder = checkpoint.find(SUDOKU)
         self._sampler = SamplerConfig.from_folder(folder, checkpoint.load_config(folder))

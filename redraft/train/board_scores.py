@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redraft import solving
 from redraft.config import SamplerConfig
 from redraft.diffusion.generate import generate
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.solving import Solution
-from redraft.sudoku import generator, solver, texts, tokens
-from redraft.sudoku.board import CELLS, Board, solves
+from redraft.tasks.sudoku import encoding, generator, solve, solver, text_encoding
+from redraft.tasks.sudoku.board import CELLS, Board, solves
+from redraft.tasks.sudoku.solve import Solution
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.boards import left_to_right, read_puzzles
 
@@ -59,12 +58,12 @@ def score(
 
     Before that one canvas that is seen the same way throughout, which is what `generate` does, here or elsewhere.
     """
-    straight = solving.solve(model, listed.puzzles, sampler, seed=0, check=False, turn=0, rows=rows)
+    straight = solve.solve(model, listed.puzzles, sampler, seed=0, check=False, turn=0, rows=rows)
     still = sum(event.solved for event in straight if isinstance(event, Solution))
     solutions_NC = torch.tensor(listed.solutions, device=model.device)
     right_at = torch.zeros(len(listed.puzzles), sampler.max_steps + 1, dtype=torch.bool, device=model.device)
     cells, first_steps, found = torch.zeros(len(listed.puzzles)), torch.zeros(len(listed.puzzles)), []
-    events = solving.solve(model, listed.puzzles, sampler, seed=0, canvases=canvases, check=canvases > 1, rows=rows)
+    events = solve.solve(model, listed.puzzles, sampler, seed=0, canvases=canvases, check=canvases > 1, rows=rows)
     for event in events:
         if isinstance(event, Solution):
             found.append(event)
@@ -117,7 +116,7 @@ def _summary(
 def spoken(model: DiffusionGemma, listed: Listed, rows: int) -> dict[str, Any]:
     """The same list by a model that was trained left to right: the likeliest digit in every open cell, in reading order."""
     right, cells = 0, 0.0
-    digits = slice(tokens.DIGITS.start, tokens.DIGITS.stop)
+    digits = slice(encoding.DIGITS.start, encoding.DIGITS.stop)
     for begin in range(0, len(listed.puzzles), rows):
         puzzle_BC = torch.tensor(listed.puzzles[begin : begin + rows], device=model.device)
         solution_BC = torch.tensor(listed.solutions[begin : begin + rows], device=model.device)
@@ -128,7 +127,7 @@ def spoken(model: DiffusionGemma, listed: Listed, rows: int) -> dict[str, Any]:
             best_B = model.head(hidden_BSD[:, -1])[:, digits].argmax(dim=-1) + 1
             digit_B = torch.where(puzzle_BC[:, cell] > 0, puzzle_BC[:, cell], best_B)
             said.append(digit_B)
-            hidden_BSD = model.encode(digit_B[:, None] + (tokens.DIGITS.start - 1), cache)
+            hidden_BSD = model.encode(digit_B[:, None] + (encoding.DIGITS.start - 1), cache)
         same_BC = torch.stack(said, dim=1) == solution_BC
         right, cells = right + int(same_BC.all(dim=-1).sum()), cells + float(same_BC.float().mean(dim=-1).sum())
     count = len(listed.puzzles)
@@ -143,11 +142,11 @@ def written(
     steps: list[int] = []
     for begin in range(0, len(listed.puzzles), rows):
         puzzles, solutions = listed.puzzles[begin : begin + rows], listed.solutions[begin : begin + rows]
-        prompts = [tokenizer.prompt(texts.prompt(puzzle)) for puzzle in puzzles]
+        prompts = [tokenizer.prompt(text_encoding.prompt(puzzle)) for puzzle in puzzles]
         seeds = range(begin, begin + len(puzzles))
         *_, last = generate(model, prompts, sampler, seeds=list(seeds))
         for row, (puzzle, solution) in enumerate(zip(puzzles, solutions, strict=True)):
-            board = texts.read(tokenizer.decode(last.ids_BT[row].tolist()))
+            board = text_encoding.read(tokenizer.decode(last.ids_BT[row].tolist()))
             read += board is not None
             right += board == solution
             kept += board is not None and all(c in (0, d) for c, d in zip(puzzle, board, strict=True))

@@ -30,10 +30,10 @@ from redraft.diffusion import sampler
 from redraft.kernels import softcap_
 from redraft.model import masks
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.sudoku import generator as boards
-from redraft.sudoku import texts, tokens
-from redraft.sudoku.board import CELLS, Board, BoardError, parse
-from redraft.sudoku.views import View
+from redraft.tasks.sudoku import encoding, text_encoding
+from redraft.tasks.sudoku import generator as boards
+from redraft.tasks.sudoku.board import CELLS, Board, BoardError, parse
+from redraft.tasks.sudoku.views import View
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import saves
 from redraft.train.data import MARKS, open_text
@@ -85,7 +85,7 @@ class PuzzleConfig:
 
 def tokenizer() -> Tokenizer:
     """The vocabulary of `sudoku/tokens.py`, words parted by spaces."""
-    vocabulary = Vocabulary(models.WordLevel({word: i for i, word in enumerate([*MARKS, *tokens.WORDS])}, MARKS[0]))
+    vocabulary = Vocabulary(models.WordLevel({word: i for i, word in enumerate([*MARKS, *encoding.WORDS])}, MARKS[0]))
     vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     vocabulary.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
     return Tokenizer(vocabulary)
@@ -169,7 +169,9 @@ def _write(pool: Pool, path: Path, count: int, clues: tuple[int, int], chance: t
             puzzle_NC, solution_NC = pool.draw(min(AT_ONCE, count - begin), chance)
             puzzle_NC = with_more(puzzle_NC, solution_NC, clues, chance)
             for puzzle, solution in zip(puzzle_NC.tolist(), solution_NC.tolist(), strict=True):
-                file.write(json.dumps({"prompt": texts.prompt(puzzle), "completion": texts.answer(solution)}) + "\n")
+                file.write(
+                    json.dumps({"prompt": text_encoding.prompt(puzzle), "completion": text_encoding.answer(solution)}) + "\n"
+                )
     part.rename(path)
 
 
@@ -221,11 +223,11 @@ def refill(places: Places, pool: Pool, cfg: PuzzleConfig, chance: torch.Generato
         return low + (high - low) * torch.rand(rows, generator=chance, device=chance.device)
 
     puzzle_BC, solution_BC = pool.draw(rows, chance)
-    noise_BC = torch.randint(tokens.SIZE, (rows, CELLS), generator=chance, device=chance.device)
+    noise_BC = torch.randint(encoding.SIZE, (rows, CELLS), generator=chance, device=chance.device)
     told_B = (uniform(0, 1) < cfg.given) * uniform(0, 1)
     told_BC = torch.rand((rows, CELLS), generator=chance, device=chance.device) < told_B[:, None]
     wrong_BC = torch.rand((rows, CELLS), generator=chance, device=chance.device) < 0.1
-    digit_BC = torch.where(wrong_BC, noise_BC % 9, solution_BC - 1) + tokens.DIGITS.start
+    digit_BC = torch.where(wrong_BC, noise_BC % 9, solution_BC - 1) + encoding.DIGITS.start
     low, high = (float(np.log(bound)) for bound in cfg.bounds)
     places.put(
         places.over_B,
@@ -242,7 +244,7 @@ def refill(places: Places, pool: Pool, cfg: PuzzleConfig, chance: torch.Generato
 
 def with_clues(ids_BC: Tensor, puzzle_BC: Tensor) -> Tensor:
     """A canvas with the clues pinned."""
-    return torch.where(puzzle_BC > 0, puzzle_BC + (tokens.CLUES.start - 1), ids_BC)
+    return torch.where(puzzle_BC > 0, puzzle_BC + (encoding.CLUES.start - 1), ids_BC)
 
 
 def tempered(logits_BCG: Tensor, places: Places) -> Tensor:
@@ -258,9 +260,9 @@ def advance(places: Places, logits_BCG: Tensor, passes: int, chance: torch.Gener
     entropy_BC = -(probs_BCG * logs_BCG).sum(dim=-1) * open_BC
     uniform_BC1 = torch.rand((*open_BC.shape, 1), generator=chance, device=chance.device)
     sampled_BC = (probs_BCG.cumsum(dim=-1) < uniform_BC1).sum(dim=-1).clamp(max=8)
-    noise_BC = torch.randint(tokens.SIZE, open_BC.shape, generator=chance, device=chance.device)
+    noise_BC = torch.randint(encoding.SIZE, open_BC.shape, generator=chance, device=chance.device)
     accepted_BC = sampler.accept(entropy_BC, places.bound_B[:, None])
-    ids_BC = torch.where(accepted_BC, sampled_BC + tokens.DIGITS.start, noise_BC)
+    ids_BC = torch.where(accepted_BC, sampled_BC + encoding.DIGITS.start, noise_BC)
     right_B = ((logits_BCG.argmax(dim=-1) + 1 == places.solution_BC) | ~open_BC).all(dim=-1)
     everywhere = torch.ones_like(right_B)
     places.put(
@@ -293,7 +295,7 @@ class BoardObjective(nn.Module):
     def __init__(self, model: DiffusionGemma, balance_weight: float) -> None:
         super().__init__()
         self.model, self.balance_weight = model, balance_weight
-        self.register_buffer("prompt_1S", torch.tensor([[model.config.bos_token_id, *tokens.NAMES]]))
+        self.register_buffer("prompt_1S", torch.tensor([[model.config.bos_token_id, *encoding.NAMES]]))
 
     def compile(self, **options: Any) -> None:
         """Part by part, as the objective of texts."""
@@ -303,11 +305,11 @@ class BoardObjective(nn.Module):
     def forward(self, ids_BC: Tensor, probs_BCG: Tensor, puzzle_BC: Tensor, solution_BC: Tensor) -> tuple[Losses, Tensor]:
         """The loss, and the logits of the digits."""
         model, prompt_1S, device = self.model, self.prompt_1S, ids_BC.device
-        digits_GD = model.embed_tokens.weight[tokens.DIGITS.start : tokens.DIGITS.stop]
+        digits_GD = model.embed_tokens.weight[encoding.DIGITS.start : encoding.DIGITS.stop]
         length = prompt_1S.shape[1]
         table_VD = model.embed_tokens.weight.detach()
         # What was believed: digits, or for certain the clue; zeros before the first pass.
-        soft_BCD = probs_BCG.to(model.dtype) @ table_VD[tokens.DIGITS.start : tokens.DIGITS.stop]
+        soft_BCD = probs_BCG.to(model.dtype) @ table_VD[encoding.DIGITS.start : encoding.DIGITS.stop]
         begun_B11 = probs_BCG.detach().flatten(1).any(dim=-1)[:, None, None]
         clues_BCD = F.embedding(with_clues(torch.zeros_like(ids_BC), puzzle_BC), table_VD) * begun_B11
         soft_BCD = torch.where(puzzle_BC[..., None] > 0, clues_BCD, soft_BCD) * model.embed_scale
@@ -342,7 +344,7 @@ class CausalObjective(nn.Module):
     def forward(self, puzzle_BC: Tensor, solution_BC: Tensor) -> tuple[Losses, Tensor]:
         """The loss, and the logits of the digits."""
         model = self.model
-        digits_GD = model.embed_tokens.weight[tokens.DIGITS.start : tokens.DIGITS.stop]
+        digits_GD = model.embed_tokens.weight[encoding.DIGITS.start : encoding.DIGITS.stop]
         ids_BS = left_to_right(puzzle_BC, solution_BC[:, :-1], model.config.bos_token_id)
         at_1S = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
         ropes, x_BSD, routings = model.ropes(at_1S), model.embed(ids_BS), []
@@ -360,8 +362,8 @@ class CausalObjective(nn.Module):
 def left_to_right(puzzle_BC: Tensor, digits_BN: Tensor, bos: int) -> Tensor:
     """The puzzle, blanks included, and behind it the first digits of a solution."""
     start_B1 = torch.full_like(puzzle_BC[:, :1], bos)
-    blank_BC = torch.full_like(puzzle_BC, tokens.BLANK)
-    return torch.cat([start_B1, with_clues(blank_BC, puzzle_BC), digits_BN + (tokens.DIGITS.start - 1)], dim=1)
+    blank_BC = torch.full_like(puzzle_BC, encoding.BLANK)
+    return torch.cat([start_B1, with_clues(blank_BC, puzzle_BC), digits_BN + (encoding.DIGITS.start - 1)], dim=1)
 
 
 def _total(logits_BCG: Tensor, puzzle_BC: Tensor, solution_BC: Tensor, routings: list, balance_weight: float) -> Losses:
@@ -376,13 +378,13 @@ def _total(logits_BCG: Tensor, puzzle_BC: Tensor, solution_BC: Tensor, routings:
 
 
 class Boards:
-    """The task of a run whose data are puzzles; see `texts.py` for what a task is."""
+    """The task of a run whose data are puzzles; see `text_encoding.py` for what a task is."""
 
     def __init__(
         self, cfg: "TrainConfig", config: ModelConfig, words: Tokenizer, device: torch.device, numbers: Iterable[int]
     ) -> None:
-        if config.vocab_size != tokens.SIZE:
-            raise ValueError(f"puzzles have a vocabulary of {tokens.SIZE} tokens, the model {config.vocab_size}")
+        if config.vocab_size != encoding.SIZE:
+            raise ValueError(f"puzzles have a vocabulary of {encoding.SIZE} tokens, the model {config.vocab_size}")
         self.cfg, self.device = cfg, device
         self.pool = Pool(cfg.data, device)
         self.places = {m: Places.empty(cfg.rows, device) for m in numbers}

@@ -26,11 +26,11 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion import generate
 from redraft.diffusion.autoregressive import speak
-from redraft.editing import redrafted
 from redraft.engine import Engine
 from redraft.kernels import read_vocabulary
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.masks import Layout
+from redraft.tasks.edit import redrafted
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.loss import Batch, Masks, dense_masks
 

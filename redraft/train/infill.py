@@ -22,8 +22,8 @@ from typing import Any
 
 from redraft.config import SamplerConfig
 from redraft.engine import Engine
-from redraft.filling import Filler, Template
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.tasks.infill import Filler, Template
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.data import open_text
 from redraft.train.evals import first_statement, greedy

@@ -10,7 +10,7 @@ Shapes: N boards, C = 81 cells, G = 9 digits, U = 27 units.
 import torch
 from torch import Tensor
 
-from redraft.sudoku.board import CELLS, PEERS, SIZE, UNITS
+from redraft.tasks.sudoku.board import CELLS, PEERS, SIZE, UNITS
 
 DEPTH = 64  # guesses that may be open at once; a board of 81 cells has never needed half of it
 

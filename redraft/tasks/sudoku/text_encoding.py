@@ -1,6 +1,6 @@
 """A board as text, for models that read anything: a digit and the space before it are one token in most vocabularies."""
 
-from redraft.sudoku.board import CELLS, SIZE, Board
+from redraft.tasks.sudoku.board import CELLS, SIZE, Board
 
 
 def prompt(puzzle: Board) -> str:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft.sudoku import board, generator, solver
-from redraft.sudoku.board import BoardError
+from redraft.tasks.sudoku import board, generator, solver
+from redraft.tasks.sudoku.board import BoardError
 
 LISTED = list(csv.DictReader((Path(__file__).parent / "golden" / "sudoku.csv").read_text().splitlines()[1:]))
 LINE = LISTED[0]["puzzle"]

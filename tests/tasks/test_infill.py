@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from redraft import filling, terminal
+from redraft import terminal
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import generate
+from redraft.tasks import infill
 from redraft.terminal import CanvasView
 from redraft.writer import Writer
 
@@ -36,8 +37,8 @@ def test_the_text_around_holes_comes_back_as_it_was(texts, marks, seed):
     text = woven(texts, marks[: len(texts) - 1])
     found = WRITER.fill(text, seed=seed, longest=3)
     assert len(found.holes) == text.count("[[")
-    assert found.text == woven(filling.parse(text).texts, found.holes)
-    assert list(filling.parse(text).texts) == texts
+    assert found.text == woven(infill.parse(text).texts, found.holes)
+    assert list(infill.parse(text).texts) == texts
     assert found.text.startswith(texts[0])
 
 
@@ -97,28 +98,28 @@ def test_between_a_prefix_and_a_suffix():
 
 
 def test_a_hole_does_not_say_what_follows_it():
-    assert filling.without_overlap("a = 1\nprint(a)", "\nprint(a)\n") == "a = 1"
-    assert filling.without_overlap("a = 1", " + b") == "a = 1"
-    assert filling.without_overlap("the end.", ".") == "the end."  # one letter may be chance
-    assert filling.without_overlap("", "abcd") == ""
+    assert infill.without_overlap("a = 1\nprint(a)", "\nprint(a)\n") == "a = 1"
+    assert infill.without_overlap("a = 1", " + b") == "a = 1"
+    assert infill.without_overlap("the end.", ".") == "the end."  # one letter may be chance
+    assert infill.without_overlap("", "abcd") == ""
 
 
 def test_a_hole_in_a_block_stays_in_it():
     hole = "a = 1\n    b = 2\n\n    c = 3\ndef g():\n    pass"
-    assert filling.within_block("def f():\n    ", hole) == "a = 1\n    b = 2\n\n    c = 3"
-    assert filling.within_block("def f():\n    x = ", hole) == hole
-    assert filling.within_block("", hole) == hole
+    assert infill.within_block("def f():\n    ", hole) == "a = 1\n    b = 2\n\n    c = 3"
+    assert infill.within_block("def f():\n    x = ", hole) == hole
+    assert infill.within_block("", hole) == hole
 
 
 def test_a_page_begins_with_the_letters_that_were_taken_back():
-    place = filling._Place(WRITER.tokenizer, filling.parse("hap[[ ]]y"), 0, "hap", (1,))
+    place = infill._Place(WRITER.tokenizer, infill.parse("hap[[ ]]y"), 0, "hap", (1,))
     spelled = WRITER.tokenizer.spellings
     assert place.healed == b"p"
     assert all(spelled[token].startswith(b"p") for token in place.first)
     assert place.prompt == WRITER.tokenizer.prompt("ha")
-    place = filling._Place(WRITER.tokenizer, filling.parse("the  [[ ]]y"), 0, "the  ", (1,))
+    place = infill._Place(WRITER.tokenizer, infill.parse("the  [[ ]]y"), 0, "the  ", (1,))
     assert (place.healed, place.prompt, place.more) == (b" ", WRITER.tokenizer.prompt("the "), 0)
-    assert filling._Place(WRITER.tokenizer, filling.parse("a.[[ ]]"), 0, "a.", (1,)).first == ()
+    assert infill._Place(WRITER.tokenizer, infill.parse("a.[[ ]]"), 0, "a.", (1,)).first == ()
 
 
 def test_an_answer_begins_with_one_of_the_first_tokens():
@@ -134,7 +135,7 @@ def test_an_answer_begins_with_one_of_the_first_tokens():
 
 def test_likelihoods_are_those_of_the_whole_text_read_at_once():
     before, texts = [2, 30, 31, 32], [[40, 41], [], [42, 43, 44, 45]]
-    found = filling.likelihoods(WRITER.model, before, texts)
+    found = infill.likelihoods(WRITER.model, before, texts)
     for text, score in zip(texts, found, strict=True):
         ids = torch.tensor([[*before, *text]])
         with torch.inference_mode():

@@ -5,7 +5,7 @@ places before it. A clue is another token than a digit: what is given and what i
 for models that read the puzzle from left to right.
 """
 
-from redraft.sudoku.board import CELLS, COLUMN, ROW, Board
+from redraft.tasks.sudoku.board import CELLS, COLUMN, ROW, Board
 
 MARKS = 6  # ids before the first of ours
 DIGITS = range(MARKS, MARKS + 9)

@@ -26,10 +26,10 @@ from redraft.diffusion.rng import Draws
 from redraft.diffusion.sampler import Canvas
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
-from redraft.sudoku import tokens
-from redraft.sudoku.board import CELLS, Board, clashing, solves
-from redraft.sudoku.generator import CHANCE
-from redraft.sudoku.views import View
+from redraft.tasks.sudoku import encoding
+from redraft.tasks.sudoku.board import CELLS, Board, clashing, solves
+from redraft.tasks.sudoku.generator import CHANCE
+from redraft.tasks.sudoku.views import View
 
 ROWS = 64  # canvases in a batch
 TURN = 4  # passes until the board is shown another way
@@ -38,7 +38,7 @@ STRUCK = 0.4  # of the cells of a wrong board, noised for another try
 ONE, TWO = 2, 16  # the attempts from which one cell is guessed, and two
 ATTEMPT = 1 << 32  # between the seeds of two tries of one puzzle
 DOUBTS, GUESSES, VIEWS = 1, 2, 3  # blocks of draws; 0 is the canvas's own
-FORBIDDEN = tuple(token for token in range(tokens.SIZE) if token not in tokens.DIGITS)  # but where pinned
+FORBIDDEN = tuple(token for token in range(encoding.SIZE) if token not in encoding.DIGITS)  # but where pinned
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Outcome:
 
 def fits(model: DiffusionGemma) -> bool:
     """Whether this is a model for boards."""
-    return model.config.vocab_size == tokens.SIZE and model.config.canvas_length == CELLS
+    return model.config.vocab_size == encoding.SIZE and model.config.canvas_length == CELLS
 
 
 def solve(
@@ -245,7 +245,7 @@ def run(
     tries, device = list(tries), model.device
     state, fixed, draws = _start(puzzles, tries, cfg, seed, device)
     cache = _names_read(model).rows_of([0] * len(tries))
-    digit_V = torch.tensor(tokens.board(list(range(tokens.SIZE))), device=device)
+    digit_V = torch.tensor(encoding.board(list(range(encoding.SIZE))), device=device)
     view, seen = View.straight(len(tries), device), _Seen.nothing(len(tries), device)
     while tries:
         if turn and state.step % turn == 0:
@@ -284,10 +284,10 @@ def in_reading_order(model: DiffusionGemma, puzzle: Board, *, seed: int) -> Iter
     began, device, board = time.perf_counter(), model.device, list(puzzle)
     cache, draws = _names_read(model), rng.draws([seed], 0, device)
     for step, cell in enumerate([cell for cell in range(CELLS) if not puzzle[cell]]):
-        constraints = [Constraints(pins=tokens.pins(tuple(board)), forbidden=FORBIDDEN)]
-        fixed = canvas_constraints(constraints, 0, CELLS, tokens.SIZE, model.config.eos_token_ids, device)
-        logits_1CV = fixed.shape(model.denoise(fixed.pin(draws.noise(step, CELLS, tokens.SIZE)), None, cache))
-        board[cell] = tokens.board([int(logits_1CV[0, cell].argmax())])[0]
+        constraints = [Constraints(pins=encoding.pins(tuple(board)), forbidden=FORBIDDEN)]
+        fixed = canvas_constraints(constraints, 0, CELLS, encoding.SIZE, model.config.eos_token_ids, device)
+        logits_1CV = fixed.shape(model.denoise(fixed.pin(draws.noise(step, CELLS, encoding.SIZE)), None, cache))
+        board[cell] = encoding.board([int(logits_1CV[0, cell].argmax())])[0]
         board_1C = torch.tensor([board])
         yield Pass((0,), (0,), step + 1, board_1C, board_1C > 0)
     found, passes, right = tuple(board), puzzle.count(0), solves(tuple(board), puzzle)
@@ -298,7 +298,7 @@ def in_reading_order(model: DiffusionGemma, puzzle: Board, *, seed: int) -> Iter
 def _names_read(model: DiffusionGemma) -> KVCache:
     """A cache that holds what stands before every board."""
     cache = model.new_cache(1, 1 + CELLS)
-    model.encode(torch.tensor([[model.config.bos_token_id, *tokens.NAMES]], device=model.device), cache)
+    model.encode(torch.tensor([[model.config.bos_token_id, *encoding.NAMES]], device=model.device), cache)
     return cache
 
 
@@ -308,13 +308,13 @@ def _start(
     """Canvases before their first pass: clues and guesses pinned, digits to begin from, noise elsewhere."""
     constraints = []
     for one in tries:
-        guessed = {cell: tokens.CLUES[digit - 1] for cell, digit in one.guesses}
-        constraints.append(Constraints(pins=tokens.pins(puzzles[one.number]) | guessed, forbidden=FORBIDDEN))
-    fixed = canvas_constraints(constraints, 0, CELLS, tokens.SIZE, cfg.eos_token_ids, device)
+        guessed = {cell: encoding.CLUES[digit - 1] for cell, digit in one.guesses}
+        constraints.append(Constraints(pins=encoding.pins(puzzles[one.number]) | guessed, forbidden=FORBIDDEN))
+    fixed = canvas_constraints(constraints, 0, CELLS, encoding.SIZE, cfg.eos_token_ids, device)
     draws = rng.draws([seed + one.number + one.attempt * ATTEMPT for one in tries], 0, device)
     given_NC = torch.tensor([one.start or (0,) * CELLS for one in tries], device=device)
-    noise_NC = draws.noise(0, CELLS, tokens.SIZE)
-    ids_NC = torch.where(given_NC > 0, given_NC + (tokens.DIGITS.start - 1), noise_NC)
+    noise_NC = draws.noise(0, CELLS, encoding.SIZE)
+    ids_NC = torch.where(given_NC > 0, given_NC + (encoding.DIGITS.start - 1), noise_NC)
     return sampler.start(ids_NC, fixed), fixed, draws
 
 
@@ -333,7 +333,7 @@ class _Seen:
 
     def and_then(self, before: Canvas, now: Canvas, shaped_NCV: Tensor) -> "_Seen":
         changed_N = (now.best_BC != before.best_BC).sum(dim=-1) if before.step else 0
-        probs_NCG = shaped_NCV[..., tokens.DIGITS.start : tokens.DIGITS.stop].softmax(dim=-1)
+        probs_NCG = shaped_NCV[..., encoding.DIGITS.start : encoding.DIGITS.stop].softmax(dim=-1)
         return _Seen(self.revised_N + changed_N, self.believed_NCG + probs_NCG, shaped_NCV)
 
 

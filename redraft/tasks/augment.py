@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from redraft.config import SamplerConfig
-from redraft.editing import Span, Tokens, add_page, applied, changes_of, fits, start_of
 from redraft.engine import Engine, Request
+from redraft.tasks.edit import Span, Tokens, add_page, applied, changes_of, fits, start_of
 from redraft.tokenizer.tokenizer import Tokenizer
 
 AT_ONCE = 16  # variants in work together

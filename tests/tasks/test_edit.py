@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft import cli_edit, editing
+from redraft import cli_edit
 from redraft.constraints.constraints import ConstraintEdit
 from redraft.diffusion.generate import Committed, Draft
 from redraft.engine import Intervention, Replay
+from redraft.tasks import edit
 from redraft.writer import Writer
 
 WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))
@@ -30,7 +31,7 @@ def test_what_is_kept_is_kept_and_no_more_changes_than_may(text, strength, seed,
     assert edited == WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
     ids = WRITER.tokenizer.encode(text)
     options = {"strength": strength, "kept": (), "never": (), "prompt": [2], "seed": seed}
-    new, _, _ = editing.redrafted(WRITER.engine, ids, WRITER.sampler, **options)
+    new, _, _ = edit.redrafted(WRITER.engine, ids, WRITER.sampler, **options)
     assert sum(a != b for a, b in zip(ids, new, strict=True)) <= strength * len(ids) + 1e-6
     rebuilt, at = "", 0
     for change in edited.changes:
@@ -49,7 +50,7 @@ def test_an_edit_says_what_has_changed():
     assert edited.text != edited.before
     assert edited.diff("a").startswith("--- a\n+++ a\n@@")
     assert WRITER.edit("same", strength=0.0, seed=1).diff() == ""
-    odd = editing.Edited("a\fb\nc", "a\fx\nc", (), True, 1, 1)
+    odd = edit.Edited("a\fb\nc", "a\fx\nc", (), True, 1, 1)
     assert odd.diff() == "--- text\n+++ text\n@@ -1,2 +1,2 @@\n-a\fx\n+a\fb\n c\n\\ No newline at end of file\n"
     assert str(edited) == edited.text
 
@@ -57,7 +58,7 @@ def test_an_edit_says_what_has_changed():
 def edited(course=None, text="some words that are there to be others", **options):
     """Events of an edit over three pages, of which the last is short."""
     options = {"strength": 0.6, "seed": 3, "course": course, **options}
-    return list(editing.events(WRITER.engine, WRITER.tokenizer, text, WRITER.sampler, **options))
+    return list(edit.events(WRITER.engine, WRITER.tokenizer, text, WRITER.sampler, **options))
 
 
 def pages_of(found):
@@ -142,14 +143,14 @@ def test_an_instruction_is_read_before_the_text(monkeypatch):
 
 def test_the_doubted_come_first():
     logs = torch.log_softmax(torch.tensor([[5.0, 0.0, 0.0], [0.0, 5.0, 0.0], [1.0, 0.0, 0.0]]), dim=-1)
-    assert editing.doubts(logs, [0, 0, 1]).tolist() == pytest.approx([0.0, 5.0, 1.0])
+    assert edit.doubts(logs, [0, 0, 1]).tolist() == pytest.approx([0.0, 5.0, 1.0])
 
 
 def test_pages_are_read_behind_one_another():
     """Two pages at once = the second page alone behind the first."""
     ids = [30 + at % 20 for at in range(20)]
-    (_, first), (begin, second) = editing.read(WRITER.model, [2], ids, 12)
-    ((_, alone),) = editing.read(WRITER.model, [2, *ids[:12]], ids[12:], 12)
+    (_, first), (begin, second) = edit.read(WRITER.model, [2], ids, 12)
+    ((_, alone),) = edit.read(WRITER.model, [2, *ids[:12]], ids[12:], 12)
     assert (begin, len(first)) == (12, 12)
     assert torch.allclose(second, alone, atol=1e-4)
 
@@ -161,7 +162,7 @@ def test_suggestions_name_letters_and_others(monkeypatch):
     wrong = text.encode().index(b"o")
     logits[wrong, ids[wrong]], logits[wrong, WRITER.tokenizer.encode("i")[0]] = 1.0, 9.0
     logits[2, ids[2]], logits[2, 50] = 0.0, 3.0  # the second half of a character
-    monkeypatch.setattr(editing, "read", lambda *_: [(0, logits.log_softmax(dim=-1))])
+    monkeypatch.setattr(edit, "read", lambda *_: [(0, logits.log_softmax(dim=-1))])
     half, other = WRITER.suggest(text, least=5, most=2)
     assert (half.text, text[half.start : half.end]) == ("ü", "ü")
     assert (other.start, other.end, other.text, other.alternatives[0][0]) == (3, 4, "o", "i")
@@ -220,7 +221,7 @@ def test_the_commands(shipped, tmp_path, capsys, monkeypatch):
     cli_edit.edit(str(file), strength=0.3, seed=seed, write=True)
     assert file.read_text() == edited != text
     assert os.listdir(tmp_path) == ["a.txt"]
-    monkeypatch.setattr(WRITER, "suggest", lambda text: [editing.Suggestion(1, 2, "b", 0.125, (("c", 0.5),))])
+    monkeypatch.setattr(WRITER, "suggest", lambda text: [edit.Suggestion(1, 2, "b", 0.125, (("c", 0.5),))])
     cli_edit.edit(str(file), suggest=True)
     assert capsys.readouterr().out == "1:2: 'b' 12.5%; rather 'c' 50%\n"
 

@@ -6,9 +6,10 @@ import re
 import pytest
 import tiny
 
-from redraft import augmenting, cli_augment
-from redraft.augmenting import Plan, spans
-from redraft.editing import Tokens
+from redraft import cli_augment
+from redraft.tasks import augment
+from redraft.tasks.augment import Plan, spans
+from redraft.tasks.edit import Tokens
 from redraft.writer import Writer
 
 WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))
@@ -36,9 +37,7 @@ def test_spans_are_words_up_to_the_share_or_what_matches():
 
 def test_what_was_not_chosen_is_as_it_was():
     for found, text in zip(
-        augmenting.variants(
-            WRITER.engine, WRITER.tokenizer, list(enumerate(TEXTS)), WRITER.sampler, Plan(count=6, share=0.4)
-        ),
+        augment.variants(WRITER.engine, WRITER.tokenizer, list(enumerate(TEXTS)), WRITER.sampler, Plan(count=6, share=0.4)),
         TEXTS,
         strict=True,
     ):
@@ -54,9 +53,9 @@ def test_what_was_not_chosen_is_as_it_was():
 
 def test_a_variant_is_the_same_alone_and_among_others():
     plan = Plan(count=3, share=0.5, seed=4)
-    together = list(augmenting.variants(WRITER.engine, WRITER.tokenizer, list(enumerate(TEXTS)), WRITER.sampler, plan))
+    together = list(augment.variants(WRITER.engine, WRITER.tokenizer, list(enumerate(TEXTS)), WRITER.sampler, plan))
     for number, text in enumerate(TEXTS):
-        alone = augmenting.variants(WRITER.engine, WRITER.tokenizer, [(number, text)], WRITER.sampler, plan)
+        alone = augment.variants(WRITER.engine, WRITER.tokenizer, [(number, text)], WRITER.sampler, plan)
         assert list(alone) == [together[number]]
 
 

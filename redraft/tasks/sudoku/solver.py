@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from redraft.sudoku.board import CELLS, PEERS, UNITS, Board, BoardError, conflicts
+from redraft.tasks.sudoku.board import CELLS, PEERS, UNITS, Board, BoardError, conflicts
 
 ALL = 0b111111111
 MOST = 50_000  # guesses; the hardest puzzles known take some thousand

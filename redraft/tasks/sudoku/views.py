@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from redraft.sudoku import generator, tokens
-from redraft.sudoku.board import CELLS
+from redraft.tasks.sudoku import encoding, generator
+from redraft.tasks.sudoku.board import CELLS
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class View:
     @property
     def tokens_NV(self) -> Tensor:
         """What each token becomes: digits and clues are renamed, the rest is not."""
-        names_NV = torch.arange(tokens.SIZE, device=self.digits_NG.device).repeat(len(self.digits_NG), 1)
-        for kind in (tokens.DIGITS, tokens.CLUES):
+        names_NV = torch.arange(encoding.SIZE, device=self.digits_NG.device).repeat(len(self.digits_NG), 1)
+        for kind in (encoding.DIGITS, encoding.CLUES):
             names_NV[:, kind.start : kind.stop] = self.digits_NG + (kind.start - 1)
         return names_NV
 
