@@ -152,13 +152,15 @@ def vocabulary_cases(tokens: int) -> list[Case]:
     """From the last hidden state to the belief."""
     raw, table = rand(tokens, C.vocab_size) * 100, rand(C.vocab_size, C.hidden_size)
     heat, uniform = torch.full((tokens,), 0.6, device=DEVICE), torch.rand(tokens, dtype=torch.float64, device=DEVICE)
-    read = vocabulary.read_vocabulary(raw, 30.0, heat, uniform)
+    read = vocabulary.argmax_entropy_sample(raw, 30.0, heat, uniform)
     spare, hidden = raw.clone(), rand(tokens, C.hidden_size)
     flops = 2 * tokens * table.numel()
-    slow = lambda: reference.read_vocabulary(reference.softcap_(raw.clone(), 30.0)[:, None] / 0.6, uniform[:, None])  # noqa: E731
+    slow = lambda: reference.argmax_entropy_sample(reference.softcap_(raw.clone(), 30.0)[:, None] / 0.6, uniform[:, None])  # noqa: E731
     return [
         Case("head", lambda: F.linear(hidden, table), None, 2 * table.numel() + 2 * raw.numel(), flops),
-        Case("read the vocabulary", lambda: vocabulary.read_vocabulary(raw, 30.0, heat, uniform), slow, 2 * raw.numel()),
+        Case(
+            "read the vocabulary", lambda: vocabulary.argmax_entropy_sample(raw, 30.0, heat, uniform), slow, 2 * raw.numel()
+        ),
         Case("believe", lambda: vocabulary.believe_(spare, 30.0, heat, read), None, 4 * raw.numel()),
         Case("soft embedding", lambda: raw @ table, None, 2 * table.numel() + 2 * raw.numel(), flops),
     ]

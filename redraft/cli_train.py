@@ -29,12 +29,12 @@ def train(
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
 ) -> None:
     """Train a model. A run that was stopped goes on where its last checkpoint is; torchrun spreads it over processes."""
-    from redraft.train import recipes
     from redraft.train.loop import Trainer, describe
+    from redraft.train.recipe import load_recipe
 
     folder = Path(out or f"runs/{Path(recipe).stem}")
     with _processes(device) as (place, first):
-        config = recipes.load(recipe, folder, changes or [])
+        config = load_recipe(recipe, folder, changes or [])
         trainer = Trainer(config, folder, place)
         if first:
             folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def _processes(device: str | None) -> Iterator[tuple[str, bool]]:
 
 def _follow(trainer: Any, folder: Path, first: bool) -> None:
     """Runs a trainer to its end: a bar on a terminal, lines elsewhere, metrics in the folder, a picture at the end."""
-    from redraft.train import curves
+    from redraft.train import plot
     from redraft.train.loop import Ended, Report, Saved
 
     console = Console(stderr=True, highlight=False)
@@ -84,7 +84,7 @@ def _follow(trainer: Any, folder: Path, first: bool) -> None:
             elif isinstance(event, Ended):
                 ended = event
     try:
-        curves.draw(folder / METRICS, folder / CURVES)
+        plot.draw(folder / METRICS, folder / CURVES)
         console.print(f"losses: {folder / CURVES}", soft_wrap=True)
     except ValueError as error:
         console.print(str(error), markup=False)
@@ -153,11 +153,12 @@ def evaluate(
     """Score a model: likelihood and repair on stories, samples under a judge, lines of code put back, edits, puzzles."""
     from redraft import writer
     from redraft.tasks.sudoku import solve
-    from redraft.train import recipes, scores
+    from redraft.train.evals import tasks
+    from redraft.train.recipe import change_setting
 
-    known = {"stories": scores.stories, "samples": scores.samples, "code": scores.code, "edit": scores.edit}
-    known |= {"infill": scores.infill, "schema": scores.schema}
-    known |= {"sudoku": scores.sudoku, "sudoku-spoken": scores.sudoku_spoken, "sudoku-written": scores.sudoku_written}
+    known = {"stories": tasks.stories, "samples": tasks.samples, "code": tasks.code, "edit": tasks.edit}
+    known |= {"infill": tasks.infill, "schema": tasks.schema}
+    known |= {"sudoku": tasks.sudoku, "sudoku-spoken": tasks.sudoku_spoken, "sudoku-written": tasks.sudoku_written}
     if count < 1:
         raise ValueError(f"--count must be at least 1, got {count}")
     if task is not None and task not in known:
@@ -169,9 +170,9 @@ def evaluate(
     options["picture"] = Path(out).with_suffix(".png") if out else None
     sampler = subject.sampler
     for change in changes or []:
-        sampler = recipes.changed(sampler, change)
+        sampler = change_setting(sampler, change)
     with console.status("scoring") as status:
-        found = known[task](subject.model, subject.tokenizer, sampler, scores.Options(**options, tell=status.update))
+        found = known[task](subject.model, subject.tokenizer, sampler, tasks.Options(**options, tell=status.update))
     table = Table("score", "", box=None, pad_edge=False)
     for name, value in flat(found):
         table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))

@@ -27,8 +27,8 @@ from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import encoding, generator, text_encoding
 from redraft.tasks.sudoku.board import BoardError
 from redraft.tasks.sudoku.solve import FORBIDDEN
-from redraft.train import board_scores
-from redraft.train.boards import left_to_right
+from redraft.train.evals import sudoku_lists
+from redraft.train.sudoku_task import left_to_right
 from redraft.writer import SHIPPED, SUDOKU
 
 PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
@@ -182,8 +182,8 @@ def test_a_terminal_shows_the_board_settle(writer):
 
 
 def test_easy_puzzles_are_solved_on_one_canvas_in_a_few_passes(writer):
-    listed = board_scores.generated(60)
-    found = board_scores.score(writer.model, listed, writer.sampler, canvases=1, rows=64, tell=lambda done: None)
+    listed = sudoku_lists.generated(60)
+    found = sudoku_lists.score(writer.model, listed, writer.sampler, canvases=1, rows=64, tell=lambda done: None)
     assert (found["one_canvas"], found["clues_kept"], found["cells"]) == (1.0, 1.0, 1.0)
     assert found["forwards_one_canvas_most"] <= 16
     assert found["right_after"][15] == 1.0
@@ -200,8 +200,8 @@ def test_what_is_no_puzzle_is_said_to_be_none(writer, wrong):
 
 def test_left_to_right_is_what_it_says(writer):
     """Cell after cell from everything before it, without a cache."""
-    listed = board_scores.generated(2)
-    found = board_scores.spoken(writer.model, listed, rows=1)
+    listed = sudoku_lists.generated(2)
+    found = sudoku_lists.spoken(writer.model, listed, rows=1)
     right = []
     for puzzle, solution in zip(listed.puzzles, listed.solutions, strict=True):
         said = []
@@ -217,7 +217,7 @@ def test_left_to_right_is_what_it_says(writer):
 
 
 def test_written_boards_are_read_and_compared(monkeypatch):
-    listed, reader = board_scores.generated(3), redraft.Tokenizer.from_folder(SHIPPED)
+    listed, reader = sudoku_lists.generated(3), redraft.Tokenizer.from_folder(SHIPPED)
     answers = [text_encoding.answer(listed.solutions[0]), "no board", text_encoding.answer(listed.solutions[1])]
 
     def pretend(model, prompts, cfg, *, seeds):
@@ -226,8 +226,8 @@ def test_written_boards_are_read_and_compared(monkeypatch):
         padded = torch.tensor([row + [0] * (200 - len(row)) for row in ids])
         yield SimpleNamespace(ids_BT=padded, stats=[SimpleNamespace(steps=n) for n in (4, 5, 6)])
 
-    monkeypatch.setattr(board_scores, "generate", pretend)
-    found = board_scores.written(None, reader, listed, None, 8)
+    monkeypatch.setattr(sudoku_lists, "generate", pretend)
+    found = sudoku_lists.written(None, reader, listed, None, 8)
     assert found == {"puzzles": 3, "boards": 2 / 3, "clues_kept": 1 / 3, "exact": 1 / 3, "steps": 5.0}
 
 

@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from redraft import cli
-from redraft.train import judge, scores
+from redraft.train.evals import judge, tasks
 
 ROOT = Path(__file__).parents[1]
 RECIPE = """
@@ -165,7 +165,7 @@ def test_samples_are_scored_by_a_judge(run, data, tmp_path, monkeypatch):
             letters = sum(c.isalpha() for text in texts for c in text)
             return 1 + 10 * (1 - letters / sum(map(len, texts)))
 
-    monkeypatch.setattr(scores, "LlamaJudge", Letters)
+    monkeypatch.setattr(tasks, "LlamaJudge", Letters)
     folder = str(tiny.save_folder(tmp_path / "model"))
     common = ["eval", folder, "--task", "samples", "--count", "2", "--judge", "someone", "--device", "cpu"]
     code, out, _ = run(*common, "--set", "max_steps=2", "--set", "max_new_tokens=16", "--set", "stability_threshold=9")

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from redraft.diffusion import rng
-from redraft.kernels import read_vocabulary
+from redraft.kernels import argmax_entropy_sample
 from redraft.model.diffusion_gemma import DiffusionGemma
 
 
 @torch.inference_mode()
-def speak(model: DiffusionGemma, ids: Sequence[int], most: int, *, temperature: float = 0.0, seed: int = 0) -> Iterator[int]:
+def generate_autoregressive(
+    model: DiffusionGemma, ids: Sequence[int], most: int, *, temperature: float = 0.0, seed: int = 0
+) -> Iterator[int]:
     """Tokens behind these, at most so many, a stop token the last; the likeliest, or drawn at a temperature.
 
     Of what is longer than the context, the end is read.
@@ -23,7 +25,7 @@ def speak(model: DiffusionGemma, ids: Sequence[int], most: int, *, temperature: 
     hidden_1SD = model.encode(torch.tensor([ids], device=model.device), cache)
     for step in range(most):
         logits_11V = model.head(hidden_1SD[:, -1:])
-        drawn = read_vocabulary(logits_11V / temperature, draws.uniform(step, 1)).sampled_BC if temperature else None
+        drawn = argmax_entropy_sample(logits_11V / temperature, draws.uniform(step, 1)).sampled_BC if temperature else None
         token = int(drawn if drawn is not None else logits_11V.argmax())
         yield token
         if token in model.config.eos_token_ids:

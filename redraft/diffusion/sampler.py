@@ -16,7 +16,7 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints
 from redraft.diffusion.rng import Draws
-from redraft.kernels import Belief, read_vocabulary
+from redraft.kernels import Belief, argmax_entropy_sample
 
 SURE = 0.2  # nats: with `spread`, whoever is surer than this needs no distance
 BEHIND = 1e3  # more than any entropy
@@ -146,7 +146,7 @@ def step(
     if constraints is not None:
         shaped_BCV, matching_BC = constraints.conform(shaped_BCV)
     length, now = state.ids_BC.shape[1], state.step + 1
-    belief = read_vocabulary(shaped_BCV, draws.uniform(now, length))
+    belief = argmax_entropy_sample(shaped_BCV, draws.uniform(now, length))
     if matching_BC is not None:
         belief = belief._replace(best_BC=matching_BC)
     accepted_BC = accepted(belief, state, cfg)

@@ -27,7 +27,7 @@ from redraft.engine.fused_layers import FusedLayers, Table
 from redraft.engine.request import Request
 from redraft.engine.runner import Runner, by_length
 from redraft.kernels.triton.sampler_step import Rows, draw, settle_
-from redraft.kernels.triton.vocabulary import believe_, read_vocabulary
+from redraft.kernels.triton.vocabulary import argmax_entropy_sample, believe_
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
@@ -280,7 +280,7 @@ class Stage:
         model, rows, cap = self.fused.model, self.rows, self.fused.model.config.final_logit_softcapping
         raw_NV = F.linear(hidden_ND, model.embed_tokens.weight)
         uniform_BC, noise_BC, temperature_BC = draw(rows, model.config.vocab_size)
-        read = read_vocabulary(raw_NV, cap, temperature_BC.flatten(), uniform_BC.flatten())
+        read = argmax_entropy_sample(raw_NV, cap, temperature_BC.flatten(), uniform_BC.flatten())
         settle_(rows, read.best_N, read.entropy_N, read.sampled_N, noise_BC)
         with self.fused.beside:
             self.told.tell(rows.settled_B)

@@ -4,14 +4,14 @@ from redraft.kernels.attention import attend
 from redraft.kernels.experts import gated_experts
 from redraft.kernels.norm import rms_norm
 from redraft.kernels.rope import rope_frequencies, rope_table, rotate
-from redraft.kernels.vocabulary import Belief, Shares, read_vocabulary, shares_of, soft_embed, softcap_
+from redraft.kernels.vocabulary import Belief, Shares, argmax_entropy_sample, shares_of, soft_embed, softcap_
 
 __all__ = [
     "Belief",
     "Shares",
+    "argmax_entropy_sample",
     "attend",
     "gated_experts",
-    "read_vocabulary",
     "rms_norm",
     "rope_frequencies",
     "rope_table",

@@ -52,7 +52,7 @@ def softcap_(logits: Tensor, cap: float) -> Tensor:
     return logits.float().div_(cap).tanh_().mul_(cap)
 
 
-def read_vocabulary(logits_BCV: Tensor, uniform_BC: Tensor) -> Belief:
+def argmax_entropy_sample(logits_BCV: Tensor, uniform_BC: Tensor) -> Belief:
     """Argmax, entropy and a sample of softmax(logits), the sample chosen by uniform numbers."""
     positions = max(1, AT_ONCE[logits_BCV.device.type] // logits_BCV.shape[-1])
     chunks = zip(logits_BCV.float().flatten(0, -2).split(positions), uniform_BC.flatten().split(positions), strict=True)

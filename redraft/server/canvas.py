@@ -27,7 +27,7 @@ from fastapi.responses import JSONResponse, Response
 from redraft import checkpoint
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
-from redraft.diffusion.autoregressive import speak
+from redraft.diffusion.autoregressive import generate_autoregressive
 from redraft.diffusion.generate import Committed, Draft, Finished, Stats
 from redraft.engine import Intervention, Replay, Stopped
 from redraft.kernels.backend import precision
@@ -282,7 +282,9 @@ def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> T
     said: list[int] = []
     with ALONE:
         began = time.perf_counter()
-        for token in speak(writer.model, ids, body.max_tokens, temperature=heat * writer.sampler.t_min, seed=seed):
+        for token in generate_autoregressive(
+            writer.model, ids, body.max_tokens, temperature=heat * writer.sampler.t_min, seed=seed
+        ):
             if stop.is_set():
                 raise Stopped
             said.append(token)

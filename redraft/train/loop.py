@@ -28,12 +28,12 @@ from redraft import checkpoint
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train import boards, data, saves
-from redraft.train.boards import Boards, PuzzleConfig
+from redraft.train import checkpoints, data, sudoku_task
 from redraft.train.data import MARKS, DataConfig
 from redraft.train.loss import LossConfig, Losses
 from redraft.train.optim import OptimConfig, Optimizer, rate
-from redraft.train.texts import Texts
+from redraft.train.sudoku_task import Boards, PuzzleConfig
+from redraft.train.text_task import Texts
 
 VOCABULARY_BYTES = 40_000_000  # of text that a vocabulary is trained on
 
@@ -128,15 +128,15 @@ Event = Report | Saved | Ended
 def build_tokenizer(cfg: TrainConfig, out: Path) -> Tokenizer:
     """The vocabulary of a run; one that is trained is kept in the run's folder."""
     if isinstance(cfg.data, PuzzleConfig):
-        return boards.tokenizer()
+        return sudoku_task.tokenizer()
     if cfg.init or cfg.tokenizer not in ("bpe", "bytes"):
         return Tokenizer.from_folder(cfg.init or cfg.tokenizer)
     if cfg.tokenizer == "bytes":
         return Tokenizer.of_bytes(MARKS)
     kept = out / "tokenizer"
-    if saves.first() and not (kept / "tokenizer.json").exists():
+    if checkpoints.first() and not (kept / "tokenizer.json").exists():
         data.train_tokenizer(_sample(cfg.data), cfg.model.vocab_size, MARKS).save(kept)
-    saves.barrier()
+    checkpoints.barrier()
     return Tokenizer.from_folder(kept)
 
 
@@ -237,10 +237,10 @@ class Trainer:
         self._resume()
 
     def _resume(self) -> None:
-        folder = saves.latest(self.out)
+        folder = checkpoints.latest(self.out)
         if folder is None:
             return
-        state = saves.load(folder, self._tensors())
+        state = checkpoints.load(folder, self._tensors())
         if state["batch"] != self._batch:
             raise ValueError(f"{folder} was made with {state['batch']}, this run has {self._batch}: give another folder")
         self.step, self.before, self.task.positions = state["step"], state["seconds"], state["positions"]
@@ -331,18 +331,18 @@ class Trainer:
             positions = {m: position for part in everyone for m, position in part.items()}
         state = {"step": self.step, "seconds": self.seconds, "positions": positions}
         state["batch"] = self._batch
-        return Saved(self.step, saves.save(self.out, self.step, self._tensors(), state, self.cfg.keep))
+        return Saved(self.step, checkpoints.save(self.out, self.step, self._tensors(), state, self.cfg.keep))
 
     def export(self) -> Path:
         """The averaged weights in the published layout, bf16, with tokenizer and sampler settings."""
         folder = self.out / "model"
         whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.optimizer.average.items()}
-        if saves.first():
+        if checkpoints.first():
             model = DiffusionGemma(self.config)
             model.load_state_dict(whole | self.constants)
             checkpoint.save(model.to(torch.bfloat16), folder, sampler=self.cfg.sampler)
             self.tokenizer.save(folder)
-        saves.barrier()
+        checkpoints.barrier()
         return folder
 
 

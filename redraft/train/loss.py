@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from redraft.config import ModelConfig
-from redraft.kernels import read_vocabulary
+from redraft.kernels import argmax_entropy_sample
 from redraft.model import masks
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.masks import Layout, Spans
@@ -250,7 +250,7 @@ def first_look(
     own_OL = [noise.noisy_BL[:0]]
     for part in (slice(part.start, min(part.stop, own)) for part in parts if part.start < own):
         logits_NLV = tempered(model, hidden_RLD[part], noise.temperature_R[part])
-        belief = read_vocabulary(logits_NLV, noise.uniform_OL[part])
+        belief = argmax_entropy_sample(logits_NLV, noise.uniform_OL[part])
         sure_NL = (belief.entropy_BC < noise.nats_O[part, None]) & (noisy_RL[part] != clean_RL[part])
         own_OL.append(torch.where(sure_NL, belief.sampled_BC, noisy_RL[part]))
     return soft_BLD, torch.cat([*own_OL, noise.noisy_BL[own:]])

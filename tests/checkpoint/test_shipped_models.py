@@ -14,7 +14,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 import redraft
 from redraft.diffusion.generate import Finished, generate
-from redraft.train import evals
+from redraft.train.evals import measures
 from redraft.writer import SHIPPED
 
 CARD = (SHIPPED / "README.md").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def test_stories_are_made_of_words(writer):
 
 
 def test_struck_words_are_mended_and_the_others_kept(writer):
-    kept, mended = evals.repair(writer.model, writer.tokenizer, [STORY], 64)[0.3]
+    kept, mended = measures.repair(writer.model, writer.tokenizer, [STORY], 64)[0.3]
     assert kept > 0.9
     assert mended > 0.5
 

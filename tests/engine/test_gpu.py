@@ -147,8 +147,8 @@ def test_the_vocabulary_kernel_finds_the_same_tokens(dtype):
         heat = torch.linspace(0.4, 0.8, 256, device="cuda")
         uniform = torch.rand(256, dtype=torch.float64, device="cuda")
         shaped = reference.softcap_(raw.clone(), 30.0) / heat[:, None]
-        theirs = reference.read_vocabulary(shaped[:, None], uniform[:, None])
-        mine = vocabulary.read_vocabulary(raw, 30.0, heat, uniform)
+        theirs = reference.argmax_entropy_sample(shaped[:, None], uniform[:, None])
+        mine = vocabulary.argmax_entropy_sample(raw, 30.0, heat, uniform)
         assert torch.equal(mine.best_N, theirs.best_BC[:, 0])
         # A draw on the border of two tokens may find either: sums of 262,144 numbers are not alike to the last bit.
         upto = shaped.double().softmax(dim=-1).cumsum(dim=-1)

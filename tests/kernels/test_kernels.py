@@ -74,7 +74,7 @@ def test_experts_equal_a_loop_over_tokens(tokens, experts, top):
 def test_reading_the_vocabulary(vocab, scale):
     logits, uniform = scale * torch.randn(2, 5, vocab), torch.rand(2, 5, dtype=torch.float64)
     probs = logits.double().softmax(-1)
-    belief = kernels.read_vocabulary(logits, uniform)
+    belief = kernels.argmax_entropy_sample(logits, uniform)
     assert torch.equal(belief.best_BC, logits.argmax(-1))
     truth = -(probs * probs.clamp(min=1e-300).log()).sum(-1)
     assert (belief.entropy_BC - truth).abs().max() < 1e-5
@@ -91,7 +91,7 @@ def test_nearly_certain_entropy_is_not_lost_to_rounding():
     logits[..., 5] = 30.0
     probs = logits.double().softmax(-1)
     truth = -(probs * probs.log()).sum()
-    assert abs(kernels.read_vocabulary(logits, torch.rand(1, 1)).entropy_BC - truth) < 1e-7 < truth
+    assert abs(kernels.argmax_entropy_sample(logits, torch.rand(1, 1)).entropy_BC - truth) < 1e-7 < truth
 
 
 def test_samples_follow_the_probabilities():

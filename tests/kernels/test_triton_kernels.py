@@ -193,8 +193,8 @@ def test_one_pass_over_the_vocabulary(vocab):
     heat, uniform = heat.to(DEVICE), uniform.to(DEVICE)
     uniform[0], uniform[1] = 0.0, 1 - 2**-53
     shaped = reference_vocabulary.softcap_(raw.clone(), 30.0) / heat[:, None]
-    theirs = reference_vocabulary.read_vocabulary(shaped[:, None], uniform[:, None])
-    mine = vocabulary.read_vocabulary(raw, 30.0, heat, uniform)
+    theirs = reference_vocabulary.argmax_entropy_sample(shaped[:, None], uniform[:, None])
+    mine = vocabulary.argmax_entropy_sample(raw, 30.0, heat, uniform)
     assert torch.equal(mine.best_N, theirs.best_BC[:, 0])
     assert torch.equal(mine.sampled_N, theirs.sampled_BC[:, 0])
     assert near(mine.entropy_N, theirs.entropy_BC[:, 0])

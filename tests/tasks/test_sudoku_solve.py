@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_boards import CONFIG
+from test_sudoku_task import CONFIG
 
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints

@@ -32,7 +32,7 @@ class Read(NamedTuple):
     mass_N: Tensor  # sum of exponentials of the rounded logits below the rounded top
 
 
-def read_vocabulary(raw_NV: Tensor, cap: float, temperature_N: Tensor, uniform_N: Tensor) -> Read:
+def argmax_entropy_sample(raw_NV: Tensor, cap: float, temperature_N: Tensor, uniform_N: Tensor) -> Read:
     """Best token, entropy and a sample of softmax(softcap(raw) / temperature)."""
     n, vocab = raw_NV.shape
     device, chunk = raw_NV.device, min(CHUNK, max(BLOCK, triton.next_power_of_2(vocab)))

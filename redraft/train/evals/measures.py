@@ -25,9 +25,9 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion import generate
-from redraft.diffusion.autoregressive import speak
+from redraft.diffusion.autoregressive import generate_autoregressive
 from redraft.engine import Engine
-from redraft.kernels import read_vocabulary
+from redraft.kernels import argmax_entropy_sample
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.masks import Layout
 from redraft.tasks.edit import redrafted
@@ -247,7 +247,7 @@ def spoken(
     ended = [False] * count
     for _ in range(sampler.max_new_tokens):
         uniform_B1 = torch.rand(count, 1, generator=generator, dtype=torch.float64).to(model.device)
-        next_B1 = read_vocabulary(model.head(last_B1D) / temperature, uniform_B1).sampled_BC
+        next_B1 = argmax_entropy_sample(model.head(last_B1D) / temperature, uniform_B1).sampled_BC
         for row, token in enumerate(next_B1.flatten().tolist()):
             if not ended[row]:
                 rows[row].append(token)
@@ -280,7 +280,7 @@ class Comparison:
         return self.drafted / self.spoken if self.spoken is not None else None
 
 
-def compare(pages: Sampled, prompt: str, judge: Judge, speak: Callable[[float], Sampled]) -> Comparison:
+def compare(pages: Sampled, prompt: str, judge: Judge, generate_autoregressive: Callable[[float], Sampled]) -> Comparison:
     """Perplexity of drafted samples against spoken ones at matched entropy.
 
     Spoken samples at falling temperatures trace a curve of entropy and perplexity; the log perplexity between two points of
@@ -288,7 +288,7 @@ def compare(pages: Sampled, prompt: str, judge: Judge, speak: Callable[[float], 
     """
     curve = []
     for temperature in TEMPERATURES:
-        voices = speak(temperature)
+        voices = generate_autoregressive(temperature)
         perplexity = judge([prompt + text for text in voices.texts])
         curve.append((temperature, voices.entropy, perplexity, voices.length))
     points = sorted((entropy, math.log(perplexity)) for _, entropy, perplexity, _ in curve if entropy is not None)
@@ -401,7 +401,7 @@ def continued(model: DiffusionGemma, tokenizer: Tokenizer, taken: Sequence[Hole]
 def greedy(model: DiffusionGemma, ids: Sequence[int], most: int, over: Callable[[list[int]], bool]) -> list[int]:
     """The likeliest token after token behind these, up to the one with which it is over, that one left out."""
     said: list[int] = []
-    for token in speak(model, ids, most):
+    for token in generate_autoregressive(model, ids, most):
         if token in model.config.eos_token_ids or over([*said, token]):
             break
         said.append(token)

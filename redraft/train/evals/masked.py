@@ -11,7 +11,7 @@ from redraft.constraints.constraints import NEVER
 from redraft.diffusion import rng
 from redraft.diffusion.generate import prefill
 from redraft.diffusion.sampler import accept, temperature
-from redraft.kernels import read_vocabulary
+from redraft.kernels import argmax_entropy_sample
 from redraft.model.diffusion_gemma import DiffusionGemma
 
 
@@ -31,7 +31,7 @@ def fill_masks(model: DiffusionGemma, prompts: list[list[int]], cfg: SamplerConf
         logits_BCV = model.denoise(canvas_BC, soft_BCD, cache)
         logits_BCV[..., mask] = NEVER
         shaped_BCV = logits_BCV / temperature(step, cfg)
-        belief = read_vocabulary(shaped_BCV, draws.uniform(step + 1, length))
+        belief = argmax_entropy_sample(shaped_BCV, draws.uniform(step + 1, length))
         doubt_BC = torch.where(open_BC, belief.entropy_BC, torch.inf)
         least_B = -(-open_BC.sum(dim=-1) // (cfg.max_steps - step))  # shared out over the steps left
         chosen_BC = accept(doubt_BC, cfg.entropy_bound, least_B) & open_BC

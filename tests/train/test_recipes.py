@@ -10,38 +10,40 @@ import torch
 from test_loop import config
 
 import redraft
-from redraft.train import curves, evals, recipes
-from redraft.train.boards import PuzzleConfig
+from redraft.train import plot
 from redraft.train.data import MARKS
-from redraft.train.judge import vocabulary
+from redraft.train.evals import measures
+from redraft.train.evals.judge import vocabulary
 from redraft.train.loop import Trainer
+from redraft.train.recipe import change_setting, load_recipe
+from redraft.train.sudoku_task import PuzzleConfig
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "redraft" / "train" / "recipes"))
 import toy  # noqa: E402
 
 
 def test_the_recipes_at_hand_load_and_say_what_they_cost(tmp_path):
-    for path in sorted((ROOT / "recipes").glob("*.py")):
-        loaded = recipes.load(path.stem, tmp_path / path.stem)
+    for path in sorted((ROOT / "redraft" / "train" / "recipes").glob("[!_]*.py")):
+        loaded = load_recipe(path.stem, tmp_path / path.stem)
         assert loaded.model.vocab_size >= 262 or isinstance(loaded.data, PuzzleConfig)
         assert max(loaded.model.image_token_ids) < len(MARKS)
         assert "ost" in path.read_text().split('"""')[1], f"{path} does not say what it costs"
-        assert recipes.load(str(path), tmp_path / path.stem) == loaded
+        assert load_recipe(str(path), tmp_path / path.stem) == loaded
 
 
 @pytest.mark.slow
 def test_toy_learns_its_grammar(tmp_path):
     """The losses its docstring states, and at least half of the words it writes are words; of noise, not one in fifty is."""
     changes = ["save_every=400", "report_every=20"]
-    trainer = Trainer(recipes.load("toy", tmp_path, changes), tmp_path)
+    trainer = Trainer(load_recipe("toy", tmp_path, changes), tmp_path)
     *reports, _, ended = trainer.run()
     assert reports[0].denoiser > 2.5
     assert reports[-1].denoiser < 0.65
     assert reports[-1].ar < 0.42
     assert reports[-1].idle > 0.2
     writer = redraft.load(ended.model, dtype="float32")
-    pages = evals.drafted(writer.model, writer.tokenizer, "the ", 16, writer.sampler)
+    pages = measures.drafted(writer.model, writer.tokenizer, "the ", 16, writer.sampler)
     assert share_of_words(["the " + text for text in pages.texts]) > 0.5
     noise = [writer.tokenizer.decode(torch.randint(6, 262, (96,)).tolist()) for _ in range(16)]
     assert share_of_words(noise) < 0.02
@@ -54,7 +56,7 @@ def share_of_words(texts: list[str]) -> float:
 
 
 def test_the_shipped_model_fits_its_folder(tmp_path):
-    model = recipes.load("tiny", tmp_path).model
+    model = load_recipe("tiny", tmp_path).model
     assert model.parameter_counts()["total"] * 2 < 32 * 2**20 - 400_000
     assert model.num_experts > model.top_k_experts
 
@@ -73,7 +75,7 @@ def test_the_shipped_model_fits_its_folder(tmp_path):
     ],
 )
 def test_a_value_is_replaced(tmp_path, change, read):
-    assert read(recipes.changed(config(tmp_path), change))
+    assert read(change_setting(config(tmp_path), change))
 
 
 @pytest.mark.parametrize(
@@ -93,27 +95,27 @@ def test_a_value_is_replaced(tmp_path, change, read):
 )
 def test_a_mistake_in_a_change_is_named(tmp_path, change, complaint):
     with pytest.raises(ValueError, match=re.escape(complaint)):
-        recipes.changed(config(tmp_path), change)
+        change_setting(config(tmp_path), change)
 
 
 def test_a_recipe_that_is_not_there_is_said(tmp_path):
     with pytest.raises(ValueError, match="no recipe 'nothing'; known are sudoku, tiny, tiny_sudoku, toy"):
-        recipes.load("nothing", tmp_path)
+        load_recipe("nothing", tmp_path)
     with pytest.raises(ValueError, match=r"no recipe none/x\.py"):
-        recipes.load("none/x.py", tmp_path)
+        load_recipe("none/x.py", tmp_path)
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(ValueError, match="has no function recipe"):
-        recipes.load(str(tmp_path / "empty.py"), tmp_path)
+        load_recipe(str(tmp_path / "empty.py"), tmp_path)
 
 
 def test_curves_become_a_picture(tmp_path):
     lines = [{"tokens": n * 1000, "denoiser": 3 / n, "ar": 2 / n, "rate": 0.5, "balance": 1.1} for n in range(1, 9)]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    curves.draw(tmp_path / "m.jsonl", tmp_path / "c.png")
+    plot.draw(tmp_path / "m.jsonl", tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     (tmp_path / "m.jsonl").write_text("")
     with pytest.raises(ValueError, match="no reports yet"):
-        curves.draw(tmp_path / "m.jsonl", tmp_path / "c.png")
+        plot.draw(tmp_path / "m.jsonl", tmp_path / "c.png")
 
 
 def test_the_judges_vocabulary_merges_the_earliest_pair_first():

@@ -14,11 +14,11 @@ from redraft.diffusion import rng, sampler
 from redraft.tasks.sudoku import encoding, generator, text_encoding
 from redraft.tasks.sudoku.board import CELLS, solves
 from redraft.tasks.sudoku.solve import FORBIDDEN
-from redraft.train import boards
-from redraft.train.boards import BoardObjective, Boards, Places, Pool, PuzzleConfig
+from redraft.train import sudoku_task
 from redraft.train.data import open_text
 from redraft.train.loop import TrainConfig, Trainer, fresh
 from redraft.train.optim import OptimConfig
+from redraft.train.sudoku_task import BoardObjective, Boards, Places, Pool, PuzzleConfig
 
 CONFIG = replace(
     tiny.BASE,
@@ -54,7 +54,7 @@ def config(puzzles: PuzzleConfig, **changes) -> TrainConfig:
 
 
 def test_tokens_are_words_of_their_vocabulary():
-    words = boards.tokenizer()
+    words = sudoku_task.tokenizer()
     assert words.size <= encoding.SIZE
     assert [words.encode(word) for word in encoding.WORDS] == [[i] for i in range(encoding.MARKS, words.size)]
     puzzle = tuple(n % 10 for n in range(CELLS))
@@ -75,7 +75,7 @@ def test_puzzles_drawn_from_the_pool_keep_their_solutions(puzzles):
 
 
 def test_puzzles_as_texts(puzzles, tmp_path):
-    boards.write_texts(puzzles, tmp_path / "p.jsonl.gz", count=30, clues=(62, 66))
+    sudoku_task.write_texts(puzzles, tmp_path / "p.jsonl.gz", count=30, clues=(62, 66))
     with open_text(tmp_path / "p.jsonl.gz") as file:
         records = [json.loads(line) for line in file]
     assert len(records) == 30
@@ -122,7 +122,7 @@ def test_a_pass_that_learns_is_what_generation_computes(puzzles):
             places = Places.empty(3, torch.device("cpu"))
             places.puzzle_BC, places.solution_BC = drawn, solved
             places.temperature_B[:], places.bound_B[:] = 0.7, 0.5
-            boards.advance(places, got, 4, chance())
+            sudoku_task.advance(places, got, 4, chance())
             state, shaped = sampler.step(logits, state, settings, draws, fixed)
             soft, probs = model.soft_embed(shaped), places.probs_BCG
             believed = shaped.softmax(dim=-1)[..., list(encoding.DIGITS)]
@@ -134,15 +134,15 @@ def test_a_pass_that_learns_is_what_generation_computes(puzzles):
 
 def test_a_solved_puzzle_leaves_and_an_unsolved_one_is_given_up(puzzles):
     places, pool = Places.empty(2, torch.device("cpu")), Pool(puzzles, torch.device("cpu"))
-    boards.refill(places, pool, puzzles, chance())
+    sudoku_task.refill(places, pool, puzzles, chance())
     first = places.puzzle_BC.clone()
     sure = torch.nn.functional.one_hot(places.solution_BC - 1, 9).float() * 20
     doubt = torch.stack([sure[0], torch.zeros(CELLS, 9)])
     for number in range(4):
         places.over_B[:] = False
-        boards.advance(places, doubt, 4, chance(number))
+        sudoku_task.advance(places, doubt, 4, chance(number))
         assert places.over_B.tolist() == [number >= 1, number == 3]
-    boards.refill(places, pool, puzzles, chance(9))
+    sudoku_task.refill(places, pool, puzzles, chance(9))
     assert (places.puzzle_BC != first).any(dim=-1).all()
     assert places.passes_B.tolist() == [0, 0]
     assert not places.probs_BCG.any()
@@ -173,7 +173,7 @@ def test_a_few_steps_learn_puzzles_by_heart(puzzles, tmp_path, causal):
 def test_passes_of_one_step_are_learned_together(puzzles):
     """The first pass has a gradient from the second's loss, through what it believed; alone it has none of that."""
     cfg = config(replace(puzzles, together=2, turned=0.0))
-    task = Boards(cfg, CONFIG, boards.tokenizer(), torch.device("cpu"), [0])
+    task = Boards(cfg, CONFIG, sudoku_task.tokenizer(), torch.device("cpu"), [0])
     objective, seen = task.objective(fresh(CONFIG, 0)), []
 
     def compute(ids, probs, *rest):
@@ -181,7 +181,7 @@ def test_passes_of_one_step_are_learned_together(puzzles):
         if seen:
             (gradient,) = torch.autograd.grad(losses.denoiser, seen[-1][1], retain_graph=True)
             assert gradient.abs().sum() > 0
-            assert torch.allclose(probs, boards.tempered(seen[-1][1], task.places[0]).exp())
+            assert torch.allclose(probs, sudoku_task.tempered(seen[-1][1], task.places[0]).exp())
         else:
             assert not probs.requires_grad
         seen.append((losses, logits))
@@ -196,7 +196,9 @@ def test_passes_of_one_step_are_learned_together(puzzles):
 
 def test_turned_boards_keep_what_is_believed_of_them(puzzles):
     """Half of the boards turned: belief and canvas go with the cells and the digits, and the belief keeps its gradient."""
-    task = Boards(config(replace(puzzles, together=2, turned=0.5)), CONFIG, boards.tokenizer(), torch.device("cpu"), [0])
+    task = Boards(
+        config(replace(puzzles, together=2, turned=0.5)), CONFIG, sudoku_task.tokenizer(), torch.device("cpu"), [0]
+    )
     objective, seen = task.objective(fresh(CONFIG, 0)), []
 
     def compute(ids, probs, puzzle, solution):
@@ -206,7 +208,7 @@ def test_turned_boards_keep_what_is_believed_of_them(puzzles):
 
     task.losses(compute, 0, chance())
     (_, puzzle, solution, logits), (probs, turned_puzzle, turned_solution, _) = seen
-    believed = boards.tempered(logits, task.places[0]).exp()
+    believed = sudoku_task.tempered(logits, task.places[0]).exp()
     moved = (puzzle != turned_puzzle).any(dim=1)
     assert 0 < moved.sum() < len(moved)
     assert torch.equal(probs[~moved], believed[~moved])
@@ -235,7 +237,7 @@ def test_what_cannot_be_learned_from_is_refused(puzzles, tmp_path):
     ):
         (tmp_path / "bad.csv").write_text(text)
         with pytest.raises(ValueError, match=words):
-            boards.read_puzzles(str(tmp_path / "bad.csv"))
+            sudoku_task.read_puzzles(str(tmp_path / "bad.csv"))
     wrong = replace(config(puzzles), model=replace(CONFIG, vocab_size=200))
     with pytest.raises(ValueError, match="a vocabulary of 112 tokens, the model 200"):
-        Boards(wrong, wrong.model, boards.tokenizer(), torch.device("cpu"), [0])
+        Boards(wrong, wrong.model, sudoku_task.tokenizer(), torch.device("cpu"), [0])

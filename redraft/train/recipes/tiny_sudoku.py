@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from redraft import checkpoint
-from redraft.train import boards, recipes
-from redraft.train.boards import PuzzleConfig
+from redraft.train import sudoku_task
 from redraft.train.data import DataConfig, Source
 from redraft.train.loop import TrainConfig
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
+from redraft.train.recipe import load_recipe
+from redraft.train.sudoku_task import PuzzleConfig
 
 
 def recipe(folder: Path) -> TrainConfig:
@@ -29,8 +30,8 @@ def recipe(folder: Path) -> TrainConfig:
     )
     texts = folder / "puzzles.jsonl.gz"
     if lists.is_dir():
-        boards.write_texts(puzzles, texts, count=400_000, clues=(30, 40))
-    first = recipes.load("tiny", folder)
+        sudoku_task.write_texts(puzzles, texts, count=400_000, clues=(30, 40))
+    first = load_recipe("tiny", folder)
     return replace(
         first,
         init=str(checkpoint.PACKAGED / "tiny"),

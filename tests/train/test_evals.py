@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from redraft.diffusion.generate import generate
-from redraft.train import evals
-from redraft.train.evals import Hole, Sampled
+from redraft.train.evals import measures
+from redraft.train.evals.measures import Hole, Sampled
 from redraft.train.loss import dense_masks
 
 TOKENIZER = tiny.byte_tokenizer()
@@ -29,7 +29,7 @@ def test_the_bound_is_the_entropy_where_the_model_is_perfect():
         weight = prior[clean] * (t / vocab + a * (clean == noisy))
         # What a denoiser that sees the token itself believes: prior times likelihood.
         logits = prior.log() + F.one_hot(noisy, vocab) * math.log1p(vocab * a / t)
-        total += float((weight * evals.bound(logits, noisy, clean, t)).sum()) / levels
+        total += float((weight * measures.bound(logits, noisy, clean, t)).sum()) / levels
     assert total == pytest.approx(entropy, rel=1e-3)
 
 
@@ -41,7 +41,7 @@ def test_the_bound_is_above_the_entropy_for_any_other_model():
         t = (level + 0.5) / 400
         weight = prior[clean] * (t / vocab + (1 - t) * (clean == noisy))
         logits = wrong.log() + F.one_hot(noisy, vocab) * math.log1p(vocab * (1 - t) / t)
-        total += float((weight * evals.bound(logits, noisy, clean, t)).sum()) / 400
+        total += float((weight * measures.bound(logits, noisy, clean, t)).sum()) / 400
     assert total == pytest.approx(math.log(4), rel=1e-2)  # the cross-entropy of a uniform guess
 
 
@@ -53,7 +53,7 @@ def test_next_token_loss_is_the_plain_sum_however_batched():
         logits = model.head(model.encode(ids, model.new_cache(1, ids.shape[1])))
         nats += float(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
         tokens += ids.shape[1] - 1
-    found = evals.autoregressive(model, TOKENIZER, TEXTS)
+    found = measures.autoregressive(model, TOKENIZER, TEXTS)
     assert found.nats == pytest.approx(nats, rel=1e-5)
     assert found.tokens == tokens
     assert found.nats_per_token == pytest.approx(nats / tokens, rel=1e-5)
@@ -62,10 +62,10 @@ def test_next_token_loss_is_the_plain_sum_however_batched():
 
 def test_a_second_look_is_told_what_the_first_believed():
     model = tiny.build(tiny.BASE)
-    batch = evals.rows_of([TOKENIZER.prompt(text) for text in TEXTS], 8, model.device)
-    noisy = evals.strike(batch, 0.5, tiny.VOCAB, torch.Generator().manual_seed(0))
+    batch = measures.rows_of([TOKENIZER.prompt(text) for text in TEXTS], 8, model.device)
+    noisy = measures.strike(batch, 0.5, tiny.VOCAB, torch.Generator().manual_seed(0))
     assert torch.equal(noisy[~batch.canvas_BL], batch.ids_BL[~batch.canvas_BL])
-    first, second = evals.look(model, batch, noisy, dense_masks(model.config, batch.layout), 2)
+    first, second = measures.look(model, batch, noisy, dense_masks(model.config, batch.layout), 2)
     ids, cache = TOKENIZER.prompt(TEXTS[0]), model.new_cache(1, 64)
     model.encode(torch.tensor([ids[:9]]), cache)  # the start token and the first block of eight
     plain = model.denoise(noisy[:1, 9 : len(ids)], None, cache)
@@ -76,10 +76,10 @@ def test_a_second_look_is_told_what_the_first_believed():
 
 def test_the_bound_of_a_model_is_finite_and_seeded():
     model = tiny.build(tiny.BASE)
-    first, again = (evals.nelbo(model, TOKENIZER, TEXTS, 8, levels=4) for _ in range(2))
+    first, again = (measures.nelbo(model, TOKENIZER, TEXTS, 8, levels=4) for _ in range(2))
     assert first == again
     assert math.isfinite(first.nats)
-    assert first.tokens == evals.autoregressive(model, TOKENIZER, TEXTS).tokens
+    assert first.tokens == measures.autoregressive(model, TOKENIZER, TEXTS).tokens
 
 
 @pytest.mark.parametrize(("answer", "expected"), [("clean", (1.0, 1.0)), ("noisy", (1.0, 0.0))])
@@ -87,15 +87,15 @@ def test_repair_counts_what_is_kept_and_what_is_mended(monkeypatch, answer, expe
     def look(model, batch, noisy_BL, mask_of, looks):
         yield F.one_hot(batch.ids_BL if answer == "clean" else noisy_BL, tiny.VOCAB).float()
 
-    monkeypatch.setattr(evals, "look", look)
-    found = evals.repair(tiny.build(tiny.BASE), TOKENIZER, TEXTS * 4, 8)
-    assert list(found) == list(evals.LEVELS)
+    monkeypatch.setattr(measures, "look", look)
+    found = measures.repair(tiny.build(tiny.BASE), TOKENIZER, TEXTS * 4, 8)
+    assert list(found) == list(measures.LEVELS)
     assert set(found.values()) == {expected}
 
 
 def test_drafted_samples_are_what_users_get():
     model, sampler = tiny.decided(tiny.BASE), tiny.sampler(max_new_tokens=32)
-    found = evals.drafted(model, TOKENIZER, "Hi", 3, sampler, seed=7)
+    found = measures.drafted(model, TOKENIZER, "Hi", 3, sampler, seed=7)
     *_, end = generate(model, [TOKENIZER.prompt("Hi")], sampler, seeds=[8])
     kept = [i for i in end.ids_BT[0, : end.stats[0].new_tokens].tolist() if i not in sampler.eos_token_ids]
     assert found.ids[1] == kept
@@ -105,7 +105,7 @@ def test_drafted_samples_are_what_users_get():
 
 def test_cold_speech_is_the_likeliest_token_after_token():
     model, sampler = tiny.build(tiny.BASE), tiny.sampler(max_new_tokens=6)
-    found = evals.spoken(model, TOKENIZER, "Hi", 2, sampler, temperature=1e-3)
+    found = measures.spoken(model, TOKENIZER, "Hi", 2, sampler, temperature=1e-3)
     ids = TOKENIZER.prompt("Hi")
     for _ in range(6):
         row = torch.tensor([ids])
@@ -114,22 +114,22 @@ def test_cold_speech_is_the_likeliest_token_after_token():
             break
     expected = [i for i in ids[len(TOKENIZER.prompt("Hi")) :] if i not in sampler.eos_token_ids]
     assert found.ids == [expected, expected]
-    warm = evals.spoken(model, TOKENIZER, "Hi", 8, sampler, temperature=1.0, seed=3)
+    warm = measures.spoken(model, TOKENIZER, "Hi", 8, sampler, temperature=1.0, seed=3)
     assert len({tuple(ids) for ids in warm.ids}) > 1
 
 
 def test_samples_are_compared_at_the_same_entropy():
-    def speak(temperature: float) -> Sampled:
+    def generate_autoregressive(temperature: float) -> Sampled:
         return Sampled([f"{temperature}"], [varied(round(80 * temperature))], 1.0)
 
     pages = Sampled(["pages"], [varied(74)], 6.0)  # between 1.0 and 0.85, which have 80 and 68
-    found = evals.compare(pages, "", judged, speak)
+    found = measures.compare(pages, "", judged, generate_autoregressive)
     low, at, high = (Sampled([""], [varied(count)], 1.0).entropy for count in (68, 74, 80))
     assert found.spoken == pytest.approx(math.exp(0.85 + 0.15 * (at - low) / (high - low)))
     assert found.ratio == pytest.approx(9.0 / found.spoken)
-    assert [point[0] for point in found.curve] == list(evals.TEMPERATURES)
+    assert [point[0] for point in found.curve] == list(measures.TEMPERATURES)
     for strange in (varied(2), [1, 2, 3]):  # more alike than any speech, and too short to say
-        assert evals.compare(Sampled(["pages"], [strange], 6.0), "", judged, speak).ratio is None
+        assert measures.compare(Sampled(["pages"], [strange], 6.0), "", judged, generate_autoregressive).ratio is None
 
 
 def judged(texts):
@@ -138,13 +138,13 @@ def judged(texts):
 
 def varied(count):
     """A text of WINDOW tokens and more, `count` different ones in its window."""
-    return [min(at, count - 1) for at in range(evals.WINDOW)] + [*range(1000, 1020)]
+    return [min(at, count - 1) for at in range(measures.WINDOW)] + [*range(1000, 1020)]
 
 
 def test_entropy_is_of_as_many_tokens_of_every_text():
-    same, two = [1] * evals.WINDOW, [1, 2] * (evals.WINDOW // 2)
+    same, two = [1] * measures.WINDOW, [1, 2] * (measures.WINDOW // 2)
     assert Sampled([""], [same], 1.0).entropy == 0
-    assert Sampled([""] * 2, [same, [2] * evals.WINDOW], 1.0).entropy == pytest.approx(math.log(2))  # taken together
+    assert Sampled([""] * 2, [same, [2] * measures.WINDOW], 1.0).entropy == pytest.approx(math.log(2))  # taken together
     assert Sampled([""] * 3, [two, two + [3] * 50, [4, 5, 6]], 1.0).entropy == pytest.approx(math.log(2))
     assert Sampled([""], [[1, 2]], 1.0).entropy is None
     assert Sampled([""] * 2, [[1, 2], [1] * 6], 1.0).length == 4
@@ -156,13 +156,15 @@ CODE = "def f(x):\n    'what it does'\n    y = x + 1\n    if y:\n        return 
 def test_a_hole_is_a_line_and_what_stands_around_it():
     seen = set()
     for seed in range(30):
-        (hole,) = evals.holes(TOKENIZER, [CODE], longest=64, seed=seed)
+        (hole,) = measures.holes(TOKENIZER, [CODE], longest=64, seed=seed)
         assert [*hole.before, *hole.line, *hole.after] == TOKENIZER.encode(CODE)
         seen.add(TOKENIZER.decode(hole.line))
     assert seen == {"y = x + 1", "if y:", "return y"}  # no signature, no words, not the last
-    assert {TOKENIZER.decode(evals.holes(TOKENIZER, [CODE], 6, s)[0].line) for s in range(9)} == {"if y:"}
-    assert evals.holes(TOKENIZER, ["one line", "x\n\n.\ny", "def f():\n    'only words'\n", "x = 1\ny = 2\nz = 3"], 64) == []
-    assert evals.first_statement("    def f(self):\n        pass") == 2
+    assert {TOKENIZER.decode(measures.holes(TOKENIZER, [CODE], 6, s)[0].line) for s in range(9)} == {"if y:"}
+    assert (
+        measures.holes(TOKENIZER, ["one line", "x\n\n.\ny", "def f():\n    'only words'\n", "x = 1\ny = 2\nz = 3"], 64) == []
+    )
+    assert measures.first_statement("    def f(self):\n        pass") == 2
 
 
 @pytest.mark.parametrize("length", [1, 60])
@@ -170,18 +172,18 @@ def test_filling_keeps_everything_around_and_the_length(length):
     model, sampler = tiny.decided(tiny.BASE), tiny.sampler(canvas_length=32, max_steps=4)
     text = TOKENIZER.encode("a" * length)
     hole = Hole(text, TOKENIZER.encode("12345"), TOKENIZER.encode("z" * length))
-    plan = evals._on_canvas(hole, sampler)
+    plan = measures._on_canvas(hole, sampler)
     assert plan.given == (0 if length == 1 else 60 - 13)
     assert {plan.pins[at] for at in range(plan.first)} == {text[0]}
-    (answer,) = evals.filled(model, TOKENIZER, [hole], sampler)
+    (answer,) = measures.filled(model, TOKENIZER, [hole], sampler)
     assert len(answer) == 5
-    assert evals.exact([answer, hole.line], [hole, hole]) >= 0.5
+    assert measures.exact([answer, hole.line], [hole, hole]) >= 0.5
 
 
 def test_left_to_right_stops_at_the_newline():
     model = tiny.build(tiny.BASE)
     hole = Hole(TOKENIZER.encode("def"), TOKENIZER.encode("abc"), TOKENIZER.encode("\nx"))
-    (said,) = evals.continued(model, TOKENIZER, [hole])
+    (said,) = measures.continued(model, TOKENIZER, [hole])
     assert len(said) <= 2 * 3 + 8
     newline = TOKENIZER.encode("\n")[0]
     assert newline not in said

@@ -1,4 +1,4 @@
-"""The scores of a model card, a task each: which texts, which protocol, which numbers. What they mean is in `evals.py`."""
+"""The scores of a model card, a task each: which texts, which protocol, which numbers. What they mean is in `measures.py`."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -10,10 +10,10 @@ from typing import Any
 from redraft.config import SamplerConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train import board_scores, evals, extraction
-from redraft.train import infill as missing
 from redraft.train.data import open_text
-from redraft.train.judge import LlamaJudge
+from redraft.train.evals import extraction, measures, sudoku_lists
+from redraft.train.evals import infill as infill_cases
+from redraft.train.evals.judge import LlamaJudge
 
 PROMPT = "Once upon a time"
 
@@ -36,8 +36,8 @@ def stories(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig,
     """Likelihood and repair on real TinyStories: paragraphs of more than 300 characters, each alone."""
     texts = paragraphs(options.data / "stories/tinystories_val_a.txt.xz", options.count)
     block = options.canvas or 64
-    spoken = evals.autoregressive(model, tokenizer, texts)
-    denoised = evals.nelbo(model, tokenizer, texts, block, options.levels)
+    spoken = measures.autoregressive(model, tokenizer, texts)
+    denoised = measures.nelbo(model, tokenizer, texts, block, options.levels)
     found = {
         "texts": len(texts),
         "block": block,
@@ -47,7 +47,7 @@ def stories(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig,
         "nelbo_over_ar": denoised.nats / spoken.nats,
     }
     for looks in (1, 2):
-        for level, (kept, mended) in evals.repair(model, tokenizer, texts, block, looks).items():
+        for level, (kept, mended) in measures.repair(model, tokenizer, texts, block, looks).items():
             found |= {f"kept_{level}_look{looks}": kept, f"mended_{level}_look{looks}": mended}
     return found
 
@@ -62,12 +62,12 @@ def samples(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig,
     """Drafted stories beside spoken ones of the same weights and the same entropy, under a judge."""
     sampler = sampler.changed(canvas_length=options.canvas)
     judge = LlamaJudge(options.judge, model.device)
-    pages = evals.drafted(model, tokenizer, PROMPT, options.count, sampler)
+    pages = measures.drafted(model, tokenizer, PROMPT, options.count, sampler)
 
-    def speak(temperature: float) -> evals.Sampled:
-        return evals.spoken(model, tokenizer, PROMPT, options.count, sampler, temperature)
+    def generate_autoregressive(temperature: float) -> measures.Sampled:
+        return measures.spoken(model, tokenizer, PROMPT, options.count, sampler, temperature)
 
-    found = evals.compare(pages, PROMPT, judge, speak)
+    found = measures.compare(pages, PROMPT, judge, generate_autoregressive)
     return {
         "samples": options.count,
         "canvas": sampler.canvas_length,
@@ -88,17 +88,17 @@ def code(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, op
     Packages copy from one another: a hole is new if no training function has its line between the same two neighbours.
     """
     sampler = sampler.changed(canvas_length=options.canvas)
-    taken = evals.holes(tokenizer, functions(options.data / "code/pyfuncs_eval.jsonl.xz"), longest=32)[: options.count]
+    taken = measures.holes(tokenizer, functions(options.data / "code/pyfuncs_eval.jsonl.xz"), longest=32)[: options.count]
     known = {three for text in functions(options.data / "code/pyfuncs_train.jsonl.xz") for three in threes(text)}
     new = [place(tokenizer, hole) not in known for hole in taken]
     found = {"holes": len(taken), "new": sum(new), "canvas": sampler.canvas_length}
     ways = {
-        "filled": evals.filled(model, tokenizer, taken, sampler),
-        "left_to_right": evals.continued(model, tokenizer, taken),
+        "filled": measures.filled(model, tokenizer, taken, sampler),
+        "left_to_right": measures.continued(model, tokenizer, taken),
     }
     for way, answers in ways.items():
-        found[way] = evals.exact(answers, taken)
-        found[f"{way}_new"] = evals.exact(list(compress(answers, new)), list(compress(taken, new)))
+        found[way] = measures.exact(answers, taken)
+        found[f"{way}_new"] = measures.exact(list(compress(answers, new)), list(compress(taken, new)))
     return found
 
 
@@ -107,22 +107,22 @@ def infill(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, 
     folder = options.data / "code"
     code = functions(folder / "pyfuncs_eval.jsonl.xz")
     sets = {
-        "lines": list(missing.lines(code)),
-        "words": list(missing.words(code)),
+        "lines": list(infill_cases.lines(code)),
+        "words": list(infill_cases.words(code)),
         "sentences": list(
-            missing.sentences(paragraphs(options.data / "stories/tinystories_val_a.txt.xz", 4 * options.count))
+            infill_cases.sentences(paragraphs(options.data / "stories/tinystories_val_a.txt.xz", 4 * options.count))
         ),
-        "single": list(missing.humaneval(folder / "HumanEval-SingleLineInfilling.jsonl.gz")),
-        "spans": list(missing.humaneval(folder / "HumanEval-RandomSpanInfillingLight.jsonl.gz")),
+        "single": list(infill_cases.humaneval(folder / "HumanEval-SingleLineInfilling.jsonl.gz")),
+        "spans": list(infill_cases.humaneval(folder / "HumanEval-RandomSpanInfillingLight.jsonl.gz")),
     }
     found: dict[str, Any] = {}
     for name, parts in sets.items():
-        fit = (one for one in parts if len(tokenizer.encode(one.part)) <= missing.LONGEST)
+        fit = (one for one in parts if len(tokenizer.encode(one.part)) <= infill_cases.LONGEST)
         taken = list(islice(fit, options.count))
         found[name] = {"holes": len(taken)}
-        for way, put_back in missing.ways(model, tokenizer, sampler).items():
+        for way, put_back in infill_cases.ways(model, tokenizer, sampler).items():
             tell = _counted(f"{name}, {way}", len(taken), options)
-            found[name][way] = missing.score(taken, put_back, tokenizer, tell)
+            found[name][way] = infill_cases.score(taken, put_back, tokenizer, tell)
     return found
 
 
@@ -136,7 +136,7 @@ def schema(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, 
 def edit(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """One token in twenty struck in paragraphs of real TinyStories, then edited: repaired, and spoiled on the way."""
     texts = paragraphs(options.data / "stories/tinystories_val_a.txt.xz", options.count)
-    found = evals.mended(model, tokenizer, texts, sampler.changed(canvas_length=options.canvas))
+    found = measures.mended(model, tokenizer, texts, sampler.changed(canvas_length=options.canvas))
     return {"texts": len(texts), **asdict(found)}
 
 
@@ -144,7 +144,7 @@ def sudoku(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, 
     """Puzzles solved, list by list, on one canvas and with check and restarts; a picture of it where one is asked for."""
     rows, found = _rows(model), {}
     for listed in list(puzzle_lists(options)):  # a list that is not there is noticed before anything is scored
-        found[listed.name] = board_scores.score(
+        found[listed.name] = sudoku_lists.score(
             model,
             listed,
             sampler,
@@ -153,19 +153,19 @@ def sudoku(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, 
             tell=_counted(listed.name, len(listed.puzzles), options),
         )
     if options.picture:
-        board_scores.draw(found, options.picture)
+        sudoku_lists.draw(found, options.picture)
     return found
 
 
 def sudoku_spoken(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """The same lists by a model that was trained to solve them left to right."""
-    return {listed.name: board_scores.spoken(model, listed, _rows(model)) for listed in puzzle_lists(options)}
+    return {listed.name: sudoku_lists.spoken(model, listed, _rows(model)) for listed in puzzle_lists(options)}
 
 
 def sudoku_written(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Generated puzzles of 30 to 40 clues as prompts, for a model that writes text."""
-    listed = board_scores.generated(options.count, most=40)
-    return board_scores.written(model, tokenizer, listed, sampler.changed(canvas_length=options.canvas), _rows(model))
+    listed = sudoku_lists.generated(options.count, most=40)
+    return sudoku_lists.written(model, tokenizer, listed, sampler.changed(canvas_length=options.canvas), _rows(model))
 
 
 def _rows(model: DiffusionGemma) -> int:
@@ -173,11 +173,11 @@ def _rows(model: DiffusionGemma) -> int:
     return 1024 if model.device.type == "cuda" else 64
 
 
-def puzzle_lists(options: Options) -> Iterator[board_scores.Listed]:
+def puzzle_lists(options: Options) -> Iterator[sudoku_lists.Listed]:
     """The generated puzzles, then the lists at hand."""
-    yield board_scores.generated(options.count)
-    for name in board_scores.LISTS:
-        yield board_scores.read(options.data / "sudoku", name, options.count)
+    yield sudoku_lists.generated(options.count)
+    for name in sudoku_lists.LISTS:
+        yield sudoku_lists.read(options.data / "sudoku", name, options.count)
 
 
 def _counted(what: str, count: int, options: Options) -> Callable[[int], None]:
@@ -197,7 +197,7 @@ def threes(text: str) -> Iterator[tuple[str, str, str]]:
     return zip(lines, lines[1:], lines[2:], strict=False)
 
 
-def place(tokenizer: Tokenizer, hole: evals.Hole) -> tuple[str, str, str]:
+def place(tokenizer: Tokenizer, hole: measures.Hole) -> tuple[str, str, str]:
     """The line of a hole between its neighbours."""
     before, line, after = (tokenizer.decode(ids).strip() for ids in (hole.before, hole.line, hole.after))
     return before.split("\n")[-1].strip(), line, after.split("\n")[0].strip()

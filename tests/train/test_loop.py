@@ -15,13 +15,13 @@ import torch
 
 from redraft import checkpoint
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train import saves
+from redraft.train import checkpoints
 from redraft.train.data import DataConfig, Source
 from redraft.train.loop import Ended, Report, Saved, TrainConfig, Trainer, computed_in, fresh
 from redraft.train.loss import LossConfig, Objective
 from redraft.train.optim import OptimConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def config(folder: Path, **changes: object) -> TrainConfig:
@@ -193,7 +193,7 @@ tensors = {"a": torch.full((1000,), 1.0), "b": torch.full((3, 3), 1.0)}
 
 
 def one_life(out, at):
-    saves.save(out, 1, tensors, {"value": 1.0}, 1)
+    checkpoints.save(out, 1, tensors, {"value": 1.0}, 1)
     seen = 0
 
     def watch(event, arguments):
@@ -207,7 +207,7 @@ def one_life(out, at):
     sys.addaudithook(watch)
     for tensor in tensors.values():
         tensor.fill_(2.0)
-    saves.save(out, 2, tensors, {"value": 2.0}, 1)
+    checkpoints.save(out, 2, tensors, {"value": 2.0}, 1)
 
 
 at, status = 0, -1
@@ -230,11 +230,11 @@ def test_a_killed_run_leaves_no_checkpoint_that_loads_wrongly(tmp_path):
     for at in range(1, len(codes) + 1):
         out = tmp_path / str(at)
         tensors = {"a": torch.zeros(1000), "b": torch.zeros(3, 3)}
-        state = saves.load(saves.latest(out), tensors)
+        state = checkpoints.load(checkpoints.latest(out), tensors)
         assert all((tensor == state["value"]).all() for tensor in tensors.values())
         outcomes.append(state["value"])
-        saves.save(out, 2, tensors, {"value": 3.0}, 1)  # what was left behind is in nobody's way
-        assert saves.load(saves.latest(out), tensors) == {"value": 3.0}
+        checkpoints.save(out, 2, tensors, {"value": 3.0}, 1)  # what was left behind is in nobody's way
+        assert checkpoints.load(checkpoints.latest(out), tensors) == {"value": 3.0}
     assert len(outcomes) >= 6
     assert outcomes == sorted(outcomes)  # the old one, then from the rename on the new one
     assert set(outcomes[:-1]) == {1.0, 2.0}

@@ -5,7 +5,7 @@ import json
 import jsonschema
 import tiny
 
-from redraft.train import extraction
+from redraft.train.evals import extraction
 
 
 def test_records_satisfy_their_schemas_which_grow():

@@ -9,10 +9,10 @@ from typing import Any
 
 from redraft.train.loop import TrainConfig
 
-FOLDERS = (Path("recipes"), Path(__file__).parents[2] / "recipes")  # where one works, and beside the package
+FOLDERS = (Path("recipes"), Path(__file__).with_name("recipes"))  # the ones of the user, and ours
 
 
-def load(name: str, out: Path, changes: Sequence[str] = ()) -> TrainConfig:
+def load_recipe(name: str, out: Path, changes: Sequence[str] = ()) -> TrainConfig:
     """The configuration of a recipe, given by name or by path, with changes such as "optim.warmup=20"."""
     path = _find(name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -24,7 +24,7 @@ def load(name: str, out: Path, changes: Sequence[str] = ()) -> TrainConfig:
         raise ValueError(f"{path} has no function recipe(folder)")
     config = module.recipe(out)
     for change in changes:
-        config = changed(config, change)
+        config = change_setting(config, change)
     return config
 
 
@@ -33,13 +33,13 @@ def _find(name: str) -> Path:
         if not Path(name).is_file():
             raise ValueError(f"there is no recipe {name}")
         return Path(name)
-    known = {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("*.py"))}
+    known = {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("[!_]*.py"))}
     if name not in known:
         raise ValueError(f"there is no recipe {name!r}; known are {', '.join(sorted(known)) or 'none'}, or give a path")
     return known[name]
 
 
-def changed(config: Any, change: str) -> Any:
+def change_setting(config: Any, change: str) -> Any:
     """The configuration with one value replaced: "steps=100", "optim.warmup=20", "data.blocks=[32, 64]"."""
     key, equals, text = change.partition("=")
     if not equals:

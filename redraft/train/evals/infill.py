@@ -26,7 +26,7 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tasks.infill import Filler, Template
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.data import open_text
-from redraft.train.evals import first_statement, greedy
+from redraft.train.evals.measures import first_statement, greedy
 
 LONGEST = 32  # tokens of a part that is taken out, and of a hole of unknown length
 END = r"[.!?]+[\"']?(?=\s)"  # of a sentence

@@ -35,7 +35,7 @@ from redraft.tasks.sudoku import generator as boards
 from redraft.tasks.sudoku.board import CELLS, Board, BoardError, parse
 from redraft.tasks.sudoku.views import View
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train import saves
+from redraft.train import checkpoints
 from redraft.train.data import MARKS, open_text
 from redraft.train.loss import Losses, imbalance
 
@@ -112,7 +112,7 @@ def read_puzzles(path: str) -> tuple[np.ndarray, np.ndarray]:
 
 def make_puzzles(cfg: PuzzleConfig, device: torch.device) -> tuple[np.ndarray, np.ndarray]:
     """Generated puzzles, from the file of an earlier call where there is one."""
-    if saves.first() and not Path(cfg.kept).exists():
+    if checkpoints.first() and not Path(cfg.kept).exists():
         chance, found = torch.Generator(device).manual_seed(cfg.seed), []
         for begin in range(0, cfg.generated, AT_ONCE):
             full_NC = boards.full_boards(min(AT_ONCE, cfg.generated - begin), chance, device)
@@ -124,7 +124,7 @@ def make_puzzles(cfg: PuzzleConfig, device: torch.device) -> tuple[np.ndarray, n
         part.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(part, puzzles=puzzles, solutions=solutions)
         part.replace(cfg.kept)
-    saves.barrier()
+    checkpoints.barrier()
     with np.load(cfg.kept) as file:
         return file["puzzles"], file["solutions"]
 
@@ -156,9 +156,9 @@ def write_texts(cfg: PuzzleConfig, path: Path, count: int, clues: tuple[int, int
     Written once, by the first process; the others wait.
     """
     pool = Pool(cfg, torch.device("cpu"))  # all processes make one, since they wait for one another in it
-    if saves.first() and not path.exists():
+    if checkpoints.first() and not path.exists():
         _write(pool, path, count, clues, torch.Generator().manual_seed(seed))
-    saves.barrier()
+    checkpoints.barrier()
 
 
 def _write(pool: Pool, path: Path, count: int, clues: tuple[int, int], chance: torch.Generator) -> None:

@@ -6,8 +6,8 @@ import json
 import pytest
 import tiny
 
-from redraft.train import infill
-from redraft.train.infill import Missing
+from redraft.train.evals import infill
+from redraft.train.evals.infill import Missing
 
 CODE = 'def f(x):\n    """Words."""\n    y = x + 1\n    if y:\n        y = y * 2\n    return y\n'
 TOKENIZER = tiny.byte_tokenizer()

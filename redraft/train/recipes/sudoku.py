@@ -10,9 +10,9 @@ from pathlib import Path
 
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
 from redraft.tasks.sudoku import encoding
-from redraft.train.boards import PuzzleConfig
 from redraft.train.loop import TrainConfig
 from redraft.train.optim import OptimConfig
+from redraft.train.sudoku_task import PuzzleConfig
 
 
 def recipe(folder: Path) -> TrainConfig:

@@ -19,7 +19,7 @@ from redraft.tasks.sudoku import encoding, generator, solve, solver, text_encodi
 from redraft.tasks.sudoku.board import CELLS, Board, solves
 from redraft.tasks.sudoku.solve import Solution
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train.boards import left_to_right, read_puzzles
+from redraft.train.sudoku_task import left_to_right, read_puzzles
 
 LISTS = ("17clue", "diabolical", "top1465", "hardest11")
 GENERATED = "generated"  # puzzles of 30 clues and more

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from redraft.model import masks
 from redraft.model.masks import Layout
 from redraft.model.moe import Routing
-from redraft.train import loss, masked
+from redraft.train import loss
+from redraft.train.evals import masked
 from redraft.train.loss import Batch, LossConfig
 
 BLOCK, PROMPT, LENGTH = 6, 5, 23  # 5 of prompt, blocks at 5, 11, 17
