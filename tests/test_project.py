@@ -86,7 +86,7 @@ def test_everything_public_has_a_docstring_and_types(path):
 
 
 def test_files_and_functions_stay_within_a_readers_patience():
-    for path in [*MODULES, *(ROOT / "tests").glob("*.py")]:
+    for path in [*MODULES, *(ROOT / "tests").rglob("*.py")]:
         source = path.read_text(encoding="utf-8")
         assert source.count("\n") <= 500, f"{path} has {source.count(chr(10))} lines"
         for node in ast.walk(ast.parse(source)):
@@ -160,7 +160,7 @@ def test_links_and_names_in_documents_exist():
     for file, name in re.findall(r"^\| `([\w/]+\.py)` (\w+)", numerics, re.MULTILINE):
         assert re.search(rf"(def|class) {name}\b", (PACKAGE / file).read_text(encoding="utf-8")), (file, name)
     for name in re.findall(r"\| `(test_\w+)` \|", numerics):
-        assert any(f"def {name}(" in path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py")), name
+        assert any(f"def {name}(" in path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")), name
 
 
 def test_the_readme_counts_what_the_tests_count():

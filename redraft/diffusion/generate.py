@@ -18,7 +18,7 @@ from torch import Tensor
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, Constraints, canvas_constraints
 from redraft.diffusion import rng, sampler
-from redraft.kernels import Shares
+from redraft.kernels import TopProbs
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 from redraft.tokenizer.chat_parser import ToolCall
@@ -39,7 +39,7 @@ class Draft:
     settled_B: Tensor
     max_steps: int
     pinned_BC: Tensor | None = None  # what the constraints have fixed
-    shares: Shares | None = None  # probabilities, where somebody wants to see them
+    shares: TopProbs | None = None  # probabilities, where somebody wants to see them
     text: str = ""  # filled in by the Writer
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints
 from redraft.diffusion.rng import Draws
-from redraft.kernels import Belief, argmax_entropy_sample
+from redraft.kernels import Prediction, argmax_entropy_sample
 
 SURE = 0.2  # nats: with `spread`, whoever is surer than this needs no distance
 BEHIND = 1e3  # more than any entropy
@@ -83,7 +83,7 @@ def accept(entropy_BC: Tensor, bound: float, least_B: Tensor | None = None) -> T
     return torch.zeros_like(keep_BC).scatter(-1, order_BC, keep_BC)
 
 
-def accepted(belief: Belief, state: Canvas, cfg: SamplerConfig) -> Tensor:
+def accepted(belief: Prediction, state: Canvas, cfg: SamplerConfig) -> Tensor:
     """What this step keeps, by entropy, quota, and the two constraints that keep small models from contradicting themselves.
 
     `stops_last`: at first, the end of a page is what a model is surest of; accepted early, it eats the text before it.
@@ -122,7 +122,7 @@ def quota(state: Canvas, cfg: SamplerConfig) -> Tensor | None:
 
 
 def settled(
-    belief: Belief, state: Canvas, cfg: SamplerConfig, constraints: CanvasConstraints | None
+    belief: Prediction, state: Canvas, cfg: SamplerConfig, constraints: CanvasConstraints | None
 ) -> tuple[Tensor, Tensor]:
     """Whether each row is stable and confident, and how long its argmax has stayed the same.
 

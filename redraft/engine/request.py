@@ -17,7 +17,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, ConstraintEdit, Constraints, canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, draft_of
-from redraft.kernels import Shares, shares_of
+from redraft.kernels import TopProbs, top_probs_of
 from redraft.model.kv_cache import KVCache
 
 
@@ -103,7 +103,7 @@ class Request:
     course: Replay = Replay()
     held: tuple[Constraints, ...] = ()  # its constraints at first, and behind each turn
     look: int = 0  # how many of the likeliest tokens are shown at every position, with their probabilities
-    shares: Shares | None = None  # these, of the last step
+    shares: TopProbs | None = None  # these, of the last step
     cache: KVCache | None = None
     read: int = 0  # tokens of the prompt that the cache holds
     block: int = 0
@@ -176,7 +176,7 @@ class Request:
     def settle(self, logits_1CV: Tensor) -> Tensor:
         """One step of its page; what it believes comes back, for whoever makes it an embedding."""
         self.state, shaped_1CV = sampler.step(logits_1CV, self.state, self.cfg, self.draws, self.fixed)
-        self.shares = shares_of(shaped_1CV, self.state.ids_BC, self.state.best_BC, self.look) if self.look else None
+        self.shares = top_probs_of(shaped_1CV, self.state.ids_BC, self.state.best_BC, self.look) if self.look else None
         self.done = sampler.finished(self.state, self.cfg) and not self.turning
         if self.done and self.course.turns:
             self._check_course()

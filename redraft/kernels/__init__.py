@@ -4,11 +4,11 @@ from redraft.kernels.attention import attend
 from redraft.kernels.experts import gated_experts
 from redraft.kernels.norm import rms_norm
 from redraft.kernels.rope import rope_frequencies, rope_table, rotate
-from redraft.kernels.vocabulary import Belief, Shares, argmax_entropy_sample, shares_of, soft_embed, softcap_
+from redraft.kernels.vocabulary import Prediction, TopProbs, argmax_entropy_sample, soft_embed, softcap_, top_probs_of
 
 __all__ = [
-    "Belief",
-    "Shares",
+    "Prediction",
+    "TopProbs",
     "argmax_entropy_sample",
     "attend",
     "gated_experts",
@@ -16,7 +16,7 @@ __all__ = [
     "rope_frequencies",
     "rope_table",
     "rotate",
-    "shares_of",
     "soft_embed",
     "softcap_",
+    "top_probs_of",
 ]

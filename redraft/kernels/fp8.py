@@ -40,7 +40,7 @@ def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @cache
 def _kernels(device: torch.device) -> bool:
-    """Asked for every product, found once."""
+    """CompletionParams for every product, found once."""
     return chosen(device)[0]
 
 

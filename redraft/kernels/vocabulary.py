@@ -17,7 +17,7 @@ AT_ONCE = {"cpu": 2**18, "cuda": 2**24}  # logits worked on at once: what stays 
 FAINT = 80.0
 
 
-class Belief(NamedTuple):
+class Prediction(NamedTuple):
     """What the model believes about each position."""
 
     best_BC: Tensor  # argmax
@@ -25,7 +25,7 @@ class Belief(NamedTuple):
     sampled_BC: Tensor
 
 
-class Shares(NamedTuple):
+class TopProbs(NamedTuple):
     """Probabilities at each position."""
 
     own_BC: Tensor  # of the token that stands there
@@ -34,7 +34,7 @@ class Shares(NamedTuple):
     shares_BCK: Tensor
 
 
-def shares_of(logits_BCV: Tensor, ids_BC: Tensor, draft_BC: Tensor, most: int) -> Shares:
+def top_probs_of(logits_BCV: Tensor, ids_BC: Tensor, draft_BC: Tensor, most: int) -> TopProbs:
     """How likely each token of a canvas and of its draft is, and so many of the likeliest, the first of them first."""
     logits_BCV = logits_BCV.float()
     total_BC1 = logits_BCV.logsumexp(dim=-1, keepdim=True)
@@ -42,7 +42,7 @@ def shares_of(logits_BCV: Tensor, ids_BC: Tensor, draft_BC: Tensor, most: int) -
     own_BC, likely_BC = (
         logits_BCV.gather(-1, one_BC[..., None]).sub(total_BC1).exp()[..., 0] for one_BC in (ids_BC, draft_BC)
     )
-    return Shares(own_BC, likely_BC, best_BCK, (top_BCK - total_BC1).exp())
+    return TopProbs(own_BC, likely_BC, best_BCK, (top_BCK - total_BC1).exp())
 
 
 def softcap_(logits: Tensor, cap: float) -> Tensor:
@@ -52,12 +52,12 @@ def softcap_(logits: Tensor, cap: float) -> Tensor:
     return logits.float().div_(cap).tanh_().mul_(cap)
 
 
-def argmax_entropy_sample(logits_BCV: Tensor, uniform_BC: Tensor) -> Belief:
+def argmax_entropy_sample(logits_BCV: Tensor, uniform_BC: Tensor) -> Prediction:
     """Argmax, entropy and a sample of softmax(logits), the sample chosen by uniform numbers."""
     positions = max(1, AT_ONCE[logits_BCV.device.type] // logits_BCV.shape[-1])
     chunks = zip(logits_BCV.float().flatten(0, -2).split(positions), uniform_BC.flatten().split(positions), strict=True)
     parts = [_read(logits_NV, uniform_N) for logits_NV, uniform_N in chunks]
-    return Belief(*(torch.cat(column).view(uniform_BC.shape) for column in zip(*parts, strict=True)))
+    return Prediction(*(torch.cat(column).view(uniform_BC.shape) for column in zip(*parts, strict=True)))
 
 
 def _read(logits_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,13 @@
-"""HTTP: routes that translate what clients send into requests of a Writer, and its events into what they read.
+"""The HTTP server.
 
-app.py puts it together, asking.py is what a request asks for, worker.py the threads behind it, desk.py where routes meet
-them; holes.py and filling.py are for editors; openai.py, anthropic.py, ollama.py and llama.py are the wire formats.
+app.py         puts routes, middleware and error handlers together
+middleware.py  access: hosts, origins, keys, body size, metrics
+worker.py      a bounded pool of threads that run requests
+service.py     what every route uses: start a request, stream it, count it, notice a client that left
+completion.py  CompletionParams, and the pieces of an answer, whatever the wire format
+fim.py         finds the prefix and suffix that editors send
+infill.py      fills and edits for editors
+schema.py      request bodies
+api/           wire formats: openai, anthropic, ollama, llamacpp, canvas
+page.py        the web page; static/ has its files
 """

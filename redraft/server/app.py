@@ -15,10 +15,11 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from redraft.engine import Stopped
-from redraft.server import anthropic, canvas, llama, ollama, openai, page
-from redraft.server.asking import Refused
-from redraft.server.desk import Desk, Gone
-from redraft.server.guard import Guard, Limits, Metrics, TooLarge
+from redraft.server import page
+from redraft.server.api import anthropic, canvas, llamacpp, ollama, openai
+from redraft.server.completion import Refused
+from redraft.server.middleware import AccessMiddleware, Limits, Metrics, TooLarge
+from redraft.server.service import Gone, Service
 from redraft.server.worker import Busy, Closing, Worker
 from redraft.writer import Writer
 
@@ -47,13 +48,13 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
             await worker.close(config.drain_seconds)
 
     app = FastAPI(title="redraft", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, limits=config.limits, metrics=metrics, told=error_body)
+    app.add_middleware(AccessMiddleware, limits=config.limits, metrics=metrics, told=error_body)
     app.state.worker = worker
     metrics.active.set_function(lambda: worker.active)
     add_errors(app)
-    desk = Desk(writer, worker, metrics, config.name)
-    for wire in (canvas, openai, anthropic, ollama, llama):
-        for route in wire.routes(desk):
+    service = Service(writer, worker, metrics, config.name)
+    for wire in (canvas, openai, anthropic, ollama, llamacpp):
+        for route in wire.routes(service):
             method, extra = ("POST", described(route.body)) if route.body else ("GET", None)
             told = ANSWERS if route.body else None
             app.add_api_route(route.path, route.handler, methods=[method], openapi_extra=extra, responses=told)

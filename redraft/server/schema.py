@@ -85,7 +85,7 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
 
 
-class Prediction(Body):
+class PredictedOutput(Body):
     """A text that the answer is expected to be like."""
 
     type: Literal["content"] = "content"
@@ -102,7 +102,7 @@ class ChatRequest(Sampling):
     tool_choice: str | dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Likely | None = None
-    prediction: Prediction | None = None
+    prediction: PredictedOutput | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

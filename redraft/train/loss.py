@@ -36,7 +36,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """How much of what. Shares are probabilities."""
+    """How much of what. TopProbs are probabilities."""
 
     noise: str = "uniform"  # "mask": one extra token, the vocabulary's last, for comparison only (see masked.py)
     t_power: float = 1.0  # t is a uniform number to this power: above 1, more blocks are lightly noised
@@ -156,7 +156,7 @@ def struck(layout: Layout, t_N: Tensor, index_BL: Tensor, holes: float, generato
 def draw(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Generator) -> Noise:
     """Everything random about one pass, from a generator on the CPU: a seed means the same on every device.
 
-    Noise is uniform over the vocabulary and may repeat the clean token. Prompts stay whole. Shares of rows that are no
+    Noise is uniform over the vocabulary and may repeat the clean token. Prompts stay whole. TopProbs of rows that are no
     whole number are rounded up or down by chance.
     """
     shape = batch.ids_BL.shape

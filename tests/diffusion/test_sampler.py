@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints, canvas_constraints
 from redraft.diffusion import rng, sampler
-from redraft.kernels import Belief
+from redraft.kernels import Prediction
 
 VOCAB, LENGTH = 23, 9
 
@@ -119,7 +119,7 @@ def test_invariants_of_the_loop(situation):
 def belief_of(entropies, best):
     """A step's belief with these entropies and these likeliest tokens."""
     entropy = torch.tensor([entropies])
-    return Belief(torch.tensor([best]), entropy, torch.tensor([best]))
+    return Prediction(torch.tensor([best]), entropy, torch.tensor([best]))
 
 
 def test_of_unsure_neighbours_the_surest_is_accepted():

@@ -18,7 +18,7 @@ from redraft.constraints.constraints import Constraints, conform_there
 from redraft.constraints.regex_dfa import PatternError
 from redraft.constraints.token_automaton import Words
 from redraft.diffusion import rng, sampler
-from redraft.kernels import Belief, attend, gated_experts, rms_norm, rope_frequencies, rope_table, rotate
+from redraft.kernels import Prediction, attend, gated_experts, rms_norm, rope_frequencies, rope_table, rotate
 from redraft.kernels import fp8 as reference8
 from redraft.kernels import vocabulary as reference_vocabulary
 from redraft.kernels.triton import (
@@ -228,7 +228,7 @@ def test_a_canvas_moves_as_the_sampler_moves_it():
                 assert torch.equal(uniform[row], one.uniform(step + 1, length)[0])
                 assert torch.equal(noise[row], one.noise(step + 1, length, vocab)[0])
                 assert (heat[row] == sampler.temperature(step, cfg)).all()
-                belief = Belief(*(tensor[row : row + 1] for tensor in (best, entropy, sampled)))
+                belief = Prediction(*(tensor[row : row + 1] for tensor in (best, entropy, sampled)))
                 accepted = sampler.accepted(belief, state, cfg)
                 done, unchanged = sampler.settled(belief, state, cfg, None)
                 ids = torch.where(accepted, belief.sampled_BC, noise[row : row + 1])
@@ -246,7 +246,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path):
     """Also where no GPU is: types, shapes and shared memory are the compiler's to judge, not the interpreter's."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, str(Path(__file__).parent / "compiled.py")]
+    command = [sys.executable, str(Path(__file__).parents[1] / "compiled.py")]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     made = [json.loads(line) for line in run.stdout.splitlines()]

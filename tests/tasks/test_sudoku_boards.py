@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from redraft.tasks.sudoku import board, generator, solver
 from redraft.tasks.sudoku.board import BoardError
 
-LISTED = list(csv.DictReader((Path(__file__).parent / "golden" / "sudoku.csv").read_text().splitlines()[1:]))
+LISTED = list(csv.DictReader((Path(__file__).parents[1] / "golden" / "sudoku.csv").read_text().splitlines()[1:]))
 LINE = LISTED[0]["puzzle"]
 SOLVED = board.parse(LISTED[0]["solution"])
 BOARDS = torch.tensor([board.parse(row["puzzle"]) for row in LISTED])

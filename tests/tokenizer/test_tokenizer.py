@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Vocabulary
 
 from redraft.tokenizer.tokenizer import Decoder, Tokenizer, TokenizerError
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 GEMMA = Tokenizer(Vocabulary.from_file(str(GOLDEN / "gemma4_part.json")))
 BYTES = tiny.byte_tokenizer()
 ESSAY = [{"role": "user", "content": "Write a long essay about Portugal."}]

@@ -163,7 +163,7 @@ def spoken(model: DiffusionGemma, tokenizer: Tokenizer, one: Missing) -> str:
 
 
 def score(taken: Sequence[Missing], way: Way, tokenizer: Tokenizer, tell: Callable[[int], None]) -> dict[str, Any]:
-    """Shares put back exactly and running, how alike, how many tokens too long or short; spaces around do not count."""
+    """TopProbs put back exactly and running, how alike, how many tokens too long or short; spaces around do not count."""
     exact = alike = off = passed = 0.0
     for number, one in enumerate(taken):
         part = way(one, number)

@@ -10,10 +10,10 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from redraft.diffusion.generate import Stats
-from redraft.server.asking import PLAIN_OBJECT, Asked, End, Refused, Said, Text, stops_of
-from redraft.server.desk import Desk, Route, each, logprobs_of, ndjson, read
-from redraft.server.holes import find_hole
+from redraft.server.completion import PLAIN_OBJECT, CompletionParams, End, Refused, Said, Text, stops_of
+from redraft.server.fim import find_hole
 from redraft.server.schema import Body, Likely, Seed, Stop, Temperature
+from redraft.server.service import Route, Service, each, logprobs_of, ndjson, read
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message
 
@@ -71,9 +71,9 @@ class ShowRequest(Body):
     name: str | None = None
 
 
-def routes(desk: Desk) -> list[Route]:
+def routes(service: Service) -> list[Route]:
     """All of them."""
-    one = Ollama(desk)
+    one = Ollama(service)
     return [
         Route("/api/generate", one.generate, GenerateRequest),
         Route("/api/chat", one.chat, OllamaChatRequest),
@@ -87,8 +87,8 @@ def routes(desk: Desk) -> list[Route]:
 class Ollama:
     """What the paths do."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk, self.began = desk, now()
+    def __init__(self, service: Service) -> None:
+        self.service, self.began = service, now()
 
     async def generate(self, request: Request) -> Response:
         """POST /api/generate: a text continued or answered, or a hole filled."""
@@ -102,9 +102,9 @@ class Ollama:
                 raise Refused("a hole cannot obey a format, and has no logprobs: leave them out", "format")
             most = options.num_predict if (options.num_predict or 0) > 0 else None
             settings = {"temperature": options.temperature, "seed": options.seed, "stops": stops_of(options.stop)}
-            (found,) = await self.desk.put(request, hole, max_tokens=most, **settings)
+            (found,) = await self.service.put(request, hole, max_tokens=most, **settings)
             return self._sent(body, [{"response": found.text, "done": True, "done_reason": "stop", **spent(found.stats)}])
-        chats = self.desk.writer.tokenizer.can_chat and not body.raw
+        chats = self.service.writer.tokenizer.can_chat and not body.raw
         told: list[Message] = [{"role": "system", "content": body.system}] if body.system else []
         prompt = [*told, {"role": "user", "content": body.prompt}] if chats else (body.system or "") + body.prompt
         return await self._told(request, body, prompt, None, lambda text: {"response": text})
@@ -123,7 +123,7 @@ class Ollama:
     async def show(self, request: Request) -> dict[str, Any]:
         """POST /api/show. `.Suffix` in the template tells clients that holes can be filled."""
         await read(request, ShowRequest)
-        writer = self.desk.writer
+        writer = self.service.writer
         told = {
             "general.architecture": "diffusion_gemma",
             "diffusion_gemma.context_length": writer.model.config.max_position_embeddings,
@@ -145,25 +145,31 @@ class Ollama:
         return {"version": version("redraft")}
 
     def _details(self) -> dict[str, Any]:
-        family, count = "diffusion_gemma", sum(p.numel() for p in self.desk.writer.model.parameters())
-        kind = str(self.desk.writer.model.dtype).removeprefix("torch.")
+        family, count = "diffusion_gemma", sum(p.numel() for p in self.service.writer.model.parameters())
+        kind = str(self.service.writer.model.dtype).removeprefix("torch.")
         head = {"parent_model": "", "format": "safetensors", "family": family, "families": [family]}
         return {**head, "parameter_size": f"{count / 1e6:.1f}M", "quantization_level": kind}
 
     def _listed(self) -> dict[str, Any]:
-        size = sum(p.numel() * p.element_size() for p in self.desk.writer.model.parameters())
-        names = {"name": self.desk.name, "model": self.desk.name, "modified_at": self.began, "digest": "", "size": size}
+        size = sum(p.numel() * p.element_size() for p in self.service.writer.model.parameters())
+        names = {
+            "name": self.service.name,
+            "model": self.service.name,
+            "modified_at": self.began,
+            "digest": "",
+            "size": size,
+        }
         return {**names, "details": self._details()}
 
     def _sent(self, body: Asking, parts: Sequence[dict[str, Any]]) -> Response:
         """Parts that are there already."""
-        whole = [{"model": self.desk.name, "created_at": now(), **part} for part in parts]
+        whole = [{"model": self.service.name, "created_at": now(), **part} for part in parts]
         return ndjson(each(whole)) if body.stream else JSONResponse(whole[-1])
 
     async def _told(self, request: Request, body: Asking, prompt: Any, tools: Any, say: Any) -> Response:
         options, schema = body.options or Options(), {"json": PLAIN_OBJECT, "": None}
         wanted = body.format if isinstance(body.format, dict) else schema.get(body.format or "")
-        asked = Asked(
+        asked = CompletionParams(
             prompt=prompt,
             max_tokens=options.num_predict if (options.num_predict or 0) > 0 else None,
             temperature=options.temperature,
@@ -175,18 +181,18 @@ class Ollama:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         if body.stream:
-            return ndjson(self._lines(await self.desk.begin([asked]), say))
-        (found,) = await self.desk.gather(request, [asked])
+            return ndjson(self._lines(await self.service.begin([asked]), say))
+        (found,) = await self.service.gather(request, [asked])
         part = with_more(say(found.text), found.reasoning, found.tool_calls) | self._likely(found.tokens)
         return self._sent(body, [{**part, **ended(found.end)}])
 
     def _likely(self, tokens: Sequence[Said]) -> dict[str, Any]:
-        return {"logprobs": logprobs_of(self.desk.writer.tokenizer, tokens)} if tokens else {}
+        return {"logprobs": logprobs_of(self.service.writer.tokenizer, tokens)} if tokens else {}
 
     async def _lines(self, merged: AsyncIterator[Any], say: Any) -> AsyncIterator[dict[str, Any]]:
         try:
             async for _, piece in merged:
-                head = {"model": self.desk.name, "created_at": now()}
+                head = {"model": self.service.name, "created_at": now()}
                 if isinstance(piece, Text):
                     part = with_more(say(piece.text), piece.reasoning, piece.tool_calls) | self._likely(piece.tokens)
                     yield {**head, **part, "done": False}

@@ -1,6 +1,6 @@
 """What a client asks for, whatever the wire: a text or messages, settings, patterns; and the pieces that come of it.
 
-    request -> Asked -> [pieces: Writer.stream, cut at the client's stop strings] -> Frame, Text, End
+    request -> CompletionParams -> [pieces: Writer.stream, cut at the client's stop strings] -> Frame, Text, End
 
 Sampling: a temperature of 1 is the model's own schedule, others scale it. Knows nothing of HTTP.
 """
@@ -39,7 +39,7 @@ class Refused(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CompletionParams:
     """One answer."""
 
     prompt: str | Sequence[Message]
@@ -166,7 +166,7 @@ def heated(cfg: SamplerConfig, temperature: float | None) -> dict[str, float]:
     return {"t_min": cfg.t_min * scale, "t_max": cfg.t_max * scale}
 
 
-def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piece]:
+def pieces(writer: Writer, asked: CompletionParams, stop: threading.Event) -> Iterator[Piece]:
     """One answer as it comes."""
     prompt, began = asked.prompt, time.perf_counter()
     if not isinstance(prompt, str) and not writer.tokenizer.can_chat:
@@ -224,7 +224,7 @@ def pieces(writer: Writer, asked: Asked, stop: threading.Event) -> Iterator[Piec
     yield End("tool_calls" if called else last.reasons[0], last.stats[0])
 
 
-def one_canvas(asked: Asked, length: int) -> Asked:
+def one_canvas(asked: CompletionParams, length: int) -> CompletionParams:
     """A canvas given by its tokens is whole; one that nothing ends is the whole answer."""
     if isinstance(asked.draft, tuple) and len(asked.draft) != length:
         sentence = f"diffusion_seed_canvas has {len(asked.draft)} tokens, the canvas has {length}"
@@ -274,7 +274,7 @@ class Stops:
         return held
 
 
-def check_logprobs(tokenizer: Tokenizer, asked: Asked) -> None:
+def check_logprobs(tokenizer: Tokenizer, asked: CompletionParams) -> None:
     """Refuses what has none."""
     if asked.tools or asked.think:
         raise Refused("logprobs are those of plain answers: leave tools and thinking out", "logprobs")

@@ -10,9 +10,9 @@ import pytest
 import tiny
 from serving import NO_END, make, served, user
 
-from redraft.server import filling, holes
-from redraft.server.asking import Stops
-from redraft.server.filling import trimmed
+from redraft.server import fim, infill
+from redraft.server.completion import Stops
+from redraft.server.infill import trimmed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients' own libraries
 
@@ -317,14 +317,14 @@ def test_llama_vscode(http):
     ],
 )
 def test_zed_puts_the_hole_into_the_prompt(http, prompt):
-    hole = holes.find_hole(prompt)
+    hole = fim.find_hole(prompt)
     assert (hole.before.rstrip(), hole.after) == ("a =", "\nc = 3")
     found = http.post(
         "/v1/completions", json={"model": "m", "prompt": prompt, "max_tokens": 8, "stop": ["<|fim_middle|>"]}
     ).json()
     assert {"id", "object", "created", "model", "choices", "usage"} <= set(found)
     assert set(found["usage"]) >= {"prompt_tokens", "completion_tokens", "total_tokens"}
-    assert holes.find_hole("just text") is None
+    assert fim.find_hole("just text") is None
 
 
 def test_continue_and_minuet(http):
@@ -345,7 +345,7 @@ def test_an_edit_of_a_long_file_reads_what_is_nearest(http):
     body = {"messages": user(f"<|current_file_content|>\n{file}<|/current_file_content|>"), "seed": 1}
     found = http.post("/v1/edit/completions", json=body).json()["choices"][0]["message"]["content"]
     assert found.startswith("```\n")
-    before, after = filling.around(make(), holes.find_region(body["messages"][0]["content"]))
+    before, after = infill.around(make(), fim.find_region(body["messages"][0]["content"]))
     assert before.endswith("near()\n")
     assert after.startswith("\nbelow()")
     assert 300 < len(before + region + after) < tiny.BASE.max_position_embeddings
@@ -372,12 +372,12 @@ def test_continue_edits(http):
     found = http.post("/v1/edit/completions", json=body).json()["choices"][0]["message"]["content"]
     assert found.startswith("```\n")
     assert found.endswith("\n```")
-    read = holes.find_region(prompt)
+    read = fim.find_region(prompt)
     assert (read.text, read.before, read.after) == ("def f(b):\n    return a", "import os\n", "\nf(1)\n")
     assert read.context == "-x\n+y\n"
     file = "<|current_file_content|>\ncurrent_file_path: a\nx\ny\nz\n<|/current_file_content|>"
     apart = f"{file}\n<|code_to_edit|>\ny\n<|/code_to_edit|>"
-    assert holes.find_region(apart) == holes.Region("y", "x\n", "\nz\n", "")
+    assert fim.find_region(apart) == fim.Region("y", "x\n", "\nz\n", "")
     assert http.post("/v1/edit/completions", json={"messages": user("x")}).status_code == 400
 
 

@@ -13,7 +13,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 from serving import served
 
-from redraft.server import filling
+from redraft.server import infill
 from redraft.server.app import ServerConfig, make_app
 from redraft.writer import Writer
 
@@ -126,7 +126,7 @@ async def posted(app, path: str, body: bytes) -> tuple[int, bytes]:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     """What is asked matters here, not how long the answer may be."""
-    monkeypatch.setattr(filling, "LONGEST", 4)
+    monkeypatch.setattr(infill, "LONGEST", 4)
 
 
 def test_ten_thousand_malformed_bodies_are_answered_with_a_sentence():

@@ -10,9 +10,9 @@ import pytest
 from serving import NO_END, make, served
 
 from redraft import cli_serve
-from redraft.server.asking import Begun
-from redraft.server.desk import together
-from redraft.server.guard import Limits
+from redraft.server.completion import Begun
+from redraft.server.middleware import Limits
+from redraft.server.service import together
 from redraft.server.worker import Closing, Worker
 from redraft.writer import Writer
 

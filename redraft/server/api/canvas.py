@@ -32,8 +32,7 @@ from redraft.diffusion.generate import Committed, Draft, Finished, Stats
 from redraft.engine import Intervention, Replay, Stopped
 from redraft.kernels.backend import precision
 from redraft.model.kv_cache import KVCache
-from redraft.server.asking import Frames, Refused, continued, heated, message_of
-from redraft.server.desk import Desk, Route, read, sse, timings_of, unless_gone
+from redraft.server.completion import Frames, Refused, continued, heated, message_of
 from redraft.server.schema import (
     CanvasEditRequest,
     CanvasRequest,
@@ -45,6 +44,7 @@ from redraft.server.schema import (
     SudokuRequest,
     Watched,
 )
+from redraft.server.service import Route, Service, read, sse, timings_of, unless_gone
 from redraft.tasks import infill
 from redraft.tasks.edit import Edited
 from redraft.tasks.edit import events as edit_events
@@ -377,9 +377,9 @@ def held_bytes(device: torch.device) -> dict[str, int | None]:
 # 3. Routes
 
 
-def routes(desk: Desk) -> list[Route]:
+def routes(service: Service) -> list[Route]:
     """All of them."""
-    one = CanvasRoutes(desk)
+    one = CanvasRoutes(service)
     return [
         Route("/v1/canvas", one.canvas, CanvasRequest),
         Route("/v1/canvas/edit", one.edit, CanvasEditRequest),
@@ -392,18 +392,18 @@ def routes(desk: Desk) -> list[Route]:
 class CanvasRoutes:
     """What the paths do."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk, self.boards = desk, Boards(desk.writer)
+    def __init__(self, service: Service) -> None:
+        self.service, self.boards = service, Boards(service.writer)
 
     async def canvas(self, request: Request) -> Response:
         """POST /v1/canvas."""
         body = await read(request, CanvasRequest)
-        return await self._answered(request, body.stream, lambda stop: asked_told(self.desk.writer, body, stop))
+        return await self._answered(request, body.stream, lambda stop: asked_told(self.service.writer, body, stop))
 
     async def edit(self, request: Request) -> Response:
         """POST /v1/canvas/edit."""
         body = await read(request, CanvasEditRequest)
-        return await self._answered(request, body.stream, lambda stop: edit_told(self.desk.writer, body, stop))
+        return await self._answered(request, body.stream, lambda stop: edit_told(self.service.writer, body, stop))
 
     async def sudoku(self, request: Request) -> Response:
         """POST /v1/canvas/sudoku."""
@@ -413,15 +413,15 @@ class CanvasRoutes:
     async def decide(self, request: Request) -> Response:
         """POST /v1/canvas/decide."""
         body = await read(request, DecideRequest)
-        return await self._answered(request, body.stream, lambda stop: decided(self.desk.writer, body, stop))
+        return await self._answered(request, body.stream, lambda stop: decided(self.service.writer, body, stop))
 
     async def spoken(self, request: Request) -> Response:
         """POST /v1/canvas/left-to-right."""
         body = await read(request, SpokenRequest)
-        return await self._answered(request, body.stream, lambda stop: spoken_told(self.desk.writer, body, stop))
+        return await self._answered(request, body.stream, lambda stop: spoken_told(self.service.writer, body, stop))
 
     async def _answered(self, request: Request, stream: bool, work: Callable[[threading.Event], Told]) -> Response:
-        found = self._counted(self.desk.worker.items(work))
+        found = self._counted(self.service.worker.items(work))
         if not stream:
             return JSONResponse({"events": [event async for event in unless_gone(request, found)]})
         return sse(self._parts(await anext(found), found))
@@ -430,9 +430,9 @@ class CanvasRoutes:
         async with aclosing(events):
             async for event in events:
                 if (stats := event.pop("stats", None)) is not None:
-                    self.desk.count(stats)
+                    self.service.count(stats)
                 if event["type"] == "end":
-                    event["memory"] = held_bytes(self.desk.writer.model.device)
+                    event["memory"] = held_bytes(self.service.writer.model.device)
                 yield event
 
     async def _parts(self, first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:

@@ -17,10 +17,10 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 
 from redraft.diffusion.generate import Stats
-from redraft.server.asking import Asked, Begun, End, Piece, Refused, Said, Text, pieces
-from redraft.server.filling import Put, put
-from redraft.server.guard import UNREAD, Metrics
-from redraft.server.holes import Hole
+from redraft.server.completion import Begun, CompletionParams, End, Piece, Refused, Said, Text, pieces
+from redraft.server.fim import Hole
+from redraft.server.infill import Put, put
+from redraft.server.middleware import UNREAD, Metrics
 from redraft.server.worker import Worker
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import Writer
@@ -72,13 +72,13 @@ class Whole:
         return [token for piece in self.texts for token in piece.tokens]
 
 
-class Desk:
+class Service:
     """One server's worker, as routes use it."""
 
     def __init__(self, writer: Writer, worker: Worker, metrics: Metrics, name: str) -> None:
         self.writer, self.worker, self.metrics, self.name = writer, worker, metrics, name
 
-    async def begin(self, asked: Sequence[Asked]) -> AsyncIterator[tuple[int, Piece]]:
+    async def begin(self, asked: Sequence[CompletionParams]) -> AsyncIterator[tuple[int, Piece]]:
         """Pieces of all of them as they come, with their numbers; what cannot be done is told before this returns."""
         if len(asked) > self.worker.limit:
             raise Refused(f"{len(asked)} answers at once are more than the {self.worker.limit} that can be", "n")
@@ -93,7 +93,7 @@ class Desk:
                 self.count(piece.stats)
             yield index, piece
 
-    async def gather(self, request: Request, asked: Sequence[Asked]) -> list[Whole]:
+    async def gather(self, request: Request, asked: Sequence[CompletionParams]) -> list[Whole]:
         """All of them, whole."""
         texts: list[list[Text]] = [[] for _ in asked]
         ends: list[Any] = [None] * len(asked)

@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from redraft.diffusion.generate import Stats
-from redraft.server.asking import Asked, End, Refused, Text, plain_text
-from redraft.server.desk import Desk, Route, Whole, compact, read, sse
+from redraft.server.completion import CompletionParams, End, Refused, Text, plain_text
 from redraft.server.schema import Body, Seed, Temperature, Tokens
+from redraft.server.service import Route, Service, Whole, compact, read, sse
 from redraft.tokenizer.tokenizer import Message
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "deadline": "max_tokens", "tool_calls": "tool_use"}
@@ -41,9 +41,9 @@ class MessagesRequest(Body):
     stream: bool = False
 
 
-def routes(desk: Desk) -> list[Route]:
+def routes(service: Service) -> list[Route]:
     """All of them."""
-    one = Anthropic(desk)
+    one = Anthropic(service)
     return [
         Route("/v1/messages", one.messages, MessagesRequest),
         Route("/v1/messages/count_tokens", one.count_tokens, MessagesRequest),
@@ -53,8 +53,8 @@ def routes(desk: Desk) -> list[Route]:
 class Anthropic:
     """What the paths do."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    def __init__(self, service: Service) -> None:
+        self.service = service
 
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages."""
@@ -63,8 +63,8 @@ class Anthropic:
             raise Refused("max_tokens: Field required", "max_tokens")
         asked, head = asked_of(body), self._head()
         if body.stream:
-            return sse(self._events(await self.desk.begin([asked]), head), named=True, end="")
-        (found,) = await self.desk.gather(request, [asked])
+            return sse(self._events(await self.service.begin([asked]), head), named=True, end="")
+        (found,) = await self.service.gather(request, [asked])
         return JSONResponse({**head, "content": blocks(found), **ended(found.end), "usage": usage_of(found.end.stats)})
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
@@ -72,14 +72,14 @@ class Anthropic:
         asked = asked_of(await read(request, MessagesRequest))
         return {"input_tokens": await asyncio.to_thread(self._tokens, asked)}
 
-    def _tokens(self, asked: Asked) -> int:
-        writer = self.desk.writer
+    def _tokens(self, asked: CompletionParams) -> int:
+        writer = self.service.writer
         if writer.tokenizer.can_chat:
             return len(writer.ids_of(asked.prompt, asked.tools, asked.think))
         return sum(len(writer.tokenizer.encode(str(one["content"]))) for one in asked.prompt)
 
     def _head(self) -> dict[str, Any]:
-        return {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": self.desk.name}
+        return {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": self.service.name}
 
     async def _events(self, merged: AsyncIterator[Any], head: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -105,7 +105,7 @@ class Anthropic:
         yield {"type": "message_stop"}
 
 
-def asked_of(body: MessagesRequest) -> Asked:
+def asked_of(body: MessagesRequest) -> CompletionParams:
     """What a body asks for."""
     if body.tool_choice and body.tool_choice.get("type") not in ("auto", "none"):
         raise Refused(f"tool_choice can be auto or none, got {body.tool_choice.get('type')!r}", "tool_choice")
@@ -115,7 +115,7 @@ def asked_of(body: MessagesRequest) -> Asked:
     for said in body.messages:
         messages += messages_of(said)
     forbidden = bool(body.tool_choice) and body.tool_choice.get("type") == "none"
-    return Asked(
+    return CompletionParams(
         prompt=messages,
         max_tokens=body.max_tokens,
         temperature=body.temperature,

@@ -11,14 +11,14 @@ from PIL import Image
 from serving import served
 
 import redraft
-from redraft.server.guard import Limits
+from redraft.server.middleware import Limits
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here; .ci/run installs it"),
 ]
-PICTURES = Path(__file__).parent.parent / "build" / "page"
+PICTURES = Path(__file__).parents[2] / "build" / "page"
 STORY = {"prompt": "Once upon a time", "seed": 1, "max_tokens": 64, "max_steps": 10}
 CALM = 60_000  # milliseconds that a run may take where many tests share two cores
 

@@ -6,24 +6,24 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from redraft.server.asking import stops_of
-from redraft.server.desk import Desk, Route, client_of, each, read, sse
-from redraft.server.filling import Put
-from redraft.server.holes import Hole
+from redraft.server.completion import stops_of
+from redraft.server.fim import Hole
+from redraft.server.infill import Put
 from redraft.server.schema import Extra, InfillRequest
+from redraft.server.service import Route, Service, client_of, each, read, sse
 
 
-def routes(desk: Desk) -> list[Route]:
+def routes(service: Service) -> list[Route]:
     """All of them."""
-    one = Llama(desk)
+    one = Llama(service)
     return [Route("/infill", one.infill, InfillRequest), Route("/props", one.props), Route("/health", one.health)]
 
 
 class Llama:
     """What the paths do."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    def __init__(self, service: Service) -> None:
+        self.service = service
 
     async def infill(self, request: Request) -> Response:
         """POST /infill: the newest of an editor's requests takes the place of the one before."""
@@ -31,7 +31,7 @@ class Llama:
         if body.n_predict == 0 or not (body.input_prefix or body.prompt or body.input_suffix):  # an editor warms up
             return JSONResponse(answer([], body))
         hole = Hole(body.input_prefix + body.prompt, body.input_suffix, context(body.input_extra))
-        found = await self.desk.put(
+        found = await self.service.put(
             request,
             hole,
             ("infill", client_of(request), body.id_slot),
@@ -49,15 +49,15 @@ class Llama:
 
     async def props(self) -> dict[str, Any]:
         """GET /props."""
-        writer = self.desk.writer
+        writer = self.service.writer
         settings = {"n_ctx": writer.model.config.max_position_embeddings, "n_predict": writer.sampler.max_new_tokens}
         slots, template = writer.engine.config.max_running, writer.tokenizer.template or ""
         head = {"default_generation_settings": settings, "total_slots": slots}
-        return {**head, "model_path": self.desk.name, "chat_template": template}
+        return {**head, "model_path": self.service.name, "chat_template": template}
 
     async def health(self) -> Response:
         """GET /health: whether the last step of the engine was made."""
-        fault = self.desk.writer.engine.fault
+        fault = self.service.writer.engine.fault
         if not fault:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "error", "error": f"the last step failed: {fault}"}, status_code=503)

@@ -51,7 +51,7 @@ class Metrics:
         self.active = Gauge("redraft_active_requests", "Requests that are being answered or wait.", **options)
 
 
-class Guard:
+class AccessMiddleware:
     """ASGI middleware. `told` puts a refusal into the shape that clients of a path read."""
 
     def __init__(self, app: Any, limits: Limits, metrics: Metrics, told: Callable[[str, int, str], Any]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redraft.diffusion.generate import Stats
-from redraft.server.asking import Stops, heated
-from redraft.server.holes import Hole, Region
+from redraft.server.completion import Stops, heated
+from redraft.server.fim import Hole, Region
 from redraft.writer import Writer, fresh_seed
 
 LONGEST = 64  # tokens of a hole, where the client wants more: lengths are tried, so each costs

@@ -13,11 +13,22 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
 from redraft.diffusion.generate import Stats
-from redraft.server.asking import PLAIN_OBJECT, Asked, End, Frame, Refused, Said, Text, message_of, plain_text, stops_of
-from redraft.server.desk import Desk, Route, Whole, client_of, each, logprobs_of, read, refused, sse, timings_of
-from redraft.server.filling import LONGEST, Put, rewritten
-from redraft.server.holes import Hole, find_hole, find_region
+from redraft.server.completion import (
+    PLAIN_OBJECT,
+    CompletionParams,
+    End,
+    Frame,
+    Refused,
+    Said,
+    Text,
+    message_of,
+    plain_text,
+    stops_of,
+)
+from redraft.server.fim import Hole, find_hole, find_region
+from redraft.server.infill import LONGEST, Put, rewritten
 from redraft.server.schema import Canvas, ChatRequest, CompletionRequest, EditRequest, Sampling
+from redraft.server.service import Route, Service, Whole, client_of, each, logprobs_of, read, refused, sse, timings_of
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import fresh_seed
@@ -35,14 +46,14 @@ NAMES |= {"draft": "diffusion_seed_canvas", "pins": "diffusion_pinned", "unendin
 # 1. What was asked
 
 
-def chat_asked(body: ChatRequest) -> Asked:
+def chat_asked(body: ChatRequest) -> CompletionParams:
     """A chat completion."""
     choice = body.tool_choice
     if choice not in (None, "none", "auto"):
         raise Refused(f"tool_choice can be none or auto, got {choice!r}: a call cannot be forced", "tool_choice")
     messages = [message_of(message) for message in body.messages]
     think = (body.chat_template_kwargs or {}).get("enable_thinking") is True or body.reasoning_effort not in (None, "none")
-    return Asked(
+    return CompletionParams(
         prompt=messages,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         tools=body.tools if choice != "none" else None,
@@ -60,11 +71,11 @@ def predicted(body: ChatRequest, known: dict[str, Any]) -> dict[str, Any]:
     return {**known, "draft": plain_text(body.prediction.content, "prediction")}
 
 
-def text_asked(body: CompletionRequest, prompt: str) -> Asked:
+def text_asked(body: CompletionRequest, prompt: str) -> CompletionParams:
     """A completion of one text."""
     if body.best_of not in (None, 1):
         raise Refused(f"best_of is not supported: ask for n answers instead, got {body.best_of}", "best_of")
-    return Asked(prompt=prompt, max_tokens=body.max_tokens or 16, **sampling(body))
+    return CompletionParams(prompt=prompt, max_tokens=body.max_tokens or 16, **sampling(body))
 
 
 def sampling(body: Sampling) -> dict[str, Any]:
@@ -269,9 +280,9 @@ def error(status: int, sentence: str, param: str | None = None) -> dict[str, Any
 # 3. Routes
 
 
-def routes(desk: Desk) -> list[Route]:
+def routes(service: Service) -> list[Route]:
     """All of them."""
-    one = OpenAI(desk)
+    one = OpenAI(service)
     listed = ("/v1/models", "/v1/fim/completions/models", "/v1/edit/completions/models")
     return [
         Route("/v1/chat/completions", one.chat, ChatRequest),
@@ -286,19 +297,19 @@ def routes(desk: Desk) -> list[Route]:
 class OpenAI:
     """What the paths do."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk, self.began = desk, int(time.time())
+    def __init__(self, service: Service) -> None:
+        self.service, self.began = service, int(time.time())
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await read(request, ChatRequest)
-        return await self._told(request, body, [chat_asked(body)], Reply("chat.completion", self.desk.name))
+        return await self._told(request, body, [chat_asked(body)], Reply("chat.completion", self.service.name))
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions: texts continued, or a hole filled where there is a suffix or sentinels."""
         body = await read(request, CompletionRequest)
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        reply = Reply("text_completion", self.desk.name)
+        reply = Reply("text_completion", self.service.name)
         found = [find_hole(prompt, body.suffix) for prompt in prompts]
         if any(found):
             if not all(found):
@@ -311,7 +322,7 @@ class OpenAI:
         body = await read(request, CompletionRequest)
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         found = [find_hole(prompt, body.suffix) or Hole(prompt, "") for prompt in prompts]
-        return await self._put(request, body, found, Reply("text_completion", self.desk.name), paragraph=True)
+        return await self._put(request, body, found, Reply("text_completion", self.service.name), paragraph=True)
 
     async def edit(self, request: Request) -> Response:
         """POST /v1/edit/completions: a region of a file written anew, between fences."""
@@ -321,12 +332,12 @@ class OpenAI:
             raise Refused("there is nothing to edit: no <|code_to_edit|> ... <|/code_to_edit|> in the messages", "messages")
 
         def work(stop: threading.Event) -> Iterator[Put]:
-            yield rewritten(self.desk.writer, region, stop, seed=body.seed, temperature=body.temperature)
+            yield rewritten(self.service.writer, region, stop, seed=body.seed, temperature=body.temperature)
 
-        found = await self.desk.once(request, work, ("edit", client_of(request)))
-        self.desk.count(found.stats)
+        found = await self.service.once(request, work, ("edit", client_of(request)))
+        self.service.count(found.stats)
         message = {"role": "assistant", "content": f"```\n{found.text}\n```"}
-        reply = Reply("edit.completion", self.desk.name)
+        reply = Reply("edit.completion", self.service.name)
         if body.stream:
             return sse(each([reply.chunk(0, message), reply.chunk(0, {}, "stop")]))
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -334,9 +345,9 @@ class OpenAI:
 
     async def models(self) -> dict[str, Any]:
         """GET /v1/models."""
-        length = self.desk.writer.model.config.max_position_embeddings
+        length = self.service.writer.model.config.max_position_embeddings
         head = {"object": "model", "created": self.began, "owned_by": "redraft", "max_model_len": length}
-        return {"object": "list", "data": [{"id": name, **head} for name in (self.desk.name, ALIAS)]}
+        return {"object": "list", "data": [{"id": name, **head} for name in (self.service.name, ALIAS)]}
 
     async def _put(
         self, request: Request, body: CompletionRequest, found: Sequence[Hole], reply: Reply, *, paragraph: bool
@@ -348,7 +359,7 @@ class OpenAI:
                 raise Refused(f"a hole is filled without {called}: leave that out", called)
         options = {"count": body.n or 1, "max_tokens": body.max_tokens, "temperature": body.temperature, "seed": body.seed}
         options |= {"stops": stops_of(body.stop), "paragraph": paragraph}
-        filled = [(hole, await self.desk.put(request, hole, **options)) for hole in found]
+        filled = [(hole, await self.service.put(request, hole, **options)) for hole in found]
         choices, told = [], warnings_of(body)
         if (body.max_tokens or 0) > LONGEST:
             told.append(f"a hole has at most {LONGEST} tokens, max_tokens was {body.max_tokens}")
@@ -360,19 +371,19 @@ class OpenAI:
         return sse(each([{**whole, "choices": [choice]} for choice in choices])) if body.stream else JSONResponse(whole)
 
     async def _told(
-        self, request: Request, body: ChatRequest | CompletionRequest, asked: Sequence[Asked], reply: Reply
+        self, request: Request, body: ChatRequest | CompletionRequest, asked: Sequence[CompletionParams], reply: Reply
     ) -> Response:
         """Answers, whole or streamed: of every prompt as many as were asked for, each with a seed of its own."""
         first = body.seed if body.seed is not None else fresh_seed()
         many = [one for one in asked for _ in range(body.n or 1)]
         many = [replace(one, seed=first + number) for number, one in enumerate(many)]
         if body.stream:
-            return sse(self._parts(await self.desk.begin(many), body, reply, many))
-        choices, found = [], await self.desk.gather(request, many)
+            return sse(self._parts(await self.service.begin(many), body, reply, many))
+        choices, found = [], await self.service.gather(request, many)
         for index, one in enumerate(found):
             choice = {"index": index, "finish_reason": finish(one.end.reason), "logprobs": None}
             if many[index].logprobs is not None:
-                choice["logprobs"] = reply.logprobs(self.desk.writer.tokenizer, one.tokens)
+                choice["logprobs"] = reply.logprobs(self.service.writer.tokenizer, one.tokens)
             echoed = many[index].prompt if getattr(body, "echo", False) else ""
             choices.append(choice | ({"message": message_of_answer(one)} if reply.chat else {"text": echoed + one.text}))
         spent = [one.end.stats for one in found]
@@ -383,7 +394,7 @@ class OpenAI:
         merged: AsyncIterator[Any],
         body: ChatRequest | CompletionRequest,
         reply: Reply,
-        many: Sequence[Asked],
+        many: Sequence[CompletionParams],
     ) -> AsyncIterator[dict[str, Any]]:
         spent: list[Any] = [None] * len(many)
         calls, warnings = [0] * len(many), {"warnings": told} if (told := warnings_of(body)) else {}
@@ -400,7 +411,7 @@ class OpenAI:
                     case Text():
                         if delta := reply.delta(piece, calls[index]):
                             wanted = many[index].logprobs is not None
-                            told = reply.logprobs(self.desk.writer.tokenizer, piece.tokens) if wanted else None
+                            told = reply.logprobs(self.service.writer.tokenizer, piece.tokens) if wanted else None
                             yield reply.chunk(index, delta, logprobs=told)
                         calls[index] += len(piece.tool_calls)
                     case End():
