@@ -5,7 +5,7 @@ from pathlib import Path
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from redraft.cli import app
+from redraft.cli.main import app
 
 
 def help_page(command: list[str]) -> str:

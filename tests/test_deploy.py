@@ -10,7 +10,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from redraft.cli import app
+from redraft.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 

@@ -56,7 +56,7 @@ def test_every_module_has_a_rank_and_imports_only_downward():
 
 def test_the_core_imports_with_only_the_core_installed():
     hidden = "('transformers', 'pytest', 'hypothesis', 'fastapi', 'peft', 'pyte', 'huggingface_hub')"
-    code = f"import sys; [sys.modules.__setitem__(m, None) for m in {hidden}]; import redraft, redraft.cli"
+    code = f"import sys; [sys.modules.__setitem__(m, None) for m in {hidden}]; import redraft, redraft.cli.main"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from serving import NO_END, make, served
 
-from redraft import cli_serve
+from redraft.cli import serve
 from redraft.server.completion import Begun
 from redraft.server.middleware import Limits
 from redraft.server.service import together
@@ -160,12 +160,12 @@ def test_closing_waits_for_what_runs_and_then_stops_it():
 def test_what_cannot_be_listened_on_is_said_before_the_model_is_loaded():
     for port in (0, 99999):
         with pytest.raises(ValueError, match=f"between 1 and 65535 .* got {port}"):
-            cli_serve.serve(port=port)
+            serve.serve(port=port)
     with pytest.raises(ValueError, match="requests are at least 1, got 8012 and 0"):
-        cli_serve.serve(requests=0)
+        serve.serve(requests=0)
     for host in ("0.0.0.0", "::", "192.168.1.7", "box.lan"):
         with pytest.raises(ValueError, match="needs --api-key"):
-            cli_serve.serve(host=host)
+            serve.serve(host=host)
 
 
 def test_nothing_is_lost_when_one_is_done_before_another_begins():

@@ -6,7 +6,7 @@ import re
 import pytest
 import tiny
 
-from redraft import cli_augment
+from redraft.cli import augment as cli_augment
 from redraft.tasks import augment
 from redraft.tasks.augment import Plan, spans
 from redraft.tasks.edit import Tokens

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft import cli_edit
+from redraft.cli import edit as cli_edit
 from redraft.constraints.constraints import ConstraintEdit
 from redraft.diffusion.generate import Committed, Draft
 from redraft.engine import Intervention, Replay

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from redraft import terminal
+from redraft.cli import terminal
+from redraft.cli.terminal import CanvasView
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import generate
 from redraft.tasks import infill
-from redraft.terminal import CanvasView
 from redraft.writer import Writer
 
 WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))

@@ -21,11 +21,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from redraft.cli.terminal import CHANGED, FRAME_SECONDS, NOISE, QUIET, undivided
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solver
 from redraft.tasks.sudoku.board import Board, BoardError
 from redraft.tasks.sudoku.solve import Pass, Solution
-from redraft.terminal import CHANGED, FRAME_SECONDS, NOISE, QUIET, undivided
 from redraft.writer import SUDOKU, fresh_seed, load
 
 COLUMNS = ("puzzle", "board", "solved", "canvases", "forwards", "revisions", "seconds", "seed")

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from redraft import writer
-from redraft.cli_options import Device, Model, Seed, number, option, whole
+from redraft.cli.options import Device, Model, Seed, number, option, whole
+from redraft.cli.terminal import CanvasView, harmless
 from redraft.tasks.edit import Edited, check
 from redraft.tasks.infill import Filled, parse
-from redraft.terminal import CanvasView, harmless
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Write = Annotated[bool, typer.Option("--write", "-w", help="Replace the file, at once or not at all.")]

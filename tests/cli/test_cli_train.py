@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 
-from redraft import cli
+from redraft.cli import main
 from redraft.train.evals import judge, tasks
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ def _run(monkeypatch, capsys):
     def run(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["redraft", *args])
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            main.main()
         out, err = capsys.readouterr()
         return left.value.code or 0, out, err
 

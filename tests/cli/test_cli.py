@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.text import Text
 
 import redraft
-from redraft import cli
+from redraft.cli import main
+from redraft.cli.terminal import CanvasView, Painter, column_after, harmless, summary, undivided
 from redraft.diffusion.generate import Committed, Draft
-from redraft.terminal import CanvasView, Painter, column_after, harmless, summary, undivided
 
 
 @pytest.fixture(name="folder", scope="module")
@@ -42,7 +42,7 @@ def _run(monkeypatch, capsys, folder):
         raw = stdin.encode() if isinstance(stdin, str) else stdin or b""
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            main.main()
         out, err = capsys.readouterr()
         return left.value.code or 0, out, err
 

@@ -21,13 +21,14 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import redraft
-from redraft import checkpoint, cli_augment, cli_edit, cli_serve, cli_sudoku, cli_train
-from redraft.cli_options import Device, Dtype, Model, Seed, number, option, whole
+from redraft import checkpoint
+from redraft.cli import augment, edit, serve, sudoku, train
+from redraft.cli.options import Device, Dtype, Model, Seed, number, option, whole
+from redraft.cli.recording import Recording
+from redraft.cli.terminal import CanvasView, harmless, summary
 from redraft.config import ModelConfig
 from redraft.diffusion.generate import Committed, Event, Finished
 from redraft.kernels import backend
-from redraft.recording import Recording
-from redraft.terminal import CanvasView, harmless, summary
 from redraft.writer import SHIPPED, Writer
 
 
@@ -184,13 +185,13 @@ def chat(
         messages = [*asked, {"role": "assistant", "content": said}]
 
 
-app.command()(cli_edit.fill)
-app.command()(cli_edit.edit)
-app.command()(cli_augment.augment)
-app.command()(cli_sudoku.sudoku)
-app.command()(cli_serve.serve)
-app.command()(cli_train.train)
-app.command("eval")(cli_train.evaluate)
+app.command()(edit.fill)
+app.command()(edit.edit)
+app.command()(augment.augment)
+app.command()(sudoku.sudoku)
+app.command()(serve.serve)
+app.command()(train.train)
+app.command("eval")(train.evaluate)
 
 
 @app.command()
@@ -429,7 +430,3 @@ def _complain(sentence: str) -> NoReturn:
     """One line, whatever a file's names or a template's message may hold."""
     print(f"redraft: {harmless(' '.join(sentence.split()))}", file=sys.stderr)
     sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from redraft import writer
-from redraft.cli_options import Device, Model, option, whole
+from redraft.cli.options import Device, Model, option, whole
 from redraft.tasks.augment import AT_ONCE, Plan, Variant, check, spans, variants
 
 ORIGIN = "redraft"  # the field of a variant that says where it comes from

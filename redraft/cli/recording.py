@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from redraft.cli.terminal import CHANGED, DRAFT, NOISE, Painter, harmless, meter, summary
 from redraft.diffusion.generate import Committed, Draft, Event, Finished
-from redraft.terminal import CHANGED, DRAFT, NOISE, Painter, harmless, meter, summary
 from redraft.tokenizer.tokenizer import Tokenizer
 
 COLUMNS = 92

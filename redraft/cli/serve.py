@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from redraft import writer
-from redraft.cli_options import Device, Dtype, Model, option, whole
+from redraft.cli.options import Device, Dtype, Model, option, whole
 
 PORT = 8012  # where llama.vim looks
 SOON = 0.5  # seconds until it listens, for sure

@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ET
 import pytest
 import tiny
 
+from redraft.cli.recording import COLUMNS, Recording, svg
 from redraft.diffusion.generate import Committed, Draft
-from redraft.recording import COLUMNS, Recording, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

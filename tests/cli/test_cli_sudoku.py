@@ -20,7 +20,7 @@ from rich.console import Console
 from transformers import DiffusionGemmaForBlockDiffusion
 
 import redraft
-from redraft import cli, cli_sudoku
+from redraft.cli import main, sudoku
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import generate
 from redraft.tasks.sudoku import board as boards
@@ -46,7 +46,7 @@ def _run(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["redraft", "sudoku", *args])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            main.main()
         out, err = capsys.readouterr()
         return left.value.code or 0, out, err
 
@@ -156,7 +156,7 @@ def test_mistakes_in_a_file_name_their_line(run, tmp_path):
 @given(st.text(max_size=100) | st.text(alphabet="0123456789.*|\n- ", max_size=200))
 def test_whatever_is_typed_is_a_puzzle_or_a_sentence(text):
     with contextlib.suppress(BoardError):
-        ((_, board),) = cli_sudoku.given(text.replace("-", ".") if text == "-" else text)
+        ((_, board),) = sudoku.given(text.replace("-", ".") if text == "-" else text)
         assert len(board) == 81
 
 
@@ -166,7 +166,7 @@ def test_a_terminal_shows_the_board_settle(writer):
     console = Console(file=written, force_terminal=True, width=60, height=20, color_system="standard")
     puzzle = boards.parse(PUZZLE)
     events = list(writer.sudoku_events([puzzle], seed=1))
-    solution = cli_sudoku._draw(iter(events), puzzle, console)
+    solution = sudoku._draw(iter(events), puzzle, console)
     stream.feed(written.getvalue().replace("\n", "\r\n"))
     shown = [line.rstrip() for line in screen.display if line.strip()]
     assert "".join(c for line in shown for c in line if c.isdigit()) == SOLVED
@@ -174,10 +174,10 @@ def test_a_terminal_shows_the_board_settle(writer):
     assert "step 1" in written.getvalue()
     assert screen.buffer[0][0].bold  # a clue
     assert not screen.buffer[0][4].bold
-    clash = cli_sudoku.picture((5, 5, *puzzle[2:]), puzzle, puzzle, [True] * 81)
+    clash = sudoku.picture((5, 5, *puzzle[2:]), puzzle, puzzle, [True] * 81)
     styles = [str(span.style) for span in clash.spans]
     assert "bold red" in styles
-    changed = cli_sudoku.picture((*puzzle[:2], 4, *puzzle[3:]), puzzle, puzzle, [True] * 81)
+    changed = sudoku.picture((*puzzle[:2], 4, *puzzle[3:]), puzzle, puzzle, [True] * 81)
     assert "green reverse" in [str(span.style) for span in changed.spans]
 
 
