@@ -116,7 +116,7 @@ def run(engine: Engine, canvases: int, context: int, new: int, steps: int) -> di
             at.append(time.perf_counter())
     wait(device)
     seconds = time.perf_counter() - began
-    tokens = sum(request.bill.total(torch.zeros(1, dtype=torch.bool)).stats[0].canvases for request in requests)
+    tokens = sum(request.counter.total(torch.zeros(1, dtype=torch.bool)).stats[0].canvases for request in requests)
     steps_ms = [1e3 * (b - a) for a, b in pairwise(at)]
     turns = steps_ms[steps - 1 :: steps] if canvases == 1 else []  # first steps of the pages behind the first
     return {

@@ -21,7 +21,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints import json_schema
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.regex_dfa import PatternError
-from redraft.constraints.token_automaton import Words
+from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
 from redraft.engine import Engine, Replay, Request, Stopped
@@ -180,8 +180,8 @@ class Writer:
         stop: threading.Event | None = None,
         draft: str | Sequence[int] | None = None,
         drafts: bool = True,
-        course: Replay | None = None,
-        look: int = 0,
+        replay: Replay | None = None,
+        candidates: int = 0,
         **settings: Any,
     ) -> Iterator[Event]:
         """The events of one answer, their `text` filled in: every draft, every committed page, the end.
@@ -189,15 +189,15 @@ class Writer:
         A string or its tokens are continued, messages are answered. The texts of the Committed events add up to the
         answer's. After `seconds` the page in work is committed as it is, and that is all; once `stop` is set, nothing more
         comes. With a `draft` the first page starts from that text, or from these tokens, instead of noise.
-        Where nobody looks at them, `drafts=False` spares their text; with `look=5` they come with the probabilities of the
-        five likeliest tokens everywhere. A `course` takes up a run that was under way, and steers it.
+        Where nobody looks at them, `drafts=False` spares their text; with `candidates=5` they come with the probabilities of the
+        five likeliest tokens everywhere. A `replay` takes up a run that was under way, and steers it.
         """
         constraints, chatting = self._obeyed(constraints, settings), not is_text(prompt)
         ids, cfg = self.ids_of(prompt, tools, think), self._settings(max_tokens, settings)
         number = seed if seed is not None else fresh_seed()
         first_1C = self._started(draft, cfg, number) if draft else None
         options = {"constraints": constraints, "first_1C": first_1C, "seconds": seconds, "stop": stop}
-        request = self.engine.add(ids, cfg, seed=number, course=course, look=look, **options)
+        request = self.engine.add(ids, cfg, seed=number, replay=replay, candidates=candidates, **options)
         return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting), drafts)
 
     def ids_of(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> list[int]:
@@ -305,7 +305,7 @@ class Writer:
                 raise Stopped
             found = Constraints(pattern=self._words.automaton(re.escape(choice)))
             found.check(model.config.vocab_size, cfg.canvas_length, cfg.eos_token_ids)
-            masses.append(found.on_page(found.start(), 0, cfg.canvas_length, cfg.canvas_length).mass(logits_CV))
+            masses.append(found.automaton_on(found.start(), 0, cfg.canvas_length, cfg.canvas_length).mass(logits_CV))
         shares = torch.tensor(masses, dtype=torch.float64).softmax(dim=0).tolist()
         return dict(zip(choices, shares, strict=True))
 
@@ -325,10 +325,10 @@ class Writer:
         return replace(constraints or Constraints(), pattern=self._words.automaton(pattern))
 
     @cached_property
-    def _words(self) -> Words:
-        spellings = self.tokenizer.spellings
-        missing = self.model.config.vocab_size - len(spellings)
-        return Words((*spellings, *[None] * missing), self.sampler.eos_token_ids)
+    def _words(self) -> AutomatonCompiler:
+        token_bytes = self.tokenizer.token_bytes
+        missing = self.model.config.vocab_size - len(token_bytes)
+        return AutomatonCompiler((*token_bytes, *[None] * missing), self.sampler.eos_token_ids)
 
     @overload
     def solve_sudoku(self, puzzle: str | Board, **options: Any) -> Solution: ...

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from redraft.constraints.token_automaton import Automaton, OnCanvas
+from redraft.constraints.token_automaton import CanvasAutomaton, TokenAutomaton
 from redraft.kernels.backend import chosen
 
 # Far below any soft-capped logit, so its probability is exactly 0, yet finite after division by a temperature.
@@ -49,14 +49,14 @@ class Constraints:
     forbidden: tuple[int, ...] = ()
     first: tuple[int, ...] = ()  # where given, the answer begins with one of them
     banned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # tokens that do not stand at a position
-    pattern: Automaton | None = None
+    pattern: TokenAutomaton | None = None
 
     def __post_init__(self) -> None:
         for what, places in (("pin", self.pins), ("ban", self.banned)):
             if any(position < 0 for position in places):
                 raise ValueError(f"a {what}'s position must be 0 or more, got {min(places)}")
 
-    def steered(self, more: ConstraintEdit) -> "Constraints":
+    def edited(self, more: ConstraintEdit) -> "Constraints":
         """With what else is fixed. What is pinned anew is banned no longer, and the other way round."""
         pins, bans = ({at: one for at, one in held.items() if at not in more.free} for held in (self.pins, self.banned))
         for at, token in more.pins.items():
@@ -116,7 +116,7 @@ class Constraints:
         if self.pins and not one.before(one.final_Q, answer_length, self.pins)[one.start]:
             raise ValueError(f"no answer of {answer_length} tokens that has these pins matches {one.pattern!r}")
 
-    def obeyed_by(self, page: Sequence[int], begin: int) -> None:
+    def allows(self, page: Sequence[int], begin: int) -> None:
         """Refuses a page that begins at this position of the answer and has what is not pinned there, or is banned."""
         never = set(self.forbidden)
         for at, token in enumerate(page, begin):
@@ -133,7 +133,7 @@ class Constraints:
         """Where a page leads to, of which so many positions belong to the answer."""
         return self.pattern.after(state, page[: max(0, room)]) if self.pattern is not None else 0
 
-    def on_page(self, state: int, begin: int, length: int, answer: int) -> OnCanvas | None:
+    def automaton_on(self, state: int, begin: int, length: int, answer: int) -> CanvasAutomaton | None:
         """The pattern on a canvas of an answer of so many tokens that begins at this position in this state."""
         one = self.pattern
         if one is None:
@@ -141,7 +141,7 @@ class Constraints:
         end = min(begin + length, answer)
         pins = {position - end: token for position, token in self.pins.items() if position >= end}
         ends_Q = one.before(one.final_Q, answer - end, pins) if pins else one.distance_Q <= answer - end
-        return OnCanvas(one, state, max(0, end - begin), ends_Q)
+        return CanvasAutomaton(one, state, max(0, end - begin), ends_Q)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class CanvasConstraints:
     forbidden_BV: Tensor | None
     unending_BC: Tensor | None  # where a stop token would cut off a later pin; None without pins
     stops: tuple[int, ...]
-    patterns: tuple[OnCanvas | None, ...] = ()
+    patterns: tuple[CanvasAutomaton | None, ...] = ()
     never_first_BV: Tensor | None = None  # tokens that the canvas may not begin with
     banned_3N: Tensor | None = None  # rows, positions and tokens that do not go together
 
@@ -213,8 +213,8 @@ class CanvasConstraints:
         return (torch.stack(rows), torch.stack(best)) if len(rows) > 1 else (rows[0][None], best[0][None])
 
 
-def conform_there(logits_CV: Tensor, pattern: OnCanvas) -> tuple[Tensor, Tensor]:
-    """`OnCanvas.conform` on a GPU, where the logits are: what to add to them, weights_CV, and the likeliest text, ids_C."""
+def conform_there(logits_CV: Tensor, pattern: CanvasAutomaton) -> tuple[Tensor, Tensor]:
+    """`CanvasAutomaton.conform` on a GPU, where the logits are: what to add to them, weights_CV, and the likeliest text, ids_C."""
     from redraft.kernels.triton import token_automaton  # Triton takes long to import
 
     tables, ends_Q = token_automaton.tables(pattern.automaton, logits_CV.device), torch.from_numpy(pattern.ends_Q)
@@ -224,7 +224,7 @@ def conform_there(logits_CV: Tensor, pattern: OnCanvas) -> tuple[Tensor, Tensor]
     return weights_CK.index_select(1, tables.slots_V), ids_C
 
 
-def _held(logits_CV: Tensor, pattern: OnCanvas) -> tuple[Tensor, Tensor]:
+def _held(logits_CV: Tensor, pattern: CanvasAutomaton) -> tuple[Tensor, Tensor]:
     """One row's logits as marginals of texts that match, and the likeliest of them."""
     room, device = pattern.room, logits_CV.device
     if chosen(device)[0]:
@@ -246,7 +246,7 @@ def canvas_constraints(
     vocab_size: int,
     stops: Sequence[int],
     device: torch.device | str,
-    patterns: Sequence[OnCanvas | None] = (),
+    patterns: Sequence[CanvasAutomaton | None] = (),
 ) -> CanvasConstraints | None:
     """The rows' constraints on canvas number `block`, or None when there are none to obey."""
     held = any(pattern is not None for pattern in patterns)

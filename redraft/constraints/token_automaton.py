@@ -34,7 +34,7 @@ FAINTEST, IMPOSSIBLE = -300.0, -1e7  # nats below the best token: as faint as an
 
 
 @dataclass(frozen=True, eq=False)
-class Automaton:
+class TokenAutomaton:
     """States and the classes of tokens that lead from one to the next. The last state is behind the stop token."""
 
     pattern: str
@@ -115,21 +115,21 @@ class Automaton:
         return state
 
 
-class Words:
+class AutomatonCompiler:
     """A vocabulary as bytes: the spelling of every token, None for marks, which stand in no text; and the stop tokens."""
 
-    def __init__(self, spellings: Sequence[bytes | None], stops: Sequence[int]) -> None:
-        self.size, self.stops = len(spellings), tuple(stops)
-        usable = [token for token, text in enumerate(spellings) if text and token not in self.stops]
-        self.longest = max((len(spellings[token]) for token in usable), default=0)
+    def __init__(self, token_bytes: Sequence[bytes | None], stops: Sequence[int]) -> None:
+        self.size, self.stops = len(token_bytes), tuple(stops)
+        usable = [token for token, text in enumerate(token_bytes) if text and token not in self.stops]
+        self.longest = max((len(token_bytes[token]) for token in usable), default=0)
         self.tokens_N = np.array(usable, dtype=np.int64)
-        self.lengths_N = np.array([len(spellings[token]) for token in usable], dtype=np.int64)
+        self.lengths_N = np.array([len(token_bytes[token]) for token in usable], dtype=np.int64)
         self.bytes_NL = np.zeros((len(usable), self.longest), dtype=np.uint8)
         for row, token in enumerate(usable):
-            self.bytes_NL[row, : self.lengths_N[row]] = np.frombuffer(spellings[token], dtype=np.uint8)
+            self.bytes_NL[row, : self.lengths_N[row]] = np.frombuffer(token_bytes[token], dtype=np.uint8)
 
     @lru_cache(maxsize=64)  # noqa: B019  (a vocabulary lives as long as its model)
-    def automaton(self, pattern: str) -> Automaton:
+    def automaton(self, pattern: str) -> TokenAutomaton:
         """The automaton of a regex over these tokens."""
         next_Q256, ends_Q, begin = regex_dfa.table(pattern)
         if (work := len(next_Q256) * len(self.tokens_N)) > MOST_WORK:
@@ -143,7 +143,7 @@ class Words:
         pairs_R2, of_E = np.unique(table[:, :2], axis=0, return_inverse=True)
         order_E = np.argsort(of_E.ravel(), kind="stable")
         pairs = pairs_R2[:, 0], pairs_R2[:, 1], of_E.ravel()[order_E], table[order_E, 2]
-        found = Automaton(pattern, self.stops, begin, classes_V, *pairs, np.append(ends_Q, True))
+        found = TokenAutomaton(pattern, self.stops, begin, classes_V, *pairs, np.append(ends_Q, True))
         if found.distance_Q[begin] >= FAR:
             raise PatternError(f"no text of this vocabulary matches {pattern!r}")
         return found
@@ -190,10 +190,10 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class OnCanvas:
+class CanvasAutomaton:
     """A pattern where a canvas begins."""
 
-    automaton: Automaton
+    automaton: TokenAutomaton
     state: int
     room: int  # positions of the canvas that belong to the answer
     ends_Q: np.ndarray  # where they may lead to

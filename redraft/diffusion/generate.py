@@ -39,7 +39,7 @@ class Draft:
     settled_B: Tensor
     max_steps: int
     pinned_BC: Tensor | None = None  # what the constraints have fixed
-    shares: TopProbs | None = None  # probabilities, where somebody wants to see them
+    top_probs: TopProbs | None = None  # probabilities, where somebody wants to see them
     text: str = ""  # filled in by the Writer
 
 
@@ -119,17 +119,17 @@ def generate(
     constraints = constraints if constraints is not None else [Constraints()] * len(prompts)
     check(model.config, prompts, cfg, seeds, constraints, first_canvas_BC)
     rows, length, vocab = len(prompts), cfg.canvas_length, model.config.vocab_size
-    bill = StatsCounter(cfg, list(seeds), [len(prompt) for prompt in prompts])
+    counter = StatsCounter(cfg, list(seeds), [len(prompt) for prompt in prompts])
 
     cache = model.new_cache(rows, max(map(len, prompts)) + (cfg.max_canvases - 1) * length, rewind=0)
     prefill(model, prompts, cache)  # stop 2
-    bill.prefilled()
+    counter.prefilled()
 
     ended_B, matched = torch.zeros(rows, dtype=torch.bool, device=model.device), [rule.start() for rule in constraints]
     for block in range(cfg.max_canvases):
         draws = rng.draws(list(seeds), block, model.device)
         place = (block * length, length, cfg.max_new_tokens)
-        patterns = [rule.on_page(state, *place) for rule, state in zip(constraints, matched, strict=True)]
+        patterns = [rule.automaton_on(state, *place) for rule, state in zip(constraints, matched, strict=True)]
         fixed = canvas_constraints(constraints, block, length, vocab, cfg.eos_token_ids, model.device, patterns)
         given = first_canvas_BC is not None and block == 0
         canvas_BC = first_canvas_BC.to(model.device) if given else draws.noise(0, length, vocab)
@@ -145,13 +145,13 @@ def generate(
         page = sampler.commit(state, cfg)  # stop 6
         ended_B = page.ended_B
         last = block + 1 == cfg.max_canvases or bool(ended_B.all())
-        bill.add(state, page, last)
+        counter.add(state, page, last)
         yield Committed(block, page.ids_BC, state.entropy_BC, state.settled_B | state.skipped_B, state.steps_B)
         if last:
             break
         matched = [rule.after(*one, length) for rule, *one in zip(constraints, matched, page.ids_BC.tolist(), strict=True)]
         model.encode(page.ids_BC, cache)  # stop 7
-    yield bill.total(ended_B)  # stop 8
+    yield counter.total(ended_B)  # stop 8
 
 
 def prefill(model: DiffusionGemma, prompts: Sequence[Sequence[int]], cache: KVCache) -> None:
@@ -238,28 +238,28 @@ class StatsCounter:
         self.prefill_seconds = time.perf_counter() - self.began
 
     def retell(self, ids_BC: Tensor) -> None:
-        """A page that was there before: part of the answer, not of the bill."""
+        """A page that was there before: part of the answer, not of the counter."""
         self.pages.append(ids_BC)
         self.retold += ids_BC.shape[1]
 
     def add(self, state: sampler.Canvas, page: sampler.Page, last: bool) -> None:
         """A page is committed; behind the last one no pass follows."""
         self.pages.append(page.ids_BC)
-        for row, bill in enumerate(self.rows):
-            bill["new_tokens"] += int(page.lengths_B[row])
-            bill["canvases"] += int(not state.skipped_B[row])
-            bill["settled"] += int(state.settled_B[row])
-            bill["steps"] += int(state.steps_B[row])
-            bill["commits"] += int(not last and not page.ended_B[row])
+        for row, counter in enumerate(self.rows):
+            counter["new_tokens"] += int(page.lengths_B[row])
+            counter["canvases"] += int(not state.skipped_B[row])
+            counter["settled"] += int(state.settled_B[row])
+            counter["steps"] += int(state.steps_B[row])
+            counter["commits"] += int(not last and not page.ended_B[row])
 
     def total(self, ended_B: Tensor) -> Finished:
         """The end: all pages, and every row's cost."""
         seconds, most = time.perf_counter() - self.began, self.cfg.max_new_tokens - self.retold
         reasons, stats = [], []
-        for row, bill in enumerate(self.rows):
-            reasons.append("stop" if ended_B[row] and bill["new_tokens"] <= most else "length")
-            bill["new_tokens"] = min(bill["new_tokens"], most)
+        for row, counter in enumerate(self.rows):
+            reasons.append("stop" if ended_B[row] and counter["new_tokens"] <= most else "length")
+            counter["new_tokens"] = min(counter["new_tokens"], most)
             seed, prompt = self.seeds[row], self.prompt_tokens[row]
             clock = {"seconds": seconds, "prefill_seconds": self.prefill_seconds}
-            stats.append(Stats(seed=seed, prompt_tokens=prompt, reused=self.reused[row], **clock, **bill))
+            stats.append(Stats(seed=seed, prompt_tokens=prompt, reused=self.reused[row], **clock, **counter))
         return Finished(torch.cat(self.pages, dim=1), tuple(reasons), tuple(stats))

@@ -46,7 +46,7 @@ def plain(request: Request) -> bool:
     """
     cfg = request.cfg
     special = cfg.quota or cfg.accept_at_end or cfg.spread or cfg.stops_last
-    seen = request.look > 0 or len(request.course.turns) > 0  # between two steps
+    seen = request.candidates > 0 or len(request.replay.interventions) > 0  # between two steps
     return request.fixed is None and not special and not seen and cfg.canvas_length <= LONG and cfg.max_steps <= STEPS
 
 

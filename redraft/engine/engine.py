@@ -67,23 +67,23 @@ class Engine:
         first_1C: Tensor | None = None,
         seconds: float | None = None,
         stop: threading.Event | None = None,
-        course: Replay | None = None,
-        look: int = 0,
+        replay: Replay | None = None,
+        candidates: int = 0,
     ) -> Request:
         """A request for text behind this prompt. After `seconds` the best page so far is committed, and that is all.
 
-        Once `stop` is set nothing more comes of it. With a `course` it is one that was under way. Drafts come with the
-        probabilities of the `look` likeliest tokens. What cannot be generated is refused here, and nothing else notices.
+        Once `stop` is set nothing more comes of it. With a `replay` it is one that was under way. Drafts come with the
+        probabilities of the `candidates` likeliest tokens. What cannot be generated is refused here, and nothing else notices.
         """
-        constraints, course = constraints or Constraints(), course or Replay()
+        constraints, replay = constraints or Constraints(), replay or Replay()
         check(self.model.config, [prompt], cfg, [seed], [constraints], first_1C)
-        held = course.check(cfg, self.model.config.vocab_size, constraints)
+        held = replay.check(cfg, self.model.config.vocab_size, constraints)
         if seconds is not None and not seconds > 0:
             raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
         deadline = time.monotonic() + seconds if seconds is not None else None
-        bill, more = StatsCounter(cfg, [seed], [len(prompt)]), {"matched": constraints.start(), "stop": stop}
-        more |= {"course": course, "held": held, "look": look}
-        request = Request(next(self._numbers), tuple(prompt), cfg, seed, constraints, first_1C, deadline, bill, **more)
+        counter, more = StatsCounter(cfg, [seed], [len(prompt)]), {"matched": constraints.start(), "stop": stop}
+        more |= {"replay": replay, "held": held, "candidates": candidates}
+        request = Request(next(self._numbers), tuple(prompt), cfg, seed, constraints, first_1C, deadline, counter, **more)
         request.inbox = deque() if self._own else None  # it may run before anybody streams it
         self.scheduler.check(request)
         self.scheduler.waiting.append(request)  # a step may run now: nobody waits for its end
@@ -183,7 +183,7 @@ class Engine:
             if request.reading and room > 0:
                 room -= self.runner.read(request)
                 if not request.reading:
-                    request.bill.prefilled()
+                    request.counter.prefilled()
         found = []
         for request in running:
             if not request.reading and request.page is None and request.retold:
@@ -228,9 +228,9 @@ class Engine:
         else:
             request.context, cache = found
             request.cache = cache.resized(request.capacity)
-            request.read = request.bill.reused[0] = len(request.context)
+            request.read = request.counter.reused[0] = len(request.context)
             if not request.reading:
-                request.bill.prefilled()
+                request.counter.prefilled()
 
     def _settle(self, request: Request) -> Iterator[Event]:
         yield request.draft

@@ -38,7 +38,7 @@ class Intervention:
 
     block: int
     step: int
-    steering: ConstraintEdit
+    edit: ConstraintEdit
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Replay:
     Chance is the seed's, so the steps up to a turn are made again as they were, and no state has to be kept for it.
     """
 
-    pages: tuple[tuple[int, ...], ...] = ()
-    turns: tuple[Intervention, ...] = ()
+    canvases: tuple[tuple[int, ...], ...] = ()
+    interventions: tuple[Intervention, ...] = ()
 
     def check(self, cfg: SamplerConfig, vocab_size: int, constraints: Constraints) -> tuple[Constraints, ...]:
         """What holds before the first turn, where `constraints` did, and behind each. Refuses what cannot have been."""
-        if len(self.pages) >= cfg.max_canvases:
-            raise ValueError(f"{len(self.pages)} pages are there already, the answer has {cfg.max_canvases} at most")
-        for number, page in enumerate(self.pages):
+        if len(self.canvases) >= cfg.max_canvases:
+            raise ValueError(f"{len(self.canvases)} pages are there already, the answer has {cfg.max_canvases} at most")
+        for number, page in enumerate(self.canvases):
             if len(page) != cfg.canvas_length:
                 raise ValueError(f"page {number} has {len(page)} tokens, the canvas has {cfg.canvas_length}")
             if wrong := [token for token in page if not 0 <= token < vocab_size]:
@@ -63,23 +63,23 @@ class Replay:
             if set(page) & set(cfg.eos_token_ids):
                 raise ValueError(f"page {number} ends the text: nothing comes behind it")
         self.check_turns(cfg.max_canvases, cfg.max_steps)
-        held = tuple(accumulate(self.turns, lambda before, turn: before.steered(turn.steering), initial=constraints))
+        held = tuple(accumulate(self.interventions, lambda before, turn: before.edited(turn.edit), initial=constraints))
         for one in held[1:]:
             one.check(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
         state = constraints.start()
-        for number, page in enumerate(self.pages):
-            held[self.taken(number, cfg.max_steps)].obeyed_by(page, number * cfg.canvas_length)
+        for number, page in enumerate(self.canvases):
+            held[self.taken(number, cfg.max_steps)].allows(page, number * cfg.canvas_length)
             state = constraints.after(state, page, cfg.canvas_length)
         return held
 
     def taken(self, block: int, step: int) -> int:
         """How many turns are behind this step of this page."""
-        return sum((turn.block, turn.step) <= (block, step) for turn in self.turns)
+        return sum((turn.block, turn.step) <= (block, step) for turn in self.interventions)
 
     def check_turns(self, pages: int, steps: int) -> None:
         """Refuses turns at what none of so many pages of so many steps at most has, and what is not in order."""
         before = (-1, 0)
-        for turn in self.turns:
+        for turn in self.interventions:
             if not 0 <= turn.block < pages or not 0 <= turn.step < steps:
                 last = f"page {pages - 1} and step {steps - 1}"
                 raise ValueError(f"a turn at page {turn.block}, step {turn.step}: the last that can be taken is at {last}")
@@ -99,11 +99,11 @@ class Request:
     constraints: Constraints
     first_1C: Tensor | None  # the user's own first canvas
     deadline: float | None  # of time.monotonic()
-    bill: StatsCounter
-    course: Replay = Replay()
+    counter: StatsCounter
+    replay: Replay = Replay()
     held: tuple[Constraints, ...] = ()  # its constraints at first, and behind each turn
-    look: int = 0  # how many of the likeliest tokens are shown at every position, with their probabilities
-    shares: TopProbs | None = None  # these, of the last step
+    candidates: int = 0  # how many of the likeliest tokens are shown at every position, with their probabilities
+    top_probs: TopProbs | None = None  # these, of the last step
     cache: KVCache | None = None
     read: int = 0  # tokens of the prompt that the cache holds
     block: int = 0
@@ -140,26 +140,26 @@ class Request:
     @property
     def retold(self) -> bool:
         """Whether its next page is one that it had committed before."""
-        return self.block < len(self.course.pages)
+        return self.block < len(self.replay.canvases)
 
     @property
     def turning(self) -> bool:
         """Whether other constraints hold from here on."""
-        return any((turn.block, turn.step) == (self.block, self.state.step) for turn in self.course.turns)
+        return any((turn.block, turn.step) == (self.block, self.state.step) for turn in self.replay.interventions)
 
     def retell(self, device: torch.device) -> list[Event]:
         """A page that it had committed before: it is read, and costs nothing else."""
-        ids_1C = torch.tensor([self.course.pages[self.block]], device=device)
+        ids_1C = torch.tensor([self.replay.canvases[self.block]], device=device)
         state = sampler.start(ids_1C)
-        self.bill.retell(ids_1C)
+        self.counter.retell(ids_1C)
         self.page = sampler.commit(state, self.cfg)
         self.matched = self.constraints.after(self.matched, ids_1C[0].tolist(), self.cfg.canvas_length)
         return [Committed(self.block, ids_1C, state.entropy_BC, torch.ones_like(state.settled_B), state.steps_B)]
 
     def _ruled(self, step: int, vocab_size: int, device: torch.device) -> CanvasConstraints | None:
         """The constraints on its page behind this step."""
-        found, length = self.held[self.course.taken(self.block, step)], self.cfg.canvas_length
-        pattern = found.on_page(self.matched, self.block * length, length, self.cfg.max_new_tokens)
+        found, length = self.held[self.replay.taken(self.block, step)], self.cfg.canvas_length
+        pattern = found.automaton_on(self.matched, self.block * length, length, self.cfg.max_new_tokens)
         known = (self.block, length, vocab_size, self.cfg.eos_token_ids, device)
         return canvas_constraints([found], *known, [pattern])
 
@@ -176,16 +176,18 @@ class Request:
     def settle(self, logits_1CV: Tensor) -> Tensor:
         """One step of its page; what it believes comes back, for whoever makes it an embedding."""
         self.state, shaped_1CV = sampler.step(logits_1CV, self.state, self.cfg, self.draws, self.fixed)
-        self.shares = top_probs_of(shaped_1CV, self.state.ids_BC, self.state.best_BC, self.look) if self.look else None
+        self.top_probs = (
+            top_probs_of(shaped_1CV, self.state.ids_BC, self.state.best_BC, self.candidates) if self.candidates else None
+        )
         self.done = sampler.finished(self.state, self.cfg) and not self.turning
-        if self.done and self.course.turns:
+        if self.done and self.replay.interventions:
             self._check_course()
         return shaped_1CV
 
     def _check_course(self) -> None:
         """A page is done: no turn may lie ahead on it, nor on pages that will not be."""
         last = self.block + 1 == self.cfg.max_canvases or bool(sampler.commit(self.state, self.cfg).ended_B[0])
-        for turn in self.course.turns:
+        for turn in self.replay.interventions:
             if turn.block == self.block and turn.step > self.state.step:
                 raise ReplayError(f"its page stood still at step {self.state.step}: it has no step {turn.step} to turn at")
             if turn.block > self.block and last:
@@ -199,20 +201,20 @@ class Request:
             if not all(one.reached_by(self.state.best_BC[0].tolist()) for one in self.fixed.patterns):
                 self.state = sampler.stir(self.state)
         self.done = sampler.finished(self.state, self.cfg)
-        if self.done and self.course.turns:
+        if self.done and self.replay.interventions:
             self._check_course()
 
     @property
     def draft(self) -> Draft:
         """The page as it is now."""
-        return replace(draft_of(self.block, self.state, self.cfg, self.fixed), shares=self.shares)
+        return replace(draft_of(self.block, self.state, self.cfg, self.fixed), top_probs=self.top_probs)
 
     def commit(self, late: bool) -> list[Event]:
         """The page leaves as it is: emitted now, read into the cache later, if anything is to come behind it."""
         state, page = self.state, sampler.commit(self.state, self.cfg)
         ended, done = bool(page.ended_B[0]), self.done
         last = self.block + 1 == self.cfg.max_canvases or ended or late
-        self.bill.add(state, page, last)
+        self.counter.add(state, page, last)
         settled_B = state.settled_B | state.skipped_B
         events: list[Event] = [Committed(self.block, page.ids_BC, state.entropy_BC, settled_B, state.steps_B)]
         self.state, self.soft_1CD = None, None
@@ -220,6 +222,6 @@ class Request:
             self.page = page
             self.matched = self.constraints.after(self.matched, page.ids_BC[0].tolist(), self.cfg.canvas_length)
             return events
-        self.over, end = True, self.bill.total(page.ended_B)
+        self.over, end = True, self.counter.total(page.ended_B)
         cut = late and not ended and not (done and self.block + 1 == self.cfg.max_canvases)
         return [*events, replace(end, reasons=("deadline",)) if cut else end]

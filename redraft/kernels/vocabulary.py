@@ -31,7 +31,7 @@ class TopProbs(NamedTuple):
     own_BC: Tensor  # of the token that stands there
     draft_BC: Tensor  # of the draft's
     ids_BCK: Tensor  # of the likeliest tokens, which they are
-    shares_BCK: Tensor
+    probs_BCK: Tensor
 
 
 def top_probs_of(logits_BCV: Tensor, ids_BC: Tensor, draft_BC: Tensor, most: int) -> TopProbs:

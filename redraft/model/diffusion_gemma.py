@@ -184,7 +184,7 @@ class DiffusionGemma(nn.Module):
             x_BCD, _, _, _ = layer(x_BCD, ropes[kind], mask_of[kind], cache.view(index), layer.layer_scalar)
         return self.head(self.norm(x_BCD))
 
-    def learn(
+    def forward_train(
         self,
         noisy_BL: Tensor,
         clean_BL: Tensor,

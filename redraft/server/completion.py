@@ -190,7 +190,7 @@ def pieces(writer: Writer, asked: CompletionParams, stop: threading.Event) -> It
         stop=stop,
         draft=asked.draft,
         drafts=asked.frames,
-        look=max(int(asked.frames), 0 if asked.logprobs is None else asked.logprobs or 1),
+        candidates=max(int(asked.frames), 0 if asked.logprobs is None else asked.logprobs or 1),
         **settings,
     )
     cut, frames, called, last, pages = Stops(asked.stops), Frames(writer.tokenizer), False, None, []
@@ -279,7 +279,7 @@ def check_logprobs(tokenizer: Tokenizer, asked: CompletionParams) -> None:
     if asked.tools or asked.think:
         raise Refused("logprobs are those of plain answers: leave tools and thinking out", "logprobs")
     try:
-        _ = tokenizer.spellings
+        _ = tokenizer.token_bytes
     except TokenizerError:
         raise Refused("this model's tokens are not bytes of a text: leave logprobs out", "logprobs") from None
 
@@ -297,11 +297,11 @@ class Spoken:
         """A page is committed, whose last draft this was. Marks are no text."""
         if self.most is None or draft is None:
             return
-        shares = draft.shares
+        shares = draft.top_probs
         ids, own = event.ids_BC[0].tolist()[: event.shown], shares.draft_BC[0].tolist()
-        likely = zip(shares.ids_BCK[0].tolist(), shares.shares_BCK[0].tolist(), strict=True)
+        likely = zip(shares.ids_BCK[0].tolist(), shares.probs_BCK[0].tolist(), strict=True)
         for token, share, (tokens, others) in zip(ids, own, likely, strict=False):
-            if letters := self.tokenizer.spelling(token):
+            if letters := self.tokenizer.bytes_of(token):
                 before, size = len(self._text), len(letters.decode("utf-8", "replace"))
                 self._text += self._characters.decode(letters)
                 at = max(before, len(self._text) - size)  # a half character may turn out to be none only now
@@ -341,9 +341,9 @@ class Frames:
         yield event.canvas_BC[0].tolist()
         yield (accepted_C.int() + pinned_C.int()).tolist()
         yield event.entropy_BC[0].tolist()
-        yield event.shares.own_BC[0].tolist()
-        yield event.shares.ids_BCK[0].tolist()
-        yield event.shares.shares_BCK[0].tolist()
+        yield event.top_probs.own_BC[0].tolist()
+        yield event.top_probs.ids_BCK[0].tolist()
+        yield event.top_probs.probs_BCK[0].tolist()
 
     def _token(self, at: int, columns: tuple[Any, ...]) -> dict[str, Any]:
         """A token is i (place), t (its text), s (n noise, d draft, k pinned), p (its probability), e (nats of doubt).

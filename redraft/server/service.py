@@ -135,7 +135,7 @@ def logprobs_of(tokenizer: Tokenizer, tokens: Sequence[Said]) -> list[dict[str, 
 
     def one(token: int, share: float) -> dict[str, Any]:
         log = round(math.log(share), 6) if share > 0 else NEVER
-        return {"token": tokenizer.word(token), "logprob": log, "bytes": list(tokenizer.spelling(token))}
+        return {"token": tokenizer.token_text(token), "logprob": log, "bytes": list(tokenizer.bytes_of(token))}
 
     tops = [{"top_logprobs": [one(*other) for other in said.likeliest]} for said in tokens]
     return [one(said.id, said.share) | top for said, top in zip(tokens, tops, strict=True)]

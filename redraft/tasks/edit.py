@@ -80,7 +80,7 @@ class Tokens:
     """A text as tokens, and where each begins."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        self.ids, self.bytes, spelled = tokenizer.encode(text), text.encode("utf-8", "replace"), tokenizer.spellings
+        self.ids, self.bytes, spelled = tokenizer.encode(text), text.encode("utf-8", "replace"), tokenizer.token_bytes
         pieces = [spelled[token] for token in self.ids]
         if None in pieces:
             mark = tokenizer.decode([self.ids[pieces.index(None)]], keep_special=True)
@@ -182,7 +182,7 @@ def suggest(
                 continue
             start, end = tokens.characters(*tokens.widened(begin + at, begin + at + 1))
             likeliest = [token for token in logs_CV[at].topk(most + 1).indices.tolist() if token != own[at]][:most]
-            others = tuple((tokenizer.spell([token]), math.exp(logs_CV[at, token])) for token in likeliest)
+            others = tuple((tokenizer.decode_middle([token]), math.exp(logs_CV[at, token])) for token in likeliest)
             found.append(Suggestion(start, end, text[start:end], math.exp(logs_CV[at, own[at]]), others))
     return found
 
@@ -208,19 +208,19 @@ def events(
     prompt: Sequence[int] = (),
     seed: int,
     stop: threading.Event | None = None,
-    look: int = 0,
-    course: Replay | None = None,
+    candidates: int = 0,
+    replay: Replay | None = None,
 ) -> Iterator[Draft | Committed | Edited]:
     """Every step and page; at last, the text with at most a share of its tokens replaced: the most doubted, none kept.
 
     `prompt` is read before it: an instruction, say; without one, the text stands alone. Once `stop` is set, Stopped is
-    raised. `look` as in `Engine.add`. With a `course` it is an edit that was under way, or that is steered.
+    raised. `candidates` as in `Engine.add`. With a `replay` it is an edit that was under way, or that is steered.
     """
     tokens = Tokens(tokenizer, text)
     kept, prompt = tokens.touched(keep, text), list(prompt) or start_of(tokenizer)
-    marks = tokenizer.marks(engine.model.config.vocab_size)
+    marks = tokenizer.textless_ids(engine.model.config.vocab_size)
     options = {"strength": strength, "kept": kept, "never": marks, "prompt": prompt, "seed": seed, "stop": stop}
-    for event in redrafting(engine, tokens.ids, cfg, look=look, course=course, **options):
+    for event in redrafting(engine, tokens.ids, cfg, candidates=candidates, replay=replay, **options):
         if isinstance(event, Draft | Committed):
             yield event
             continue
@@ -250,23 +250,23 @@ def redrafting(
     prompt: Sequence[int],
     seed: int,
     stop: threading.Event | None = None,
-    look: int = 0,
-    course: Replay | None = None,
+    candidates: int = 0,
+    replay: Replay | None = None,
 ) -> Iterator[Draft | Committed | Redrafted]:
     """Every step and page; at last, the tokens with at most a share of them replaced.
 
-    Those at the places `kept` stay; the tokens `never` come in nowhere. Pages of the `course` are taken as they are.
+    Those at the places `kept` stay; the tokens `never` come in nowhere. Pages of the `replay` are taken as they are.
     """
     check(strength)
     fits(engine.model, len(prompt), len(ids))
-    new, forwards, settled, course = list(ids), 0, True, course or Replay()
-    _check_course(course, ids, cfg, engine.model.config.vocab_size, set(never), strength)
+    new, forwards, settled, replay = list(ids), 0, True, replay or Replay()
+    _check_course(replay, ids, cfg, engine.model.config.vocab_size, set(never), strength)
     for block, begin in enumerate(range(0, len(new), cfg.canvas_length) if strength else ()):
         page, before = new[begin : begin + cfg.canvas_length], [*prompt, *new[:begin]]
-        if block < len(course.pages):
-            new[begin : begin + len(page)] = course.pages[block]
+        if block < len(replay.canvases):
+            new[begin : begin + len(page)] = replay.canvases[block]
             continue
-        turns = [(turn, turn.steering.within(begin, len(page))) for turn in course.turns if turn.block <= block]
+        turns = [(turn, turn.edit.within(begin, len(page))) for turn in replay.interventions if turn.block <= block]
         own = tuple(Intervention(0, turn.step, more) for turn, more in turns if turn.block == block)
         held = [more for turn, more in turns if turn.block < block and more.places]
         free = {at for at in range(len(page)) if begin + at not in kept}
@@ -276,7 +276,7 @@ def redrafting(
                 raise ValueError(f"page {block} has nothing to redraft at strength {strength}: raise it, or turn at step 0")
             yield _standing(block, page)
             continue
-        options = {"stop": stop, "look": look, "course": Replay((), own), "held": held}
+        options = {"stop": stop, "candidates": candidates, "replay": Replay((), own), "held": held}
         request, end = add_page(engine, before, page, chosen, cfg, never, seed + block, **options), None
         for event in engine.stream(request):
             if isinstance(event, Draft | Committed):
@@ -291,22 +291,22 @@ def redrafting(
 
 
 def _check_course(
-    course: Replay, ids: Sequence[int], cfg: SamplerConfig, vocab_size: int, never: Container[int], strength: float
+    replay: Replay, ids: Sequence[int], cfg: SamplerConfig, vocab_size: int, never: Container[int], strength: float
 ) -> None:
     """Refuses what cannot have been of this text."""
     length = cfg.canvas_length
-    course.check_turns(math.ceil(len(ids) / length), cfg.max_steps)
-    if course.turns and not strength:
+    replay.check_turns(math.ceil(len(ids) / length), cfg.max_steps)
+    if replay.interventions and not strength:
         raise ValueError("at strength 0 nothing is redrafted, and there is no step to turn at: raise it")
-    for block, page in enumerate(course.pages):
+    for block, page in enumerate(replay.canvases):
         wanted = len(ids[block * length : (block + 1) * length])
         if len(page) != wanted:
             raise ValueError(f"page {block} of this text has {wanted} tokens, got {len(page)}")
         _check_text(page, vocab_size, never)
-    for turn in course.turns:
-        if wrong := [at for at in turn.steering.places if not 0 <= at < len(ids)]:
+    for turn in replay.interventions:
+        if wrong := [at for at in turn.edit.places if not 0 <= at < len(ids)]:
             raise ValueError(f"position {max(wrong)} is beyond the text's {len(ids)} tokens")
-        _check_text(list(turn.steering.pins.values()), vocab_size, never)
+        _check_text(list(turn.edit.pins.values()), vocab_size, never)
 
 
 def _check_text(tokens: Sequence[int], vocab_size: int, never: Container[int]) -> None:
@@ -356,7 +356,7 @@ def add_page(
     pins = {at: token for at, token in enumerate(page) if at not in chosen}
     constraints = Constraints(pins=pins, forbidden=tuple({*never, *cfg.eos_token_ids}))
     for more in held:
-        constraints = constraints.steered(more)
+        constraints = constraints.edited(more)
     settings = cfg.changed(canvas_length=len(page), max_new_tokens=len(page))
     return engine.add(before, settings, seed=seed, constraints=constraints, **options)
 
@@ -371,7 +371,7 @@ def start_of(tokenizer: Tokenizer) -> list[int]:
 
 def changes_of(tokenizer: Tokenizer, tokens: Tokens, new: Sequence[int]) -> tuple[Change, ...]:
     """Where tokens differ. What would be half a character, or a mark, stays as it was."""
-    found, spelled = [], tokenizer.spellings
+    found, spelled = [], tokenizer.token_bytes
     for first, last in tokens.runs([a != b for a, b in zip(tokens.ids, new, strict=True)]):
         pieces = [spelled[token] for token in new[first:last]]
         try:

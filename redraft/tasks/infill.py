@@ -117,12 +117,12 @@ class Filler:
         longest: int = 32,
         seconds: float | None = None,
         stop: threading.Event | None = None,
-        look: int = 0,
+        candidates: int = 0,
     ) -> Iterator[Draft | list[Filled]]:
         """Every step of one page of each hole; at last, the template filled in `count` ways at most, the likeliest first.
 
         Ways differ in the last hole. A hole without a length has at most `longest` tokens; after `seconds` its pages are
-        taken as they are. Once `stop` is set, Stopped is raised. `look` as in `Engine.add`.
+        taken as they are. Once `stop` is set, Stopped is raised. `candidates` as in `Engine.add`.
         """
         if count < 1 or longest < 1:
             raise ValueError(f"count and longest must be at least 1, got {count} and {longest}")
@@ -133,7 +133,7 @@ class Filler:
             place = _Place(self.tokenizer, template, number, text, cfg.eos_token_ids)
             lengths = [known] if known else [length for length in LENGTHS if length < longest] + [longest]
             tries = [length for length in lengths for _ in range(-(-count // len(lengths)) if last else 1)]
-            more = {"seconds": seconds, "stop": stop, "look": look}
+            more = {"seconds": seconds, "stop": stop, "candidates": candidates}
             ends = yield from self._written(place, tries, cfg, seed + number * SEEDS, **more)
             forwards += sum(end.stats[0].forwards for end in ends)
             found = self._ranked(place, tries, ends, cfg, template)
@@ -148,7 +148,7 @@ class Filler:
         ]
 
     def _written(
-        self, place: "_Place", lengths: Sequence[int], cfg: SamplerConfig, seed: int, *, look: int, **options: Any
+        self, place: "_Place", lengths: Sequence[int], cfg: SamplerConfig, seed: int, *, candidates: int, **options: Any
     ) -> Generator[Draft, None, list[Finished]]:
         """A page for each length, all at once; one of them is looked at."""
         room, requests = max(lengths) + min(len(place.after), AFTER), []
@@ -156,9 +156,9 @@ class Filler:
         try:
             for number, length in enumerate(lengths):
                 prompt, settings, constraints = self._page(place, length, room, cfg)
-                seen = look if number == middle else 0
+                seen = candidates if number == middle else 0
                 request = self.engine.add(
-                    prompt, settings, seed=seed + number, constraints=constraints, look=seen, **options
+                    prompt, settings, seed=seed + number, constraints=constraints, candidates=seen, **options
                 )
                 requests.append(request)
             shown = requests[middle]
@@ -184,7 +184,7 @@ class Filler:
         if pages * size >= limit:
             follows = f"with the {room - length} that follow it"
             raise ValueError(f"a hole of {length} tokens does not fit the model's context of {limit} {follows}")
-        marks = tuple(set(self.tokenizer.marks(self.engine.model.config.vocab_size)) - set(cfg.eos_token_ids))
+        marks = tuple(set(self.tokenizer.textless_ids(self.engine.model.config.vocab_size)) - set(cfg.eos_token_ids))
         behind = zip(range(length + place.more, answer), place.after, strict=False)
         pins = {at: token for at, token in behind if token is not None}
         constraints = Constraints(pins=pins, forbidden=marks, first=place.first)
@@ -215,7 +215,7 @@ class Filler:
         found: dict[str, tuple[list[int], bool]] = {}
         for length, end in zip(lengths, ends, strict=True):
             ids = _upto_stop(end.ids_BT[0, : length + place.more].tolist(), cfg.eos_token_ids)
-            letters = b"".join(self.tokenizer.spellings[token] or b"" for token in ids)[len(place.healed) :]
+            letters = b"".join(self.tokenizer.token_bytes[token] or b"" for token in ids)[len(place.healed) :]
             hole, still = letters.decode("utf-8", "ignore"), end.stats[0].settled == end.stats[0].canvases
             if template.between and (cut := within(template, hole)) != hole:
                 hole, ids = cut, self.tokenizer.encode(place.healed.decode("utf-8", "ignore") + cut)
@@ -239,9 +239,9 @@ class _Place:
         if text[-1:] in (" ", "\t") and start + shorter:
             self.healed, before = text[-1:].encode(), shorter
         elif before and start + before[:-1] and re.search(r"\w\Z", text):
-            self.healed, self.more, before = tokenizer.spellings[before[-1]] or b"", 1, before[:-1]
+            self.healed, self.more, before = tokenizer.token_bytes[before[-1]] or b"", 1, before[:-1]
         if self.healed:
-            spelled = enumerate(tokenizer.spellings)
+            spelled = enumerate(tokenizer.token_bytes)
             self.first = tuple(token for token, letters in spelled if letters and letters.startswith(self.healed))
         self.prompt = [*start, *before]
         self.after: list[int | None] = []

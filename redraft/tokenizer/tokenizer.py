@@ -88,7 +88,7 @@ class Tokenizer:
         return max(self.vocabulary.get_vocab().values()) + 1
 
     @cached_property
-    def spellings(self) -> tuple[bytes | None, ...]:
+    def token_bytes(self) -> tuple[bytes | None, ...]:
         """The bytes every token stands for in a text; None for marks and for ids that no token has."""
         raw = json.loads(self.vocabulary.to_str())
         kinds = str(raw.get("decoder"))
@@ -108,13 +108,13 @@ class Tokenizer:
                 found[number] = bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
         return tuple(found)
 
-    def spelling(self, token: int) -> bytes:
+    def bytes_of(self, token: int) -> bytes:
         """The bytes of one token; none for marks and for ids that only the model has."""
-        return (self.spellings[token] if token < self.size else None) or b""
+        return (self.token_bytes[token] if token < self.size else None) or b""
 
-    def marks(self, vocab_size: int) -> tuple[int, ...]:
+    def textless_ids(self, vocab_size: int) -> tuple[int, ...]:
         """Ids of a model's vocabulary that stand for no text."""
-        return (*(token for token, letters in enumerate(self.spellings) if not letters), *range(self.size, vocab_size))
+        return (*(token for token, letters in enumerate(self.token_bytes) if not letters), *range(self.size, vocab_size))
 
     @property
     def bos_id(self) -> int | None:
@@ -139,15 +139,15 @@ class Tokenizer:
         ids = self.encode("a")
         return ids, self.decode(ids)
 
-    def spell(self, ids: Sequence[int]) -> str:
+    def decode_middle(self, ids: Sequence[int]) -> str:
         """Text of ids that stand in the middle of something, marks included: a leading space stays."""
         before, text = self._anchor
         return self.decode([*before, *ids], keep_special=True)[len(text) :]
 
-    def word(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """What `spell` says of one token, which is kept."""
         if token not in self._known:
-            self._known[token] = self.spell([token])
+            self._known[token] = self.decode_middle([token])
         return self._known[token]
 
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:

@@ -241,7 +241,7 @@ def first_look(
     """
     rows, own = len(noise.temperature_R), len(noise.uniform_OL)
     noisy_RL, clean_RL = noise.noisy_BL[:rows], batch.ids_BL[:rows]
-    hidden_RLD, _, _ = model.learn(noisy_RL, clean_RL, None, batch.layout.positions[:rows], mask_of)
+    hidden_RLD, _, _ = model.forward_train(noisy_RL, clean_RL, None, batch.layout.positions[:rows], mask_of)
     at_once = max(1, HEAD_LOGITS // model.config.vocab_size // noisy_RL.shape[1])
     parts = [slice(begin, begin + at_once) for begin in range(0, rows, at_once)]
     told = [believe(model, hidden_RLD[part], noise.temperature_R[part]) for part in parts]
@@ -312,7 +312,7 @@ class Objective(nn.Module):
         if len(noise.temperature_R):
             soft_BLD, noisy_BL = first_look(self.model, batch, noise, canvas_BL, first_mask_of, self.believed)
         positions_BL = batch.layout.positions
-        noisy_BLD, clean_BLD, routings = self.model.learn(noisy_BL, batch.ids_BL, soft_BLD, positions_BL, mask_of)
+        noisy_BLD, clean_BLD, routings = self.model.forward_train(noisy_BL, batch.ids_BL, soft_BLD, positions_BL, mask_of)
         counted_BL = canvas_BL if self.cfg.noise == "uniform" else canvas_BL & (noise.noisy_BL != batch.ids_BL)
         denoiser = self.cross_entropy(self.model, noisy_BLD, torch.where(counted_BL, batch.ids_BL, IGNORED))
         ar = self.cross_entropy(self.model, clean_BLD, torch.where(batch.next_BL, batch.ids_BL.roll(-1, dims=1), IGNORED))

@@ -64,15 +64,15 @@ class PuzzleConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.files) != len(self.shares):
-            raise ValueError(f"{len(self.files)} files of puzzles have {len(self.shares)} shares")
-        if self.generated < 1 or not 0 <= sum(self.shares) < 1:
-            raise ValueError(f"something must be generated: {self.generated} puzzles, files have {sum(self.shares):.2f}")
+        if len(self.files) != len(self.top_probs):
+            raise ValueError(f"{len(self.files)} files of puzzles have {len(self.top_probs)} shares")
+        if self.generated < 1 or not 0 <= sum(self.top_probs) < 1:
+            raise ValueError(f"something must be generated: {self.generated} puzzles, files have {sum(self.top_probs):.2f}")
         for low, high in (self.temperatures, self.bounds):
             if not 0 < low <= high:
                 raise ValueError(f"temperatures and bounds go from above 0 upwards, got {low} to {high}")
-        if not all(0 <= share <= 1 for share in (self.given, self.turned, *self.shares)):
-            raise ValueError(f"given, turned and shares are shares, got {self.given}, {self.turned} and {self.shares}")
+        if not all(0 <= share <= 1 for share in (self.given, self.turned, *self.top_probs)):
+            raise ValueError(f"given, turned and shares are shares, got {self.given}, {self.turned} and {self.top_probs}")
         for name in ("passes", "together"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -138,7 +138,7 @@ class Pool:
         self.puzzles_PC, self.solutions_PC = both
         sizes = torch.tensor([len(puzzles) for puzzles, _ in parts], device=device)
         self.sizes_F, self.firsts_F = sizes, sizes.cumsum(0) - sizes
-        self.upto_F = torch.tensor([*cfg.shares, 1 - sum(cfg.shares)], device=device).cumsum(0)
+        self.upto_F = torch.tensor([*cfg.top_probs, 1 - sum(cfg.top_probs)], device=device).cumsum(0)
 
     def draw(self, count: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
         """That many puzzles with their solutions, [count, C]."""

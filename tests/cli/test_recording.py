@@ -25,7 +25,7 @@ def test_every_step_is_a_frame_and_the_last_one_the_text(tmp_path, prompt):
     frames = root.findall(f"{SVG}g")
     assert len(frames) == sum(isinstance(event, Draft) for event in events) + 1
     lines = ["".join(line.itertext()) for line in frames[-1].findall(f"{SVG}text")]
-    assert max(map(len, lines)) <= COLUMNS + 80  # the bill is not wrapped
+    assert max(map(len, lines)) <= COLUMNS + 80  # the counter is not wrapped
     said = "".join(event.text for event in events if isinstance(event, Committed))
     letters = [c for c in prompt + said if c.isalnum()]
     assert [c for c in "".join(lines[:-1]) if c.isalnum()][: len(letters)] == letters or "\x1b" in prompt

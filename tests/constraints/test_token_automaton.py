@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from redraft.constraints import json_schema, regex_dfa
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.regex_dfa import PatternError
-from redraft.constraints.token_automaton import OnCanvas, Words
+from redraft.constraints.token_automaton import AutomatonCompiler, CanvasAutomaton
 from redraft.diffusion.generate import Committed, generate
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.writer import Writer
@@ -87,7 +87,7 @@ def test_what_people_write(pattern, good, bad):
 
 
 SPELLED = [None, None, b"a", b"b", b"ab", b"1", b"\xc3", b"\xa9"]
-WORDS = Words(SPELLED, [1])
+WORDS = AutomatonCompiler(SPELLED, [1])
 
 
 def matching(pattern: str, room: int) -> list[tuple[int, ...]]:
@@ -114,7 +114,7 @@ def test_marginals_are_those_of_all_matching_texts(pattern, room):
     automaton = WORDS.automaton(pattern)
     logits = np.random.default_rng(room).normal(size=(room, len(SPELLED))).astype(np.float32) * 3
     texts = matching(pattern, room)
-    page = Constraints(pattern=automaton).on_page(automaton.start, 0, room, room)
+    page = Constraints(pattern=automaton).automaton_on(automaton.start, 0, room, room)
     if not texts:
         with pytest.raises(PatternError, match="no text of this length"):
             page.conform(logits)
@@ -137,7 +137,7 @@ def test_a_faint_match_is_found():
     automaton = WORDS.automaton("b{6}1")
     logits = np.zeros((8, len(SPELLED)), dtype=np.float32)
     logits[:, 2] = 75.0
-    _, best = Constraints(pattern=automaton).on_page(automaton.start, 0, 8, 8).conform(logits)
+    _, best = Constraints(pattern=automaton).automaton_on(automaton.start, 0, 8, 8).conform(logits)
     assert best.tolist() == [3] * 6 + [5, 1]
 
 
@@ -184,7 +184,7 @@ def test_a_pattern_that_fails_on_the_way_ends_its_own_request_only(monkeypatch):
     def fail(self, logits):
         raise PatternError("broken")
 
-    monkeypatch.setattr(OnCanvas, "conform", fail)
+    monkeypatch.setattr(CanvasAutomaton, "conform", fail)
     with pytest.raises(PatternError, match="broken"):
         list(streams[0])
     *_, end = streams[1]
@@ -366,14 +366,14 @@ def test_whole_numbers():
 
 def test_tokens_as_bytes():
     """Byte-level letters and byte fallback; marks spell nothing."""
-    spelled = WRITER.tokenizer.spellings
+    spelled = WRITER.tokenizer.token_bytes
     assert spelled[WRITER.tokenizer.encode("é")[0]] == b"\xc3"
     assert spelled[1] is None
     shipped = Tokenizer.from_folder("redraft/weights/tiny")
     ids = shipped.encode(" Zoë said: 'hi'\n\t😀")
-    assert b"".join(shipped.spellings[token] for token in ids).decode() == " Zoë said: 'hi'\n\t😀"
+    assert b"".join(shipped.token_bytes[token] for token in ids).decode() == " Zoë said: 'hi'\n\t😀"
     with pytest.raises(TokenizerError, match="not the bytes of a text"):
-        Tokenizer.from_folder("redraft/weights/sudoku").spellings  # noqa: B018
+        Tokenizer.from_folder("redraft/weights/sudoku").token_bytes  # noqa: B018
 
 
 def test_the_first_page_may_not_go_where_a_later_pin_forbids():

@@ -1,4 +1,4 @@
-"""The loop: its events, its bill, its refusals; batched = alone, and the same seed = the same text."""
+"""The loop: its events, its counter, its refusals; batched = alone, and the same seed = the same text."""
 
 import pytest
 import tiny

@@ -176,7 +176,7 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, mod
     cfg, constraints = replace(CFG, max_new_tokens=32), Constraints(forbidden=(1,))
     whole = list(generate(model, [PROMPT], cfg, seeds=[5], constraints=[constraints]))
     pages = tuple(tuple(event.ids_BC[0].tolist()) for event in whole if isinstance(event, Committed))
-    left = engine.add(PROMPT, cfg, seed=5, constraints=constraints, course=Replay(pages[:3]))
+    left = engine.add(PROMPT, cfg, seed=5, constraints=constraints, replay=Replay(pages[:3]))
     while not left.block:
         engine.step()
     engine.cancel(left)
@@ -188,6 +188,6 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, mod
         for layer in range(2):
             for ours, theirs in zip(kept.view(layer), truth.view(layer), strict=True):
                 assert torch.allclose(ours[:, -len(context) :], theirs, atol=3e-5)
-    course = Replay(pages[:3], (Intervention(3, 1, ConstraintEdit()),))
-    resumed = engine.add(PROMPT, cfg, seed=5, constraints=constraints, course=course, look=2)
+    replay = Replay(pages[:3], (Intervention(3, 1, ConstraintEdit()),))
+    resumed = engine.add(PROMPT, cfg, seed=5, constraints=constraints, replay=replay, candidates=2)
     assert engine.run([resumed])[resumed].ids_BT.tolist() == whole[-1].ids_BT.tolist()

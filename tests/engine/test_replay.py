@@ -9,7 +9,7 @@ import torch
 
 from redraft.config import FULL, SLIDING, EngineConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints, canvas_constraints
-from redraft.constraints.token_automaton import Words
+from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.generate import Committed, Draft, Finished, generate
 from redraft.engine import Engine, Intervention, Replay
@@ -22,9 +22,9 @@ CFG = tiny.sampler(canvas_length=16, max_new_tokens=48, max_steps=8, entropy_bou
 UNENDING, NOTHING = Constraints(forbidden=(1, 5)), ConstraintEdit()
 
 
-def run(course=None, constraints=UNENDING, cfg=CFG, seed=3, **options):
+def run(replay=None, constraints=UNENDING, cfg=CFG, seed=3, **options):
     engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
-    return list(engine.stream(engine.add(PROMPT, cfg, seed=seed, constraints=constraints, course=course, **options)))
+    return list(engine.stream(engine.add(PROMPT, cfg, seed=seed, constraints=constraints, replay=replay, **options)))
 
 
 def told(events):
@@ -77,7 +77,7 @@ def by_hand(turn, seed=3):
         found.append((state.best_BC.tolist(), state.ids_BC.tolist()))
         soft = MODEL.soft_embed(shaped)
         if state.step == turn.step:
-            fixed = canvas_constraints([UNENDING.steered(turn.steering)], 0, 16, vocab, CFG.eos_token_ids, "cpu")
+            fixed = canvas_constraints([UNENDING.edited(turn.edit)], 0, 16, vocab, CFG.eos_token_ids, "cpu")
             state = sampler.steer(state, fixed, draws, vocab)
     return found
 
@@ -117,30 +117,30 @@ def test_turns_follow_one_another_across_pages():
     both = Replay((), (Intervention(0, 1, first), Intervention(1, 2, second)))
     whole = run(both)
     assert (pages(whole)[0][2], pages(whole)[1][4]) == (90, 91)
-    again = run(Replay(pages(whole)[:1], both.turns))  # the first turn is behind it
+    again = run(Replay(pages(whole)[:1], both.interventions))  # the first turn is behind it
     assert told(again)[1:] == [one for one in told(whole) if one[0] == "end" or one[1] >= 1]
 
 
 def test_steered_and_looked_at_beside_others_it_is_the_same():
-    course = Replay((), (Intervention(0, 2, ConstraintEdit(pins={4: 77})),))
+    replay = Replay((), (Intervention(0, 2, ConstraintEdit(pins={4: 77})),))
     engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
-    requests = [engine.add(PROMPT, CFG, seed=3, constraints=UNENDING, course=course, look=3)]
+    requests = [engine.add(PROMPT, CFG, seed=3, constraints=UNENDING, replay=replay, candidates=3)]
     requests += [engine.add(PROMPT[:4], CFG, seed=seed, constraints=UNENDING) for seed in (3, 4)]
     ends = engine.run(requests)
-    assert ends[requests[0]].ids_BT.tolist() == run(course)[-1].ids_BT.tolist()
+    assert ends[requests[0]].ids_BT.tolist() == run(replay)[-1].ids_BT.tolist()
     for request in requests[1:]:
         alone = list(generate(MODEL, [PROMPT[:4]], CFG, seeds=[request.seed], constraints=[UNENDING]))[-1]
         assert ends[request].ids_BT.tolist() == alone.ids_BT.tolist()
 
 
 def test_drafts_show_probabilities_only_to_those_who_look():
-    assert all(event.shares is None for event in run() if isinstance(event, Draft))
-    for event in run(look=4):
+    assert all(event.top_probs is None for event in run() if isinstance(event, Draft))
+    for event in run(candidates=4):
         if isinstance(event, Draft):
-            assert event.shares.ids_BCK.shape == (1, 16, 4)
-            assert torch.equal(event.shares.ids_BCK[..., 0], event.ids_BC)
-            assert (event.shares.shares_BCK.diff(dim=-1) <= 0).all()
-            assert (event.shares.own_BC <= event.shares.shares_BCK[..., 0] + 1e-6).all()
+            assert event.top_probs.ids_BCK.shape == (1, 16, 4)
+            assert torch.equal(event.top_probs.ids_BCK[..., 0], event.ids_BC)
+            assert (event.top_probs.probs_BCK.diff(dim=-1) <= 0).all()
+            assert (event.top_probs.own_BC <= event.top_probs.probs_BCK[..., 0] + 1e-6).all()
 
 
 def test_shares_are_those_of_the_softmax():
@@ -148,7 +148,7 @@ def test_shares_are_those_of_the_softmax():
     probs, found = logits.softmax(dim=-1), top_probs_of(logits, ids, ids.flip(0), 20)
     torch.testing.assert_close(found.own_BC, probs.gather(-1, ids[..., None])[..., 0])
     torch.testing.assert_close(found.draft_BC, probs.gather(-1, ids.flip(0)[..., None])[..., 0])
-    torch.testing.assert_close(found.shares_BCK, probs.sort(descending=True).values)
+    torch.testing.assert_close(found.probs_BCK, probs.sort(descending=True).values)
     assert torch.equal(found.ids_BCK, probs.argsort(descending=True))
 
 
@@ -157,10 +157,10 @@ def test_a_turn_that_never_comes_is_told_and_disturbs_nobody():
     settled = max(event.step for event in run() if isinstance(event, Draft) and event.block == 0)
     assert settled < CFG.max_steps - 1
     late = engine.add(
-        PROMPT, CFG, seed=3, constraints=UNENDING, course=Replay((), (Intervention(0, CFG.max_steps - 1, NOTHING),))
+        PROMPT, CFG, seed=3, constraints=UNENDING, replay=Replay((), (Intervention(0, CFG.max_steps - 1, NOTHING),))
     )
     twice = Replay((), (Intervention(0, settled, NOTHING), Intervention(0, settled + 1, NOTHING)))
-    behind = engine.add(PROMPT, CFG, seed=3, constraints=UNENDING, course=twice)
+    behind = engine.add(PROMPT, CFG, seed=3, constraints=UNENDING, replay=twice)
     other = engine.add(PROMPT, CFG, seed=3, constraints=UNENDING)
     streams = [engine.stream(request) for request in (late, behind, other)]
     for stream in streams[:2]:
@@ -173,26 +173,29 @@ def test_a_turn_that_never_comes_is_told_and_disturbs_nobody():
 
 
 def test_pages_that_break_the_pattern_are_refused_and_disturb_nobody():
-    spelled = tiny.byte_tokenizer().spellings
-    constraints = Constraints(pattern=Words(spelled, CFG.eos_token_ids).automaton("[0-9]*"))
+    spelled = tiny.byte_tokenizer().token_bytes
+    constraints = Constraints(pattern=AutomatonCompiler(spelled, CFG.eos_token_ids).automaton("[0-9]*"))
     with pytest.raises(ValueError, match="does not fit the pattern"):
         run(Replay(((70,) * 16,)), constraints=constraints)
 
 
 def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
-    words, letters = Words(tiny.byte_tokenizer().spellings, CFG.eos_token_ids), tiny.byte_tokenizer().encode("q0a")
+    words, letters = (
+        AutomatonCompiler(tiny.byte_tokenizer().token_bytes, CFG.eos_token_ids),
+        tiny.byte_tokenizer().encode("q0a"),
+    )
     constraints = Constraints(pattern=words.automaton("[a-z]{20,24}"))
     old = pages(run(constraints=constraints))[0]
     more = ConstraintEdit(pins={3: letters[0]}, bans=((5, old[5]), (18, letters[2])))
     for step in (1, 2):
-        after = run(course := Replay((), (Intervention(0, step, more),)), constraints=constraints)
+        after = run(replay := Replay((), (Intervention(0, step, more),)), constraints=constraints)
         found = [token for page in pages(after) for token in page]
         assert found[3] == letters[0]
         assert found[5] != old[5]
         assert found[18] != letters[2]
         text = tiny.byte_tokenizer().decode(found)
         assert re.fullmatch("[a-z]{20,24}", text), text
-        again = run(replace(course, pages=pages(after)[:1]), constraints=constraints)
+        again = run(replace(replay, canvases=pages(after)[:1]), constraints=constraints)
         assert told(again)[1:] == [one for one in told(after) if one[0] == "end" or one[1] >= 1]
     with pytest.raises(ValueError, match="no answer of 48 tokens that has these pins matches"):
         run(Replay((), (Intervention(0, 1, ConstraintEdit(pins={3: letters[1]})),)), constraints=constraints)
@@ -202,7 +205,10 @@ def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
 
 
 def test_a_settled_page_is_given_up_where_a_later_pin_makes_it_no_beginning_of_a_match():
-    words, (a, b) = Words(tiny.byte_tokenizer().spellings, CFG.eos_token_ids), tiny.byte_tokenizer().encode("ab")
+    words, (a, b) = (
+        AutomatonCompiler(tiny.byte_tokenizer().token_bytes, CFG.eos_token_ids),
+        tiny.byte_tokenizer().encode("ab"),
+    )
     constraints = Constraints(pattern=words.automaton("a{20}|b{20}"))
     before = run(constraints=constraints)
     said = pages(before)[0][0]
@@ -222,8 +228,8 @@ def test_turns_are_folded_once_when_a_run_is_asked_for(monkeypatch):
     monkeypatch.setattr(Constraints, "steered", lambda self, more: folded.append(more) or usual(self, more))
     turns = tuple(Intervention(block, 1, ConstraintEdit(bans=((40, 70), (40, 70 + block)))) for block in range(3))
     assert len(pages(run(Replay((), turns)))) == 3
-    assert folded == [turn.steering for turn in turns]
-    assert UNENDING.steered(turns[0].steering).steered(turns[1].steering).banned == {40: (70, 71)}
+    assert folded == [turn.edit for turn in turns]
+    assert UNENDING.edited(turns[0].edit).edited(turns[1].edit).banned == {40: (70, 71)}
 
 
 def test_pages_that_were_there_cost_nothing_again():
@@ -243,7 +249,7 @@ def test_an_end_before_a_pin_is_not_obedient():
 
 
 @pytest.mark.parametrize(
-    ("course", "sentence"),
+    ("replay", "sentence"),
     [
         (Replay(((7,) * 16,) * 3), "3 pages are there already, the answer has 3 at most"),
         (Replay(((7,) * 15,)), "page 0 has 15 tokens, the canvas has 16"),
@@ -269,6 +275,6 @@ def test_an_end_before_a_pin_is_not_obedient():
         ),
     ],
 )
-def test_what_cannot_have_been_is_refused(course, sentence):
+def test_what_cannot_have_been_is_refused(replay, sentence):
     with pytest.raises(ValueError, match=sentence):
-        run(course)
+        run(replay)

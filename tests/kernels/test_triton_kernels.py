@@ -16,7 +16,7 @@ from interpreted import DEVICE, GPU
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints, conform_there
 from redraft.constraints.regex_dfa import PatternError
-from redraft.constraints.token_automaton import Words
+from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng, sampler
 from redraft.kernels import Prediction, attend, gated_experts, rms_norm, rope_frequencies, rope_table, rotate
 from redraft.kernels import fp8 as reference8
@@ -272,11 +272,11 @@ def test_patterns_on_a_canvas(seed, monkeypatch):
     monkeypatch.setattr(token_automaton, "PAIRS", 16)
     monkeypatch.setattr(token_automaton, "STATES", 4)
     rng = random_lots.Random(seed)
-    spellings = [None, b"", *(bytes(rng.choices(b"ab1", k=rng.randint(1, 3))) for _ in range(60)), b"a", b"b", b"1"]
+    token_bytes = [None, b"", *(bytes(rng.choices(b"ab1", k=rng.randint(1, 3))) for _ in range(60)), b"a", b"b", b"1"]
     pattern = rng.choice(["(a|b1)*", "a{2,5}1?", "[ab]+1[ab]*", "(a1|b)(b|1){3,}", "1*", "a|b|ab1"])
-    automaton = Words(spellings, (1,)).automaton(pattern)
-    page = Constraints(pattern=automaton).on_page(automaton.start, 0, 7, 7)
-    logits = draw(7, len(spellings), seed=seed) * rng.choice([1.0, 30.0, 400.0])
+    automaton = AutomatonCompiler(token_bytes, (1,)).automaton(pattern)
+    page = Constraints(pattern=automaton).automaton_on(automaton.start, 0, 7, 7)
+    logits = draw(7, len(token_bytes), seed=seed) * rng.choice([1.0, 30.0, 400.0])
     logits[:, rng.randrange(2, 40)] = -1e9
     weights, ids = page.conform(logits[: page.room].cpu().numpy())
     mine, best = conform_there(logits[: page.room], page)
@@ -288,7 +288,7 @@ def test_patterns_on_a_canvas(seed, monkeypatch):
 
 
 def test_a_pattern_that_cannot_match_says_so_on_a_gpu_too():
-    automaton = Words([None, b"", b"a", b"b"], (1,)).automaton("a*")
-    page = Constraints(pattern=automaton).on_page(automaton.start, 0, 3, 3)
+    automaton = AutomatonCompiler([None, b"", b"a", b"b"], (1,)).automaton("a*")
+    page = Constraints(pattern=automaton).automaton_on(automaton.start, 0, 3, 3)
     with pytest.raises(PatternError, match="no text of this length can match"):
         conform_there(torch.tensor([[-1e9, -1e9, -1e9, 0.0]] * 3, device=DEVICE), page)

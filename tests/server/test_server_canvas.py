@@ -55,7 +55,7 @@ def test_frames_add_up_to_the_drafts_of_the_engine(url):
     constraints, options = Constraints(forbidden=(1, 5)), {"max_tokens": 32, "max_steps": 6}
     drafts = [
         event
-        for event in WRITER.stream("Hello", seed=7, constraints=constraints, look=3, **options)
+        for event in WRITER.stream("Hello", seed=7, constraints=constraints, candidates=3, **options)
         if isinstance(event, Draft)
     ]
     frames = of("frame", found)
@@ -64,8 +64,8 @@ def test_frames_add_up_to_the_drafts_of_the_engine(url):
         assert [token["id"] for token in tokens] == event.canvas_BC[0].tolist()
         assert [token["s"] == "d" for token in tokens] == event.accepted_BC[0].tolist()
         assert [token["c"][0][0] for token in tokens] == event.ids_BC[0].tolist()
-        assert [token["p"] for token in tokens] == [round(share, 4) for share in event.shares.own_BC[0].tolist()]
-        assert all(token["t"] == WRITER.tokenizer.spell([token["id"]]) for token in tokens)
+        assert [token["p"] for token in tokens] == [round(share, 4) for share in event.top_probs.own_BC[0].tolist()]
+        assert all(token["t"] == WRITER.tokenizer.decode_middle([token["id"]]) for token in tokens)
     assert any(len(frame["tokens"]) < 16 for frame in frames)
     assert found[-1]["text"] == WRITER.write("Hello", seed=7, constraints=constraints, **options).text
     assert "".join(page["text"] for page in of("page", found)) == found[-1]["text"]

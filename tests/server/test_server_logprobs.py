@@ -26,17 +26,17 @@ def theirs():
 def test_openai_logprobs_are_those_of_the_last_step(theirs):
     plain = {"model": "", "prompt": "ab", "max_tokens": 24, "seed": 1, "logit_bias": NO_END}
     found = theirs.completions.create(**plain, logprobs=3).choices[0]
-    events = list(WRITER.stream("ab", max_tokens=24, seed=1, constraints=Constraints(forbidden=(1, 5)), look=3))
+    events = list(WRITER.stream("ab", max_tokens=24, seed=1, constraints=Constraints(forbidden=(1, 5)), candidates=3))
     ids = [token for event in events if isinstance(event, Committed) for token in event.ids_BC[0, : event.shown].tolist()]
-    text = [at for at, token in enumerate(ids) if WRITER.tokenizer.spellings[token] is not None]  # no marks
-    last = {event.block: event.shares for event in events if isinstance(event, Draft)}
+    text = [at for at, token in enumerate(ids) if WRITER.tokenizer.token_bytes[token] is not None]  # no marks
+    last = {event.block: event.top_probs for event in events if isinstance(event, Draft)}
     own = torch.cat([shares.draft_BC[0] for shares in last.values()])[text]
     assert len(text) > 20
     assert found.logprobs.token_logprobs == pytest.approx(own.log().tolist(), abs=1e-4)
-    assert found.logprobs.tokens == [WRITER.tokenizer.word(ids[at]) for at in text]
+    assert found.logprobs.tokens == [WRITER.tokenizer.token_text(ids[at]) for at in text]
     for at, token in zip(found.logprobs.text_offset, found.logprobs.tokens, strict=True):
         assert token == "\ufffd" or found.text[at] == token
-    likely = torch.cat([shares.shares_BCK[0] for shares in last.values()])[text]
+    likely = torch.cat([shares.probs_BCK[0] for shares in last.values()])[text]
     tops = [sorted(top.values(), reverse=True) for top in found.logprobs.top_logprobs]
     for top, shares in zip(tops, likely.log().tolist(), strict=True):
         assert top[0] == pytest.approx(shares[0], abs=1e-4)

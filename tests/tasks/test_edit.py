@@ -55,9 +55,9 @@ def test_an_edit_says_what_has_changed():
     assert str(edited) == edited.text
 
 
-def edited(course=None, text="some words that are there to be others", **options):
+def edited(replay=None, text="some words that are there to be others", **options):
     """Events of an edit over three pages, of which the last is short."""
-    options = {"strength": 0.6, "seed": 3, "course": course, **options}
+    options = {"strength": 0.6, "seed": 3, "replay": replay, **options}
     return list(edit.events(WRITER.engine, WRITER.tokenizer, text, WRITER.sampler, **options))
 
 
@@ -104,7 +104,7 @@ def test_pages_that_nobody_doubts_are_told_too():
 
 
 @pytest.mark.parametrize(
-    ("course", "words"),
+    ("replay", "words"),
     [
         (Replay(((1, 2),)), "page 0 of this text has 16 tokens, got 2"),
         (Replay(((9999,) * 16,)), "the token 9999 is no text"),
@@ -125,9 +125,9 @@ def test_pages_that_nobody_doubts_are_told_too():
         ),
     ],
 )
-def test_what_cannot_have_been_of_this_text_is_refused(course, words):
+def test_what_cannot_have_been_of_this_text_is_refused(replay, words):
     with pytest.raises(ValueError, match=words):
-        edited(course, keep=[(0, 16)])
+        edited(replay, keep=[(0, 16)])
 
 
 def test_an_instruction_is_read_before_the_text(monkeypatch):

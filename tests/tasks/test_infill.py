@@ -113,7 +113,7 @@ def test_a_hole_in_a_block_stays_in_it():
 
 def test_a_page_begins_with_the_letters_that_were_taken_back():
     place = infill._Place(WRITER.tokenizer, infill.parse("hap[[ ]]y"), 0, "hap", (1,))
-    spelled = WRITER.tokenizer.spellings
+    spelled = WRITER.tokenizer.token_bytes
     assert place.healed == b"p"
     assert all(spelled[token].startswith(b"p") for token in place.first)
     assert place.prompt == WRITER.tokenizer.prompt("ha")

@@ -222,4 +222,4 @@ def test_any_ids_decode_piece_by_piece_as_at_once(ids):
 
 def test_spelling_keeps_a_leading_space():
     ids = GEMMA.encode("Hello world")
-    assert [GEMMA.spell([i]) for i in ids] == ["Hello", " world"]
+    assert [GEMMA.decode_middle([i]) for i in ids] == ["Hello", " world"]

@@ -71,7 +71,7 @@ def test_one_pass_equals_encoding_and_denoising_block_by_block(name):
     data, noisy = batch(), batch(1).ids_BL
     soft = torch.randn(2, LENGTH, model.config.hidden_size)
     mask_of = loss.dense_masks(model.config, data.layout)
-    noisy_BLD, clean_BLD, _ = model.learn(noisy, data.ids_BL, soft, data.layout.positions, mask_of)
+    noisy_BLD, clean_BLD, _ = model.forward_train(noisy, data.ids_BL, soft, data.layout.positions, mask_of)
     for row, document in ((0, 0), (1, 0), (1, 1)):
         at = (data.layout.documents[row] == document).nonzero().flatten()
         ids = data.ids_BL[row : row + 1, at]
@@ -98,9 +98,9 @@ def test_flex_attention_agrees_with_the_dense_mask_batch_after_batch():
     for layout in (data.layout, Layout(*(getattr(data.layout, n).flip(0) for n in NAMES))):
         both = (loss.dense_masks(model.config, layout), sparse(layout))
         with torch.no_grad():
-            pairs = [model.learn(data.ids_BL, data.ids_BL, None, layout.positions, m)[:2] for m in both]
+            pairs = [model.forward_train(data.ids_BL, data.ids_BL, None, layout.positions, m)[:2] for m in both]
             firsts = [
-                model.learn(data.ids_BL[:1], data.ids_BL[:1], None, layout.positions[:1], loss.first_rows(m, 1))[:2]
+                model.forward_train(data.ids_BL[:1], data.ids_BL[:1], None, layout.positions[:1], loss.first_rows(m, 1))[:2]
                 for m in both
             ]
         for a, b in (*zip(*pairs, strict=True), *zip(*firsts, strict=True)):
@@ -192,7 +192,7 @@ def test_the_losses_are_the_plain_means():
     got = loss.losses(model, data, cfg, generator(3))
     noisy = loss.draw(data, cfg, tiny.VOCAB, generator(3)).noisy_BL
     mask_of = loss.dense_masks(model.config, data.layout)
-    noisy_BLD, clean_BLD, routings = model.learn(noisy, data.ids_BL, None, data.layout.positions, mask_of)
+    noisy_BLD, clean_BLD, routings = model.forward_train(noisy, data.ids_BL, None, data.layout.positions, mask_of)
     per_token = F.cross_entropy(model.head(noisy_BLD).transpose(1, 2), data.ids_BL, reduction="none")
     denoiser = per_token[data.canvas_BL].mean()
     ahead = F.cross_entropy(model.head(clean_BLD)[:, :-1].transpose(1, 2), data.ids_BL[:, 1:], reduction="none")
@@ -279,7 +279,7 @@ def test_the_second_pass_is_told_what_the_first_believed():
     mask_of = loss.dense_masks(model.config, data.layout)
     noise = loss.Noise(data.ids_BL, torch.tensor([1.0]), torch.zeros(0), torch.zeros(0, LENGTH))
     soft, noisy = loss.first_look(model, data, noise, data.canvas_BL, loss.first_rows(mask_of, 1))
-    hidden, _, _ = model.learn(data.ids_BL, data.ids_BL, None, data.layout.positions, mask_of)
+    hidden, _, _ = model.forward_train(data.ids_BL, data.ids_BL, None, data.layout.positions, mask_of)
     expected = model.soft_embed(model.head(hidden)) * data.canvas_BL[..., None]
     close(soft[:1], expected[:1])
     assert not soft[1].any()
@@ -295,7 +295,7 @@ def test_on_policy_rows_carry_the_models_surest_samples_where_noise_had_struck()
     struck = noise.noisy_BL != data.ids_BL
     assert torch.equal(own[~struck], data.ids_BL[~struck])
     assert torch.equal(own[1], noise.noisy_BL[1])  # half of two rows
-    logits = model.head(model.learn(noise.noisy_BL, data.ids_BL, None, data.layout.positions, mask_of)[0])[0]
+    logits = model.head(model.forward_train(noise.noisy_BL, data.ids_BL, None, data.layout.positions, mask_of)[0])[0]
     probs = logits.softmax(-1)
     entropy = -(probs * probs.log()).sum(-1)
     sure = struck[0] & (entropy < 1.0)
@@ -313,7 +313,7 @@ def test_masks_hide_tokens_and_only_they_are_learned():
     assert set(noisy[hidden].tolist()) == {tiny.VOCAB - 1}
     got = loss.losses(model, data, cfg, generator())
     mask_of = loss.dense_masks(model.config, data.layout)
-    noisy_BLD, _, _ = model.learn(noisy, data.ids_BL, None, data.layout.positions, mask_of)
+    noisy_BLD, _, _ = model.forward_train(noisy, data.ids_BL, None, data.layout.positions, mask_of)
     per_token = F.cross_entropy(model.head(noisy_BLD).transpose(1, 2), data.ids_BL, reduction="none")
     assert torch.allclose(got.denoiser, per_token[hidden].mean(), rtol=1e-5)
     with pytest.raises(ValueError, match="on_policy must be 0"):

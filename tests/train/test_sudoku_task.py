@@ -43,7 +43,7 @@ def puzzles(tmp_path_factory) -> PuzzleConfig:
     lines = [",".join("".join(map(str, board)) for board in pair) for pair in zip(easy.tolist(), full.tolist(), strict=True)]
     (folder / "easy.csv").write_text("puzzle,solution\n" + "\n".join(lines) + "\n")
     return PuzzleConfig(
-        files=(str(folder / "easy.csv"),), shares=(0.5,), generated=12, kept=str(folder / "own.npz"), passes=4
+        files=(str(folder / "easy.csv"),), top_probs=(0.5,), generated=12, kept=str(folder / "own.npz"), passes=4
     )
 
 
@@ -165,7 +165,7 @@ def test_resumed_is_unbroken(puzzles, tmp_path):
 def test_a_few_steps_learn_puzzles_by_heart(puzzles, tmp_path, causal):
     """Digits that follow from the board beat chance (2.2 nats) soon; without looking at it they never do."""
     optim = OptimConfig(muon_lr=2e-2, adamw_lr=1e-2, warmup=5)
-    cfg = config(replace(puzzles, causal=causal, shares=(0.99,)), steps=80, rows=32, report_every=5, optim=optim)
+    cfg = config(replace(puzzles, causal=causal, top_probs=(0.99,)), steps=80, rows=32, report_every=5, optim=optim)
     reports = [event for event in Trainer(cfg, tmp_path).run() if hasattr(event, "solved")]
     assert reports[-1].denoiser < 2.15 < 2.4 < reports[0].denoiser
 
@@ -222,7 +222,7 @@ def test_what_cannot_be_learned_from_is_refused(puzzles, tmp_path):
     with pytest.raises(ValueError, match="2 files of puzzles have 1 shares"):
         replace(puzzles, files=("a", "b"))
     with pytest.raises(ValueError, match="something must be generated"):
-        replace(puzzles, shares=(1.0,))
+        replace(puzzles, top_probs=(1.0,))
     for change, words in (
         ({"passes": 0}, "passes must be at least 1, got 0"),
         ({"bounds": (0.0, 1.0)}, "from above 0 upwards, got 0.0 to 1.0"),

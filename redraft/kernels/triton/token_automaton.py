@@ -1,6 +1,6 @@
 """A pattern on a canvas: how much matching text goes through each class of tokens, and the likeliest text that matches.
 
-Reference: `OnCanvas.conform` in `patterns.py`, which has the mathematics; here the vocabulary is read where it lies.
+Reference: `CanvasAutomaton.conform` in `patterns.py`, which has the mathematics; here the vocabulary is read where it lies.
 
     logits -> [1 gather] pieces of classes -> classes -> pairs of states
     pairs -> [2 live] -> [3 walk: one program sums forward and backward, another finds the likeliest] -> classes
@@ -46,7 +46,7 @@ class Tables(NamedTuple):
 
 
 class Steps(Protocol):
-    """What is read of an automaton, `patterns.Automaton`."""
+    """What is read of an automaton, `patterns.TokenAutomaton`."""
 
     classes_V: np.ndarray
     from_R: np.ndarray

@@ -152,10 +152,10 @@ def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> T
     prompt, before, constraints, settings = page_of(writer, body)
     if body.think and is_text(prompt):
         raise Refused("only a conversation with a model that chats can be thought about: leave think out", "think")
-    constraints = constraints.steered(steering_of(tokenizer, body))
+    constraints = constraints.edited(steering_of(tokenizer, body))
     patterns = {"regex": body.regex, "schema": body.schema_, "choices": body.choices}
-    options = {"seed": seed, "constraints": constraints, "course": course_of(tokenizer, body), "draft": body.draft or None}
-    options |= {"think": body.think, "look": body.candidates, "drafts": False, "stop": stop, **patterns}
+    options = {"seed": seed, "constraints": constraints, "replay": course_of(tokenizer, body), "draft": body.draft or None}
+    options |= {"think": body.think, "candidates": body.candidates, "drafts": False, "stop": stop, **patterns}
     events = writer.stream(prompt, **options, **settings)
     cfg = writer.sampler.changed(max_new_tokens=settings.pop("max_tokens"), **settings)
     limits = {"canvas_length": cfg.canvas_length, "max_steps": cfg.max_steps, "max_tokens": cfg.max_new_tokens}
@@ -203,7 +203,7 @@ def frame(frames: Frames, event: Draft) -> dict[str, Any]:
 def page(writer: Writer, event: Committed) -> dict[str, Any]:
     """A page that stays: all its tokens, and the texts of those that are the user's."""
     ids = event.ids_BC[0].tolist()
-    texts = [writer.tokenizer.word(token) for token in ids[: event.shown]]
+    texts = [writer.tokenizer.token_text(token) for token in ids[: event.shown]]
     found = {"type": "page", "block": event.block, "ids": ids, "texts": texts, "text": event.text}
     return found | {"reasoning": event.reasoning, "settled": bool(event.settled_B[0]), "steps": int(event.steps_B[0])}
 
@@ -216,7 +216,7 @@ def holes_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
     template, seed, began = infill.parse(body.text), seed_of(body), time.perf_counter()
     cfg = writer.sampler.changed(**watched(writer, body))
     filler = Filler(writer.engine, writer.tokenizer)
-    events = filler.events(template, cfg, seed=seed, stop=stop, look=body.candidates, longest=LONGEST)
+    events = filler.events(template, cfg, seed=seed, stop=stop, candidates=body.candidates, longest=LONGEST)
     events = chain([next(events)], events)  # what cannot be done is told before anything else
     yield begin(writer, seed, template.texts[0], max_steps=cfg.max_steps, canvas_length=0)
     block, frames = -1, Frames(writer.tokenizer, everything=True)
@@ -247,7 +247,7 @@ def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) ->
     asked = tokenizer.chat(as_messages(f"{body.instruction}\n\n{body.text}")) if body.instruction else []
     cfg = writer.sampler.changed(**watched(writer, body))
     options = {"strength": body.strength, "keep": body.keep, "prompt": asked, "seed": seed, "stop": stop}
-    options |= {"look": body.candidates, "course": course_of(tokenizer, body)}
+    options |= {"candidates": body.candidates, "replay": course_of(tokenizer, body)}
     events = edit_events(writer.engine, tokenizer, body.text, cfg, **options)
     events = chain([next(events)], events)  # what cannot be done is told before anything else
     yield begin(writer, seed, "", max_steps=cfg.max_steps, canvas_length=cfg.canvas_length)
@@ -260,7 +260,7 @@ def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) ->
                 frames, redrafted = Frames(tokenizer, everything=True), int(event.steps_B[0]) > 0
                 pages, settled = pages + redrafted, settled + (redrafted and bool(event.settled_B[0]))
                 ids = event.ids_BC[0].tolist()
-                yield page(writer, replace(event, text=tokenizer.spell(ids), shown=len(ids)))
+                yield page(writer, replace(event, text=tokenizer.decode_middle(ids), shown=len(ids)))
             case Edited():
                 changes = [{"start": one.start, "end": one.end, "old": one.old, "new": one.new} for one in event.changes]
                 read, seconds = len(tokenizer.encode(body.text)), time.perf_counter() - began
@@ -288,7 +288,7 @@ def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> T
             if stop.is_set():
                 raise Stopped
             said.append(token)
-            yield {"type": "token", "id": token, "t": tokenizer.word(token)}
+            yield {"type": "token", "id": token, "t": tokenizer.token_text(token)}
     shown, stopped = received(said, writer.sampler, len(said))
     taken, text = time.perf_counter() - began, tokenizer.decode(shown)
     stats = Stats(seed, len(ids), len(said), 0, 0, 0, len(said), taken, 0.0)  # causal passes, no denoising steps

@@ -16,7 +16,7 @@ from typing import Any
 from redraft.config import SamplerConfig
 from redraft.constraints import json_schema
 from redraft.constraints.constraints import Constraints
-from redraft.constraints.token_automaton import Words
+from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.engine import Engine
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ def score(
     if not importlib.util.find_spec("jsonschema"):
         raise ValueError("answers are scored with jsonschema, which is not installed: pip install jsonschema")
     missing = model.config.vocab_size - tokenizer.size
-    words = Words((*tokenizer.spellings, *[None] * missing), sampler.eos_token_ids)
+    words = AutomatonCompiler((*tokenizer.token_bytes, *[None] * missing), sampler.eos_token_ids)
     engine, found = Engine(model), {}
     began = time.perf_counter()
     patterns = [words.automaton(json_schema.to_regex(one.schema)) for one in records]

@@ -153,10 +153,10 @@ def spoken(model: DiffusionGemma, tokenizer: Tokenizer, one: Missing) -> str:
     ids, most = tokenizer.prompt(one.before[:-1] if space else one.before), 2 * len(tokenizer.encode(one.part)) + 8
 
     def over(said: list[int]) -> bool:
-        text = tokenizer.spell(said)
+        text = tokenizer.decode_middle(said)
         return text.count("\n") > one.part.count("\n") or bool(one.ends and re.search(one.ends, text))
 
-    return tokenizer.spell(greedy(model, ids, most, over))[int(space) :]
+    return tokenizer.decode_middle(greedy(model, ids, most, over))[int(space) :]
 
 
 # 3. Scores

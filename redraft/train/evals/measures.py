@@ -61,7 +61,7 @@ def look(model: DiffusionGemma, batch: Batch, noisy_BL: Tensor, mask_of: Masks, 
     """The denoiser's logits at every position, look after look; each is told what the one before believed."""
     soft_BLD = None
     for _ in range(looks):
-        hidden_BLD, _, _ = model.learn(noisy_BL, batch.ids_BL, soft_BLD, batch.layout.positions, mask_of)
+        hidden_BLD, _, _ = model.forward_train(noisy_BL, batch.ids_BL, soft_BLD, batch.layout.positions, mask_of)
         logits_BLV = model.head(hidden_BLD)
         yield logits_BLV
         soft_BLD = model.soft_embed(logits_BLV) * batch.canvas_BL[..., None]
@@ -438,7 +438,11 @@ def mended(
     seed: int = 0,
 ) -> Mended:
     """Texts with a share of their tokens replaced by others at random, then edited."""
-    engine, chance, marks = Engine(model), torch.Generator().manual_seed(seed), tokenizer.marks(model.config.vocab_size)
+    engine, chance, marks = (
+        Engine(model),
+        torch.Generator().manual_seed(seed),
+        tokenizer.textless_ids(model.config.vocab_size),
+    )
     struck = repaired = noticed = spoiled = clean = forwards = 0
     for number, text in enumerate(texts):
         ids = tokenizer.encode(text)

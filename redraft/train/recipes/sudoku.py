@@ -52,7 +52,7 @@ def recipe(folder: Path) -> TrainConfig:
         sampler=sampler,
         data=PuzzleConfig(
             files=tuple(str(lists / f"{name}_train.csv.xz") for name in ("17clue", "diabolical", "hardest11")),
-            shares=(0.25, 0.3, 0.15),
+            top_probs=(0.25, 0.3, 0.15),
             generated=120_000,
             kept=str(folder / "puzzles.npz"),
         ),

@@ -24,7 +24,7 @@ def recipe(folder: Path) -> TrainConfig:
     lists = Path(os.environ.get("REDRAFT_DATA", "data")) / "sudoku"
     puzzles = PuzzleConfig(
         files=tuple(str(lists / f"{name}_train.csv.xz") for name in ("17clue", "diabolical", "hardest11")),
-        shares=(0.33, 0.33, 0.33),
+        top_probs=(0.33, 0.33, 0.33),
         generated=64,
         kept=str(folder / "puzzles.npz"),
     )
