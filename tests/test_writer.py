@@ -146,7 +146,7 @@ def test_weights_laid_out_for_a_cpu_are_the_same_and_are_saved_as_they_were(tmp_
 
 @pytest.mark.parametrize("has", [True, False])
 def test_a_cpu_without_bf16_computes_in_float32_unless_told_otherwise(tmp_path, monkeypatch, caplog, has):
-    monkeypatch.setattr("redraft.kernels.choice.has_bf16", lambda device: has)
+    monkeypatch.setattr("redraft.kernels.backend.has_bf16", lambda device: has)
     tiny.save_folder(tmp_path)
     redraft.save(redraft.load(tmp_path, dtype="bfloat16").model, tmp_path)
     caplog.clear()

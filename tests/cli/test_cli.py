@@ -402,9 +402,9 @@ def test_a_model_cannot_steer_the_terminal():
 def test_frames_are_limited(folder, monkeypatch):
     """Twenty frames a second at most, however fast the steps come."""
     clock = [0.0]
-    monkeypatch.setattr("redraft.terminal.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("redraft.cli.terminal.time.monotonic", lambda: clock[0])
     frames = []
-    monkeypatch.setattr("redraft.terminal.Live.update", lambda self, *a, **k: frames.append(clock[0]))
+    monkeypatch.setattr("redraft.cli.terminal.Live.update", lambda self, *a, **k: frames.append(clock[0]))
     writer = tiny.writer()
     drafts = [e for e in writer.stream("x", seed=1) if isinstance(e, Draft)][:1] * 100
     with CanvasView(Console(file=io.StringIO(), force_terminal=True), writer.tokenizer, [1]) as view:

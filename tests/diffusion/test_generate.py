@@ -126,11 +126,11 @@ def test_a_preset_canvas_is_where_the_first_page_starts():
 
 
 def test_a_long_prompt_is_read_in_chunks(monkeypatch):
-    monkeypatch.setattr("redraft.generate.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("redraft.diffusion.generate.PREFILL_CHUNK", 7)
     prompts = [list(range(20, 60)), list(range(20, 34)), [20]]
     chunked, whole = (MODEL.new_cache(3, 64) for _ in range(2))
     prefill(MODEL, prompts, chunked)
-    monkeypatch.setattr("redraft.generate.PREFILL_CHUNK", PREFILL_CHUNK)
+    monkeypatch.setattr("redraft.diffusion.generate.PREFILL_CHUNK", PREFILL_CHUNK)
     prefill(MODEL, prompts, whole)
     assert chunked.lengths == whole.lengths == [40, 14, 1]
     canvas = torch.arange(48).view(3, 16)

@@ -224,8 +224,8 @@ def test_a_settled_page_is_given_up_where_a_later_pin_makes_it_no_beginning_of_a
 
 def test_turns_are_folded_once_when_a_run_is_asked_for(monkeypatch):
     """Not in the thread that steps for everybody."""
-    folded, usual = [], Constraints.steered
-    monkeypatch.setattr(Constraints, "steered", lambda self, more: folded.append(more) or usual(self, more))
+    folded, usual = [], Constraints.edited
+    monkeypatch.setattr(Constraints, "edited", lambda self, more: folded.append(more) or usual(self, more))
     turns = tuple(Intervention(block, 1, ConstraintEdit(bans=((40, 70), (40, 70 + block)))) for block in range(3))
     assert len(pages(run(Replay((), turns)))) == 3
     assert folded == [turn.edit for turn in turns]
