@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+COLDEST_TEMPERATURE_SCALE = 0.02  # of the checkpoint's schedule: what a temperature of 0 means
 GENERATION, OURS = "generation_config.json", "redraft.json"
 SLIDING, FULL = "sliding_attention", "full_attention"
 RELEASED_LAYERS = ((SLIDING,) * 5 + (FULL,)) * 5
@@ -314,6 +315,20 @@ class SamplerConfig:
         if unknown := sorted(set(changes) - names):
             raise ConfigError(f"unknown sampler setting {unknown[0]!r}; known are {', '.join(sorted(names))}")
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
+
+    def with_temperature(self, scale: float | None) -> "SamplerConfig":
+        """Scales the temperature schedule: 1.0 (or None) leaves the checkpoint's own schedule unchanged.
+
+        A scale of 0 asks for greedy sampling; it becomes COLDEST_TEMPERATURE_SCALE, since the sampler divides by temperature.
+        """
+        if scale is None:
+            return self
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 <= scale <= 1e30:
+            raise ConfigError(f"temperature scales the checkpoint's schedule and must be a number from 0 up, got {scale!r}")
+        if scale == 1:
+            return self
+        scale = max(scale, COLDEST_TEMPERATURE_SCALE)
+        return replace(self, t_min=self.t_min * scale, t_max=self.t_max * scale)
 
     @classmethod
     def from_folder(cls, folder: str | Path, model: ModelConfig) -> "SamplerConfig":

@@ -29,7 +29,7 @@ from redraft.kernels.backend import has_bf16, precision
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import FP8, apply_fp8
 from redraft.tasks import edit, infill
-from redraft.tasks.edit import Edited, Span, Suggestion
+from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, Span, Suggestion
 from redraft.tasks.infill import Filled, Filler, Template
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solve
@@ -260,7 +260,7 @@ class Writer:
         text: str,
         instruction: str | None = None,
         *,
-        strength: float = 0.3,
+        strength: float = DEFAULT_EDIT_STRENGTH,
         keep: Sequence[Span] = (),
         seed: int | None = None,
         stop: threading.Event | None = None,

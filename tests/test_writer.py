@@ -204,3 +204,13 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         redraft.load(tiny.save_folder(tmp_path), dtype="float8_e4m3fn")
     with pytest.raises(ValueError, match="float17"):
         redraft.load(tiny.save_folder(tmp_path), dtype="float17")
+
+
+def test_temperature_scales_the_checkpoints_schedule():
+    cfg = WRITER.sampler.changed(t_min=0.4, t_max=0.8)
+    assert cfg.with_temperature(None) == cfg.with_temperature(1) == cfg.with_temperature(1.0) == cfg
+    assert cfg.with_temperature(0.5) == cfg.changed(t_min=0.2, t_max=0.4)
+    assert cfg.with_temperature(0) == cfg.changed(t_min=0.4 * 0.02, t_max=0.8 * 0.02)
+    for scale in (-0.1, float("inf"), float("nan"), True, "hot"):
+        with pytest.raises(redraft.ConfigError, match="temperature"):
+            cfg.with_temperature(scale)

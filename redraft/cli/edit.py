@@ -15,7 +15,7 @@ from rich.text import Text
 from redraft import writer
 from redraft.cli.options import Device, Model, Seed, number, option, whole
 from redraft.cli.terminal import CanvasView, harmless
-from redraft.tasks.edit import Edited, check
+from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, check
 from redraft.tasks.infill import Filled, parse
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -61,7 +61,9 @@ def edit(
         str | None, typer.Option("--instruction", "-i", help="What to change, for a model that chats. [what it doubts]")
     ] = None,
     model: Model = "",
-    strength: Annotated[float, option("--strength", help="Share of tokens that may change, 0 to 1.", parser=number)] = 0.1,
+    strength: Annotated[
+        float, option("--strength", help="Share of tokens that may change, 0 to 1.", parser=number)
+    ] = DEFAULT_EDIT_STRENGTH,
     seed: Seed = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Change nothing: print what it doubts, line by line.")] = False,
     as_json: AsJson = False,

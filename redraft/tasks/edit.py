@@ -28,6 +28,7 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
+DEFAULT_EDIT_STRENGTH = 0.3  # share of the tokens that an edit may replace: the default in Python, CLI and server
 SALT = 7919  # draws that choose are none of those that the pages are made of
 
 
