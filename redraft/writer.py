@@ -103,9 +103,11 @@ def _device(asked: torch.device | str | None) -> torch.device:
         raise ValueError(f"{asked!r} is not a device; try cpu or cuda") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"redraft runs on cpu and cuda, not on {str(device)!r}")
-    if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
-        raise ValueError(f"there is no {str(device)!r} here: {torch.cuda.device_count()} GPUs found; try cpu")
     if device.type == "cuda":
+        if not has_gpu or (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"there is no {str(device)!r} here: {torch.cuda.device_count()} GPUs found; try cpu")
+        if device.index is None:  # "cuda" is the current one; torch.cuda.set_device and CUDA graphs want its index
+            device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)  # kernels, streams and graphs go where the model is
     return device
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from redraft import writer
-from redraft.cli.options import Device, Model, option, whole
+from redraft.cli.options import Device, Model, Threads, option, whole
 from redraft.tasks.augment import AT_ONCE, Plan, Variant, check, spans, variants
 
 ORIGIN = "redraft"  # the field of a variant that says where it comes from
@@ -35,6 +35,7 @@ def augment(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an output that is there.")] = False,
     model: Model = "",
     device: Device = None,
+    threads: Threads = None,
 ) -> None:
     """Make variants of texts for a training set: some words become others that fit."""
     plan = Plan(share=share(holes), regex=regex, keep=keep, count=count, seed=seed)

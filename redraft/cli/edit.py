@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from redraft import writer
-from redraft.cli.options import Device, Model, Seed, number, option, whole
+from redraft.cli.options import Device, Model, Seed, Threads, number, option, whole
 from redraft.cli.terminal import CanvasView, harmless
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, check
 from redraft.tasks.infill import Filled, parse
@@ -32,6 +32,7 @@ def fill(
     as_json: AsJson = False,
     write: Write = False,
     device: Device = None,
+    threads: Threads = None,
 ) -> None:
     """Fill the holes of a text; everything else comes back as it was."""
     text = given(file, write)
@@ -69,6 +70,7 @@ def edit(
     as_json: AsJson = False,
     write: Write = False,
     device: Device = None,
+    threads: Threads = None,
 ) -> None:
     """Redraft a text in place where the model doubts it, and show the difference."""
     text = given(file, write)

@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 import redraft
 from redraft import checkpoint
 from redraft.cli import augment, edit, serve, sudoku, train
-from redraft.cli.options import Device, Dtype, Model, Seed, number, option, whole
+from redraft.cli.options import Device, Dtype, Model, Seed, Threads, number, option, whole
 from redraft.cli.recording import Recording
 from redraft.cli.terminal import CanvasView, harmless, summary
 from redraft.config import ModelConfig
@@ -108,6 +108,7 @@ def write(
     record: Annotated[str | None, typer.Option("--record", help="Keep the run as a moving picture: OUT.svg.")] = None,
     visual: Visual = None,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     quant: Quant = None,
 ) -> None:
@@ -151,6 +152,7 @@ def chat(
     system: System = None,
     visual: Visual = None,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     quant: Quant = None,
 ) -> None:
@@ -218,6 +220,7 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id OWNER/NAME.")],
     out: Annotated[str, typer.Argument(help="Folder to write.")],
     device: Device = None,
+    threads: Threads = None,
 ) -> None:
     """Write a checkpoint with its layers in fp8, as compressed-tensors publishes it: about half the size."""
     source = checkpoint.find(model)

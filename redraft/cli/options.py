@@ -21,6 +21,14 @@ def number(text: str) -> float:
         raise typer.BadParameter(f"{text!r} is not a number") from None
 
 
+def _fix_threads(threads: int | None) -> int | None:
+    if threads is not None:
+        from redraft.kernels.threads import fix_threads
+
+        fix_threads(threads)
+    return threads
+
+
 def option(*names: str, help: str, parser: Any = None) -> Any:
     """An option, read by one of these."""
     return typer.Option(*names, help=help, parser=parser, metavar={whole: "INT", number: "FLOAT"}.get(parser))
@@ -38,4 +46,15 @@ Seed = Annotated[
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1. [a GPU if there is one]")]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32 or bfloat16. [as stored; float32 on a CPU without bf16]")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        "-t",
+        help="CPU threads. [OMP_NUM_THREADS, or as many as there are free cores]",
+        parser=whole,
+        metavar="INT",
+        callback=_fix_threads,
+    ),
 ]

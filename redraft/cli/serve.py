@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from redraft import writer
-from redraft.cli.options import Device, Dtype, Model, option, whole
+from redraft.cli.options import Device, Dtype, Model, Threads, option, whole
 
 PORT = 8012  # where llama.vim looks
 SOON = 0.5  # seconds until it listens, for sure
@@ -35,6 +35,7 @@ def serve(
     ] = 72,
     open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     quant: Annotated[str | None, typer.Option("--quant", help="fp8: pack the layers on the way in.")] = None,
 ) -> None:

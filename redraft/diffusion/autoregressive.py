@@ -9,6 +9,7 @@ import torch
 
 from redraft.diffusion import rng
 from redraft.kernels import argmax_entropy_sample
+from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
 
 
@@ -24,6 +25,8 @@ def generate_autoregressive(
     cache, draws = model.new_cache(1, len(ids) + most, rewind=0), rng.draws([seed], 0, model.device)
     hidden_1SD = model.encode(torch.tensor([ids], device=model.device), cache)
     for step in range(most):
+        if model.device.type == "cpu":
+            adapt_threads()
         logits_11V = model.head(hidden_1SD[:, -1:])
         drawn = argmax_entropy_sample(logits_11V / temperature, draws.uniform(step, 1)).sampled_BC if temperature else None
         token = int(drawn if drawn is not None else logits_11V.argmax())

@@ -27,6 +27,7 @@ from redraft.engine.request import Replay, ReplayError, Request
 from redraft.engine.runner import Runner
 from redraft.engine.scheduler import PrefixCache, Scheduler
 from redraft.kernels.backend import chosen
+from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
@@ -172,6 +173,8 @@ class Engine:
                 raise
 
     def _step(self) -> list[tuple[Request, Event]]:
+        if self.model.device.type == "cpu":
+            adapt_threads()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             if request.unwanted:
                 self._let_go(request)

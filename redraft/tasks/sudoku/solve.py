@@ -24,6 +24,7 @@ from redraft.constraints.constraints import CanvasConstraints, Constraints, canv
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.rng import Draws
 from redraft.diffusion.sampler import Canvas
+from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 from redraft.tasks.sudoku import encoding
@@ -248,6 +249,8 @@ def run(
     digit_V = torch.tensor(encoding.board(list(range(encoding.SIZE))), device=device)
     view, seen = View.straight(len(tries), device), _Seen.nothing(len(tries), device)
     while tries:
+        if device.type == "cpu":
+            adapt_threads()
         if turn and state.step % turn == 0:
             view = _view(tries, draws, state.step)
         soft_NCD = model.soft_embed(view.logits(seen.shaped_NCV)) if state.step else None
