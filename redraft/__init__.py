@@ -12,12 +12,14 @@ import warnings
 from redraft.checkpoint import CheckpointError, save
 from redraft.config import ConfigError, ModelConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
-from redraft.diffusion.generate import Committed, Draft, Finished, Stats
+from redraft.diffusion.generate import Finished, Stats
 from redraft.tasks.edit import Change, Edited, Suggestion
 from redraft.tasks.infill import Filled
 from redraft.tokenizer.chat_parser import Parsed, ToolCall
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.writer import Answer, Writer, load
+from redraft.writer import TextCommitted as Committed
+from redraft.writer import TextDraft as Draft
 
 __all__ = [
     "Answer",

@@ -8,7 +8,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -41,6 +41,46 @@ from redraft.tokenizer.tokenizer import Decoder, Message, Tokenizer, TokenizerEr
 Prompt = str | Sequence[int] | Sequence[Message]
 PATTERNS = ("regex", "schema", "choices")  # settings that the answer must match
 SHIPPED, SUDOKU = checkpoint.PACKAGED / "tiny", checkpoint.PACKAGED / "sudoku"
+
+
+@dataclass(frozen=True)
+class TextDraft(Draft):
+    """A draft with its text. This is the public `redraft.Draft`."""
+
+    text: str = ""
+
+    @classmethod
+    def from_draft(cls, event: Draft, text: str) -> "TextDraft":
+        """Adds the decoded text to an event of the core, which knows token ids only."""
+        return cls(**_fields_of(event), text=text)
+
+
+@dataclass(frozen=True)
+class TextCommitted(Committed):
+    """A committed canvas with the text it adds to the answer. This is the public `redraft.Committed`."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    shown: int = 0  # how many of its tokens belong to the answer: those before the stop token and within max_tokens
+
+    @classmethod
+    def from_committed(cls, event: Committed, parsed: Parsed, shown: int) -> "TextCommitted":
+        """Adds the decoded text to an event of the core, which knows token ids only."""
+        return cls(
+            **_fields_of(event),
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            tool_calls=tuple(parsed.tool_calls),
+            shown=shown,
+        )
+
+
+TextEvent = TextDraft | TextCommitted | Finished
+
+
+def _fields_of(event: Draft | Committed) -> dict[str, Any]:
+    return {field.name: getattr(event, field.name) for field in fields(event)}
 
 
 @dataclass(frozen=True)
@@ -185,7 +225,7 @@ class Writer:
         replay: Replay | None = None,
         candidates: int = 0,
         **settings: Any,
-    ) -> Iterator[Event]:
+    ) -> Iterator[TextEvent]:
         """The events of one answer, their `text` filled in: every draft, every committed page, the end.
 
         A string or its tokens are continued, messages are answered. The texts of the Committed events add up to the
@@ -465,21 +505,20 @@ class _Reading:
         return Parsed(*(new[len(old) :] for old, new in parts))
 
 
-def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading, drafts: bool) -> Iterator[Event]:
+def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading, drafts: bool) -> Iterator[TextEvent]:
     room = cfg.max_new_tokens
     for event in events:
         match event:
             case Draft() if not drafts:
-                yield event
+                yield TextDraft.from_draft(event, "")
             case Draft():
                 ids, _ = received(event.ids_BC[0].tolist(), cfg, room)
-                yield replace(event, text=reading.draft(ids))
+                yield TextDraft.from_draft(event, reading.draft(ids))
             case Committed():
                 ids, stopped = received(event.ids_BC[0].tolist(), cfg, room)
                 room -= len(ids)
-                new = reading.add(ids, final=stopped or room <= 0)
-                parts = {"text": new.text, "reasoning": new.reasoning, "tool_calls": new.tool_calls}
-                yield replace(event, **parts, shown=len(ids))
+                parsed = reading.add(ids, final=stopped or room <= 0)
+                yield TextCommitted.from_committed(event, parsed, shown=len(ids))
             case Finished():
                 yield event
 

@@ -27,9 +27,9 @@ from redraft.cli.options import Device, Dtype, Model, Seed, Threads, number, opt
 from redraft.cli.recording import Recording
 from redraft.cli.terminal import CanvasView, harmless, summary
 from redraft.config import ModelConfig
-from redraft.diffusion.generate import Committed, Event, Finished
+from redraft.diffusion.generate import Finished
 from redraft.kernels import backend
-from redraft.writer import SHIPPED, Writer
+from redraft.writer import SHIPPED, TextCommitted, TextEvent, Writer
 
 
 class DefaultToWrite(TyperGroup):
@@ -126,7 +126,7 @@ def write(
     if chatting:
         options["think"] = think
     console = Console(highlight=False)
-    events: Iterator[Event] = writer.stream(messages, **options)
+    events: Iterator[TextEvent] = writer.stream(messages, **options)
     recording = Recording(text, writer.tokenizer, writer.sampler.eos_token_ids) if record else None
     events = recording.watch(events) if recording else events
     if as_json:
@@ -349,13 +349,13 @@ def _lines(console: Console) -> Iterator[str]:
             yield line.strip()
 
 
-def _draw(writer: Writer, events: Iterator[Event], console: Console) -> str:
+def _draw(writer: Writer, events: Iterator[TextEvent], console: Console) -> str:
     """The answer drawn live; its text comes back, or rides on the KeyboardInterrupt that cut it short."""
     said = ""
     with CanvasView(console, writer.tokenizer, writer.sampler.eos_token_ids) as view:
         try:
             for event in view.show(events):
-                if isinstance(event, Committed):
+                if isinstance(event, TextCommitted):
                     said += event.text
                 elif isinstance(event, Finished):
                     console.print(summary(event.stats[0]), style="bright_black")
@@ -365,12 +365,12 @@ def _draw(writer: Writer, events: Iterator[Event], console: Console) -> str:
     return said
 
 
-def _print_pieces(events: Iterator[Event]) -> str:
+def _print_pieces(events: Iterator[TextEvent]) -> str:
     """Committed text to stdout, page by page, and nothing else; what it cost, and any doubt, to stderr."""
     said, cost = "", ""
     try:
         for event in events:
-            if isinstance(event, Committed):
+            if isinstance(event, TextCommitted):
                 said += event.text
                 print(harmless(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
             elif isinstance(event, Finished):
@@ -382,13 +382,13 @@ def _print_pieces(events: Iterator[Event]) -> str:
     return said
 
 
-def _print_json(events: Iterator[Event], seed: int | None) -> None:
+def _print_json(events: Iterator[TextEvent], seed: int | None) -> None:
     """The answer as one JSON object; what was committed when Ctrl-C came is printed too."""
-    pages: list[Committed] = []
+    pages: list[TextCommitted] = []
     answer: dict[str, Any] = {"reason": "interrupted", "settled": False, "seed": seed, "stats": None}
     try:
         for event in events:
-            if isinstance(event, Committed):
+            if isinstance(event, TextCommitted):
                 pages.append(event)
             elif isinstance(event, Finished):
                 stats = event.stats[0]

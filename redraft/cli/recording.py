@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from redraft.cli.terminal import CHANGED, DRAFT, NOISE, Painter, harmless, meter, summary
-from redraft.diffusion.generate import Committed, Draft, Event, Finished
+from redraft.diffusion.generate import Draft, Finished
 from redraft.tokenizer.tokenizer import Tokenizer
+from redraft.writer import TextCommitted, TextEvent
 
 COLUMNS = 92
 LINE, CHARACTER = 19, 8.4  # pixels
@@ -31,12 +32,12 @@ class Recording:
         self.frames: list[list[Line]] = []
         self._console = Console(width=COLUMNS, file=None, highlight=False)
 
-    def watch(self, events: Iterator[Event]) -> Iterator[Event]:
+    def watch(self, events: Iterator[TextEvent]) -> Iterator[TextEvent]:
         """The same events, looked at in passing."""
         for event in events:
             if isinstance(event, Draft):
                 self._frame(self.painter.draft(event), meter(event))
-            elif isinstance(event, Committed):
+            elif isinstance(event, TextCommitted):
                 self.painter.before = None
                 self.said += harmless(event.reasoning + event.text)
             elif isinstance(event, Finished):

@@ -19,8 +19,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from redraft.diffusion.generate import Committed, Draft, Event, Finished, Stats
+from redraft.diffusion.generate import Draft, Finished, Stats
 from redraft.tokenizer.tokenizer import Tokenizer
+from redraft.writer import TextCommitted, TextEvent
 
 FRAME_SECONDS = 1 / 20
 NOISE, CHANGED, DRAFT, QUIET, PINNED = "bright_black", "green", "medium_purple1", "bright_black", "underline"
@@ -100,7 +101,7 @@ class CanvasView:
         self._clear()
         self._end_line()
 
-    def show(self, events: Iterator[Event]) -> Iterator[Event]:
+    def show(self, events: Iterator[TextEvent]) -> Iterator[TextEvent]:
         """Draws events as they pass by."""
         for event in events:
             with undivided():
@@ -116,11 +117,11 @@ class CanvasView:
         with undivided():
             self._draft(event)
 
-    def _show(self, event: Event) -> None:
+    def _show(self, event: TextEvent) -> None:
         match event:
             case Draft():
                 self._draft(event)
-            case Committed():
+            case TextCommitted():
                 self._clear()
                 self.painter.before = None
                 if event.reasoning:

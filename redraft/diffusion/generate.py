@@ -21,7 +21,6 @@ from redraft.diffusion import rng, sampler
 from redraft.kernels import TopProbs
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
-from redraft.tokenizer.chat_parser import ToolCall
 
 PREFILL_CHUNK = 2048  # tokens of prompt a pass: the causal mask of a pass is this times the context
 
@@ -39,8 +38,7 @@ class Draft:
     settled_B: Tensor
     max_steps: int
     pinned_BC: Tensor | None = None  # what the constraints have fixed
-    top_probs: TopProbs | None = None  # probabilities, where somebody wants to see them
-    text: str = ""  # filled in by the Writer
+    top_probs: TopProbs | None = None  # of the likeliest tokens, when the request asked for candidates
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,6 @@ class Committed:
     entropy_BC: Tensor
     settled_B: Tensor  # False where every step was used and the page still moved: treat such text with doubt
     steps_B: Tensor
-    # Filled in by the Writer: what this page adds to the answer.
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    shown: int = 0  # how many of its tokens are the user's
 
 
 @dataclass(frozen=True)

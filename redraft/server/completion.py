@@ -18,12 +18,12 @@ import torch
 
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
-from redraft.diffusion.generate import Committed, Draft, Finished, Stats
+from redraft.diffusion.generate import Draft, Finished, Stats
 from redraft.engine import Stopped
 from redraft.server.schema import ChatMessage
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
-from redraft.writer import Writer, fresh_seed
+from redraft.writer import TextCommitted, TextDraft, Writer, fresh_seed
 
 FAINT = 5e-4  # of a token that is not worth showing
 COLDEST = 0.02  # times the model's own temperature: what a client's 0 means
@@ -202,7 +202,7 @@ def pieces(writer: Writer, asked: CompletionParams, stop: threading.Event) -> It
                 drawn = event
                 if asked.frames:
                     yield frames.of(event)
-            case Committed():
+            case TextCommitted():
                 text = cut.feed(event.text)
                 pages.append((event, text))
                 called = called or bool(event.tool_calls)
@@ -233,7 +233,7 @@ def one_canvas(asked: CompletionParams, length: int) -> CompletionParams:
 
 
 def cut_off(
-    writer: Writer, prompt: Sequence[int], pages: Sequence[tuple[Committed, str]], seed: int, seconds: float
+    writer: Writer, prompt: Sequence[int], pages: Sequence[tuple[TextCommitted, str]], seed: int, seconds: float
 ) -> Stats:
     """What an answer cost that a stop string ended: the tokens that were shown, and whole pages of work."""
     shown = sum(len(writer.tokenizer.encode(event.reasoning + text)) for event, text in pages)
@@ -293,7 +293,7 @@ class Spoken:
         self._text, self._shown = "", 0  # what is not told yet; characters that are
         self._held: list[Said] = []  # of that, where a token begins in it
 
-    def hear(self, event: Committed, draft: Draft | None) -> None:
+    def hear(self, event: TextCommitted, draft: Draft | None) -> None:
         """A page is committed, whose last draft this was. Marks are no text."""
         if self.most is None or draft is None:
             return
@@ -332,7 +332,8 @@ class Frames:
         self._before = now
         nats = event.entropy_BC[0]
         mean, accepted = round(float(nats.mean()), 4), int(event.accepted_BC[0].sum())
-        return Frame(event.block, event.step, event.max_steps, event.text, tokens, mean, accepted)
+        text = event.text if isinstance(event, TextDraft) else ""
+        return Frame(event.block, event.step, event.max_steps, text, tokens, mean, accepted)
 
     def _columns(self, event: Draft) -> Iterator[list[Any]]:
         """Of every position: token, state, nats, its probability, and the likeliest tokens with theirs."""

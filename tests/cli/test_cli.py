@@ -25,6 +25,7 @@ import redraft
 from redraft.cli import main
 from redraft.cli.terminal import CanvasView, Painter, column_after, harmless, summary, undivided
 from redraft.diffusion.generate import Committed, Draft
+from redraft.writer import TextCommitted
 
 
 @pytest.fixture(name="folder", scope="module")
@@ -387,7 +388,7 @@ def test_where_the_cursor_stands(text, column, width, after):
 
 def test_reasoning_and_answer_do_not_run_together():
     console = Console(file=io.StringIO(), force_terminal=True, width=40)
-    page = Committed(0, torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1), torch.ones(1))
+    page = TextCommitted(0, torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1), torch.ones(1))
     with CanvasView(console, tiny.byte_tokenizer(), [1]) as view:
         events = [replace(page, reasoning="I think"), replace(page, reasoning=" so"), replace(page, text="The answer")]
         list(view.show(iter(events)))

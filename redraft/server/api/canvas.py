@@ -52,8 +52,9 @@ from redraft.tasks.infill import Filled, Filler
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solve
 from redraft.tasks.sudoku.solve import Solution
+from redraft.tokenizer.chat_parser import Parsed
 from redraft.tokenizer.tokenizer import Message, Tokenizer
-from redraft.writer import SUDOKU, Prompt, Writer, as_messages, fresh_seed, is_text, received
+from redraft.writer import SUDOKU, Prompt, TextCommitted, Writer, as_messages, fresh_seed, is_text, received
 
 Told = Iterator[dict[str, Any]]
 ONE_OF_THEM = "give a prompt, messages, or a text with holes: one of them"
@@ -181,7 +182,7 @@ def told(writer: Writer, events: Iterator[Any], body: CanvasRequest, before: str
         match event:
             case Draft() if (event.block, event.step) > since:
                 yield frame(frames, event)
-            case Committed():
+            case TextCommitted():
                 whole += event.text
                 if event.block >= len(body.pages):
                     yield page(writer, event)
@@ -200,7 +201,7 @@ def frame(frames: Frames, event: Draft) -> dict[str, Any]:
     return {"type": "frame", **{name: value for name, value in found.items() if name != "text"}}
 
 
-def page(writer: Writer, event: Committed) -> dict[str, Any]:
+def page(writer: Writer, event: TextCommitted) -> dict[str, Any]:
     """A page that stays: all its tokens, and the texts of those that are the user's."""
     ids = event.ids_BC[0].tolist()
     texts = [writer.tokenizer.token_text(token) for token in ids[: event.shown]]
@@ -260,7 +261,8 @@ def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) ->
                 frames, redrafted = Frames(tokenizer, everything=True), int(event.steps_B[0]) > 0
                 pages, settled = pages + redrafted, settled + (redrafted and bool(event.settled_B[0]))
                 ids = event.ids_BC[0].tolist()
-                yield page(writer, replace(event, text=tokenizer.decode_middle(ids), shown=len(ids)))
+                parsed = Parsed(tokenizer.decode_middle(ids))
+                yield page(writer, TextCommitted.from_committed(event, parsed, shown=len(ids)))
             case Edited():
                 changes = [{"start": one.start, "end": one.end, "old": one.old, "new": one.new} for one in event.changes]
                 read, seconds = len(tokenizer.encode(body.text)), time.perf_counter() - began
