@@ -352,7 +352,7 @@ class Frames:
         And with everything: id, and c, the likeliest: id, text and probability of each.
         """
         token, state, nats, own, ids, shares = columns
-        word = self.tokenizer.word
+        word = self.tokenizer.token_text
         found = {"i": at, "t": word(token), "s": "ndk"[state], "p": round(own, 4), "e": round(nats, 3)}
         if self.everything:
             found["id"] = token
