@@ -14,7 +14,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -358,9 +358,9 @@ class SettledFlags:
         return [number % 2 == 1 for number in self.here_B.tolist()]
 
 
-@cache
+@lru_cache(maxsize=64)  # clients choose the settings: an unbounded cache would grow with every new temperature
 def temperatures(cfg: SamplerConfig) -> Tensor:
-    """Of every step."""
+    """Returns the temperature of every step."""
     return torch.stack([sampler.temperature(step, cfg) for step in range(cfg.max_steps)])
 
 

@@ -12,7 +12,7 @@ from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion.generate import Committed, generate
 from redraft.engine import Intervention, Replay
 from redraft.engine.batched_cache import BatchedCache
-from redraft.engine.cuda_graph_runner import CudaGraphRunner
+from redraft.engine.cuda_graph_runner import CudaGraphRunner, temperatures
 from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fused_layers import FusedLayers, Table
 from redraft.engine.runner import Runner
@@ -191,3 +191,10 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, mod
     replay = Replay(pages[:3], (Intervention(3, 1, ConstraintEdit()),))
     resumed = engine.add(PROMPT, cfg, seed=5, constraints=constraints, replay=replay, candidates=2)
     assert engine.run([resumed])[resumed].ids_BT.tolist() == whole[-1].ids_BT.tolist()
+
+
+def test_the_cache_of_temperatures_is_bounded():
+    """Clients choose the temperature, so the cache keyed by it must not grow with every request."""
+    for number in range(1, 200):
+        temperatures(CFG.with_temperature(number / 100))
+    assert temperatures.cache_info().currsize == temperatures.cache_info().maxsize < 100
