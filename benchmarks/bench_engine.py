@@ -86,7 +86,7 @@ def bound_ms(config: ModelConfig, quant: str | None, canvases: int, context: int
     layers = sum(p.numel() for p in model.layers.parameters()) * each
     tokens = canvases * config.canvas_length
     head = 2 * config.vocab_size * config.hidden_size
-    cache = canvases * KVCache.bytes_of(config, context, torch.bfloat16, 0)
+    cache = canvases * KVCache.count_bytes(config, context, torch.bfloat16, 0)
     layer_flops = 0
     for layer in model.layers:
         sparse = sum(p.numel() for p in layer.experts.parameters())
@@ -116,7 +116,7 @@ def run(engine: Engine, canvases: int, context: int, new: int, steps: int) -> di
             at.append(time.perf_counter())
     wait(device)
     seconds = time.perf_counter() - began
-    tokens = sum(request.counter.total(torch.zeros(1, dtype=torch.bool)).stats[0].canvases for request in requests)
+    tokens = sum(request.counter.finish(torch.zeros(1, dtype=torch.bool)).stats[0].canvases for request in requests)
     steps_ms = [1e3 * (b - a) for a, b in pairwise(at)]
     turns = steps_ms[steps - 1 :: steps] if canvases == 1 else []  # first steps of the pages behind the first
     return {
@@ -173,7 +173,7 @@ def measured(quant: str | None, options: argparse.Namespace, console: Console) -
                 torch.cuda.reset_peak_memory_stats()
             one = run(engine, canvases, context, options.new, options.steps)
             one["bound_ms"] = bound_ms(config, quant, canvases, context)
-            cache = canvases * KVCache.bytes_of(config, context + options.new, model.dtype, engine.config.rewind)
+            cache = canvases * KVCache.count_bytes(config, context + options.new, model.dtype, engine.config.rewind)
             one["beyond_gib"] = (torch.cuda.max_memory_allocated() - weights - cache) / 2**30 if weights else 0.0
             found["runs"].append(one)
             share = one["bound_ms"] / one["step_ms"]

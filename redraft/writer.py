@@ -23,7 +23,7 @@ from redraft.constraints.constraints import Constraints
 from redraft.constraints.regex_dfa import PatternError
 from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng
-from redraft.diffusion.generate import Committed, Draft, Event, Finished, Stats, check, generate, prefill
+from redraft.diffusion.generate import Committed, Draft, Event, Finished, Stats, check_inputs, generate, prefill
 from redraft.engine import Engine, Replay, Request, Stopped
 from redraft.kernels.backend import has_bf16, precision
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -131,7 +131,7 @@ def load(
     if quant == FP8 and not model.config.quant:
         model = apply_fp8(model)
     elif not has_bf16(device):
-        model = checkpoint.laid_out(model)
+        model = checkpoint.lay_out_for_cpu(model)
     return Writer(model, tokenizer, sampler)
 
 
@@ -336,7 +336,7 @@ class Writer:
         """
         ids = self.ids_of(prompt)
         cfg, model = self.sampler.changed(max_new_tokens=self.sampler.canvas_length), self.model
-        check(model.config, [ids], cfg, [seed], [Constraints()], None)
+        check_inputs(model.config, [ids], cfg, [seed], [Constraints()], None)
         cache = model.new_cache(1, len(ids), rewind=0)
         prefill(model, [ids], cache)
         noise_1C = rng.draws([seed], 0, model.device).noise(0, cfg.canvas_length, model.config.vocab_size)

@@ -8,22 +8,22 @@ save.py     model -> folder
 """
 
 from redraft.checkpoint.find import PACKAGED, find
-from redraft.checkpoint.load import PRECISIONS, from_state_dict, laid_out, load_config, load_model
+from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_config, load_model
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.checkpoint.save import save, write_text
-from redraft.checkpoint.tensors import with_vision
+from redraft.checkpoint.tensors import folder_with_vision
 
 __all__ = [
     "PACKAGED",
     "PRECISIONS",
     "CheckpointError",
     "find",
+    "folder_with_vision",
     "from_state_dict",
-    "laid_out",
+    "lay_out_for_cpu",
     "load_config",
     "load_model",
     "published_name",
     "save",
-    "with_vision",
     "write_text",
 ]

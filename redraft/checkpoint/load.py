@@ -30,7 +30,7 @@ def load_model(
     return from_state_dict(config, quant.StackedTensors(tensors) if config.quant else tensors, dtype=dtype, device=device)
 
 
-def laid_out(model: DiffusionGemma) -> DiffusionGemma:
+def lay_out_for_cpu(model: DiffusionGemma) -> DiffusionGemma:
     """A float32 model's matrices with their columns together, as a CPU without bf16 multiplies fastest: the same numbers.
 
     The embedding is read both ways and stays, as do experts that are so few that all of them are read at once.

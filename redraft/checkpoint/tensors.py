@@ -43,6 +43,6 @@ class Tensors(Mapping[str, Tensor]):
         return len(self._file_of)
 
 
-def with_vision(folder: Path) -> Path | None:
+def folder_with_vision(folder: Path) -> Path | None:
     """The folder, if its checkpoint has vision weights worth carrying along."""
     return folder if any(name.startswith(VISION) for name in Tensors(folder)) else None

@@ -227,7 +227,7 @@ def quantize(
     with _waiting("packing"):
         stored = checkpoint.load_model(source).dtype  # what is not packed stays as it is
         writer = redraft.load(source, device=device, dtype=stored, quant="fp8")
-        checkpoint.save(writer.model, out, sampler=writer.sampler, vision_from=checkpoint.with_vision(source))
+        checkpoint.save(writer.model, out, sampler=writer.sampler, vision_from=checkpoint.folder_with_vision(source))
         writer.tokenizer.save(out)
     print(out)
 

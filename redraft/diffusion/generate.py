@@ -110,13 +110,13 @@ def generate(
 ) -> Iterator[Event]:
     """Redrafts page after page for every prompt until it stops or is long enough. Rows do not influence one another."""
     constraints = constraints if constraints is not None else [Constraints()] * len(prompts)
-    check(model.config, prompts, cfg, seeds, constraints, first_canvas_BC)
+    check_inputs(model.config, prompts, cfg, seeds, constraints, first_canvas_BC)
     rows, length, vocab = len(prompts), cfg.canvas_length, model.config.vocab_size
     counter = StatsCounter(cfg, list(seeds), [len(prompt) for prompt in prompts])
 
     cache = model.new_cache(rows, max(map(len, prompts)) + (cfg.max_canvases - 1) * length, rewind=0)
     prefill(model, prompts, cache)  # stop 2
-    counter.prefilled()
+    counter.mark_prefilled()
 
     ended_B, matched = torch.zeros(rows, dtype=torch.bool, device=model.device), [rule.start() for rule in constraints]
     for block in range(cfg.max_canvases):
@@ -129,22 +129,22 @@ def generate(
         state = sampler.start(canvas_BC, fixed, ended_B)  # stop 3
 
         soft_BCD = None
-        while not sampler.finished(state, cfg):
+        while not sampler.is_finished(state, cfg):
             logits_BCV = model.denoise(state.ids_BC, soft_BCD, cache)  # stop 4
             state, shaped_BCV = sampler.step(logits_BCV, state, cfg, draws, fixed)  # stop 5
-            yield draft_of(block, state, cfg, fixed)
-            soft_BCD = model.soft_embed(shaped_BCV) if not sampler.finished(state, cfg) else None
+            yield make_draft(block, state, cfg, fixed)
+            soft_BCD = model.soft_embed(shaped_BCV) if not sampler.is_finished(state, cfg) else None
 
         page = sampler.commit(state, cfg)  # stop 6
         ended_B = page.ended_B
         last = block + 1 == cfg.max_canvases or bool(ended_B.all())
-        counter.add(state, page, last)
+        counter.add_canvas(state, page, last)
         yield Committed(block, page.ids_BC, state.entropy_BC, state.settled_B | state.skipped_B, state.steps_B)
         if last:
             break
         matched = [rule.after(*one, length) for rule, *one in zip(constraints, matched, page.ids_BC.tolist(), strict=True)]
         model.encode(page.ids_BC, cache)  # stop 7
-    yield counter.total(ended_B)  # stop 8
+    yield counter.finish(ended_B)  # stop 8
 
 
 def prefill(model: DiffusionGemma, prompts: Sequence[Sequence[int]], cache: KVCache) -> None:
@@ -157,7 +157,7 @@ def prefill(model: DiffusionGemma, prompts: Sequence[Sequence[int]], cache: KVCa
         model.encode(chunk_BS, cache, [min(max(len(p) - begin, 0), chunk_BS.shape[1]) for p in prompts])
 
 
-def check(
+def check_inputs(
     model: ModelConfig,
     prompts: Sequence[Sequence[int]],
     cfg: SamplerConfig,
@@ -192,7 +192,7 @@ def check(
             raise ValueError(f"the first canvas has a token outside the vocabulary of {model.vocab_size}")
 
 
-def draft_of(block: int, state: sampler.Canvas, cfg: SamplerConfig, fixed: CanvasConstraints | None) -> Draft:
+def make_draft(block: int, state: sampler.Canvas, cfg: SamplerConfig, fixed: CanvasConstraints | None) -> Draft:
     """A canvas as whoever watches sees it."""
     return Draft(
         block=block,
@@ -226,16 +226,16 @@ class StatsCounter:
         self.rows = [dict.fromkeys(names, 0) for _ in self.prompt_tokens]
         self.reused = [0] * len(self.rows)
 
-    def prefilled(self) -> None:
+    def mark_prefilled(self) -> None:
         """The prompt has been read."""
         self.prefill_seconds = time.perf_counter() - self.began
 
-    def retell(self, ids_BC: Tensor) -> None:
+    def add_replayed(self, ids_BC: Tensor) -> None:
         """A page that was there before: part of the answer, not of the counter."""
         self.pages.append(ids_BC)
         self.retold += ids_BC.shape[1]
 
-    def add(self, state: sampler.Canvas, page: sampler.Page, last: bool) -> None:
+    def add_canvas(self, state: sampler.Canvas, page: sampler.CommitResult, last: bool) -> None:
         """A page is committed; behind the last one no pass follows."""
         self.pages.append(page.ids_BC)
         for row, counter in enumerate(self.rows):
@@ -245,7 +245,7 @@ class StatsCounter:
             counter["steps"] += int(state.steps_B[row])
             counter["commits"] += int(not last and not page.ended_B[row])
 
-    def total(self, ended_B: Tensor) -> Finished:
+    def finish(self, ended_B: Tensor) -> Finished:
         """The end: all pages, and every row's cost."""
         seconds, most = time.perf_counter() - self.began, self.cfg.max_new_tokens - self.retold
         reasons, stats = [], []

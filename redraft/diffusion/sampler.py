@@ -71,7 +71,7 @@ def temperature(step: int, cfg: SamplerConfig) -> Tensor:
     return cfg.t_min + (cfg.t_max - cfg.t_min) * left
 
 
-def accept(entropy_BC: Tensor, bound: float, least_B: Tensor | None = None) -> Tensor:
+def accept_by_entropy(entropy_BC: Tensor, bound: float, least_B: Tensor | None = None) -> Tensor:
     """Which positions to keep, bool_BC: the surest ones, as long as the entropy of those before stays within the bound.
 
     The sum leaves out the position's own entropy, so the surest is always accepted. `least_B` forces that many.
@@ -83,30 +83,30 @@ def accept(entropy_BC: Tensor, bound: float, least_B: Tensor | None = None) -> T
     return torch.zeros_like(keep_BC).scatter(-1, order_BC, keep_BC)
 
 
-def accepted(belief: Prediction, state: Canvas, cfg: SamplerConfig) -> Tensor:
+def select_accepted(belief: Prediction, state: Canvas, cfg: SamplerConfig) -> Tensor:
     """What this step keeps, by entropy, quota, and the two constraints that keep small models from contradicting themselves.
 
     `stops_last`: at first, the end of a page is what a model is surest of; accepted early, it eats the text before it.
     `spread`: neighbours drawn apart from one another disagree ("was was"), positions far apart seldom do.
     """
-    worry_BC, least_B = belief.entropy_BC, quota(state, cfg)
+    worry_BC, least_B = belief.entropy_BC, count_required(state, cfg)
     if cfg.stops_last:
         stops = torch.tensor(cfg.eos_token_ids, dtype=torch.long, device=worry_BC.device)
         worry_BC = worry_BC + BEHIND * torch.isin(belief.best_BC, stops)
     if not cfg.spread or state.step + 1 == cfg.max_steps:
-        return accept(worry_BC, cfg.entropy_bound, least_B)
-    may_BC = apart(worry_BC, state.accepted_BC & (belief.best_BC == state.ids_BC), cfg.spread)
-    return accept(torch.where(may_BC, worry_BC, worry_BC + BEHIND), cfg.entropy_bound, least_B) & may_BC
+        return accept_by_entropy(worry_BC, cfg.entropy_bound, least_B)
+    may_BC = spread_apart(worry_BC, state.accepted_BC & (belief.best_BC == state.ids_BC), cfg.spread)
+    return accept_by_entropy(torch.where(may_BC, worry_BC, worry_BC + BEHIND), cfg.entropy_bound, least_B) & may_BC
 
 
-def apart(worry_BC: Tensor, kept_BC: Tensor, spread: int) -> Tensor:
+def spread_apart(worry_BC: Tensor, kept_BC: Tensor, spread: int) -> Tensor:
     """Who may be accepted, bool_BC: what was and still is believed, the sure, and of the rest the surest around."""
     open_BC = torch.where(kept_BC, torch.inf, worry_BC)
     least_BC = -F.max_pool1d(-open_BC[:, None], 2 * spread - 1, stride=1, padding=spread - 1)[:, 0]
     return kept_BC | (worry_BC < SURE) | (open_BC == least_BC)
 
 
-def quota(state: Canvas, cfg: SamplerConfig) -> Tensor | None:
+def count_required(state: Canvas, cfg: SamplerConfig) -> Tensor | None:
     """How many positions must be accepted at this step, least_B, or None when the bound alone decides.
 
     With a quota, what was refused last time is shared out over the steps left: 250 open positions and 10 steps to go
@@ -149,7 +149,7 @@ def step(
     belief = argmax_entropy_sample(shaped_BCV, draws.uniform(now, length))
     if matching_BC is not None:
         belief = belief._replace(best_BC=matching_BC)
-    accepted_BC = accepted(belief, state, cfg)
+    accepted_BC = select_accepted(belief, state, cfg)
     noise_BC = draws.noise(now, length, logits_BCV.shape[-1])
     if constraints is not None:
         accepted_BC = accepted_BC | constraints.pinned_BC
@@ -180,7 +180,7 @@ def _freeze(old: Canvas, new: Canvas) -> Canvas:
     return replace(new, **kept)
 
 
-def steer(state: Canvas, constraints: CanvasConstraints, draws: Draws, vocab_size: int) -> Canvas:
+def apply_constraints(state: Canvas, constraints: CanvasConstraints, draws: Draws, vocab_size: int) -> Canvas:
     """A page between two steps under new constraints: what disobeys them is pinned, or is noise again.
 
     A page whose draft obeys is as settled as it was; else it has to settle anew.
@@ -197,17 +197,17 @@ def steer(state: Canvas, constraints: CanvasConstraints, draws: Draws, vocab_siz
     )
 
 
-def stir(state: Canvas) -> Canvas:
+def unsettle(state: Canvas) -> Canvas:
     """The same page, which has to settle anew."""
     return replace(state, unchanged_B=torch.zeros_like(state.unchanged_B), settled_B=torch.zeros_like(state.settled_B))
 
 
-def finished(state: Canvas, cfg: SamplerConfig) -> bool:
+def is_finished(state: Canvas, cfg: SamplerConfig) -> bool:
     """Whether another step would change nothing, or is not allowed."""
     return state.step >= cfg.max_steps or bool(state.frozen_B.all())
 
 
-class Page(NamedTuple):
+class CommitResult(NamedTuple):
     """A canvas as tokens."""
 
     ids_BC: Tensor  # padding behind the first stop token
@@ -215,7 +215,7 @@ class Page(NamedTuple):
     ended_B: Tensor  # rows whose text has ended by now
 
 
-def commit(state: Canvas, cfg: SamplerConfig) -> Page:
+def commit(state: Canvas, cfg: SamplerConfig) -> CommitResult:
     """What becomes of a page: the argmax of the last logits, not the last sample.
 
     A page that never settled still carries noise wherever the last step refused a token.
@@ -224,4 +224,4 @@ def commit(state: Canvas, cfg: SamplerConfig) -> Page:
     is_stop_BC = torch.isin(state.best_BC, stops)
     text_BC = (is_stop_BC.cumsum(dim=-1) - is_stop_BC.long() == 0) & ~state.skipped_B[:, None]
     ids_BC = torch.where(text_BC, state.best_BC, cfg.pad_token_id)
-    return Page(ids_BC, text_BC.sum(dim=-1), is_stop_BC.any(dim=-1) | state.skipped_B)
+    return CommitResult(ids_BC, text_BC.sum(dim=-1), is_stop_BC.any(dim=-1) | state.skipped_B)

@@ -24,7 +24,7 @@ class BatchedCache:
         return torch.tensor([cache.lengths[0] for cache in self.caches], device=self.device)
 
     @property
-    def even(self) -> bool:
+    def has_equal_lengths(self) -> bool:
         """Whether none needs masking."""
         return len({cache.lengths[0] for cache in self.caches}) == 1
 
@@ -34,7 +34,7 @@ class BatchedCache:
 
     def key_positions(self, layer: int) -> Tensor:
         """Positions in a layer's view; negative where a shorter one has no token."""
-        seen = max(cache.seen(layer) for cache in self.caches)
+        seen = max(cache.count_visible(layer) for cache in self.caches)
         return self.next_positions(seen) - seen
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:

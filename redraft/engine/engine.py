@@ -22,7 +22,7 @@ from torch import Tensor
 
 from redraft.config import EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
-from redraft.diffusion.generate import Event, Finished, StatsCounter, check
+from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
 from redraft.engine.request import Replay, ReplayError, Request
 from redraft.engine.runner import Runner
 from redraft.engine.scheduler import PrefixCache, Scheduler
@@ -77,7 +77,7 @@ class Engine:
         probabilities of the `candidates` likeliest tokens. What cannot be generated is refused here, and nothing else notices.
         """
         constraints, replay = constraints or Constraints(), replay or Replay()
-        check(self.model.config, [prompt], cfg, [seed], [constraints], first_1C)
+        check_inputs(self.model.config, [prompt], cfg, [seed], [constraints], first_1C)
         held = replay.check(cfg, self.model.config.vocab_size, constraints)
         if seconds is not None and not seconds > 0:
             raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
@@ -186,7 +186,7 @@ class Engine:
             if request.reading and room > 0:
                 room -= self.runner.read(request)
                 if not request.reading:
-                    request.counter.prefilled()
+                    request.counter.mark_prefilled()
         found = []
         for request in running:
             if not request.reading and request.page is None and request.retold:
@@ -230,10 +230,10 @@ class Engine:
             request.cache = self.model.new_cache(1, request.capacity, rewind=self.config.rewind)
         else:
             request.context, cache = found
-            request.cache = cache.resized(request.capacity)
+            request.cache = cache.with_capacity(request.capacity)
             request.read = request.counter.reused[0] = len(request.context)
             if not request.reading:
-                request.counter.prefilled()
+                request.counter.mark_prefilled()
 
     def _settle(self, request: Request) -> Iterator[Event]:
         yield request.draft
@@ -259,7 +259,7 @@ class Engine:
 
     def _cost(self, request: Request) -> int:
         """Bytes of cache."""
-        return KVCache.bytes_of(self.model.config, request.capacity, self.model.dtype, self.config.rewind)
+        return KVCache.count_bytes(self.model.config, request.capacity, self.model.dtype, self.config.rewind)
 
     def run(self, requests: Sequence[Request]) -> dict[Request, Finished]:
         """All of them to their end. One that was cancelled is left out."""

@@ -54,7 +54,7 @@ class Table:
         `counts` are tokens that each cache counts already but does not hold: they are what comes. Without, all of it is new.
         """
         layers, begin, each = len(self.keys_LB), self.nowhere.data_ptr(), self.nowhere.element_size()
-        places = [cache.places for cache in caches]
+        places = [cache.slot_addresses for cache in caches]
         places += [([begin] * layers, [begin] * layers, [1] * layers)] * (self.lengths_B.numel() - len(caches))
         keys, values, sizes = (torch.tensor(column).t() for column in zip(*places, strict=True))
         self.keys_LB.copy_((keys - begin) // each)

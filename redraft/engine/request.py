@@ -16,7 +16,7 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, ConstraintEdit, Constraints, canvas_constraints
 from redraft.diffusion import rng, sampler
-from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, draft_of
+from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, make_draft
 from redraft.kernels import TopProbs, top_probs_of
 from redraft.model.kv_cache import KVCache
 
@@ -109,7 +109,7 @@ class Request:
     block: int = 0
     state: sampler.Canvas | None = None  # the page in work
     soft_1CD: Tensor | None = None  # what its last step believed
-    page: sampler.Page | None = None  # committed, not yet read into the cache
+    page: sampler.CommitResult | None = None  # committed, not yet read into the cache
     done: bool = False  # another step of the page would change nothing, or is not allowed
     over: bool = False  # finished, cancelled or refused: nothing more comes of it
     told: bool = False  # and all that came of it is in its inbox
@@ -151,7 +151,7 @@ class Request:
         """A page that it had committed before: it is read, and costs nothing else."""
         ids_1C = torch.tensor([self.replay.canvases[self.block]], device=device)
         state = sampler.start(ids_1C)
-        self.counter.retell(ids_1C)
+        self.counter.add_replayed(ids_1C)
         self.page = sampler.commit(state, self.cfg)
         self.matched = self.constraints.after(self.matched, ids_1C[0].tolist(), self.cfg.canvas_length)
         return [Committed(self.block, ids_1C, state.entropy_BC, torch.ones_like(state.settled_B), state.steps_B)]
@@ -179,7 +179,7 @@ class Request:
         self.top_probs = (
             top_probs_of(shaped_1CV, self.state.ids_BC, self.state.best_BC, self.candidates) if self.candidates else None
         )
-        self.done = sampler.finished(self.state, self.cfg) and not self.turning
+        self.done = sampler.is_finished(self.state, self.cfg) and not self.turning
         if self.done and self.replay.interventions:
             self._check_course()
         return shaped_1CV
@@ -197,24 +197,24 @@ class Request:
         """The constraints that hold from here on, on the page as it is."""
         self.fixed = self._ruled(self.state.step, vocab_size, device)
         if self.fixed is not None:
-            self.state = sampler.steer(self.state, self.fixed, self.draws, vocab_size)
+            self.state = sampler.apply_constraints(self.state, self.fixed, self.draws, vocab_size)
             if not all(one.reached_by(self.state.best_BC[0].tolist()) for one in self.fixed.patterns):
-                self.state = sampler.stir(self.state)
-        self.done = sampler.finished(self.state, self.cfg)
+                self.state = sampler.unsettle(self.state)
+        self.done = sampler.is_finished(self.state, self.cfg)
         if self.done and self.replay.interventions:
             self._check_course()
 
     @property
     def draft(self) -> Draft:
         """The page as it is now."""
-        return replace(draft_of(self.block, self.state, self.cfg, self.fixed), top_probs=self.top_probs)
+        return replace(make_draft(self.block, self.state, self.cfg, self.fixed), top_probs=self.top_probs)
 
     def commit(self, late: bool) -> list[Event]:
         """The page leaves as it is: emitted now, read into the cache later, if anything is to come behind it."""
         state, page = self.state, sampler.commit(self.state, self.cfg)
         ended, done = bool(page.ended_B[0]), self.done
         last = self.block + 1 == self.cfg.max_canvases or ended or late
-        self.counter.add(state, page, last)
+        self.counter.add_canvas(state, page, last)
         settled_B = state.settled_B | state.skipped_B
         events: list[Event] = [Committed(self.block, page.ids_BC, state.entropy_BC, settled_B, state.steps_B)]
         self.state, self.soft_1CD = None, None
@@ -222,6 +222,6 @@ class Request:
             self.page = page
             self.matched = self.constraints.after(self.matched, page.ids_BC[0].tolist(), self.cfg.canvas_length)
             return events
-        self.over, end = True, self.counter.total(page.ended_B)
+        self.over, end = True, self.counter.finish(page.ended_B)
         cut = late and not ended and not (done and self.block + 1 == self.cfg.max_canvases)
         return [*events, replace(end, reasons=("deadline",)) if cut else end]

@@ -50,7 +50,7 @@ class PrefixCache:
         """The context that has most of this prompt's beginning, cut back to that. One that goes on elsewhere stays, too."""
         for context in self._matches(prompt):
             shared = _common(context, prompt)
-            cache = self._of[context] if shared == len(context) else self._of[context].rows_of([0])
+            cache = self._of[context] if shared == len(context) else self._of[context].select_rows([0])
             try:
                 cache.rewind([shared])
             except ValueError:  # its windows do not reach back that far

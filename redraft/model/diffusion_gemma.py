@@ -155,7 +155,7 @@ class DiffusionGemma(nn.Module):
         """
         counts = counts if counts is not None else [ids_BS.shape[1]] * ids_BS.shape[0]
         positions = cache.next_positions(ids_BS.shape[1])
-        ropes = self.ropes(positions)
+        ropes = self.rope_tables(positions)
         mask_of = {}
         for kind, layer in self._kinds.items():
             keys = torch.cat([cache.key_positions(layer), positions], dim=1)
@@ -172,9 +172,9 @@ class DiffusionGemma(nn.Module):
     def denoise(self, canvas_BC: Tensor, soft_BCD: Tensor | None, cache: KVCache) -> Tensor:
         """Logits [B, C, V] for every canvas position at once, float32, soft-capped. The cache is only read."""
         length = canvas_BC.shape[1]
-        ropes = self.ropes(cache.next_positions(length))
+        ropes = self.rope_tables(cache.next_positions(length))
         mask_of = dict.fromkeys((SLIDING, FULL))
-        if not cache.even:
+        if not cache.has_equal_lengths:
             for kind, layer in self._kinds.items():
                 window = self.config.layer_window(layer)
                 mask_of[kind] = masks.canvas(cache.lengths_B, cache.key_positions(layer), length, window)
@@ -197,7 +197,7 @@ class DiffusionGemma(nn.Module):
         `mask_of` is `masks.training` by kind of layer. With it the noisy half gives what `denoise` gives behind a cache of
         the clean text before each block, and the clean half what `encode` gives.
         """
-        length, ropes = noisy_BL.shape[1], self.ropes(positions_BL.repeat(1, 2))
+        length, ropes = noisy_BL.shape[1], self.rope_tables(positions_BL.repeat(1, 2))
         x_BSD = torch.cat([self.self_conditioning(self.embed(noisy_BL), soft_BLD), self.embed(clean_BL)], dim=1)
         routings = []
         for index, layer in enumerate(self.layers):
@@ -234,7 +234,7 @@ class DiffusionGemma(nn.Module):
         """The kinds of layers, and a layer of each: what holds for one holds for all of its kind."""
         return {kind: layer for layer, kind in enumerate(self.config.layer_types)}
 
-    def ropes(self, positions_BS: Tensor) -> dict[str, Rope]:
+    def rope_tables(self, positions_BS: Tensor) -> dict[str, Rope]:
         """The turns of queries and keys at these positions, by kind of layer."""
         c = self.config
         full = rope_table(positions_BS, c.global_head_dim, c.global_rope_theta, c.global_rotary_fraction, self.dtype)

@@ -44,7 +44,7 @@ class KVCache:
                 store.append(torch.zeros(rows, size, heads, head_dim, dtype=dtype, device=self.device))
 
     @classmethod
-    def bytes_of(cls, config: ModelConfig, capacity: int, dtype: torch.dtype, rewind: int | None = None) -> int:
+    def count_bytes(cls, config: ModelConfig, capacity: int, dtype: torch.dtype, rewind: int | None = None) -> int:
         """What a cache of one row would hold."""
         total = 0
         for layer in range(config.num_hidden_layers):
@@ -58,12 +58,12 @@ class KVCache:
         return torch.tensor(self.lengths, device=self.device)
 
     @property
-    def even(self) -> bool:
+    def has_equal_lengths(self) -> bool:
         """Whether all rows have the same length, so that none of them needs masking."""
         return len(set(self.lengths)) == 1
 
     @property
-    def places(self) -> tuple[list[int], list[int], list[int]]:
+    def slot_addresses(self) -> tuple[list[int], list[int], list[int]]:
         """By layer: addresses of keys and of values [slots, G, K], and the number of slots. Position p is in slot p % slots.
 
         For kernels that look for themselves; of a cache of one row.
@@ -77,19 +77,19 @@ class KVCache:
 
     def next_positions(self, count: int) -> Tensor:
         """Positions of the next `count` tokens of each row: [B, count], or [1, count] where rows agree."""
-        start = self.lengths_B[:1] if self.even else self.lengths_B
+        start = self.lengths_B[:1] if self.has_equal_lengths else self.lengths_B
         return start[:, None] + torch.arange(count, device=self.device)
 
     def key_positions(self, layer: int) -> Tensor:
         """The positions in a layer's view, [B, T] or [1, T]; negative where a shorter row has no token."""
-        seen = self.seen(layer)
+        seen = self.count_visible(layer)
         return self.next_positions(seen) - seen
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, T, G, K] a canvas may see, in order of position, every row ending at its own length."""
-        size, count = self._sizes[layer], self.seen(layer)
+        size, count = self._sizes[layer], self.count_visible(layer)
         start = (self.lengths[0] - count) % size
-        if self.even and start + count <= size:
+        if self.has_equal_lengths and start + count <= size:
             return self._keys[layer][:, start : start + count], self._values[layer][:, start : start + count]
         rows = torch.arange(self.rows, device=self.device)[:, None]
         slots = self.key_positions(layer) % size
@@ -99,7 +99,7 @@ class KVCache:
         """Writes the first counts[row] of S new tokens behind each row. They count once `advance` is called."""
         size = self._sizes[layer]
         self.check_room(counts)
-        if self.even and len(set(counts)) == 1 and (self.lengths[0] % size) + counts[0] <= size:
+        if self.has_equal_lengths and len(set(counts)) == 1 and (self.lengths[0] % size) + counts[0] <= size:
             start, count = self.lengths[0] % size, counts[0]
             self._keys[layer][:, start : start + count] = k_BSGK[:, :count]
             self._values[layer][:, start : start + count] = v_BSGK[:, :count]
@@ -116,7 +116,7 @@ class KVCache:
             if held + count > self.capacity:
                 raise ValueError(f"the cache holds {self.capacity} tokens, {held} are used and {count} more do not fit")
 
-    def rows_of(self, rows: Sequence[int]) -> "KVCache":
+    def select_rows(self, rows: Sequence[int]) -> "KVCache":
         """A cache of these rows of this one, in this order, a row as often as it is named."""
         other = copy.copy(self)
         at = torch.tensor(rows, dtype=torch.long, device=self.device)
@@ -126,7 +126,7 @@ class KVCache:
         other._keys, other._values = ([tensor[at] for tensor in store] for store in (self._keys, self._values))
         return other
 
-    def resized(self, capacity: int) -> "KVCache":
+    def with_capacity(self, capacity: int) -> "KVCache":
         """The same context with another capacity, this one where it has it already. The old one must not be used again."""
         if capacity == self.capacity:
             return self
@@ -168,7 +168,7 @@ class KVCache:
                     )
         self.lengths = list(lengths)
 
-    def seen(self, layer: int) -> int:
+    def count_visible(self, layer: int) -> int:
         """Tokens in a layer's view."""
         longest, window = max(self.lengths), self._windows[layer]
         return longest if window is None else min(longest, window - 1)

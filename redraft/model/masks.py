@@ -92,10 +92,10 @@ def spans(layout: Layout, window: int | None) -> Spans:
     return Spans(low_BS, high_BS, torch.cat([block_BL, alone_BL], dim=1))
 
 
-Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # row, query and key index (0 .. 2L - 1) -> may look
+MaskFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # row, query and key index (0 .. 2L - 1) -> may look
 
 
-def training(spans: Spans) -> Rule:
+def training(spans: Spans) -> MaskFunction:
     """Spans as a rule, the same for a dense mask and for FlexAttention, which compiles it into its kernel."""
     low, high, block = spans.low, spans.high, spans.block
     length = low.shape[1] // 2
@@ -107,7 +107,7 @@ def training(spans: Spans) -> Rule:
     return may_look
 
 
-def dense(rule: Rule, rows: int, size: int, device: torch.device) -> Tensor:
+def dense(rule: MaskFunction, rows: int, size: int, device: torch.device) -> Tensor:
     """A rule over indices as bool [B, size, size]."""
     b = torch.arange(rows, device=device)[:, None, None]
     index = torch.arange(size, device=device)

@@ -213,7 +213,7 @@ class SparseMasks:
         return {kind: self.build(rule, *shape, device=self.device) for kind, rule in self.rules.items()}
 
 
-def _with_heads(rule: masks.Rule) -> Any:
+def _with_heads(rule: masks.MaskFunction) -> Any:
     return lambda b, h, q, k: rule(b, q, k)
 
 

@@ -261,7 +261,7 @@ def advance(places: Places, logits_BCG: Tensor, passes: int, chance: torch.Gener
     uniform_BC1 = torch.rand((*open_BC.shape, 1), generator=chance, device=chance.device)
     sampled_BC = (probs_BCG.cumsum(dim=-1) < uniform_BC1).sum(dim=-1).clamp(max=8)
     noise_BC = torch.randint(encoding.SIZE, open_BC.shape, generator=chance, device=chance.device)
-    accepted_BC = sampler.accept(entropy_BC, places.bound_B[:, None])
+    accepted_BC = sampler.accept_by_entropy(entropy_BC, places.bound_B[:, None])
     ids_BC = torch.where(accepted_BC, sampled_BC + encoding.DIGITS.start, noise_BC)
     right_B = ((logits_BCG.argmax(dim=-1) + 1 == places.solution_BC) | ~open_BC).all(dim=-1)
     everywhere = torch.ones_like(right_B)
@@ -314,7 +314,7 @@ class BoardObjective(nn.Module):
         clues_BCD = F.embedding(with_clues(torch.zeros_like(ids_BC), puzzle_BC), table_VD) * begun_B11
         soft_BCD = torch.where(puzzle_BC[..., None] > 0, clues_BCD, soft_BCD) * model.embed_scale
         at_1S = torch.arange(length, device=device)[None]
-        prompt_ropes, ropes = model.ropes(at_1S), model.ropes(length + torch.arange(CELLS, device=device)[None])
+        prompt_ropes, ropes = model.rope_tables(at_1S), model.rope_tables(length + torch.arange(CELLS, device=device)[None])
         x_1SD, x_BCD = model.embed(prompt_1S), model.self_conditioning(model.embed(ids_BC), soft_BCD)
         routings = []
         for index, layer in enumerate(model.layers):
@@ -347,7 +347,7 @@ class CausalObjective(nn.Module):
         digits_GD = model.embed_tokens.weight[encoding.DIGITS.start : encoding.DIGITS.stop]
         ids_BS = left_to_right(puzzle_BC, solution_BC[:, :-1], model.config.bos_token_id)
         at_1S = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
-        ropes, x_BSD, routings = model.ropes(at_1S), model.embed(ids_BS), []
+        ropes, x_BSD, routings = model.rope_tables(at_1S), model.embed(ids_BS), []
         for index, layer in enumerate(model.layers):
             kind, window = model.config.layer_types[index], model.config.layer_window(index)
             nothing = x_BSD.new_empty(len(x_BSD), 0, *model.config.layer_heads(index))

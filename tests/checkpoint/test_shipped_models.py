@@ -92,11 +92,11 @@ def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch, se
 FIRST_FRAME = """
 import sys
 from redraft.engine import request
-watched = request.draft_of
+watched = request.make_draft
 def told(*a):
     print("frame", file=sys.stderr, flush=True)
     return watched(*a)
-request.draft_of = told
+request.make_draft = told
 from redraft.cli import main
 sys.argv = ["redraft", "Once upon a time", "--seed", "1", "--json"]
 main()

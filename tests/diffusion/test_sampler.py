@@ -57,7 +57,7 @@ def run(situation):
     cfg, constraints, logits, seeds = situation
     draws, fixed = rng.draws(seeds, 0), canvas_constraints(constraints, 0, LENGTH, VOCAB, cfg.eos_token_ids, "cpu")
     states = [sampler.start(draws.noise(0, LENGTH, VOCAB), fixed)]
-    while not sampler.finished(states[-1], cfg):
+    while not sampler.is_finished(states[-1], cfg):
         state, _ = sampler.step(logits[states[-1].step], states[-1], cfg, draws, fixed)
         states.append(state)
     return states, draws, fixed
@@ -100,7 +100,7 @@ def test_invariants_of_the_loop(situation):
             assert not set(kept.tolist()) & set(rule.forbidden)
         last_step = state.step == cfg.max_steps
         if (cfg.quota and (last_step or not cfg.spread)) or (cfg.accept_at_end and last_step):
-            needed = sampler.quota(before, cfg)
+            needed = sampler.count_required(before, cfg)
             assert (state.accepted_BC.sum(-1)[live] >= needed[live]).all()
     last = states[-1]
     if (cfg.quota or cfg.accept_at_end) and last.step == cfg.max_steps:
@@ -126,23 +126,23 @@ def test_of_unsure_neighbours_the_surest_is_accepted():
     cfg = SamplerConfig(canvas_length=8, max_steps=4, entropy_bound=100.0, spread=3)
     state = sampler.start(torch.zeros(1, 8, dtype=torch.long))
     entropies = [1.0, 0.9, 1.1, 1.2, 0.1, 0.15, 2.0, 0.8]
-    first = sampler.accepted(belief_of(entropies, [7] * 8), state, cfg)
+    first = sampler.select_accepted(belief_of(entropies, [7] * 8), state, cfg)
     # 1 is the surest around it; 4 and 5 are sure; 7 has 5 beside it, which is surer
     assert first.tolist() == [[False, True, False, False, True, True, False, False]]
     # What was accepted and is still believed is no longer in anybody's way.
     state = replace(state, ids_BC=torch.full((1, 8), 7), accepted_BC=first)
-    second = sampler.accepted(belief_of(entropies, [7] * 8), state, cfg)
+    second = sampler.select_accepted(belief_of(entropies, [7] * 8), state, cfg)
     assert second.tolist() == [[True, True, False, False, True, True, False, True]]
-    changed = sampler.accepted(belief_of(entropies, [7, 8, *[7] * 6]), state, cfg)
+    changed = sampler.select_accepted(belief_of(entropies, [7, 8, *[7] * 6]), state, cfg)
     assert changed.tolist() == [[False, True, False, False, True, True, False, True]]  # 1 is believed no more: again a rival
-    full = sampler.accepted(belief_of(entropies, [7] * 8), replace(state, step=3), replace(cfg, accept_at_end=True))
+    full = sampler.select_accepted(belief_of(entropies, [7] * 8), replace(state, step=3), replace(cfg, accept_at_end=True))
     assert full.all()
 
 
 def test_a_quota_asks_only_for_what_may_be_accepted():
     cfg = SamplerConfig(canvas_length=8, max_steps=2, entropy_bound=1e-3, spread=8, quota=True)
     state = sampler.start(torch.zeros(1, 8, dtype=torch.long))
-    found = sampler.accepted(belief_of([2.0, 1.0, *[3.0] * 6], [7] * 8), state, cfg)
+    found = sampler.select_accepted(belief_of([2.0, 1.0, *[3.0] * 6], [7] * 8), state, cfg)
     assert found.nonzero().tolist() == [[0, 1]]
 
 
@@ -150,11 +150,11 @@ def test_stop_tokens_come_last():
     cfg = SamplerConfig(canvas_length=4, max_steps=4, entropy_bound=5.0, stops_last=True, eos_token_ids=(1, 5))
     state = sampler.start(torch.zeros(1, 4, dtype=torch.long))
     belief = belief_of([0.1, 4.0, 3.0, 0.2], [1, 7, 8, 5])
-    assert sampler.accepted(belief, state, cfg).tolist() == [[False, True, True, False]]
+    assert sampler.select_accepted(belief, state, cfg).tolist() == [[False, True, True, False]]
     asked = replace(cfg, quota=True, max_steps=1)
-    assert sampler.accepted(belief, state, asked).all()
+    assert sampler.select_accepted(belief, state, asked).all()
     alone = belief_of([0.3, 0.1, 0.2, 0.4], [1, 1, 5, 5])
-    assert sampler.accepted(alone, state, cfg).tolist() == [[False, True, False, False]]  # the surest, always
+    assert sampler.select_accepted(alone, state, cfg).tolist() == [[False, True, False, False]]  # the surest, always
 
 
 @settings(max_examples=40)
@@ -182,7 +182,7 @@ def naive_accept(entropy: list[float], bound: float) -> list[bool]:
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]), min_size=1, max_size=12), st.sampled_from([0.1, 0.5, 1.25, 9]))
 def test_acceptance_equals_a_plain_loop(entropy, bound):
-    got = sampler.accept(torch.tensor([entropy]), bound)[0].tolist()
+    got = sampler.accept_by_entropy(torch.tensor([entropy]), bound)[0].tolist()
     expected = naive_accept(entropy, bound)
     assert sum(got) == sum(expected)
     assert max(e for e, k in zip(entropy, got, strict=True) if k) == max(
@@ -206,7 +206,7 @@ def settle_steps(pages: list[list[int]], sharpness: float = 40.0, **changes: obj
     cfg = SamplerConfig(canvas_length=3, max_steps=len(pages), **changes)
     draws = rng.draws([0], 0)
     state = sampler.start(draws.noise(0, 3, VOCAB))
-    while not sampler.finished(state, cfg):
+    while not sampler.is_finished(state, cfg):
         state, _ = sampler.step(certain(pages[state.step], sharpness), state, cfg, draws)
     return state.step, bool(state.settled_B[0])
 
@@ -269,7 +269,7 @@ def test_quota_shares_the_open_positions_out():
     cfg = SamplerConfig(canvas_length=10, max_steps=4, entropy_bound=1e-9, quota=True)
     draws, counts = rng.draws([0], 0), []
     state = sampler.start(draws.noise(0, 10, VOCAB))
-    while not sampler.finished(state, cfg):
+    while not sampler.is_finished(state, cfg):
         state, _ = sampler.step(torch.randn(1, 10, VOCAB), state, cfg, draws)
         counts.append(int(state.accepted_BC.sum()))
     assert counts == [3, 6, 8, 10]
@@ -278,7 +278,7 @@ def test_quota_shares_the_open_positions_out():
 def test_a_start_knows_nothing():
     state = sampler.start(torch.tensor([[1, 2]]), None, torch.tensor([True]))
     assert math.isinf(state.entropy_BC[0, 0])
-    assert sampler.finished(state, SamplerConfig())
+    assert sampler.is_finished(state, SamplerConfig())
     ids, lengths, ended = sampler.commit(state, SamplerConfig(pad_token_id=4))
     assert lengths.tolist() == [0]
     assert ids.tolist() == [[4, 4]]

@@ -20,7 +20,7 @@ from redraft.model.kv_cache import KVCache
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
 MODEL = tiny.decided(CONFIG, 4)
-BUDGET = 4 * KVCache.bytes_of(CONFIG, 200, torch.float32)
+BUDGET = 4 * KVCache.count_bytes(CONFIG, 200, torch.float32)
 
 
 def engine(**changes) -> Engine:
@@ -218,7 +218,7 @@ def test_a_resized_cache_holds_the_same():
             model.encode(torch.tensor([[2, *range(30, 41)]]), cache)
             cache.rewind([10])
             views = [[t.clone() for t in cache.view(layer)] for layer in range(config.num_hidden_layers)]
-            other = cache.resized(after)
+            other = cache.with_capacity(after)
             assert other.capacity == after
             for layer, pair in enumerate(views):
                 assert all(torch.equal(a, b) for a, b in zip(pair, other.view(layer), strict=True))
@@ -231,7 +231,7 @@ def test_a_resized_cache_holds_the_same():
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
-    subject = engine(cache_bytes=KVCache.bytes_of(CONFIG, 50, torch.float32, 6))
+    subject = engine(cache_bytes=KVCache.count_bytes(CONFIG, 50, torch.float32, 6))
     with pytest.raises(ValueError, match=r"this request needs 0\.0 MiB of cache for 116 tokens"):
         subject.add([2] * 100, tiny.sampler(max_new_tokens=32), seed=0)
     with pytest.raises(ValueError, match="outside the vocabulary"):
@@ -246,7 +246,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
 
 def test_requests_wait_for_memory_and_are_not_overtaken():
     cfg = tiny.sampler(max_new_tokens=16)
-    subject = engine(cache_bytes=2 * KVCache.bytes_of(CONFIG, 60, torch.float32, 6))
+    subject = engine(cache_bytes=2 * KVCache.count_bytes(CONFIG, 60, torch.float32, 6))
     large = [subject.add([2] * 60, cfg, seed=n) for n in range(3)]
     small = subject.add([2], cfg, seed=9)
     subject.step()

@@ -71,14 +71,14 @@ def by_hand(turn, seed=3):
     draws, vocab = rng.draws([seed], 0), CONFIG.vocab_size
     fixed = canvas_constraints([UNENDING], 0, 16, vocab, CFG.eos_token_ids, "cpu")
     state, soft, found = sampler.start(draws.noise(0, 16, vocab), fixed), None, []
-    while not sampler.finished(state, CFG):
+    while not sampler.is_finished(state, CFG):
         logits = MODEL.denoise(state.ids_BC, soft, cache)
         state, shaped = sampler.step(logits, state, CFG, draws, fixed)
         found.append((state.best_BC.tolist(), state.ids_BC.tolist()))
         soft = MODEL.soft_embed(shaped)
         if state.step == turn.step:
             fixed = canvas_constraints([UNENDING.edited(turn.edit)], 0, 16, vocab, CFG.eos_token_ids, "cpu")
-            state = sampler.steer(state, fixed, draws, vocab)
+            state = sampler.apply_constraints(state, fixed, draws, vocab)
     return found
 
 

@@ -229,7 +229,7 @@ def test_a_canvas_moves_as_the_sampler_moves_it():
                 assert torch.equal(noise[row], one.noise(step + 1, length, vocab)[0])
                 assert (heat[row] == sampler.temperature(step, cfg)).all()
                 belief = Prediction(*(tensor[row : row + 1] for tensor in (best, entropy, sampled)))
-                accepted = sampler.accepted(belief, state, cfg)
+                accepted = sampler.select_accepted(belief, state, cfg)
                 done, unchanged = sampler.settled(belief, state, cfg, None)
                 ids = torch.where(accepted, belief.sampled_BC, noise[row : row + 1])
                 states[row] = sampler.Canvas(

@@ -251,7 +251,7 @@ class PrefixCache:
     def __init__(self, model) -> None:
         self.config, self.length, self.pairs = model.config, 0, {}
 
-    even = False
+    has_equal_lengths = False
 
     @property
     def lengths_B(self) -> torch.Tensor:

@@ -312,7 +312,7 @@ def decided(writer: Writer, body: DecideRequest, stop: threading.Event) -> Told:
 
 def room(writer: Writer, tokens: int, field: str) -> None:
     """Refuses more context than fits beside what the engine has."""
-    taken = KVCache.bytes_of(writer.model.config, tokens, writer.model.dtype)
+    taken = KVCache.count_bytes(writer.model.config, tokens, writer.model.dtype)
     if taken > writer.engine.scheduler.budget // 10:
         raise Refused(f"{tokens} tokens take more memory than is left beside the engine: shorten {field}", field)
 

@@ -245,7 +245,7 @@ def run(
     """
     tries, device = list(tries), model.device
     state, fixed, draws = _start(puzzles, tries, cfg, seed, device)
-    cache = _names_read(model).rows_of([0] * len(tries))
+    cache = _names_read(model).select_rows([0] * len(tries))
     digit_V = torch.tensor(encoding.board(list(range(encoding.SIZE))), device=device)
     view, seen = View.straight(len(tries), device), _Seen.nothing(len(tries), device)
     while tries:
@@ -276,7 +276,7 @@ def run(
                 )
         left = [row for row in range(len(tries)) if row not in done and tries[row].number in wanted]
         if len(left) < len(tries):
-            at_N, cache = torch.tensor(left, dtype=torch.long, device=device), cache.rows_of(left)
+            at_N, cache = torch.tensor(left, dtype=torch.long, device=device), cache.select_rows(left)
             tries = [tries[row] for row in left]
             state, fixed, draws, view, seen = (_rows(record, at_N) for record in (state, fixed, draws, view, seen))
 
