@@ -10,7 +10,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import NEVER
 from redraft.diffusion import rng
 from redraft.diffusion.generate import prefill
-from redraft.diffusion.sampler import accept, temperature
+from redraft.diffusion.sampler import accept_by_entropy, temperature
 from redraft.kernels import argmax_entropy_sample
 from redraft.model.diffusion_gemma import DiffusionGemma
 
@@ -34,7 +34,7 @@ def fill_masks(model: DiffusionGemma, prompts: list[list[int]], cfg: SamplerConf
         belief = argmax_entropy_sample(shaped_BCV, draws.uniform(step + 1, length))
         doubt_BC = torch.where(open_BC, belief.entropy_BC, torch.inf)
         least_B = -(-open_BC.sum(dim=-1) // (cfg.max_steps - step))  # shared out over the steps left
-        chosen_BC = accept(doubt_BC, cfg.entropy_bound, least_B) & open_BC
+        chosen_BC = accept_by_entropy(doubt_BC, cfg.entropy_bound, least_B) & open_BC
         canvas_BC = torch.where(chosen_BC, belief.sampled_BC, canvas_BC)
         soft_BCD = model.soft_embed(shaped_BCV)
     return canvas_BC, cfg.max_steps
