@@ -31,7 +31,7 @@ from redraft.diffusion.generate import Draft
 from redraft.engine.engine import Engine
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
-from redraft.model.quant.fp8 import apply_fp8
+from redraft.model.quant.fp8 import quantize_fp8
 
 BYTES, FLOPS = 4.3e12, 790e12  # of one H200, per second: what a copy and a large product reach
 SHAPES = {
@@ -56,11 +56,11 @@ SHAPES = {
 }
 PARTS = {  # of a step, by what kernels are called
     "experts": ("_gate_up", "_down"),
-    "attention": ("_attend", "_join"),
-    "norms and heads": ("_after_", "_norm_rows", "_to_heads", "_gated", "rms_norm"),
-    "routing": ("_route", "_deal"),
-    "vocabulary and sampler": ("_read", "_pick", "_believe", "_settle", "_draw"),
-    "8 bits": ("_pack",),
+    "attention": ("_attend", "_combine_splits"),
+    "norms and heads": ("_and_norm", "_split_qkv_rope", "_gelu_and_mul", "rms_norm"),
+    "routing": ("_route", "_sort_by_expert"),
+    "vocabulary and sampler": ("_reduce_chunks", "_combine_chunks", "_compute_probs", "_step_canvases", "_draw_step"),
+    "8 bits": ("_quantize_rows",),
     "products": ("nvjet", "gemm", "cutlass", "cublas", "splitK", "wgmma"),
 }
 
@@ -157,7 +157,7 @@ def measured(quant: str | None, options: argparse.Namespace, console: Console) -
     config = SHAPES[options.shape]
     model = random_model(config, device)
     if quant:
-        model = apply_fp8(model)
+        model = quantize_fp8(model)
     wait(device)
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     began = time.perf_counter()

@@ -24,7 +24,7 @@ from torch import Tensor
 from redraft.config import ModelConfig
 from redraft.kernels import attend, gated_experts, rms_norm, rope_frequencies
 from redraft.kernels import vocabulary as reference
-from redraft.kernels.fp8 import Packed, linear8, pack
+from redraft.kernels.fp8 import Fp8Tensor, linear_fp8, quantize
 from redraft.kernels.triton import attention, experts, mlp, norm, qkv_rope, routing, vocabulary
 
 C = ModelConfig()
@@ -60,7 +60,7 @@ def expert_cases(tokens: int) -> list[Case]:
     router, ones = rand(number, size), torch.ones(number, device=DEVICE)
     who, weights = routing.route(x, router, ones, chosen)
     asked, slow = (x, who, weights), (x, who.long(), weights, up, down)
-    eight = [Packed(*map(torch.stack, zip(*map(pack, stack), strict=True))) for stack in (up, down)]
+    eight = [Fp8Tensor(*map(torch.stack, zip(*map(quantize, stack), strict=True))) for stack in (up, down)]
     weighed = up.numel() + down.numel()
     flops = 2 * tokens * chosen * weighed / number
     return [
@@ -69,7 +69,9 @@ def expert_cases(tokens: int) -> list[Case]:
         ),
         Case("experts fp8", lambda: experts.gated_experts(*asked, *eight), None, weighed, flops, True),
         Case("route", lambda: routing.route(x, router, ones, chosen), None, 2 * (tokens + number) * size),
-        Case("deal", lambda: routing.deal(who, number), lambda: who.flatten().sort(stable=True), 8 * tokens * chosen),
+        Case(
+            "deal", lambda: routing.sort_by_expert(who, number), lambda: who.flatten().sort(stable=True), 8 * tokens * chosen
+        ),
     ]
 
 
@@ -86,7 +88,7 @@ def attention_cases(canvases: int, context: int) -> list[Case]:
         places = [torch.tensor([one.data_ptr() for one in store], device=DEVICE) for store in (keys, values)]
         table = [base, *((place - base.data_ptr()) // base.element_size() for place in places)]
         counts = [torch.full((canvases,), context, dtype=torch.int32, device=DEVICE)] * 3
-        past = attention.Past(*table, *counts)
+        past = attention.KVLocations(*table, *counts)
         every = canvases * length * C.num_attention_heads * size
         flops, moved = 4 * every * (seen + length), 2 * (2 * canvases * (seen + length) * groups * size + 2 * every)
         both = [torch.cat([old[:, -seen:], new], dim=1) for old, new in ((keys, k), (values, v))]
@@ -107,7 +109,7 @@ def other_cases(tokens: int) -> list[Case]:
     found.append(
         Case(
             "after attention",
-            lambda: norm.after_attention(x, y, w, w, w, w, 1e-6),
+            lambda: norm.add_attention_and_norm(x, y, w, w, w, w, 1e-6),
             lambda: [rms_norm(x, w, 1e-6) for _ in range(4)],
             6 * row,
         )
@@ -115,7 +117,7 @@ def other_cases(tokens: int) -> list[Case]:
     found.append(
         Case(
             "after experts",
-            lambda: norm.after_experts(x, y, answers, (w, w, w), (one, one), 0, w, 1e-6),
+            lambda: norm.add_mlp_and_norm(x, y, answers, (w, w, w), (one, one), 0, w, 1e-6),
             None,
             (4 + C.top_k_experts) * row,
         )
@@ -126,13 +128,13 @@ def other_cases(tokens: int) -> list[Case]:
     found.append(
         Case(
             "heads",
-            lambda: qkv_rope.to_heads(qkv, hw, hw, at, turn, C.num_attention_heads, C.num_key_value_heads, 1e-6),
+            lambda: qkv_rope.split_qkv_rope(qkv, hw, hw, at, turn, C.num_attention_heads, C.num_key_value_heads, 1e-6),
             None,
             4 * qkv.numel(),
         )
     )
     both = rand(tokens, 2 * C.intermediate_size)
-    found.append(Case("gate times up", lambda: mlp.gated(both), None, 3 * both.numel()))
+    found.append(Case("gate times up", lambda: mlp.gelu_and_mul(both), None, 3 * both.numel()))
     shapes = {
         "qkv": (width, d),
         "o": (d, C.num_attention_heads * C.head_dim),
@@ -141,10 +143,10 @@ def other_cases(tokens: int) -> list[Case]:
     }
     for name, (rows, columns) in shapes.items():
         weight, z = rand(rows, columns), rand(tokens, columns)
-        weight8 = pack(weight)
+        weight8 = quantize(weight)
         flops = 2 * tokens * rows * columns
         found.append(Case(f"product {name} bf16", lambda a=z, b=weight: F.linear(a, b), None, 2 * weight.numel(), flops))
-        found.append(Case(f"product {name} fp8", lambda a=z, b=weight8: linear8(a, b), None, weight.numel(), flops, True))
+        found.append(Case(f"product {name} fp8", lambda a=z, b=weight8: linear_fp8(a, b), None, weight.numel(), flops, True))
     return found  # fmt: skip
 
 
@@ -161,7 +163,7 @@ def vocabulary_cases(tokens: int) -> list[Case]:
         Case(
             "read the vocabulary", lambda: vocabulary.argmax_entropy_sample(raw, 30.0, heat, uniform), slow, 2 * raw.numel()
         ),
-        Case("believe", lambda: vocabulary.believe_(spare, 30.0, heat, read), None, 4 * raw.numel()),
+        Case("believe", lambda: vocabulary.compute_probs_(spare, 30.0, heat, read), None, 4 * raw.numel()),
         Case("soft embedding", lambda: raw @ table, None, 2 * table.numel() + 2 * raw.numel(), flops),
     ]
 
@@ -170,15 +172,15 @@ def try_tiles(tokens: int, console: Console) -> None:
     """Experts with other tiles, each product's best five."""
     for name, eight in (("experts bf16", False), ("experts fp8", True)):
         case = next(one for one in expert_cases(tokens) if one.name == name)
-        fitting, found = experts.fitting, []
+        fitting, found = experts.select_tiles, []
         for tile in itertools.product((16, 32, 64), (64, 128), (64, 128, 256), (2, 3, 4, 5), (4, 8)):
             one = experts.Tiles(*tile)
-            experts.fitting = lambda each, pairs, number, one=one: (one, one)
+            experts.select_tiles = lambda each, pairs, number, one=one: (one, one)
             try:
                 found.append((1e3 * triton.testing.do_bench(case.ours, warmup=5, rep=20), tile))
             except Exception:  # too much shared memory
                 continue
-        experts.fitting = fitting
+        experts.select_tiles = fitting
         console.print(name, f"floor {case.floor_us:.0f} us", sorted(found)[:5], "8 bits" if eight else "")
 
 

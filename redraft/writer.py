@@ -25,9 +25,9 @@ from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, Event, Finished, Stats, check_inputs, generate, prefill
 from redraft.engine import Engine, Replay, Request, Stopped
-from redraft.kernels.backend import has_bf16, precision
+from redraft.kernels.backend import has_bf16, select_dtype
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.quant import FP8, apply_fp8
+from redraft.model.quant import FP8, quantize_fp8
 from redraft.tasks import edit, infill
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, Span, Suggestion
 from redraft.tasks.infill import Filled, Filler, Template
@@ -127,9 +127,9 @@ def load(
             f"{config.vocab_size}: they do not belong together"
         )
     sampler = SamplerConfig.from_folder(folder, config)
-    model = checkpoint.load_model(folder, dtype=precision(device, _dtype(dtype)), device=device)
+    model = checkpoint.load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device)
     if quant == FP8 and not model.config.quant:
-        model = apply_fp8(model)
+        model = quantize_fp8(model)
     elif not has_bf16(device):
         model = checkpoint.lay_out_for_cpu(model)
     return Writer(model, tokenizer, sampler)

@@ -42,7 +42,7 @@ KINDS = {  # of arguments that are not bf16 tensors, by name
 
 def compiled(kernel, fixed: dict, warps: int = 4, stages: int = 3, **kinds: str):
     """The kernel with these constants. Numbers are named in capitals, or by row and token; all are multiples of 16."""
-    signature, constants, known, fixed = {}, {}, {}, {"EARLY": True, "PACKS": False, **fixed}
+    signature, constants, known, fixed = {}, {}, {}, {"PDL": True, "PACKS": False, **fixed}
     for at, name in enumerate(kernel.arg_names):
         if name in fixed:
             signature[name], constants[(at,)] = "constexpr", fixed[name]
@@ -60,9 +60,9 @@ def expert_kernels():
     for eight in (False, True):
         kinds = {"weight": EIGHT, "scale": FULL} if eight else {}
         for pairs in (2048, 4096, 8192, 16384):
-            wide, narrow = experts.fitting(1 if eight else 2, pairs, 128)
+            wide, narrow = experts.select_tiles(1 if eight else 2, pairs, 128)
             for kernel, tile, first in ((experts._gate_up, wide, "x"), (experts._down, narrow, "h")):
-                fixed = {"K": 8, "EIGHT": eight, "BT": tile.tokens, "BF": tile.features, "BK": tile.inner}
+                fixed = {"K": 8, "FP8": eight, "BT": tile.tokens, "BF": tile.features, "BK": tile.inner}
                 own = {first: EIGHT, f"{first}_scale": FULL} if eight else {}
                 yield compiled(kernel, fixed, tile.warps, tile.stages, **kinds, **own)
 
@@ -78,31 +78,31 @@ def attention_kernels():
                 yield compiled(attention._attend, shape | own, tiles.warps, tiles.stages, part=part, mass=part)
     yield compiled(attention._attend, {"WINDOW": 0, "K": 512, "WIDE": 512, "BM": 32, "BN": 16, **own}, stages=2, **all_full)
     for size in (256, 512):
-        yield compiled(attention._join, {"J": 4, "WIDE": size, "ROWS": 4}, part=FULL, mass=FULL)
-        yield compiled(attention._keep, {"WIDE": size}, 1)
+        yield compiled(attention._combine_splits, {"J": 4, "WIDE": size, "ROWS": 4}, part=FULL, mass=FULL)
+        yield compiled(attention._write_kv, {"WIDE": size}, 1)
 
 
 def other_kernels():
     eps = {"EPS": 1e-6, "WIDE": 4096}
     yield compiled(routing._score, {"WIDE": 128, "BT": 16, "SLICE": 512, "BK": 128}, scores=FULL)
     yield compiled(routing._route, {"J": 6, "K": 8, "WIDE": 128, "FEW": 8}, 1, scores=FULL)
-    yield compiled(routing._deal, {"AT_ONCE": 2048})
-    yield compiled(fp8._pack, {"WIDE": 4096})
-    yield compiled(qkv_rope._to_heads, {"OWN_VALUES": True, "EPS": 1e-6, "HALF": 128, "AT_ONCE": 8})
-    yield compiled(qkv_rope._to_heads, {"OWN_VALUES": False, "EPS": 1e-6, "HALF": 256, "AT_ONCE": 8})
-    yield compiled(norm._norm_rows, {"WEIGHTED": True, **eps}, 8)
+    yield compiled(routing._sort_by_expert, {"AT_ONCE": 2048})
+    yield compiled(fp8._quantize_rows, {"WIDE": 4096})
+    yield compiled(qkv_rope._split_qkv_rope, {"OWN_VALUES": True, "EPS": 1e-6, "HALF": 128, "AT_ONCE": 8})
+    yield compiled(qkv_rope._split_qkv_rope, {"OWN_VALUES": False, "EPS": 1e-6, "HALF": 256, "AT_ONCE": 8})
+    yield compiled(norm._rms_norm, {"WEIGHTED": True, **eps}, 8)
     eight = {"dense_out": EIGHT, "sparse_out": EIGHT, "dense_scale": FULL, "sparse_scale": FULL}
     for packs in (False, True):
-        yield compiled(norm._after_attention, {"PACKS": packs, **eps}, 8, **(eight if packs else {}))
+        yield compiled(norm._add_attention_and_norm, {"PACKS": packs, **eps}, 8, **(eight if packs else {}))
         next_out = {"next_out": EIGHT, "next_scale": FULL} if packs else {}
-        yield compiled(norm._after_experts, {"K": 8, "PACKS": packs, **eps}, 8, **next_out)
-    yield compiled(mlp._gated, {"WIDE": 1024})
+        yield compiled(norm._add_mlp_and_norm, {"K": 8, "PACKS": packs, **eps}, 8, **next_out)
+    yield compiled(mlp._gelu_and_mul, {"WIDE": 1024})
     chunk = {"CHUNK": 4096, "INSIDE": 32, "BLOCK": 128}
-    yield compiled(vocabulary._read, chunk)
-    yield compiled(vocabulary._pick, {"WIDE": 64, "INSIDE": 32, "BLOCK": 128})
-    yield compiled(vocabulary._believe, {"CHUNK": 4096})
-    yield compiled(sampler_step._draw, {"WIDE": 256, "SAMPLE": 1, "NOISE": 2})
-    yield compiled(sampler_step._settle, {"WIDE": 256}, 8)
+    yield compiled(vocabulary._reduce_chunks, chunk)
+    yield compiled(vocabulary._combine_chunks, {"WIDE": 64, "INSIDE": 32, "BLOCK": 128})
+    yield compiled(vocabulary._compute_probs, {"CHUNK": 4096})
+    yield compiled(sampler_step._draw_step_inputs, {"WIDE": 256, "SAMPLE": 1, "NOISE": 2})
+    yield compiled(sampler_step._step_canvases, {"WIDE": 256}, 8)
 
 
 def pattern_kernels():
@@ -110,12 +110,16 @@ def pattern_kernels():
     sums = dict.fromkeys(("before", "behind", "totals", "scores", "through"), DOUBLE)
     found = {"entries": WHOLE, "begins": WHOLE, "tops": FULL, "sums_out": DOUBLE, "best_out": FULL, "which_out": WHOLE}
     shape = {"ROWS": token_automaton.ROWS, "WIDE": token_automaton.WIDE}
-    yield compiled(token_automaton._gather, {"RAW": True, "KNOWN": False, **shape}, best=HALF, which=HALF, **found)
+    yield compiled(token_automaton._segment_reduce, {"RAW": True, "KNOWN": False, **shape}, best=HALF, which=HALF, **found)
     known = {"values": DOUBLE, "best": FULL, "which": WHOLE}
-    yield compiled(token_automaton._gather, {"RAW": False, "KNOWN": True, **shape}, **known, **found)
-    yield compiled(token_automaton._live, {"PAIRS": token_automaton.PAIRS}, 8, **numbers)
+    yield compiled(token_automaton._segment_reduce, {"RAW": False, "KNOWN": True, **shape}, **known, **found)
+    yield compiled(token_automaton._mark_live_states, {"PAIRS": token_automaton.PAIRS}, 8, **numbers)
     yield compiled(
-        token_automaton._walk, {"PAIRS": token_automaton.PAIRS, "STATES": token_automaton.STATES}, 8, **numbers, **sums
+        token_automaton._forward_backward_viterbi,
+        {"PAIRS": token_automaton.PAIRS, "STATES": token_automaton.STATES},
+        8,
+        **numbers,
+        **sums,
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from redraft.checkpoint.names import CONFIG, DECODER, ENCODER, VISION, CheckpointError, published_name, tied_name
 from redraft.checkpoint.tensors import Tensors
 from redraft.config import ModelConfig
-from redraft.kernels.fp8 import EIGHT
+from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.model import quant
 from redraft.model.diffusion_gemma import DiffusionGemma
 
@@ -27,7 +27,9 @@ def load_model(
     """The model in a folder. Without a dtype, weights stay as stored and, on a CPU, are used from the mapped file."""
     config = load_config(folder)
     tensors: Mapping[str, Tensor] = Tensors(Path(folder))
-    return from_state_dict(config, quant.StackedTensors(tensors) if config.quant else tensors, dtype=dtype, device=device)
+    return from_state_dict(
+        config, quant.StackedExpertTensors(tensors) if config.quant else tensors, dtype=dtype, device=device
+    )
 
 
 def lay_out_for_cpu(model: DiffusionGemma) -> DiffusionGemma:
@@ -52,13 +54,13 @@ def from_state_dict(
     """A model whose weights are these published tensors; built without memory of its own."""
     with torch.device("meta"):
         model = DiffusionGemma(config)
-        model = quant.apply_fp8(model) if config.quant else model
+        model = quant.quantize_fp8(model) if config.quant else model
     table = {ours: published_name(ours) for ours in model.state_dict()}
     _refuse_strangers(tensors, set(table.values()))
     weights: dict[str, Tensor] = {}
     for ours, wanted in model.state_dict().items():
         weights[ours] = _fetch(tensors, table[ours], wanted)
-        packed = wanted.dtype == EIGHT or quant.is_scale(ours)
+        packed = wanted.dtype == FP8_DTYPE or quant.is_scale(ours)
         kind = wanted.dtype if packed else dtype or weights["embed_tokens.weight"].dtype
         weights[ours] = weights[ours].to(device=device, dtype=kind)
     model.load_state_dict(weights, assign=True)
@@ -74,7 +76,7 @@ def _fetch(tensors: Mapping[str, Tensor], name: str, wanted: Tensor) -> Tensor:
     if tensor.shape != wanted.shape:
         asked = list(wanted.shape)
         raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, the configuration asks for {asked}")
-    if (tensor.dtype == EIGHT) != (wanted.dtype == EIGHT) or tensor.dtype not in (*PRECISIONS, EIGHT):
+    if (tensor.dtype == FP8_DTYPE) != (wanted.dtype == FP8_DTYPE) or tensor.dtype not in (*PRECISIONS, FP8_DTYPE):
         raise CheckpointError(f"tensor {name} is {tensor.dtype}; redraft reads {', '.join(map(str, PRECISIONS))}")
     return tensor
 

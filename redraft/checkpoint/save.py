@@ -34,10 +34,10 @@ def save(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {published_name(name): tensor for name, tensor in model.state_dict().items()}
-    tensors = quant.unfused(tensors) if model.config.quant else tensors
+    tensors = quant.split_experts(tensors) if model.config.quant else tensors
     config = model.config.to_published(str(model.dtype).removeprefix("torch."))
     if model.config.quant:
-        config["quantization_config"] = quant.published(model.config.num_hidden_layers)
+        config["quantization_config"] = quant.quantization_config(model.config.num_hidden_layers)
     if vision_from is not None:
         source = Tensors(Path(vision_from))
         tensors |= {name: source[name] for name in source if name.startswith(VISION)}

@@ -282,7 +282,7 @@ def _place_table() -> Table:
     table.add_row("cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
     table.add_row("gpu", gpu)
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    fast, why = backend.chosen(place)
+    fast, why = backend.select_backend(place)
     table.add_row("runs on", f"{place}, {'kernels of our own' if fast else 'every operation in plain PyTorch'} ({why})")
     for operation, by in backend.OPERATIONS.items():
         table.add_row(f"  {operation}", by if fast else "PyTorch")

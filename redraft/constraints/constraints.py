@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from redraft.constraints.token_automaton import CanvasAutomaton, TokenAutomaton
-from redraft.kernels.backend import chosen
+from redraft.kernels.backend import select_backend
 
 # Far below any soft-capped logit, so its probability is exactly 0, yet finite after division by a temperature.
 NEVER = -1e9
@@ -217,8 +217,10 @@ def conform_there(logits_CV: Tensor, pattern: CanvasAutomaton) -> tuple[Tensor, 
     """`CanvasAutomaton.conform` on a GPU, where the logits are: what to add to them, weights_CV, and the likeliest text, ids_C."""
     from redraft.kernels.triton import token_automaton  # Triton takes long to import
 
-    tables, ends_Q = token_automaton.tables(pattern.automaton, logits_CV.device), torch.from_numpy(pattern.ends_Q)
-    weights_CK, ids_C, can = token_automaton.conform(logits_CV, tables, pattern.state, ends_Q.to(logits_CV.device))
+    tables, ends_Q = token_automaton.upload_automaton(pattern.automaton, logits_CV.device), torch.from_numpy(pattern.ends_Q)
+    weights_CK, ids_C, can = token_automaton.forward_backward_viterbi(
+        logits_CV, tables, pattern.state, ends_Q.to(logits_CV.device)
+    )
     if not can:
         raise pattern.impossible()
     return weights_CK.index_select(1, tables.slots_V), ids_C
@@ -227,7 +229,7 @@ def conform_there(logits_CV: Tensor, pattern: CanvasAutomaton) -> tuple[Tensor, 
 def _held(logits_CV: Tensor, pattern: CanvasAutomaton) -> tuple[Tensor, Tensor]:
     """One row's logits as marginals of texts that match, and the likeliest of them."""
     room, device = pattern.room, logits_CV.device
-    if chosen(device)[0]:
+    if select_backend(device).uses_triton:
         weights_CV, best_C = conform_there(logits_CV[:room], pattern)
     else:
         weights_CK, ids_C = pattern.conform(logits_CV[:room].float().cpu().numpy())

@@ -26,8 +26,8 @@ from redraft.diffusion.sampler import Canvas
 from redraft.engine.fused_layers import FusedLayers, Table
 from redraft.engine.request import Request
 from redraft.engine.runner import Runner, by_length
-from redraft.kernels.triton.sampler_step import Rows, draw, settle_
-from redraft.kernels.triton.vocabulary import argmax_entropy_sample, believe_
+from redraft.kernels.triton.sampler_step import CanvasBatch, draw_step_inputs, step_canvases_
+from redraft.kernels.triton.vocabulary import argmax_entropy_sample, compute_probs_
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
@@ -227,7 +227,7 @@ class Stage:
 
     def __init__(self, fused: FusedLayers, count: int, length: int, longest: int, pool: object) -> None:
         self.fused, self.longest, model = fused, longest, fused.model
-        self.rows = Rows.empty(count, length, STEPS, model.device)
+        self.rows = CanvasBatch.empty(count, length, STEPS, model.device)
         self.table = Table.empty(model, count)
         self.soft_BCD = torch.zeros(count, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.pages: dict[tuple[int, int], tuple[Tensor, Table]] = {}  # what is read with a step, by how many and how long
@@ -261,7 +261,7 @@ class Stage:
         model = self.fused.model
         if any(shape):
             self.pages[shape] = (torch.zeros(shape, dtype=torch.int64, device=model.device), Table.empty(model, shape[0]))
-        written = [*(getattr(self.rows, field.name) for field in fields(Rows)), self.soft_BCD, self.told.step_1]
+        written = [*(getattr(self.rows, field.name) for field in fields(CanvasBatch)), self.soft_BCD, self.told.step_1]
         kept = [tensor.clone() for tensor in written]
         try:
             self._graphs[shape] = recorded(lambda: self._body(self.pages.get(shape)), model.device, self._pool)
@@ -279,12 +279,12 @@ class Stage:
         """From final hidden states to the next canvases and what they believe."""
         model, rows, cap = self.fused.model, self.rows, self.fused.model.config.final_logit_softcapping
         raw_NV = F.linear(hidden_ND, model.embed_tokens.weight)
-        uniform_BC, noise_BC, temperature_BC = draw(rows, model.config.vocab_size)
+        uniform_BC, noise_BC, temperature_BC = draw_step_inputs(rows, model.config.vocab_size)
         read = argmax_entropy_sample(raw_NV, cap, temperature_BC.flatten(), uniform_BC.flatten())
-        settle_(rows, read.best_N, read.entropy_N, read.sampled_N, noise_BC)
+        step_canvases_(rows, read.best_N, read.entropy_N, read.sampled_N, noise_BC)
         with self.fused.beside:
             self.told.tell(rows.settled_B)
-        probs_NV = believe_(raw_NV, cap, temperature_BC.flatten(), read)
+        probs_NV = compute_probs_(raw_NV, cap, temperature_BC.flatten(), read)
         self.soft_BCD.copy_((probs_NV @ model.embed_tokens.weight).view_as(self.soft_BCD) * model.embed_scale)
         self.fused.beside.wait()
 

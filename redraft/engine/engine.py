@@ -26,7 +26,7 @@ from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inpu
 from redraft.engine.request import Replay, ReplayError, Request
 from redraft.engine.runner import Runner
 from redraft.engine.scheduler import PrefixCache, Scheduler
-from redraft.kernels.backend import chosen
+from redraft.kernels.backend import select_backend
 from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
@@ -304,7 +304,7 @@ class Stream:
 
 def make_runner(model: DiffusionGemma, chunk: int) -> Runner:
     """The one for GPUs where its kernels run, else the plain one."""
-    if not chosen(model.device)[0]:
+    if not select_backend(model.device).uses_triton:
         return Runner(model, chunk)
     from redraft.engine.cuda_graph_runner import CudaGraphRunner  # Triton takes long to import
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from redraft.config import SLIDING
 from redraft.kernels import rope_frequencies
-from redraft.kernels.fp8 import Packed, linear8, product8
+from redraft.kernels.fp8 import Fp8Tensor, linear_fp8, matmul_fp8
 from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
 from redraft.kernels.triton.experts import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
@@ -30,7 +30,7 @@ ALL = 2**30  # tokens: however many come
 class Table:
     """Where the caches of some requests lie, for a kernel to find them. Written in place: a CUDA graph reads it anew."""
 
-    keys_LB: Tensor  # as in `attention.Past`, counted from `nowhere`
+    keys_LB: Tensor  # as in `attention.KVLocations`, counted from `nowhere`
     values_LB: Tensor
     sizes_LB: Tensor  # slots
     lengths_B: Tensor  # tokens
@@ -66,10 +66,10 @@ class Table:
         for numbers_B, known in ((self.lengths_B, lengths), (self.counts_B, kept)):
             numbers_B.copy_(torch.tensor([*known, *[0] * (len(numbers_B) - len(caches))], dtype=torch.int32))
 
-    def past(self, layer: int) -> attention.Past:
+    def past(self, layer: int) -> attention.KVLocations:
         """What one layer's attention is told."""
         numbers = (self.keys_LB[layer], self.values_LB[layer], self.sizes_LB[layer], self.lengths_B, self.counts_B)
-        return attention.Past(self.nowhere, *numbers)
+        return attention.KVLocations(self.nowhere, *numbers)
 
 
 class FusedLayers:
@@ -121,17 +121,17 @@ class FusedLayers:
         positions_N = torch.cat([one.positions_N for one in groups])
         x_ND = torch.cat([one.x_BSD.flatten(0, 1) for one in groups])
         causal = sum(one.count for one in groups if one.causal)
-        read_ND = norm.norm_rows(x_ND, model.layers[0].input_layernorm.weight, eps)
+        read_ND = norm.rms_norm(x_ND, model.layers[0].input_layernorm.weight, eps)
         following = [layer.input_layernorm.weight for layer in model.layers[1:]] + [model.norm.weight]
         for index, layer in enumerate(model.layers):
             answer_ND = self._attention(index, read_ND, positions_N, groups, longest)
-            x_ND, dense_ND, sparse_ND, router_ND = norm.after_attention(
+            x_ND, dense_ND, sparse_ND, router_ND = norm.add_attention_and_norm(
                 x_ND, answer_ND, layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight,
                 layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps, self.packs,
             )  # fmt: skip
             with self.beside:
                 both_NF = product(dense_ND, self.gate_up[index])
-                inner_NF = mlp.gated(both_NF)
+                inner_NF = mlp.gelu_and_mul(both_NF)
                 read_ND = product(inner_NF, weight_of(layer.mlp.down_proj))
             answers_NKD = self._experts(layer, sparse_ND, router_ND)
             self.beside.wait()
@@ -142,17 +142,17 @@ class FusedLayers:
             )
             weights, scalars = tuple(one.weight for one in behind), (layer.encoder_layer_scalar, layer.layer_scalar)
             packs = self.packs and layer is not model.layers[-1]
-            x_ND, read_ND = norm.after_experts(
+            x_ND, read_ND = norm.add_mlp_and_norm(
                 x_ND, read_ND, answers_NKD, weights, scalars, causal, following[index], eps, packs
             )
         return read_ND[-groups[-1].count :]
 
     def _attention(
-        self, index: int, read_ND: Tensor | Packed, positions_N: Tensor, groups: "Sequence[_Tokens]", longest: int
+        self, index: int, read_ND: Tensor | Fp8Tensor, positions_N: Tensor, groups: "Sequence[_Tokens]", longest: int
     ) -> Tensor:
         config, own = self.model.config, self.model.layers[index].self_attn
         shared, _ = config.layer_heads(index)
-        found = qkv_rope.to_heads(
+        found = qkv_rope.split_qkv_rope(
             product(read_ND, self.qkv[index]), own.q_norm.weight, own.k_norm.weight, positions_N, self.frequencies[index],
             config.num_attention_heads, shared, config.rms_norm_eps,
         )  # fmt: skip
@@ -160,19 +160,19 @@ class FusedLayers:
         for one, *parts in zip(groups, *(part.split(counts) for part in found), strict=True):
             q, k, v = (part.unflatten(0, one.x_BSD.shape[:2]) for part in parts)
             keys = (min(longest, window - 1) if window else longest) + q.shape[1]
-            past, share = one.table.past(index), attention.splits(q, keys)
+            past, share = one.table.past(index), attention.choose_num_splits(q, keys)
             seen = attention.attend(q, k, v, past, window=window, causal=one.causal, splits=share)
             answers.append(seen.flatten(0, 1))
             if one.causal:
-                attention.keep(k, v, past)
+                attention.write_kv(k, v, past)
         return product(torch.cat(answers) if len(answers) > 1 else answers[0], weight_of(own.o_proj))
 
-    def _experts(self, layer: Layer, sparse_ND: Tensor | Packed, router_ND: Tensor) -> Tensor:
+    def _experts(self, layer: Layer, sparse_ND: Tensor | Fp8Tensor, router_ND: Tensor) -> Tensor:
         router, experts = layer.router, layer.experts
         chosen_NK, weights_NK = routing.route(router_ND, router.proj.weight, router.per_expert_scale, router.top_k)
         up, down = experts.gate_up_proj, experts.down_proj
         if hasattr(experts, "gate_up_proj_scale"):
-            up, down = Packed(up, experts.gate_up_proj_scale), Packed(down, experts.down_proj_scale)
+            up, down = Fp8Tensor(up, experts.gate_up_proj_scale), Fp8Tensor(down, experts.down_proj_scale)
         return gated_experts(sparse_ND, chosen_NK, weights_NK, up, down)
 
 
@@ -219,19 +219,19 @@ class _Tokens:
         return (self.table.lengths_B[:, None] + torch.arange(self.x_BSD.shape[1], device=self.x_BSD.device)).flatten()
 
 
-def product(x_ND: Tensor | Packed, weight: Tensor | Packed) -> Tensor:
+def product(x_ND: Tensor | Fp8Tensor, weight: Tensor | Fp8Tensor) -> Tensor:
     """x times the weight, packed or not."""
-    if isinstance(x_ND, Packed):
-        return product8(x_ND, weight)
-    return linear8(x_ND, weight) if isinstance(weight, Packed) else F.linear(x_ND, weight)
+    if isinstance(x_ND, Fp8Tensor):
+        return matmul_fp8(x_ND, weight)
+    return linear_fp8(x_ND, weight) if isinstance(weight, Fp8Tensor) else F.linear(x_ND, weight)
 
 
-def weight_of(linear: nn.Module) -> Tensor | Packed:
+def weight_of(linear: nn.Module) -> Tensor | Fp8Tensor:
     """The weight of a product, packed or not."""
-    return Packed(linear.weight, linear.weight_scale) if hasattr(linear, "weight_scale") else linear.weight
+    return Fp8Tensor(linear.weight, linear.weight_scale) if hasattr(linear, "weight_scale") else linear.weight
 
 
-def joined(linears: Sequence[nn.Module]) -> Tensor | Packed:
+def joined(linears: Sequence[nn.Module]) -> Tensor | Fp8Tensor:
     """The weights of some products below one another. The products keep theirs, as parts of it."""
     sizes = [len(linear.weight) for linear in linears]
     with torch.no_grad():
@@ -243,4 +243,4 @@ def joined(linears: Sequence[nn.Module]) -> Tensor | Packed:
         scale = torch.cat([linear.weight_scale for linear in linears])
         for linear, part in zip(linears, scale.split(sizes), strict=True):
             linear.weight_scale.data = part
-    return Packed(whole, scale)
+    return Fp8Tensor(whole, scale)

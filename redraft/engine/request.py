@@ -17,7 +17,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, ConstraintEdit, Constraints, canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, make_draft
-from redraft.kernels import TopProbs, top_probs_of
+from redraft.kernels import TopProbs, compute_top_probs
 from redraft.model.kv_cache import KVCache
 
 
@@ -177,7 +177,9 @@ class Request:
         """One step of its page; what it believes comes back, for whoever makes it an embedding."""
         self.state, shaped_1CV = sampler.step(logits_1CV, self.state, self.cfg, self.draws, self.fixed)
         self.top_probs = (
-            top_probs_of(shaped_1CV, self.state.ids_BC, self.state.best_BC, self.candidates) if self.candidates else None
+            compute_top_probs(shaped_1CV, self.state.ids_BC, self.state.best_BC, self.candidates)
+            if self.candidates
+            else None
         )
         self.done = sampler.is_finished(self.state, self.cfg) and not self.turning
         if self.done and self.replay.interventions:

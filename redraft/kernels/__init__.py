@@ -4,13 +4,14 @@ from redraft.kernels.attention import attend
 from redraft.kernels.experts import gated_experts
 from redraft.kernels.norm import rms_norm
 from redraft.kernels.rope import rope_frequencies, rope_table, rotate
-from redraft.kernels.vocabulary import Prediction, TopProbs, argmax_entropy_sample, soft_embed, softcap_, top_probs_of
+from redraft.kernels.vocabulary import Prediction, TopProbs, argmax_entropy_sample, compute_top_probs, soft_embed, softcap_
 
 __all__ = [
     "Prediction",
     "TopProbs",
     "argmax_entropy_sample",
     "attend",
+    "compute_top_probs",
     "gated_experts",
     "rms_norm",
     "rope_frequencies",
@@ -18,5 +19,4 @@ __all__ = [
     "rotate",
     "soft_embed",
     "softcap_",
-    "top_probs_of",
 ]

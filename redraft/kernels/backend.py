@@ -6,12 +6,13 @@ And what a device computes in, where nobody says.
 import importlib.util
 import logging
 import os
+from typing import NamedTuple
 
 import torch
 
 LOG = logging.getLogger("redraft")
-SHARED = 200 * 1024  # bytes: attention's tiles
-VARIABLE = "REDRAFT_KERNELS"  # "reference" forces PyTorch's
+MIN_SHARED_MEMORY = 200 * 1024  # bytes: attention's tiles
+ENV_VARIABLE = "REDRAFT_KERNELS"  # "reference" forces PyTorch's
 
 OPERATIONS = {  # and what runs them where our own kernels do
     "experts": "Triton: grouped products over sorted tokens, gate, up and GELU in one",
@@ -35,7 +36,7 @@ def has_bf16(device: torch.device | str) -> bool:
         return False
 
 
-def precision(device: torch.device | str, asked: torch.dtype | None = None) -> torch.dtype | None:
+def select_dtype(device: torch.device | str, asked: torch.dtype | None = None) -> torch.dtype | None:
     """What to compute in: what is asked for; else as it is stored, None, or float32 where a CPU has no bf16."""
     if has_bf16(device):
         return asked
@@ -44,20 +45,29 @@ def precision(device: torch.device | str, asked: torch.dtype | None = None) -> t
     return asked or torch.float32
 
 
-def chosen(device: torch.device | str) -> tuple[bool, str]:
-    """Whether the kernels of `kernels/triton` run on this device, and the reason in words."""
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted not in ("", "reference", "triton"):
-        raise ValueError(f"{VARIABLE} may be reference or triton, got {wanted!r}")
-    if wanted == "reference":
-        return False, f"{VARIABLE}=reference"
+class Backend(NamedTuple):
+    """The kernels that run on a device, and the reason for the choice."""
+
+    uses_triton: bool  # the kernels of `kernels/triton`; else those of PyTorch
+    reason: str
+
+
+def select_backend(device: torch.device | str) -> Backend:
+    """Chooses Triton or PyTorch kernels for a device. The environment variable REDRAFT_KERNELS overrides the choice."""
+    requested = os.environ.get(ENV_VARIABLE, "")
+    if requested not in ("", "reference", "triton"):
+        raise ValueError(f"{ENV_VARIABLE} may be reference or triton, got {requested!r}")
+    if requested == "reference":
+        return Backend(False, f"{ENV_VARIABLE}=reference")
     if importlib.util.find_spec("triton") is None:
-        return False, "Triton is not installed"
-    if wanted == "triton":
-        return True, f"{VARIABLE}=triton"
+        return Backend(False, "Triton is not installed")
+    if requested == "triton":
+        return Backend(True, f"{ENV_VARIABLE}=triton")
     if torch.device(device).type != "cuda":
-        return False, "no GPU"
-    name, room = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    if room < SHARED:
-        return False, f"{name} has {room // 1024} KiB of shared memory a block, the kernels need {SHARED // 1024}"
-    return True, name
+        return Backend(False, "no GPU")
+    name = torch.cuda.get_device_name(device)
+    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if shared_memory < MIN_SHARED_MEMORY:
+        available = f"{name} has {shared_memory // 1024} KiB of shared memory per block"
+        return Backend(False, f"{available}, the Triton kernels need {MIN_SHARED_MEMORY // 1024}")
+    return Backend(True, name)

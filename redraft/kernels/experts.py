@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redraft.kernels.fp8 import Packed, linear8
+from redraft.kernels.fp8 import Fp8Tensor, linear_fp8
 
 
 def gated_experts(
-    x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor | Packed, down_EDF: Tensor | Packed
+    x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor | Fp8Tensor, down_EDF: Tensor | Fp8Tensor
 ) -> Tensor:
     """Weighted sum over each token's experts. The sum runs in router order, so it does not depend on the batch."""
     n, k = experts_NK.shape
-    packed = isinstance(gate_up_E2FD, Packed)
-    experts = len(gate_up_E2FD.weight if packed else gate_up_E2FD)
+    packed = isinstance(gate_up_E2FD, Fp8Tensor)
+    experts = len(gate_up_E2FD.qdata if packed else gate_up_E2FD)
     if not packed and experts * down_EDF.shape[2] <= x_ND.shape[1]:
         return _all_read(x_ND, experts_NK, weights_NK, gate_up_E2FD, down_EDF)
     expert_M, order_M = experts_NK.flatten().sort(stable=True)
@@ -29,12 +29,12 @@ def gated_experts(
     whole = not packed and x_ND.shape[1] % 8 == 0 and down_EDF.shape[2] % 8 == 0
     grouped = x_ND.is_cuda and x_ND.dtype == torch.bfloat16 and whole
     answer = _one_product if grouped else _expert_by_expert
-    sorted_MD = answer(_Deal.apply(x_ND, order_M, back_M, k), ends_E, gate_up_E2FD, down_EDF)
-    by_token_NKD = _Collect.apply(sorted_MD, order_M, back_M).view(n, k, -1)
+    sorted_MD = answer(_SortByExpert.apply(x_ND, order_M, back_M, k), ends_E, gate_up_E2FD, down_EDF)
+    by_token_NKD = _SortByToken.apply(sorted_MD, order_M, back_M).view(n, k, -1)
     return (weights_NK[..., None].float() * by_token_NKD).sum(dim=1).to(x_ND.dtype)
 
 
-class _Deal(torch.autograd.Function):
+class _SortByExpert(torch.autograd.Function):
     """Each token to its K experts. Its gradient is a gather too; torch's own would add up by atomics, slow and unordered."""
 
     @staticmethod
@@ -49,7 +49,7 @@ class _Deal(torch.autograd.Function):
         return grad_MD.index_select(0, back_M).unflatten(0, (-1, ctx.k)).sum(dim=1), None, None, None
 
 
-class _Collect(torch.autograd.Function):
+class _SortByToken(torch.autograd.Function):
     """The experts' answers in the order of the tokens again."""
 
     @staticmethod
@@ -63,9 +63,11 @@ class _Collect(torch.autograd.Function):
         return grad_MD.index_select(0, order_M), None, None
 
 
-def _expert_by_expert(x_MD: Tensor, ends_E: Tensor, gate_up_E2FD: Tensor | Packed, down_EDF: Tensor | Packed) -> Tensor:
+def _expert_by_expert(
+    x_MD: Tensor, ends_E: Tensor, gate_up_E2FD: Tensor | Fp8Tensor, down_EDF: Tensor | Fp8Tensor
+) -> Tensor:
     """The definition: each expert with tokens reads its slice."""
-    product = linear8 if isinstance(gate_up_E2FD, Packed) else F.linear
+    product = linear_fp8 if isinstance(gate_up_E2FD, Fp8Tensor) else F.linear
     outputs = []
     for expert, x in enumerate(x_MD.tensor_split(ends_E[:-1].cpu())):
         if len(x):

@@ -34,7 +34,7 @@ class TopProbs(NamedTuple):
     probs_BCK: Tensor
 
 
-def top_probs_of(logits_BCV: Tensor, ids_BC: Tensor, draft_BC: Tensor, most: int) -> TopProbs:
+def compute_top_probs(logits_BCV: Tensor, ids_BC: Tensor, draft_BC: Tensor, most: int) -> TopProbs:
     """How likely each token of a canvas and of its draft is, and so many of the likeliest, the first of them first."""
     logits_BCV = logits_BCV.float()
     total_BC1 = logits_BCV.logsumexp(dim=-1, keepdim=True)

@@ -17,9 +17,9 @@ from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fused_layers import FusedLayers, Table
 from redraft.engine.runner import Runner
 from redraft.kernels import backend
-from redraft.kernels.fp8 import pack
+from redraft.kernels.fp8 import quantize
 from redraft.kernels.triton import experts
-from redraft.model.quant.fp8 import apply_fp8
+from redraft.model.quant.fp8 import quantize_fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
 
@@ -51,12 +51,12 @@ def test_the_layers_are_the_models(quant, monkeypatch):
     )
     model, other = (tiny.build(config).to(DEVICE) for _ in range(2))
     if quant:
-        model, other = apply_fp8(model), apply_fp8(other)
+        model, other = quantize_fp8(model), quantize_fp8(other)
         if DEVICE == "cpu":  # the interpreter rounds to 8 bits in its own way
-            monkeypatch.setattr(experts, "pack_rows", pack)
+            monkeypatch.setattr(experts, "quantize_rows", quantize)
     near = 0.1 if quant and DEVICE == "cuda" else 3e-5  # in 8 bits a number on a border may fall on either side
     fused = FusedLayers(other)
-    whole = fused.qkv[0].weight if quant else fused.qkv[0]
+    whole = fused.qkv[0].qdata if quant else fused.qkv[0]
     assert whole.data_ptr() == other.layers[0].self_attn.q_proj.weight.data_ptr()
     with torch.inference_mode():
         theirs, mine = ([model.new_cache(1, 40, rewind=9) for _ in range(2)] for _ in range(2))
@@ -87,7 +87,7 @@ def model():
 
 @pytest.fixture
 def engine(model, monkeypatch):
-    monkeypatch.setenv(backend.VARIABLE, "triton")
+    monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
     return Engine(model, EngineConfig(max_running=4, prefill_chunk=16))
 
 
@@ -145,16 +145,16 @@ def test_warming_up_makes_the_largest_stage(engine):
 
 
 def test_which_runner_and_why(model, monkeypatch):
-    monkeypatch.setenv(backend.VARIABLE, "reference")
-    assert backend.chosen("cpu") == (False, "REDRAFT_KERNELS=reference")
+    monkeypatch.setenv(backend.ENV_VARIABLE, "reference")
+    assert backend.select_backend("cpu") == (False, "REDRAFT_KERNELS=reference")
     assert type(make_runner(model, 16)) is Runner
-    monkeypatch.setenv(backend.VARIABLE, "fastest")
+    monkeypatch.setenv(backend.ENV_VARIABLE, "fastest")
     with pytest.raises(ValueError, match="may be reference or triton, got 'fastest'"):
-        backend.chosen("cpu")
-    monkeypatch.delenv(backend.VARIABLE)
-    assert backend.chosen("cpu") == (False, "no GPU")
+        backend.select_backend("cpu")
+    monkeypatch.delenv(backend.ENV_VARIABLE)
+    assert backend.select_backend("cpu") == (False, "no GPU")
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
-    assert backend.chosen("cuda") == (False, "Triton is not installed")
+    assert backend.select_backend("cuda") == (False, "Triton is not installed")
 
 
 def test_prompts_of_any_length_are_read_with_the_first_step(engine, model):

@@ -158,7 +158,7 @@ def test_the_vocabulary_kernel_finds_the_same_tokens(dtype):
         assert clear.float().mean() > 0.25
         assert torch.allclose(mine.entropy_N, theirs.entropy_BC[:, 0], atol=1e-4, rtol=1e-4)
         table = torch.randn(262_144, 64, device="cuda", dtype=dtype)
-        soft = vocabulary.believe_(raw, 30.0, heat, mine) @ table
+        soft = vocabulary.compute_probs_(raw, 30.0, heat, mine) @ table
         other = reference.soft_embed(shaped.to(dtype), table)
         assert (soft - other).abs().max() <= (2e-2 if dtype == torch.bfloat16 else 1e-3) * other.abs().max()
 

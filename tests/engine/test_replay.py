@@ -13,7 +13,7 @@ from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.generate import Committed, Draft, Finished, generate
 from redraft.engine import Engine, Intervention, Replay
-from redraft.kernels import top_probs_of
+from redraft.kernels import compute_top_probs
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
 MODEL = tiny.decided(CONFIG, 4)
@@ -145,7 +145,7 @@ def test_drafts_show_probabilities_only_to_those_who_look():
 
 def test_shares_are_those_of_the_softmax():
     logits, ids = torch.randn(2, 3, 11, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 3, 10], [1, 1, 2]])
-    probs, found = logits.softmax(dim=-1), top_probs_of(logits, ids, ids.flip(0), 20)
+    probs, found = logits.softmax(dim=-1), compute_top_probs(logits, ids, ids.flip(0), 20)
     torch.testing.assert_close(found.own_BC, probs.gather(-1, ids[..., None])[..., 0])
     torch.testing.assert_close(found.draft_BC, probs.gather(-1, ids.flip(0)[..., None])[..., 0])
     torch.testing.assert_close(found.probs_BCK, probs.sort(descending=True).values)

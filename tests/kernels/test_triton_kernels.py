@@ -53,7 +53,7 @@ def test_routing_chooses_and_sorts(tokens, number, chosen):
     best, who = F.linear(x, weight).softmax(dim=-1).topk(chosen)
     assert torch.equal(chose.long(), who)
     assert near(weights, best / best.sum(dim=-1, keepdim=True) * scale[who])
-    order, ends = routing.deal(chose, number)
+    order, ends = routing.sort_by_expert(chose, number)
     by_expert, expected = chose.flatten().sort(stable=True)
     assert torch.equal(order.long(), expected)
     assert torch.equal(ends.long(), torch.searchsorted(by_expert, torch.arange(number, device=DEVICE), right=True))
@@ -71,9 +71,9 @@ def test_experts(packed, case, monkeypatch):
     weights, up, down = draw(tokens, 2).abs(), draw(number, 2 * inner, size, seed=1), draw(number, size, inner, seed=2)
     chose = chose.to(DEVICE)
     if packed:
-        up, down = reference8.pack(up), reference8.pack(down)
+        up, down = reference8.quantize(up), reference8.quantize(down)
         if not GPU:  # the interpreter rounds to 8 bits in its own way
-            monkeypatch.setattr(experts, "pack_rows", reference8.pack)
+            monkeypatch.setattr(experts, "quantize_rows", reference8.quantize)
     mine = experts.gated_experts(x, chose.int(), weights, up, down).sum(dim=1)
     theirs = gated_experts(x, chose, weights, up, down)
     assert (mine - theirs).abs().max() <= (4e-2 if packed and GPU else 1e-5) * theirs.abs().max()
@@ -82,9 +82,9 @@ def test_experts(packed, case, monkeypatch):
 @pytest.mark.skipif(not GPU, reason="the interpreter rounds to 8 bits in its own way")
 def test_rows_are_packed_as_the_reference_packs_them():
     x = draw(5, 300).bfloat16()
-    mine, theirs = fp8.pack_rows(x), reference8.pack(x)
+    mine, theirs = fp8.quantize_rows(x), reference8.quantize(x)
     assert torch.equal(mine.scale, theirs.scale)
-    assert (mine.weight.float() != theirs.weight.float()).float().mean() < 1e-3  # a tie may go either way
+    assert (mine.qdata.float() != theirs.qdata.float()).float().mean() < 1e-3  # a tie may go either way
 
 
 @pytest.mark.parametrize("own_values", [True, False])
@@ -95,7 +95,7 @@ def test_heads_are_normed_and_turned(own_values, size):
     q_weight, k_weight = draw(size, seed=1), draw(size, seed=2)
     positions = torch.arange(1000, 1000 + tokens, device=DEVICE)
     frequencies = rope_frequencies(size, 10_000.0, 0.5, DEVICE)
-    q, k, v = qkv_rope.to_heads(product, q_weight, k_weight, positions, frequencies, number, groups, 1e-6)
+    q, k, v = qkv_rope.split_qkv_rope(product, q_weight, k_weight, positions, frequencies, number, groups, 1e-6)
     rope = rope_table(positions[None], size, 10_000.0, 0.5, torch.float32)
     parts = product.view(1, tokens, -1, size)
     assert near(q, rotate(rms_norm(parts[:, :, :number], q_weight, 1e-6), *rope)[0])
@@ -106,27 +106,27 @@ def test_heads_are_normed_and_turned(own_values, size):
 def test_norms_between_products():
     x, answer, dense, experts_NKD = draw(7, 40), draw(7, 40, seed=1), draw(7, 40, seed=2), draw(7, 3, 40, seed=3)
     w = [draw(40, seed=seed) for seed in range(4, 9)]
-    found = norm.after_attention(x, answer, *w[:4], 1e-6)
+    found = norm.add_attention_and_norm(x, answer, *w[:4], 1e-6)
     now = x + rms_norm(answer, w[0], 1e-6)
     expected = (now, rms_norm(now, w[1], 1e-6), rms_norm(now, w[2], 1e-6), rms_norm(now, None, 1e-6) * w[3] * 40**-0.5)
     assert all(near(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     scalars = [torch.tensor([value], device=DEVICE) for value in (0.7, 1.3)]
-    mine, following = norm.after_experts(x, dense, experts_NKD, tuple(w[:3]), scalars, 4, w[3], 1e-6)
+    mine, following = norm.add_mlp_and_norm(x, dense, experts_NKD, tuple(w[:3]), scalars, 4, w[3], 1e-6)
     both = rms_norm(dense, w[0], 1e-6) + rms_norm(experts_NKD.sum(dim=1), w[1], 1e-6)
     theirs = (x + rms_norm(both, w[2], 1e-6)) * torch.tensor([0.7] * 4 + [1.3] * 3, device=DEVICE)[:, None]
     assert near(mine, theirs)
     assert near(following, rms_norm(theirs, w[3], 1e-6))
-    _, packed = norm.after_experts(x, dense, experts_NKD, tuple(w[:3]), scalars, 4, w[3], 1e-6, packs=True)
-    _, dense8, sparse8, _ = norm.after_attention(x, answer, *w[:4], 1e-6, packs=True)
+    _, packed = norm.add_mlp_and_norm(x, dense, experts_NKD, tuple(w[:3]), scalars, 4, w[3], 1e-6, packs=True)
+    _, dense8, sparse8, _ = norm.add_attention_and_norm(x, answer, *w[:4], 1e-6, packs=True)
     for mine, theirs in ((packed, following), (dense8, found[1]), (sparse8, found[2])):
         assert near(mine.scale[:, 0] * 448, theirs.abs().amax(dim=1))
         assert near(
-            reference8.unpack(mine), theirs, atol=0.13 * float(theirs.abs().max())
+            reference8.dequantize(mine), theirs, atol=0.13 * float(theirs.abs().max())
         )  # the interpreter cuts off digits
-    assert near(norm.norm_rows(x, None, 1e-6), rms_norm(x, None, 1e-6))
-    assert near(norm.norm_rows(x, w[0], 1e-6), rms_norm(x, w[0], 1e-6))
+    assert near(norm.rms_norm(x, None, 1e-6), rms_norm(x, None, 1e-6))
+    assert near(norm.rms_norm(x, w[0], 1e-6), rms_norm(x, w[0], 1e-6))
     gate, up = answer.chunk(2, dim=-1)
-    assert near(mlp.gated(answer), F.gelu(gate, approximate="tanh") * up)
+    assert near(mlp.gelu_and_mul(answer), F.gelu(gate, approximate="tanh") * up)
 
 
 def cached(lengths, groups: int, size: int, window: int | None, counts=(99, 99)):
@@ -146,7 +146,7 @@ def cached(lengths, groups: int, size: int, window: int | None, counts=(99, 99))
     columns = [base, *(places // base.element_size())]
     sizes = torch.tensor([len(ring[0]) for ring in rings], dtype=torch.int32, device=DEVICE)
     numbers = [torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, counts)]
-    past = attention.Past(*columns, sizes, *numbers)
+    past = attention.KVLocations(*columns, sizes, *numbers)
     return past, rings, ordered
 
 
@@ -176,7 +176,7 @@ def test_new_keys_are_kept_in_their_slots(counts):
     past, rings, _ = cached((9, 0), 2, 16, 4, counts)
     expected = [[part.clone() for part in ring] for ring in rings]
     k, v = draw(2, 7, 2, 16, seed=6), draw(2, 7, 2, 16, seed=7)
-    attention.keep(k, v, past)
+    attention.write_kv(k, v, past)
     for row, (length, ring, before) in enumerate(zip((9, 0), rings, expected, strict=True)):
         slots, count = len(ring[0]), min(counts[row], 7)
         for token in range(max(0, count - slots), count):
@@ -198,7 +198,7 @@ def test_one_pass_over_the_vocabulary(vocab):
     assert torch.equal(mine.best_N, theirs.best_BC[:, 0])
     assert torch.equal(mine.sampled_N, theirs.sampled_BC[:, 0])
     assert near(mine.entropy_N, theirs.entropy_BC[:, 0])
-    soft = vocabulary.believe_(raw, 30.0, heat, mine) @ embedding
+    soft = vocabulary.compute_probs_(raw, 30.0, heat, mine) @ embedding
     assert near(soft, reference_vocabulary.soft_embed(shaped[:, None], embedding)[:, 0], atol=1e-4)
 
 
@@ -207,7 +207,7 @@ def test_a_canvas_moves_as_the_sampler_moves_it():
     cfg = SamplerConfig(canvas_length=length, max_steps=steps, entropy_bound=0.8, confidence_threshold=0.25)
     seeds, blocks = [5, -3, 2**63 + 11], [0, 2, 1]
     chance = [rng.draws([seed], block, DEVICE) for seed, block in zip(seeds, blocks, strict=True)]
-    mine = sampler_step.Rows.empty(rows, length, steps, DEVICE)
+    mine = sampler_step.CanvasBatch.empty(rows, length, steps, DEVICE)
     states = [sampler.start(one.noise(0, length, vocab)) for one in chance]
     mine.seeds_B.copy_(torch.cat([one.seeds_B for one in chance]))
     mine.blocks_B.copy_(torch.tensor(blocks))
@@ -216,13 +216,13 @@ def test_a_canvas_moves_as_the_sampler_moves_it():
     mine.temperatures_BS.copy_(torch.stack([sampler.temperature(step, cfg) for step in range(steps)]))
     stable = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(9)).to(DEVICE)
     for step in range(steps):
-        uniform, noise, heat = sampler_step.draw(mine, vocab)
+        uniform, noise, heat = sampler_step.draw_step_inputs(mine, vocab)
         generator = torch.Generator().manual_seed(step)
         best = torch.randint(vocab, (rows, length), generator=generator).to(DEVICE)
         best[0] = stable  # the first row settles at its second step
         entropy = (torch.rand(rows, length, generator=generator) * 0.4).to(DEVICE)
         sampled = torch.randint(vocab, (rows, length), generator=generator).to(DEVICE)
-        sampler_step.settle_(mine, best, entropy, sampled, noise)
+        sampler_step.step_canvases_(mine, best, entropy, sampled, noise)
         for row, (one, state) in enumerate(zip(chance, states, strict=True)):
             if not state.settled_B[0]:
                 assert torch.equal(uniform[row], one.uniform(step + 1, length)[0])
@@ -261,9 +261,9 @@ def test_every_kernel_compiles_for_an_h200(tmp_path):
 def test_keys_are_shared_out_where_there_are_enough_and_tokens_are_few():
     few, many = torch.empty(1, 256, 16, 512), torch.empty(8, 256, 16, 512)
     most = attention.TILES[True, False].splits
-    assert attention.splits(few, 100) == 1
-    assert attention.splits(few, 100_000) == most > 1
-    assert attention.splits(many, 100_000) == 1
+    assert attention.choose_num_splits(few, 100) == 1
+    assert attention.choose_num_splits(few, 100_000) == most > 1
+    assert attention.choose_num_splits(many, 100_000) == 1
 
 
 @pytest.mark.parametrize("seed", range(12))

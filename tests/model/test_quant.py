@@ -15,56 +15,56 @@ from redraft import checkpoint
 from redraft.checkpoint import CheckpointError
 from redraft.config import ConfigError, ModelConfig
 from redraft.diffusion.generate import generate
-from redraft.kernels.fp8 import EIGHT, Packed, linear8, pack, unpack
+from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, dequantize, linear_fp8, quantize
 from redraft.model import quant
-from redraft.model.quant.fp8 import Experts8, Linear8
+from redraft.model.quant.fp8 import Fp8Experts, Fp8Linear
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1e-6, 1e-3, 1.0, 1e6]))
 def test_packing_keeps_every_number_within_a_sixteenth(seed, size):
     x = torch.randn(3, 17, generator=torch.Generator().manual_seed(seed)) * size
     x[1] = 0
-    packed = pack(x, torch.bfloat16)
-    assert packed.weight.dtype == EIGHT
+    packed = quantize(x, torch.bfloat16)
+    assert packed.qdata.dtype == FP8_DTYPE
     assert packed.scale.shape == (3, 1)
     largest = x.abs().amax(dim=-1, keepdim=True)
-    error = (unpack(packed) - x).abs()
+    error = (dequantize(packed) - x).abs()
     assert (error <= x.abs() / 16 + largest / 448).all()  # three bits of fraction; small ones are rounded to a grid
-    again = pack(unpack(packed), torch.bfloat16)
-    assert torch.allclose(unpack(again), unpack(packed), rtol=0.13)
+    again = quantize(dequantize(packed), torch.bfloat16)
+    assert torch.allclose(dequantize(again), dequantize(packed), rtol=0.13)
 
 
 def test_a_product_is_of_rounded_numbers():
     chance = torch.Generator().manual_seed(0)
     x, w = torch.randn(2, 5, 24, generator=chance), torch.randn(7, 24, generator=chance)
-    packed = pack(w, torch.bfloat16)
-    rounded = unpack(pack(x.reshape(-1, 24))).view_as(x)
-    expected = rounded @ unpack(packed).T
-    assert torch.allclose(linear8(x, packed), expected, atol=1e-4)
-    assert linear8(x.bfloat16(), packed).dtype == torch.bfloat16
-    assert not torch.allclose(linear8(x, packed), x @ w.T, atol=1e-3)
-    stack = Packed(packed.weight[None], packed.scale[None])
-    assert torch.equal(stack[0].weight.float(), packed.weight.float())
+    packed = quantize(w, torch.bfloat16)
+    rounded = dequantize(quantize(x.reshape(-1, 24))).view_as(x)
+    expected = rounded @ dequantize(packed).T
+    assert torch.allclose(linear_fp8(x, packed), expected, atol=1e-4)
+    assert linear_fp8(x.bfloat16(), packed).dtype == torch.bfloat16
+    assert not torch.allclose(linear_fp8(x, packed), x @ w.T, atol=1e-3)
+    stack = Fp8Tensor(packed.qdata[None], packed.scale[None])
+    assert torch.equal(stack[0].qdata.float(), packed.qdata.float())
 
 
 def test_what_is_packed_and_what_is_left_alone():
-    model = quant.apply_fp8(tiny.build(tiny.BASE))
+    model = quant.quantize_fp8(tiny.build(tiny.BASE))
     kinds = {name: type(module) for name, module in model.named_modules()}
     for name, kind in kinds.items():
         last = name.rsplit(".", 1)[-1]
         if last in ("q_proj", "k_proj", "v_proj", "o_proj") or (".mlp." in name and last.endswith("_proj")):
-            assert kind is Linear8, name
+            assert kind is Fp8Linear, name
         if last == "experts":
-            assert kind is Experts8, name
+            assert kind is Fp8Experts, name
         if "router" in name or "self_conditioning" in name or "embed" in name:
-            assert kind not in (Linear8, Experts8), name
+            assert kind not in (Fp8Linear, Fp8Experts), name
     assert model.config.quant == "fp8"
-    assert quant.apply_fp8(model) is model  # packed once
+    assert quant.quantize_fp8(model) is model  # packed once
 
 
 @pytest.mark.parametrize("name", ["plain", "one layer", "more experts than tokens", "every expert"])
 def test_saved_is_loaded_to_the_bit(tmp_path, name):
-    model = quant.apply_fp8(tiny.decided(tiny.CONFIGS[name], 3))
+    model = quant.quantize_fp8(tiny.decided(tiny.CONFIGS[name], 3))
     checkpoint.save(model, tmp_path)
     again = checkpoint.load_model(tmp_path)
     assert again.config == model.config
@@ -78,13 +78,13 @@ def test_saved_is_loaded_to_the_bit(tmp_path, name):
 
 
 def test_the_file_is_as_published(tmp_path):
-    checkpoint.save(quant.apply_fp8(tiny.build(tiny.BASE)), tmp_path)
+    checkpoint.save(quant.quantize_fp8(tiny.build(tiny.BASE)), tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
         stem = "model.decoder.layers.0"
         for part in ("experts.3.gate_proj", "experts.0.up_proj", "experts.0.down_proj", "self_attn.q_proj", "mlp.down_proj"):
             weight, scale = (file.get_tensor(f"{stem}.{part}.{kind}") for kind in ("weight", "weight_scale"))
-            assert (weight.dtype, scale.dtype) == (EIGHT, torch.bfloat16)
+            assert (weight.dtype, scale.dtype) == (FP8_DTYPE, torch.bfloat16)
             assert scale.shape == (weight.shape[0], 1)
         assert file.get_tensor(f"{stem}.experts.0.gate_proj.weight").shape == (24, 32)
     assert not any("experts.gate_up_proj" in name for name in names)
@@ -95,7 +95,7 @@ def test_the_file_is_as_published(tmp_path):
 
 
 def test_other_packings_are_refused_in_a_sentence(tmp_path):
-    checkpoint.save(quant.apply_fp8(tiny.build(tiny.BASE)), tmp_path)
+    checkpoint.save(quant.quantize_fp8(tiny.build(tiny.BASE)), tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     for change, words in (
         ({"quant_method": "modelopt"}, "quantized as 'modelopt'"),
@@ -120,12 +120,12 @@ def test_other_packings_are_refused_in_a_sentence(tmp_path):
 
 
 def test_on_the_way_in_is_as_on_disk(tmp_path, monkeypatch, capsys):
-    from test_cli import cli  # the command line, in this process
+    from redraft.cli import main  # the command line, in this process
 
     tiny.save_folder(tmp_path / "plain")
     monkeypatch.setattr("sys.argv", ["redraft", "quantize", str(tmp_path / "plain"), str(tmp_path / "packed")])
     with pytest.raises(SystemExit) as left:
-        cli.main()
+        main.main()
     assert not left.value.code
     assert capsys.readouterr().out == f"{tmp_path / 'packed'}\n"
     sizes = [sum(f.stat().st_size for f in (tmp_path / n).glob("*.safetensors")) for n in ("plain", "packed")]

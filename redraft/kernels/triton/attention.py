@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.triton.pdl import _ready, early
+from redraft.kernels.triton.pdl import pdl_options, pdl_wait
 
 JOINED = 4  # rows whose parts one program puts together
 KEYS = 128  # that one program reads, at least
@@ -43,7 +43,7 @@ TILES = {
 }
 
 
-class Past(NamedTuple):
+class KVLocations(NamedTuple):
     """What the requests have cached in one layer.
 
     Places are counted from a tensor of the same kind: an address by itself would not tell a kernel how it is aligned.
@@ -58,11 +58,11 @@ class Past(NamedTuple):
 
 
 def attend(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, past: Past, *, window: int | None, causal: bool, splits: int
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, past: KVLocations, *, window: int | None, causal: bool, splits: int
 ) -> Tensor:
     """Softmax(q k) v as [B, S, H * K]. The last two axes of q, k and v must be whole; tokens may be apart."""
     b, s, heads, size = q_BSHK.shape
-    groups, tiles = k_BSGK.shape[2], fitting(q_BSHK)
+    groups, tiles = k_BSGK.shape[2], select_tiles(q_BSHK)
     rows = max(16, min(tiles.rows, triton.next_power_of_2(s * heads // groups)))
     out_BSHK = torch.empty(b, s, heads, size, dtype=q_BSHK.dtype, device=q_BSHK.device)
     whole = splits == 1
@@ -74,26 +74,26 @@ def attend(
         q_BSHK, k_BSGK, v_BSGK, *past, out_BSHK, part_JRK, mass_JR2,
         q_BSHK.stride(0), q_BSHK.stride(1), k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
         b, s, heads, groups, window or 0, causal, whole, size, max(16, triton.next_power_of_2(size)), rows, tiles.keys,
-        num_warps=tiles.warps, num_stages=tiles.stages, **early(),
+        num_warps=tiles.warps, num_stages=tiles.stages, **pdl_options(),
     )  # fmt: skip
     if not whole:
         many = b * s * heads
-        _join[(triton.cdiv(many, JOINED),)](
-            part_JRK, mass_JR2, out_BSHK, many, size, splits, triton.next_power_of_2(size), JOINED, **early()
+        _combine_splits[(triton.cdiv(many, JOINED),)](
+            part_JRK, mass_JR2, out_BSHK, many, size, splits, triton.next_power_of_2(size), JOINED, **pdl_options()
         )
     return out_BSHK.flatten(2)
 
 
-def fitting(q_BSHK: Tensor) -> Tiles:
+def select_tiles(q_BSHK: Tensor) -> Tiles:
     """How these queries are cut up."""
     b, s, _, size = q_BSHK.shape
     tiles = TILES[size > 256, b * s > SHORT]
     return tiles if q_BSHK.element_size() <= 2 else tiles._replace(rows=32, keys=16, stages=2)
 
 
-def splits(q_BSHK: Tensor, keys: int) -> int:
+def choose_num_splits(q_BSHK: Tensor, keys: int) -> int:
     """Among how many programs about so many keys are shared out, a power of two: none with too little to do."""
-    wanted = max(1, min(fitting(q_BSHK).splits, keys // KEYS))
+    wanted = max(1, min(select_tiles(q_BSHK).splits, keys // KEYS))
     return 1 << (wanted.bit_length() - 1)
 
 
@@ -102,9 +102,9 @@ def _attend(
     q, k, v, base, keys_at, values_at, sizes, lengths, counts, out, part, mass,
     q_row, q_token, k_row, k_token, v_row, v_token,
     B, S, H, G, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
-    K: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _ready(EARLY)
+    pdl_wait(PDL)
     tile, split = tl.program_id(0), tl.program_id(2)
     row, group, shared = tl.program_id(1) // G, tl.program_id(1) % G, H // G
     length, size = tl.load(lengths + row), tl.load(sizes + row)
@@ -136,7 +136,7 @@ def _attend(
         may = held[None, :]
         if CAUSAL and WINDOW:
             may = may & (length + token[:, None] - (oldest + number)[None, :] < WINDOW)
-        top, total, answer = _take_in(query, key, value, may, top, total, answer)
+        top, total, answer = _online_softmax(query, key, value, may, top, total, answer)
     for start in range(tl.maximum(begin - seen, 0), end - seen, BN):
         number = start + tl.arange(0, BN)
         held = (number < S) & (number < end - seen)
@@ -148,7 +148,7 @@ def _attend(
             may = may & (number[None, :] <= token[:, None])
             if WINDOW:
                 may = may & (token[:, None] - number[None, :] < WINDOW)
-        top, total, answer = _take_in(query, key, value, may, top, total, answer)
+        top, total, answer = _online_softmax(query, key, value, may, top, total, answer)
     line, valid = (row * S + token).to(tl.int64) * H + head, here[:, None] & whole[None, :]
     if WHOLE:
         answer = (answer / total[:, None]).to(out.dtype.element_ty)
@@ -161,7 +161,7 @@ def _attend(
 
 
 @triton.jit
-def _take_in(query, key, value, may, top, total, answer):
+def _online_softmax(query, key, value, may, top, total, answer):
     """Some more keys: sums so far fade as larger scores come."""
     score = tl.where(may, tl.dot(query, tl.trans(key), input_precision="ieee"), -1e30)
     now = tl.maximum(top, tl.max(score, axis=1))
@@ -172,9 +172,9 @@ def _take_in(query, key, value, may, top, total, answer):
 
 
 @triton.jit
-def _join(part, mass, out, R, K, J: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):
+def _combine_splits(part, mass, out, R, K, J: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
     """The parts of some rows: each was computed against its own largest score."""
-    _ready(EARLY)
+    pdl_wait(PDL)
     row, feature = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     here, valid = row < R, (row < R)[:, None] & (feature < K)[None, :]
     top = tl.full((ROWS,), -1e30, tl.float32)
@@ -189,22 +189,22 @@ def _join(part, mass, out, R, K, J: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.c
     tl.store(out + row[:, None] * K + feature[None, :], (answer / total[:, None]).to(out.dtype.element_ty), mask=valid)
 
 
-def keep(k_BSGK: Tensor, v_BSGK: Tensor, past: Past) -> None:
+def write_kv(k_BSGK: Tensor, v_BSGK: Tensor, past: KVLocations) -> None:
     """Writes new keys and values where they belong in the caches, the last `size` that are kept. The lengths stay."""
     b, s, groups, size = k_BSGK.shape
     wide = triton.next_power_of_2(size)
-    _keep[(b * s, groups)](
+    _write_kv[(b * s, groups)](
         k_BSGK, v_BSGK, *past, k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
-        s, groups, size, wide, num_warps=1, **early(),
+        s, groups, size, wide, num_warps=1, **pdl_options(),
     )  # fmt: skip
 
 
 @triton.jit
-def _keep(
+def _write_kv(
     k, v, base, keys_at, values_at, sizes, lengths, counts, k_row, k_token, v_row, v_token, S, G, K,
-    WIDE: tl.constexpr, EARLY: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _ready(EARLY)
+    pdl_wait(PDL)
     row, token, group = tl.program_id(0) // S, tl.program_id(0) % S, tl.program_id(1)
     at = tl.arange(0, WIDE)
     size = tl.load(sizes + row)

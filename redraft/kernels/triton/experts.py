@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.fp8 import Packed
-from redraft.kernels.triton.fp8 import pack_rows
-from redraft.kernels.triton.pdl import _ready, early
-from redraft.kernels.triton.routing import deal
+from redraft.kernels.fp8 import Fp8Tensor
+from redraft.kernels.triton.fp8 import quantize_rows
+from redraft.kernels.triton.pdl import pdl_options, pdl_wait
+from redraft.kernels.triton.routing import sort_by_expert
 
 
 @dataclass(frozen=True)
@@ -52,34 +52,38 @@ TILES = {
 
 
 def gated_experts(
-    x_ND: Tensor | Packed, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor | Packed, down_EDF: Tensor | Packed
+    x_ND: Tensor | Fp8Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    gate_up_E2FD: Tensor | Fp8Tensor,
+    down_EDF: Tensor | Fp8Tensor,
 ) -> Tensor:
     """The answers of every token's experts, weighted: answers_NKD, still to be summed over K."""
-    eight = isinstance(gate_up_E2FD, Packed)
-    up, down = (w.weight if eight else w for w in (gate_up_E2FD, down_EDF))
+    eight = isinstance(gate_up_E2FD, Fp8Tensor)
+    up, down = (w.qdata if eight else w for w in (gate_up_E2FD, down_EDF))
     experts, size, inner = down.shape
     chosen = experts_NK.shape[1]
-    order_M, ends_E = deal(experts_NK, experts)
-    kind, device = torch.bfloat16 if isinstance(x_ND, Packed) else x_ND.dtype, order_M.device
+    order_M, ends_E = sort_by_expert(experts_NK, experts)
+    kind, device = torch.bfloat16 if isinstance(x_ND, Fp8Tensor) else x_ND.dtype, order_M.device
     inner_MF = torch.empty(order_M.numel(), inner, dtype=kind, device=device)
-    x_in, x_scale = (x_ND, x_ND) if not eight else x_ND if isinstance(x_ND, Packed) else pack_rows(x_ND)
-    tiles, narrow = fitting(down.element_size(), len(order_M), experts)
+    x_in, x_scale = (x_ND, x_ND) if not eight else x_ND if isinstance(x_ND, Fp8Tensor) else quantize_rows(x_ND)
+    tiles, narrow = select_tiles(down.element_size(), len(order_M), experts)
     _gate_up[(tiles.at_once, experts, triton.cdiv(2 * inner, tiles.features))](
         x_in, x_scale, order_M, ends_E, up, gate_up_E2FD.scale if eight else up, inner_MF,
         size, inner, chosen, eight, tiles.tokens, tiles.features, tiles.inner,
-        num_stages=tiles.stages, num_warps=tiles.warps, **early(),
+        num_stages=tiles.stages, num_warps=tiles.warps, **pdl_options(),
     )  # fmt: skip
-    h_in, h_scale = pack_rows(inner_MF) if eight else (inner_MF, inner_MF)
+    h_in, h_scale = quantize_rows(inner_MF) if eight else (inner_MF, inner_MF)
     answers_NKD = torch.empty(*experts_NK.shape, size, dtype=kind, device=device)
     _down[(narrow.at_once, experts, triton.cdiv(size, narrow.features))](
         h_in, h_scale, order_M, ends_E, down, down_EDF.scale if eight else down, weights_NK, answers_NKD,
         size, inner, eight, narrow.tokens, narrow.features, narrow.inner,
-        num_stages=narrow.stages, num_warps=narrow.warps, **early(),
+        num_stages=narrow.stages, num_warps=narrow.warps, **pdl_options(),
     )  # fmt: skip
     return answers_NKD
 
 
-def fitting(bytes_each: int, pairs: int, experts: int) -> tuple[Tiles, Tiles]:
+def select_tiles(bytes_each: int, pairs: int, experts: int) -> tuple[Tiles, Tiles]:
     """For gate and up, and for down, weights of so many bytes: more tokens at once where experts have more."""
     wide, narrow = next(both for most, both in TILES[bytes_each == 1].items() if pairs <= most * experts)
     if bytes_each > 2:
@@ -96,9 +100,9 @@ def _gelu(x):
 @triton.jit
 def _gate_up(
     x, x_scale, order, ends, weight, scale, out,
-    D, F, K: tl.constexpr, EIGHT: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    D, F, K: tl.constexpr, FP8: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _ready(EARLY)
+    pdl_wait(PDL)
     expert, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
@@ -118,7 +122,7 @@ def _gate_up(
             w = tl.load(w_ptr + k, mask=fits[:, None] & left[None, :], other=0.0)
             t = tl.load(x_ptr + k, mask=here[None, :] & left[:, None], other=0.0)
             total = tl.dot(w, t, total, input_precision="ieee")
-        if EIGHT:
+        if FP8:
             channel = tl.load(scale + line, mask=fits, other=0.0)
             total = total * channel[:, None] * tl.load(x_scale + token, mask=here, other=0.0)[None, :]
         pair = tl.permute(tl.reshape(total, (BF // 2, 2, BT)), (0, 2, 1))
@@ -132,9 +136,9 @@ def _gate_up(
 @triton.jit
 def _down(
     h, h_scale, order, ends, weight, scale, shares, out,
-    D, F, EIGHT: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    D, F, FP8: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _ready(EARLY)
+    pdl_wait(PDL)
     expert, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
@@ -153,7 +157,7 @@ def _down(
             w = tl.load(w_ptr + k, mask=fits[:, None] & left[None, :], other=0.0)
             t = tl.load(h_ptr + k, mask=here[None, :] & left[:, None], other=0.0)
             total = tl.dot(w, t, total, input_precision="ieee")
-        if EIGHT:
+        if FP8:
             channel = tl.load(scale + line, mask=fits, other=0.0)
             total = total * channel[:, None] * tl.load(h_scale + at, mask=here, other=0.0)[None, :]
         total = total * tl.load(shares + pair, mask=here, other=0.0)[None, :]

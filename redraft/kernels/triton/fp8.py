@@ -8,29 +8,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.fp8 import EIGHT, LARGEST, LEAST, Packed
-from redraft.kernels.triton.pdl import _ready, early
+from redraft.kernels.fp8 import FP8_DTYPE, FP8_MAX, MIN_SCALE, Fp8Tensor
+from redraft.kernels.triton.pdl import pdl_options, pdl_wait
 
-MOST, FEWEST = tl.constexpr(LARGEST), tl.constexpr(LEAST)
+MOST, FEWEST = tl.constexpr(FP8_MAX), tl.constexpr(MIN_SCALE)
 
 
-def empty_packed(rows: int, size: int, device: torch.device) -> Packed:
+def empty_fp8(rows: int, size: int, device: torch.device) -> Fp8Tensor:
     """Room for so many rows."""
-    eight = torch.empty(rows, size, dtype=EIGHT, device=device)
-    return Packed(eight, torch.empty(rows, 1, dtype=torch.float32, device=device))
+    eight = torch.empty(rows, size, dtype=FP8_DTYPE, device=device)
+    return Fp8Tensor(eight, torch.empty(rows, 1, dtype=torch.float32, device=device))
 
 
-def pack_rows(x_ND: Tensor) -> Packed:
+def quantize_rows(x_ND: Tensor) -> Fp8Tensor:
     """x in 8 bits, and a scale for each row [N, 1]."""
     n, size = x_ND.shape
-    packed = empty_packed(n, size, x_ND.device)
-    _pack[(n,)](x_ND, *packed, size, triton.next_power_of_2(size), num_warps=4, **early())
+    packed = empty_fp8(n, size, x_ND.device)
+    _quantize_rows[(n,)](x_ND, *packed, size, triton.next_power_of_2(size), num_warps=4, **pdl_options())
     return packed
 
 
 @triton.jit
-def _pack(x, eight, scale_out, D, WIDE: tl.constexpr, EARLY: tl.constexpr):
-    _ready(EARLY)
+def _quantize_rows(x, eight, scale_out, D, WIDE: tl.constexpr, PDL: tl.constexpr):
+    pdl_wait(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     value = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
     _store_packed(value, eight, scale_out, row, at, D)

@@ -8,20 +8,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.fp8 import Packed
-from redraft.kernels.triton.fp8 import _store_packed, empty_packed
-from redraft.kernels.triton.pdl import _ready, early
+from redraft.kernels.fp8 import Fp8Tensor
+from redraft.kernels.triton.fp8 import _store_packed, empty_fp8
+from redraft.kernels.triton.pdl import pdl_options, pdl_wait
 
 
-def norm_rows(x_ND: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+def rms_norm(x_ND: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     """x over its root mean square, times the weight where there is one."""
     out_ND, (n, size) = torch.empty_like(x_ND), x_ND.shape
     weighted = weight_D is not None
-    _norm_rows[(n,)](x_ND, weight_D if weighted else x_ND, out_ND, size, weighted, eps, **_wide(size), **early())
+    _rms_norm[(n,)](x_ND, weight_D if weighted else x_ND, out_ND, size, weighted, eps, **_wide(size), **pdl_options())
     return out_ND
 
 
-def after_attention(
+def add_attention_and_norm(
     x_ND: Tensor,
     answer_ND: Tensor,
     post_D: Tensor,
@@ -30,7 +30,7 @@ def after_attention(
     router_D: Tensor,
     eps: float,
     packs: bool = False,
-) -> tuple[Tensor, Tensor | Packed, Tensor | Packed, Tensor]:
+) -> tuple[Tensor, Tensor | Fp8Tensor, Tensor | Fp8Tensor, Tensor]:
     """The residual with attention's answer in it, and its norms for the dense MLP, for the experts and for the router.
 
     `packs`: those for dense MLP and experts are rounded to 8 bits on the way.
@@ -38,14 +38,14 @@ def after_attention(
     n, size = x_ND.shape
     out_ND, router_ND = torch.empty_like(x_ND), torch.empty_like(x_ND)
     dense, sparse = (_room(x_ND, packs) for _ in range(2))
-    _after_attention[(n,)](
+    _add_attention_and_norm[(n,)](
         x_ND, answer_ND, post_D, dense_D, sparse_D, router_D, out_ND, *_both(dense), *_both(sparse), router_ND,
-        size, eps, size**-0.5, packs, **_wide(size), **early(),
+        size, eps, size**-0.5, packs, **_wide(size), **pdl_options(),
     )  # fmt: skip
     return out_ND, dense, sparse, router_ND
 
 
-def after_experts(
+def add_mlp_and_norm(
     x_ND: Tensor,
     dense_ND: Tensor,
     answers_NKD: Tensor,
@@ -55,27 +55,27 @@ def after_experts(
     next_D: Tensor,
     eps: float,
     packs: bool = False,
-) -> tuple[Tensor, Tensor | Packed]:
+) -> tuple[Tensor, Tensor | Fp8Tensor]:
     """The residual with both answers in it, experts summed, and its norm for whoever comes next.
 
     `weights` are those behind the dense MLP, behind the experts, and behind their sum. The first `causal` tokens end with
     the first scalar, the others with the second. `packs`: that norm is rounded to 8 bits on the way.
     """
     out_ND, following, (n, chosen, size) = torch.empty_like(x_ND), _room(x_ND, packs), answers_NKD.shape
-    _after_experts[(n,)](
+    _add_mlp_and_norm[(n,)](
         x_ND, dense_ND, answers_NKD, *weights, *scalars, next_D, out_ND, *_both(following),
-        causal, size, chosen, eps, packs, **_wide(size), **early(),
+        causal, size, chosen, eps, packs, **_wide(size), **pdl_options(),
     )  # fmt: skip
     return out_ND, following
 
 
-def _room(x_ND: Tensor, packs: bool) -> Tensor | Packed:
-    return empty_packed(*x_ND.shape, x_ND.device) if packs else torch.empty_like(x_ND)
+def _room(x_ND: Tensor, packs: bool) -> Tensor | Fp8Tensor:
+    return empty_fp8(*x_ND.shape, x_ND.device) if packs else torch.empty_like(x_ND)
 
 
-def _both(found: Tensor | Packed) -> tuple[Tensor, Tensor]:
+def _both(found: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor]:
     """Where numbers go, and where scales do; without scales, the second is not looked at."""
-    return found if isinstance(found, Packed) else (found, found)
+    return found if isinstance(found, Fp8Tensor) else (found, found)
 
 
 def _wide(size: int) -> dict[str, int]:
@@ -90,8 +90,8 @@ def _unit(x, D, EPS):
 
 
 @triton.jit
-def _norm_rows(x, weight, out, D, WEIGHTED: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr):
-    _ready(EARLY)
+def _rms_norm(x, weight, out, D, WEIGHTED: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+    pdl_wait(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     here = at < D
     value = _unit(tl.load(x + row * D + at, mask=here, other=0.0).to(tl.float32), D, EPS)
@@ -101,11 +101,11 @@ def _norm_rows(x, weight, out, D, WEIGHTED: tl.constexpr, EPS: tl.constexpr, WID
 
 
 @triton.jit
-def _after_attention(
+def _add_attention_and_norm(
     x, answer, post, dense, sparse, router, out, dense_out, dense_scale, sparse_out, sparse_scale, router_out,
-    D, EPS: tl.constexpr, SHRINK, PACKS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    D, EPS: tl.constexpr, SHRINK, PACKS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _ready(EARLY)
+    pdl_wait(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     here, place = at < D, row * D + at
     kind = out.dtype.element_ty
@@ -127,11 +127,11 @@ def _after_attention(
 
 
 @triton.jit
-def _after_experts(
+def _add_mlp_and_norm(
     x, dense, answers, dense_weight, sparse_weight, post, first, second, next_weight, out, next_out, next_scale,
-    CAUSAL, D, K: tl.constexpr, EPS: tl.constexpr, PACKS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    CAUSAL, D, K: tl.constexpr, EPS: tl.constexpr, PACKS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _ready(EARLY)
+    pdl_wait(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     here, place = at < D, row * D + at
     kind = out.dtype.element_ty

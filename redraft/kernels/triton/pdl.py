@@ -17,14 +17,14 @@ def _can() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def early() -> dict[str, Any]:
+def pdl_options() -> dict[str, Any]:
     """What a launch is told."""
-    return {"EARLY": True, "launch_pdl": True} if _can() else {"EARLY": False}
+    return {"PDL": True, "launch_pdl": True} if _can() else {"PDL": False}
 
 
 @triton.jit
-def _ready(EARLY: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """Until what came before has been written; the next kernel may come up then."""
-    if EARLY:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()

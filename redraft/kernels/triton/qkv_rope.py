@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.triton.pdl import _ready, early
+from redraft.kernels.triton.pdl import pdl_options, pdl_wait
 
 AT_ONCE = 8  # heads of a token that one program turns: they share the angles
 
 
-def to_heads(
+def split_qkv_rope(
     qkv_NX: Tensor,
     q_weight_K: Tensor,
     k_weight_K: Tensor,
@@ -28,20 +28,20 @@ def to_heads(
     all_NHK = torch.empty(n, heads + 2 * groups, size, dtype=qkv_NX.dtype, device=qkv_NX.device)
     own_values = qkv_NX.shape[1] == (heads + 2 * groups) * size
     half = triton.next_power_of_2(size // 2)
-    _to_heads[(n, triton.cdiv(heads + 2 * groups, AT_ONCE))](
+    _split_qkv_rope[(n, triton.cdiv(heads + 2 * groups, AT_ONCE))](
         qkv_NX, all_NHK, q_weight_K, k_weight_K, positions_N, frequencies_P,
-        qkv_NX.shape[1], heads, groups, own_values, eps, size // 2, half, AT_ONCE, num_warps=4, **early(),
+        qkv_NX.shape[1], heads, groups, own_values, eps, size // 2, half, AT_ONCE, num_warps=4, **pdl_options(),
     )  # fmt: skip
     return all_NHK[:, :heads], all_NHK[:, heads : heads + groups], all_NHK[:, heads + groups :]
 
 
 @triton.jit
-def _to_heads(
+def _split_qkv_rope(
     qkv, out, q_weight, k_weight, positions, frequencies,
-    X, H, G, OWN_VALUES: tl.constexpr, EPS: tl.constexpr, P, HALF: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    X, H, G, OWN_VALUES: tl.constexpr, EPS: tl.constexpr, P, HALF: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token: the first half of each is paired with the second."""
-    _ready(EARLY)
+    pdl_wait(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     at = tl.arange(0, HALF)
     here, is_value = at < P, (head >= H + G)[:, None]

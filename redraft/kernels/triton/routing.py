@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.triton.pdl import _ready, early
+from redraft.kernels.triton.pdl import pdl_options, pdl_wait
 
 PAIRS = 2048  # looked through at once
 SLICE = 256  # of the model size that one program multiplies
@@ -21,21 +21,23 @@ def route(x_ND: Tensor, weight_ED: Tensor, scale_E: Tensor, chosen: int) -> tupl
     slices = triton.cdiv(size, SLICE)
     scores_JNE = torch.empty(slices, n, experts, dtype=torch.float32, device=device)
     _score[(triton.cdiv(n, 16), slices)](
-        x_ND, weight_ED, scores_JNE, n, size, experts, wide, 16, SLICE, min(SLICE, 128), **early()
+        x_ND, weight_ED, scores_JNE, n, size, experts, wide, 16, SLICE, min(SLICE, 128), **pdl_options()
     )
     experts_NK = torch.empty(n, chosen, dtype=torch.int32, device=device)
     weights_NK = torch.empty(n, chosen, dtype=torch.float32, device=device)
-    _route[(n,)](scores_JNE, scale_E, experts_NK, weights_NK, n, experts, slices, chosen, wide, few, num_warps=1, **early())
+    _route[(n,)](
+        scores_JNE, scale_E, experts_NK, weights_NK, n, experts, slices, chosen, wide, few, num_warps=1, **pdl_options()
+    )
     return experts_NK, weights_NK
 
 
 @triton.jit
 def _score(
     x, weight, scores, N, D, E,
-    WIDE: tl.constexpr, BT: tl.constexpr, SLICE: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    WIDE: tl.constexpr, BT: tl.constexpr, SLICE: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A slice of the product of some tokens: there are too few tokens and experts to keep a GPU busy otherwise."""
-    _ready(EARLY)
+    pdl_wait(PDL)
     token, part, expert = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
     total = tl.zeros((BT, WIDE), tl.float32)
     for k in tl.static_range(0, SLICE, BK):
@@ -52,9 +54,9 @@ def _score(
 @triton.jit
 def _route(
     scores, scale, experts_out, weights_out, N, E,
-    J: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
+    J: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _ready(EARLY)
+    pdl_wait(PDL)
     row, at, place = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, FEW)
     score = tl.zeros((WIDE,), tl.float32)
     for part in tl.static_range(J):  # all loads at once
@@ -73,19 +75,19 @@ def _route(
     tl.store(weights_out + row * K + place, weights, mask=place < K)
 
 
-def deal(experts_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def sort_by_expert(experts_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """order_M, the pairs sorted by expert (the earlier token first), and ends_E, where each expert's end. Both int32."""
     order_M = torch.empty(experts_NK.numel(), dtype=torch.int32, device=experts_NK.device)
     ends_E = torch.empty(experts, dtype=torch.int32, device=experts_NK.device)
     at_once = min(PAIRS, triton.next_power_of_2(experts_NK.numel()))
-    _deal[(experts,)](experts_NK, order_M, ends_E, experts_NK.numel(), at_once, num_warps=4, **early())
+    _sort_by_expert[(experts,)](experts_NK, order_M, ends_E, experts_NK.numel(), at_once, num_warps=4, **pdl_options())
     return order_M, ends_E
 
 
 @triton.jit
-def _deal(experts, order, ends, M, AT_ONCE: tl.constexpr, EARLY: tl.constexpr):
+def _sort_by_expert(experts, order, ends, M, AT_ONCE: tl.constexpr, PDL: tl.constexpr):
     """One program for each expert: how many pairs go to those before it, then the places of its own."""
-    _ready(EARLY)
+    pdl_wait(PDL)
     mine, at = tl.program_id(0), tl.arange(0, AT_ONCE)
     before, own = 0, 0
     for start in range(0, M, AT_ONCE):

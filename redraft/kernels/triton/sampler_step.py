@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels import splitmix
-from redraft.kernels.triton.pdl import _ready, early
+from redraft.kernels.triton.pdl import pdl_options, pdl_wait
 
 
 @dataclass(frozen=True)
-class Rows:
+class CanvasBatch:
     """Canvases in work, and what was asked for each. Written in place."""
 
     ids_BC: Tensor  # int64, as `sampler.Canvas`
@@ -37,7 +37,7 @@ class Rows:
     stability_B: Tensor  # int32
 
     @classmethod
-    def empty(cls, rows: int, length: int, steps: int, device: torch.device | str) -> "Rows":
+    def empty(cls, rows: int, length: int, steps: int, device: torch.device | str) -> "CanvasBatch":
         """Room for that many, all settled."""
         kinds = {
             "ids": torch.int64,
@@ -57,27 +57,27 @@ class Rows:
         return cls(**made)
 
 
-def draw(rows: Rows, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+def draw_step_inputs(rows: CanvasBatch, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     """uniform_BC (float64), noise_BC (int64) and temperature_BC (float32) of every row's next step."""
     b, c = rows.ids_BC.shape
     device, steps = rows.ids_BC.device, rows.temperatures_BS.shape[1]
     uniform_BC = torch.empty(b, c, dtype=torch.float64, device=device)
     noise_BC, temperature_BC = torch.empty_like(rows.ids_BC), torch.empty(b, c, dtype=torch.float32, device=device)
-    _draw[(b,)](
+    _draw_step_inputs[(b,)](
         rows.seeds_B, rows.blocks_B, rows.steps_B, rows.temperatures_BS, uniform_BC, noise_BC, temperature_BC,
-        c, steps, vocab, triton.next_power_of_2(c), splitmix.SAMPLE, splitmix.NOISE, num_warps=4, **early(),
+        c, steps, vocab, triton.next_power_of_2(c), splitmix.SAMPLE, splitmix.NOISE, num_warps=4, **pdl_options(),
     )  # fmt: skip
     return uniform_BC, noise_BC, temperature_BC
 
 
-def settle_(rows: Rows, best_BC: Tensor, entropy_BC: Tensor, sampled_BC: Tensor, noise_BC: Tensor) -> None:
+def step_canvases_(rows: CanvasBatch, best_BC: Tensor, entropy_BC: Tensor, sampled_BC: Tensor, noise_BC: Tensor) -> None:
     """Every row's next canvas, in place; rows that have settled or used up their steps stay as they are."""
     b, c = rows.ids_BC.shape
-    _settle[(b,)](
+    _step_canvases[(b,)](
         best_BC, entropy_BC, sampled_BC, noise_BC,
         rows.ids_BC, rows.best_BC, rows.entropy_BC, rows.accepted_BC, rows.unchanged_B, rows.steps_B, rows.settled_B,
         rows.limit_B, rows.bound_B, rows.confidence_B, rows.stability_B,
-        c, triton.next_power_of_2(c), num_warps=8, **early(),
+        c, triton.next_power_of_2(c), num_warps=8, **pdl_options(),
     )  # fmt: skip
 
 
@@ -94,11 +94,11 @@ def _mix(x, counter):
 
 
 @triton.jit
-def _draw(
+def _draw_step_inputs(
     seeds, blocks, steps, temperatures, uniform, noise, temperature,
-    C, S, V, WIDE: tl.constexpr, SAMPLE: tl.constexpr, NOISE: tl.constexpr, EARLY: tl.constexpr,
+    C, S, V, WIDE: tl.constexpr, SAMPLE: tl.constexpr, NOISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _ready(EARLY)
+    pdl_wait(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     here = at < C
     step = tl.load(steps + row)
@@ -121,11 +121,11 @@ def _draw(
 
 
 @triton.jit
-def _settle(
+def _step_canvases(
     best, entropy, sampled, noise, ids_out, best_out, entropy_out, accepted_out, unchanged, steps, settled,
-    limits, bounds, confidences, stabilities, C, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    limits, bounds, confidences, stabilities, C, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _ready(EARLY)
+    pdl_wait(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     here, place = at < C, row * C + at
     step = tl.load(steps + row)

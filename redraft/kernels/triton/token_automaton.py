@@ -26,26 +26,26 @@ PAIRS, STATES = 1024, 256  # looked at together in a walk
 FAINTEST, IMPOSSIBLE = tl.constexpr(-300.0), tl.constexpr(-1e7)  # as in `patterns.py`
 
 
-class Segments(NamedTuple):
+class IndexSegments(NamedTuple):
     """Entries, and where each segment of them begins; one more says where the last ends. Both int32."""
 
     entries_E: Tensor
     begins_S: Tensor
 
 
-class Tables(NamedTuple):
+class DeviceAutomaton(NamedTuple):
     """An automaton on a device."""
 
-    pieces: Segments  # of tokens, each of one class
-    classes: Segments  # of pieces
-    pairs: Segments  # of classes
-    kinds: Segments  # of pairs, for every class that makes a step
+    pieces: IndexSegments  # of tokens, each of one class
+    classes: IndexSegments  # of pieces
+    pairs: IndexSegments  # of classes
+    kinds: IndexSegments  # of pairs, for every class that makes a step
     slots_V: Tensor  # int64: which of those each token has; one more for tokens of none
     from_R: Tensor  # int32
     to_R: Tensor  # int32
 
 
-class Steps(Protocol):
+class AutomatonArrays(Protocol):
     """What is read of an automaton, `patterns.TokenAutomaton`."""
 
     classes_V: np.ndarray
@@ -59,7 +59,7 @@ class Steps(Protocol):
 
 
 @lru_cache(maxsize=64)
-def tables(automaton: Steps, device: torch.device) -> Tables:
+def upload_automaton(automaton: AutomatonArrays, device: torch.device) -> DeviceAutomaton:
     """An automaton brought to a device, once."""
 
     def there(values: np.ndarray, kind: torch.dtype = torch.int32) -> Tensor:
@@ -77,12 +77,12 @@ def tables(automaton: Steps, device: torch.device) -> Tables:
         (automaton.class_E, [*automaton.begins_R, len(automaton.of_E)]),
         (pairs_E, [*first, len(pairs_E)]),
     )
-    made = [Segments(there(entries), there(np.array(ends))) for entries, ends in segments]
+    made = [IndexSegments(there(entries), there(np.array(ends))) for entries, ends in segments]
     slots_V = there(slots_K[automaton.classes_V], torch.int64)
-    return Tables(*made, slots_V, there(automaton.from_R), there(automaton.to_R))
+    return DeviceAutomaton(*made, slots_V, there(automaton.from_R), there(automaton.to_R))
 
 
-class Gathered(NamedTuple):
+class SegmentReduction(NamedTuple):
     """Of every segment: the sum, the largest, and the entry that it is of (or what that entry's largest is of)."""
 
     sums_CS: Tensor  # float64
@@ -90,38 +90,40 @@ class Gathered(NamedTuple):
     which_CS: Tensor  # int32
 
 
-def conform(logits_CV: Tensor, tables: Tables, start: int, ends_Q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def forward_backward_viterbi(
+    logits_CV: Tensor, tables: DeviceAutomaton, start: int, ends_Q: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """weights_CK for the classes that make a step (one more, of nothing, behind), ids_C, and whether anything matches."""
     one, device, count, states = tables, logits_CV.device, len(logits_CV), len(ends_Q)
     top_C = logits_CV.amax(dim=1)
-    pieces = gather(one.pieces, logits_CV, top_C=top_C)
-    classes = gather(one.classes, pieces.sums_CS, pieces.best_CS, pieces.which_CS)
-    pairs = gather(one.pairs, classes.sums_CS, classes.best_CS, classes.which_CS)
+    pieces = segment_reduce(one.pieces, logits_CV, top_C=top_C)
+    classes = segment_reduce(one.classes, pieces.sums_CS, pieces.best_CS, pieces.which_CS)
+    pairs = segment_reduce(one.pairs, classes.sums_CS, classes.best_CS, classes.which_CS)
     steps = len(one.from_R)
     live = torch.zeros(count + 1, states, dtype=torch.int8, device=device)
     live[-1] = ends_Q
-    _live[(1,)](pairs.sums_CS, one.from_R, one.to_R, live, count, steps, states, PAIRS, num_warps=8)
+    _mark_live_states[(1,)](pairs.sums_CS, one.from_R, one.to_R, live, count, steps, states, PAIRS, num_warps=8)
     before, behind = (torch.zeros(count + 1, states, dtype=torch.float64, device=device) for _ in range(2))
     totals_C = torch.ones(count + 1, dtype=torch.float64, device=device)
     scores = torch.full((count + 1, states), -torch.inf, dtype=torch.float64, device=device)
     before[0, start], scores[0, start] = 1.0, 0.0
     through_CR, ids_C = torch.empty_like(pairs.sums_CS), torch.empty(count, dtype=torch.int64, device=device)
-    _walk[(2,)](
+    _forward_backward_viterbi[(2,)](
         pairs.sums_CS, pairs.best_CS, pairs.which_CS, one.from_R, one.to_R, live,
         before, behind, totals_C, scores, through_CR, ids_C, count, steps, states, PAIRS, STATES, num_warps=8,
     )  # fmt: skip
-    weights_CK = gather(one.kinds, through_CR).sums_CS.log().float()
+    weights_CK = segment_reduce(one.kinds, through_CR).sums_CS.log().float()
     return torch.nn.functional.pad(weights_CK, (0, 1), value=-torch.inf), ids_C, live[0, start] > 0
 
 
-def gather(
-    segments: Segments,
+def segment_reduce(
+    segments: IndexSegments,
     values_CE: Tensor,
     best_CE: Tensor | None = None,
     which_CE: Tensor | None = None,
     *,
     top_C: Tensor | None = None,
-) -> Gathered:
+) -> SegmentReduction:
     """Sums and maxima over segments of columns. With `top_C`, values are logits: their exponentials below it are summed."""
     entries_E, begins_S = segments
     count, number, device = len(values_CE), len(begins_S) - 1, values_CE.device
@@ -130,15 +132,15 @@ def gather(
     which_CS = torch.empty(count, number, dtype=torch.int32, device=device)
     raw = top_C is not None
     best_CE, which_CE = (values_CE if other is None else other for other in (best_CE, which_CE))
-    _gather[(number, triton.cdiv(count, ROWS))](
+    _segment_reduce[(number, triton.cdiv(count, ROWS))](
         values_CE, best_CE, which_CE, top_C if raw else values_CE, entries_E, begins_S, sums_CS, best_CS, which_CS,
         count, values_CE.shape[1], number, raw, which_CE is not values_CE, ROWS, WIDE, num_warps=4,
     )  # fmt: skip
-    return Gathered(sums_CS, best_CS, which_CS)
+    return SegmentReduction(sums_CS, best_CS, which_CS)
 
 
 @triton.jit
-def _gather(
+def _segment_reduce(
     values, best, which, tops, entries, begins, sums_out, best_out, which_out,
     C, E, S, RAW: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +182,7 @@ def _gather(
 
 
 @triton.jit
-def _live(steps, from_, to, live, C, R, Q, PAIRS: tl.constexpr):
+def _mark_live_states(steps, from_, to, live, C, R, Q, PAIRS: tl.constexpr):
     """From which states a match can still be reached, from the last position to the first."""
     for back in range(C):
         at = C - 1 - back
@@ -196,18 +198,18 @@ def _live(steps, from_, to, live, C, R, Q, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _walk(
+def _forward_backward_viterbi(
     steps, best, which, from_, to, live, before, behind, totals, scores, through, ids,
     C, R, Q, PAIRS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) == 0:
-        _sum_up(steps, from_, to, live, before, behind, totals, through, C, R, Q, PAIRS, STATES)
+        _forward_backward(steps, from_, to, live, before, behind, totals, through, C, R, Q, PAIRS, STATES)
     else:
-        _find_best(best, which, from_, to, live, scores, ids, C, R, Q, PAIRS, STATES)
+        _viterbi(best, which, from_, to, live, scores, ids, C, R, Q, PAIRS, STATES)
 
 
 @triton.jit
-def _sum_up(
+def _forward_backward(
     steps, from_, to, live, before, behind, totals, through, C, R, Q, PAIRS: tl.constexpr, STATES: tl.constexpr
 ):  # fmt: skip
     """How much matching text goes through each pair, but for the step's own probability."""
@@ -222,7 +224,7 @@ def _sum_up(
             came = tl.load(before + at * Q + source, mask=known, other=0.0, cache_modifier=".cg") / total
             tl.atomic_add(before + (at + 1) * Q + target, came * step, mask=known & open_ & (came * step > 0))
         tl.debug_barrier()
-        total = _over(before + (at + 1) * Q, Q, True, STATES)
+        total = _reduce_states(before + (at + 1) * Q, Q, True, STATES)
         tl.store(totals + at + 1, total)
     for start in range(0, Q, STATES):
         state = start + tl.arange(0, STATES)
@@ -244,11 +246,11 @@ def _sum_up(
             tl.store(through + at * R + pair, came / total * goes, mask=known)
             tl.atomic_add(behind + at * Q + source, goes * step, mask=known & (came > 0) & (goes * step > 0))
         tl.debug_barrier()
-        largest = _over(behind + at * Q, Q, False, STATES)
+        largest = _reduce_states(behind + at * Q, Q, False, STATES)
 
 
 @triton.jit
-def _over(values, Q, SUMMED: tl.constexpr, STATES: tl.constexpr):
+def _reduce_states(values, Q, SUMMED: tl.constexpr, STATES: tl.constexpr):
     """The sum of Q numbers, or the largest."""
     found = tl.zeros((STATES,), tl.float64)
     for start in range(0, Q, STATES):
@@ -259,7 +261,7 @@ def _over(values, Q, SUMMED: tl.constexpr, STATES: tl.constexpr):
 
 
 @triton.jit
-def _find_best(best, which, from_, to, live, scores, ids, C, R, Q, PAIRS: tl.constexpr, STATES: tl.constexpr):
+def _viterbi(best, which, from_, to, live, scores, ids, C, R, Q, PAIRS: tl.constexpr, STATES: tl.constexpr):
     """Viterbi: the most probable text that matches."""
     for at in range(C):
         for start in range(0, R, PAIRS):

@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.triton.pdl import _ready, early
+from redraft.kernels.triton.pdl import pdl_options, pdl_wait
 
 BLOCK = 128  # entries summed at once when sampling, as in the reference
 CHUNK = 4096  # entries a program reads
 
 
-class Read(NamedTuple):
+class VocabularyResult(NamedTuple):
     """What was read off the vocabulary."""
 
     best_N: Tensor  # int64
@@ -32,7 +32,7 @@ class Read(NamedTuple):
     mass_N: Tensor  # sum of exponentials of the rounded logits below the rounded top
 
 
-def argmax_entropy_sample(raw_NV: Tensor, cap: float, temperature_N: Tensor, uniform_N: Tensor) -> Read:
+def argmax_entropy_sample(raw_NV: Tensor, cap: float, temperature_N: Tensor, uniform_N: Tensor) -> VocabularyResult:
     """Best token, entropy and a sample of softmax(softcap(raw) / temperature)."""
     n, vocab = raw_NV.shape
     device, chunk = raw_NV.device, min(CHUNK, max(BLOCK, triton.next_power_of_2(vocab)))
@@ -40,26 +40,26 @@ def argmax_entropy_sample(raw_NV: Tensor, cap: float, temperature_N: Tensor, uni
     figures_NJ4 = torch.empty(n, chunks, 4, dtype=torch.float32, device=device)
     arg_NJ = torch.empty(n, chunks, dtype=torch.int32, device=device)
     sums_NJI = torch.empty(n, chunks, inside, dtype=torch.float32, device=device)
-    _read[(n, chunks)](
+    _reduce_chunks[(n, chunks)](
         raw_NV, temperature_N, figures_NJ4, arg_NJ, sums_NJI,
-        vocab, chunks, cap, chunk, inside, BLOCK, num_warps=4, **early(),
+        vocab, chunks, cap, chunk, inside, BLOCK, num_warps=4, **pdl_options(),
     )  # fmt: skip
     best_N, sampled_N = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
     entropy_N, top_N, mass_N = (torch.empty(n, dtype=torch.float32, device=device) for _ in range(3))
     wide = triton.next_power_of_2(chunks)
-    _pick[(n,)](
+    _combine_chunks[(n,)](
         raw_NV, temperature_N, uniform_N, figures_NJ4, arg_NJ, sums_NJI, best_N, entropy_N, sampled_N, top_N, mass_N,
-        vocab, chunks, cap, wide, inside, BLOCK, num_warps=4, **early(),
+        vocab, chunks, cap, wide, inside, BLOCK, num_warps=4, **pdl_options(),
     )  # fmt: skip
-    return Read(best_N, entropy_N, sampled_N, top_N, mass_N)
+    return VocabularyResult(best_N, entropy_N, sampled_N, top_N, mass_N)
 
 
-def believe_(raw_NV: Tensor, cap: float, temperature_N: Tensor, read: Read) -> Tensor:
+def compute_probs_(raw_NV: Tensor, cap: float, temperature_N: Tensor, read: VocabularyResult) -> Tensor:
     """The probabilities, written over the raw logits: of shaped logits rounded to this precision, as the reference does."""
     n, vocab = raw_NV.shape
     chunk = min(CHUNK, triton.next_power_of_2(vocab))
     grid = (n, triton.cdiv(vocab, chunk))
-    _believe[grid](raw_NV, temperature_N, read.top_N, read.mass_N, vocab, cap, chunk, num_warps=4, **early())
+    _compute_probs[grid](raw_NV, temperature_N, read.top_N, read.mass_N, vocab, cap, chunk, num_warps=4, **pdl_options())
     return raw_NV
 
 
@@ -70,11 +70,11 @@ def _shaped(raw, cap, temperature):
 
 
 @triton.jit
-def _read(
+def _reduce_chunks(
     raw, temperatures, figures, args, sums, V, J, cap,
-    CHUNK: tl.constexpr, INSIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, INSIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _ready(EARLY)
+    pdl_wait(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     here = at < V
@@ -96,11 +96,11 @@ def _read(
 
 
 @triton.jit
-def _pick(
+def _combine_chunks(
     raw, temperatures, uniform, figures, args, sums, best_out, entropy_out, sampled_out, top_out, mass_out,
-    V, J, cap, WIDE: tl.constexpr, INSIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    V, J, cap, WIDE: tl.constexpr, INSIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _ready(EARLY)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, WIDE)
     here, place = chunk < J, row * J + chunk
@@ -141,8 +141,8 @@ def _pick(
 
 
 @triton.jit
-def _believe(raw, temperatures, tops, masses, V, cap, CHUNK: tl.constexpr, EARLY: tl.constexpr):
-    _ready(EARLY)
+def _compute_probs(raw, temperatures, tops, masses, V, cap, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     here, place = at < V, row * V + at

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from redraft.kernels import gated_experts
-from redraft.kernels.fp8 import EIGHT, Packed, linear8, pack
+from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, linear_fp8, quantize
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.moe import Experts
 
@@ -27,53 +27,53 @@ ALONE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weigh
 # 1. Packed layers
 
 
-class Linear8(nn.Module):
+class Fp8Linear(nn.Module):
     """A product with a packed weight."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: Fp8Tensor) -> None:
         super().__init__()
-        self.register_buffer("weight", packed.weight)
+        self.register_buffer("weight", packed.qdata)
         self.register_buffer("weight_scale", packed.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """Same as the layer it replaces, but for rounding."""
-        return linear8(x, Packed(self.weight, self.weight_scale))
+        return linear_fp8(x, Fp8Tensor(self.weight, self.weight_scale))
 
 
-class Experts8(nn.Module):
+class Fp8Experts(nn.Module):
     """All experts of a layer, packed."""
 
-    def __init__(self, gate_up: Packed, down: Packed) -> None:
+    def __init__(self, gate_up: Fp8Tensor, down: Fp8Tensor) -> None:
         super().__init__()
         for name, packed in (("gate_up_proj", gate_up), ("down_proj", down)):
-            self.register_buffer(name, packed.weight)
+            self.register_buffer(name, packed.qdata)
             self.register_buffer(f"{name}_scale", packed.scale)
 
     def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Same as the experts they replace, but for rounding."""
-        gate_up = Packed(self.gate_up_proj, self.gate_up_proj_scale)
-        return gated_experts(x_ND, experts_NK, weights_NK, gate_up, Packed(self.down_proj, self.down_proj_scale))
+        gate_up = Fp8Tensor(self.gate_up_proj, self.gate_up_proj_scale)
+        return gated_experts(x_ND, experts_NK, weights_NK, gate_up, Fp8Tensor(self.down_proj, self.down_proj_scale))
 
 
-def apply_fp8(model: DiffusionGemma) -> DiffusionGemma:
+def quantize_fp8(model: DiffusionGemma) -> DiffusionGemma:
     """Packs a model's layers in place, one after another: what was is let go before the next. On "meta" only the shapes."""
     for layer in model.layers:
         for owner in (layer.self_attn, layer.mlp):
             for name, child in list(owner.named_children()):
                 if isinstance(child, nn.Linear):
-                    setattr(owner, name, Linear8(_packed(child.weight)))
+                    setattr(owner, name, Fp8Linear(_packed(child.weight)))
         if isinstance(layer.experts, Experts):
-            layer.experts = Experts8(_packed(layer.experts.gate_up_proj), _packed(layer.experts.down_proj))
+            layer.experts = Fp8Experts(_packed(layer.experts.gate_up_proj), _packed(layer.experts.down_proj))
     model.config = replace(model.config, quant=FP8)
     return model
 
 
-def _packed(weight: Tensor) -> Packed:
+def _packed(weight: Tensor) -> Fp8Tensor:
     with torch.no_grad():
         if weight.device.type == "meta":
             scale = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
-            return Packed(torch.empty_like(weight, dtype=EIGHT, requires_grad=False), scale)
-        return pack(weight, SCALES)
+            return Fp8Tensor(torch.empty_like(weight, dtype=FP8_DTYPE, requires_grad=False), scale)
+        return quantize(weight, SCALES)
 
 
 # 2. Published names
@@ -84,7 +84,7 @@ def is_scale(name: str) -> bool:
     return name.endswith(("weight_scale", "proj_scale"))
 
 
-class StackedTensors(Mapping[str, Tensor]):
+class StackedExpertTensors(Mapping[str, Tensor]):
     """Published tensors under the names of the bf16 layout: each stack is put together when it is asked for."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -118,7 +118,7 @@ class StackedTensors(Mapping[str, Tensor]):
         return len(self.plain) + len(self.experts)
 
 
-def unfused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The other way: every expert's parts apart, and scales in the precision they are published in."""
     found = {}
     for name, tensor in tensors.items():
@@ -135,7 +135,7 @@ def unfused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def published(layers: int) -> dict[str, Any]:
+def quantization_config(layers: int) -> dict[str, Any]:
     """The `quantization_config` of config.json."""
     routers = [
         f"model.{half}.layers.{n}.router.proj" for half in ("encoder.language_model", "decoder") for n in range(layers)

@@ -30,7 +30,7 @@ from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion.autoregressive import generate_autoregressive
 from redraft.diffusion.generate import Committed, Draft, Finished, Stats
 from redraft.engine import Intervention, Replay, Stopped
-from redraft.kernels.backend import precision
+from redraft.kernels.backend import select_dtype
 from redraft.model.kv_cache import KVCache
 from redraft.server.completion import Frames, Refused, continued, heated, message_of
 from redraft.server.schema import (
@@ -349,7 +349,7 @@ class Boards:
             return
         folder = checkpoint.find(SUDOKU)
         self._sampler = SamplerConfig.from_folder(folder, checkpoint.load_config(folder))
-        self._model = checkpoint.load_model(folder, dtype=precision(self._device), device=self._device)
+        self._model = checkpoint.load_model(folder, dtype=select_dtype(self._device), device=self._device)
 
 
 def clashes(board: Sequence[int], sure: Sequence[int]) -> list[int]:
