@@ -26,6 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from redraft import checkpoint
 from redraft.config import FULL, SLIDING, EngineConfig, ModelConfig, SamplerConfig
 from redraft.diffusion.generate import Draft
 from redraft.engine.engine import Engine
@@ -199,7 +200,8 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
 
     config, device = SHAPES[options.shape], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device("meta"):
-        theirs = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig.from_dict(config.to_published())).to(torch.bfloat16)
+        their_config = DiffusionGemmaConfig.from_dict(checkpoint.publish_model_config(config))
+        theirs = DiffusionGemmaForBlockDiffusion(their_config).to(torch.bfloat16)
     theirs.tie_weights()
     theirs = theirs.to_empty(device=device).eval().requires_grad_(False)
     theirs.tie_weights()

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-from redraft.checkpoint import from_state_dict
+from redraft import checkpoint
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
 from redraft.diffusion.generate import Draft, generate
 
@@ -95,10 +95,10 @@ def main() -> None:
     torch.manual_seed(0)
     cfg = SamplerConfig(max_steps=args.steps, eos_token_ids=(1,))
 
-    config = DiffusionGemmaConfig.from_dict(CONFIG.to_published(args.dtype))
+    config = DiffusionGemmaConfig.from_dict(checkpoint.publish_model_config(CONFIG, args.dtype))
     theirs = DiffusionGemmaForBlockDiffusion._from_config(config, dtype=getattr(torch, args.dtype)).eval()
     theirs.set_experts_implementation(args.experts)
-    ours = from_state_dict(CONFIG, theirs.state_dict(), dtype=getattr(torch, args.dtype))
+    ours = checkpoint.from_state_dict(CONFIG, theirs.state_dict(), dtype=getattr(torch, args.dtype))
 
     times: dict[str, list[float]] = {"transformers": [], "redraft": []}
     their_steps(theirs, cfg), our_steps(ours, cfg)  # warm-up

@@ -119,14 +119,14 @@ def load(
     if quant not in (None, FP8):
         raise ValueError(f"there is no quantization {quant!r}; known is {FP8}")
     device, folder = _device(device), checkpoint.find(path_or_id)
-    config = checkpoint.load_config(folder)
+    config = checkpoint.read_model_config(folder)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.size > config.vocab_size:
         raise TokenizerError(
             f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, the model a vocabulary of "
             f"{config.vocab_size}: they do not belong together"
         )
-    sampler = SamplerConfig.from_folder(folder, config)
+    sampler = checkpoint.read_sampler_config(folder, config)
     model = checkpoint.load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device)
     if quant == FP8 and not model.config.quant:
         model = quantize_fp8(model)

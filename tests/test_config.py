@@ -8,6 +8,7 @@ import pytest
 import tiny
 from transformers import DiffusionGemmaGenerationConfig
 
+from redraft import checkpoint
 from redraft.config import FULL, SLIDING, ConfigError, ModelConfig, SamplerConfig
 
 # config.json of google/diffusiongemma-26B-A4B-it: the keys that shape the text model, and what it leaves out.
@@ -73,25 +74,25 @@ def with_text(**changes: object) -> dict:
 
 
 def test_the_released_file_is_the_default():
-    read = ModelConfig.from_published(RELEASED)
+    read = checkpoint.parse_model_config(RELEASED)
     assert replace(read, vision=ModelConfig().vision) == ModelConfig()
     assert read.vision["hidden_size"] == 1152
-    assert SamplerConfig.from_published(GENERATION, read) == SamplerConfig()
+    assert checkpoint.parse_sampler_config(GENERATION, read) == SamplerConfig()
 
 
 def test_what_the_file_omits_is_derived():
     bare = with_text(layer_types=..., rope_parameters=..., rms_norm_eps=..., num_global_key_value_heads=...)
-    read = ModelConfig.from_published(bare)
+    read = checkpoint.parse_model_config(bare)
     assert read.layer_types == ModelConfig().layer_types
     assert (read.rope_theta, read.global_rope_theta, read.global_rotary_fraction) == (1e4, 1e6, 0.25)
     assert read.num_global_key_value_heads == 8
-    assert ModelConfig.from_published(with_text(layer_types=[SLIDING] * 30)).layer_types[-1] == FULL
+    assert checkpoint.parse_model_config(with_text(layer_types=[SLIDING] * 30)).layer_types[-1] == FULL
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_writing_and_reading_agree(name):
     config = tiny.CONFIGS[name]
-    assert ModelConfig.from_published(json.loads(json.dumps(config.to_published()))) == config
+    assert checkpoint.parse_model_config(json.loads(json.dumps(checkpoint.publish_model_config(config)))) == config
 
 
 def test_parameter_counts_are_those_of_the_released_model():
@@ -140,7 +141,7 @@ def test_parameter_counts_are_those_of_the_model(name):
 )
 def test_nonsense_is_refused_with_the_value(raw, words):
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_published(raw)
+        checkpoint.parse_model_config(raw)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -180,12 +181,12 @@ def test_sampler_nonsense_is_refused_with_the_value(change):
 def test_sampler_settings_survive_a_folder(tmp_path):
     flags = {"quota": True, "accept_at_end": True, "spread": 3, "stops_last": True}
     settings = SamplerConfig(canvas_length=64, max_steps=7, eos_token_ids=(1,), **flags)
-    theirs, ours = settings.to_published()
+    theirs, ours = checkpoint.publish_sampler_config(settings)
     (tmp_path / "generation_config.json").write_text(json.dumps(theirs))
     (tmp_path / "redraft.json").write_text(json.dumps(ours))
-    assert SamplerConfig.from_folder(tmp_path, ModelConfig()) == settings
+    assert checkpoint.read_sampler_config(tmp_path, ModelConfig()) == settings
     with pytest.raises(ConfigError, match="ConfidenceSamplerConfig"):
-        SamplerConfig.from_published({"sampler_config": {"_cls_name": "ConfidenceSamplerConfig"}}, ModelConfig())
+        checkpoint.parse_sampler_config({"sampler_config": {"_cls_name": "ConfidenceSamplerConfig"}}, ModelConfig())
 
 
 def test_canvases_needed():
@@ -196,9 +197,9 @@ def test_canvases_needed():
 def test_unreadable_json_is_named(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.json"):
-        ModelConfig.from_json(tmp_path / "config.json")
+        checkpoint.read_model_config(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
-        ModelConfig.from_json(tmp_path / "elsewhere.json")
+        checkpoint.read_model_config(tmp_path / "elsewhere")
 
 
 ODD = [None, True, -1, 0, 2.5, 10**30, float("inf"), float("nan"), "x", "3", "", [], [1, "x"], [[]], {}, {"a": 1}, [None]]
@@ -221,32 +222,32 @@ def replaced(raw: dict, path: tuple, value: object) -> dict:
 def test_odd_values_in_config_json_are_read_or_refused_but_never_crash(path):
     for value in ODD:
         with suppress(ConfigError):
-            read = ModelConfig.from_published(replaced(RELEASED, path, value))
-            assert ModelConfig.from_published(json.loads(json.dumps(read.to_published()))) == read
+            read = checkpoint.parse_model_config(replaced(RELEASED, path, value))
+            assert checkpoint.parse_model_config(json.loads(json.dumps(checkpoint.publish_model_config(read)))) == read
 
 
 @pytest.mark.parametrize("path", list(everywhere(GENERATION)), ids=".".join)
 def test_odd_values_in_generation_config_json_never_crash(path):
     for value in ODD:
         with suppress(ConfigError):
-            SamplerConfig.from_published(replaced(GENERATION, path, value), ModelConfig())
+            checkpoint.parse_sampler_config(replaced(GENERATION, path, value), ModelConfig())
 
 
 def test_odd_values_in_redraft_json_never_crash():
     for value in ODD:
         for ours in ({"sampler": value}, *({"sampler": {f.name: value}} for f in fields(SamplerConfig))):
             with suppress(ConfigError):
-                SamplerConfig.from_published(GENERATION, ModelConfig(), ours)
+                checkpoint.parse_sampler_config(GENERATION, ModelConfig(), ours)
 
 
 def test_endless_nesting_is_unreadable_json(tmp_path):
     (tmp_path / "config.json").write_text("[" * 200_000)
     with pytest.raises(ConfigError, match="not readable"):
-        ModelConfig.from_json(tmp_path / "config.json")
+        checkpoint.read_model_config(tmp_path)
 
 
 def test_one_temperature_can_be_saved_for_transformers():
-    theirs, ours = SamplerConfig(t_min=0.7, t_max=0.7).to_published()
+    theirs, ours = checkpoint.publish_sampler_config(SamplerConfig(t_min=0.7, t_max=0.7))
     assert theirs["t_max"] > theirs["t_min"]
-    assert SamplerConfig.from_published(theirs, ModelConfig(), ours).t_max == pytest.approx(0.7, rel=1e-9)
+    assert checkpoint.parse_sampler_config(theirs, ModelConfig(), ours).t_max == pytest.approx(0.7, rel=1e-9)
     assert DiffusionGemmaGenerationConfig(**theirs).t_min == 0.7

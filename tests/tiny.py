@@ -85,7 +85,7 @@ def byte_tokenizer() -> Tokenizer:
 
 def sampler(**changes: object) -> SamplerConfig:
     """Settings for tiny canvases."""
-    return SamplerConfig.from_published({"eos_token_id": [1, 5]}, BASE).changed(
+    return checkpoint.parse_sampler_config({"eos_token_id": [1, 5]}, BASE).changed(
         **{"max_steps": 6, "entropy_bound": 1.0, "confidence_threshold": 0.1, **changes}
     )
 

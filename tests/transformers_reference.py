@@ -7,7 +7,7 @@ import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, EntropyBoundSamplerConfig
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
 
-from redraft.checkpoint import published_name
+from redraft import checkpoint
 from redraft.config import SamplerConfig
 from redraft.diffusion import rng
 from redraft.kernels.vocabulary import sample_from
@@ -16,10 +16,11 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 
 def same_weights(ours: DiffusionGemma) -> DiffusionGemmaForBlockDiffusion:
     """Their model with our weights."""
-    config = DiffusionGemmaConfig.from_dict(ours.config.to_published(str(ours.dtype).removeprefix("torch.")))
+    dtype = str(ours.dtype).removeprefix("torch.")
+    config = DiffusionGemmaConfig.from_dict(checkpoint.publish_model_config(ours.config, dtype))
     # Not .to(dtype): that would round the RoPE frequencies as well, which loading a checkpoint does not.
     model = DiffusionGemmaForBlockDiffusion._from_config(config, dtype=ours.dtype).eval()
-    tensors = {published_name(name): tensor for name, tensor in ours.state_dict().items()}
+    tensors = {checkpoint.published_name(name): tensor for name, tensor in ours.state_dict().items()}
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected
     model.tie_weights()

@@ -1,6 +1,7 @@
 """Published checkpoints in and out. A checkpoint is a folder: config.json, generation_config.json, safetensors, tokenizer.
 
 names.py    file names, and our tensor names -> the published ones
+published_config.py  config.json, generation_config.json, redraft.json <-> ModelConfig, SamplerConfig
 find.py     where a checkpoint is: a folder, a model in the package, a hub id
 tensors.py  the tensors of a folder, memory-mapped
 load.py     tensors -> model
@@ -8,8 +9,16 @@ save.py     model -> folder
 """
 
 from redraft.checkpoint.find import PACKAGED, find
-from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_config, load_model
+from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model
 from redraft.checkpoint.names import CheckpointError, published_name
+from redraft.checkpoint.published_config import (
+    parse_model_config,
+    parse_sampler_config,
+    publish_model_config,
+    publish_sampler_config,
+    read_model_config,
+    read_sampler_config,
+)
 from redraft.checkpoint.save import save, write_text
 from redraft.checkpoint.tensors import folder_with_vision
 
@@ -21,9 +30,14 @@ __all__ = [
     "folder_with_vision",
     "from_state_dict",
     "lay_out_for_cpu",
-    "load_config",
     "load_model",
+    "parse_model_config",
+    "parse_sampler_config",
+    "publish_model_config",
+    "publish_sampler_config",
     "published_name",
+    "read_model_config",
+    "read_sampler_config",
     "save",
     "write_text",
 ]

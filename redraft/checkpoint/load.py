@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from redraft.checkpoint.names import CONFIG, DECODER, ENCODER, VISION, CheckpointError, published_name, tied_name
+from redraft.checkpoint.names import DECODER, ENCODER, VISION, CheckpointError, published_name, tied_name
+from redraft.checkpoint.published_config import read_model_config
 from redraft.checkpoint.tensors import Tensors
 from redraft.config import ModelConfig
 from redraft.kernels.fp8 import FP8_DTYPE
@@ -16,16 +17,11 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def load_config(folder: str | Path) -> ModelConfig:
-    """The shape of the model in a folder."""
-    return ModelConfig.from_json(Path(folder) / CONFIG)
-
-
 def load_model(
     folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> DiffusionGemma:
     """The model in a folder. Without a dtype, weights stay as stored and, on a CPU, are used from the mapped file."""
-    config = load_config(folder)
+    config = read_model_config(folder)
     tensors: Mapping[str, Tensor] = Tensors(Path(folder))
     return from_state_dict(
         config, quant.StackedExpertTensors(tensors) if config.quant else tensors, dtype=dtype, device=device

@@ -4,6 +4,8 @@ Our names are the published ones without their prefix. The encoder's layer scala
 """
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+REDRAFT_CONFIG = "redraft.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DECODER = "model.decoder."

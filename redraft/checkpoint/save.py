@@ -9,10 +9,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from redraft.checkpoint.load import load_config
-from redraft.checkpoint.names import CONFIG, INDEX, VISION, WEIGHTS, published_name
+from redraft.checkpoint.names import CONFIG, GENERATION_CONFIG, INDEX, REDRAFT_CONFIG, VISION, WEIGHTS, published_name
+from redraft.checkpoint.published_config import (
+    parse_sampler_config,
+    publish_model_config,
+    publish_sampler_config,
+    read_model_config,
+)
 from redraft.checkpoint.tensors import Tensors
-from redraft.config import GENERATION, OURS, SMALLEST_VISION, SamplerConfig
+from redraft.config import SMALLEST_VISION, SamplerConfig
 from redraft.model import quant
 from redraft.model.diffusion_gemma import DiffusionGemma
 
@@ -35,20 +40,20 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {published_name(name): tensor for name, tensor in model.state_dict().items()}
     tensors = quant.split_experts(tensors) if model.config.quant else tensors
-    config = model.config.to_published(str(model.dtype).removeprefix("torch."))
+    config = publish_model_config(model.config, str(model.dtype).removeprefix("torch."))
     if model.config.quant:
         config["quantization_config"] = quant.quantization_config(model.config.num_hidden_layers)
     if vision_from is not None:
         source = Tensors(Path(vision_from))
         tensors |= {name: source[name] for name in source if name.startswith(VISION)}
-        config["vision_config"] = dict(load_config(vision_from).vision)
+        config["vision_config"] = dict(read_model_config(vision_from).vision)
     else:
         config["vision_config"] = dict(SMALLEST_VISION)
         tensors |= _smallest_vision(model.config.hidden_size, model.dtype)
     _write_weights(tensors, folder, shard_bytes)
-    sampler = sampler or SamplerConfig.from_published({}, model.config)
-    generation, ours = sampler.to_published()
-    for name, content in ((GENERATION, generation), (OURS, ours), (CONFIG, config)):
+    sampler = sampler or parse_sampler_config({}, model.config)
+    generation, ours = publish_sampler_config(sampler)
+    for name, content in ((GENERATION_CONFIG, generation), (REDRAFT_CONFIG, ours), (CONFIG, config)):
         write_text(folder / name, json.dumps(content, indent=2) + "\n")
     return folder
 

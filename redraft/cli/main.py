@@ -207,7 +207,7 @@ def info(
     config, stored = ModelConfig(), None
     if model:
         folder = checkpoint.find(model, weights=False)
-        config = checkpoint.load_config(folder)
+        config = checkpoint.read_model_config(folder)
         stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)
     console.print(_shape_table(config))

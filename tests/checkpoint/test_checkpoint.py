@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from redraft import checkpoint
 from redraft.checkpoint import CheckpointError
-from redraft.config import SamplerConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
 
 
@@ -40,7 +39,7 @@ def test_saved_equals_loaded(folder):
     assert same(model, loaded)
     assert loaded.config == model.config
     assert not any(p.requires_grad for p in loaded.parameters())
-    assert SamplerConfig.from_folder(folder, loaded.config) == tiny.sampler(max_new_tokens=32)
+    assert checkpoint.read_sampler_config(folder, loaded.config) == tiny.sampler(max_new_tokens=32)
     assert not list(folder.glob("*.part"))
 
 
@@ -95,9 +94,9 @@ def test_vision_weights_are_passed_over_and_can_be_carried(folder, tmp_path):
     model = checkpoint.load_model(folder)
     checkpoint.save(model, tmp_path / "with", vision_from=folder)
     assert load_file(tmp_path / "with" / "model.safetensors")[tower].tolist() == [0, 1, 2, 3, 4]
-    assert checkpoint.load_config(tmp_path / "with").vision["hidden_size"] == 16
+    assert checkpoint.read_model_config(tmp_path / "with").vision["hidden_size"] == 16
     checkpoint.save(model, tmp_path / "without")
-    assert checkpoint.load_config(tmp_path / "without").vision["hidden_size"] == 8
+    assert checkpoint.read_model_config(tmp_path / "without").vision["hidden_size"] == 8
     assert tower not in load_file(tmp_path / "without" / "model.safetensors")
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 import redraft
 from redraft import checkpoint
 from redraft.checkpoint import CheckpointError
-from redraft.config import ConfigError, ModelConfig
+from redraft.config import ConfigError
 from redraft.diffusion.generate import generate
 from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, dequantize, linear_fp8, quantize
 from redraft.model import quant
@@ -105,7 +105,7 @@ def test_other_packings_are_refused_in_a_sentence(tmp_path):
         ({"config_groups": [1]}, "config_groups must be an object"),
     ):
         with pytest.raises(ConfigError, match=words):
-            ModelConfig.from_published(raw | {"quantization_config": raw["quantization_config"] | change})
+            checkpoint.parse_model_config(raw | {"quantization_config": raw["quantization_config"] | change})
     del raw["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="a tensor that this model does not"):

@@ -25,7 +25,6 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from redraft import checkpoint
-from redraft.config import SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion.autoregressive import generate_autoregressive
 from redraft.diffusion.generate import Committed, Draft, Finished, Stats
@@ -348,7 +347,7 @@ class Boards:
         if solve.fits(self._model):
             return
         folder = checkpoint.find(SUDOKU)
-        self._sampler = SamplerConfig.from_folder(folder, checkpoint.load_config(folder))
+        self._sampler = checkpoint.read_sampler_config(folder, checkpoint.read_model_config(folder))
         self._model = checkpoint.load_model(folder, dtype=select_dtype(self._device), device=self._device)
 
 

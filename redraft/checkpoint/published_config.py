@@ -1,0 +1,277 @@
+"""Reads and writes the JSON files of a checkpoint folder: config.json, generation_config.json and redraft.json.
+
+    config.json             <-> ModelConfig      the published file, in transformers' keys
+    generation_config.json  <-> SamplerConfig    the published file, in transformers' keys
+    redraft.json            <-> SamplerConfig    sampler settings that transformers has no field for and would refuse
+
+For each record there are three functions: `read_...` takes a folder, `parse_...` takes the JSON objects, `publish_...` makes
+the JSON objects. Parsing refuses every variant of the architecture that would silently change the mathematics.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from redraft.checkpoint.names import CONFIG, GENERATION_CONFIG, REDRAFT_CONFIG
+from redraft.config import (
+    FULL,
+    SLIDING,
+    SMALLEST_VISION,
+    ConfigError,
+    ModelConfig,
+    SamplerConfig,
+    read_json,
+    require_ids,
+    require_int,
+    require_number,
+    require_object,
+)
+
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+ENTROPY_BOUND_SAMPLER = "EntropyBoundSamplerConfig"  # transformers' class name, written as `_cls_name`
+# Fields of ModelConfig that text_config has under the same name, in the order in which they are written.
+PUBLISHED_KEYS = (
+    "vocab_size hidden_size intermediate_size moe_intermediate_size num_experts top_k_experts num_hidden_layers "
+    "num_attention_heads num_key_value_heads num_global_key_value_heads head_dim global_head_dim sliding_window "
+    "rms_norm_eps final_logit_softcapping max_position_embeddings pad_token_id bos_token_id"
+).split()
+# These must be in the file: the class defaults of other libraries differ from the released values.
+REQUIRED_KEYS = (
+    "vocab_size hidden_size intermediate_size moe_intermediate_size num_experts top_k_experts "
+    "num_attention_heads num_key_value_heads head_dim sliding_window max_position_embeddings"
+).split()
+OPTIONAL_KEYS = ("rms_norm_eps", "final_logit_softcapping")
+# Fields of SamplerConfig that generation_config.json has under the same name.
+GENERATION_KEYS = ("max_new_tokens", "t_min", "t_max", "stability_threshold", "confidence_threshold", "pad_token_id")
+REDRAFT_KEYS = ("canvas_length", "quota", "accept_at_end", "spread", "stops_last")
+
+
+# 1. ModelConfig
+
+
+def read_model_config(folder: str | Path) -> ModelConfig:
+    """Reads config.json of a checkpoint folder."""
+    path = Path(folder) / CONFIG
+    return parse_model_config(read_json(path), str(path))
+
+
+def parse_model_config(raw: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
+    """Makes a ModelConfig from the content of config.json. Error messages name `source`."""
+    _refuse_other_models(raw, source)
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"{source} has no text_config")
+    _refuse_variants(text, source)
+    layer_types = _parse_layer_types(text, source)
+    rope = _parse_rope(text, source)
+    required = {name: _require(text, name, source) for name in REQUIRED_KEYS}
+    optional = {name: text[name] for name in OPTIONAL_KEYS if text.get(name) is not None}
+    image_defaults = (("boi", 255_999), ("image", 258_880), ("eoi", 258_882))
+    begin_image, image, end_image = (_first(raw.get(f"{name}_token_id"), default) for name, default in image_defaults)
+    return ModelConfig(
+        **required,
+        **optional,
+        **_parse_full_layer_heads(text, layer_types, source),
+        **rope,
+        layer_types=layer_types,
+        quant=_parse_quantization(raw, source),
+        canvas_length=_first(raw.get("canvas_length"), 256),
+        pad_token_id=_first(text.get("pad_token_id"), 0),
+        bos_token_id=_first(text.get("bos_token_id"), 2),
+        eos_token_ids=require_ids("eos_token_id", _first(raw.get("eos_token_id"), text.get("eos_token_id"), 1)),
+        image_token_ids=(begin_image, image, end_image),
+        vision=require_object(f"{source}: vision_config", raw.get("vision_config")) or dict(SMALLEST_VISION),
+    )
+
+
+def publish_model_config(config: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+    """Makes the content of config.json, in the keys of the released file. The caller adds `quantization_config`."""
+    full_rope = {
+        "rope_type": "proportional",
+        "rope_theta": config.global_rope_theta,
+        "partial_rotary_factor": config.global_rotary_fraction,
+    }
+    sliding_rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    begin_image, image, end_image = config.image_token_ids
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "diffusion_gemma",
+        "canvas_length": config.canvas_length,
+        "boi_token_id": begin_image,
+        "image_token_id": image,
+        "eoi_token_id": end_image,
+        "eos_token_id": list(config.eos_token_ids),
+        "tie_word_embeddings": True,
+        "dtype": dtype,
+        "text_config": {
+            "model_type": "diffusion_gemma_text",
+            **{name: getattr(config, name) for name in PUBLISHED_KEYS},
+            "eos_token_id": config.eos_token_ids[0],
+            "layer_types": list(config.layer_types),
+            "rope_parameters": {FULL: full_rope, SLIDING: sliding_rope},
+            "hidden_activation": "gelu_pytorch_tanh",
+            "use_bidirectional_attention": "vision",
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "dtype": dtype,
+        },
+        "vision_config": dict(config.vision),
+    }
+
+
+# 2. SamplerConfig
+
+
+def read_sampler_config(folder: str | Path, model: ModelConfig) -> SamplerConfig:
+    """Reads generation_config.json and redraft.json of a checkpoint folder. Either file may be missing."""
+    generation, ours = (
+        read_json(path) if path.exists() else {}
+        for path in (Path(folder) / GENERATION_CONFIG, Path(folder) / REDRAFT_CONFIG)
+    )
+    return parse_sampler_config(generation, model, ours)
+
+
+def parse_sampler_config(
+    generation: Mapping[str, Any], model: ModelConfig, ours: Mapping[str, Any] | None = None
+) -> SamplerConfig:
+    """Makes a SamplerConfig from the contents of generation_config.json and redraft.json.
+
+    A missing setting has the value of the released checkpoint; canvas length and special tokens default to the model's.
+    """
+    settings = {name: generation[name] for name in GENERATION_KEYS if generation.get(name) is not None}
+    if generation.get("max_denoising_steps") is not None:
+        settings["max_steps"] = generation["max_denoising_steps"]
+    sampler = require_object(f"{GENERATION_CONFIG}: sampler_config", generation.get("sampler_config"))
+    class_name = sampler.get("_cls_name", ENTROPY_BOUND_SAMPLER)
+    if class_name != ENTROPY_BOUND_SAMPLER:
+        raise ConfigError(f"{GENERATION_CONFIG} names the sampler {class_name!r}; redraft has {ENTROPY_BOUND_SAMPLER} only")
+    if "entropy_bound" in sampler:
+        settings["entropy_bound"] = sampler["entropy_bound"]
+    settings.setdefault("pad_token_id", model.pad_token_id)
+    eos_token_ids = require_ids("eos_token_id", _first(generation.get("eos_token_id"), model.eos_token_ids))
+    config = SamplerConfig(canvas_length=model.canvas_length, eos_token_ids=eos_token_ids, **settings)
+    return config.changed(**require_object(f"{REDRAFT_CONFIG}: sampler", (ours or {}).get("sampler")))
+
+
+def publish_sampler_config(config: SamplerConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Makes the contents of generation_config.json, which transformers reads, and of redraft.json, which only we read."""
+    generation = {
+        "max_new_tokens": config.max_new_tokens,
+        "max_denoising_steps": config.max_steps,
+        "sampler_config": {"_cls_name": ENTROPY_BOUND_SAMPLER, "entropy_bound": float(config.entropy_bound)},
+        "t_min": config.t_min,
+        # transformers requires t_max > t_min. The next float64 is the same temperature in float32.
+        "t_max": max(config.t_max, math.nextafter(config.t_min, math.inf)),
+        "stability_threshold": config.stability_threshold,
+        "confidence_threshold": float(config.confidence_threshold),
+        "eos_token_id": list(config.eos_token_ids),
+        "pad_token_id": config.pad_token_id,
+    }
+    return generation, {"sampler": {name: getattr(config, name) for name in REDRAFT_KEYS}}
+
+
+# 3. Parts of config.json
+
+
+def _require(raw: Mapping[str, Any], name: str, source: str) -> Any:
+    if raw.get(name) is None:
+        raise ConfigError(f"{source} has no value for {name}, and redraft assumes none")
+    return raw[name]
+
+
+def _first(*values: Any) -> Any:
+    """Returns the first value that is not None."""
+    return next(value for value in values if value is not None)
+
+
+def _refuse_other_models(raw: Mapping[str, Any], source: str) -> None:
+    architectures = raw.get("architectures") or []
+    architectures = architectures if isinstance(architectures, list) else [architectures]
+    if raw.get("model_type") != "diffusion_gemma" and ARCHITECTURE not in architectures:
+        described = architectures[0] if architectures else raw.get("model_type", "nothing")
+        raise ConfigError(f"{source} describes {described!r}; redraft runs {ARCHITECTURE!r}")
+
+
+def _refuse_variants(text: Mapping[str, Any], source: str) -> None:
+    """Refuses settings that would silently change the mathematics."""
+    allowed = {  # None means that the key is absent
+        "attention_bias": (None, False),
+        "hidden_activation": (None, "gelu_pytorch_tanh"),
+        "use_bidirectional_attention": (None, "vision"),
+        "tie_word_embeddings": (None, True),
+        "attention_k_eq_v": (None, True),
+        "enable_moe_block": (None, True),
+    }
+    for name, values in allowed.items():
+        if text.get(name) not in values:
+            raise ConfigError(f"{source}: {name} is {text[name]!r}; redraft runs {values[-1]!r} only")
+
+
+def _parse_quantization(raw: Mapping[str, Any], source: str) -> str | None:
+    """Returns the name of the weight format: None for plain weights, "fp8" for compressed-tensors fp8 by channel."""
+    quantization = require_object(f"{source}: quantization_config", raw.get("quantization_config"))
+    if not quantization:
+        return None
+    method = quantization.get("quant_method")
+    file_format = quantization.get("format")
+    groups = require_object(f"{source}: config_groups", quantization.get("config_groups")).values()
+    schemes = [require_object(f"{source}: a group of quantization_config", group) for group in groups]
+    weights = [require_object(f"{source}: weights of a group", scheme.get("weights")) for scheme in schemes]
+    is_fp8_by_channel = bool(weights) and all(
+        (weight.get("num_bits"), weight.get("type"), weight.get("strategy")) == (8, "float", "channel") for weight in weights
+    )
+    if (method, file_format) == ("compressed-tensors", "float-quantized") and is_fp8_by_channel:
+        return "fp8"
+    raise ConfigError(
+        f"{source} is quantized as {method!r}, format {file_format!r}; redraft reads compressed-tensors fp8 by channel: "
+        "load that or the bf16 checkpoint instead"
+    )
+
+
+def _parse_layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:
+    count = require_int("num_hidden_layers", _require(text, "num_hidden_layers", source), 1, 10_000)
+    layer_types = text.get("layer_types") or [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(count)]
+    if not isinstance(layer_types, list):
+        raise ConfigError(f"{source}: layer_types must be a list, got {layer_types!r}")
+    if len(layer_types) != count:
+        raise ConfigError(f"{source} lists {len(layer_types)} layer_types for {count} layers")
+    return (*layer_types[:-1], FULL)  # the last layer is forced to be full, as in transformers
+
+
+def _parse_full_layer_heads(text: Mapping[str, Any], layer_types: tuple[str, ...], source: str) -> dict[str, int]:
+    """Head size and key-value heads of full layers: two keys in released files, `per_layer_config` in re-saved ones."""
+    if text.get("per_layer_config") is None:
+        default_heads = _require(text, "num_key_value_heads", source)
+        return {
+            "global_head_dim": _require(text, "global_head_dim", source),
+            "num_global_key_value_heads": _first(text.get("num_global_key_value_heads"), default_heads),
+        }
+    per_layer = require_object(f"{source}: per_layer_config", text.get("per_layer_config"))
+    sliding_shape = {"head_dim": text.get("head_dim"), "num_key_value_heads": text.get("num_key_value_heads")}
+    full_layers = {str(layer) for layer, kind in enumerate(layer_types) if kind == FULL}
+    shapes = [
+        sliding_shape | require_object(f"{source}: per_layer_config", per_layer.get(layer)) for layer in sorted(full_layers)
+    ]
+    has_other_layers = bool(set(per_layer) - full_layers)
+    if has_other_layers or any(shape != shapes[0] or set(shape) - set(sliding_shape) for shape in shapes):
+        raise ConfigError(f"{source}: per_layer_config must give the same head shape to every full layer and to no other")
+    return {"global_head_dim": shapes[0]["head_dim"], "num_global_key_value_heads": shapes[0]["num_key_value_heads"]}
+
+
+def _parse_rope(text: Mapping[str, Any], source: str) -> dict[str, float]:
+    rope = require_object(f"{source}: rope_parameters", text.get("rope_parameters"))
+    sliding = require_object(f"{source}: rope_parameters", rope.get(SLIDING))
+    full = require_object(f"{source}: rope_parameters", rope.get(FULL))
+    types = (sliding.get("rope_type", "default"), full.get("rope_type", "proportional"))
+    factor = full.get("factor", 1.0)
+    if types != ("default", "proportional") or factor != 1.0:
+        raise ConfigError(f"{source}: RoPE {types} with factor {factor}; redraft runs default, proportional, 1")
+    if sliding.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"{source}: partial_rotary_factor on sliding layers is {sliding['partial_rotary_factor']}, not 1")
+    fraction = full.get("partial_rotary_factor", 1.0 if full else 0.25)
+    return {
+        "rope_theta": require_number(f"{source}: rope_theta", sliding.get("rope_theta", 10_000.0)),
+        "global_rope_theta": require_number(f"{source}: rope_theta", full.get("rope_theta", 1_000_000.0)),
+        "global_rotary_fraction": require_number(f"{source}: partial_rotary_factor", fraction),
+    }
