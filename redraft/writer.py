@@ -30,7 +30,7 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import FP8, quantize_fp8
 from redraft.tasks import edit, infill
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, Span, Suggestion
-from redraft.tasks.infill import Filled, Filler, Template
+from redraft.tasks.infill import Filled, Infiller, Template
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solve
 from redraft.tasks.sudoku.board import Board
@@ -40,7 +40,7 @@ from redraft.tokenizer.tokenizer import Decoder, Message, Tokenizer, TokenizerEr
 
 Prompt = str | Sequence[int] | Sequence[Message]
 PATTERNS = ("regex", "schema", "choices")  # settings that the answer must match
-SHIPPED, SUDOKU = checkpoint.PACKAGED / "tiny", checkpoint.PACKAGED / "sudoku"
+DEFAULT_MODEL, SUDOKU_MODEL = checkpoint.PACKAGED / "tiny", checkpoint.PACKAGED / "sudoku"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Answer:
 
 
 def load(
-    path_or_id: str | Path = SHIPPED,
+    path_or_id: str | Path = DEFAULT_MODEL,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -206,7 +206,7 @@ class Writer:
     ) -> Answer:
         """Answers a conversation; a string is a conversation of one user message. `settings` as for `write`."""
         constraints = self._obeyed(constraints, settings)
-        ids = self.tokenizer.chat(as_messages(messages), tools=tools, think=think)
+        ids = self.tokenizer.chat(to_messages(messages), tools=tools, think=think)
         return self._answers([ids], True, self._settings(max_tokens, settings), seed, constraints, streamer)[0]
 
     def stream(
@@ -234,17 +234,19 @@ class Writer:
         Where nobody looks at them, `drafts=False` spares their text; with `candidates=5` they come with the probabilities of the
         five likeliest tokens everywhere. A `replay` takes up a run that was under way, and steers it.
         """
-        constraints, chatting = self._obeyed(constraints, settings), not is_text(prompt)
-        ids, cfg = self.ids_of(prompt, tools, think), self._settings(max_tokens, settings)
-        number = seed if seed is not None else fresh_seed()
+        constraints, chatting = self._obeyed(constraints, settings), not is_text_prompt(prompt)
+        ids, cfg = self.encode_prompt(prompt, tools, think), self._settings(max_tokens, settings)
+        number = seed if seed is not None else new_seed()
         first_1C = self._started(draft, cfg, number) if draft else None
         options = {"constraints": constraints, "first_1C": first_1C, "seconds": seconds, "stop": stop}
         request = self.engine.add(ids, cfg, seed=number, replay=replay, candidates=candidates, **options)
         return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting), drafts)
 
-    def ids_of(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> list[int]:
+    def encode_prompt(
+        self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False
+    ) -> list[int]:
         """The tokens of a text to continue, which may be tokens already, or of a conversation."""
-        if not is_text(prompt):
+        if not is_text_prompt(prompt):
             return self.tokenizer.chat(prompt, tools=tools, think=think)
         if tools or think:
             raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
@@ -289,12 +291,12 @@ class Writer:
         between, before, behind = text is None, prefix or "", suffix or ""
         if context and not between:
             raise ValueError("context stands before a prefix; a text with holes has its context in itself")
-        template = Template((context + before, behind), (None,), between=True) if between else infill.parse(text)
-        filler, cfg = Filler(self.engine, self.tokenizer), self._settings(None, settings)
-        options = {"seed": seed if seed is not None else fresh_seed(), "count": 1 if count is None else count}
-        found = filler.fill(template, cfg, longest=longest, seconds=seconds, watch=watch, stop=stop, **options)
+        template = Template((context + before, behind), (None,), is_fim=True) if between else infill.parse_template(text)
+        infiller, cfg = Infiller(self.engine, self.tokenizer), self._settings(None, settings)
+        options = {"seed": seed if seed is not None else new_seed(), "count": 1 if count is None else count}
+        found = infiller.infill(template, cfg, longest=longest, seconds=seconds, watch=watch, stop=stop, **options)
         if between:
-            found = [replace(one, text=before + one.holes[0] + behind) for one in found]
+            found = [replace(one, text=before + one.gaps[0] + behind) for one in found]
         return found[0] if count is None else found
 
     def edit(
@@ -314,8 +316,8 @@ class Writer:
         `keep` (start, end) stay. `edited.diff()` shows what has changed. Once `stop` is set, Stopped is raised.
         `settings` are fields of SamplerConfig.
         """
-        asked = [] if instruction is None else self.tokenizer.chat(as_messages(f"{instruction}\n\n{text}"))
-        seed, cfg = seed if seed is not None else fresh_seed(), self._settings(None, settings)
+        asked = [] if instruction is None else self.tokenizer.chat(to_messages(f"{instruction}\n\n{text}"))
+        seed, cfg = seed if seed is not None else new_seed(), self._settings(None, settings)
         options = {"strength": strength, "keep": keep, "prompt": asked, "seed": seed, "stop": stop}
         return edit.edit(self.engine, self.tokenizer, text, cfg, **options)
 
@@ -334,7 +336,7 @@ class Writer:
 
         A string is continued, messages are answered. The probabilities add up to one. Once `stop` is set, Stopped is raised.
         """
-        ids = self.ids_of(prompt)
+        ids = self.encode_prompt(prompt)
         cfg, model = self.sampler.changed(max_new_tokens=self.sampler.canvas_length), self.model
         check_inputs(model.config, [ids], cfg, [seed], [Constraints()], None)
         cache = model.new_cache(1, len(ids), rewind=0)
@@ -345,7 +347,7 @@ class Writer:
         for choice in _choices(choices):
             if stop is not None and stop.is_set():
                 raise Stopped
-            found = Constraints(pattern=self._words.automaton(re.escape(choice)))
+            found = Constraints(pattern=self.automaton_compiler.automaton(re.escape(choice)))
             found.check(model.config.vocab_size, cfg.canvas_length, cfg.eos_token_ids)
             masses.append(found.automaton_on(found.start(), 0, cfg.canvas_length, cfg.canvas_length).mass(logits_CV))
         shares = torch.tensor(masses, dtype=torch.float64).softmax(dim=0).tolist()
@@ -364,10 +366,10 @@ class Writer:
         if name == "choices":
             value = "|".join(re.escape(choice) for choice in _choices(value))
         pattern = json_schema.to_regex(value) if name == "schema" else value
-        return replace(constraints or Constraints(), pattern=self._words.automaton(pattern))
+        return replace(constraints or Constraints(), pattern=self.automaton_compiler.automaton(pattern))
 
     @cached_property
-    def _words(self) -> AutomatonCompiler:
+    def automaton_compiler(self) -> AutomatonCompiler:
         token_bytes = self.tokenizer.token_bytes
         missing = self.model.config.vocab_size - len(token_bytes)
         return AutomatonCompiler((*token_bytes, *[None] * missing), self.sampler.eos_token_ids)
@@ -387,7 +389,7 @@ class Writer:
         many = [puzzle] if isinstance(puzzle, str) else list(puzzle)
         alone = isinstance(puzzle, str) or (len(many) > 0 and not hasattr(many[0], "__iter__"))
         puzzles = [boards.given(one) for one in ([puzzle] if alone else many)]
-        events = self.sudoku_events(puzzles, seed=seed if seed is not None else fresh_seed(), **options)
+        events = self.sudoku_events(puzzles, seed=seed if seed is not None else new_seed(), **options)
         found = sorted((e for e in events if isinstance(e, Solution)), key=lambda solution: solution.number)
         return found[0] if alone else found
 
@@ -410,7 +412,7 @@ class Writer:
         constraints: Constraints | None,
         streamer: Any,
     ) -> list[Answer]:
-        first = seed if seed is not None else fresh_seed()
+        first = seed if seed is not None else new_seed()
         seeds = [first + row for row in range(len(prompts))]
         if streamer is not None:  # which wants all rows step by step
             events = generate(
@@ -431,7 +433,7 @@ class Writer:
         return [self._answer(ends[request], 0, chatting, cfg) for request in requests]
 
     def _answer(self, last: Finished, row: int, chatting: bool, cfg: SamplerConfig) -> Answer:
-        ids, _ = received(last.ids_BT[row].tolist(), cfg, cfg.max_new_tokens)
+        ids, _ = cut_at_stop(last.ids_BT[row].tolist(), cfg, cfg.max_new_tokens)
         parts = parse(self.tokenizer.decode(ids, keep_special=True)) if chatting else Parsed(self.tokenizer.decode(ids))
         stats = last.stats[row]
         return Answer(
@@ -457,22 +459,22 @@ def _choices(choices: Sequence[str]) -> Sequence[str]:
     return choices
 
 
-def is_text(prompt: Prompt) -> bool:
+def is_text_prompt(prompt: Prompt) -> bool:
     """Whether it is to be continued: a text, or its tokens."""
     return isinstance(prompt, str) or (len(prompt) > 0 and all(isinstance(token, int) for token in prompt))
 
 
-def as_messages(prompt: Prompt) -> Sequence[Message]:
+def to_messages(prompt: Prompt) -> Sequence[Message]:
     """A conversation; a string becomes its only message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def fresh_seed() -> int:
+def new_seed() -> int:
     """A seed nobody has asked for; it is reported, so that the answer can be had again."""
     return secrets.randbits(32)
 
 
-def received(ids: Sequence[int], cfg: SamplerConfig, room: int) -> tuple[list[int], bool]:
+def cut_at_stop(ids: Sequence[int], cfg: SamplerConfig, room: int) -> tuple[list[int], bool]:
     """Of a committed page, the tokens a user gets: up to the stop token or the room left, and whether it stopped."""
     for at, token in enumerate(ids[:room]):
         if token in cfg.eos_token_ids:
@@ -512,10 +514,10 @@ def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading, d
             case Draft() if not drafts:
                 yield TextDraft.from_draft(event, "")
             case Draft():
-                ids, _ = received(event.ids_BC[0].tolist(), cfg, room)
+                ids, _ = cut_at_stop(event.ids_BC[0].tolist(), cfg, room)
                 yield TextDraft.from_draft(event, reading.draft(ids))
             case Committed():
-                ids, stopped = received(event.ids_BC[0].tolist(), cfg, room)
+                ids, stopped = cut_at_stop(event.ids_BC[0].tolist(), cfg, room)
                 room -= len(ids)
                 parsed = reading.add(ids, final=stopped or room <= 0)
                 yield TextCommitted.from_committed(event, parsed, shown=len(ids))

@@ -10,7 +10,7 @@ import uvicorn
 
 from redraft.constraints.constraints import Constraints
 from redraft.server.app import ServerConfig, make_app
-from redraft.writer import Writer, is_text
+from redraft.writer import Writer, is_text_prompt
 
 
 @contextmanager
@@ -42,7 +42,7 @@ class Saying(Writer):
     """Says what a message tells it to: "say: ..."."""
 
     def stream(self, prompt, **options):
-        asked = "" if is_text(prompt) else prompt[-1]["content"]
+        asked = "" if is_text_prompt(prompt) else prompt[-1]["content"]
         if asked.startswith("say: "):
             ids = [*self.tokenizer.encode(asked.removeprefix("say: ")), 5]
             options["constraints"] = Constraints(pins=dict(enumerate(ids)))

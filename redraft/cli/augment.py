@@ -45,7 +45,7 @@ def augment(
     if not target.absolute().parent.is_dir():
         raise ValueError(f"there is no folder {str(target.parent)!r} to write {out!r} into")
     begin, room = there(target, [record[field] for _, record in records], plan) if target.exists() else (0, 0)
-    subject, console = writer.load(model or writer.SHIPPED, device=device), Console(stderr=True, highlight=False)
+    subject, console = writer.load(model or writer.DEFAULT_MODEL, device=device), Console(stderr=True, highlight=False)
     for line, record in records:
         try:
             check(subject.engine, subject.tokenizer, record[field])

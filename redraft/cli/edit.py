@@ -16,7 +16,7 @@ from redraft import writer
 from redraft.cli.options import Device, Model, Seed, Threads, number, option, whole
 from redraft.cli.terminal import CanvasView, harmless
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, check
-from redraft.tasks.infill import Filled, parse
+from redraft.tasks.infill import Filled, parse_template
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Write = Annotated[bool, typer.Option("--write", "-w", help="Replace the file, at once or not at all.")]
@@ -36,8 +36,8 @@ def fill(
 ) -> None:
     """Fill the holes of a text; everything else comes back as it was."""
     text = given(file, write)
-    parts = parse(text).texts  # a mistake is told before the model is loaded
-    subject, console = writer.load(model or writer.SHIPPED, device=device), Console(highlight=False)
+    parts = parse_template(text).texts  # a mistake is told before the model is loaded
+    subject, console = writer.load(model or writer.DEFAULT_MODEL, device=device), Console(highlight=False)
     beside = Console(stderr=True, highlight=False)
     with CanvasView(beside, subject.tokenizer, subject.sampler.eos_token_ids) as view:
         watch = view.watch if beside.is_terminal else None
@@ -77,7 +77,7 @@ def edit(
     if suggest and (write or instruction is not None):
         raise ValueError("--suggest changes nothing: it goes with neither --write nor --instruction")
     check(strength)
-    subject, console = writer.load(model or writer.SHIPPED, device=device), Console(highlight=False)
+    subject, console = writer.load(model or writer.DEFAULT_MODEL, device=device), Console(highlight=False)
     if suggest:
         _print_suggestions(subject, text, as_json)
         return
@@ -121,7 +121,7 @@ def replace(path: Path, text: str) -> None:
 def coloured(parts: tuple[str, ...], filled: Filled) -> Text:
     """The text as it was, what was filled in green."""
     found = Text()
-    for part, hole in zip(parts, (*filled.holes, ""), strict=True):
+    for part, hole in zip(parts, (*filled.gaps, ""), strict=True):
         found.append(harmless(part))
         found.append(harmless(hole), style="bold green")
     return found

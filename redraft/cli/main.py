@@ -29,7 +29,7 @@ from redraft.cli.terminal import CanvasView, harmless, summary
 from redraft.config import ModelConfig
 from redraft.diffusion.generate import Finished
 from redraft.kernels import backend
-from redraft.writer import SHIPPED, TextCommitted, TextEvent, Writer
+from redraft.writer import DEFAULT_MODEL, TextCommitted, TextEvent, Writer
 
 
 class DefaultToWrite(TyperGroup):
@@ -81,7 +81,7 @@ Temperature = Annotated[
     float | None,
     option("--temperature", "--temp", help="One temperature for all steps. [checkpoint's schedule]", parser=number),
 ]
-Block = Annotated[int | None, option("--block-length", help="Tokens on a page. [checkpoint's]", parser=whole)]
+CanvasLength = Annotated[int | None, option("--canvas-length", help="Tokens on a page. [checkpoint's]", parser=whole)]
 Think = Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="A system message before the conversation.")]
 Visual = Annotated[bool | None, typer.Option("--visual/--no-visual", help="Draw the canvas as it settles. [on a terminal]")]
@@ -97,7 +97,7 @@ def write(
     seed: Seed = None,
     entropy_bound: Bound = None,
     temperature: Temperature = None,
-    block_length: Block = None,
+    canvas_length: CanvasLength = None,
     think: Think = False,
     system: System = None,
     regex: Annotated[str | None, typer.Option("--regex", help="The answer matches this regular expression, whole.")] = None,
@@ -115,7 +115,7 @@ def write(
     """Answer a prompt, or continue a text when the model is not made for chat."""
     text = _prompt(prompt)
     writer = _load(model, device, dtype, quant)
-    settings = _settings(steps, entropy_bound, temperature, block_length)
+    settings = _settings(steps, entropy_bound, temperature, canvas_length)
     chatting = writer.tokenizer.can_chat and not raw
     if not chatting and (system or think):
         raise ValueError("--system and --think need a chat model; this one continues text")
@@ -147,7 +147,7 @@ def chat(
     seed: Seed = None,
     entropy_bound: Bound = None,
     temperature: Temperature = None,
-    block_length: Block = None,
+    canvas_length: CanvasLength = None,
     think: Think = False,
     system: System = None,
     visual: Visual = None,
@@ -158,7 +158,7 @@ def chat(
 ) -> None:
     """Talk with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
     writer = _load(model, device, dtype, quant)
-    settings = _settings(steps, entropy_bound, temperature, block_length)
+    settings = _settings(steps, entropy_bound, temperature, canvas_length)
     options = {"max_tokens": max_tokens, "seed": seed, "think": think, **settings}
     console = Console(highlight=False)
     drawing = console.is_terminal if visual is None else visual
@@ -311,7 +311,7 @@ def _prompt(given: str | None) -> str:
 
 def _load(model: str, device: str | None, dtype: str | None, quant: str | None) -> Writer:
     """The model, with a line on stderr while a person waits for it."""
-    folder = checkpoint.find(model or SHIPPED)  # before the line below, which would garble a download's progress bar
+    folder = checkpoint.find(model or DEFAULT_MODEL)  # before the line below, which would garble a download's progress bar
     with _waiting("loading"):
         return redraft.load(folder, device=device, dtype=dtype, quant=quant)
 
@@ -327,10 +327,10 @@ def _waiting(what: str) -> Iterator[None]:
 
 
 def _settings(
-    steps: int | None, entropy_bound: float | None, temperature: float | None, block_length: int | None
+    steps: int | None, entropy_bound: float | None, temperature: float | None, canvas_length: int | None
 ) -> dict[str, Any]:
     both = {"t_min": temperature, "t_max": temperature}
-    return {"max_steps": steps, "entropy_bound": entropy_bound, "canvas_length": block_length, **both}
+    return {"max_steps": steps, "entropy_bound": entropy_bound, "canvas_length": canvas_length, **both}
 
 
 def _conversation(system: str | None, user: str | None) -> list[dict[str, str]]:

@@ -50,9 +50,9 @@ def serve(
         from redraft.server.app import Limits, ServerConfig, make_app
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
-    subject = writer.load(model or writer.SHIPPED, device=device, dtype=dtype, quant=quant)
+    subject = writer.load(model or writer.DEFAULT_MODEL, device=device, dtype=dtype, quant=quant)
     limits = Limits(hosts=(host, *(hosts or ())), key=key)
-    config = ServerConfig(name=name or Path(model or writer.SHIPPED).name, limits=limits, requests=requests)
+    config = ServerConfig(name=name or Path(model or writer.DEFAULT_MODEL).name, limits=limits, requests=requests)
     log_to(Console(stderr=True, highlight=False))
     shown = f"[{host}]" if ":" in host else host
     Console(stderr=True, highlight=False).print(f"{config.name} at http://{shown}:{port} (Ctrl-C ends it)")

@@ -26,7 +26,7 @@ from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solver
 from redraft.tasks.sudoku.board import Board, BoardError
 from redraft.tasks.sudoku.solve import Pass, Solution
-from redraft.writer import SUDOKU, fresh_seed, load
+from redraft.writer import SUDOKU_MODEL, load, new_seed
 
 COLUMNS = ("puzzle", "board", "solved", "canvases", "forwards", "revisions", "seconds", "seed")
 
@@ -53,9 +53,9 @@ def sudoku(
     for where, one in numbered:
         with _named(where):
             solver.solve(one)  # exactly one solution, or a sentence
-    writer = load(model or SUDOKU, device=device, dtype=dtype)
+    writer = load(model or SUDOKU_MODEL, device=device, dtype=dtype)
     puzzles = [one for _, one in numbered]
-    seed = seed if seed is not None else fresh_seed()
+    seed = seed if seed is not None else new_seed()
     if out and not Path(out).absolute().parent.is_dir():
         raise ValueError(f"there is no folder {str(Path(out).parent)!r} to write {out!r} into")
     events = writer.sudoku_events(puzzles, seed=seed, canvases=canvases, check=check, max_steps=steps)

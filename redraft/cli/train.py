@@ -142,7 +142,7 @@ def evaluate(
     count: Annotated[int, typer.Option("--count", "-n", help="Texts, samples, holes, or puzzles of a list.")] = 150,
     levels: Annotated[int, typer.Option("--levels", help="stories: noise levels of the bound.")] = 16,
     canvases: Annotated[int, typer.Option("--canvases", help="sudoku: most canvases of a puzzle.")] = 64,
-    canvas: Annotated[int | None, typer.Option("--block-length", help="Tokens on a canvas. [64; checkpoint's]")] = None,
+    canvas: Annotated[int | None, typer.Option("--canvas-length", help="Tokens on a canvas. [64; checkpoint's]")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a sampler setting: --set max_steps=40 --set t_max=1.0.")
     ] = None,

@@ -23,7 +23,7 @@ from redraft.engine import Stopped
 from redraft.server.schema import ChatMessage
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
-from redraft.writer import TextCommitted, TextDraft, Writer, fresh_seed
+from redraft.writer import TextCommitted, TextDraft, Writer, new_seed
 
 FAINT = 5e-4  # of a token that is not worth showing
 COLDEST = 0.02  # times the model's own temperature: what a client's 0 means
@@ -175,7 +175,7 @@ def pieces(writer: Writer, asked: CompletionParams, stop: threading.Event) -> It
         prompt = continued(prompt)
     if asked.logprobs is not None:
         check_logprobs(writer.tokenizer, asked)
-    seed = asked.seed if asked.seed is not None else fresh_seed()
+    seed = asked.seed if asked.seed is not None else new_seed()
     if asked.unending or isinstance(asked.draft, tuple):
         asked = one_canvas(asked, asked.settings.get("canvas_length", writer.sampler.canvas_length))
     forbidden = (*asked.forbidden, *(writer.sampler.eos_token_ids if asked.unending else ()))
@@ -212,7 +212,7 @@ def pieces(writer: Writer, asked: CompletionParams, stop: threading.Event) -> It
                 if cut.found is not None:
                     stop.set()
                     writer.engine.tell()
-                    ids = writer.ids_of(prompt, asked.tools, asked.think)
+                    ids = writer.encode_prompt(prompt, asked.tools, asked.think)
                     yield End("stop", cut_off(writer, ids, pages, seed, time.perf_counter() - began), cut.found)
                     return
             case Finished():

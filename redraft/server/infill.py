@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from redraft.diffusion.generate import Stats
 from redraft.server.completion import Stops, heated
 from redraft.server.fim import Hole, Region
-from redraft.writer import Writer, fresh_seed
+from redraft.writer import Writer, new_seed
 
 LONGEST = 64  # tokens of a hole, where the client wants more: lengths are tried, so each costs
 DOUBTED = 0.15  # share of a region's tokens that an edit may replace
@@ -38,7 +38,7 @@ def put(
     paragraph: bool = False,
 ) -> list[Put]:
     """At most `count` texts for a hole, the likeliest first. `paragraph`: up to the first blank line."""
-    began, number = time.perf_counter(), seed if seed is not None else fresh_seed()
+    began, number = time.perf_counter(), seed if seed is not None else new_seed()
     found = writer.fill(
         prefix=hole.before,
         suffix=hole.after,
@@ -53,7 +53,7 @@ def put(
     taken, texts = time.perf_counter() - began, {}
     read = len(writer.tokenizer.encode(hole.context + hole.before)) + len(writer.tokenizer.encode(hole.after))
     for one in found:
-        text = trimmed(one.holes[0], stops, indent, paragraph)
+        text = trimmed(one.gaps[0], stops, indent, paragraph)
         new = len(writer.tokenizer.encode(text))
         passes = 0 if texts else one.forwards  # which all of them shared
         stats = Stats(number, read, new, 1, int(one.settled), passes, 0, taken, 0.0)
@@ -78,7 +78,7 @@ def rewritten(
     writer: Writer, region: Region, stop: threading.Event, *, seed: int | None = None, temperature: float | None = None
 ) -> Put:
     """A region of a file redrafted where the model doubts it, the file around it in sight and untouched."""
-    began, number = time.perf_counter(), seed if seed is not None else fresh_seed()
+    began, number = time.perf_counter(), seed if seed is not None else new_seed()
     before, after = around(writer, region)
     text, end = before + region.text + after, len(before) + len(region.text)
     keep, heat = [(0, len(before)), (end, len(text))], heated(writer.sampler, temperature)

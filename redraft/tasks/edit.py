@@ -193,12 +193,12 @@ def suggest(
 
 def edit(engine: Engine, tokenizer: Tokenizer, text: str, cfg: SamplerConfig, **options: Any) -> Edited:
     """What `events` comes to."""
-    *_, found = events(engine, tokenizer, text, cfg, **options)
+    *_, found = stream_edit(engine, tokenizer, text, cfg, **options)
     assert isinstance(found, Edited)
     return found
 
 
-def events(
+def stream_edit(
     engine: Engine,
     tokenizer: Tokenizer,
     text: str,
@@ -220,7 +220,14 @@ def events(
     tokens = Tokens(tokenizer, text)
     kept, prompt = tokens.touched(keep, text), list(prompt) or start_of(tokenizer)
     marks = tokenizer.textless_ids(engine.model.config.vocab_size)
-    options = {"strength": strength, "kept": kept, "never": marks, "prompt": prompt, "seed": seed, "stop": stop}
+    options = {
+        "strength": strength,
+        "keep_positions": kept,
+        "forbidden": marks,
+        "prompt": prompt,
+        "seed": seed,
+        "stop": stop,
+    }
     for event in redrafting(engine, tokens.ids, cfg, candidates=candidates, replay=replay, **options):
         if isinstance(event, Draft | Committed):
             yield event
@@ -233,7 +240,7 @@ def events(
 Redrafted = tuple[list[int], int, bool]  # tokens, the passes they took, and whether all pages settled
 
 
-def redrafted(engine: Engine, ids: Sequence[int], cfg: SamplerConfig, **options: Any) -> Redrafted:
+def redraft_tokens(engine: Engine, ids: Sequence[int], cfg: SamplerConfig, **options: Any) -> Redrafted:
     """What `redrafting` comes to."""
     *_, found = redrafting(engine, ids, cfg, **options)
     assert isinstance(found, tuple)
@@ -246,8 +253,8 @@ def redrafting(
     cfg: SamplerConfig,
     *,
     strength: float,
-    kept: Container[int],
-    never: Sequence[int],
+    keep_positions: Container[int],
+    forbidden: Sequence[int],
     prompt: Sequence[int],
     seed: int,
     stop: threading.Event | None = None,
@@ -261,7 +268,7 @@ def redrafting(
     check(strength)
     fits(engine.model, len(prompt), len(ids))
     new, forwards, settled, replay = list(ids), 0, True, replay or Replay()
-    _check_course(replay, ids, cfg, engine.model.config.vocab_size, set(never), strength)
+    _check_course(replay, ids, cfg, engine.model.config.vocab_size, set(forbidden), strength)
     for block, begin in enumerate(range(0, len(new), cfg.canvas_length) if strength else ()):
         page, before = new[begin : begin + cfg.canvas_length], [*prompt, *new[:begin]]
         if block < len(replay.canvases):
@@ -270,7 +277,7 @@ def redrafting(
         turns = [(turn, turn.edit.within(begin, len(page))) for turn in replay.interventions if turn.block <= block]
         own = tuple(Intervention(0, turn.step, more) for turn, more in turns if turn.block == block)
         held = [more for turn, more in turns if turn.block < block and more.places]
-        free = {at for at in range(len(page)) if begin + at not in kept}
+        free = {at for at in range(len(page)) if begin + at not in keep_positions}
         chosen = _doubted(engine.model, before, page, free, strength, seed + SALT, block) if free else set()
         if not chosen and not held and not any(turn.step == 0 for turn in own):
             if own:
@@ -278,7 +285,7 @@ def redrafting(
             yield _standing(block, page)
             continue
         options = {"stop": stop, "candidates": candidates, "replay": Replay((), own), "held": held}
-        request, end = add_page(engine, before, page, chosen, cfg, never, seed + block, **options), None
+        request, end = add_page(engine, before, page, chosen, cfg, forbidden, seed + block, **options), None
         for event in engine.stream(request):
             if isinstance(event, Draft | Committed):
                 yield replace(event, block=block)
@@ -345,7 +352,7 @@ def add_page(
     page: Sequence[int],
     chosen: Container[int],
     cfg: SamplerConfig,
-    never: Sequence[int],
+    forbidden: Sequence[int],
     seed: int,
     held: Sequence[ConstraintEdit] = (),
     **options: Any,
@@ -355,7 +362,7 @@ def add_page(
     `options` are those of `Engine.add`.
     """
     pins = {at: token for at, token in enumerate(page) if at not in chosen}
-    constraints = Constraints(pins=pins, forbidden=tuple({*never, *cfg.eos_token_ids}))
+    constraints = Constraints(pins=pins, forbidden=tuple({*forbidden, *cfg.eos_token_ids}))
     for more in held:
         constraints = constraints.edited(more)
     settings = cfg.changed(canvas_length=len(page), max_new_tokens=len(page))

@@ -47,7 +47,7 @@ class Template:
 
     texts: tuple[str, ...]
     lengths: tuple[int | None, ...]
-    between: bool = False  # a part of a text, whose hole is cut where it runs out of its place
+    is_fim: bool = False  # a part of a text, whose hole is cut where it runs out of its place
 
     def __post_init__(self) -> None:
         if not self.lengths:
@@ -56,7 +56,7 @@ class Template:
             raise ValueError("a hole has at least one token, got [[ 0 ]]")
 
 
-def parse(text: str) -> Template:
+def parse_template(text: str) -> Template:
     """A text whose holes are marked [[ ]] or [[ 8 ]]."""
     texts, lengths, at = [], [], 0
     for found in [*HOLE.finditer(text), None]:
@@ -79,7 +79,7 @@ class Filled:
     """A text without holes. `str(filled)` is the text."""
 
     text: str
-    holes: tuple[str, ...]
+    gaps: tuple[str, ...]
     score: float  # how likely the last hole and what follows it are, in nats, its length made up for; higher is better
     settled: bool  # False when a page still moved at its last step
     forwards: int  # passes over pages, all lengths that were tried
@@ -92,22 +92,22 @@ class Filled:
 # 2. Pages
 
 
-class Filler:
+class Infiller:
     """Fills templates with one engine."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine, self.tokenizer = engine, tokenizer
 
-    def fill(self, template: Template, cfg: SamplerConfig, *, watch: Watch | None = None, **options: Any) -> list[Filled]:
+    def infill(self, template: Template, cfg: SamplerConfig, *, watch: Watch | None = None, **options: Any) -> list[Filled]:
         """What `events` comes to; `watch` is shown the steps."""
-        for event in self.events(template, cfg, **options):
+        for event in self.stream(template, cfg, **options):
             if isinstance(event, list):
                 return event
             if watch is not None:
                 watch(event)
         raise AssertionError("no end")
 
-    def events(
+    def stream(
         self,
         template: Template,
         cfg: SamplerConfig,
@@ -196,7 +196,7 @@ class Filler:
         if sum(length or 0 for length in template.lengths) >= limit:
             raise ValueError(f"a hole of {most} tokens does not fit the model's context of {limit} with all the others")
 
-    def page(self, template: Template, cfg: SamplerConfig) -> tuple[str, list[int], SamplerConfig, Constraints]:
+    def build_request(self, template: Template, cfg: SamplerConfig) -> tuple[str, list[int], SamplerConfig, Constraints]:
         """All holes at once, each as long as it is said to be: the text before the page, and what to ask for behind it."""
         if None in template.lengths:
             raise ValueError("every hole needs a length to be on one page with the others: mark it as [[ 8 ]]")
@@ -217,7 +217,7 @@ class Filler:
             ids = _upto_stop(end.ids_BT[0, : length + place.more].tolist(), cfg.eos_token_ids)
             letters = b"".join(self.tokenizer.token_bytes[token] or b"" for token in ids)[len(place.healed) :]
             hole, still = letters.decode("utf-8", "ignore"), end.stats[0].settled == end.stats[0].canvases
-            if template.between and (cut := within(template, hole)) != hole:
+            if template.is_fim and (cut := within(template, hole)) != hole:
                 hole, ids = cut, self.tokenizer.encode(place.healed.decode("utf-8", "ignore") + cut)
             found.setdefault(hole, (ids, still))
         heard = place.heard()
@@ -249,7 +249,7 @@ class _Place:
             self.after += tokenizer.encode(part)
             if later < len(template.lengths):
                 self.after += [None] * (template.lengths[later] or GUESS)
-        self.after += [] if template.between else [stops[0]]
+        self.after += [] if template.is_fim else [stops[0]]
         # A stop token may be the text's own mark: nothing can stand behind it on a page.
         end = next((at for at, token in enumerate(self.after) if token in stops), len(self.after))
         self.after = self.after[: end + 1]

@@ -15,9 +15,9 @@ from transformers import DiffusionGemmaForBlockDiffusion
 import redraft
 from redraft.diffusion.generate import Finished, generate
 from redraft.train.evals import measures
-from redraft.writer import SHIPPED
+from redraft.writer import DEFAULT_MODEL
 
-CARD = (SHIPPED / "README.md").read_text(encoding="utf-8")
+CARD = (DEFAULT_MODEL / "README.md").read_text(encoding="utf-8")
 STORY = (
     "Once upon a time, there was a little dog named Max. Max loved to play in the park with his red ball. One day, the "
     'ball rolled into the pond. Max was very sad. A kind duck saw him and said, "I will help you!" The duck swam to the '
@@ -32,7 +32,7 @@ def _writer():
 
 
 def test_it_is_small_and_says_where_it_comes_from():
-    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) <= 32 * 2**20
+    assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) <= 32 * 2**20
     for word in ("stories15M", "recipes/tiny.py", "CDLA", "H200", "Apache-2.0"):
         assert word in CARD, word
 
@@ -77,7 +77,7 @@ def test_struck_words_are_mended_and_the_others_kept(writer):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch, seed):
     """The constraints for small models are ours; without them the two samplers are one."""
-    other = DiffusionGemmaForBlockDiffusion.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+    other = DiffusionGemmaForBlockDiffusion.from_pretrained(DEFAULT_MODEL, dtype=torch.float32).eval()
     ids = writer.tokenizer.prompt("Once upon a time")
     off = {"quota": False, "accept_at_end": False, "spread": 0, "stops_last": False}
     cfg = writer.sampler.changed(canvas_length=64, max_new_tokens=128, max_steps=12, **off)

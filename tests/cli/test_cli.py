@@ -64,7 +64,7 @@ def test_a_pipe_gets_the_text_and_nothing_else(run, folder):
 
 
 def test_flags_reach_the_sampler(run, folder):
-    flags = ["--steps", "2", "--entropy-bound", "0.5", "--temp", "0.7", "--block-length", "8", "-n", "20", "--seed", "9"]
+    flags = ["--steps", "2", "--entropy-bound", "0.5", "--temp", "0.7", "--canvas-length", "8", "-n", "20", "--seed", "9"]
     code, out, _ = run("Hello", "-m", folder, "--json", "--think", "-s", "Be kind", *flags)
     answer = json.loads(out)
     messages = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hello"}]
@@ -131,7 +131,7 @@ def test_info_says_which_kernels_run_and_why(run, monkeypatch):
         (["hi", "-m", "{model}", "--entropy-bound", "-1"], "got -1.0"),
         (["hi", "-m", "{model}", "--entropy-bound", "nan"], "nan"),
         (["hi", "-m", "{model}", "--temp", "cold"], "'cold' is not a number"),
-        (["hi", "-m", "{model}", "--block-length", "0"], "got 0"),
+        (["hi", "-m", "{model}", "--canvas-length", "0"], "got 0"),
         (["hi", "-m", "{model}", "--dtype", "int3"], "int3"),
         (["hi", "-m", "{model}", "--device", "toaster"], "toaster"),
         (["x" * 600, "-m", "{model}"], "context is 512"),
@@ -142,7 +142,7 @@ def test_info_says_which_kernels_run_and_why(run, monkeypatch):
         (["info", "-m", "odd[/name]"], "odd[/name]"),
         (["hi", "-m", "{model}", "--temp", "inf"], "inf"),
         (["hi", "-m", "{model}", "--temp", "0"], "temperature"),
-        (["hi", "-m", "{model}", "--block-length", "100000", "-n", "5"], "pages of 100000"),
+        (["hi", "-m", "{model}", "--canvas-length", "100000", "-n", "5"], "pages of 100000"),
         (["hi", "-m", "{model}", "--device", "meta"], "meta"),
         (["chat", "-m", "/no/such/folder"], "/no/such/folder"),
     ],

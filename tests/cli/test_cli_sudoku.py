@@ -29,7 +29,7 @@ from redraft.tasks.sudoku.board import BoardError
 from redraft.tasks.sudoku.solve import FORBIDDEN
 from redraft.train.evals import sudoku_lists
 from redraft.train.sudoku_task import left_to_right
-from redraft.writer import SHIPPED, SUDOKU
+from redraft.writer import DEFAULT_MODEL, SUDOKU_MODEL
 
 PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
 SOLVED = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
@@ -60,7 +60,7 @@ def easy(count: int) -> list[str]:
 
 
 def test_the_model_is_small(writer):
-    assert sum(file.stat().st_size for file in SUDOKU.iterdir()) <= 8 * 2**20
+    assert sum(file.stat().st_size for file in SUDOKU_MODEL.iterdir()) <= 8 * 2**20
     assert writer.tokenizer.decode([*encoding.DIGITS, *encoding.CLUES]).startswith("1 2 3")
 
 
@@ -217,7 +217,7 @@ def test_left_to_right_is_what_it_says(writer):
 
 
 def test_written_boards_are_read_and_compared(monkeypatch):
-    listed, reader = sudoku_lists.generated(3), redraft.Tokenizer.from_folder(SHIPPED)
+    listed, reader = sudoku_lists.generated(3), redraft.Tokenizer.from_folder(DEFAULT_MODEL)
     answers = [text_encoding.answer(listed.solutions[0]), "no board", text_encoding.answer(listed.solutions[1])]
 
     def pretend(model, prompts, cfg, *, seeds):
@@ -232,7 +232,7 @@ def test_written_boards_are_read_and_compared(monkeypatch):
 
 
 def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch):
-    other = DiffusionGemmaForBlockDiffusion.from_pretrained(SUDOKU, dtype=torch.float32).eval()
+    other = DiffusionGemmaForBlockDiffusion.from_pretrained(SUDOKU_MODEL, dtype=torch.float32).eval()
     prompt = [writer.model.config.bos_token_id, *encoding.NAMES]
     cfg = writer.sampler.changed(max_steps=6)
     *_, page, _ = generate(writer.model, [prompt], cfg, seeds=[4], constraints=[Constraints()])

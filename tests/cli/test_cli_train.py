@@ -145,7 +145,7 @@ def test_stories_and_code_are_scored(run, data, tmp_path):
     assert 0 <= found["kept_0.3_look2"] <= 1
     assert json.loads((tmp_path / "scores.json").read_text()) == found
     assert "nelbo_over_ar" in err
-    code, out, _ = run("eval", folder, "--task", "code", *common, "--block-length", "32")
+    code, out, _ = run("eval", folder, "--task", "code", *common, "--canvas-length", "32")
     assert code == 0
     assert (json.loads(out)["holes"], json.loads(out)["new"]) == (2, 1)  # f1 was trained on
     code, _, err = run("eval", folder, "--task", "poems", *common)

@@ -176,7 +176,7 @@ def test_a_cold_page_still_matches():
 
 def test_a_pattern_that_fails_on_the_way_ends_its_own_request_only(monkeypatch):
     """It cannot happen, as far as we know; if it does, nobody else notices."""
-    words, cfg, prompt = WRITER._words, WRITER.sampler.changed(max_new_tokens=8), WRITER.tokenizer.prompt("a")
+    words, cfg, prompt = WRITER.automaton_compiler, WRITER.sampler.changed(max_new_tokens=8), WRITER.tokenizer.prompt("a")
     held = WRITER.engine.add(prompt, cfg, seed=1, constraints=Constraints(pattern=words.automaton("a+")))
     free = WRITER.engine.add(prompt, cfg, seed=2)
     streams = [WRITER.engine.stream(request) for request in (held, free)]
@@ -233,7 +233,7 @@ def test_a_thousand_schema_answers_are_valid(block):
 
 def test_patterns_beside_others_and_pins_and_pages_as_in_generate():
     """The engine's answers are those of `generate`, in one batch with requests that obey nothing."""
-    words, cfg = WRITER._words, WRITER.sampler.changed(max_new_tokens=20, max_steps=3)
+    words, cfg = WRITER.automaton_compiler, WRITER.sampler.changed(max_new_tokens=20, max_steps=3)
     pins = {9: WRITER.tokenizer.encode("7")[0]}
     asked = [
         Constraints(pattern=words.automaton("[a-d]{12,19}")),

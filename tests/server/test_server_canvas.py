@@ -119,7 +119,7 @@ def test_holes_of_unknown_lengths_are_filled_as_the_writer_does(url):
     text = "ab [[ ]] cd[[ ]]."
     found = events(url, text=text, seed=3)
     expected = WRITER.fill(text, seed=3)
-    assert (found[-1]["text"], tuple(found[-1]["holes"])) == (expected.text, expected.holes)
+    assert (found[-1]["text"], tuple(found[-1]["holes"])) == (expected.text, expected.gaps)
     assert {frame["block"] for frame in of("frame", found)} == {0, 1}
     assert any(token["s"] == "k" for token in of("frame", found)[0]["tokens"])
     assert "only holes of a known length" in refusal(url, text=text, pins=[{"at": 1, "id": 3}])

@@ -30,8 +30,8 @@ def test_what_is_kept_is_kept_and_no_more_changes_than_may(text, strength, seed,
     edited = WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
     assert edited == WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
     ids = WRITER.tokenizer.encode(text)
-    options = {"strength": strength, "kept": (), "never": (), "prompt": [2], "seed": seed}
-    new, _, _ = edit.redrafted(WRITER.engine, ids, WRITER.sampler, **options)
+    options = {"strength": strength, "keep_positions": (), "forbidden": (), "prompt": [2], "seed": seed}
+    new, _, _ = edit.redraft_tokens(WRITER.engine, ids, WRITER.sampler, **options)
     assert sum(a != b for a, b in zip(ids, new, strict=True)) <= strength * len(ids) + 1e-6
     rebuilt, at = "", 0
     for change in edited.changes:
@@ -58,7 +58,7 @@ def test_an_edit_says_what_has_changed():
 def edited(replay=None, text="some words that are there to be others", **options):
     """Events of an edit over three pages, of which the last is short."""
     options = {"strength": 0.6, "seed": 3, "replay": replay, **options}
-    return list(edit.events(WRITER.engine, WRITER.tokenizer, text, WRITER.sampler, **options))
+    return list(edit.stream_edit(WRITER.engine, WRITER.tokenizer, text, WRITER.sampler, **options))
 
 
 def pages_of(found):

@@ -36,9 +36,9 @@ def test_the_text_around_holes_comes_back_as_it_was(texts, marks, seed):
     """Holes at both ends, beside one another, of one token; any characters."""
     text = woven(texts, marks[: len(texts) - 1])
     found = WRITER.fill(text, seed=seed, longest=3)
-    assert len(found.holes) == text.count("[[")
-    assert found.text == woven(infill.parse(text).texts, found.holes)
-    assert list(infill.parse(text).texts) == texts
+    assert len(found.gaps) == text.count("[[")
+    assert found.text == woven(infill.parse_template(text).texts, found.gaps)
+    assert list(infill.parse_template(text).texts) == texts
     assert found.text.startswith(texts[0])
 
 
@@ -69,12 +69,12 @@ def test_a_known_length_is_kept_and_found_ones_have_no_more_than_the_longest(mon
     asked, add = [], WRITER.engine.add
     monkeypatch.setattr(WRITER.engine, "add", lambda *a, **k: asked.append(k) or add(*a, **k))
     for length in (1, 2, 7, 16, 40):  # 16 is a page, 40 is more
-        hole = WRITER.fill(f"x.[[ {length} ]]yz", seed=1).holes[0]
+        hole = WRITER.fill(f"x.[[ {length} ]]yz", seed=1).gaps[0]
         assert {length, length + 1} <= set(
             asked[-1]["constraints"].pins
         )  # what follows is in sight, so nothing ends the text
         assert len(hole.encode("utf-8", "replace")) <= length
-    assert len(WRITER.fill("x.[[ ]].", seed=1, longest=4).holes[0].encode()) <= 4
+    assert len(WRITER.fill("x.[[ ]].", seed=1, longest=4).gaps[0].encode()) <= 4
 
 
 def test_several_fills_differ_and_the_likeliest_is_first():
@@ -90,7 +90,7 @@ def test_several_fills_differ_and_the_likeliest_is_first():
 
 def test_between_a_prefix_and_a_suffix():
     found = WRITER.fill(prefix="x = ", suffix="\nprint(x)", seed=2, longest=4)
-    assert found.text == f"x = {found.holes[0]}\nprint(x)"
+    assert found.text == f"x = {found.gaps[0]}\nprint(x)"
     with_context = WRITER.fill(prefix="x = ", suffix="\n", context="# one\n", seed=2, longest=4)
     assert with_context.text.startswith("x = ")
     assert WRITER.fill(prefix="only", seed=2, longest=4).text.startswith("only")
@@ -112,14 +112,14 @@ def test_a_hole_in_a_block_stays_in_it():
 
 
 def test_a_page_begins_with_the_letters_that_were_taken_back():
-    place = infill._Place(WRITER.tokenizer, infill.parse("hap[[ ]]y"), 0, "hap", (1,))
+    place = infill._Place(WRITER.tokenizer, infill.parse_template("hap[[ ]]y"), 0, "hap", (1,))
     spelled = WRITER.tokenizer.token_bytes
     assert place.healed == b"p"
     assert all(spelled[token].startswith(b"p") for token in place.first)
     assert place.prompt == WRITER.tokenizer.prompt("ha")
-    place = infill._Place(WRITER.tokenizer, infill.parse("the  [[ ]]y"), 0, "the  ", (1,))
+    place = infill._Place(WRITER.tokenizer, infill.parse_template("the  [[ ]]y"), 0, "the  ", (1,))
     assert (place.healed, place.prompt, place.more) == (b" ", WRITER.tokenizer.prompt("the "), 0)
-    assert infill._Place(WRITER.tokenizer, infill.parse("a.[[ ]]"), 0, "a.", (1,)).first == ()
+    assert infill._Place(WRITER.tokenizer, infill.parse_template("a.[[ ]]"), 0, "a.", (1,)).first == ()
 
 
 def test_an_answer_begins_with_one_of_the_first_tokens():

@@ -75,7 +75,7 @@ class Anthropic:
     def _tokens(self, asked: CompletionParams) -> int:
         writer = self.service.writer
         if writer.tokenizer.can_chat:
-            return len(writer.ids_of(asked.prompt, asked.tools, asked.think))
+            return len(writer.encode_prompt(asked.prompt, asked.tools, asked.think))
         return sum(len(writer.tokenizer.encode(str(one["content"]))) for one in asked.prompt)
 
     def _head(self) -> dict[str, Any]:

@@ -45,15 +45,14 @@ from redraft.server.schema import (
 )
 from redraft.server.service import Route, Service, read, sse, timings_of, unless_gone
 from redraft.tasks import infill
-from redraft.tasks.edit import Edited
-from redraft.tasks.edit import events as edit_events
-from redraft.tasks.infill import Filled, Filler
+from redraft.tasks.edit import Edited, stream_edit
+from redraft.tasks.infill import Filled, Infiller
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solve
 from redraft.tasks.sudoku.solve import Solution
 from redraft.tokenizer.chat_parser import Parsed
 from redraft.tokenizer.tokenizer import Message, Tokenizer
-from redraft.writer import SUDOKU, Prompt, TextCommitted, Writer, as_messages, fresh_seed, is_text, received
+from redraft.writer import SUDOKU_MODEL, Prompt, TextCommitted, Writer, cut_at_stop, is_text_prompt, new_seed, to_messages
 
 Told = Iterator[dict[str, Any]]
 ONE_OF_THEM = "give a prompt, messages, or a text with holes: one of them"
@@ -110,8 +109,10 @@ def page_of(writer: Writer, body: CanvasRequest) -> tuple[Prompt, str, Constrain
         prompt = prompt_of(writer, body)
         shown = prompt if isinstance(prompt, str) else ""
         return prompt, shown, Constraints(forbidden=forbidden), settings | {"max_tokens": body.max_tokens}
-    filler = Filler(writer.engine, writer.tokenizer)
-    before, ids, cfg, constraints = filler.page(infill.parse(body.text), writer.sampler.changed(**settings))
+    infiller = Infiller(writer.engine, writer.tokenizer)
+    before, ids, cfg, constraints = infiller.build_request(
+        infill.parse_template(body.text), writer.sampler.changed(**settings)
+    )
     settings |= {"canvas_length": cfg.canvas_length, "max_tokens": cfg.max_new_tokens}
     return ids, before, replace(constraints, forbidden=(*constraints.forbidden, *forbidden)), settings
 
@@ -129,7 +130,7 @@ def since_of(body: Resumed) -> tuple[int, int]:
 
 def seed_of(body: Watched | SudokuRequest | SpokenRequest) -> int:
     """The one asked for, or a fresh one."""
-    return body.seed if body.seed is not None else fresh_seed()
+    return body.seed if body.seed is not None else new_seed()
 
 
 # 2. What is told
@@ -143,14 +144,14 @@ def asked_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
     for name in ("max_tokens", "draft"):
         if getattr(body, name) is not None:
             raise Refused(f"a text with holes is as long as it is: leave {name} out", name)
-    return (holes_told if None in infill.parse(body.text).lengths else canvas_told)(writer, body, stop)
+    return (holes_told if None in infill.parse_template(body.text).lengths else canvas_told)(writer, body, stop)
 
 
 def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Told:
     """A text continued, a conversation answered, or holes on one page."""
     seed, tokenizer = seed_of(body), writer.tokenizer
     prompt, before, constraints, settings = page_of(writer, body)
-    if body.think and is_text(prompt):
+    if body.think and is_text_prompt(prompt):
         raise Refused("only a conversation with a model that chats can be thought about: leave think out", "think")
     constraints = constraints.edited(steering_of(tokenizer, body))
     patterns = {"regex": body.regex, "schema": body.schema_, "choices": body.choices}
@@ -213,10 +214,10 @@ def holes_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
     steering = (body.pages, body.turns, body.pins, body.bans, body.forbidden, body.since, body.canvas_length, body.think)
     if any(steering) or body.regex or body.schema_ or body.choices:
         raise Refused("only holes of a known length can be steered or obey: mark each as [[ 8 ]]", "text")
-    template, seed, began = infill.parse(body.text), seed_of(body), time.perf_counter()
+    template, seed, began = infill.parse_template(body.text), seed_of(body), time.perf_counter()
     cfg = writer.sampler.changed(**watched(writer, body))
-    filler = Filler(writer.engine, writer.tokenizer)
-    events = filler.events(template, cfg, seed=seed, stop=stop, candidates=body.candidates, longest=LONGEST)
+    infiller = Infiller(writer.engine, writer.tokenizer)
+    events = infiller.stream(template, cfg, seed=seed, stop=stop, candidates=body.candidates, longest=LONGEST)
     events = chain([next(events)], events)  # what cannot be done is told before anything else
     yield begin(writer, seed, template.texts[0], max_steps=cfg.max_steps, canvas_length=0)
     block, frames = -1, Frames(writer.tokenizer, everything=True)
@@ -228,27 +229,27 @@ def holes_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> To
             continue
         (found,) = event
         stats = filled_stats(writer, found, template, time.perf_counter() - began)
-        lengths = [len(writer.tokenizer.encode(hole)) for hole in found.holes]
-        more = {"holes": found.holes, "texts": template.texts, "lengths": lengths, **costs(stats)}
+        lengths = [len(writer.tokenizer.encode(hole)) for hole in found.gaps]
+        more = {"holes": found.gaps, "texts": template.texts, "lengths": lengths, **costs(stats)}
         yield {"type": "end", "reason": "stop", "text": found.text, **more}
 
 
 def filled_stats(writer: Writer, found: Filled, template: infill.Template, seconds: float) -> Stats:
     """What a fill cost."""
-    new = sum(len(writer.tokenizer.encode(hole)) for hole in found.holes)
+    new = sum(len(writer.tokenizer.encode(hole)) for hole in found.gaps)
     around = sum(len(writer.tokenizer.encode(text)) for text in template.texts)
-    holes = len(found.holes)
+    holes = len(found.gaps)
     return Stats(found.seed, around, new, holes, holes if found.settled else 0, found.forwards, 0, seconds, 0.0)
 
 
 def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) -> Told:
     """A text redrafted in place; a block is a page of it."""
     seed, began, tokenizer = seed_of(body), time.perf_counter(), writer.tokenizer
-    asked = tokenizer.chat(as_messages(f"{body.instruction}\n\n{body.text}")) if body.instruction else []
+    asked = tokenizer.chat(to_messages(f"{body.instruction}\n\n{body.text}")) if body.instruction else []
     cfg = writer.sampler.changed(**watched(writer, body))
     options = {"strength": body.strength, "keep": body.keep, "prompt": asked, "seed": seed, "stop": stop}
     options |= {"candidates": body.candidates, "replay": course_of(tokenizer, body)}
-    events = edit_events(writer.engine, tokenizer, body.text, cfg, **options)
+    events = stream_edit(writer.engine, tokenizer, body.text, cfg, **options)
     events = chain([next(events)], events)  # what cannot be done is told before anything else
     yield begin(writer, seed, "", max_steps=cfg.max_steps, canvas_length=cfg.canvas_length)
     frames, since, pages, settled = Frames(tokenizer, everything=True), since_of(body), 0, 0
@@ -274,7 +275,7 @@ def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> T
     """Token after token."""
     one_of(body.prompt, body.messages)
     prompt, seed = prompt_of(writer, body), seed_of(body)
-    ids, limit, tokenizer = writer.ids_of(prompt), writer.model.config.max_position_embeddings, writer.tokenizer
+    ids, limit, tokenizer = writer.encode_prompt(prompt), writer.model.config.max_position_embeddings, writer.tokenizer
     if len(ids) + body.max_tokens > limit:
         raise Refused(f"{len(ids)} tokens and {body.max_tokens} more do not fit the context of {limit}", "max_tokens")
     room(writer, len(ids) + body.max_tokens, "max_tokens")
@@ -290,7 +291,7 @@ def spoken_told(writer: Writer, body: SpokenRequest, stop: threading.Event) -> T
                 raise Stopped
             said.append(token)
             yield {"type": "token", "id": token, "t": tokenizer.token_text(token)}
-    shown, stopped = received(said, writer.sampler, len(said))
+    shown, stopped = cut_at_stop(said, writer.sampler, len(said))
     taken, text = time.perf_counter() - began, tokenizer.decode(shown)
     stats = Stats(seed, len(ids), len(said), 0, 0, 0, len(said), taken, 0.0)  # causal passes, no denoising steps
     yield {"type": "end", "reason": "stop" if stopped else "length", "text": text, **costs(stats)}
@@ -300,7 +301,7 @@ def decided(writer: Writer, body: DecideRequest, stop: threading.Event) -> Told:
     """Answers and their probabilities, the likeliest first."""
     one_of(body.prompt, body.messages)
     prompt, seed, began = prompt_of(writer, body), body.seed or 0, time.perf_counter()
-    room(writer, size := len(writer.ids_of(prompt)), "prompt")
+    room(writer, size := len(writer.encode_prompt(prompt)), "prompt")
     with ALONE:
         found = writer.decide(prompt, body.choices, seed=seed, stop=stop)
     yield begin(writer, seed, prompt if isinstance(prompt, str) else "")
@@ -346,7 +347,7 @@ class Boards:
     def _load(self) -> None:
         if solve.fits(self._model):
             return
-        folder = checkpoint.find(SUDOKU)
+        folder = checkpoint.find(SUDOKU_MODEL)
         self._sampler = checkpoint.read_sampler_config(folder, checkpoint.read_model_config(folder))
         self._model = checkpoint.load_model(folder, dtype=select_dtype(self._device), device=self._device)
 

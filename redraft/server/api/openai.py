@@ -31,7 +31,7 @@ from redraft.server.schema import Canvas, ChatRequest, CompletionRequest, EditRe
 from redraft.server.service import Route, Service, Whole, client_of, each, logprobs_of, read, refused, sse, timings_of
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.writer import fresh_seed
+from redraft.writer import new_seed
 
 ALIAS = "mercury-coder-local"  # the name under which an editor asks for edits
 
@@ -374,7 +374,7 @@ class OpenAI:
         self, request: Request, body: ChatRequest | CompletionRequest, asked: Sequence[CompletionParams], reply: Reply
     ) -> Response:
         """Answers, whole or streamed: of every prompt as many as were asked for, each with a seed of its own."""
-        first = body.seed if body.seed is not None else fresh_seed()
+        first = body.seed if body.seed is not None else new_seed()
         many = [one for one in asked for _ in range(body.n or 1)]
         many = [replace(one, seed=first + number) for number, one in enumerate(many)]
         if body.stream:

@@ -23,7 +23,7 @@ from typing import Any
 from redraft.config import SamplerConfig
 from redraft.engine import Engine
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.tasks.infill import Filler, Template
+from redraft.tasks.infill import Infiller, Template
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.data import open_text
 from redraft.train.evals.measures import first_statement, greedy
@@ -134,11 +134,11 @@ Way = Callable[[Missing, int], str]  # of a missing part and its number
 
 def ways(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, seed: int = 0) -> dict[str, Way]:
     """By name."""
-    filler, settings = Filler(Engine(model), tokenizer), sampler.changed(t_min=0.2, t_max=0.2)  # one answer is right
+    infiller, settings = Infiller(Engine(model), tokenizer), sampler.changed(t_min=0.2, t_max=0.2)  # one answer is right
 
     def filled(one: Missing, number: int, length: int | None) -> str:
-        template = Template((one.before, one.after), (length,), between=length is None)
-        return filler.fill(template, settings, seed=seed + number, longest=LONGEST)[0].holes[0]
+        template = Template((one.before, one.after), (length,), is_fim=length is None)
+        return infiller.infill(template, settings, seed=seed + number, longest=LONGEST)[0].gaps[0]
 
     return {
         "known": lambda one, number: filled(one, number, max(1, len(tokenizer.encode(one.part)))),

@@ -30,7 +30,7 @@ from redraft.engine import Engine
 from redraft.kernels import argmax_entropy_sample
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.masks import Layout
-from redraft.tasks.edit import redrafted
+from redraft.tasks.edit import redraft_tokens
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.loss import Batch, Masks, dense_masks
 
@@ -449,8 +449,14 @@ def mended(
         hit = [bool(roll < share) for roll in torch.rand(len(ids), generator=chance)]
         noise = torch.randint(model.config.vocab_size, (len(ids),), generator=chance).tolist()
         worse = [other if now else token for token, other, now in zip(ids, noise, hit, strict=True)]
-        options = {"strength": strength, "kept": (), "never": marks, "prompt": tokenizer.prompt(""), "seed": seed + number}
-        new, passes, _ = redrafted(engine, worse, sampler, **options)
+        options = {
+            "strength": strength,
+            "keep_positions": (),
+            "forbidden": marks,
+            "prompt": tokenizer.prompt(""),
+            "seed": seed + number,
+        }
+        new, passes, _ = redraft_tokens(engine, worse, sampler, **options)
         for token, bad, after in zip(ids, worse, new, strict=True):
             if token == bad:
                 clean, spoiled = clean + 1, spoiled + (after != token)
