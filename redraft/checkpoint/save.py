@@ -69,26 +69,37 @@ def _smallest_vision(hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _write_weights(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    for name, tensor in sorted(tensors.items()):
-        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > shard_bytes:
-            shards.append({})
-        shards[-1][name] = tensor.detach().cpu().contiguous()
-    names = [WEIGHTS]
+    """Writes the shards one after another: the host holds one of them at a time."""
+    shards = _plan_shards(tensors, shard_bytes)
+    file_names = [WEIGHTS]
     if len(shards) > 1:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / (name + ".part"), metadata={"format": "pt"})
-        os.replace(folder / (name + ".part"), folder / name)
-    where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
+        file_names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    for file_name, names in zip(file_names, shards, strict=True):
+        shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
+        save_file(shard, folder / (file_name + ".part"), metadata={"format": "pt"})
+        os.replace(folder / (file_name + ".part"), folder / file_name)
+    weight_map = {name: file_name for file_name, names in zip(file_names, shards, strict=True) for name in names}
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
     if len(shards) > 1:
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
     else:
         (folder / INDEX).unlink(missing_ok=True)
     for old in folder.glob("model*.safetensors"):
-        if old.name not in names and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name):
+        if old.name not in file_names and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name):
             old.unlink()  # shards of an earlier save; no index lists them any more
+
+
+def _plan_shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[list[str]]:
+    """Which tensors go into which file."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in sorted(tensors.items()):
+        if shards[-1] and filled + tensor.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.nbytes
+    return shards
 
 
 def write_text(path: Path, text: str) -> None:
