@@ -1,8 +1,9 @@
-"""The network: a Gemma 4 backbone with two methods, `encode` (causal, writes the KV cache) and `denoise` (bidirectional).
+"""The network: a Gemma 4 backbone with two forwards, `encode` (causal, writes the KV cache) and `denoise` (bidirectional).
 
+Files in reading order:
 diffusion_gemma.py  DiffusionGemma: layers, encode, denoise, soft_embed, forward_train
 moe.py              router and experts
-masks.py            attention masks
-kv_cache.py         keys and values of the context: append, view, rewind
+masks.py            attention masks, for generation and for training
+kv_cache.py         keys and values of the context: append, advance, view, rewind
 quant/              the same layers with weights in fewer bits
 """

@@ -1,12 +1,12 @@
-"""Who may look at whom. Pure functions of positions; True means "may look".
+"""Attention masks: pure functions of token positions. True means that the query may attend to the key.
 
-Knows nothing of the cache, which hands in the positions its keys hold (negative where a slot holds nothing), nor of heads.
-Shapes: B rows (1 where all rows agree), S queries, T cached keys, C canvas positions.
+The cache passes in the positions of its keys; a negative position marks an empty slot. All heads share a mask.
+Shapes: B rows (1 where all rows agree), S queries, T cached keys, C canvas positions, L tokens of a training row.
 
-A causal query at position q sees keys k <= q, on a sliding layer only the last `window` of them, itself included.
-A canvas query sees the whole canvas and the cache, on a sliding layer only the last `window - 1` cached tokens: the same
-ones for every position of the canvas. With window 4 and 10 cached tokens, a canvas at positions 10, 11, 12 sees 7, 8, 9
-and 10, 11, 12, from each of its positions.
+A causal query at position q attends to keys k <= q, on a sliding layer only to the last `window` of them, itself included.
+A canvas query attends to the whole canvas and to the cache, on a sliding layer only to the last `window - 1` cached tokens.
+Every position of a canvas attends to the same cached tokens. Example: with window 4 and 10 cached tokens, each position of a
+canvas at 10, 11, 12 attends to 7, 8, 9 and 10, 11, 12.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,9 @@ from torch import Tensor
 
 
 def causal(queries_BS: Tensor, keys_BT: Tensor, window: int | None) -> Tensor:
-    """Encoder mask bool_BST over any keys, cached or new."""
-    q_BS1, k_B1T = queries_BS[:, :, None], keys_BT[:, None, :]
+    """Encoder mask bool_BST, from the positions of queries and keys (cached or new)."""
+    q_BS1 = queries_BS[:, :, None]
+    k_B1T = keys_BT[:, None, :]
     allowed_BST = (k_B1T >= 0) & (k_B1T <= q_BS1)
     if window is not None:
         allowed_BST &= q_BS1 - k_B1T < window
@@ -26,7 +27,7 @@ def causal(queries_BS: Tensor, keys_BT: Tensor, window: int | None) -> Tensor:
 
 
 def cached_for_canvas(lengths_B: Tensor, keys_BT: Tensor, window: int | None) -> Tensor:
-    """Which cached keys a canvas sees, bool_BT: the same for each of its positions."""
+    """The cached keys that a canvas attends to, bool_BT: the same keys for each canvas position."""
     allowed_BT = keys_BT >= 0
     if window is not None:
         allowed_BT &= keys_BT >= lengths_B[:, None] - (window - 1)
@@ -34,17 +35,18 @@ def cached_for_canvas(lengths_B: Tensor, keys_BT: Tensor, window: int | None) ->
 
 
 def canvas(lengths_B: Tensor, keys_BT: Tensor, canvas_length: int, window: int | None) -> Tensor:
-    """Denoiser mask bool_B1(T+C) over [cache ; canvas]; one row serves every query."""
-    seen_BT = cached_for_canvas(lengths_B, keys_BT, window)
-    own_BC = torch.ones(seen_BT.shape[0], canvas_length, dtype=torch.bool, device=seen_BT.device)
-    return torch.cat([seen_BT, own_BC], dim=1)[:, None, :]
+    """Denoiser mask bool_B1(T+C) over [cache ; canvas]. All queries share it, so the query axis has size 1."""
+    cached_BT = cached_for_canvas(lengths_B, keys_BT, window)
+    canvas_BC = torch.ones(cached_BT.shape[0], canvas_length, dtype=torch.bool, device=cached_BT.device)
+    return torch.cat([cached_BT, canvas_BC], dim=1)[:, None, :]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each token of a training row stands. All [B, L].
+    """Positions, canvases and documents of the tokens of packed training rows. All tensors are [B, L].
 
-    `starts` is the position at which a token's block begins, -1 where nothing is ever noised (prompt, padding).
+    `starts` is the position at which a token's canvas begins, -1 where a token is never noised (prompt, padding).
+    `documents` numbers the documents of a row, -1 for padding.
     """
 
     positions: Tensor
@@ -52,15 +54,17 @@ class Layout:
     documents: Tensor
 
     def to(self, device: torch.device | str) -> "Layout":
-        """The same on another device."""
+        """Copies the layout to another device."""
         return Layout(*(t.to(device, non_blocking=True) for t in (self.positions, self.starts, self.documents)))
 
 
 @dataclass(frozen=True)
 class Spans:
-    """What a query of [noisy | clean] sees, over its 2L indices: clean tokens from `low` to before `high`, and its `block`.
+    """The training mask in compact form: the keys that each query of [noisy | clean] attends to.
 
-    All [B, 2L], in places of the row. Blocks are numbered by where they begin; what is in none has a number of its own.
+    A query attends to the clean tokens with index `low` <= index < `high`, and to the noisy tokens of its own `block`.
+    All tensors are [B, 2L]. Indices count from the start of the row. A block is numbered by the index of its first token;
+    a token outside every block has a negative number of its own.
     """
 
     low: Tensor
@@ -69,46 +73,50 @@ class Spans:
 
 
 def spans(layout: Layout, window: int | None) -> Spans:
-    """The mask of one pass over [noisy | clean].
+    """The mask of one training forward over [noisy | clean].
 
-    Clean tokens read causally, as in `causal`. A noisy token sees its whole block of noise, and of the clean half what
-    lies before its block: what `canvas` would show it after everything before was committed. Strictly before: were the
-    clean copy of its own block in sight, there would be nothing to learn. Nobody sees another document; a token that is
-    never noised sees, as noise, only itself, and so does padding.
+    Clean tokens attend causally, as in `causal`. A noisy token attends to its whole noisy block and to the clean tokens
+    before that block, as `canvas` allows after everything before has been committed. The clean copy of its own block must
+    stay hidden, or the model would copy the answer. No token attends to another document. A token that is never noised,
+    or that is padding, attends on the noisy side only to itself.
     """
     length = layout.positions.shape[1]
-    place_L = torch.arange(length, device=layout.positions.device)
-    origin_BL = place_L - layout.positions  # of the document
+    index_L = torch.arange(length, device=layout.positions.device)
+    document_start_BL = index_L - layout.positions
     noised_BL = (layout.starts >= 0) & (layout.documents >= 0)
-    block_BL = torch.where(noised_BL, origin_BL + layout.starts, -1 - place_L)
-    high_BL = torch.where(noised_BL, block_BL, 0)
-    end_BL = torch.where(layout.documents >= 0, place_L + 1, 0)
-    high_BS, low_BS = torch.cat([high_BL, end_BL], dim=1), origin_BL.repeat(1, 2)
+    block_BL = torch.where(noised_BL, document_start_BL + layout.starts, -1 - index_L)
+    noisy_high_BL = torch.where(noised_BL, block_BL, 0)
+    clean_high_BL = torch.where(layout.documents >= 0, index_L + 1, 0)
+    high_BS = torch.cat([noisy_high_BL, clean_high_BL], dim=1)
+    low_BS = document_start_BL.repeat(1, 2)
     if window is not None:
-        # A canvas sees the last window - 1 tokens before it; a clean token counts itself among its window.
-        seen = torch.cat([high_BL - (window - 1), end_BL - window], dim=1)
-        low_BS = torch.maximum(low_BS, seen)
-    alone_BL = (-1 - length - place_L).expand_as(block_BL)
-    return Spans(low_BS, high_BS, torch.cat([block_BL, alone_BL], dim=1))
+        # A canvas attends to the last window - 1 tokens before it; a clean token counts itself as part of its window.
+        window_low_BS = torch.cat([noisy_high_BL - (window - 1), clean_high_BL - window], dim=1)
+        low_BS = torch.maximum(low_BS, window_low_BS)
+    clean_block_BL = (-1 - length - index_L).expand_as(block_BL)
+    return Spans(low_BS, high_BS, torch.cat([block_BL, clean_block_BL], dim=1))
 
 
-MaskFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # row, query and key index (0 .. 2L - 1) -> may look
+MaskFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # row, query index, key index (0 .. 2L - 1) -> may attend
 
 
 def training(spans: Spans) -> MaskFunction:
-    """Spans as a rule, the same for a dense mask and for FlexAttention, which compiles it into its kernel."""
-    low, high, block = spans.low, spans.high, spans.block
+    """Spans as a mask function. `dense` evaluates it everywhere; FlexAttention compiles it into its kernel."""
+    low = spans.low
+    high = spans.high
+    block = spans.block
     length = low.shape[1] // 2
 
-    def may_look(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        place = k - length  # negative for noisy keys, and no span begins below zero
-        return ((place >= low[b, q]) & (place < high[b, q])) | (block[b, q] == block[b, k])
+    def may_attend(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        clean_index = k - length  # negative for noisy keys, and no span begins below zero
+        is_in_span = (clean_index >= low[b, q]) & (clean_index < high[b, q])
+        return is_in_span | (block[b, q] == block[b, k])
 
-    return may_look
+    return may_attend
 
 
-def dense(rule: MaskFunction, rows: int, size: int, device: torch.device) -> Tensor:
-    """A rule over indices as bool [B, size, size]."""
+def dense(mask_function: MaskFunction, rows: int, size: int, device: torch.device) -> Tensor:
+    """Evaluates a mask function at all indices, bool [B, size, size]."""
     b = torch.arange(rows, device=device)[:, None, None]
     index = torch.arange(size, device=device)
-    return rule(b, index[None, :, None], index[None, None, :])
+    return mask_function(b, index[None, :, None], index[None, None, :])

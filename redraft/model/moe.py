@@ -1,6 +1,6 @@
-"""Router and experts: which few of the experts read a token, and what they make of it.
+"""Mixture of experts: the router picks K experts for each token, the experts compute, and their outputs are mixed.
 
-Shapes: N tokens, D model size, E experts, K chosen per token.
+Shapes: N tokens, D model size, E experts, K experts per token.
 """
 
 from typing import NamedTuple
@@ -13,43 +13,46 @@ from redraft.kernels import gated_experts, rms_norm
 
 
 class Routing(NamedTuple):
-    """Who reads which token, and how much that counts."""
+    """The experts of each token and their weights in the mix."""
 
     experts_NK: Tensor
     weights_NK: Tensor
-    probs_NE: Tensor  # before the choice; training keeps them from collapsing onto a few
+    probs_NE: Tensor  # over all experts, before the top K are taken; the load-balancing loss of training needs them
 
 
 class Router(nn.Module):
-    """Scores experts from the raw residual stream (it has a norm of its own) and mixes the best K of them."""
+    """Scores all experts from the raw residual stream, which it norms itself, and takes the best K."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.top_k, self.eps = config.top_k_experts, config.rms_norm_eps
+        self.top_k = config.top_k_experts
+        self.eps = config.rms_norm_eps
         self.proj = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.scale = nn.Parameter(torch.ones(config.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
 
     def forward(self, residual_ND: Tensor) -> Routing:
-        """The best K of each token. Their probabilities are renormalised, then scaled per expert."""
+        """Routes each token. The probabilities of its K experts are renormalised, then scaled per expert."""
         x_ND = rms_norm(residual_ND, None, self.eps) * self.scale * residual_ND.shape[-1] ** -0.5
         probs_NE = torch.softmax(self.proj(x_ND), dim=-1, dtype=torch.float32)
         weights_NK, experts_NK = probs_NE.topk(self.top_k, dim=-1)
         weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
-        # Not scale[experts]: the gradient of that adds up all tokens in E places, one atomic addition after another.
+        # Not per_expert_scale[experts_NK]: its gradient is a scatter of all tokens into E slots, one atomic add at a time.
         scale_NK = self.per_expert_scale.expand_as(probs_NE).gather(-1, experts_NK)
         return Routing(experts_NK, weights_NK * scale_NK, probs_NE)
 
 
 class Experts(nn.Module):
-    """All experts of a layer in two tensors, as published: gate above up in `gate_up_proj`."""
+    """All experts of a layer in two stacked tensors, as published. `gate_up_proj` holds the gate rows, then the up rows."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        experts, size, expert_size = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        experts = config.num_experts
+        size = config.hidden_size
+        expert_size = config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * expert_size, size))
         self.down_proj = nn.Parameter(torch.empty(experts, size, expert_size))
 
     def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """The weighted answers of each token's experts."""
+        """The weighted sum of the outputs of each token's experts."""
         return gated_experts(x_ND, experts_NK, weights_NK, self.gate_up_proj, self.down_proj)
