@@ -18,7 +18,7 @@ import torch
 
 import redraft
 from redraft.constraints import json_schema
-from redraft.constraints.constraints import Constraints, canvas_constraints
+from redraft.constraints.constraints import Constraints, build_canvas_constraints
 from redraft.constraints.token_automaton import AutomatonCompiler
 
 SCHEMA = {
@@ -51,14 +51,14 @@ def released(rounds: int) -> dict[str, float]:
     words = [lots.choice((b"", b" ")) + bytes(lots.choices(letters, k=length)) for length in lengths]
     fields = {f"field_{number}": {"type": kind} for number, kind in enumerate(("string", "integer", "boolean") * 3)}
     schema = {"type": "object", "properties": fields, "required": list(fields)}
-    automaton = AutomatonCompiler([None, b"", *words], (1,)).automaton(json_schema.to_regex(schema))
+    automaton = AutomatonCompiler([None, b"", *words], (1,)).compile(json_schema.build_regex(schema))
     device, taken = torch.device("cuda" if torch.cuda.is_available() else "cpu"), []
-    page = Constraints(pattern=automaton).automaton_on(automaton.start, 0, 256, 256)
-    constraints = canvas_constraints([Constraints(pattern=automaton)], 0, 256, 262_144, (1,), device, [page])
+    page = Constraints(automaton=automaton).canvas_automaton(automaton.start, 0, 256, 256)
+    constraints = build_canvas_constraints([Constraints(automaton=automaton)], 0, 256, 262_144, (1,), device, [page])
     logits = torch.randn(1, 256, 262_144, generator=torch.Generator().manual_seed(0)).to(device) * 5
     for _ in range(rounds + 1):
         began = time.perf_counter()
-        constraints.conform(logits)
+        constraints.apply_automata(logits)
         if device.type == "cuda":
             torch.cuda.synchronize()
         taken.append(1e3 * (time.perf_counter() - began))

@@ -188,7 +188,7 @@ class Writer:
         """
         constraints = self._obeyed(constraints, settings)
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        ids = [self.tokenizer.prompt(text) for text in prompts]
+        ids = [self.tokenizer.encode_prompt(text) for text in prompts]
         answers = self._answers(ids, False, self._settings(max_tokens, settings), seed, constraints, streamer)
         return answers[0] if isinstance(prompt, str) else answers
 
@@ -206,7 +206,7 @@ class Writer:
     ) -> Answer:
         """Answers a conversation; a string is a conversation of one user message. `settings` as for `write`."""
         constraints = self._obeyed(constraints, settings)
-        ids = self.tokenizer.chat(to_messages(messages), tools=tools, think=think)
+        ids = self.tokenizer.encode_chat(to_messages(messages), tools=tools, think=think)
         return self._answers([ids], True, self._settings(max_tokens, settings), seed, constraints, streamer)[0]
 
     def stream(
@@ -247,10 +247,10 @@ class Writer:
     ) -> list[int]:
         """The tokens of a text to continue, which may be tokens already, or of a conversation."""
         if not is_text_prompt(prompt):
-            return self.tokenizer.chat(prompt, tools=tools, think=think)
+            return self.tokenizer.encode_chat(prompt, tools=tools, think=think)
         if tools or think:
             raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
-        return self.tokenizer.prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _started(self, draft: str | Sequence[int], cfg: SamplerConfig, seed: int) -> Tensor:
         """A first canvas that begins with a text, noise behind it."""
@@ -316,7 +316,7 @@ class Writer:
         `keep` (start, end) stay. `edited.diff()` shows what has changed. Once `stop` is set, Stopped is raised.
         `settings` are fields of SamplerConfig.
         """
-        asked = [] if instruction is None else self.tokenizer.chat(to_messages(f"{instruction}\n\n{text}"))
+        asked = [] if instruction is None else self.tokenizer.encode_chat(to_messages(f"{instruction}\n\n{text}"))
         seed, cfg = seed if seed is not None else new_seed(), self._settings(None, settings)
         options = {"strength": strength, "keep": keep, "prompt": asked, "seed": seed, "stop": stop}
         return edit.edit(self.engine, self.tokenizer, text, cfg, **options)
@@ -347,9 +347,13 @@ class Writer:
         for choice in _choices(choices):
             if stop is not None and stop.is_set():
                 raise Stopped
-            found = Constraints(pattern=self.automaton_compiler.automaton(re.escape(choice)))
-            found.check(model.config.vocab_size, cfg.canvas_length, cfg.eos_token_ids)
-            masses.append(found.automaton_on(found.start(), 0, cfg.canvas_length, cfg.canvas_length).mass(logits_CV))
+            found = Constraints(automaton=self.automaton_compiler.compile(re.escape(choice)))
+            found.validate(model.config.vocab_size, cfg.canvas_length, cfg.eos_token_ids)
+            masses.append(
+                found.canvas_automaton(found.initial_state, 0, cfg.canvas_length, cfg.canvas_length).log_match_probability(
+                    logits_CV
+                )
+            )
         shares = torch.tensor(masses, dtype=torch.float64).softmax(dim=0).tolist()
         return dict(zip(choices, shares, strict=True))
 
@@ -365,8 +369,8 @@ class Writer:
         ((name, value),) = asked.items()
         if name == "choices":
             value = "|".join(re.escape(choice) for choice in _choices(value))
-        pattern = json_schema.to_regex(value) if name == "schema" else value
-        return replace(constraints or Constraints(), pattern=self.automaton_compiler.automaton(pattern))
+        pattern = json_schema.build_regex(value) if name == "schema" else value
+        return replace(constraints or Constraints(), automaton=self.automaton_compiler.compile(pattern))
 
     @cached_property
     def automaton_compiler(self) -> AutomatonCompiler:

@@ -105,7 +105,7 @@ def test_a_streamer_hears_what_transformers_would_tell_it():
     assert names[-1] == "end"
     assert names.count("put") == 3
     assert names.count("put_draft") == answer.stats.steps
-    assert recorder.calls[0][1].tolist() == [WRITER.tokenizer.prompt("Once")]
+    assert recorder.calls[0][1].tolist() == [WRITER.tokenizer.encode_prompt("Once")]
     pages = [value for name, value in recorder.calls if name == "put"][1:]
     assert tuple(torch.cat(pages, dim=1)[0].tolist()) == answer.ids
 

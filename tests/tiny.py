@@ -80,7 +80,7 @@ def decided(config: ModelConfig, seed: int = 0) -> DiffusionGemma:
 
 def byte_tokenizer() -> Tokenizer:
     """Every byte is a token, behind the marks of a chat."""
-    return Tokenizer.of_bytes(MARKS)
+    return Tokenizer.byte_level(MARKS)
 
 
 def sampler(**changes: object) -> SamplerConfig:

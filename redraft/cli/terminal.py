@@ -70,7 +70,7 @@ class Painter:
         styles = [self._style(i, tokens[i], accepted[i]) for i in range(end)]
         page = Text()
         for style, run in groupby(range(end), key=styles.__getitem__):
-            text = harmless(self.tokenizer.decode_middle([tokens[i] for i in run]))
+            text = harmless(self.tokenizer.decode_fragment([tokens[i] for i in run]))
             page.append(text.replace("\n", " ") if style == NOISE else text, style)
         return page
 

@@ -26,11 +26,11 @@ class ConstraintEdit:
     free: tuple[int, ...] = ()
 
     @property
-    def places(self) -> set[int]:
+    def positions(self) -> set[int]:
         """All positions that it is about."""
         return {*self.pins, *self.free, *(at for at, _ in self.bans)}
 
-    def within(self, begin: int, length: int) -> "ConstraintEdit":
+    def restrict(self, begin: int, length: int) -> "ConstraintEdit":
         """What of it is about so many positions from there on, which are counted from there."""
         here = range(begin, begin + length)
         pins = {at - begin: token for at, token in self.pins.items() if at in here}
@@ -47,16 +47,16 @@ class Constraints:
 
     pins: Mapping[int, int] = field(default_factory=dict)
     forbidden: tuple[int, ...] = ()
-    first: tuple[int, ...] = ()  # where given, the answer begins with one of them
+    allowed_first: tuple[int, ...] = ()  # where given, the answer begins with one of them
     banned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # tokens that do not stand at a position
-    pattern: TokenAutomaton | None = None
+    automaton: TokenAutomaton | None = None
 
     def __post_init__(self) -> None:
         for what, places in (("pin", self.pins), ("ban", self.banned)):
             if any(position < 0 for position in places):
                 raise ValueError(f"a {what}'s position must be 0 or more, got {min(places)}")
 
-    def edited(self, more: ConstraintEdit) -> "Constraints":
+    def apply_edit(self, more: ConstraintEdit) -> "Constraints":
         """With what else is fixed. What is pinned anew is banned no longer, and the other way round."""
         pins, bans = ({at: one for at, one in held.items() if at not in more.free} for held in (self.pins, self.banned))
         for at, token in more.pins.items():
@@ -69,12 +69,12 @@ class Constraints:
         bans |= {at: tuple(dict.fromkeys((*bans.get(at, ()), *tokens))) for at, tokens in banned.items()}
         return replace(self, pins=pins, banned={at: tokens for at, tokens in bans.items() if tokens})
 
-    def check(self, vocab_size: int, answer_length: int, stops: Sequence[int]) -> None:
+    def validate(self, vocab_size: int, answer_length: int, stops: Sequence[int]) -> None:
         """Refuses tokens outside the vocabulary, pins that the answer would not hold, and constraints that leave no token."""
         for token in (
             *self.pins.values(),
             *self.forbidden,
-            *self.first,
+            *self.allowed_first,
             *(t for some in self.banned.values() for t in some),
         ):
             if not 0 <= token < vocab_size:
@@ -93,13 +93,13 @@ class Constraints:
                 raise ValueError(f"the stop token {token} pinned at {position} would cut off the pin at {max(self.pins)}")
         if len(never) >= vocab_size:
             raise ValueError("every token is forbidden")
-        if self.first and not set(self.first) - never:
+        if self.allowed_first and not set(self.allowed_first) - never:
             raise ValueError("every token that the answer may begin with is forbidden")
-        if self.pattern is not None:
+        if self.automaton is not None:
             self._check_pattern(vocab_size, answer_length, stops)
 
     def _check_pattern(self, vocab_size: int, answer_length: int, stops: Sequence[int]) -> None:
-        one = self.pattern
+        one = self.automaton
         if set(one.stops) != set(stops):
             raise ValueError(f"the pattern was made for the stop tokens {list(one.stops)}, the answer has {list(stops)}")
         if pinned := set(stops).intersection(self.pins.values()):
@@ -108,7 +108,7 @@ class Constraints:
             )
         if len(one.classes_V) != vocab_size:
             raise ValueError(f"the pattern was made for a vocabulary of {len(one.classes_V)}, the model has {vocab_size}")
-        if self.forbidden or self.first:
+        if self.forbidden or self.allowed_first:
             raise ValueError("a pattern says itself which tokens may stand where: give no forbidden or first tokens with it")
         if one.distance_Q[one.start] > answer_length:
             needed = one.distance_Q[one.start]
@@ -116,7 +116,7 @@ class Constraints:
         if self.pins and not one.before(one.final_Q, answer_length, self.pins)[one.start]:
             raise ValueError(f"no answer of {answer_length} tokens that has these pins matches {one.pattern!r}")
 
-    def allows(self, page: Sequence[int], begin: int) -> None:
+    def check_canvas(self, page: Sequence[int], begin: int) -> None:
         """Refuses a page that begins at this position of the answer and has what is not pinned there, or is banned."""
         never = set(self.forbidden)
         for at, token in enumerate(page, begin):
@@ -125,17 +125,18 @@ class Constraints:
                 wanted = f"{pinned} is pinned" if pinned != token else "it may not stand"
                 raise ValueError(f"a page that is there already has the token {token} at {at}, where {wanted}")
 
-    def start(self) -> int:
+    @property
+    def initial_state(self) -> int:
         """Where the pattern begins."""
-        return self.pattern.start if self.pattern is not None else 0
+        return self.automaton.start if self.automaton is not None else 0
 
-    def after(self, state: int, page: Sequence[int], room: int) -> int:
+    def advance(self, state: int, page: Sequence[int], room: int) -> int:
         """Where a page leads to, of which so many positions belong to the answer."""
-        return self.pattern.after(state, page[: max(0, room)]) if self.pattern is not None else 0
+        return self.automaton.advance(state, page[: max(0, room)]) if self.automaton is not None else 0
 
-    def automaton_on(self, state: int, begin: int, length: int, answer: int) -> CanvasAutomaton | None:
+    def canvas_automaton(self, state: int, begin: int, length: int, answer: int) -> CanvasAutomaton | None:
         """The pattern on a canvas of an answer of so many tokens that begins at this position in this state."""
-        one = self.pattern
+        one = self.automaton
         if one is None:
             return None
         end = min(begin + length, answer)
@@ -152,7 +153,7 @@ class CanvasConstraints:
     forbidden_BV: Tensor | None
     unending_BC: Tensor | None  # where a stop token would cut off a later pin; None without pins
     stops: tuple[int, ...]
-    patterns: tuple[CanvasAutomaton | None, ...] = ()
+    automata: tuple[CanvasAutomaton | None, ...] = ()
     never_first_BV: Tensor | None = None  # tokens that the canvas may not begin with
     banned_3N: Tensor | None = None  # rows, positions and tokens that do not go together
 
@@ -161,11 +162,11 @@ class CanvasConstraints:
         """Which positions are pinned."""
         return self.pins_BC >= 0
 
-    def pin(self, canvas_BC: Tensor) -> Tensor:
+    def apply_pins(self, canvas_BC: Tensor) -> Tensor:
         """The canvas with its pins asserted."""
         return torch.where(self.pinned_BC, self.pins_BC, canvas_BC)
 
-    def disobeyed(self, ids_BC: Tensor) -> Tensor:
+    def find_violations(self, ids_BC: Tensor) -> Tensor:
         """Where a canvas has what the constraints do not allow: another token than is pinned, a forbidden one, an early end."""
         found_BC = torch.zeros_like(ids_BC, dtype=torch.bool)
         if self.forbidden_BV is not None:
@@ -179,7 +180,7 @@ class CanvasConstraints:
             found_BC = found_BC | (self.unending_BC & torch.isin(ids_BC, stops))
         return torch.where(self.pinned_BC, ids_BC != self.pins_BC, found_BC)
 
-    def shape(self, logits_BCV: Tensor) -> Tensor:
+    def mask_logits(self, logits_BCV: Tensor) -> Tensor:
         """Logits under the constraints. A pinned position is certain: no entropy of its own, nothing else possible."""
         if self.forbidden_BV is not None:
             logits_BCV = logits_BCV.masked_fill(self.forbidden_BV[:, None, :], NEVER)
@@ -198,23 +199,23 @@ class CanvasConstraints:
             logits_BCV = torch.where(self.pinned_BC[..., None], certain_BCV, logits_BCV)
         return logits_BCV
 
-    def conform(self, logits_BCV: Tensor) -> tuple[Tensor, Tensor | None]:
+    def apply_automata(self, logits_BCV: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits as marginals of the texts that match, and these rows' likeliest texts, best_BC; None without patterns.
 
         The positions' own argmax is not the likeliest text, and in general no match at all.
         """
-        if not self.patterns:
+        if not self.automata:
             return logits_BCV, None
         rows, best = [], []
-        for logits_CV, pattern in zip(logits_BCV, self.patterns, strict=True):
+        for logits_CV, pattern in zip(logits_BCV, self.automata, strict=True):
             row, likeliest = (logits_CV, logits_CV.argmax(dim=-1)) if pattern is None else _held(logits_CV, pattern)
             rows.append(row)
             best.append(likeliest)
         return (torch.stack(rows), torch.stack(best)) if len(rows) > 1 else (rows[0][None], best[0][None])
 
 
-def conform_there(logits_CV: Tensor, pattern: CanvasAutomaton) -> tuple[Tensor, Tensor]:
-    """`CanvasAutomaton.conform` on a GPU, where the logits are: what to add to them, weights_CV, and the likeliest text, ids_C."""
+def forward_backward_viterbi_on_gpu(logits_CV: Tensor, pattern: CanvasAutomaton) -> tuple[Tensor, Tensor]:
+    """`CanvasAutomaton.forward_backward_viterbi` on a GPU, where the logits are: what to add to them, weights_CV, and the likeliest text, ids_C."""
     from redraft.kernels.triton import token_automaton  # Triton takes long to import
 
     tables, ends_Q = token_automaton.upload_automaton(pattern.automaton, logits_CV.device), torch.from_numpy(pattern.ends_Q)
@@ -222,7 +223,7 @@ def conform_there(logits_CV: Tensor, pattern: CanvasAutomaton) -> tuple[Tensor, 
         logits_CV, tables, pattern.state, ends_Q.to(logits_CV.device)
     )
     if not can:
-        raise pattern.impossible()
+        raise pattern.no_match_error()
     return weights_CK.index_select(1, tables.slots_V), ids_C
 
 
@@ -230,9 +231,9 @@ def _held(logits_CV: Tensor, pattern: CanvasAutomaton) -> tuple[Tensor, Tensor]:
     """One row's logits as marginals of texts that match, and the likeliest of them."""
     room, device = pattern.room, logits_CV.device
     if select_backend(device).uses_triton:
-        weights_CV, best_C = conform_there(logits_CV[:room], pattern)
+        weights_CV, best_C = forward_backward_viterbi_on_gpu(logits_CV[:room], pattern)
     else:
-        weights_CK, ids_C = pattern.conform(logits_CV[:room].float().cpu().numpy())
+        weights_CK, ids_C = pattern.forward_backward_viterbi(logits_CV[:room].float().cpu().numpy())
         weights_CV = torch.from_numpy(weights_CK).float().index_select(1, torch.from_numpy(pattern.automaton.classes_V))
         weights_CV, best_C = weights_CV.to(device), torch.from_numpy(ids_C).to(device)
     held_CV = weights_CV.clamp_(min=NEVER).add_(logits_CV[:room])
@@ -241,7 +242,7 @@ def _held(logits_CV: Tensor, pattern: CanvasAutomaton) -> tuple[Tensor, Tensor]:
     return torch.cat([held_CV, logits_CV[room:]]), torch.cat([best_C, logits_CV[room:].argmax(dim=-1)])
 
 
-def canvas_constraints(
+def build_canvas_constraints(
     constraints: Sequence[Constraints],
     block: int,
     length: int,
@@ -255,7 +256,7 @@ def canvas_constraints(
     start = block * length
     banned_3N = _bans(constraints, start, length)
     some = held or banned_3N.numel() > 0
-    if not some and not any(rule.pins or rule.forbidden or (rule.first and block == 0) for rule in constraints):
+    if not some and not any(rule.pins or rule.forbidden or (rule.allowed_first and block == 0) for rule in constraints):
         return None
     pins_BC = torch.full((len(constraints), length), -1)
     last_B = torch.full((len(constraints), 1), -1)
@@ -266,9 +267,9 @@ def canvas_constraints(
                 pins_BC[row, position - start] = token
         last_B[row] = max(rule.pins, default=-1)
         forbidden_BV[row, list(rule.forbidden)] = True
-        if rule.first and block == 0:
+        if rule.allowed_first and block == 0:
             never_first_BV[row] = True
-            never_first_BV[row, list(rule.first)] = False
+            never_first_BV[row, list(rule.allowed_first)] = False
     pinned = any(rule.pins for rule in constraints)
     unending_BC = torch.arange(start, start + length) < last_B
     return CanvasConstraints(

@@ -29,7 +29,7 @@ TOLD = {  # keywords that only tell
     *("title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly", "writeOnly"),
     *("$defs", "definitions", "$anchor"),
 }
-OF_TYPE = {
+KEYWORDS_OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
     "number": set(),
@@ -40,7 +40,7 @@ OF_TYPE = {
 }
 
 
-def to_regex(schema: Mapping[str, Any] | str) -> str:
+def build_regex(schema: Mapping[str, Any] | str) -> str:
     """The regular expression of a schema, given as an object or as its JSON."""
     if isinstance(schema, str):
         try:
@@ -71,14 +71,14 @@ class _Schema:
                 return make(schema, at, seen)
         kinds = schema.get("type")
         if kinds is None:
-            kinds = [kind for kind in ("object", "array", "string") if keys & OF_TYPE[kind]]
+            kinds = [kind for kind in ("object", "array", "string") if keys & KEYWORDS_OF_TYPE[kind]]
             if len(kinds) != 1:
                 what = f"has {sorted(keys)[0]!r}, which is not supported" if keys else "allows anything; name a type"
                 raise PatternError(f"{where} {what}")
         kinds = kinds if isinstance(kinds, list) else [kinds]
-        if not kinds or not all(isinstance(kind, str) and kind in OF_TYPE for kind in kinds):
-            raise PatternError(f"{where} has the type {schema.get('type')!r}; known are {', '.join(OF_TYPE)}")
-        self._only(keys, {"type"}.union(*(OF_TYPE[kind] for kind in kinds)), where)
+        if not kinds or not all(isinstance(kind, str) and kind in KEYWORDS_OF_TYPE for kind in kinds):
+            raise PatternError(f"{where} has the type {schema.get('type')!r}; known are {', '.join(KEYWORDS_OF_TYPE)}")
+        self._only(keys, {"type"}.union(*(KEYWORDS_OF_TYPE[kind] for kind in kinds)), where)
         makers = {"string": self._string, "integer": self._integer, "array": self._array, "object": self._object}
         fixed = {"number": NUMBER, "boolean": "(?:true|false)", "null": "null"}
         found = _either([fixed[kind] if kind in fixed else makers[kind](schema, at, seen) for kind in kinds])
@@ -157,7 +157,7 @@ class _Schema:
             return WHOLE
         if low > high:
             raise PatternError(f"{at or 'the schema'} has no whole number between {low} and {high}")
-        return whole_numbers(low, high)
+        return integers_between(low, high)
 
     def _array(self, schema: Mapping[str, Any], at: str, seen: tuple[str, ...]) -> str:
         if "items" not in schema:
@@ -246,13 +246,13 @@ def _inside_a_string(pattern: Any, at: str) -> str:
     escaped = len(pattern) - 1 - len(pattern[:-1].rstrip("\\"))  # backslashes before the last character
     if not (pattern.startswith("^") and pattern.endswith("$")) or escaped % 2:
         raise PatternError(f"{at}/pattern is {pattern!r}; only patterns of the whole text, ^...$, are supported")
-    next_Q256, _, _ = regex_dfa.table(pattern)
+    next_Q256, _, _ = regex_dfa.compile_dfa(pattern)
     if next_Q256[1:, [*range(32), 34, 92, 127]].any():
         raise PatternError(f"{at}/pattern {pattern!r} matches quotes, backslashes or control characters; leave them out")
     return pattern.removeprefix("^")[:-1]
 
 
-def whole_numbers(low: int, high: int) -> str:
+def integers_between(low: int, high: int) -> str:
     """A regular expression of the whole numbers from low to high."""
     parts = []
     if low < 0:

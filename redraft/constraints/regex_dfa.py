@@ -29,7 +29,7 @@ class PatternError(ValueError):
 
 
 @lru_cache(maxsize=64)
-def table(pattern: str) -> tuple[np.ndarray, np.ndarray, int]:
+def compile_dfa(pattern: str) -> tuple[np.ndarray, np.ndarray, int]:
     """next_Q256, the state each byte leads to; ends_Q, whether a match may end there; and the state to begin in.
 
     State 0 is the one that nothing leads out of.

@@ -43,7 +43,7 @@ class TokenAutomaton:
     classes_V: np.ndarray  # the class of every token; 0 holds those that fit nowhere, the last the stop tokens
     from_R: np.ndarray
     to_R: np.ndarray
-    of_E: np.ndarray  # the pair, in order
+    pair_E: np.ndarray  # the pair, in order
     class_E: np.ndarray
     final_Q: np.ndarray  # a match may end here
 
@@ -65,7 +65,7 @@ class TokenAutomaton:
             distance_Q = better_Q
 
     @cached_property
-    def by_class(self) -> tuple[np.ndarray, np.ndarray]:
+    def tokens_by_class(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens in the order of their classes, order_V, and where each class begins, bounds_K. No class is empty but 0."""
         order_V = np.argsort(self.classes_V, kind="stable")
         return order_V, np.searchsorted(self.classes_V[order_V], np.arange(self.classes_V.max() + 1))
@@ -73,41 +73,41 @@ class TokenAutomaton:
     @cached_property
     def sizes_K(self) -> np.ndarray:
         """How many tokens each class has."""
-        return np.diff(np.append(self.by_class[1], len(self.classes_V)))
+        return np.diff(np.append(self.tokens_by_class[1], len(self.classes_V)))
 
     @cached_property
-    def begins_R(self) -> np.ndarray:
+    def edge_starts_R(self) -> np.ndarray:
         """Where each pair begins among the E."""
-        return np.searchsorted(self.of_E, np.arange(len(self.from_R)))
+        return np.searchsorted(self.pair_E, np.arange(len(self.from_R)))
 
     @cached_property
-    def by_target(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def pairs_by_target(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Pairs in the order of where they lead, order_R; the states that any leads to, and where theirs begin."""
         order_R = np.argsort(self.to_R, kind="stable")
         return order_R, *np.unique(self.to_R[order_R], return_index=True)
 
     @cached_property
-    def by_kind(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def pairs_by_class(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Pairs in the order of the classes that make their steps; the classes that make any, and where theirs begin."""
         order_E = np.argsort(self.class_E, kind="stable")
-        return self.of_E[order_E], *np.unique(self.class_E[order_E], return_index=True)
+        return self.pair_E[order_E], *np.unique(self.class_E[order_E], return_index=True)
 
     def before(self, ends_Q: np.ndarray, count: int, pins: Mapping[int, int]) -> np.ndarray:
         """From which states so many positions can end in one of these, with these tokens at some of them."""
         for at in range(count - 1, -1, -1):
             can_R = ends_Q[self.to_R]
             if at in pins:
-                can_R = can_R & np.isin(np.arange(len(can_R)), self.of_E[self.class_E == self.classes_V[pins[at]]])
+                can_R = can_R & np.isin(np.arange(len(can_R)), self.pair_E[self.class_E == self.classes_V[pins[at]]])
             ends_Q = np.zeros_like(ends_Q)
             ends_Q[self.from_R[can_R]] = True
         return ends_Q
 
-    def after(self, state: int, ids: Sequence[int]) -> int:
+    def advance(self, state: int, ids: Sequence[int]) -> int:
         """The state some tokens lead to; behind the stop token stands nothing that matters."""
         for token in ids:
             if state == self.states - 1:
                 break
-            pairs = self.of_E[self.class_E == self.classes_V[token]]
+            pairs = self.pair_E[self.class_E == self.classes_V[token]]
             found = self.to_R[pairs][self.from_R[pairs] == state]
             if not len(found):
                 raise PatternError(f"token {token} does not fit the pattern {self.pattern!r}")
@@ -129,9 +129,9 @@ class AutomatonCompiler:
             self.bytes_NL[row, : self.lengths_N[row]] = np.frombuffer(token_bytes[token], dtype=np.uint8)
 
     @lru_cache(maxsize=64)  # noqa: B019  (a vocabulary lives as long as its model)
-    def automaton(self, pattern: str) -> TokenAutomaton:
+    def compile(self, pattern: str) -> TokenAutomaton:
         """The automaton of a regex over these tokens."""
-        next_Q256, ends_Q, begin = regex_dfa.table(pattern)
+        next_Q256, ends_Q, begin = regex_dfa.compile_dfa(pattern)
         if (work := len(next_Q256) * len(self.tokens_N)) > MOST_WORK:
             raise PatternError(
                 f"the pattern has {len(next_Q256):,} states and the vocabulary {len(self.tokens_N):,} tokens: "
@@ -140,9 +140,9 @@ class AutomatonCompiler:
         classes_V, table = self._classes(next_Q256, ends_Q)
         if len(table) > MOST_STEPS:
             raise PatternError(f"the pattern has {len(table):,} steps, at most {MOST_STEPS:,} can be held: make it simpler")
-        pairs_R2, of_E = np.unique(table[:, :2], axis=0, return_inverse=True)
-        order_E = np.argsort(of_E.ravel(), kind="stable")
-        pairs = pairs_R2[:, 0], pairs_R2[:, 1], of_E.ravel()[order_E], table[order_E, 2]
+        pairs_R2, pair_E = np.unique(table[:, :2], axis=0, return_inverse=True)
+        order_E = np.argsort(pair_E.ravel(), kind="stable")
+        pairs = pairs_R2[:, 0], pairs_R2[:, 1], pair_E.ravel()[order_E], table[order_E, 2]
         found = TokenAutomaton(pattern, self.stops, begin, classes_V, *pairs, np.append(ends_Q, True))
         if found.distance_Q[begin] >= FAR:
             raise PatternError(f"no text of this vocabulary matches {pattern!r}")
@@ -198,7 +198,7 @@ class CanvasAutomaton:
     room: int  # positions of the canvas that belong to the answer
     ends_Q: np.ndarray  # where they may lead to
 
-    def conform(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def forward_backward_viterbi(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The logarithm of how much matching text goes through each class, weights_CK; and the likeliest text, ids_C.
 
         Takes the logits of the positions that count. weights_CK added to the logits of the classes' tokens gives the
@@ -206,7 +206,7 @@ class CanvasAutomaton:
         """
         one = self.automaton
         logits_CV, held_K = self._sorted(logits_CV)
-        begins, sizes = one.by_class[1][held_K], one.sizes_K[held_K]
+        begins, sizes = one.tokens_by_class[1][held_K], one.sizes_K[held_K]
         sums_CK = np.zeros((len(logits_CV), len(held_K)))
         best_CK = np.full(sums_CK.shape, -np.inf, dtype=np.float32)
         best_CK[:, held_K] = tops_CK = np.maximum.reduceat(logits_CV, begins, axis=1)
@@ -215,45 +215,45 @@ class CanvasAutomaton:
         # However cold, what is not forbidden keeps a chance: it may be all that matches.
         chance_CK = np.where(below_CK < IMPOSSIBLE, 0.0, np.exp(np.maximum(below_CK, FAINTEST)))
         sums_CK[:, held_K] = np.add.reduceat(near_CV, begins, axis=1, dtype=np.float64) * chance_CK
-        steps_CR = np.add.reduceat(sums_CK[:, one.class_E], one.begins_R, axis=1)
+        steps_CR = np.add.reduceat(sums_CK[:, one.class_E], one.edge_starts_R, axis=1)
         live = self._live(steps_CR > 0)
         if not live[0][self.state]:
-            raise self.impossible()
+            raise self.no_match_error()
         through_CR = self._through(steps_CR, live)
-        pairs_E, used, first = one.by_kind
+        pairs_E, used, first = one.pairs_by_class
         weights_CK = np.zeros_like(sums_CK)
         weights_CK[:, used] = np.add.reduceat(through_CR[:, pairs_E], first, axis=1)
         with np.errstate(divide="ignore"):
             return np.log(weights_CK), self._likeliest(logits_CV, best_CK, live)
 
-    def reached_by(self, ids: Sequence[int]) -> bool:
+    def accepts(self, ids: Sequence[int]) -> bool:
         """Whether a canvas is the beginning of an answer that matches."""
         try:
-            return bool(self.ends_Q[self.automaton.after(self.state, ids[: self.room])])
+            return bool(self.ends_Q[self.automaton.advance(self.state, ids[: self.room])])
         except PatternError:
             return False
 
-    def impossible(self) -> PatternError:
+    def no_match_error(self) -> PatternError:
         """What is said when no text of the canvas matches."""
         return PatternError(f"no text of this length can match {self.automaton.pattern!r} here")
 
     def _sorted(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Logits in the order of the classes, and which classes have any token."""
-        order_V, held_K = self.automaton.by_class[0], self.automaton.sizes_K > 0
+        order_V, held_K = self.automaton.tokens_by_class[0], self.automaton.sizes_K > 0
         return torch.from_numpy(logits_CV).index_select(1, torch.from_numpy(order_V)).numpy(), held_K
 
-    def mass(self, logits_CV: np.ndarray) -> float:
+    def log_match_probability(self, logits_CV: np.ndarray) -> float:
         """The logarithm of the probability that a text drawn position by position matches."""
         one = self.automaton
         logits_CV, held_K = self._sorted(logits_CV[: self.room])
         logs_CV = torch.from_numpy(logits_CV).double().log_softmax(dim=1).numpy()
         sums_CK = np.full((len(logs_CV), len(held_K)), -np.inf)
-        sums_CK[:, held_K] = np.logaddexp.reduceat(logs_CV, one.by_class[1][held_K], axis=1)
+        sums_CK[:, held_K] = np.logaddexp.reduceat(logs_CV, one.tokens_by_class[1][held_K], axis=1)
         score_Q = np.full(one.states, -np.inf)
         score_Q[self.state] = 0.0
         for sums_K in sums_CK:
             now_Q = np.full(one.states, -np.inf)
-            np.logaddexp.at(now_Q, one.to_R[one.of_E], score_Q[one.from_R[one.of_E]] + sums_K[one.class_E])
+            np.logaddexp.at(now_Q, one.to_R[one.pair_E], score_Q[one.from_R[one.pair_E]] + sums_K[one.class_E])
             score_Q = now_Q
         return float(np.logaddexp.reduce(score_Q[self.ends_Q]))
 
@@ -283,8 +283,8 @@ class CanvasAutomaton:
     def _likeliest(self, logits_CV: np.ndarray, best_CK: np.ndarray, live: np.ndarray) -> np.ndarray:
         """Viterbi: the most probable text that matches. Logits in the order of the classes."""
         one, count = self.automaton, len(logits_CV)
-        order_R, targets, first = one.by_target
-        each_CR = np.maximum.reduceat(best_CK[:, one.class_E], one.begins_R, axis=1)[:, order_R]
+        order_R, targets, first = one.pairs_by_target
+        each_CR = np.maximum.reduceat(best_CK[:, one.class_E], one.edge_starts_R, axis=1)[:, order_R]
         from_R, scores = one.from_R[order_R], np.full((count + 1, one.states), -np.inf)
         scores[0][self.state] = 0.0
         dead = np.where(live, 0.0, -np.inf)
@@ -303,8 +303,8 @@ class CanvasAutomaton:
     def _spelled(self, pairs_C: np.ndarray, logits_CV: np.ndarray, best_CK: np.ndarray) -> np.ndarray:
         """The likeliest token that makes each of these steps."""
         one, ids_C = self.automaton, np.zeros(len(pairs_C), dtype=np.int64)
-        order_V, bounds_K = one.by_class
-        last_R = np.append(one.begins_R, len(one.of_E))
+        order_V, bounds_K = one.tokens_by_class
+        last_R = np.append(one.edge_starts_R, len(one.pair_E))
         for at, (first, end) in enumerate(zip(last_R[pairs_C].tolist(), last_R[pairs_C + 1].tolist(), strict=True)):
             kind = one.class_E[first]
             if end - first > 1:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from redraft.config import ModelConfig, SamplerConfig
-from redraft.constraints.constraints import CanvasConstraints, Constraints, canvas_constraints
+from redraft.constraints.constraints import CanvasConstraints, Constraints, build_canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.kernels import TopProbs
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -118,12 +118,12 @@ def generate(
     prefill(model, prompts, cache)  # stop 2
     counter.mark_prefilled()
 
-    ended_B, matched = torch.zeros(rows, dtype=torch.bool, device=model.device), [rule.start() for rule in constraints]
+    ended_B, matched = torch.zeros(rows, dtype=torch.bool, device=model.device), [rule.initial_state for rule in constraints]
     for block in range(cfg.max_canvases):
         draws = rng.draws(list(seeds), block, model.device)
         place = (block * length, length, cfg.max_new_tokens)
-        patterns = [rule.automaton_on(state, *place) for rule, state in zip(constraints, matched, strict=True)]
-        fixed = canvas_constraints(constraints, block, length, vocab, cfg.eos_token_ids, model.device, patterns)
+        patterns = [rule.canvas_automaton(state, *place) for rule, state in zip(constraints, matched, strict=True)]
+        fixed = build_canvas_constraints(constraints, block, length, vocab, cfg.eos_token_ids, model.device, patterns)
         given = first_canvas_BC is not None and block == 0
         canvas_BC = first_canvas_BC.to(model.device) if given else draws.noise(0, length, vocab)
         state = sampler.start(canvas_BC, fixed, ended_B)  # stop 3
@@ -142,7 +142,7 @@ def generate(
         yield Committed(block, page.ids_BC, state.entropy_BC, state.settled_B | state.skipped_B, state.steps_B)
         if last:
             break
-        matched = [rule.after(*one, length) for rule, *one in zip(constraints, matched, page.ids_BC.tolist(), strict=True)]
+        matched = [rule.advance(*one, length) for rule, *one in zip(constraints, matched, page.ids_BC.tolist(), strict=True)]
         model.encode(page.ids_BC, cache)  # stop 7
     yield counter.finish(ended_B)  # stop 8
 
@@ -183,7 +183,7 @@ def check_inputs(
             f"the model's context is {model.max_position_embeddings}: shorten the prompt, max_tokens or the page"
         )
     for rule in constraints:
-        rule.check(model.vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
+        rule.validate(model.vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
     if first_canvas_BC is not None:
         shape, wanted = tuple(first_canvas_BC.shape), (len(prompts), cfg.canvas_length)
         if shape != wanted:

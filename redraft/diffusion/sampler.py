@@ -45,7 +45,7 @@ class Canvas:
 def start(ids_BC: Tensor, constraints: CanvasConstraints | None = None, ended_B: Tensor | None = None) -> Canvas:
     """A canvas before its first step, from noise or from the user's own tokens."""
     rows, length = ids_BC.shape
-    ids_BC = constraints.pin(ids_BC) if constraints is not None else ids_BC
+    ids_BC = constraints.apply_pins(ids_BC) if constraints is not None else ids_BC
     device = ids_BC.device
     no_B = torch.zeros(rows, dtype=torch.bool, device=device)
     count_B = torch.zeros(rows, dtype=torch.long, device=device)
@@ -141,10 +141,10 @@ def step(
     logits_BCV: Tensor, state: Canvas, cfg: SamplerConfig, draws: Draws, constraints: CanvasConstraints | None = None
 ) -> tuple[Canvas, Tensor]:
     """The next canvas, and the temperature-shaped logits that self-conditioning feeds back. Frozen rows stay as they are."""
-    shaped_BCV = constraints.shape(logits_BCV) if constraints is not None else logits_BCV
+    shaped_BCV = constraints.mask_logits(logits_BCV) if constraints is not None else logits_BCV
     shaped_BCV, matching_BC = shaped_BCV / temperature(state.step, cfg), None
     if constraints is not None:
-        shaped_BCV, matching_BC = constraints.conform(shaped_BCV)
+        shaped_BCV, matching_BC = constraints.apply_automata(shaped_BCV)
     length, now = state.ids_BC.shape[1], state.step + 1
     belief = argmax_entropy_sample(shaped_BCV, draws.uniform(now, length))
     if matching_BC is not None:
@@ -186,11 +186,11 @@ def apply_constraints(state: Canvas, constraints: CanvasConstraints, draws: Draw
     A page whose draft obeys is as settled as it was; else it has to settle anew.
     """
     noise_BC = draws.noise(state.step, state.ids_BC.shape[1], vocab_size)
-    disobeyed_BC, again_B = constraints.disobeyed(state.ids_BC), constraints.disobeyed(state.best_BC).any(dim=-1)
+    disobeyed_BC, again_B = constraints.find_violations(state.ids_BC), constraints.find_violations(state.best_BC).any(dim=-1)
     return replace(
         state,
-        ids_BC=constraints.pin(torch.where(disobeyed_BC, noise_BC, state.ids_BC)),
-        best_BC=constraints.pin(state.best_BC),
+        ids_BC=constraints.apply_pins(torch.where(disobeyed_BC, noise_BC, state.ids_BC)),
+        best_BC=constraints.apply_pins(state.best_BC),
         accepted_BC=state.accepted_BC & ~disobeyed_BC | constraints.pinned_BC,
         unchanged_B=torch.where(again_B, 0, state.unchanged_B),
         settled_B=state.settled_B & ~again_B,

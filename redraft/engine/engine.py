@@ -82,7 +82,7 @@ class Engine:
         if seconds is not None and not seconds > 0:
             raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
         deadline = time.monotonic() + seconds if seconds is not None else None
-        counter, more = StatsCounter(cfg, [seed], [len(prompt)]), {"matched": constraints.start(), "stop": stop}
+        counter, more = StatsCounter(cfg, [seed], [len(prompt)]), {"matched": constraints.initial_state, "stop": stop}
         more |= {"replay": replay, "held": held, "candidates": candidates}
         request = Request(next(self._numbers), tuple(prompt), cfg, seed, constraints, first_1C, deadline, counter, **more)
         request.inbox = deque() if self._own else None  # it may run before anybody streams it

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from redraft.config import SamplerConfig
-from redraft.constraints.constraints import CanvasConstraints, ConstraintEdit, Constraints, canvas_constraints
+from redraft.constraints.constraints import CanvasConstraints, ConstraintEdit, Constraints, build_canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, make_draft
 from redraft.kernels import TopProbs, compute_top_probs
@@ -63,13 +63,13 @@ class Replay:
             if set(page) & set(cfg.eos_token_ids):
                 raise ValueError(f"page {number} ends the text: nothing comes behind it")
         self.check_turns(cfg.max_canvases, cfg.max_steps)
-        held = tuple(accumulate(self.interventions, lambda before, turn: before.edited(turn.edit), initial=constraints))
+        held = tuple(accumulate(self.interventions, lambda before, turn: before.apply_edit(turn.edit), initial=constraints))
         for one in held[1:]:
-            one.check(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
-        state = constraints.start()
+            one.validate(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
+        state = constraints.initial_state
         for number, page in enumerate(self.canvases):
-            held[self.taken(number, cfg.max_steps)].allows(page, number * cfg.canvas_length)
-            state = constraints.after(state, page, cfg.canvas_length)
+            held[self.taken(number, cfg.max_steps)].check_canvas(page, number * cfg.canvas_length)
+            state = constraints.advance(state, page, cfg.canvas_length)
         return held
 
     def taken(self, block: int, step: int) -> int:
@@ -153,15 +153,15 @@ class Request:
         state = sampler.start(ids_1C)
         self.counter.add_replayed(ids_1C)
         self.page = sampler.commit(state, self.cfg)
-        self.matched = self.constraints.after(self.matched, ids_1C[0].tolist(), self.cfg.canvas_length)
+        self.matched = self.constraints.advance(self.matched, ids_1C[0].tolist(), self.cfg.canvas_length)
         return [Committed(self.block, ids_1C, state.entropy_BC, torch.ones_like(state.settled_B), state.steps_B)]
 
     def _ruled(self, step: int, vocab_size: int, device: torch.device) -> CanvasConstraints | None:
         """The constraints on its page behind this step."""
         found, length = self.held[self.replay.taken(self.block, step)], self.cfg.canvas_length
-        pattern = found.automaton_on(self.matched, self.block * length, length, self.cfg.max_new_tokens)
+        pattern = found.canvas_automaton(self.matched, self.block * length, length, self.cfg.max_new_tokens)
         known = (self.block, length, vocab_size, self.cfg.eos_token_ids, device)
-        return canvas_constraints([found], *known, [pattern])
+        return build_canvas_constraints([found], *known, [pattern])
 
     def start_page(self, vocab_size: int, device: torch.device) -> None:
         """A new canvas: noise, or the user's own tokens."""
@@ -200,7 +200,7 @@ class Request:
         self.fixed = self._ruled(self.state.step, vocab_size, device)
         if self.fixed is not None:
             self.state = sampler.apply_constraints(self.state, self.fixed, self.draws, vocab_size)
-            if not all(one.reached_by(self.state.best_BC[0].tolist()) for one in self.fixed.patterns):
+            if not all(one.accepts(self.state.best_BC[0].tolist()) for one in self.fixed.automata):
                 self.state = sampler.unsettle(self.state)
         self.done = sampler.is_finished(self.state, self.cfg)
         if self.done and self.replay.interventions:
@@ -222,7 +222,7 @@ class Request:
         self.state, self.soft_1CD = None, None
         if not last:
             self.page = page
-            self.matched = self.constraints.after(self.matched, page.ids_BC[0].tolist(), self.cfg.canvas_length)
+            self.matched = self.constraints.advance(self.matched, page.ids_BC[0].tolist(), self.cfg.canvas_length)
             return events
         self.over, end = True, self.counter.finish(page.ended_B)
         cut = late and not ended and not (done and self.block + 1 == self.cfg.max_canvases)

@@ -125,7 +125,7 @@ class _Job:
 
 def _run(engine: Engine, tokenizer: Tokenizer, jobs: Sequence[_Job], cfg: SamplerConfig) -> None:
     """Page after page of all jobs."""
-    size, marks, start = cfg.canvas_length, tokenizer.textless_ids(engine.model.config.vocab_size), start_of(tokenizer)
+    size, marks, start = cfg.canvas_length, tokenizer.ids_without_text(engine.model.config.vocab_size), start_of(tokenizer)
     for begin in range(0, max((len(job.new) for job in jobs), default=0), size):
         requests: dict[Request, _Job] = {}
         try:

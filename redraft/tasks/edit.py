@@ -183,7 +183,7 @@ def suggest(
                 continue
             start, end = tokens.characters(*tokens.widened(begin + at, begin + at + 1))
             likeliest = [token for token in logs_CV[at].topk(most + 1).indices.tolist() if token != own[at]][:most]
-            others = tuple((tokenizer.decode_middle([token]), math.exp(logs_CV[at, token])) for token in likeliest)
+            others = tuple((tokenizer.decode_fragment([token]), math.exp(logs_CV[at, token])) for token in likeliest)
             found.append(Suggestion(start, end, text[start:end], math.exp(logs_CV[at, own[at]]), others))
     return found
 
@@ -219,7 +219,7 @@ def stream_edit(
     """
     tokens = Tokens(tokenizer, text)
     kept, prompt = tokens.touched(keep, text), list(prompt) or start_of(tokenizer)
-    marks = tokenizer.textless_ids(engine.model.config.vocab_size)
+    marks = tokenizer.ids_without_text(engine.model.config.vocab_size)
     options = {
         "strength": strength,
         "keep_positions": kept,
@@ -274,9 +274,9 @@ def redrafting(
         if block < len(replay.canvases):
             new[begin : begin + len(page)] = replay.canvases[block]
             continue
-        turns = [(turn, turn.edit.within(begin, len(page))) for turn in replay.interventions if turn.block <= block]
+        turns = [(turn, turn.edit.restrict(begin, len(page))) for turn in replay.interventions if turn.block <= block]
         own = tuple(Intervention(0, turn.step, more) for turn, more in turns if turn.block == block)
-        held = [more for turn, more in turns if turn.block < block and more.places]
+        held = [more for turn, more in turns if turn.block < block and more.positions]
         free = {at for at in range(len(page)) if begin + at not in keep_positions}
         chosen = _doubted(engine.model, before, page, free, strength, seed + SALT, block) if free else set()
         if not chosen and not held and not any(turn.step == 0 for turn in own):
@@ -312,7 +312,7 @@ def _check_course(
             raise ValueError(f"page {block} of this text has {wanted} tokens, got {len(page)}")
         _check_text(page, vocab_size, never)
     for turn in replay.interventions:
-        if wrong := [at for at in turn.edit.places if not 0 <= at < len(ids)]:
+        if wrong := [at for at in turn.edit.positions if not 0 <= at < len(ids)]:
             raise ValueError(f"position {max(wrong)} is beyond the text's {len(ids)} tokens")
         _check_text(list(turn.edit.pins.values()), vocab_size, never)
 
@@ -364,14 +364,14 @@ def add_page(
     pins = {at: token for at, token in enumerate(page) if at not in chosen}
     constraints = Constraints(pins=pins, forbidden=tuple({*forbidden, *cfg.eos_token_ids}))
     for more in held:
-        constraints = constraints.edited(more)
+        constraints = constraints.apply_edit(more)
     settings = cfg.changed(canvas_length=len(page), max_new_tokens=len(page))
     return engine.add(before, settings, seed=seed, constraints=constraints, **options)
 
 
 def start_of(tokenizer: Tokenizer) -> list[int]:
     """What a text by itself stands behind."""
-    start = tokenizer.prompt("")
+    start = tokenizer.encode_prompt("")
     if not start:
         raise ValueError("this tokenizer has no start token, and there is no instruction: nothing to read the text behind")
     return start

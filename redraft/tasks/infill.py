@@ -184,10 +184,10 @@ class Infiller:
         if pages * size >= limit:
             follows = f"with the {room - length} that follow it"
             raise ValueError(f"a hole of {length} tokens does not fit the model's context of {limit} {follows}")
-        marks = tuple(set(self.tokenizer.textless_ids(self.engine.model.config.vocab_size)) - set(cfg.eos_token_ids))
+        marks = tuple(set(self.tokenizer.ids_without_text(self.engine.model.config.vocab_size)) - set(cfg.eos_token_ids))
         behind = zip(range(length + place.more, answer), place.after, strict=False)
         pins = {at: token for at, token in behind if token is not None}
-        constraints = Constraints(pins=pins, forbidden=marks, first=place.first)
+        constraints = Constraints(pins=pins, forbidden=marks, allowed_first=place.first)
         return place.prompt[-(limit - pages * size) :], cfg.changed(canvas_length=size, max_new_tokens=answer), constraints
 
     def _fits(self, template: Template) -> None:
@@ -231,7 +231,7 @@ class _Place:
     """Where a hole is: what is read before it, what its page begins with, what follows it."""
 
     def __init__(self, tokenizer: Tokenizer, template: Template, number: int, text: str, stops: Sequence[int]) -> None:
-        start, before = tokenizer.prompt(""), tokenizer.encode(text)
+        start, before = tokenizer.encode_prompt(""), tokenizer.encode(text)
         if not start and not before:
             raise ValueError("this tokenizer has no start token: the text cannot begin with a hole")
         self.healed, self.more, self.first = b"", 0, ()

@@ -62,7 +62,7 @@ class Tokenizer:
         return cls(vocabulary, template=template, settings={k: v for k, v in settings.items() if v is not None})
 
     @classmethod
-    def of_bytes(cls, marks: Sequence[str]) -> "Tokenizer":
+    def byte_level(cls, marks: Sequence[str]) -> "Tokenizer":
         """A vocabulary of these marks and then one token for every byte: what a toy model needs."""
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         vocabulary = Vocabulary(models.BPE(vocab={token: i for i, token in enumerate([*marks, *alphabet])}, merges=[]))
@@ -112,7 +112,7 @@ class Tokenizer:
         """The bytes of one token; none for marks and for ids that only the model has."""
         return (self.token_bytes[token] if token < self.size else None) or b""
 
-    def textless_ids(self, vocab_size: int) -> tuple[int, ...]:
+    def ids_without_text(self, vocab_size: int) -> tuple[int, ...]:
         """Ids of a model's vocabulary that stand for no text."""
         return (*(token for token, letters in enumerate(self.token_bytes) if not letters), *range(self.size, vocab_size))
 
@@ -130,7 +130,7 @@ class Tokenizer:
         """Ids of a text, marks such as <|turn> recognised, nothing added. Bytes that were no character become "?"."""
         return self.vocabulary.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
 
-    def prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """Ids of a text to be continued: the start token, then the text as it stands."""
         return [*([self.bos_id] if self.bos_id is not None else []), *self.encode(text)]
 
@@ -139,7 +139,7 @@ class Tokenizer:
         ids = self.encode("a")
         return ids, self.decode(ids)
 
-    def decode_middle(self, ids: Sequence[int]) -> str:
+    def decode_fragment(self, ids: Sequence[int]) -> str:
         """Text of ids that stand in the middle of something, marks included: a leading space stays."""
         before, text = self._anchor
         return self.decode([*before, *ids], keep_special=True)[len(text) :]
@@ -147,14 +147,14 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """What `spell` says of one token, which is kept."""
         if token not in self._known:
-            self._known[token] = self.decode_middle([token])
+            self._known[token] = self.decode_fragment([token])
         return self._known[token]
 
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
         """Text of ids; marks are dropped unless asked for. Bytes that are no character become U+FFFD."""
         return self.vocabulary.decode(list(ids), skip_special_tokens=not keep_special)
 
-    def chat(
+    def encode_chat(
         self,
         messages: Sequence[Message],
         *,

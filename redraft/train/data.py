@@ -177,10 +177,10 @@ def to_document(record: Record | BadRecord, where: str, tokenizer: Tokenizer, st
         if keys == {"text"}:
             prompt, answer, end = begin, record["text"], stop
         elif keys == {"prompt", "completion"}:
-            prompt, answer, end = tokenizer.prompt(record["prompt"]), record["completion"], stop
+            prompt, answer, end = tokenizer.encode_prompt(record["prompt"]), record["completion"], stop
         elif keys == {"messages"} and record["messages"] and record["messages"][-1].get("role") == "assistant":
             *before, last = record["messages"]
-            prompt, answer = tokenizer.chat(before), last["content"]
+            prompt, answer = tokenizer.encode_chat(before), last["content"]
             end = tokenizer.vocabulary.token_to_id("<turn|>") or stop
         else:
             kinds = "text, prompt and completion, or messages that end with the assistant's"

@@ -132,7 +132,7 @@ def build_tokenizer(cfg: TrainConfig, out: Path) -> Tokenizer:
     if cfg.init or cfg.tokenizer not in ("bpe", "bytes"):
         return Tokenizer.from_folder(cfg.init or cfg.tokenizer)
     if cfg.tokenizer == "bytes":
-        return Tokenizer.of_bytes(MARKS)
+        return Tokenizer.byte_level(MARKS)
     kept = out / "tokenizer"
     if checkpoints.first() and not (kept / "tokenizer.json").exists():
         data.train_tokenizer(_sample(cfg.data), cfg.model.vocab_size, MARKS).save(kept)

@@ -78,7 +78,7 @@ def test_struck_words_are_mended_and_the_others_kept(writer):
 def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch, seed):
     """The constraints for small models are ours; without them the two samplers are one."""
     other = DiffusionGemmaForBlockDiffusion.from_pretrained(DEFAULT_MODEL, dtype=torch.float32).eval()
-    ids = writer.tokenizer.prompt("Once upon a time")
+    ids = writer.tokenizer.encode_prompt("Once upon a time")
     off = {"quota": False, "accept_at_end": False, "spread": 0, "stops_last": False}
     cfg = writer.sampler.changed(canvas_length=64, max_new_tokens=128, max_steps=12, **off)
     *_, end = generate(writer.model, [ids], cfg, seeds=[seed])

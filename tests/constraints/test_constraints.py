@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from redraft.constraints.constraints import NEVER, Constraints, canvas_constraints
+from redraft.constraints.constraints import NEVER, Constraints, build_canvas_constraints
 
 STOPS = (1, 5)
 
 
 def canvas(constraints: list[Constraints], block: int = 0):
-    return canvas_constraints(constraints, block, 4, 10, STOPS, "cpu")
+    return build_canvas_constraints(constraints, block, 4, 10, STOPS, "cpu")
 
 
 def test_no_rules_cost_nothing():
@@ -21,12 +21,12 @@ def test_pins_land_on_their_canvas():
     assert canvas(constraints).pins_BC.tolist() == [[-1, 7, -1, -1], [-1, -1, -1, -1]]
     assert canvas(constraints, 1).pins_BC.tolist() == [[-1, -1, 8, -1], [-1, -1, -1, -1]]
     ids = torch.zeros(2, 4, dtype=torch.long)
-    assert canvas(constraints).pin(ids).tolist() == [[0, 7, 0, 0], [0, 0, 0, 0]]
+    assert canvas(constraints).apply_pins(ids).tolist() == [[0, 7, 0, 0], [0, 0, 0, 0]]
 
 
 def test_shaping_makes_pins_certain_and_the_forbidden_impossible():
     logits = torch.randn(2, 4, 10)
-    shaped = canvas([Constraints(pins={2: 7}, forbidden=(3,)), Constraints(forbidden=(9,))]).shape(logits)
+    shaped = canvas([Constraints(pins={2: 7}, forbidden=(3,)), Constraints(forbidden=(9,))]).mask_logits(logits)
     probs = shaped.softmax(-1)
     assert probs[0, 2].tolist() == [0.0] * 7 + [1.0] + [0.0] * 2
     assert (probs[0, :, 3] == 0).all()
@@ -39,7 +39,7 @@ def test_shaping_makes_pins_certain_and_the_forbidden_impossible():
 def test_a_stop_token_may_not_cut_off_a_pin():
     """Row 0 has a pin on the second canvas: nothing before it may end the text, and what follows may."""
     constraints = [Constraints(pins={5: 7}), Constraints()]
-    first, second = (canvas(constraints, block).shape(torch.zeros(2, 4, 10)) for block in (0, 1))
+    first, second = (canvas(constraints, block).mask_logits(torch.zeros(2, 4, 10)) for block in (0, 1))
     assert (first[0][:, list(STOPS)] == NEVER).all()
     assert (second[0, 0, list(STOPS)] == NEVER).all()
     assert (second[0, 2:][:, list(STOPS)] == 0).all()
@@ -50,12 +50,15 @@ def test_a_stop_token_may_not_cut_off_a_pin():
     ("make", "words"),
     [
         (lambda: Constraints(pins={-1: 3}), "-1"),
-        (lambda: Constraints(pins={0: 10}).check(10, 8, STOPS), "outside the vocabulary of 10"),
-        (lambda: Constraints(pins={8: 1}).check(10, 8, STOPS), "beyond the answer's 8"),
-        (lambda: Constraints(forbidden=(12,)).check(10, 8, STOPS), "12"),
-        (lambda: Constraints(pins={2: 5, 6: 7}).check(10, 8, STOPS), "stop token 5 pinned at 2 would cut off the pin at 6"),
-        (lambda: Constraints(pins={2: 5}, forbidden=(0, 2, 3, 4, 6, 7, 8, 9)).check(10, 8, STOPS), "every token"),
-        (lambda: Constraints(forbidden=tuple(range(10))).check(10, 8, STOPS), "every token"),
+        (lambda: Constraints(pins={0: 10}).validate(10, 8, STOPS), "outside the vocabulary of 10"),
+        (lambda: Constraints(pins={8: 1}).validate(10, 8, STOPS), "beyond the answer's 8"),
+        (lambda: Constraints(forbidden=(12,)).validate(10, 8, STOPS), "12"),
+        (
+            lambda: Constraints(pins={2: 5, 6: 7}).validate(10, 8, STOPS),
+            "stop token 5 pinned at 2 would cut off the pin at 6",
+        ),
+        (lambda: Constraints(pins={2: 5}, forbidden=(0, 2, 3, 4, 6, 7, 8, 9)).validate(10, 8, STOPS), "every token"),
+        (lambda: Constraints(forbidden=tuple(range(10))).validate(10, 8, STOPS), "every token"),
     ],
 )
 def test_impossible_rules_are_refused(make, words):

@@ -51,7 +51,7 @@ def random_pattern(rng: random.Random, depth: int = 3) -> str:
 
 
 def accepts(pattern: str, text: str) -> bool:
-    following, ends, state = regex_dfa.table(pattern)
+    following, ends, state = regex_dfa.compile_dfa(pattern)
     for byte in text.encode():
         state = following[state, byte]
     return bool(ends[state])
@@ -111,33 +111,33 @@ def matching(pattern: str, room: int) -> list[tuple[int, ...]]:
 )
 @pytest.mark.parametrize("room", [1, 2, 4])
 def test_marginals_are_those_of_all_matching_texts(pattern, room):
-    automaton = WORDS.automaton(pattern)
+    automaton = WORDS.compile(pattern)
     logits = np.random.default_rng(room).normal(size=(room, len(SPELLED))).astype(np.float32) * 3
     texts = matching(pattern, room)
-    page = Constraints(pattern=automaton).automaton_on(automaton.start, 0, room, room)
+    page = Constraints(automaton=automaton).canvas_automaton(automaton.start, 0, room, room)
     if not texts:
         with pytest.raises(PatternError, match="no text of this length"):
-            page.conform(logits)
+            page.forward_backward_viterbi(logits)
         return
     probs = np.exp(logits.astype(np.float64))
     weight = {ids: np.prod([probs[at, token] for at, token in enumerate(ids)]) for ids in texts}
     expected = np.zeros_like(probs)
     for ids, share in weight.items():
         expected[np.arange(room), ids] += share
-    weights, best = page.conform(logits)
+    weights, best = page.forward_backward_viterbi(logits)
     mine = probs * np.exp(weights)[:, automaton.classes_V]
     assert np.allclose(mine / mine.sum(axis=1, keepdims=True), expected / expected.sum(axis=1, keepdims=True), atol=1e-9)
     assert weight[tuple(best.tolist())] == pytest.approx(max(weight.values()), rel=1e-6)
     share = sum(weight.values()) / np.prod(probs.sum(axis=1))
-    assert page.mass(logits) == pytest.approx(np.log(share), abs=1e-5)
+    assert page.log_match_probability(logits) == pytest.approx(np.log(share), abs=1e-5)
 
 
 def test_a_faint_match_is_found():
     """The likeliest beginning leads nowhere, and what matches is a hundred orders of magnitude less likely."""
-    automaton = WORDS.automaton("b{6}1")
+    automaton = WORDS.compile("b{6}1")
     logits = np.zeros((8, len(SPELLED)), dtype=np.float32)
     logits[:, 2] = 75.0
-    _, best = Constraints(pattern=automaton).automaton_on(automaton.start, 0, 8, 8).conform(logits)
+    _, best = Constraints(automaton=automaton).canvas_automaton(automaton.start, 0, 8, 8).forward_backward_viterbi(logits)
     assert best.tolist() == [3] * 6 + [5, 1]
 
 
@@ -176,15 +176,19 @@ def test_a_cold_page_still_matches():
 
 def test_a_pattern_that_fails_on_the_way_ends_its_own_request_only(monkeypatch):
     """It cannot happen, as far as we know; if it does, nobody else notices."""
-    words, cfg, prompt = WRITER.automaton_compiler, WRITER.sampler.changed(max_new_tokens=8), WRITER.tokenizer.prompt("a")
-    held = WRITER.engine.add(prompt, cfg, seed=1, constraints=Constraints(pattern=words.automaton("a+")))
+    words, cfg, prompt = (
+        WRITER.automaton_compiler,
+        WRITER.sampler.changed(max_new_tokens=8),
+        WRITER.tokenizer.encode_prompt("a"),
+    )
+    held = WRITER.engine.add(prompt, cfg, seed=1, constraints=Constraints(automaton=words.compile("a+")))
     free = WRITER.engine.add(prompt, cfg, seed=2)
     streams = [WRITER.engine.stream(request) for request in (held, free)]
 
     def fail(self, logits):
         raise PatternError("broken")
 
-    monkeypatch.setattr(CanvasAutomaton, "conform", fail)
+    monkeypatch.setattr(CanvasAutomaton, "forward_backward_viterbi", fail)
     with pytest.raises(PatternError, match="broken"):
         list(streams[0])
     *_, end = streams[1]
@@ -236,12 +240,12 @@ def test_patterns_beside_others_and_pins_and_pages_as_in_generate():
     words, cfg = WRITER.automaton_compiler, WRITER.sampler.changed(max_new_tokens=20, max_steps=3)
     pins = {9: WRITER.tokenizer.encode("7")[0]}
     asked = [
-        Constraints(pattern=words.automaton("[a-d]{12,19}")),
+        Constraints(automaton=words.compile("[a-d]{12,19}")),
         Constraints(),
-        Constraints(pattern=words.automaton("([0-9]{2}-)+[0-9]{2}"), pins=pins),
-        Constraints(pattern=words.automaton("yes|no")),
+        Constraints(automaton=words.compile("([0-9]{2}-)+[0-9]{2}"), pins=pins),
+        Constraints(automaton=words.compile("yes|no")),
     ]
-    prompt = WRITER.tokenizer.prompt("ab")
+    prompt = WRITER.tokenizer.encode_prompt("ab")
     requests = [WRITER.engine.add(prompt, cfg, seed=row, constraints=constraints) for row, constraints in enumerate(asked)]
     found = WRITER.engine.run(requests)
     events = list(generate(WRITER.model, [prompt] * 4, cfg, seeds=range(4), constraints=asked))
@@ -330,7 +334,7 @@ def test_what_cannot_be_obeyed_is_one_sentence(options, words):
 @settings(max_examples=200)
 @given(pattern=st.text(st.sampled_from("ab1[](){}|*+?^$.\\-dwsDWS,é:=!<>P&~"), max_size=12))
 def test_any_pattern_is_a_table_or_one_sentence(pattern):
-    found, refused = tried(regex_dfa.table, pattern)
+    found, refused = tried(regex_dfa.compile_dfa, pattern)
     assert (found is None) == bool(refused)
     assert "\n" not in refused
 
@@ -338,19 +342,20 @@ def test_any_pattern_is_a_table_or_one_sentence(pattern):
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*json_schema.OF_TYPE, "type", "items"]), inner)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*json_schema.KEYWORDS_OF_TYPE, "type", "items"]), inner)
     ),
     max_leaves=8,
 )
 keywords = st.sampled_from(
-    sorted({"type", "enum", "const", "anyOf", "$ref", "items", "x"}.union(*json_schema.OF_TYPE.values()))
+    sorted({"type", "enum", "const", "anyOf", "$ref", "items", "x"}.union(*json_schema.KEYWORDS_OF_TYPE.values()))
 )
 
 
 @settings(max_examples=300)
-@given(schema=st.dictionaries(keywords, json_values | st.sampled_from(list(json_schema.OF_TYPE)), max_size=4))
+@given(schema=st.dictionaries(keywords, json_values | st.sampled_from(list(json_schema.KEYWORDS_OF_TYPE)), max_size=4))
 def test_any_schema_is_a_pattern_or_one_sentence(schema):
-    found, refused = tried(json_schema.to_regex, schema)
+    found, refused = tried(json_schema.build_regex, schema)
     assert "\n" not in refused
     assert refused or re.compile(found)
 
@@ -358,7 +363,7 @@ def test_any_schema_is_a_pattern_or_one_sentence(schema):
 def test_whole_numbers():
     for low, high in itertools.product((-130, -10, -9, -1, 0, 1, 8, 99), (-7, 0, 5, 10, 100, 131)):
         if low <= high:
-            found = re.compile(json_schema.whole_numbers(low, high))
+            found = re.compile(json_schema.integers_between(low, high))
             assert all(bool(found.fullmatch(str(n))) == (low <= n <= high) for n in range(-200, 200))
             assert not found.fullmatch("-0")
             assert not found.fullmatch("01")

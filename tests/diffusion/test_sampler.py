@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redraft.config import SamplerConfig
-from redraft.constraints.constraints import Constraints, canvas_constraints
+from redraft.constraints.constraints import Constraints, build_canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.kernels import Prediction
 
@@ -55,7 +55,7 @@ def situations(draw):
 def run(situation):
     """All states of the loop, with the fixed constraints."""
     cfg, constraints, logits, seeds = situation
-    draws, fixed = rng.draws(seeds, 0), canvas_constraints(constraints, 0, LENGTH, VOCAB, cfg.eos_token_ids, "cpu")
+    draws, fixed = rng.draws(seeds, 0), build_canvas_constraints(constraints, 0, LENGTH, VOCAB, cfg.eos_token_ids, "cpu")
     states = [sampler.start(draws.noise(0, LENGTH, VOCAB), fixed)]
     while not sampler.is_finished(states[-1], cfg):
         state, _ = sampler.step(logits[states[-1].step], states[-1], cfg, draws, fixed)
@@ -66,7 +66,7 @@ def run(situation):
 def sampled(situation, before, draws, fixed) -> torch.Tensor:
     """What a step draws from its logits, computed once more from the definition, in float64."""
     cfg, _, logits, _ = situation
-    shaped = logits[before.step] if fixed is None else fixed.shape(logits[before.step])
+    shaped = logits[before.step] if fixed is None else fixed.mask_logits(logits[before.step])
     probs = (shaped.double() / sampler.temperature(before.step, cfg)).softmax(-1)
     uniform = draws.uniform(before.step + 1, LENGTH)
     return torch.searchsorted(probs.cumsum(-1), uniform[..., None], right=True).squeeze(-1).clamp(max=VOCAB - 1)
@@ -236,7 +236,7 @@ def test_confident_is_strictly_below_the_threshold():
 
 def test_pins_do_not_make_the_rest_look_confident():
     """Two of three positions are pinned: the third decides, not the mean with two zeros."""
-    constraints = canvas_constraints([Constraints(pins={0: 7, 1: 8})], 0, 3, VOCAB, (), "cpu")
+    constraints = build_canvas_constraints([Constraints(pins={0: 7, 1: 8})], 0, 3, VOCAB, (), "cpu")
     draws, logits = rng.draws([0], 0), certain(A, 5.0)
     start = sampler.start(draws.noise(0, 3, VOCAB), constraints)
     own = float(sampler.step(logits, start, SamplerConfig(canvas_length=3), draws, constraints)[0].entropy_BC[0, 2])

@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from redraft.config import FULL, SLIDING, EngineConfig
-from redraft.constraints.constraints import ConstraintEdit, Constraints, canvas_constraints
+from redraft.constraints.constraints import ConstraintEdit, Constraints, build_canvas_constraints
 from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.generate import Committed, Draft, Finished, generate
@@ -69,7 +69,7 @@ def by_hand(turn, seed=3):
     cache = MODEL.new_cache(1, 64)
     MODEL.encode(torch.tensor([PROMPT]), cache)
     draws, vocab = rng.draws([seed], 0), CONFIG.vocab_size
-    fixed = canvas_constraints([UNENDING], 0, 16, vocab, CFG.eos_token_ids, "cpu")
+    fixed = build_canvas_constraints([UNENDING], 0, 16, vocab, CFG.eos_token_ids, "cpu")
     state, soft, found = sampler.start(draws.noise(0, 16, vocab), fixed), None, []
     while not sampler.is_finished(state, CFG):
         logits = MODEL.denoise(state.ids_BC, soft, cache)
@@ -77,7 +77,7 @@ def by_hand(turn, seed=3):
         found.append((state.best_BC.tolist(), state.ids_BC.tolist()))
         soft = MODEL.soft_embed(shaped)
         if state.step == turn.step:
-            fixed = canvas_constraints([UNENDING.edited(turn.edit)], 0, 16, vocab, CFG.eos_token_ids, "cpu")
+            fixed = build_canvas_constraints([UNENDING.apply_edit(turn.edit)], 0, 16, vocab, CFG.eos_token_ids, "cpu")
             state = sampler.apply_constraints(state, fixed, draws, vocab)
     return found
 
@@ -174,7 +174,7 @@ def test_a_turn_that_never_comes_is_told_and_disturbs_nobody():
 
 def test_pages_that_break_the_pattern_are_refused_and_disturb_nobody():
     spelled = tiny.byte_tokenizer().token_bytes
-    constraints = Constraints(pattern=AutomatonCompiler(spelled, CFG.eos_token_ids).automaton("[0-9]*"))
+    constraints = Constraints(automaton=AutomatonCompiler(spelled, CFG.eos_token_ids).compile("[0-9]*"))
     with pytest.raises(ValueError, match="does not fit the pattern"):
         run(Replay(((70,) * 16,)), constraints=constraints)
 
@@ -184,7 +184,7 @@ def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
         AutomatonCompiler(tiny.byte_tokenizer().token_bytes, CFG.eos_token_ids),
         tiny.byte_tokenizer().encode("q0a"),
     )
-    constraints = Constraints(pattern=words.automaton("[a-z]{20,24}"))
+    constraints = Constraints(automaton=words.compile("[a-z]{20,24}"))
     old = pages(run(constraints=constraints))[0]
     more = ConstraintEdit(pins={3: letters[0]}, bans=((5, old[5]), (18, letters[2])))
     for step in (1, 2):
@@ -199,7 +199,7 @@ def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
         assert told(again)[1:] == [one for one in told(after) if one[0] == "end" or one[1] >= 1]
     with pytest.raises(ValueError, match="no answer of 48 tokens that has these pins matches"):
         run(Replay((), (Intervention(0, 1, ConstraintEdit(pins={3: letters[1]})),)), constraints=constraints)
-    same = Constraints(pattern=words.automaton("a{20,24}"))
+    same = Constraints(automaton=words.compile("a{20,24}"))
     with pytest.raises(ValueError, match="no text of this length can match"):
         run(Replay((), (Intervention(0, 1, ConstraintEdit(bans=((4, letters[2]),))),)), constraints=same)
 
@@ -209,7 +209,7 @@ def test_a_settled_page_is_given_up_where_a_later_pin_makes_it_no_beginning_of_a
         AutomatonCompiler(tiny.byte_tokenizer().token_bytes, CFG.eos_token_ids),
         tiny.byte_tokenizer().encode("ab"),
     )
-    constraints = Constraints(pattern=words.automaton("a{20}|b{20}"))
+    constraints = Constraints(automaton=words.compile("a{20}|b{20}"))
     before = run(constraints=constraints)
     said = pages(before)[0][0]
     other = b if said == a else a
@@ -224,12 +224,12 @@ def test_a_settled_page_is_given_up_where_a_later_pin_makes_it_no_beginning_of_a
 
 def test_turns_are_folded_once_when_a_run_is_asked_for(monkeypatch):
     """Not in the thread that steps for everybody."""
-    folded, usual = [], Constraints.edited
-    monkeypatch.setattr(Constraints, "edited", lambda self, more: folded.append(more) or usual(self, more))
+    folded, usual = [], Constraints.apply_edit
+    monkeypatch.setattr(Constraints, "apply_edit", lambda self, more: folded.append(more) or usual(self, more))
     turns = tuple(Intervention(block, 1, ConstraintEdit(bans=((40, 70), (40, 70 + block)))) for block in range(3))
     assert len(pages(run(Replay((), turns)))) == 3
     assert folded == [turn.edit for turn in turns]
-    assert UNENDING.edited(turns[0].edit).edited(turns[1].edit).banned == {40: (70, 71)}
+    assert UNENDING.apply_edit(turns[0].edit).apply_edit(turns[1].edit).banned == {40: (70, 71)}
 
 
 def test_pages_that_were_there_cost_nothing_again():
@@ -242,10 +242,10 @@ def test_pages_that_were_there_cost_nothing_again():
 
 
 def test_an_end_before_a_pin_is_not_obedient():
-    fixed = canvas_constraints([Constraints(pins={7: 5})], 0, 16, CONFIG.vocab_size, CFG.eos_token_ids, "cpu")
+    fixed = build_canvas_constraints([Constraints(pins={7: 5})], 0, 16, CONFIG.vocab_size, CFG.eos_token_ids, "cpu")
     ids = torch.full((1, 16), 70)
     ids[0, [3, 7, 9]] = 5
-    assert fixed.disobeyed(ids).nonzero()[:, 1].tolist() == [3]
+    assert fixed.find_violations(ids).nonzero()[:, 1].tolist() == [3]
 
 
 @pytest.mark.parametrize(

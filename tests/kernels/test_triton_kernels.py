@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from interpreted import DEVICE, GPU
 
 from redraft.config import SamplerConfig
-from redraft.constraints.constraints import Constraints, conform_there
+from redraft.constraints.constraints import Constraints, forward_backward_viterbi_on_gpu
 from redraft.constraints.regex_dfa import PatternError
 from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng, sampler
@@ -274,12 +274,12 @@ def test_patterns_on_a_canvas(seed, monkeypatch):
     rng = random_lots.Random(seed)
     token_bytes = [None, b"", *(bytes(rng.choices(b"ab1", k=rng.randint(1, 3))) for _ in range(60)), b"a", b"b", b"1"]
     pattern = rng.choice(["(a|b1)*", "a{2,5}1?", "[ab]+1[ab]*", "(a1|b)(b|1){3,}", "1*", "a|b|ab1"])
-    automaton = AutomatonCompiler(token_bytes, (1,)).automaton(pattern)
-    page = Constraints(pattern=automaton).automaton_on(automaton.start, 0, 7, 7)
+    automaton = AutomatonCompiler(token_bytes, (1,)).compile(pattern)
+    page = Constraints(automaton=automaton).canvas_automaton(automaton.start, 0, 7, 7)
     logits = draw(7, len(token_bytes), seed=seed) * rng.choice([1.0, 30.0, 400.0])
     logits[:, rng.randrange(2, 40)] = -1e9
-    weights, ids = page.conform(logits[: page.room].cpu().numpy())
-    mine, best = conform_there(logits[: page.room], page)
+    weights, ids = page.forward_backward_viterbi(logits[: page.room].cpu().numpy())
+    mine, best = forward_backward_viterbi_on_gpu(logits[: page.room], page)
     expected = torch.from_numpy(weights)[:, automaton.classes_V].to(DEVICE)
     shares = [(logits[: page.room].double() + one.double().clamp(min=-1e9)).softmax(dim=-1) for one in (mine, expected)]
     assert near(*shares, atol=1e-6)
@@ -288,7 +288,7 @@ def test_patterns_on_a_canvas(seed, monkeypatch):
 
 
 def test_a_pattern_that_cannot_match_says_so_on_a_gpu_too():
-    automaton = AutomatonCompiler([None, b"", b"a", b"b"], (1,)).automaton("a*")
-    page = Constraints(pattern=automaton).automaton_on(automaton.start, 0, 3, 3)
+    automaton = AutomatonCompiler([None, b"", b"a", b"b"], (1,)).compile("a*")
+    page = Constraints(automaton=automaton).canvas_automaton(automaton.start, 0, 3, 3)
     with pytest.raises(PatternError, match="no text of this length can match"):
-        conform_there(torch.tensor([[-1e9, -1e9, -1e9, 0.0]] * 3, device=DEVICE), page)
+        forward_backward_viterbi_on_gpu(torch.tensor([[-1e9, -1e9, -1e9, 0.0]] * 3, device=DEVICE), page)

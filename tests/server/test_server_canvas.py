@@ -65,7 +65,7 @@ def test_frames_add_up_to_the_drafts_of_the_engine(url):
         assert [token["s"] == "d" for token in tokens] == event.accepted_BC[0].tolist()
         assert [token["c"][0][0] for token in tokens] == event.ids_BC[0].tolist()
         assert [token["p"] for token in tokens] == [round(share, 4) for share in event.top_probs.own_BC[0].tolist()]
-        assert all(token["t"] == WRITER.tokenizer.decode_middle([token["id"]]) for token in tokens)
+        assert all(token["t"] == WRITER.tokenizer.decode_fragment([token["id"]]) for token in tokens)
     assert any(len(frame["tokens"]) < 16 for frame in frames)
     assert found[-1]["text"] == WRITER.write("Hello", seed=7, constraints=constraints, **options).text
     assert "".join(page["text"] for page in of("page", found)) == found[-1]["text"]

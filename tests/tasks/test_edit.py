@@ -138,7 +138,7 @@ def test_an_instruction_is_read_before_the_text(monkeypatch):
     WRITER.edit("some words", "Say it better.", strength=0.3, seed=1)
     assert "Say it better.\n\nsome words" in WRITER.tokenizer.decode(read[0])
     WRITER.edit("some words", strength=0.3, seed=1)
-    assert list(read[1]) == WRITER.tokenizer.prompt("")
+    assert list(read[1]) == WRITER.tokenizer.encode_prompt("")
 
 
 def test_the_doubted_come_first():

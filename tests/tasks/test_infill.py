@@ -116,15 +116,15 @@ def test_a_page_begins_with_the_letters_that_were_taken_back():
     spelled = WRITER.tokenizer.token_bytes
     assert place.healed == b"p"
     assert all(spelled[token].startswith(b"p") for token in place.first)
-    assert place.prompt == WRITER.tokenizer.prompt("ha")
+    assert place.prompt == WRITER.tokenizer.encode_prompt("ha")
     place = infill._Place(WRITER.tokenizer, infill.parse_template("the  [[ ]]y"), 0, "the  ", (1,))
-    assert (place.healed, place.prompt, place.more) == (b" ", WRITER.tokenizer.prompt("the "), 0)
+    assert (place.healed, place.prompt, place.more) == (b" ", WRITER.tokenizer.encode_prompt("the "), 0)
     assert infill._Place(WRITER.tokenizer, infill.parse_template("a.[[ ]]"), 0, "a.", (1,)).first == ()
 
 
 def test_an_answer_begins_with_one_of_the_first_tokens():
     allowed = (20, 21, 22)
-    prompts, constraints = [[2, 9, 9], [2, 7]], [Constraints(first=allowed), Constraints()]
+    prompts, constraints = [[2, 9, 9], [2, 7]], [Constraints(allowed_first=allowed), Constraints()]
     *_, end = generate(
         WRITER.model, prompts, tiny.sampler(canvas_length=8, max_new_tokens=16), seeds=[1, 2], constraints=constraints
     )

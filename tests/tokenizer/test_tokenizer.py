@@ -28,8 +28,8 @@ def test_gemma_vectors(text, ids):
 
 
 def test_golden_prompts():
-    assert GEMMA.chat(ESSAY) == ESSAY_IDS
-    thinking = GEMMA.chat(ESSAY, think=True)
+    assert GEMMA.encode_chat(ESSAY) == ESSAY_IDS
+    thinking = GEMMA.encode_chat(ESSAY, think=True)
     assert thinking[:11] == [2, 105, 9731, 107, 98, 107, 106, 107, 105, 2364, 107]
     assert thinking[-5:] == [106, 107, 105, 4368, 107]
     assert GEMMA.encode("Why is the sky blue?") == [11355, 563, 506, 7217, 3730, 236881]
@@ -133,7 +133,7 @@ def test_a_file_that_asks_for_truncation_and_padding_is_not_obeyed(tmp_path):
     vocabulary.enable_truncation(4)
     vocabulary.enable_padding(length=20)
     vocabulary.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.from_folder(tmp_path).prompt("Once upon a time") == BYTES.prompt("Once upon a time")
+    assert Tokenizer.from_folder(tmp_path).encode_prompt("Once upon a time") == BYTES.encode_prompt("Once upon a time")
 
 
 def test_bytes_that_are_no_text_do_not_crash():
@@ -222,4 +222,4 @@ def test_any_ids_decode_piece_by_piece_as_at_once(ids):
 
 def test_spelling_keeps_a_leading_space():
     ids = GEMMA.encode("Hello world")
-    assert [GEMMA.decode_middle([i]) for i in ids] == ["Hello", " world"]
+    assert [GEMMA.decode_fragment([i]) for i in ids] == ["Hello", " world"]

@@ -49,7 +49,7 @@ def test_next_token_loss_is_the_plain_sum_however_batched():
     model = tiny.build(tiny.BASE)
     nats = tokens = 0
     for text in TEXTS:
-        ids = torch.tensor([TOKENIZER.prompt(text)])
+        ids = torch.tensor([TOKENIZER.encode_prompt(text)])
         logits = model.head(model.encode(ids, model.new_cache(1, ids.shape[1])))
         nats += float(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
         tokens += ids.shape[1] - 1
@@ -62,11 +62,11 @@ def test_next_token_loss_is_the_plain_sum_however_batched():
 
 def test_a_second_look_is_told_what_the_first_believed():
     model = tiny.build(tiny.BASE)
-    batch = measures.rows_of([TOKENIZER.prompt(text) for text in TEXTS], 8, model.device)
+    batch = measures.rows_of([TOKENIZER.encode_prompt(text) for text in TEXTS], 8, model.device)
     noisy = measures.strike(batch, 0.5, tiny.VOCAB, torch.Generator().manual_seed(0))
     assert torch.equal(noisy[~batch.canvas_BL], batch.ids_BL[~batch.canvas_BL])
     first, second = measures.look(model, batch, noisy, dense_masks(model.config, batch.layout), 2)
-    ids, cache = TOKENIZER.prompt(TEXTS[0]), model.new_cache(1, 64)
+    ids, cache = TOKENIZER.encode_prompt(TEXTS[0]), model.new_cache(1, 64)
     model.encode(torch.tensor([ids[:9]]), cache)  # the start token and the first block of eight
     plain = model.denoise(noisy[:1, 9 : len(ids)], None, cache)
     assert torch.allclose(first[:1, 9 : len(ids)], plain, atol=1e-4)
@@ -96,7 +96,7 @@ def test_repair_counts_what_is_kept_and_what_is_mended(monkeypatch, answer, expe
 def test_drafted_samples_are_what_users_get():
     model, sampler = tiny.decided(tiny.BASE), tiny.sampler(max_new_tokens=32)
     found = measures.drafted(model, TOKENIZER, "Hi", 3, sampler, seed=7)
-    *_, end = generate(model, [TOKENIZER.prompt("Hi")], sampler, seeds=[8])
+    *_, end = generate(model, [TOKENIZER.encode_prompt("Hi")], sampler, seeds=[8])
     kept = [i for i in end.ids_BT[0, : end.stats[0].new_tokens].tolist() if i not in sampler.eos_token_ids]
     assert found.ids[1] == kept
     assert found.texts[1] == TOKENIZER.decode(kept)
@@ -106,13 +106,13 @@ def test_drafted_samples_are_what_users_get():
 def test_cold_speech_is_the_likeliest_token_after_token():
     model, sampler = tiny.build(tiny.BASE), tiny.sampler(max_new_tokens=6)
     found = measures.spoken(model, TOKENIZER, "Hi", 2, sampler, temperature=1e-3)
-    ids = TOKENIZER.prompt("Hi")
+    ids = TOKENIZER.encode_prompt("Hi")
     for _ in range(6):
         row = torch.tensor([ids])
         ids.append(int(model.head(model.encode(row, model.new_cache(1, len(ids))))[0, -1].argmax()))
         if ids[-1] in sampler.eos_token_ids:
             break
-    expected = [i for i in ids[len(TOKENIZER.prompt("Hi")) :] if i not in sampler.eos_token_ids]
+    expected = [i for i in ids[len(TOKENIZER.encode_prompt("Hi")) :] if i not in sampler.eos_token_ids]
     assert found.ids == [expected, expected]
     warm = measures.spoken(model, TOKENIZER, "Hi", 8, sampler, temperature=1.0, seed=3)
     assert len({tuple(ids) for ids in warm.ids}) > 1
@@ -187,7 +187,7 @@ def test_left_to_right_stops_at_the_newline():
     assert len(said) <= 2 * 3 + 8
     newline = TOKENIZER.encode("\n")[0]
     assert newline not in said
-    ids = [*TOKENIZER.prompt(""), *hole.before]
+    ids = [*TOKENIZER.encode_prompt(""), *hole.before]
     for token in said:
         row = torch.tensor([ids])
         assert int(model.head(model.encode(row, model.new_cache(1, len(ids))))[0, -1].argmax()) == token

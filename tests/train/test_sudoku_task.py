@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from redraft.config import SamplerConfig
-from redraft.constraints.constraints import Constraints, canvas_constraints
+from redraft.constraints.constraints import Constraints, build_canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.tasks.sudoku import encoding, generator, text_encoding
 from redraft.tasks.sudoku.board import CELLS, solves
@@ -99,7 +99,7 @@ def test_puzzles_as_texts(puzzles, tmp_path):
 def test_a_pass_that_learns_is_what_generation_computes(puzzles):
     model = fresh(CONFIG, 0)
     drawn, solved = Pool(puzzles, torch.device("cpu")).draw(3, chance())
-    fixed = canvas_constraints(
+    fixed = build_canvas_constraints(
         [Constraints(pins=encoding.pins(tuple(board)), forbidden=FORBIDDEN) for board in drawn.tolist()],
         0, CELLS, encoding.SIZE, (1,), "cpu",
     )  # fmt: skip

@@ -51,11 +51,11 @@ class AutomatonArrays(Protocol):
     classes_V: np.ndarray
     from_R: np.ndarray
     to_R: np.ndarray
-    of_E: np.ndarray
+    pair_E: np.ndarray
     class_E: np.ndarray
-    begins_R: np.ndarray
-    by_class: tuple[np.ndarray, np.ndarray]
-    by_kind: tuple[np.ndarray, np.ndarray, np.ndarray]
+    edge_starts_R: np.ndarray
+    tokens_by_class: tuple[np.ndarray, np.ndarray]
+    pairs_by_class: tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @lru_cache(maxsize=64)
@@ -65,16 +65,16 @@ def upload_automaton(automaton: AutomatonArrays, device: torch.device) -> Device
     def there(values: np.ndarray, kind: torch.dtype = torch.int32) -> Tensor:
         return torch.as_tensor(np.ascontiguousarray(values)).to(device, kind)
 
-    order_V, bounds_K = automaton.by_class
+    order_V, bounds_K = automaton.tokens_by_class
     counts_K = -(-np.diff(np.append(bounds_K, len(order_V))) // PIECE)
     begins = np.concatenate([low + PIECE * np.arange(count) for low, count in zip(bounds_K, counts_K, strict=True)])
-    pairs_E, used, first = automaton.by_kind
+    pairs_E, used, first = automaton.pairs_by_class
     slots_K = np.full(len(bounds_K), len(used))
     slots_K[used] = np.arange(len(used))
     segments = (
         (order_V, [*begins, len(order_V)]),
         (np.arange(len(begins)), [0, *np.cumsum(counts_K)]),
-        (automaton.class_E, [*automaton.begins_R, len(automaton.of_E)]),
+        (automaton.class_E, [*automaton.edge_starts_R, len(automaton.pair_E)]),
         (pairs_E, [*first, len(pairs_E)]),
     )
     made = [IndexSegments(there(entries), there(np.array(ends))) for entries, ends in segments]

@@ -153,7 +153,7 @@ def canvas_told(writer: Writer, body: CanvasRequest, stop: threading.Event) -> T
     prompt, before, constraints, settings = page_of(writer, body)
     if body.think and is_text_prompt(prompt):
         raise Refused("only a conversation with a model that chats can be thought about: leave think out", "think")
-    constraints = constraints.edited(steering_of(tokenizer, body))
+    constraints = constraints.apply_edit(steering_of(tokenizer, body))
     patterns = {"regex": body.regex, "schema": body.schema_, "choices": body.choices}
     options = {"seed": seed, "constraints": constraints, "replay": course_of(tokenizer, body), "draft": body.draft or None}
     options |= {"think": body.think, "candidates": body.candidates, "drafts": False, "stop": stop, **patterns}
@@ -245,7 +245,7 @@ def filled_stats(writer: Writer, found: Filled, template: infill.Template, secon
 def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) -> Told:
     """A text redrafted in place; a block is a page of it."""
     seed, began, tokenizer = seed_of(body), time.perf_counter(), writer.tokenizer
-    asked = tokenizer.chat(to_messages(f"{body.instruction}\n\n{body.text}")) if body.instruction else []
+    asked = tokenizer.encode_chat(to_messages(f"{body.instruction}\n\n{body.text}")) if body.instruction else []
     cfg = writer.sampler.changed(**watched(writer, body))
     options = {"strength": body.strength, "keep": body.keep, "prompt": asked, "seed": seed, "stop": stop}
     options |= {"candidates": body.candidates, "replay": course_of(tokenizer, body)}
@@ -261,7 +261,7 @@ def edit_told(writer: Writer, body: CanvasEditRequest, stop: threading.Event) ->
                 frames, redrafted = Frames(tokenizer, everything=True), int(event.steps_B[0]) > 0
                 pages, settled = pages + redrafted, settled + (redrafted and bool(event.settled_B[0]))
                 ids = event.ids_BC[0].tolist()
-                parsed = Parsed(tokenizer.decode_middle(ids))
+                parsed = Parsed(tokenizer.decode_fragment(ids))
                 yield page(writer, TextCommitted.from_committed(event, parsed, shown=len(ids)))
             case Edited():
                 changes = [{"start": one.start, "end": one.end, "old": one.old, "new": one.new} for one in event.changes]

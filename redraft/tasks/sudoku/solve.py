@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from redraft.config import SamplerConfig
-from redraft.constraints.constraints import CanvasConstraints, Constraints, canvas_constraints
+from redraft.constraints.constraints import CanvasConstraints, Constraints, build_canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.rng import Draws
 from redraft.diffusion.sampler import Canvas
@@ -288,8 +288,8 @@ def in_reading_order(model: DiffusionGemma, puzzle: Board, *, seed: int) -> Iter
     cache, draws = _names_read(model), rng.draws([seed], 0, device)
     for step, cell in enumerate([cell for cell in range(CELLS) if not puzzle[cell]]):
         constraints = [Constraints(pins=encoding.pins(tuple(board)), forbidden=FORBIDDEN)]
-        fixed = canvas_constraints(constraints, 0, CELLS, encoding.SIZE, model.config.eos_token_ids, device)
-        logits_1CV = fixed.shape(model.denoise(fixed.pin(draws.noise(step, CELLS, encoding.SIZE)), None, cache))
+        fixed = build_canvas_constraints(constraints, 0, CELLS, encoding.SIZE, model.config.eos_token_ids, device)
+        logits_1CV = fixed.mask_logits(model.denoise(fixed.apply_pins(draws.noise(step, CELLS, encoding.SIZE)), None, cache))
         board[cell] = encoding.board([int(logits_1CV[0, cell].argmax())])[0]
         board_1C = torch.tensor([board])
         yield Pass((0,), (0,), step + 1, board_1C, board_1C > 0)
@@ -313,7 +313,7 @@ def _start(
     for one in tries:
         guessed = {cell: encoding.CLUES[digit - 1] for cell, digit in one.guesses}
         constraints.append(Constraints(pins=encoding.pins(puzzles[one.number]) | guessed, forbidden=FORBIDDEN))
-    fixed = canvas_constraints(constraints, 0, CELLS, encoding.SIZE, cfg.eos_token_ids, device)
+    fixed = build_canvas_constraints(constraints, 0, CELLS, encoding.SIZE, cfg.eos_token_ids, device)
     draws = rng.draws([seed + one.number + one.attempt * ATTEMPT for one in tries], 0, device)
     given_NC = torch.tensor([one.start or (0,) * CELLS for one in tries], device=device)
     noise_NC = draws.noise(0, CELLS, encoding.SIZE)

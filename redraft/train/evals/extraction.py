@@ -91,13 +91,13 @@ def score(
     words = AutomatonCompiler((*tokenizer.token_bytes, *[None] * missing), sampler.eos_token_ids)
     engine, found = Engine(model), {}
     began = time.perf_counter()
-    patterns = [words.automaton(json_schema.to_regex(one.schema)) for one in records]
+    patterns = [words.compile(json_schema.build_regex(one.schema)) for one in records]
     compiled = time.perf_counter() - began
     for way in ("schema", "free"):
         answers, seconds, steps = [], 0.0, 0
         for number, (one, pattern) in enumerate(zip(records, patterns, strict=True)):
-            constraints = Constraints(pattern=pattern if way == "schema" else None)
-            request = engine.add(tokenizer.prompt(one.prompt), sampler, seed=number, constraints=constraints)
+            constraints = Constraints(automaton=pattern if way == "schema" else None)
+            request = engine.add(tokenizer.encode_prompt(one.prompt), sampler, seed=number, constraints=constraints)
             began = time.perf_counter()
             end = engine.run([request])[request]
             seconds, steps = seconds + time.perf_counter() - began, steps + end.stats[0].steps

@@ -150,13 +150,13 @@ def ways(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, se
 def spoken(model: DiffusionGemma, tokenizer: Tokenizer, one: Missing) -> str:
     """What the same weights say left to right: as many lines as are missing, in at most twice as many tokens."""
     space = one.before[-1:] in (" ", "\t")  # it belongs to the first word that is missing, as `filling.py` tells
-    ids, most = tokenizer.prompt(one.before[:-1] if space else one.before), 2 * len(tokenizer.encode(one.part)) + 8
+    ids, most = tokenizer.encode_prompt(one.before[:-1] if space else one.before), 2 * len(tokenizer.encode(one.part)) + 8
 
     def over(said: list[int]) -> bool:
-        text = tokenizer.decode_middle(said)
+        text = tokenizer.decode_fragment(said)
         return text.count("\n") > one.part.count("\n") or bool(one.ends and re.search(one.ends, text))
 
-    return tokenizer.decode_middle(greedy(model, ids, most, over))[int(space) :]
+    return tokenizer.decode_fragment(greedy(model, ids, most, over))[int(space) :]
 
 
 # 3. Scores

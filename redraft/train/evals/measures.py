@@ -93,7 +93,7 @@ class Likelihood:
 def autoregressive(model: DiffusionGemma, tokenizer: Tokenizer, texts: Sequence[str]) -> Likelihood:
     """Next-token loss of the encoder, each text alone behind the start token."""
     nats = tokens = 0
-    for some in _split([tokenizer.prompt(text) for text in texts]):
+    for some in _split([tokenizer.encode_prompt(text) for text in texts]):
         batch = rows_of(some, 1, model.device)
         counts = [len(ids) for ids in some]
         hidden_BLD = model.encode(batch.ids_BL, model.new_cache(len(some), max(counts)), counts)
@@ -111,7 +111,7 @@ def nelbo(
     """The denoiser's bound on the same texts, block behind block, over stratified noise levels."""
     generator = torch.Generator().manual_seed(0)
     vocab, nats, tokens = model.config.vocab_size, 0.0, 0
-    for some in _split([tokenizer.prompt(text) for text in texts]):
+    for some in _split([tokenizer.encode_prompt(text) for text in texts]):
         batch = rows_of(some, block, model.device)
         mask_of = dense_masks(model.config, batch.layout)
         for level in range(levels):
@@ -171,7 +171,7 @@ def repair(
 ) -> dict[float, tuple[float, float]]:
     """By noise level: the share of untouched tokens the model would keep, and of struck ones it would mend."""
     generator, found = torch.Generator().manual_seed(0), {}
-    groups = list(_split([tokenizer.prompt(text) for text in texts]))
+    groups = list(_split([tokenizer.encode_prompt(text) for text in texts]))
     for t in LEVELS:
         kept = mended = clean = struck = 0
         for some in groups:
@@ -221,7 +221,7 @@ def drafted(
     rows, steps, tokens = [], 0, 0
     for begin in range(0, count, ROWS):
         seeds = [seed + number for number in range(begin, min(begin + ROWS, count))]
-        *_, end = generate.generate(model, [tokenizer.prompt(prompt)] * len(seeds), sampler, seeds=seeds)
+        *_, end = generate.generate(model, [tokenizer.encode_prompt(prompt)] * len(seeds), sampler, seeds=seeds)
         for row, stats in enumerate(end.stats):
             rows.append(end.ids_BT[row, : stats.new_tokens].tolist())
             steps, tokens = steps + stats.forwards, tokens + stats.new_tokens
@@ -240,7 +240,7 @@ def spoken(
 ) -> Sampled:
     """Samples of the same weights written token after token by the encoder."""
     generator = torch.Generator().manual_seed(seed)
-    ids = tokenizer.prompt(prompt)
+    ids = tokenizer.encode_prompt(prompt)
     cache = model.new_cache(count, len(ids) + sampler.max_new_tokens)
     last_B1D = model.encode(torch.tensor([ids] * count, device=model.device), cache)[:, -1:]
     rows: list[list[int]] = [[] for _ in range(count)]
@@ -360,7 +360,7 @@ def filled(
     for begin in range(0, len(taken), ROWS):
         some = taken[begin : begin + ROWS]
         plans = [_on_canvas(hole, sampler) for hole in some]
-        prompts = [tokenizer.prompt("") + hole.before[: plan.given] for hole, plan in zip(some, plans, strict=True)]
+        prompts = [tokenizer.encode_prompt("") + hole.before[: plan.given] for hole, plan in zip(some, plans, strict=True)]
         seeds = [seed + begin + row for row in range(len(plans))]
         constraints = [Constraints(pins=plan.pins) for plan in plans]
         *_, page, _ = generate.generate(model, prompts, settings, seeds=seeds, constraints=constraints)
@@ -390,7 +390,7 @@ def continued(model: DiffusionGemma, tokenizer: Tokenizer, taken: Sequence[Hole]
     return [
         greedy(
             model,
-            [*tokenizer.prompt(""), *hole.before],
+            [*tokenizer.encode_prompt(""), *hole.before],
             2 * len(hole.line) + 8,
             lambda said: "\n" in tokenizer.decode(said[-1:]),
         )
@@ -441,7 +441,7 @@ def mended(
     engine, chance, marks = (
         Engine(model),
         torch.Generator().manual_seed(seed),
-        tokenizer.textless_ids(model.config.vocab_size),
+        tokenizer.ids_without_text(model.config.vocab_size),
     )
     struck = repaired = noticed = spoiled = clean = forwards = 0
     for number, text in enumerate(texts):
@@ -453,7 +453,7 @@ def mended(
             "strength": strength,
             "keep_positions": (),
             "forbidden": marks,
-            "prompt": tokenizer.prompt(""),
+            "prompt": tokenizer.encode_prompt(""),
             "seed": seed + number,
         }
         new, passes, _ = redraft_tokens(engine, worse, sampler, **options)

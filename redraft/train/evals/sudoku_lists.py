@@ -142,7 +142,7 @@ def written(
     steps: list[int] = []
     for begin in range(0, len(listed.puzzles), rows):
         puzzles, solutions = listed.puzzles[begin : begin + rows], listed.solutions[begin : begin + rows]
-        prompts = [tokenizer.prompt(text_encoding.prompt(puzzle)) for puzzle in puzzles]
+        prompts = [tokenizer.encode_prompt(text_encoding.prompt(puzzle)) for puzzle in puzzles]
         seeds = range(begin, begin + len(puzzles))
         *_, last = generate(model, prompts, sampler, seeds=list(seeds))
         for row, (puzzle, solution) in enumerate(zip(puzzles, solutions, strict=True)):
