@@ -35,7 +35,7 @@ from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solve
 from redraft.tasks.sudoku.board import Board
 from redraft.tasks.sudoku.solve import Solution
-from redraft.tokenizer.chat_parser import Parsed, ToolCall, parse
+from redraft.tokenizer.chat_parser import ChatParser, Parsed, ToolCall, parse_chat
 from redraft.tokenizer.tokenizer import Decoder, Message, Tokenizer, TokenizerError
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -438,7 +438,7 @@ class Writer:
 
     def _answer(self, last: Finished, row: int, chatting: bool, cfg: SamplerConfig) -> Answer:
         ids, _ = cut_at_stop(last.ids_BT[row].tolist(), cfg, cfg.max_new_tokens)
-        parts = parse(self.tokenizer.decode(ids, keep_special=True)) if chatting else Parsed(self.tokenizer.decode(ids))
+        parts = parse_chat(self.tokenizer, ids) if chatting else Parsed(self.tokenizer.decode(ids))
         stats = last.stats[row]
         return Answer(
             text=parts.text,
@@ -490,10 +490,9 @@ class _Reading:
     """Turns the tokens of one answer into text as they come, thoughts and calls taken out of a chat's."""
 
     def __init__(self, tokenizer: Tokenizer, chatting: bool) -> None:
-        self.tokenizer, self.chatting = tokenizer, chatting
-        self._decoder = Decoder(tokenizer, keep_special=chatting)
-        self._raw = ""
-        self._shown = Parsed("")
+        self.tokenizer = tokenizer
+        self._decoder = Decoder(tokenizer)
+        self._parser = ChatParser(tokenizer) if chatting else None
 
     def draft(self, ids: Sequence[int]) -> str:
         """A page that may still change."""
@@ -501,14 +500,9 @@ class _Reading:
 
     def add(self, ids: Sequence[int], final: bool) -> Parsed:
         """What these tokens add to the text, the reasoning and the calls."""
-        piece = self._decoder.feed(ids) + (self._decoder.flush() if final else "")
-        if not self.chatting:
-            return Parsed(piece)
-        self._raw += piece
-        before, self._shown = self._shown, parse(self._raw, final=final)
-        parts = [(getattr(before, name), getattr(self._shown, name)) for name in ("text", "reasoning", "tool_calls")]
-        assert all(new[: len(old)] == old for old, new in parts), (before, self._shown)
-        return Parsed(*(new[len(old) :] for old, new in parts))
+        if self._parser is not None:
+            return self._parser.feed(ids, final=final)
+        return Parsed(self._decoder.feed(ids) + (self._decoder.flush() if final else ""))
 
 
 def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading, drafts: bool) -> Iterator[TextEvent]:

@@ -81,6 +81,17 @@ def test_a_streamed_chat_never_shows_half_a_call_or_half_a_character():
     assert not any("�" in p.text + p.reasoning for p in pages)
 
 
+def test_a_chat_may_write_the_characters_of_a_special_token():
+    """Across canvases of 16 tokens, streamed and whole: the text keeps them, and the stream never shrinks."""
+    text = "Use the <eos> token, <|channel> or a half <|tool_c"
+    ids = [token for character in text for token in WRITER.tokenizer.encode(character)]
+    pinned = Constraints(pins=dict(enumerate([*ids, 1])))
+    answer = WRITER.chat("x", constraints=pinned, max_tokens=80, seed=1)
+    assert (answer.text, answer.reasoning, answer.tool_calls) == (text, "", ())
+    events = list(WRITER.stream([{"role": "user", "content": "x"}], constraints=pinned, max_tokens=80, seed=1))
+    assert "".join(e.text for e in events if isinstance(e, redraft.Committed)) == text
+
+
 class Recorder:
     """A streamer in transformers' sense."""
 

@@ -1,18 +1,36 @@
-"""An answer taken apart: text, reasoning and tool calls, as Gemma's marks divide it. Knows strings only.
+"""ChatParser: splits the tokens of a chat answer into text, reasoning and tool calls.
 
-<|channel>thought
-the reasoning<channel|>the text<|tool_call>call:NAME{key:<|"|>value<|"|>,n:3}<tool_call|><turn|>
+An answer of a Gemma 4 model has this shape (line break after "thought" included):
+
+    <|channel>thought
+    the reasoning<channel|>the text<|tool_call>call:NAME{key:<|"|>value<|"|>,n:3}<tool_call|><turn|>
+
+The parser recognises special tokens by their ids. Text that merely looks like a special token stays text. The parser is
+incremental: each of the three parts only ever grows, so streamed pieces add up to the parse of the whole answer.
 """
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from redraft.tokenizer.tokenizer import Decoder, Tokenizer
+
+CHANNEL_START, CHANNEL_END = "<|channel>", "<channel|>"
+CALL_START, CALL_END = "<|tool_call>", "<tool_call|>"
+QUOTE = '<|"|>'
+CALL_TOKENS = (
+    CALL_START,
+    CALL_END,
+    QUOTE,
+)  # shown where they are not part of a valid call, so that a broken call is visible
+CHANNEL_NAME = "thought"  # the first line of a reasoning channel
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function the model wants called."""
+    """A function that the model wants to call."""
 
     name: str
     arguments: dict[str, Any]
@@ -20,100 +38,220 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """An answer taken apart."""
+    """The parts of an answer, or the parts that some tokens add to an answer."""
 
     text: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-_OPENING = re.compile(r"<\|channel>|<\|tool_call>")
-_CALL = re.compile(r"call:([\w.\-]+)(?=\{)")
-_MARK = re.compile(r"<(?:eos|bos|pad|\|turn|turn\||\|tool_response|tool_response\||channel\||\|think\|)>")
-_UNFINISHED = re.compile(r"<\|?[a-z_]*\|?\Z")
+def parse_chat(tokenizer: Tokenizer, ids: Sequence[int]) -> Parsed:
+    """Parses a whole answer."""
+    return ChatParser(tokenizer).feed(ids, final=True)
 
 
-def parse(answer: str, *, final: bool = True) -> Parsed:
-    """Text, reasoning and tool calls of an answer decoded with its marks. A call that cannot be read stays in the text.
+class ChatParser:
+    """Parses one answer, which arrives in any number of pieces.
 
-    With `final=False` the answer is still being written: what may yet turn out to be a call or a mark is held back, so
-    that each part of a growing answer only ever grows.
+    Text and reasoning lose their leading and trailing whitespace: trailing whitespace is held back until more text follows.
+    A tool call appears when it is complete. A call that cannot be parsed becomes text.
     """
-    text, thoughts, calls, at = "", [], [], 0
-    if not final:
-        answer = _UNFINISHED.sub("", answer)
-    while opening := _OPENING.search(answer, at):
-        text += answer[at : opening.start()]
-        close = "<channel|>" if opening[0] == "<|channel>" else "<tool_call|>"
-        end = answer.find(close, opening.end())
-        inside = answer[opening.end() : end if end >= 0 else len(answer)]
-        at = end + len(close) if end >= 0 else len(answer)
-        if close == "<channel|>":
-            held = not final and end < 0 and "thought\n".startswith(inside)
-            thoughts.append("" if held else inside.removeprefix("thought").strip())
-        elif call := _call(inside) if end >= 0 else None:
-            calls.append(call)
-        elif end >= 0 or final:
-            text += answer[opening.start() : at]
-    text = _MARK.sub("", text + answer[at:]).strip()
-    return Parsed(text, "\n".join(filter(None, thoughts)), tuple(calls))
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        named_ids = {tokenizer.vocabulary.token_to_id(name): name for name in (CHANNEL_START, CHANNEL_END, *CALL_TOKENS)}
+        self._special_tokens = {**tokenizer.special_tokens, **named_ids}
+        self._decoder = Decoder(tokenizer, keep_special=True)
+        self._text = _StrippedText()
+        self._reasoning = _Reasoning()
+        self._state = "text"  # or "channel", or "call"
+        self._call_source: list[str] = []
+
+    def feed(self, ids: Iterable[int], *, final: bool = False) -> Parsed:
+        """Parses more tokens and returns what they add to each part. `final` marks the end of the answer."""
+        added = _Added()
+        run: list[int] = []
+        for token in ids:
+            if token in self._special_tokens:
+                self._add_text(self._decoder.feed(run) + self._decoder.flush(), added)
+                self._add_special(self._special_tokens[token], added)
+                self._decoder.feed([token])  # the text of later tokens may depend on it
+                run = []
+            else:
+                run.append(token)
+        self._add_text(self._decoder.feed(run), added)
+        if final:
+            self._add_text(self._decoder.flush(), added)
+            self._close(added)
+        return Parsed("".join(added.text), "".join(added.reasoning), tuple(added.tool_calls))
+
+    def _add_text(self, piece: str, added: "_Added") -> None:
+        if self._state == "call":
+            self._call_source.append(piece)
+        elif self._state == "channel":
+            added.reasoning.append(self._reasoning.feed(piece))
+        else:
+            added.text.append(self._text.feed(piece))
+
+    def _add_special(self, name: str, added: "_Added") -> None:
+        if self._state == "call":
+            if name == CALL_END:
+                self._end_call(CALL_END, added)
+            else:
+                self._call_source.append(_QUOTE_MARK if name == QUOTE else name)
+        elif self._state == "channel":
+            if name == CHANNEL_END:
+                added.reasoning.append(self._reasoning.end_channel())
+                self._state = "text"
+        elif name == CHANNEL_START:
+            self._state = "channel"
+        elif name == CALL_START:
+            self._state = "call"
+        elif name in CALL_TOKENS:
+            added.text.append(self._text.feed(name))
+
+    def _end_call(self, end: str, added: "_Added") -> None:
+        source = "".join(self._call_source)
+        call = _parse_call(source) if end else None
+        if call is not None:
+            added.tool_calls.append(call)
+        else:
+            added.text.append(self._text.feed(CALL_START + source.replace(_QUOTE_MARK, QUOTE) + end))
+        self._call_source = []
+        self._state = "text"
+
+    def _close(self, added: "_Added") -> None:
+        """The answer ends: an open channel is reasoning, an open call is text."""
+        if self._state == "channel":
+            added.reasoning.append(self._reasoning.end_channel())
+        elif self._state == "call":
+            self._end_call("", added)
 
 
-def _call(source: str) -> ToolCall | None:
-    """`call:NAME{...}`, or None if it is not that."""
-    named = _CALL.match(source)
-    try:
-        arguments, end = _value(source, named.end()) if named else ({}, -1)
-    except (ValueError, RecursionError):
-        return None
-    return ToolCall(named[1], arguments) if named and end == len(source) else None
+class _Added:
+    """Collects what one call of `feed` adds."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.tool_calls: list[ToolCall] = []
 
 
-_QUOTE = '<|"|>'
+class _StrippedText:
+    """`str.strip` of a text that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self.has_started = False
+        self._held: list[str] = []  # whitespace that counts only if more text follows
+
+    def feed(self, piece: str) -> str:
+        """What this piece adds to the stripped text."""
+        content = piece.rstrip()
+        trailing = piece[len(content) :]
+        if not content:
+            if self.has_started:
+                self._held.append(trailing)
+            return ""
+        added = "".join(self._held) + content if self.has_started else content.lstrip()
+        self.has_started = True
+        self._held = [trailing]
+        return added
+
+
+class _Reasoning:
+    """The contents of all reasoning channels: each without its name and stripped, joined by line breaks."""
+
+    def __init__(self) -> None:
+        self._has_earlier_channel = False
+        self._start_channel()
+
+    def _start_channel(self) -> None:
+        self._content = _StrippedText()
+        self._name: str | None = ""  # the beginning of the channel, while it may still be the channel's name
+
+    def feed(self, piece: str) -> str:
+        """What this piece of a channel adds."""
+        if self._name is not None:
+            self._name += piece
+            if CHANNEL_NAME.startswith(self._name):
+                return ""
+            piece = self._name.removeprefix(CHANNEL_NAME)
+            self._name = None
+        separator = "\n" if self._has_earlier_channel and not self._content.has_started else ""
+        added = self._content.feed(piece)
+        return separator + added if added else ""
+
+    def end_channel(self) -> str:
+        """What the end of a channel adds: the beginning that turned out not to be the channel's name."""
+        unfinished_name = self._name or ""
+        self._name = None
+        added = self.feed(unfinished_name.removeprefix(CHANNEL_NAME))
+        self._has_earlier_channel = self._has_earlier_channel or self._content.has_started
+        self._start_channel()
+        return added
+
+
+# The notation of tool calls. A quote token is written as a lone surrogate, which no decoded text contains.
+
+_QUOTE_MARK = "\udc00"
+_CALL = re.compile(r"call:([\w.\-]+)(?=\{)")
 _ATOM = re.compile(r"[^,\[\]{}]*")
 
 
-def _value(source: str, at: int) -> tuple[Any, int]:
-    """One value of the call notation, and where it ends: {key:value}, [value], <|"|>text<|"|>, 3, true, null."""
-    if source.startswith(_QUOTE, at):
-        end = source.index(_QUOTE, at + len(_QUOTE))
-        return source[at + len(_QUOTE) : end], end + len(_QUOTE)
+def _parse_call(source: str) -> ToolCall | None:
+    """Parses `call:NAME{...}`; None if the source is anything else."""
+    head = _CALL.match(source)
+    if head is None:
+        return None
+    try:
+        arguments, end = _parse_value(source, head.end())
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(head[1], arguments) if end == len(source) else None
+
+
+def _parse_value(source: str, at: int) -> tuple[Any, int]:
+    """Parses one value and returns it with its end: {key:value}, [value], <|"|>text<|"|>, 3, true, null."""
+    if source.startswith(_QUOTE_MARK, at):
+        end = source.index(_QUOTE_MARK, at + 1)
+        return source[at + 1 : end], end + 1
     if source.startswith("{", at):
-        return _members(source, at + 1)
+        return _parse_members(source, at + 1)
     if source.startswith("[", at):
-        return _items(source, at + 1)
+        return _parse_items(source, at + 1)
     atom = _ATOM.match(source, at)
     assert atom is not None
+    text = atom[0].replace(_QUOTE_MARK, QUOTE)
     try:
-        return json.loads(atom[0], parse_constant=_no_constant), atom.end()
+        return json.loads(text, parse_constant=_refuse_constant), atom.end()
     except ValueError:
-        return atom[0].strip(), atom.end()
+        return text.strip(), atom.end()
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
-def _members(source: str, at: int) -> tuple[dict[str, Any], int]:
-    found: dict[str, Any] = {}
+def _parse_members(source: str, at: int) -> tuple[dict[str, Any], int]:
+    members: dict[str, Any] = {}
     while not source.startswith("}", at):
         colon = source.index(":", at)
-        key = source[at:colon].replace(_QUOTE, "").strip()
-        found[key], at = _value(source, colon + 1)
-        at = _separator(source, at, "}")
-    return found, at + 1
+        key = source[at:colon].replace(_QUOTE_MARK, "").strip()
+        members[key], at = _parse_value(source, colon + 1)
+        at = _skip_comma(source, at, "}")
+    return members, at + 1
 
 
-def _items(source: str, at: int) -> tuple[list[Any], int]:
-    found: list[Any] = []
+def _parse_items(source: str, at: int) -> tuple[list[Any], int]:
+    items: list[Any] = []
     while not source.startswith("]", at):
-        item, at = _value(source, at)
-        found.append(item)
-        at = _separator(source, at, "]")
-    return found, at + 1
+        item, at = _parse_value(source, at)
+        items.append(item)
+        at = _skip_comma(source, at, "]")
+    return items, at + 1
 
 
-def _separator(source: str, at: int, close: str) -> int:
+def _skip_comma(source: str, at: int, close: str) -> int:
+    """The position behind a comma, or of the closing bracket."""
     if source.startswith(",", at):
         return at + 1
     if source.startswith(close, at):

@@ -1,10 +1,11 @@
-"""Where chat templates are rendered: jinja2's sandbox, with what templates written for transformers expect to find.
+"""Chat templates: compiled in jinja2's sandbox, with the extensions and functions that transformers gives to templates.
 
-A module of its own, because jinja2 takes long to import and most texts are no conversations.
+A module of its own because jinja2 takes long to import and many uses of a tokenizer render no conversation.
 """
 
 import json
 from datetime import datetime
+from functools import lru_cache
 
 import jinja2
 import jinja2.ext
@@ -12,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %}, with which templates mark answers for training; here what it encloses is just text."""
+    """The tag {% generation %}. Templates mark the assistant's tokens with it for training; here its content is plain text."""
 
     tags = frozenset({"generation"})
 
@@ -21,15 +22,16 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def environment() -> ImmutableSandboxedEnvironment:
-    """A fresh one."""
+@lru_cache(maxsize=8)
+def compile_template(source: str) -> jinja2.Template:
+    """Compiles a chat template. Cached: compiling takes longer than rendering."""
     extensions = [_Generation, jinja2.ext.loopcontrols]
-    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    found.globals["raise_exception"] = _raise
-    found.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    found.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
-    return found
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
+    return environment.from_string(source)
 
 
-def _raise(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)

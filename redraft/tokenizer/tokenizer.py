@@ -82,10 +82,16 @@ class Tokenizer:
         else:
             (folder / TEMPLATE).unlink(missing_ok=True)
 
-    @property
+    @cached_property
     def size(self) -> int:
-        """One more than the largest id."""
+        """One more than the largest id. Cached: `get_vocab` builds a dictionary of the whole vocabulary at every call."""
         return max(self.vocabulary.get_vocab().values()) + 1
+
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """The text of every special token, by id."""
+        added = self.vocabulary.get_added_tokens_decoder()
+        return {token: entry.content for token, entry in added.items() if entry.special}
 
     @cached_property
     def token_bytes(self) -> tuple[bytes | None, ...]:
@@ -176,12 +182,12 @@ class Tokenizer:
         check_tools(tools)
         if not self.can_chat:
             raise TokenizerError("this tokenizer has no turn marks (<|turn>), so it cannot chat; continue a text instead")
-        from redraft.tokenizer.chat_template import environment  # jinja2 takes long to import
+        from redraft.tokenizer.chat_template import compile_template  # jinja2 takes long to import
 
         source = self.template if self.template is not None else DEFAULT_TEMPLATE.read_text(encoding="utf-8")
         known = {"tools": list(tools) if tools else None, "enable_thinking": think, "add_generation_prompt": True}
         try:
-            return environment().from_string(source).render(messages=_prepared(messages), **known, **self.specials)
+            return compile_template(source).render(messages=_prepared(messages), **known, **self.specials)
         except Exception as error:  # a template is a program, and may fail in every way a program can
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
 
