@@ -1,6 +1,6 @@
-"""The same weights the ordinary way: one token after another, each from a causal pass of its own. For comparison.
+"""Autoregressive generation with the same weights: one token after another, each from a causal forward. For comparison.
 
-Shapes: S tokens, D model size.
+Shapes: one row, S tokens, V vocabulary, D model size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,21 +15,34 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 
 @torch.inference_mode()
 def generate_autoregressive(
-    model: DiffusionGemma, ids: Sequence[int], most: int, *, temperature: float = 0.0, seed: int = 0
+    model: DiffusionGemma, ids: Sequence[int], max_tokens: int, *, temperature: float = 0.0, seed: int = 0
 ) -> Iterator[int]:
-    """Tokens behind these, at most so many, a stop token the last; the likeliest, or drawn at a temperature.
+    """Yields at most `max_tokens` tokens after the prompt `ids`; a stop token ends it and is yielded too.
 
-    Of what is longer than the context, the end is read.
+    Temperature 0 takes the argmax; above that, tokens are sampled. A prompt that does not fit the context together with
+    `max_tokens` loses its beginning.
     """
-    ids = ids[-(model.config.max_position_embeddings - most) :]
-    cache, draws = model.new_cache(1, len(ids) + most, rewind=0), rng.draws([seed], 0, model.device)
+    context = model.config.max_position_embeddings
+    if max_tokens >= context:
+        raise ValueError(
+            f"max_tokens is {max_tokens}, but the model's context of {context} tokens must also hold the prompt: "
+            f"ask for at most {context - 1}"
+        )
+    if not ids:
+        raise ValueError("a prompt needs at least one token")
+    ids = ids[-(context - max_tokens) :]
+    cache = model.new_cache(1, len(ids) + max_tokens, rewind=0)
+    draws = rng.draws([seed], 0, model.device)
     hidden_1SD = model.encode(torch.tensor([ids], device=model.device), cache)
-    for step in range(most):
+    for step in range(max_tokens):
         if model.device.type == "cpu":
             adapt_threads()
         logits_11V = model.head(hidden_1SD[:, -1:])
-        drawn = argmax_entropy_sample(logits_11V / temperature, draws.uniform(step, 1)).sampled_BC if temperature else None
-        token = int(drawn if drawn is not None else logits_11V.argmax())
+        if temperature:
+            token_11 = argmax_entropy_sample(logits_11V / temperature, draws.uniform(step, 1)).sampled_BC
+        else:
+            token_11 = logits_11V.argmax(dim=-1)
+        token = int(token_11)
         yield token
         if token in model.config.eos_token_ids:
             return

@@ -1,11 +1,13 @@
-"""The story: how a prompt becomes text, in one plain function. Everything faster must give the same tokens as this.
+"""The whole system in one plain function: how prompts become tokens. Start reading here.
 
-    prompt -> [2 prefill] -> cache
-    noise  -> [3 start]   -> canvas -> [4 denoise] -> logits -> [5 step] -> canvas -> ... until it settles
-    canvas -> [6 commit]  -> tokens -> [7 encode]  -> cache -> [8 next canvas, or the end]
+    prompt --2. prefill--> KV cache
+    noise  --3. start----> canvas --4. denoise--> logits --5. sampler step--> canvas   4 and 5 repeat until it settles
+    canvas --6. commit---> tokens --7. encode---> KV cache                             8. the next canvas, or the end
 
-Stops 1 and 8b (text to ids and back) are the tokenizer's. Knows nothing of scheduling, terminals or HTTP: it yields events,
-and whoever shows them translates. Shapes: B rows, C canvas positions, V vocabulary, D model size.
+The numbers are those of docs/tour.md; number 1, text to token ids and back, belongs to the tokenizer.
+`generate` is the specification: the engine, whatever its optimizations, must give the same tokens. It yields events with
+token ids; the Writer adds text, and the terminal, the server and the web page display them.
+Shapes: B rows (one per prompt), C canvas positions, S prompt tokens, T generated tokens, V vocabulary, D model size.
 """
 
 import time
@@ -22,72 +24,75 @@ from redraft.kernels import TopProbs
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
-PREFILL_CHUNK = 2048  # tokens of prompt a pass: the causal mask of a pass is this times the context
+PREFILL_CHUNK = 2048  # prompt tokens per forward: the causal mask has this many rows, and a column for each cached token
+
+
+# 1. Events
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A page after one denoising step."""
+    """The canvas after one denoising step."""
 
-    block: int
-    step: int  # 1 is the first
-    ids_BC: Tensor  # the draft: the likeliest token everywhere
-    canvas_BC: Tensor  # what the next step reads: accepted tokens, and noise in place of the rest
+    block: int  # index of the canvas
+    step: int  # the first step is 1
+    ids_BC: Tensor  # the draft: the argmax token of every position
+    canvas_BC: Tensor  # the input of the next step: sampled tokens where accepted, noise elsewhere
     accepted_BC: Tensor
     entropy_BC: Tensor  # nats
     settled_B: Tensor
     max_steps: int
-    pinned_BC: Tensor | None = None  # what the constraints have fixed
+    pinned_BC: Tensor | None = None  # positions that the constraints fix; None without constraints
     top_probs: TopProbs | None = None  # of the likeliest tokens, when the request asked for candidates
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A page that will not change any more, stop token included, padding behind it."""
+    """A canvas that will not change any more. Its tokens include the stop token; padding follows it."""
 
     block: int
     ids_BC: Tensor
-    entropy_BC: Tensor
-    settled_B: Tensor  # False where every step was used and the page still moved: treat such text with doubt
-    steps_B: Tensor
+    entropy_BC: Tensor  # nats, at the last step
+    settled_B: Tensor  # False where the canvas was still changing at the last allowed step: its text is less reliable
+    steps_B: Tensor  # denoising steps used
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What one row cost."""
+    """The cost of one row."""
 
-    seed: int  # gives the same tokens again
+    seed: int  # reproduces the tokens
     prompt_tokens: int
-    new_tokens: int  # what the user gets: up to and with the stop token, at most max_new_tokens
+    new_tokens: int  # tokens of the answer: up to and including the stop token, at most max_new_tokens
     canvases: int
-    settled: int  # canvases that settled before the last step
-    steps: int  # denoising passes
-    commits: int  # causal passes over finished canvases
+    settled: int  # canvases that settled before the last allowed step
+    steps: int  # denoising forwards
+    commits: int  # causal forwards over committed canvases
     seconds: float
     prefill_seconds: float
-    reused: int = 0  # tokens of the prompt that an earlier request had read
+    reused: int = 0  # prompt tokens taken from the prefix cache
 
     @property
     def forwards(self) -> int:
-        """Passes through the model after the prompt was read."""
+        """Forwards of the model after prefill."""
         return self.steps + self.commits
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens won by each pass, commit passes counted."""
+        """New tokens per forward; the forwards of commits count too."""
         return self.new_tokens / max(1, self.forwards)
 
     @property
     def tokens_per_second(self) -> float:
-        """Output speed: what the user received over wall time, the reading of the prompt included."""
+        """Output speed: new tokens over wall time, prefill included."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The end: every row's tokens (whole canvases, padded), why it ended, and what it cost.
+    """The last event: the tokens of every row (whole canvases, padded), why each row ended, and its cost.
 
-    Reasons are "stop" and "length"; the engine knows a "deadline" too.
+    A reason is "stop" (the row has a stop token) or "length" (max_new_tokens reached); the engine adds "deadline".
     """
 
     ids_BT: Tensor
@@ -96,6 +101,9 @@ class Finished:
 
 
 Event = Draft | Committed | Finished
+
+
+# 2. The story
 
 
 @torch.inference_mode()
@@ -108,53 +116,93 @@ def generate(
     constraints: Sequence[Constraints] | None = None,
     first_canvas_BC: Tensor | None = None,
 ) -> Iterator[Event]:
-    """Redrafts page after page for every prompt until it stops or is long enough. Rows do not influence one another."""
+    """Continues every prompt, canvas after canvas, until a stop token or max_new_tokens.
+
+    Rows do not influence one another: a row gives the same tokens alone and in a batch.
+    """
     constraints = constraints if constraints is not None else [Constraints()] * len(prompts)
     check_inputs(model.config, prompts, cfg, seeds, constraints, first_canvas_BC)
-    rows, length, vocab = len(prompts), cfg.canvas_length, model.config.vocab_size
+    rows = len(prompts)
+    length = cfg.canvas_length
+    vocab_size = model.config.vocab_size
     counter = StatsCounter(cfg, list(seeds), [len(prompt) for prompt in prompts])
 
-    cache = model.new_cache(rows, max(map(len, prompts)) + (cfg.max_canvases - 1) * length, rewind=0)
-    prefill(model, prompts, cache)  # stop 2
+    # 2. Prefill: run the prompts causally and write their keys and values into the cache.
+    capacity = max(map(len, prompts)) + (cfg.max_canvases - 1) * length  # the last canvas is never encoded
+    cache = model.new_cache(rows, capacity, rewind=0)
+    prefill(model, prompts, cache)
     counter.mark_prefilled()
 
-    ended_B, matched = torch.zeros(rows, dtype=torch.bool, device=model.device), [rule.initial_state for rule in constraints]
+    ended_B = torch.zeros(rows, dtype=torch.bool, device=model.device)
+    automaton_states = [row_constraints.initial_state for row_constraints in constraints]
     for block in range(cfg.max_canvases):
+        # 3. A new canvas: random tokens, or the user's own tokens for the first one.
         draws = rng.draws(list(seeds), block, model.device)
-        place = (block * length, length, cfg.max_new_tokens)
-        patterns = [rule.canvas_automaton(state, *place) for rule, state in zip(constraints, matched, strict=True)]
-        fixed = build_canvas_constraints(constraints, block, length, vocab, cfg.eos_token_ids, model.device, patterns)
-        given = first_canvas_BC is not None and block == 0
-        canvas_BC = first_canvas_BC.to(model.device) if given else draws.noise(0, length, vocab)
-        state = sampler.start(canvas_BC, fixed, ended_B)  # stop 3
+        canvas_constraints = constrain_canvas(constraints, automaton_states, block, cfg, vocab_size, model.device)
+        canvas_BC = draws.noise(0, length, vocab_size)
+        if block == 0 and first_canvas_BC is not None:
+            canvas_BC = first_canvas_BC.to(model.device)
+        canvas = sampler.start(canvas_BC, canvas_constraints, ended_B)
 
-        soft_BCD = None
-        while not sampler.is_finished(state, cfg):
-            logits_BCV = model.denoise(state.ids_BC, soft_BCD, cache)  # stop 4
-            state, shaped_BCV = sampler.step(logits_BCV, state, cfg, draws, fixed)  # stop 5
-            yield make_draft(block, state, cfg, fixed)
-            soft_BCD = model.soft_embed(shaped_BCV) if not sampler.is_finished(state, cfg) else None
+        soft_BCD = None  # self-conditioning: a canvas's first step has none
+        while not sampler.is_finished(canvas, cfg):
+            # 4. Denoise: logits for all canvas positions at once; the canvas attends to itself and to the cache.
+            logits_BCV = model.denoise(canvas.ids_BC, soft_BCD, cache)
+            # 5. Sampler step: accept the positions with low entropy, renoise the others, test whether the canvas settled.
+            canvas, shaped_BCV = sampler.step(logits_BCV, canvas, cfg, draws, canvas_constraints)
+            yield make_draft(block, canvas, cfg, canvas_constraints)
+            soft_BCD = model.soft_embed(shaped_BCV) if not sampler.is_finished(canvas, cfg) else None
 
-        page = sampler.commit(state, cfg)  # stop 6
-        ended_B = page.ended_B
-        last = block + 1 == cfg.max_canvases or bool(ended_B.all())
-        counter.add_canvas(state, page, last)
-        yield Committed(block, page.ids_BC, state.entropy_BC, state.settled_B | state.skipped_B, state.steps_B)
-        if last:
+        # 6. Commit: the argmax of the last logits becomes text, up to the stop token.
+        committed = sampler.commit(canvas, cfg)
+        ended_B = committed.ended_B
+        is_last = block + 1 == cfg.max_canvases or bool(ended_B.all())
+        counter.add_canvas(canvas, committed, is_last)
+        yield Committed(block, committed.ids_BC, canvas.entropy_BC, canvas.settled_B | canvas.skipped_B, canvas.steps_B)
+        if is_last:
             break
-        matched = [rule.advance(*one, length) for rule, *one in zip(constraints, matched, page.ids_BC.tolist(), strict=True)]
-        model.encode(page.ids_BC, cache)  # stop 7
-    yield counter.finish(ended_B)  # stop 8
+
+        # 7. Encode: run the committed tokens causally, so that the next canvas attends to them through the cache.
+        model.encode(committed.ids_BC, cache)
+        automaton_states = [
+            row_constraints.advance(state, ids, length)
+            for row_constraints, state, ids in zip(constraints, automaton_states, committed.ids_BC.tolist(), strict=True)
+        ]
+    yield counter.finish(ended_B)  # 8. The end
+
+
+# 3. Its parts
 
 
 def prefill(model: DiffusionGemma, prompts: Sequence[Sequence[int]], cache: KVCache) -> None:
-    """Reads all prompts into the cache, a chunk at a time. Shorter rows are padded on the right, which leaves no trace."""
+    """Encodes all prompts into the cache, a chunk at a time. Shorter rows are padded on the right; padding is not cached."""
     longest = max(map(len, prompts))
     padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
     ids_BS = torch.tensor(padded, dtype=torch.long, device=model.device)
     for begin in range(0, longest, PREFILL_CHUNK):
         chunk_BS = ids_BS[:, begin : begin + PREFILL_CHUNK]
-        model.encode(chunk_BS, cache, [min(max(len(p) - begin, 0), chunk_BS.shape[1]) for p in prompts])
+        counts = [min(max(len(prompt) - begin, 0), chunk_BS.shape[1]) for prompt in prompts]
+        model.encode(chunk_BS, cache, counts)
+
+
+def constrain_canvas(
+    constraints: Sequence[Constraints],
+    automaton_states: Sequence[int],
+    block: int,
+    cfg: SamplerConfig,
+    vocab_size: int,
+    device: torch.device,
+) -> CanvasConstraints | None:
+    """The constraints of all rows on one canvas, or None when it has none.
+
+    An automaton state says how much of its pattern a row has matched on the canvases before.
+    """
+    length = cfg.canvas_length
+    automata = [
+        row_constraints.canvas_automaton(state, block * length, length, cfg.max_new_tokens)
+        for row_constraints, state in zip(constraints, automaton_states, strict=True)
+    ]
+    return build_canvas_constraints(constraints, block, length, vocab_size, cfg.eos_token_ids, device, automata)
 
 
 def check_inputs(
@@ -165,61 +213,66 @@ def check_inputs(
     constraints: Sequence[Constraints],
     first_canvas_BC: Tensor | None,
 ) -> None:
-    """Refuses what cannot be generated, before anything is computed."""
+    """Refuses inputs that cannot be generated from, before anything is computed."""
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
     if not len(prompts) == len(seeds) == len(constraints):
         raise ValueError(f"{len(prompts)} prompts, {len(seeds)} seeds and {len(constraints)} constraints do not match")
-    if wrong := [seed for seed in seeds if not isinstance(seed, int)]:
-        raise ValueError(f"a seed must be a whole number, got {wrong[0]!r}")
-    for what, tokens in (("prompt", (t for prompt in prompts for t in prompt)), ("pad", [cfg.pad_token_id])):
-        for token in tokens:
+    for seed in seeds:
+        if not isinstance(seed, int):
+            raise ValueError(f"a seed must be a whole number, got {seed!r}")
+    for prompt in prompts:
+        for token in prompt:
             if not 0 <= token < model.vocab_size:
-                raise ValueError(f"{what} token {token} is outside the vocabulary of {model.vocab_size}")
-    longest, answer = max(map(len, prompts)), cfg.max_canvases * cfg.canvas_length
+                raise ValueError(f"prompt token {token} is outside the vocabulary of {model.vocab_size}")
+    if not 0 <= cfg.pad_token_id < model.vocab_size:
+        raise ValueError(f"pad token {cfg.pad_token_id} is outside the vocabulary of {model.vocab_size}")
+    longest = max(map(len, prompts))
+    answer = cfg.max_canvases * cfg.canvas_length
     if longest + answer > model.max_position_embeddings:
         raise ValueError(
-            f"prompt has {longest} tokens and the answer may take {answer} (pages of {cfg.canvas_length}); "
-            f"the model's context is {model.max_position_embeddings}: shorten the prompt, max_tokens or the page"
+            f"the prompt has {longest} tokens and the answer may take {answer} (canvases of {cfg.canvas_length}); the model's "
+            f"context is {model.max_position_embeddings}: shorten the prompt, max_tokens or the canvas"
         )
-    for rule in constraints:
-        rule.validate(model.vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
+    for row_constraints in constraints:
+        row_constraints.validate(model.vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
     if first_canvas_BC is not None:
-        shape, wanted = tuple(first_canvas_BC.shape), (len(prompts), cfg.canvas_length)
-        if shape != wanted:
-            raise ValueError(f"the first canvas has shape {shape}, the prompts and canvas_length ask for {wanted}")
+        shape = tuple(first_canvas_BC.shape)
+        expected = (len(prompts), cfg.canvas_length)
+        if shape != expected:
+            raise ValueError(f"the first canvas has shape {shape}; the prompts and canvas_length need {expected}")
         if first_canvas_BC.min() < 0 or first_canvas_BC.max() >= model.vocab_size:
             raise ValueError(f"the first canvas has a token outside the vocabulary of {model.vocab_size}")
 
 
-def make_draft(block: int, state: sampler.Canvas, cfg: SamplerConfig, fixed: CanvasConstraints | None) -> Draft:
-    """A canvas as whoever watches sees it."""
+def make_draft(block: int, canvas: sampler.Canvas, cfg: SamplerConfig, constraints: CanvasConstraints | None) -> Draft:
+    """The event for a canvas after a step."""
     return Draft(
         block=block,
-        step=state.step,
-        ids_BC=state.best_BC,
-        canvas_BC=state.ids_BC,
-        accepted_BC=state.accepted_BC,
-        entropy_BC=state.entropy_BC,
-        settled_B=state.settled_B,
+        step=canvas.step,
+        ids_BC=canvas.best_BC,
+        canvas_BC=canvas.ids_BC,
+        accepted_BC=canvas.accepted_BC,
+        entropy_BC=canvas.entropy_BC,
+        settled_B=canvas.settled_B,
         max_steps=cfg.max_steps,
-        pinned_BC=fixed.pinned_BC if fixed is not None else None,
+        pinned_BC=constraints.pinned_BC if constraints is not None else None,
     )
 
 
 @dataclass
 class StatsCounter:
-    """Adds up, per row, what the loop above spends."""
+    """Counts the steps, tokens and seconds of each row while it is generated."""
 
     cfg: SamplerConfig
     seeds: list[int]
     prompt_tokens: list[int]
-    began: float = field(default_factory=time.perf_counter)
+    started_at: float = field(default_factory=time.perf_counter)
     prefill_seconds: float = 0.0
-    pages: list[Tensor] = field(default_factory=list)
-    rows: list[dict[str, int]] = field(default_factory=list)
-    reused: list[int] = field(default_factory=list)
-    retold: int = 0  # tokens of pages that were there before
+    canvases: list[Tensor] = field(default_factory=list)  # ids_BC of each committed canvas
+    rows: list[dict[str, int]] = field(default_factory=list)  # counts of each row, under the names of Stats
+    reused: list[int] = field(default_factory=list)  # prompt tokens of each row taken from the prefix cache
+    replayed_tokens: int = 0  # tokens of canvases that were committed by an earlier request
 
     def __post_init__(self) -> None:
         names = ("new_tokens", "canvases", "settled", "steps", "commits")
@@ -227,32 +280,41 @@ class StatsCounter:
         self.reused = [0] * len(self.rows)
 
     def mark_prefilled(self) -> None:
-        """The prompt has been read."""
-        self.prefill_seconds = time.perf_counter() - self.began
+        """Records that prefill ends now."""
+        self.prefill_seconds = time.perf_counter() - self.started_at
 
     def add_replayed(self, ids_BC: Tensor) -> None:
-        """A page that was there before: part of the answer, not of the counter."""
-        self.pages.append(ids_BC)
-        self.retold += ids_BC.shape[1]
+        """Adds a canvas that an earlier request committed: it is part of the answer and costs nothing."""
+        self.canvases.append(ids_BC)
+        self.replayed_tokens += ids_BC.shape[1]
 
-    def add_canvas(self, state: sampler.Canvas, page: sampler.CommitResult, last: bool) -> None:
-        """A page is committed; behind the last one no pass follows."""
-        self.pages.append(page.ids_BC)
-        for row, counter in enumerate(self.rows):
-            counter["new_tokens"] += int(page.lengths_B[row])
-            counter["canvases"] += int(not state.skipped_B[row])
-            counter["settled"] += int(state.settled_B[row])
-            counter["steps"] += int(state.steps_B[row])
-            counter["commits"] += int(not last and not page.ended_B[row])
+    def add_canvas(self, canvas: sampler.Canvas, committed: sampler.CommitResult, is_last: bool) -> None:
+        """Adds a committed canvas. The last one is not encoded."""
+        self.canvases.append(committed.ids_BC)
+        for row, counts in enumerate(self.rows):
+            counts["new_tokens"] += int(committed.lengths_B[row])
+            counts["canvases"] += int(not canvas.skipped_B[row])
+            counts["settled"] += int(canvas.settled_B[row])
+            counts["steps"] += int(canvas.steps_B[row])
+            counts["commits"] += int(not is_last and not committed.ended_B[row])
 
     def finish(self, ended_B: Tensor) -> Finished:
-        """The end: all pages, and every row's cost."""
-        seconds, most = time.perf_counter() - self.began, self.cfg.max_new_tokens - self.retold
-        reasons, stats = [], []
-        for row, counter in enumerate(self.rows):
-            reasons.append("stop" if ended_B[row] and counter["new_tokens"] <= most else "length")
-            counter["new_tokens"] = min(counter["new_tokens"], most)
-            seed, prompt = self.seeds[row], self.prompt_tokens[row]
-            clock = {"seconds": seconds, "prefill_seconds": self.prefill_seconds}
-            stats.append(Stats(seed=seed, prompt_tokens=prompt, reused=self.reused[row], **clock, **counter))
-        return Finished(torch.cat(self.pages, dim=1), tuple(reasons), tuple(stats))
+        """Makes the last event from all canvases and counts."""
+        seconds = time.perf_counter() - self.started_at
+        max_new_tokens = self.cfg.max_new_tokens - self.replayed_tokens
+        reasons = []
+        stats = []
+        for row, counts in enumerate(self.rows):
+            stopped = bool(ended_B[row]) and counts["new_tokens"] <= max_new_tokens
+            reasons.append("stop" if stopped else "length")
+            counts["new_tokens"] = min(counts["new_tokens"], max_new_tokens)
+            row_stats = Stats(
+                seed=self.seeds[row],
+                prompt_tokens=self.prompt_tokens[row],
+                seconds=seconds,
+                prefill_seconds=self.prefill_seconds,
+                reused=self.reused[row],
+                **counts,
+            )
+            stats.append(row_stats)
+        return Finished(torch.cat(self.canvases, dim=1), tuple(reasons), tuple(stats))

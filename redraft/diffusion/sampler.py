@@ -1,13 +1,13 @@
-"""Canvas mathematics: from logits to the next canvas.
+"""Sampler: turns logits into the next canvas. It knows neither the model, nor the cache, nor text.
 
-Knows nothing of the model, the cache or text. Shapes: B rows, C canvas positions, V vocabulary.
-A step is: temperature -> sample -> accept while summed entropy stays under a bound -> noise elsewhere -> done?
-Acceptance is recomputed at every step: a token once accepted can be taken back, which is how a page corrects itself.
+One step: divide by the temperature, sample every position, accept positions by entropy, renoise the rest, test whether the
+canvas has settled. Acceptance is recomputed at every step: an accepted token can be rejected later, so a canvas corrects
+itself. Shapes: B rows, C canvas positions, V vocabulary.
 """
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +18,22 @@ from redraft.constraints.constraints import CanvasConstraints
 from redraft.diffusion.rng import Draws
 from redraft.kernels import Prediction, argmax_entropy_sample
 
-SURE = 0.2  # nats: with `spread`, whoever is surer than this needs no distance
-BEHIND = 1e3  # more than any entropy
+SURE = 0.2  # nats: with `spread`, positions with less entropy than this need no distance from one another
+BEHIND = 1e3  # nats: added to an entropy, it sorts a position after all others
 
 
 @dataclass(frozen=True)
 class Canvas:
-    """A page between two steps."""
+    """A canvas between two steps."""
 
-    ids_BC: Tensor  # what the denoiser reads next: accepted tokens, noise elsewhere
-    best_BC: Tensor  # argmax of the last logits: the draft, and what gets committed
-    entropy_BC: Tensor  # nats, of the last temperature-shaped logits
-    accepted_BC: Tensor  # whose tokens in ids_BC are sampled, not noise
-    unchanged_B: Tensor  # steps in a row that best_BC has stayed the same
-    steps_B: Tensor  # denoising steps each row has used
-    settled_B: Tensor  # stopped because stable and confident; rows where this holds are frozen
-    skipped_B: Tensor  # rows whose text had ended before this canvas
+    ids_BC: Tensor  # the input of the next step: sampled tokens where accepted, noise elsewhere
+    best_BC: Tensor  # argmax of the last logits: the draft, and what a commit takes
+    entropy_BC: Tensor  # nats, of the last logits after temperature and constraints
+    accepted_BC: Tensor  # positions of ids_BC whose tokens are sampled or pinned, not noise
+    unchanged_B: Tensor  # consecutive steps in which best_BC has not changed
+    steps_B: Tensor  # denoising steps that each row has used
+    settled_B: Tensor  # rows that are stable and confident; no step changes them any more
+    skipped_B: Tensor  # rows whose text ended on an earlier canvas
     step: int
 
     @property
@@ -43,185 +43,214 @@ class Canvas:
 
 
 def start(ids_BC: Tensor, constraints: CanvasConstraints | None = None, ended_B: Tensor | None = None) -> Canvas:
-    """A canvas before its first step, from noise or from the user's own tokens."""
+    """Makes a canvas before its first step, from noise or from the user's own tokens."""
     rows, length = ids_BC.shape
-    ids_BC = constraints.apply_pins(ids_BC) if constraints is not None else ids_BC
     device = ids_BC.device
-    no_B = torch.zeros(rows, dtype=torch.bool, device=device)
-    count_B = torch.zeros(rows, dtype=torch.long, device=device)
+    accepted_BC = torch.zeros_like(ids_BC, dtype=torch.bool)
+    if constraints is not None:
+        ids_BC = constraints.apply_pins(ids_BC)
+        accepted_BC = constraints.pinned_BC
+    false_B = torch.zeros(rows, dtype=torch.bool, device=device)
+    zero_B = torch.zeros(rows, dtype=torch.long, device=device)
     return Canvas(
         ids_BC=ids_BC,
         best_BC=ids_BC,
         entropy_BC=torch.full((rows, length), math.inf, device=device),
-        accepted_BC=constraints.pinned_BC if constraints is not None else torch.zeros_like(ids_BC, dtype=torch.bool),
-        unchanged_B=count_B,
-        steps_B=count_B,
-        settled_B=no_B,
-        skipped_B=ended_B if ended_B is not None else no_B,
+        accepted_BC=accepted_BC,
+        unchanged_B=zero_B,
+        steps_B=zero_B,
+        settled_B=false_B,
+        skipped_B=ended_B if ended_B is not None else false_B,
         step=0,
     )
 
 
 def temperature(step: int, cfg: SamplerConfig) -> Tensor:
-    """Falls linearly with the steps left: t_max at the first step, one notch above t_min at the last.
+    """The temperature of a step: t_max at the first, falling linearly to one notch above t_min at the last.
 
-    Float32 arithmetic throughout, as in transformers: a page that hangs on a hair must tip to the same side.
+    Float32 arithmetic, as in transformers: two nearly equal logits must round the same way in both.
     """
     left = torch.tensor((cfg.max_steps - step) / cfg.max_steps, dtype=torch.float32)
     return cfg.t_min + (cfg.t_max - cfg.t_min) * left
 
 
-def accept_by_entropy(entropy_BC: Tensor, bound: float, least_B: Tensor | None = None) -> Tensor:
-    """Which positions to keep, bool_BC: the surest ones, as long as the entropy of those before stays within the bound.
+def accept_by_entropy(entropy_BC: Tensor, bound: float | Tensor, least_B: Tensor | None = None) -> Tensor:
+    """The positions to accept, bool_BC: in order of entropy, as long as the sum of the entropies before stays in the bound.
 
-    The sum leaves out the position's own entropy, so the surest is always accepted. `least_B` forces that many.
+    The last accepted token's own entropy does not count against the bound, so at least one position is accepted.
+    `least_B` accepts at least that many, whatever their entropy.
     """
     sorted_BC, order_BC = entropy_BC.sort(dim=-1)
-    keep_BC = sorted_BC.cumsum(dim=-1) - sorted_BC <= bound
+    accepted_BC = sorted_BC.cumsum(dim=-1) - sorted_BC <= bound
     if least_B is not None:
-        keep_BC |= torch.arange(keep_BC.shape[-1], device=keep_BC.device) < least_B[:, None]
-    return torch.zeros_like(keep_BC).scatter(-1, order_BC, keep_BC)
+        accepted_BC |= torch.arange(accepted_BC.shape[-1], device=accepted_BC.device) < least_B[:, None]
+    return torch.zeros_like(accepted_BC).scatter(-1, order_BC, accepted_BC)
 
 
-def select_accepted(belief: Prediction, state: Canvas, cfg: SamplerConfig) -> Tensor:
-    """What this step keeps, by entropy, quota, and the two constraints that keep small models from contradicting themselves.
+def select_accepted(prediction: Prediction, canvas: Canvas, cfg: SamplerConfig) -> Tensor:
+    """The positions that this step accepts, bool_BC: by entropy and quota, and by two settings for small models.
 
-    `stops_last`: at first, the end of a page is what a model is surest of; accepted early, it eats the text before it.
-    `spread`: neighbours drawn apart from one another disagree ("was was"), positions far apart seldom do.
+    `stops_last` accepts stop tokens after all others: early on, a small model is surest of the end of the canvas, and a stop
+    token accepted then cuts off the text before it.
+    `spread` keeps newly accepted positions apart: neighbours sampled independently contradict one another ("was was").
     """
-    worry_BC, least_B = belief.entropy_BC, count_required(state, cfg)
+    rank_BC = prediction.entropy_BC  # positions are accepted in this order
+    least_B = count_required(canvas, cfg)
     if cfg.stops_last:
-        stops = torch.tensor(cfg.eos_token_ids, dtype=torch.long, device=worry_BC.device)
-        worry_BC = worry_BC + BEHIND * torch.isin(belief.best_BC, stops)
-    if not cfg.spread or state.step + 1 == cfg.max_steps:
-        return accept_by_entropy(worry_BC, cfg.entropy_bound, least_B)
-    may_BC = spread_apart(worry_BC, state.accepted_BC & (belief.best_BC == state.ids_BC), cfg.spread)
-    return accept_by_entropy(torch.where(may_BC, worry_BC, worry_BC + BEHIND), cfg.entropy_bound, least_B) & may_BC
+        stops = torch.tensor(cfg.eos_token_ids, dtype=torch.long, device=rank_BC.device)
+        rank_BC = rank_BC + BEHIND * torch.isin(prediction.best_BC, stops)
+    is_last_step = canvas.step + 1 == cfg.max_steps
+    if not cfg.spread or is_last_step:
+        return accept_by_entropy(rank_BC, cfg.entropy_bound, least_B)
+    confirmed_BC = canvas.accepted_BC & (prediction.best_BC == canvas.ids_BC)
+    allowed_BC = spread_apart(rank_BC, confirmed_BC, cfg.spread)
+    rank_BC = torch.where(allowed_BC, rank_BC, rank_BC + BEHIND)
+    return accept_by_entropy(rank_BC, cfg.entropy_bound, least_B) & allowed_BC
 
 
-def spread_apart(worry_BC: Tensor, kept_BC: Tensor, spread: int) -> Tensor:
-    """Who may be accepted, bool_BC: what was and still is believed, the sure, and of the rest the surest around."""
-    open_BC = torch.where(kept_BC, torch.inf, worry_BC)
-    least_BC = -F.max_pool1d(-open_BC[:, None], 2 * spread - 1, stride=1, padding=spread - 1)[:, 0]
-    return kept_BC | (worry_BC < SURE) | (open_BC == least_BC)
+def spread_apart(rank_BC: Tensor, confirmed_BC: Tensor, spread: int) -> Tensor:
+    """The positions that `spread` allows to be accepted, bool_BC.
 
-
-def count_required(state: Canvas, cfg: SamplerConfig) -> Tensor | None:
-    """How many positions must be accepted at this step, least_B, or None when the bound alone decides.
-
-    With a quota, what was refused last time is shared out over the steps left: 250 open positions and 10 steps to go
-    ask for 25 more than last time. At the last step that is everything.
+    They are the accepted tokens that the model still predicts, the positions with entropy below SURE, and of the others the
+    one with the lowest entropy within `spread` positions.
     """
-    left = cfg.max_steps - state.step
+    open_BC = torch.where(confirmed_BC, torch.inf, rank_BC)
+    lowest_BC = -F.max_pool1d(-open_BC[:, None], 2 * spread - 1, stride=1, padding=spread - 1)[:, 0]
+    return confirmed_BC | (rank_BC < SURE) | (open_BC == lowest_BC)
+
+
+def count_required(canvas: Canvas, cfg: SamplerConfig) -> Tensor | None:
+    """The number of positions that this step must accept, least_B, or None when the entropy bound alone decides.
+
+    With `quota`, the open positions are shared out over the steps left: 250 open positions and 10 steps left require 25 more
+    than the last step accepted. The last step requires all.
+    """
+    length = canvas.ids_BC.shape[1]
+    steps_left = cfg.max_steps - canvas.step
     if cfg.quota:
-        had_B = state.accepted_BC.sum(dim=-1)
-        return had_B + -(-(state.ids_BC.shape[1] - had_B) // left)
-    if cfg.accept_at_end and left == 1:
-        return torch.full_like(state.steps_B, state.ids_BC.shape[1])
+        accepted_B = canvas.accepted_BC.sum(dim=-1)
+        return accepted_B + -(-(length - accepted_B) // steps_left)
+    if cfg.accept_at_end and steps_left == 1:
+        return torch.full_like(canvas.steps_B, length)
     return None
 
 
 def settled(
-    belief: Prediction, state: Canvas, cfg: SamplerConfig, constraints: CanvasConstraints | None
+    prediction: Prediction, canvas: Canvas, cfg: SamplerConfig, constraints: CanvasConstraints | None
 ) -> tuple[Tensor, Tensor]:
-    """Whether each row is stable and confident, and how long its argmax has stayed the same.
+    """Whether each row is stable and confident (bool_B), and for how many steps its argmax has not changed (long_B).
 
-    Confidence is the mean entropy of the positions that are the model's to decide; pins have none of their own.
+    Confidence is the mean entropy of the positions that the model decides: pinned positions have no entropy.
     """
-    same_B = (belief.best_BC == state.best_BC).all(dim=-1) if state.step > 0 else torch.zeros_like(state.settled_B)
-    unchanged_B = torch.where(same_B, state.unchanged_B + 1, 0)
-    mean_B = belief.entropy_BC.mean(dim=-1)
+    is_unchanged_B = torch.zeros_like(canvas.settled_B)
+    if canvas.step > 0:
+        is_unchanged_B = (prediction.best_BC == canvas.best_BC).all(dim=-1)
+    unchanged_B = torch.where(is_unchanged_B, canvas.unchanged_B + 1, 0)
+    mean_B = prediction.entropy_BC.mean(dim=-1)
     if constraints is not None:
         open_B = (~constraints.pinned_BC).sum(dim=-1).clamp(min=1)
-        mean_B = belief.entropy_BC.sum(dim=-1) / open_B
-    return (unchanged_B >= cfg.stability_threshold) & (mean_B < cfg.confidence_threshold), unchanged_B
+        mean_B = prediction.entropy_BC.sum(dim=-1) / open_B
+    is_stable_B = unchanged_B >= cfg.stability_threshold
+    is_confident_B = mean_B < cfg.confidence_threshold
+    return is_stable_B & is_confident_B, unchanged_B
 
 
 def step(
-    logits_BCV: Tensor, state: Canvas, cfg: SamplerConfig, draws: Draws, constraints: CanvasConstraints | None = None
+    logits_BCV: Tensor, canvas: Canvas, cfg: SamplerConfig, draws: Draws, constraints: CanvasConstraints | None = None
 ) -> tuple[Canvas, Tensor]:
-    """The next canvas, and the temperature-shaped logits that self-conditioning feeds back. Frozen rows stay as they are."""
-    shaped_BCV = constraints.mask_logits(logits_BCV) if constraints is not None else logits_BCV
-    shaped_BCV, matching_BC = shaped_BCV / temperature(state.step, cfg), None
-    if constraints is not None:
+    """Returns the next canvas, and the logits after temperature and constraints, which self-conditioning takes.
+
+    Frozen rows stay as they are.
+    """
+    length = canvas.ids_BC.shape[1]
+    number = canvas.step + 1
+    matching_BC = None
+    if constraints is None:
+        shaped_BCV = logits_BCV / temperature(canvas.step, cfg)
+    else:
+        shaped_BCV = constraints.mask_logits(logits_BCV) / temperature(canvas.step, cfg)
         shaped_BCV, matching_BC = constraints.apply_automata(shaped_BCV)
-    length, now = state.ids_BC.shape[1], state.step + 1
-    belief = argmax_entropy_sample(shaped_BCV, draws.uniform(now, length))
-    if matching_BC is not None:
-        belief = belief._replace(best_BC=matching_BC)
-    accepted_BC = select_accepted(belief, state, cfg)
-    noise_BC = draws.noise(now, length, logits_BCV.shape[-1])
+    prediction = argmax_entropy_sample(shaped_BCV, draws.uniform(number, length))
+    if matching_BC is not None:  # the argmax of each position is in general no match of the pattern
+        prediction = prediction._replace(best_BC=matching_BC)
+    accepted_BC = select_accepted(prediction, canvas, cfg)
     if constraints is not None:
         accepted_BC = accepted_BC | constraints.pinned_BC
-    done_B, unchanged_B = settled(belief, state, cfg, constraints)
-    moved = Canvas(
-        ids_BC=torch.where(accepted_BC, belief.sampled_BC, noise_BC),
-        best_BC=belief.best_BC,
-        entropy_BC=belief.entropy_BC,
+    noise_BC = draws.noise(number, length, logits_BCV.shape[-1])
+    settled_B, unchanged_B = settled(prediction, canvas, cfg, constraints)
+    next_canvas = Canvas(
+        ids_BC=torch.where(accepted_BC, prediction.sampled_BC, noise_BC),
+        best_BC=prediction.best_BC,
+        entropy_BC=prediction.entropy_BC,
         accepted_BC=accepted_BC,
         unchanged_B=unchanged_B,
-        steps_B=state.steps_B + 1,
-        settled_B=done_B,
-        skipped_B=state.skipped_B,
-        step=now,
+        steps_B=canvas.steps_B + 1,
+        settled_B=settled_B,
+        skipped_B=canvas.skipped_B,
+        step=number,
     )
-    return _freeze(state, moved), shaped_BCV
+    return _keep_frozen_rows(canvas, next_canvas), shaped_BCV
 
 
-def _freeze(old: Canvas, new: Canvas) -> Canvas:
-    """The new canvas, except in rows that were frozen before it."""
-    frozen_B, kept = old.frozen_B, {}
+def _keep_frozen_rows(old: Canvas, new: Canvas) -> Canvas:
+    """The new canvas, with the rows that were frozen in the old one taken from there."""
+    frozen_B = old.frozen_B
     if not frozen_B.any():
         return new
+    merged: dict[str, Any] = {}
     for field in fields(Canvas):
-        before, after = getattr(old, field.name), getattr(new, field.name)
+        before = getattr(old, field.name)
+        after = getattr(new, field.name)
         if isinstance(after, Tensor):
-            kept[field.name] = torch.where(frozen_B if after.dim() == 1 else frozen_B[:, None], before, after)
-    return replace(new, **kept)
+            merged[field.name] = torch.where(frozen_B if after.dim() == 1 else frozen_B[:, None], before, after)
+    return replace(new, **merged)
 
 
-def apply_constraints(state: Canvas, constraints: CanvasConstraints, draws: Draws, vocab_size: int) -> Canvas:
-    """A page between two steps under new constraints: what disobeys them is pinned, or is noise again.
+def apply_constraints(canvas: Canvas, constraints: CanvasConstraints, draws: Draws, vocab_size: int) -> Canvas:
+    """Applies new constraints to a canvas between two steps: tokens that violate them are pinned or renoised.
 
-    A page whose draft obeys is as settled as it was; else it has to settle anew.
+    A row whose draft violates nothing stays settled if it was; the others must settle again.
     """
-    noise_BC = draws.noise(state.step, state.ids_BC.shape[1], vocab_size)
-    disobeyed_BC, again_B = constraints.find_violations(state.ids_BC), constraints.find_violations(state.best_BC).any(dim=-1)
+    noise_BC = draws.noise(canvas.step, canvas.ids_BC.shape[1], vocab_size)
+    violated_BC = constraints.find_violations(canvas.ids_BC)
+    must_settle_again_B = constraints.find_violations(canvas.best_BC).any(dim=-1)
     return replace(
-        state,
-        ids_BC=constraints.apply_pins(torch.where(disobeyed_BC, noise_BC, state.ids_BC)),
-        best_BC=constraints.apply_pins(state.best_BC),
-        accepted_BC=state.accepted_BC & ~disobeyed_BC | constraints.pinned_BC,
-        unchanged_B=torch.where(again_B, 0, state.unchanged_B),
-        settled_B=state.settled_B & ~again_B,
+        canvas,
+        ids_BC=constraints.apply_pins(torch.where(violated_BC, noise_BC, canvas.ids_BC)),
+        best_BC=constraints.apply_pins(canvas.best_BC),
+        accepted_BC=canvas.accepted_BC & ~violated_BC | constraints.pinned_BC,
+        unchanged_B=torch.where(must_settle_again_B, 0, canvas.unchanged_B),
+        settled_B=canvas.settled_B & ~must_settle_again_B,
     )
 
 
-def unsettle(state: Canvas) -> Canvas:
-    """The same page, which has to settle anew."""
-    return replace(state, unchanged_B=torch.zeros_like(state.unchanged_B), settled_B=torch.zeros_like(state.settled_B))
+def unsettle(canvas: Canvas) -> Canvas:
+    """The same canvas, with all rows required to settle again."""
+    zero_B = torch.zeros_like(canvas.unchanged_B)
+    return replace(canvas, unchanged_B=zero_B, settled_B=torch.zeros_like(canvas.settled_B))
 
 
-def is_finished(state: Canvas, cfg: SamplerConfig) -> bool:
-    """Whether another step would change nothing, or is not allowed."""
-    return state.step >= cfg.max_steps or bool(state.frozen_B.all())
+def is_finished(canvas: Canvas, cfg: SamplerConfig) -> bool:
+    """Whether another step would change nothing or would exceed max_steps."""
+    return canvas.step >= cfg.max_steps or bool(canvas.frozen_B.all())
 
 
 class CommitResult(NamedTuple):
-    """A canvas as tokens."""
+    """A finished canvas as tokens."""
 
-    ids_BC: Tensor  # padding behind the first stop token
-    lengths_B: Tensor  # tokens up to and with the stop token; 0 where the text had ended before
-    ended_B: Tensor  # rows whose text has ended by now
+    ids_BC: Tensor  # padding after the first stop token
+    lengths_B: Tensor  # tokens up to and including the stop token; 0 for a row that ended on an earlier canvas
+    ended_B: Tensor  # rows whose text ends here or ended before
 
 
-def commit(state: Canvas, cfg: SamplerConfig) -> CommitResult:
-    """What becomes of a page: the argmax of the last logits, not the last sample.
+def commit(canvas: Canvas, cfg: SamplerConfig) -> CommitResult:
+    """Commits the argmax of the last logits, not the last sample.
 
-    A page that never settled still carries noise wherever the last step refused a token.
+    The last sample would not do: on a canvas that never settled it has noise wherever the last step rejected a token.
     """
-    stops = torch.tensor(cfg.eos_token_ids, dtype=torch.long, device=state.best_BC.device)
-    is_stop_BC = torch.isin(state.best_BC, stops)
-    text_BC = (is_stop_BC.cumsum(dim=-1) - is_stop_BC.long() == 0) & ~state.skipped_B[:, None]
-    ids_BC = torch.where(text_BC, state.best_BC, cfg.pad_token_id)
-    return CommitResult(ids_BC, text_BC.sum(dim=-1), is_stop_BC.any(dim=-1) | state.skipped_B)
+    stops = torch.tensor(cfg.eos_token_ids, dtype=torch.long, device=canvas.best_BC.device)
+    is_stop_BC = torch.isin(canvas.best_BC, stops)
+    stops_before_BC = is_stop_BC.cumsum(dim=-1) - is_stop_BC.long()
+    is_text_BC = (stops_before_BC == 0) & ~canvas.skipped_B[:, None]
+    ids_BC = torch.where(is_text_BC, canvas.best_BC, cfg.pad_token_id)
+    return CommitResult(ids_BC, is_text_BC.sum(dim=-1), is_stop_BC.any(dim=-1) | canvas.skipped_B)

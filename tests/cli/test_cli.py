@@ -142,7 +142,7 @@ def test_info_says_which_kernels_run_and_why(run, monkeypatch):
         (["info", "-m", "odd[/name]"], "odd[/name]"),
         (["hi", "-m", "{model}", "--temp", "inf"], "inf"),
         (["hi", "-m", "{model}", "--temp", "0"], "temperature"),
-        (["hi", "-m", "{model}", "--canvas-length", "100000", "-n", "5"], "pages of 100000"),
+        (["hi", "-m", "{model}", "--canvas-length", "100000", "-n", "5"], "canvases of 100000"),
         (["hi", "-m", "{model}", "--device", "meta"], "meta"),
         (["chat", "-m", "/no/such/folder"], "/no/such/folder"),
     ],

@@ -151,7 +151,7 @@ def test_a_long_prompt_is_read_in_chunks(monkeypatch):
         ({"constraints": [Constraints(pins={17: 5})] * 3, "max_new_tokens": 17}, "17"),
         ({"seeds": [1, 2.5, 3]}, "2.5"),
         ({"pad_token_id": tiny.VOCAB}, "pad token"),
-        ({"canvas_length": 1000}, "pages of 1000"),
+        ({"canvas_length": 1000}, "canvases of 1000"),
         ({"first_canvas_BC": torch.zeros(3, 5, dtype=torch.long)}, r"\(3, 5\)"),
         ({"first_canvas_BC": torch.full((3, 16), tiny.VOCAB)}, "first canvas"),
     ],
