@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 import redraft
 from redraft import checkpoint
-from redraft.cli import augment, edit, serve, sudoku, train
+from redraft.cli import augment, edit, serve, sudoku, train, warm
 from redraft.cli.options import Device, Dtype, Model, Seed, Threads, number, option, whole
 from redraft.cli.recording import Recording
 from redraft.cli.terminal import CanvasView, harmless, summary
@@ -192,6 +192,7 @@ app.command()(edit.edit)
 app.command()(augment.augment)
 app.command()(sudoku.sudoku)
 app.command()(serve.serve)
+app.command()(warm.warm)
 app.command()(train.train)
 app.command("eval")(train.evaluate)
 

@@ -1,0 +1,75 @@
+"""`redraft warm`, and the line that says that kernels are being built.
+
+Triton compiles a kernel for a model's shape at its first launch and keeps it on disk: the first answer of the first process
+waits for that, later processes do not.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+
+from redraft import writer
+from redraft.cli.options import Device, Dtype, Model
+from redraft.kernels.backend import select_backend
+from redraft.kernels.builds import watch_builds
+
+BATCHES = (1, 2, 4, 8)  # requests at once: kernels are specialised by how many rows they get
+T = TypeVar("T")
+
+
+def warm(
+    model: Model = "",
+    device: Device = None,
+    dtype: Dtype = None,
+    quant: Annotated[str | None, typer.Option("--quant", help="fp8: pack the layers on the way in. [as stored]")] = None,
+) -> None:
+    """Build the GPU kernels for a model now and keep them on disk, so that no answer waits for them later."""
+    console = Console(stderr=True, highlight=False)
+    built: list[str] = []
+    with show_builds(console, built.append):
+        subject = writer.load(model or writer.DEFAULT_MODEL, device=device, dtype=dtype, quant=quant)
+        backend = select_backend(subject.model.device)
+        if not backend.uses_triton:
+            console.print(f"There are no kernels to build: {backend.reason}.", markup=False)
+            return
+        length = subject.sampler.canvas_length
+        for count in BATCHES:
+            subject.write(["Once upon a time"] * count, seed=0, max_tokens=2 * length, max_steps=2)
+        subject.write("Once upon a time", seed=0, max_tokens=length, max_steps=2, regex="[a-z ]+")
+        for _ in subject.stream("Once upon a time", seed=0, max_tokens=length, max_steps=2, candidates=3):
+            pass
+    console.print(f"{len(built)} kernels built, the others were on disk.", markup=False)
+
+
+@contextmanager
+def show_builds(console: Console, report: Callable[[str], None] = lambda name: None) -> Iterator[None]:
+    """While kernels are built, says so on stderr: as a status that counts on a terminal, as one line elsewhere."""
+    count = 0
+    status = console.status("")
+
+    def on_build(name: str) -> None:
+        nonlocal count
+        count += 1
+        report(name)
+        if console.is_terminal:
+            status.update(f"building kernels, once: {count}")
+            status.start()
+        elif count == 1:
+            console.print("building kernels, once")
+
+    with watch_builds(on_build):
+        try:
+            yield
+        finally:
+            status.stop()
+
+
+def show_builds_until_first(events: Iterator[T], console: Console) -> Iterator[T]:
+    """The same events. While the first one is being made, kernel builds are shown."""
+    with show_builds(console):
+        first = list(zip((0,), events, strict=False))  # none, where there are no events
+    return chain((event for _, event in first), events)
