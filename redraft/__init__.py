@@ -1,10 +1,10 @@
-"""redraft runs text-diffusion language models: a page of random tokens is redrafted, all at once, until it settles.
+"""Run text-diffusion language models: a canvas of random tokens is denoised, all positions at once, until it settles.
 
     import redraft
-    writer = redraft.load()  # the small model that comes along; or load("FOLDER"), load("OWNER/NAME")
+    writer = redraft.load()  # the small packaged model; or load("FOLDER"), load("OWNER/NAME")
     print(writer.write("Once upon a time"))
 
-This page lists what is public. `redraft.generate` is where to start reading.
+This file lists the public names. To read the code, start with `redraft/diffusion/generate.py`.
 """
 
 import warnings
@@ -46,5 +46,5 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# On processors without bf16 torch multiplies in another way and shows a trace of its insides; `load` says it in a sentence.
+# On a CPU without bf16, torch falls back to another matmul and warns with an internal trace. `load` logs one sentence instead.
 warnings.filterwarnings("ignore", message="mkldnn_matmul failed")

@@ -1,8 +1,7 @@
-"""What a checkpoint is (ModelConfig) and how a page is redrafted (SamplerConfig): frozen records that refuse nonsense.
+"""Configuration records: ModelConfig, EngineConfig and SamplerConfig. They are frozen and refuse values that cannot run.
 
-Knows nothing of torch, files of weights, or text. The dictionaries it reads and writes are the published `config.json`,
-`generation_config.json`, and our own `redraft.json` (settings that transformers has no field for, and would refuse).
-`ModelConfig()` without arguments is the released 26B-A4B model.
+`ModelConfig()` and `SamplerConfig()` without arguments describe the released 26B-A4B checkpoint. The package `checkpoint`
+reads them from published files and writes them.
 """
 
 import json
@@ -11,14 +10,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
-COLDEST_TEMPERATURE_SCALE = 0.02  # of the checkpoint's schedule: what a temperature of 0 means
-GENERATION, OURS = "generation_config.json", "redraft.json"
-SLIDING, FULL = "sliding_attention", "full_attention"
+COLDEST_TEMPERATURE_SCALE = 0.02  # of the checkpoint's schedule; a temperature of 0 means this
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 RELEASED_LAYERS = ((SLIDING,) * 5 + (FULL,)) * 5
 
-# transformers always builds a vision tower, at full size when `vision_config` is missing; this is the smallest it accepts.
-SMALLEST_VISION = {
+# transformers always builds a vision tower, at full size when `vision_config` is missing. This is the smallest it accepts.
+SMALLEST_VISION: dict[str, Any] = {
     "model_type": "gemma4_vision",
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -31,42 +29,43 @@ SMALLEST_VISION = {
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; the message names the value and, where there is one, the way out."""
+    """A configuration cannot be run. The message names the value and, where there is one, the way out."""
 
 
 def require_int(name: str, value: Any, low: int = 1, high: int = 2**31 - 1) -> int:
+    """Returns the value if it is a whole number from `low` to `high`, else raises ConfigError."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
     return value
 
 
 def require_number(name: str, value: Any, low: float = 0.0) -> float:
-    """A finite number above `low`."""
+    """Returns the value if it is a finite number above `low`, else raises ConfigError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= 1e30:
         raise ConfigError(f"{name} must be a number above {low:g}, got {value!r}")
     return float(value)
 
 
 def require_object(name: str, value: Any) -> Mapping[str, Any]:
-    """A JSON object; None counts as an empty one."""
+    """Returns the value if it is a JSON object, an empty one for None, else raises ConfigError."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{name} must be an object, got {value!r}")
     return value or {}
 
 
 def require_ids(name: str, value: Any, vocab_size: int = 2**31) -> tuple[int, ...]:
-    """Token ids, given as one or as a list."""
-    listed = value if isinstance(value, list | tuple) else (value,)
-    return tuple(require_int(name, token, 0, vocab_size - 1) for token in listed)
+    """Returns the token ids, given as one id or as a list of them, else raises ConfigError."""
+    ids = value if isinstance(value, list | tuple) else (value,)
+    return tuple(require_int(name, token, 0, vocab_size - 1) for token in ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a DiffusionGemma model. K=V on full layers and the mixture of experts are always on."""
+    """The shape of a DiffusionGemma model. Full layers always share keys and values; every layer has experts."""
 
     vocab_size: int = 262_144
     hidden_size: int = 2816
-    intermediate_size: int = 2112  # the dense MLP beside the experts, and the one of self-conditioning
+    intermediate_size: int = 2112  # of the dense MLP beside the experts and of the self-conditioning MLP
     moe_intermediate_size: int = 704
     num_experts: int = 128
     top_k_experts: int = 8
@@ -87,9 +86,9 @@ class ModelConfig:
     pad_token_id: int = 0
     bos_token_id: int = 2
     eos_token_ids: tuple[int, ...] = (1, 106)
-    image_token_ids: tuple[int, int, int] = (255_999, 258_880, 258_882)  # begin, soft token, end
-    quant: str | None = None  # "fp8": weights by channel, activations by token, as compressed-tensors publishes it
-    vision: Mapping[str, Any] = field(default_factory=lambda: dict(SMALLEST_VISION), repr=False)  # carried, never run
+    image_token_ids: tuple[int, int, int] = (255_999, 258_880, 258_882)  # begin of image, image, end of image
+    quant: str | None = None  # "fp8": compressed-tensors' layout, weights scaled by channel, activations by token
+    vision: Mapping[str, Any] = field(default_factory=lambda: dict(SMALLEST_VISION), repr=False)  # stored, never run
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -97,36 +96,34 @@ class ModelConfig:
                 require_int(f.name, getattr(self, f.name))
             elif f.type is float:
                 require_number(f.name, getattr(self, f.name))
-        require_int("sliding_window", self.sliding_window, 2)  # itself and one token of past, else there is nothing to keep
+        require_int("sliding_window", self.sliding_window, 2)  # a window of 1 would leave the cache of a layer empty
         if not self.layer_types or any(kind not in (SLIDING, FULL) for kind in self.layer_types):
             raise ConfigError(f"layer_types may hold {SLIDING!r} and {FULL!r}, got {list(self.layer_types)!r}")
         if self.layer_types[-1] != FULL:
             raise ConfigError(f"the last layer must be {FULL!r}, got {self.layer_types[-1]!r}")
         for heads in (self.num_key_value_heads, self.num_global_key_value_heads):
             if self.num_attention_heads % heads:
-                raise ConfigError(
-                    f"{self.num_attention_heads} attention heads cannot be shared among {heads} key-value heads"
-                )
+                raise ConfigError(f"{self.num_attention_heads} attention heads cannot share {heads} key-value heads evenly")
         if self.head_dim % 2 or self.global_head_dim % 2:
-            raise ConfigError(f"head sizes must be even (RoPE pairs), got {self.head_dim} and {self.global_head_dim}")
+            raise ConfigError(f"head sizes must be even for RoPE, got {self.head_dim} and {self.global_head_dim}")
         if self.top_k_experts > self.num_experts:
             raise ConfigError(f"top_k_experts is {self.top_k_experts}, but there are only {self.num_experts} experts")
         if self.global_rotary_fraction > 1:
             raise ConfigError(f"partial_rotary_factor must be at most 1, got {self.global_rotary_fraction!r}")
-        specials = ("pad_token_id", self.pad_token_id), ("bos_token_id", self.bos_token_id)
-        for name, value in (*specials, ("eos_token_id", self.eos_token_ids)):
-            require_ids(name, value, self.vocab_size)
+        require_ids("pad_token_id", self.pad_token_id, self.vocab_size)
+        require_ids("bos_token_id", self.bos_token_id, self.vocab_size)
+        require_ids("eos_token_id", self.eos_token_ids, self.vocab_size)
         require_ids("image token ids", self.image_token_ids)
         if not self.eos_token_ids:
-            raise ConfigError("eos_token_id is empty; a model needs a token that ends its text")
+            raise ConfigError("eos_token_id is empty; a model needs at least one stop token")
 
     @property
     def num_hidden_layers(self) -> int:
-        """Layers in the stack."""
+        """The number of layers."""
         return len(self.layer_types)
 
     def layer_window(self, layer: int) -> int | None:
-        """The sliding window of a layer, None where it sees everything."""
+        """The sliding window of a layer; None for a full layer."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     def layer_heads(self, layer: int) -> tuple[int, int]:
@@ -136,9 +133,10 @@ class ModelConfig:
         return self.num_global_key_value_heads, self.global_head_dim
 
     def parameter_counts(self) -> dict[str, int]:
-        """Weights by part. `active` is what one token of one forward is multiplied with."""
-        d, attention = self.hidden_size, 0
-        # Seven norms and two scalars a layer, q and k norms, two norms outside.
+        """The number of weights by part. `active` counts the weights that one token uses in one forward."""
+        d = self.hidden_size
+        attention = 0
+        # Seven norms and two scalars per layer, q and k norms (added below), and two norms outside the layers.
         norms = self.num_hidden_layers * (7 * d + 2) + 2 * d
         for layer in range(self.num_hidden_layers):
             heads, size = self.layer_heads(layer)
@@ -159,7 +157,7 @@ class ModelConfig:
         return parts | {"total": total, "active": total - expert * (self.num_experts - self.top_k_experts)}
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> tuple[int, int]:
-        """Cache bytes one more token costs: in full layers (for ever), in sliding layers (up to the window)."""
+        """Cache bytes of one token: in all full layers, and in all sliding layers, which store no more than their window."""
         cost = {SLIDING: 0, FULL: 0}
         for layer, kind in enumerate(self.layer_types):
             heads, size = self.layer_heads(layer)
@@ -188,35 +186,35 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
-    """How one canvas is denoised and when it is done. Defaults are those of the released checkpoint."""
+    """How a canvas is denoised and when it has settled. The defaults are those of the released checkpoint."""
 
     canvas_length: int = 256
     max_new_tokens: int = 256
     max_steps: int = 48
-    entropy_bound: float = 0.1  # nats: summed entropy of what one step accepts, its least sure token excepted
+    entropy_bound: float = 0.1  # nats: summed entropy of the tokens one step accepts, without the last one's own
     t_min: float = 0.4
     t_max: float = 0.8
-    stability_threshold: int = 1  # steps the argmax canvas must stay the same
-    confidence_threshold: float = 0.005  # nats: mean entropy must be strictly below
+    stability_threshold: int = 1  # steps for which the argmax of the canvas must not change
+    confidence_threshold: float = 0.005  # nats: the mean entropy must be strictly below this
     eos_token_ids: tuple[int, ...] = (1, 106, 50)
     pad_token_id: int = 0
-    # For small models, whose entropies never fit the bound (see docs/tour.md, stop 5). Off for published checkpoints.
-    quota: bool = False
-    accept_at_end: bool = False
-    spread: int = 0  # of the unsure within this many positions, a step accepts only the surest; 0: no such rule
-    stops_last: bool = False  # stop tokens are accepted behind everything else
+    # For small models, whose entropies exceed the bound (see docs/tour.md). Off for published checkpoints.
+    quota: bool = False  # a step accepts at least its share of the open positions, whatever their entropy
+    accept_at_end: bool = False  # the last step accepts every position
+    spread: int = 0  # of the unsure positions within this distance, a step accepts only the surest; 0 turns it off
+    stops_last: bool = False  # stop tokens are accepted after all others
 
     def __post_init__(self) -> None:
         for name in ("canvas_length", "max_new_tokens", "max_steps"):
             require_int(name, getattr(self, name))
         require_int("stability_threshold", self.stability_threshold, 0)
         require_ids("pad_token_id", self.pad_token_id)
-        object.__setattr__(self, "eos_token_ids", require_ids("eos_token_ids", self.eos_token_ids))  # JSON has lists
+        object.__setattr__(self, "eos_token_ids", require_ids("eos_token_ids", self.eos_token_ids))  # JSON gives a list
         require_number("entropy_bound", self.entropy_bound)
         require_number("confidence_threshold", self.confidence_threshold)
         if self.t_min != 0 or isinstance(self.t_min, bool):
             require_number("t_min", self.t_min)
-        require_number("temperature (t_max)", self.t_max, 1e-4)  # colder than that, soft-capped logits overflow
+        require_number("temperature (t_max)", self.t_max, 1e-4)  # below this, soft-capped logits overflow
         if self.t_max < self.t_min:
             raise ConfigError(f"t_max must not be below t_min, got {self.t_max} and {self.t_min}")
         require_int("spread", self.spread, 0)
@@ -226,11 +224,11 @@ class SamplerConfig:
 
     @property
     def max_canvases(self) -> int:
-        """Canvases that max_new_tokens needs; the last one is whole even when it is not full."""
+        """The number of canvases that hold max_new_tokens; the last one may be filled only in part."""
         return -(-self.max_new_tokens // self.canvas_length)
 
     def changed(self, **changes: Any) -> "SamplerConfig":
-        """The same settings with some replaced; a value of None means: as it is."""
+        """Returns a copy with some settings replaced. A value of None leaves a setting unchanged."""
         names = {f.name for f in fields(self)}
         if unknown := sorted(set(changes) - names):
             raise ConfigError(f"unknown sampler setting {unknown[0]!r}; known are {', '.join(sorted(names))}")
@@ -239,7 +237,7 @@ class SamplerConfig:
     def with_temperature(self, scale: float | None) -> "SamplerConfig":
         """Scales the temperature schedule: 1.0 (or None) leaves the checkpoint's own schedule unchanged.
 
-        A scale of 0 asks for greedy sampling; it becomes COLDEST_TEMPERATURE_SCALE, since the sampler divides by temperature.
+        A scale of 0 asks for greedy sampling. It becomes COLDEST_TEMPERATURE_SCALE, as the sampler divides by temperature.
         """
         if scale is None:
             return self
@@ -252,7 +250,7 @@ class SamplerConfig:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Reads a JSON file that holds an object."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:

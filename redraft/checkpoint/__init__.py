@@ -1,11 +1,12 @@
 """Published checkpoints in and out. A checkpoint is a folder: config.json, generation_config.json, safetensors, tokenizer.
 
-names.py    file names, and our tensor names -> the published ones
-published_config.py  config.json, generation_config.json, redraft.json <-> ModelConfig, SamplerConfig
-find.py     where a checkpoint is: a folder, a model in the package, a hub id
-tensors.py  the tensors of a folder, memory-mapped
-load.py     tensors -> model
-save.py     model -> folder
+Files in reading order:
+names.py             file names, and our tensor names -> the published ones
+published_config.py  the JSON files <-> ModelConfig and SamplerConfig
+find.py              a folder, a packaged model or a hub id -> the folder of the checkpoint
+tensors.py           the tensors of a folder, memory-mapped
+load.py              tensors -> model
+save.py              model -> folder
 """
 
 from redraft.checkpoint.find import PACKAGED, find

@@ -1,4 +1,8 @@
-"""Loads a checkpoint: published tensors become a model, used from the mapped file where that is possible."""
+"""Loads a checkpoint: published tensors become a model.
+
+The model is built on the "meta" device, without memory, and takes the tensors one by one. On a CPU they stay views of the
+mapped file. On a GPU each is copied from the mapped file and converted there, so the host never holds a second copy.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +12,7 @@ from torch import Tensor
 
 from redraft.checkpoint.names import DECODER, ENCODER, VISION, CheckpointError, published_name, tied_name
 from redraft.checkpoint.published_config import read_model_config
-from redraft.checkpoint.tensors import Tensors
+from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import ModelConfig
 from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.model import quant
@@ -20,22 +24,24 @@ PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def load_model(
     folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> DiffusionGemma:
-    """The model in a folder. Without a dtype, weights stay as stored and, on a CPU, are used from the mapped file."""
+    """Loads the model of a folder. Without a dtype, weights keep the precision they are stored in."""
     config = read_model_config(folder)
-    tensors: Mapping[str, Tensor] = Tensors(Path(folder))
-    return from_state_dict(
-        config, quant.StackedExpertTensors(tensors) if config.quant else tensors, dtype=dtype, device=device
-    )
+    tensors: Mapping[str, Tensor] = CheckpointTensors(Path(folder), device)
+    if config.quant:
+        tensors = quant.StackedExpertTensors(tensors)  # on the device already, where stacking is fast
+    return from_state_dict(config, tensors, dtype=dtype, device=device)
 
 
 def lay_out_for_cpu(model: DiffusionGemma) -> DiffusionGemma:
-    """A float32 model's matrices with their columns together, as a CPU without bf16 multiplies fastest: the same numbers.
+    """Stores the matrices of a float32 model column by column, which a CPU without bf16 multiplies fastest.
 
-    The embedding is read both ways and stays, as do experts that are so few that all of them are read at once.
+    The numbers stay the same. The embedding keeps its layout, because it is used both by rows (lookup) and by columns
+    (logits). So do experts that are so few that all of them are used at once.
     """
     for name, weight in model.named_parameters():
-        few = weight.dim() == 3 and len(weight) * model.config.moe_intermediate_size <= model.config.hidden_size
-        if weight.dim() >= 2 and weight.dtype == torch.float32 and not few and name != "embed_tokens.weight":
+        has_few_experts = weight.dim() == 3 and len(weight) * model.config.moe_intermediate_size <= model.config.hidden_size
+        is_float32_matrix = weight.dim() >= 2 and weight.dtype == torch.float32
+        if is_float32_matrix and not has_few_experts and name != "embed_tokens.weight":
             weight.data = weight.data.mT.contiguous().mT
     return model
 
@@ -47,42 +53,51 @@ def from_state_dict(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> DiffusionGemma:
-    """A model whose weights are these published tensors; built without memory of its own."""
+    """Makes a model whose weights are these published tensors. Without a dtype, it has the precision of the embedding."""
     with torch.device("meta"):
         model = DiffusionGemma(config)
         model = quant.quantize_fp8(model) if config.quant else model
-    table = {ours: published_name(ours) for ours in model.state_dict()}
-    _refuse_strangers(tensors, set(table.values()))
+    expected = model.state_dict()
+    available = set(tensors)  # asking a Mapping `name in tensors` may read the whole tensor
+    _refuse_unknown_tensors(tensors, available, {published_name(name) for name in expected})
     weights: dict[str, Tensor] = {}
-    for ours, wanted in model.state_dict().items():
-        weights[ours] = _fetch(tensors, table[ours], wanted)
-        packed = wanted.dtype == FP8_DTYPE or quant.is_scale(ours)
-        kind = wanted.dtype if packed else dtype or weights["embed_tokens.weight"].dtype
-        weights[ours] = weights[ours].to(device=device, dtype=kind)
+    for name, placeholder in expected.items():
+        # First to the device, then to the precision: a conversion on the way would be computed on the host.
+        weight = _fetch(tensors, available, published_name(name), placeholder).to(device)
+        is_quantized = placeholder.dtype == FP8_DTYPE or quant.is_scale(name)
+        model_dtype = dtype or (weights["embed_tokens.weight"].dtype if weights else weight.dtype)
+        weights[name] = weight.to(placeholder.dtype if is_quantized else model_dtype)
     model.load_state_dict(weights, assign=True)
     return model.eval().requires_grad_(False)
 
 
-def _fetch(tensors: Mapping[str, Tensor], name: str, wanted: Tensor) -> Tensor:
-    if name not in tensors and name.startswith(ENCODER):
-        name = DECODER + name.removeprefix(ENCODER)  # some trainers drop the encoder's scalars; they were released equal
-    if name not in tensors:
-        raise CheckpointError(f"the checkpoint has no tensor {name}")
-    tensor = tensors[name]
-    if tensor.shape != wanted.shape:
-        asked = list(wanted.shape)
-        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, the configuration asks for {asked}")
-    if (tensor.dtype == FP8_DTYPE) != (wanted.dtype == FP8_DTYPE) or tensor.dtype not in (*PRECISIONS, FP8_DTYPE):
+def _fetch(tensors: Mapping[str, Tensor], available: set[str], name: str, placeholder: Tensor) -> Tensor:
+    """Returns a published tensor, checked against the shape and kind of the model's."""
+    if name not in available and name.startswith(ENCODER):
+        name = DECODER + name.removeprefix(ENCODER)  # some trainers drop the encoder's scalars; released ones are equal
+    try:
+        tensor = tensors[name]
+    except KeyError:  # it is missing, or one expert of a stack is
+        raise CheckpointError(f"the checkpoint has no tensor {name}") from None
+    if tensor.shape != placeholder.shape:
+        expected = list(placeholder.shape)
+        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, config.json describes {expected}")
+    is_fp8 = tensor.dtype == FP8_DTYPE
+    if is_fp8 != (placeholder.dtype == FP8_DTYPE) or not (is_fp8 or tensor.dtype in PRECISIONS):
         raise CheckpointError(f"tensor {name} is {tensor.dtype}; redraft reads {', '.join(map(str, PRECISIONS))}")
     return tensor
 
 
-def _refuse_strangers(tensors: Mapping[str, Tensor], known: set[str]) -> None:
-    for name in tensors:
-        if name in known or name.startswith(VISION):
+def _refuse_unknown_tensors(tensors: Mapping[str, Tensor], available: set[str], expected: set[str]) -> None:
+    """Refuses tensors that the model has no place for, and duplicates that differ from the tensor they are tied to.
+
+    Duplicates are compared in full, which reads both tensors once more; checkpoints saved by transformers have none.
+    """
+    for name in sorted(available):
+        if name in expected or name.startswith(VISION):
             continue
-        twin = tied_name(name)
-        if twin not in known:
-            raise CheckpointError(f"the checkpoint has a tensor that this model does not: {name}")
-        if twin in tensors and not torch.equal(tensors[name], tensors[twin]):
-            raise CheckpointError(f"{name} differs from {twin}, which it should repeat; redraft runs tied weights only")
+        original = tied_name(name)
+        if original is None or original not in expected:
+            raise CheckpointError(f"the checkpoint has a tensor that this model does not have: {name}")
+        if original in available and not torch.equal(tensors[name], tensors[original]):
+            raise CheckpointError(f"{name} differs from {original}, which it should repeat; redraft runs tied weights only")

@@ -1,6 +1,7 @@
-"""Names: files of a checkpoint, and one table between our tensor names and the published ones.
+"""Names: the files of a checkpoint, and one table between our tensor names and the published ones.
 
-Our names are the published ones without their prefix. The encoder's layer scalars are the only text weights that exist twice.
+Our names are the published ones without their prefix. Only the layer scalars exist twice, once for `denoise` (the published
+decoder) and once for `encode` (the published encoder); all other text weights of the encoder are tied to the decoder's.
 """
 
 CONFIG = "config.json"
@@ -14,18 +15,21 @@ VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be found or read; the message names the file or tensor."""
+    """A checkpoint cannot be found or read. The message names the file or the tensor."""
 
 
 def published_name(ours: str) -> str:
-    """The table: our name of a tensor -> the published one."""
+    """Our name of a tensor -> its published name."""
     if ours.endswith("encoder_layer_scalar"):
         return ENCODER + ours.replace("encoder_layer_scalar", "layer_scalar")
     return DECODER + ours
 
 
 def tied_name(published: str) -> str | None:
-    """The tensor that a duplicate repeats: lm_head is the embedding, the encoder's text weights are the decoder's."""
+    """The tensor that a published tensor duplicates, if it may be a duplicate.
+
+    `lm_head` duplicates the embedding; the encoder's text weights, except its layer scalars, duplicate the decoder's.
+    """
     if published == "lm_head.weight":
         return DECODER + "embed_tokens.weight"
     if published.startswith(ENCODER) and not published.endswith("layer_scalar"):

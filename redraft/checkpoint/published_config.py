@@ -239,7 +239,7 @@ def _parse_layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:
     return (*layer_types[:-1], FULL)  # the last layer is forced to be full, as in transformers
 
 
-def _parse_full_layer_heads(text: Mapping[str, Any], layer_types: tuple[str, ...], source: str) -> dict[str, int]:
+def _parse_full_layer_heads(text: Mapping[str, Any], layer_types: tuple[str, ...], source: str) -> dict[str, Any]:
     """Head size and key-value heads of full layers: two keys in released files, `per_layer_config` in re-saved ones."""
     if text.get("per_layer_config") is None:
         default_heads = _require(text, "num_key_value_heads", source)
@@ -251,7 +251,8 @@ def _parse_full_layer_heads(text: Mapping[str, Any], layer_types: tuple[str, ...
     sliding_shape = {"head_dim": text.get("head_dim"), "num_key_value_heads": text.get("num_key_value_heads")}
     full_layers = {str(layer) for layer, kind in enumerate(layer_types) if kind == FULL}
     shapes = [
-        sliding_shape | require_object(f"{source}: per_layer_config", per_layer.get(layer)) for layer in sorted(full_layers)
+        {**sliding_shape, **require_object(f"{source}: per_layer_config", per_layer.get(layer))}
+        for layer in sorted(full_layers)
     ]
     has_other_layers = bool(set(per_layer) - full_layers)
     if has_other_layers or any(shape != shapes[0] or set(shape) - set(sliding_shape) for shape in shapes):
@@ -259,7 +260,7 @@ def _parse_full_layer_heads(text: Mapping[str, Any], layer_types: tuple[str, ...
     return {"global_head_dim": shapes[0]["head_dim"], "num_global_key_value_heads": shapes[0]["num_key_value_heads"]}
 
 
-def _parse_rope(text: Mapping[str, Any], source: str) -> dict[str, float]:
+def _parse_rope(text: Mapping[str, Any], source: str) -> dict[str, Any]:
     rope = require_object(f"{source}: rope_parameters", text.get("rope_parameters"))
     sliding = require_object(f"{source}: rope_parameters", rope.get(SLIDING))
     full = require_object(f"{source}: rope_parameters", rope.get(FULL))

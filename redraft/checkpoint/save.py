@@ -1,4 +1,4 @@
-"""Writes checkpoints in the published layout: transformers loads them. Each file is replaced whole, the configuration last."""
+"""Writes checkpoints in the published layout, which transformers loads. Files are replaced as a whole, config.json last."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from redraft.checkpoint.published_config import (
     publish_sampler_config,
     read_model_config,
 )
-from redraft.checkpoint.tensors import Tensors
+from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import SMALLEST_VISION, SamplerConfig
 from redraft.model import quant
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -32,9 +32,10 @@ def save(
     vision_from: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Writes a checkpoint that transformers loads. Vision weights are carried over from a folder, else left out.
+    """Writes a checkpoint that transformers loads.
 
-    Each file appears whole or not at all, the configuration last.
+    Vision weights are copied from the checkpoint `vision_from`; without it, an empty vision tower is written. A file is
+    written under another name and renamed, so it is never half there; config.json comes last.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +45,7 @@ def save(
     if model.config.quant:
         config["quantization_config"] = quant.quantization_config(model.config.num_hidden_layers)
     if vision_from is not None:
-        source = Tensors(Path(vision_from))
+        source = CheckpointTensors(Path(vision_from))
         tensors |= {name: source[name] for name in source if name.startswith(VISION)}
         config["vision_config"] = dict(read_model_config(vision_from).vision)
     else:
@@ -53,18 +54,19 @@ def save(
     _write_weights(tensors, folder, shard_bytes)
     sampler = sampler or parse_sampler_config({}, model.config)
     generation, ours = publish_sampler_config(sampler)
-    for name, content in ((GENERATION_CONFIG, generation), (REDRAFT_CONFIG, ours), (CONFIG, config)):
-        write_text(folder / name, json.dumps(content, indent=2) + "\n")
+    for file_name, content in ((GENERATION_CONFIG, generation), (REDRAFT_CONFIG, ours), (CONFIG, config)):
+        write_text(folder / file_name, json.dumps(content, indent=2) + "\n")
     return folder
 
 
 def _smallest_vision(hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The three tensors of a vision tower without layers, so that transformers finds nothing missing."""
+    """The three tensors of a vision tower without layers; without them transformers reports missing weights."""
     size = SMALLEST_VISION["hidden_size"]
+    tower, projection = VISION
     return {
-        VISION[1] + "embedding_projection.weight": torch.zeros(hidden, size, dtype=dtype),
-        VISION[0] + "patch_embedder.input_proj.weight": torch.zeros(size, 3 * 16 * 16, dtype=dtype),
-        VISION[0] + "patch_embedder.position_embedding_table": torch.zeros(2, 1, size, dtype=dtype),
+        projection + "embedding_projection.weight": torch.zeros(hidden, size, dtype=dtype),
+        tower + "patch_embedder.input_proj.weight": torch.zeros(size, 3 * 16 * 16, dtype=dtype),
+        tower + "patch_embedder.position_embedding_table": torch.zeros(2, 1, size, dtype=dtype),
     }
 
 
@@ -86,11 +88,11 @@ def _write_weights(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -
         (folder / INDEX).unlink(missing_ok=True)
     for old in folder.glob("model*.safetensors"):
         if old.name not in file_names and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name):
-            old.unlink()  # shards of an earlier save; no index lists them any more
+            old.unlink()  # a shard of an earlier save, which no index lists any more
 
 
 def _plan_shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[list[str]]:
-    """Which tensors go into which file."""
+    """The tensor names of each shard file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in sorted(tensors.items()):
@@ -103,7 +105,7 @@ def _plan_shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[list[str]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file whole."""
+    """Replaces a file as a whole: it has the old or the new content, never a part."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

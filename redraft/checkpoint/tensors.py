@@ -1,8 +1,10 @@
-"""Tensors of a folder of safetensors files, memory-mapped."""
+"""The tensors of a folder of safetensors files, memory-mapped."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -10,12 +12,19 @@ from redraft.checkpoint.names import INDEX, VISION, WEIGHTS, CheckpointError
 from redraft.config import read_json
 
 
-class Tensors(Mapping[str, Tensor]):
-    """A folder's tensors by published name, memory-mapped: nothing is read until it is used."""
+class CheckpointTensors(Mapping[str, Tensor]):
+    """The tensors of a folder by published name.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._files, self._file_of = folder, {}, {}
-        for file in self._listed():
+    Nothing is read until a tensor is used. On a CPU a tensor is a view of the mapped file. For another device, the tensor
+    is copied there straight from the mapped file: the host holds no copy of its own, only reclaimable file pages.
+    """
+
+    def __init__(self, folder: Path, device: torch.device | str = "cpu") -> None:
+        self.folder = folder
+        self.device = torch.device(device)
+        self._files: dict[str, Any] = {}  # file name -> safe_open handle
+        self._file_of: dict[str, str] = {}  # tensor name -> file name
+        for file in self._list_files():
             try:
                 self._files[file] = safe_open(folder / file, framework="pt")
             except FileNotFoundError:
@@ -24,17 +33,22 @@ class Tensors(Mapping[str, Tensor]):
                 raise CheckpointError(f"{folder / file} is damaged or cut short ({error}); download it again") from None
             self._file_of |= dict.fromkeys(self._files[file].keys(), file)
 
-    def _listed(self) -> list[str]:
+    def _list_files(self) -> list[str]:
+        """The weight files: those of the index, or the single file when there is no index."""
         if not (self.folder / INDEX).exists():
             return [WEIGHTS]
-        listed = read_json(self.folder / INDEX).get("weight_map")
-        files = list(listed.values()) if isinstance(listed, dict) else [None]
-        if wrong := [file for file in files if not isinstance(file, str) or file != Path(file).name]:
-            raise CheckpointError(f"{self.folder / INDEX} is not an index of files in its folder: it names {wrong[0]!r}")
+        weight_map = read_json(self.folder / INDEX).get("weight_map")
+        files: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+        for file in files:
+            if not isinstance(file, str) or file != Path(file).name:
+                raise CheckpointError(f"{self.folder / INDEX} is not an index of files in its folder: it names {file!r}")
         return sorted(set(files))
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[self._file_of[name]].get_tensor(name)
+        return self._files[self._file_of[name]].get_tensor(name).to(self.device)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of  # Mapping's own version would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -44,5 +58,6 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def folder_with_vision(folder: Path) -> Path | None:
-    """The folder, if its checkpoint has vision weights worth carrying along."""
-    return folder if any(name.startswith(VISION) for name in Tensors(folder)) else None
+    """Returns the folder if its checkpoint has vision weights to carry along, else None."""
+    has_vision = any(name.startswith(VISION) for name in CheckpointTensors(folder))
+    return folder if has_vision else None

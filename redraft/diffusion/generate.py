@@ -231,8 +231,8 @@ def check_inputs(
     answer = cfg.max_canvases * cfg.canvas_length
     if longest + answer > model.max_position_embeddings:
         raise ValueError(
-            f"the prompt has {longest} tokens and the answer may take {answer} (canvases of {cfg.canvas_length}); the model's "
-            f"context is {model.max_position_embeddings}: shorten the prompt, max_tokens or the canvas"
+            f"the prompt has {longest} tokens and the answer may take {answer} (canvases of {cfg.canvas_length}); "
+            f"the model's context is {model.max_position_embeddings}: shorten the prompt, max_tokens or the canvas"
         )
     for row_constraints in constraints:
         row_constraints.validate(model.vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)

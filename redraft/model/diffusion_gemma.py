@@ -8,7 +8,7 @@ V vocabulary, N tokens of all rows, L tokens of a training row.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from redraft.model.kv_cache import ContextCache, KVCache
 from redraft.model.moe import Experts, Router, Routing
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines
-Mask = Tensor | BlockMask | None
+Mask: TypeAlias = Tensor | BlockMask | None
 
 
 class RMSNorm(nn.Module):
@@ -98,7 +98,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then a dense MLP and the experts in parallel, then a learned scalar: one for `encode`, one for `denoise`."""
+    """Attention, then dense MLP and experts in parallel, then a learned scalar: one for `encode`, one for `denoise`."""
 
     layer_scalar: Tensor
     encoder_layer_scalar: Tensor

@@ -121,7 +121,7 @@ class KVCache:
         return self.next_positions(visible) - visible
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, T, G, K] that a canvas may attend to, in order of position. Each row ends at its own length."""
+        """Keys and values [B, T, G, K] that a canvas attends to, in order of position. Each row ends at its own length."""
         size = self._sizes[layer]
         count = self.count_visible(layer)
         start = (self.lengths[0] - count) % size

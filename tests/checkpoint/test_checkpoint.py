@@ -1,8 +1,10 @@
 """Loading and saving: saved = loaded, sharded = whole, little memory, and every kind of damage named."""
 
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from redraft import checkpoint
 from redraft.checkpoint import CheckpointError
+from redraft.checkpoint.tensors import CheckpointTensors
+from redraft.model import quant
 from redraft.model.diffusion_gemma import DiffusionGemma
 
 
@@ -158,7 +162,7 @@ def test_finding_a_folder(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for name in ("nobody/nothing", "hf.co/nobody/nothing"):
-        with pytest.raises(CheckpointError, match="'nobody/nothing' is no folder here, and the hub could not give it"):
+        with pytest.raises(CheckpointError, match="'nobody/nothing' is no local folder, and the hub did not deliver it"):
             checkpoint.find(name)
 
 
@@ -180,7 +184,7 @@ def test_a_connection_that_breaks_is_one_sentence(monkeypatch):
         raise RuntimeError("peer closed connection\nwithout sending complete message body")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(CheckpointError, match=r"could not give it: peer closed connection$"):
+    with pytest.raises(CheckpointError, match=r"did not deliver it: peer closed connection$"):
         checkpoint.find("owner/model")
 
 
@@ -229,3 +233,35 @@ def test_loading_takes_little_more_memory_than_the_file(folder, tmp_path):
         [sys.executable, "-c", MEASURE, str(tmp_path / "big"), str(folder)], capture_output=True, text=True, check=True
     )
     assert 0.9 * size < int(run.stdout) < 1.15 * size, (int(run.stdout) / size, size)
+
+
+class CountingTensors(dict):
+    """Tensors by published name that count how often each is read."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.reads: Counter[str] = Counter()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.reads[name] += 1
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_every_tensor_is_read_once(tmp_path, quantized):
+    """At 51.6e9 bytes a second reading of the file is seconds of the user's time."""
+    model = tiny.decided(tiny.BASE)
+    checkpoint.save(quant.quantize_fp8(model) if quantized else model, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    tensors = CountingTensors(stored)
+    config = checkpoint.read_model_config(tmp_path)
+    checkpoint.from_state_dict(config, quant.StackedExpertTensors(tensors) if quantized else tensors)
+    is_vision = re.compile(r"model\.encoder\.(vision_tower|embed_vision)\.")
+    assert tensors.reads == {name: 1 for name in stored if not is_vision.match(name)}
+
+
+def test_asking_for_a_name_reads_no_tensor(folder, monkeypatch):
+    tensors = CheckpointTensors(folder)
+    monkeypatch.setattr(CheckpointTensors, "__getitem__", lambda self, name: pytest.fail(f"{name} was read"))
+    assert "model.decoder.norm.weight" in tensors
+    assert "model.decoder.extra" not in tensors
