@@ -1,4 +1,4 @@
-"""A server in a thread, on a port of its own, for tests with real clients."""
+"""A server in a thread, on a free port, for tests with real clients."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from redraft.writer import Writer, is_text_prompt
 
 @contextmanager
 def served(writer: Writer, **changes) -> Iterator[str]:
-    """Its address."""
+    """Serves a writer and yields its address."""
     config = uvicorn.Config(make_app(writer, ServerConfig(**changes)), port=0, log_level="warning", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -31,24 +31,25 @@ def served(writer: Writer, **changes) -> Iterator[str]:
         thread.join(30)
 
 
-NO_END = {"1": -100, "5": -100}
+NO_END = {"1": -100, "5": -100}  # a logit_bias that forbids the stop tokens
 
 
 def user(text):
     return [{"role": "user", "content": text}]
 
 
-class Saying(Writer):
-    """Says what a message tells it to: "say: ..."."""
+class EchoWriter(Writer):
+    """Answers a message "say: TEXT" with TEXT, by pinning its tokens."""
 
     def stream(self, prompt, **options):
-        asked = "" if is_text_prompt(prompt) else prompt[-1]["content"]
-        if asked.startswith("say: "):
-            ids = [*self.tokenizer.encode(asked.removeprefix("say: ")), 5]
+        message = "" if is_text_prompt(prompt) else prompt[-1]["content"]
+        if message.startswith("say: "):
+            ids = [*self.tokenizer.encode(message.removeprefix("say: ")), 5]
             options["constraints"] = Constraints(pins=dict(enumerate(ids)))
         return super().stream(prompt, **options)
 
 
 def make(canvas: int = 16) -> Writer:
+    """A writer with a tiny random model."""
     sampler = tiny.sampler(canvas_length=canvas, max_steps=3, max_new_tokens=32)
-    return Saying(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), sampler)
+    return EchoWriter(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), sampler)

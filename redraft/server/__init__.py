@@ -1,12 +1,16 @@
 """The HTTP server.
 
-app.py         puts routes, middleware and error handlers together
-middleware.py  access: hosts, origins, keys, body size, metrics
-worker.py      a bounded pool of threads that run requests
-service.py     what every route uses: start a request, stream it, count it, notice a client that left
-completion.py  CompletionParams, and the pieces of an answer, whatever the wire format
-fim.py         finds the prefix and suffix that editors send
-infill.py      fills and edits for editors
+app.py         builds the FastAPI app: routes, middleware, error handlers
+errors.py      errors of a request, and the HTTP status of each
+middleware.py  access: hosts, origins, API key, body size, metrics, one log line per request
+worker.py      a bounded pool of threads that run requests against the engine
+streams.py     async streams: merge several, stop when the client disconnects, write server-sent events
+service.py     what every route uses: read a body, start a completion, stream it, count it
+completion.py  CompletionParams and the chunks of a completion, independent of the wire format
+frames.py      a canvas after each step, as the tokens that changed
+logprobs.py    tokens of a completion with their log probabilities
+fim.py         finds the prefix and suffix (FIM) or the region to edit that an editor sent
+infill.py      infills a gap and rewrites a region for editors
 schema.py      request bodies
 api/           wire formats: openai, anthropic, ollama, llamacpp, canvas
 page.py        the web page; static/ has its files

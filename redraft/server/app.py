@@ -1,9 +1,9 @@
-"""A server over one Writer: its wire formats' routes, what stands before them, and how failures are told.
+"""The FastAPI app over one Writer: routes of all wire formats, middleware, error handlers.
 
-A mistake of the client's is a 400 with one sentence, in the shape its client reads; unknown paths are JSON too.
+Every error is JSON with one sentence, in the shape that clients of the path read. `errors.py` has the status codes.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,30 +14,30 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from redraft.engine import Stopped
 from redraft.server import page
 from redraft.server.api import anthropic, canvas, llamacpp, ollama, openai
-from redraft.server.completion import Refused
-from redraft.server.middleware import AccessMiddleware, Limits, Metrics, TooLarge
-from redraft.server.service import Gone, Service
-from redraft.server.worker import Busy, Closing, Worker
+from redraft.server.errors import STATUS_CODES, ServerBusyError, log_fault, message_of, status_of
+from redraft.server.middleware import AccessMiddleware, Limits, Metrics
+from redraft.server.service import Service
+from redraft.server.worker import Worker
 from redraft.writer import Writer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How a server is set up."""
+    """Settings of a server."""
 
-    name: str = "redraft"  # of the model, as clients see it
+    name: str = "redraft"  # the model's name, as clients see it
     limits: Limits = field(default_factory=Limits)
-    requests: int = 72  # that are answered or wait at once; more are told to come back
-    drain_seconds: float = 30.0  # for what runs, when the server is asked to end
+    requests: int = 72  # that run or wait at once; more are answered with 429
+    drain_seconds: float = 30.0  # for running requests when the server shuts down
 
 
 def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
-    """The server."""
+    """Builds the server."""
     config = config or ServerConfig()
-    metrics, worker = Metrics(), Worker(writer, config.requests)
+    metrics = Metrics()
+    worker = Worker(writer, config.requests)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -48,16 +48,18 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
             await worker.close(config.drain_seconds)
 
     app = FastAPI(title="redraft", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(AccessMiddleware, limits=config.limits, metrics=metrics, told=error_body)
+    app.add_middleware(AccessMiddleware, limits=config.limits, metrics=metrics, error_body=error_body)
     app.state.worker = worker
     metrics.active.set_function(lambda: worker.active)
-    add_errors(app)
+    add_error_handlers(app)
     service = Service(writer, worker, metrics, config.name)
     for wire in (canvas, openai, anthropic, ollama, llamacpp):
         for route in wire.routes(service):
-            method, extra = ("POST", described(route.body)) if route.body else ("GET", None)
-            told = ANSWERS if route.body else None
-            app.add_api_route(route.path, route.handler, methods=[method], openapi_extra=extra, responses=told)
+            if route.body is None:
+                app.add_api_route(route.path, route.handler, methods=["GET"])
+            else:
+                schema = {"requestBody": describe_body(route.body)}
+                app.add_api_route(route.path, route.handler, methods=["POST"], openapi_extra=schema, responses=RESPONSES)
 
     for path, handler in (("/", page.index), ("/page/{name}", page.file)):
         app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
@@ -69,59 +71,69 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
     return app
 
 
-ERROR = {"type": "object", "required": ["error"]}
-ANSWERS: dict[int | str, dict[str, Any]] = {
+ERROR_SCHEMA = {"type": "object", "required": ["error"]}
+RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}, "application/x-ndjson": {}}},
-    **{status: {"content": {"application/json": {"schema": ERROR}}} for status in (400, 401, 403, 409, 413, 429, 503)},
+    **{
+        status: {"content": {"application/json": {"schema": ERROR_SCHEMA}}}
+        for status in (400, 401, 403, 409, 413, 429, 500, 503)
+    },
 }
 
 
-def described(body: type[BaseModel]) -> dict[str, Any]:
-    """A request's body in the API's description; routes read it themselves."""
+def describe_body(body: type[BaseModel]) -> dict[str, Any]:
+    """Describes a request body for /openapi.json. Routes parse bodies themselves, so FastAPI does not know them."""
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-    inner = schema.pop("$defs", {})
+    definitions = schema.pop("$defs", {})
 
-    def written_out(part: Any) -> Any:
+    def expand(part: Any) -> Any:
         if isinstance(part, dict):
             if "$ref" in part:
-                return written_out(inner[part["$ref"].rsplit("/", 1)[1]])
-            return {name: written_out(value) for name, value in part.items()}
-        return [written_out(value) for value in part] if isinstance(part, list) else part
+                return expand(definitions[part["$ref"].rsplit("/", 1)[1]])
+            return {name: expand(value) for name, value in part.items()}
+        return [expand(value) for value in part] if isinstance(part, list) else part
 
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": written_out(schema)}}}}
+    return {"required": True, "content": {"application/json": {"schema": expand(schema)}}}
 
 
-def error_body(path: str, status: int, sentence: str, param: str | None = None) -> dict[str, Any]:
-    """A failure in the shape that clients of a path read."""
+def error_body(path: str, status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Returns an error in the shape that clients of a path read."""
     if path.startswith("/api/"):
-        return ollama.error(sentence)
+        return ollama.error(message)
     if path.startswith("/v1/messages"):
-        return anthropic.error(status, sentence)
-    return openai.error(status, sentence, param)
+        return anthropic.error(status, message)
+    return openai.error(status, message, param)
 
 
-def add_errors(app: FastAPI) -> None:
-    """Every failure is JSON with a sentence."""
+def add_error_handlers(app: FastAPI) -> None:
+    """Makes every error JSON with a sentence."""
 
-    def told(status: int) -> Callable[[Request, Exception], Response]:
-        def answer(request: Request, error: Exception) -> Response:
-            headers = {"Retry-After": str(error.seconds)} if isinstance(error, Busy) else None
-            sentence = str(error) or type(error).__name__
-            body = error_body(request.url.path, status, sentence, getattr(error, "param", None))
-            return JSONResponse(body, status_code=status, headers=headers)
+    def answer_error(request: Request, error: Exception) -> Response:
+        log_fault(error)
+        status = status_of(error)
+        headers = {"Retry-After": str(error.retry_after)} if isinstance(error, ServerBusyError) else None
+        body = error_body(request.url.path, status, message_of(error), getattr(error, "param", None))
+        return JSONResponse(body, status_code=status, headers=headers)
 
-        return answer
+    # Starlette answers with the handler of Exception too, but raises the error again and closes the connection. Faults of
+    # the engine and failed checks are not worth that.
+    for kind in (
+        *STATUS_CODES,
+        RuntimeError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AssertionError,
+        Exception,
+    ):
+        app.add_exception_handler(kind, answer_error)
 
-    kinds = {Refused: 400, ValueError: 400, RecursionError: 400, Busy: 429, Closing: 503, TooLarge: 413}
-    # A failure of the engine is told like any other; only what nobody foresaw costs the client its connection.
-    for kind, status in {**kinds, Stopped: 409, Gone: 499, RuntimeError: 500, Exception: 500}.items():
-        app.add_exception_handler(kind, told(status))
-
-    def missing(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
+    def answer_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
         path = request.url.path
-        sentences = {404: f"there is no {path} here", 405: f"{path} is not for {request.method}"}
-        body = error_body(path, status, sentences.get(status, str(error)))
-        return JSONResponse(body, status_code=status, headers=getattr(error, "headers", None))
+        messages = {404: f"there is no {path} here", 405: f"{path} does not support {request.method}"}
+        body = error_body(path, error.status_code, messages.get(error.status_code, str(error)))
+        return JSONResponse(body, status_code=error.status_code, headers=getattr(error, "headers", None))
 
-    app.add_exception_handler(HTTPException, missing)
+    app.add_exception_handler(HTTPException, answer_http_error)

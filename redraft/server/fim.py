@@ -1,13 +1,13 @@
-"""What editors put into a prompt: text before and after a hole between sentinels, or a region to edit between tags.
+"""Fill-in-the-middle prompts: finds the prefix and suffix of a gap, or the region to edit, in what an editor sent.
 
-<|fim_prefix|>P<|fim_suffix|>S<|fim_middle|>   and the like, in either order; what stands before the first is context
-<|code_to_edit|>R<|/code_to_edit|>             with its file and what was edited lately around it
+<|fim_prefix|>P<|fim_suffix|>S<|fim_middle|>   and similar sentinels, in either order; text before the first is context
+<|code_to_edit|>R<|/code_to_edit|>             with the file and the recent edits around it
 """
 
 import re
 from dataclasses import dataclass
 
-# By family: what opens the prefix, the suffix and the middle. The middle may be missing (codestral).
+# Per model family: the sentinels of prefix, suffix and middle. The middle may be missing (codestral).
 SENTINELS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -17,88 +17,91 @@ SENTINELS = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
 )
-MARKS = re.compile("|".join(re.escape(mark) for family in SENTINELS for mark in family))
-FILES = re.compile(r"<\|(?:file_sep|repo_name|endoftext)\|>|<(?:file_sep|filename|reponame)>")
-NOTHING = ("<|endoftext|>",)  # what a client sends as a suffix when there is none
+ANY_SENTINEL = re.compile("|".join(re.escape(sentinel) for family in SENTINELS for sentinel in family))
+FILE_SEPARATOR = re.compile(r"<\|(?:file_sep|repo_name|endoftext)\|>|<(?:file_sep|filename|reponame)>")
+EMPTY_SUFFIXES = ("<|endoftext|>",)  # clients send this when there is no suffix
 
 
 @dataclass(frozen=True)
-class Hole:
-    """A place to write in."""
+class Gap:
+    """The text on both sides of a gap to infill."""
 
-    before: str
-    after: str
-    context: str = ""  # read first, no part of the answer
+    prefix: str
+    suffix: str
+    context: str = ""  # prefilled before the prefix; not part of the result
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a file that is to be written anew."""
+    """A region of a file to rewrite, and the file around it."""
 
     text: str
-    before: str
-    after: str
+    prefix: str
+    suffix: str
     context: str
 
 
-def find_hole(prompt: str, suffix: str | None = None) -> Hole | None:
-    """The hole before a suffix, or the one that a prompt's sentinels mark; None where there is neither."""
-    if suffix and suffix not in NOTHING:
-        return Hole(prompt, suffix)
+def find_gap(prompt: str, suffix: str | None = None) -> Gap | None:
+    """Returns the gap before a suffix, or the one that sentinels in the prompt mark; None if there is neither."""
+    if suffix and suffix not in EMPTY_SUFFIXES:
+        return Gap(prompt, suffix)
     for family in SENTINELS:
-        prefix, suffix, _ = family
-        if prefix in prompt and suffix in prompt:
-            parts = re.split("|".join(re.escape(mark) for mark in family), prompt)
-            order = [mark for mark in re.findall("|".join(re.escape(mark) for mark in family), prompt) if mark != family[2]]
-            first, second = parts[1], parts[2]
-            before, after = (first, second) if order[0] == prefix else (second, first)
-            late = "".join(parts[3:])  # where the middle's mark comes early, the prefix stands behind it
-            if prefix == "<PRE>":  # written with a space on either side
-                before, after, late = (
-                    before.removeprefix(" ").removesuffix(" "),
-                    after.removesuffix(" "),
-                    late.removeprefix(" "),
-                )
-            before += late
-            return Hole(_bare(before), _bare(after), _context(parts[0]))
+        if family[0] in prompt and family[1] in prompt:
+            return _split_at_sentinels(prompt, family)
     return None
 
 
+def _split_at_sentinels(prompt: str, family: tuple[str, str, str]) -> Gap:
+    prefix_sentinel, _, middle_sentinel = family
+    any_of_family = "|".join(re.escape(sentinel) for sentinel in family)
+    parts = re.split(any_of_family, prompt)
+    order = [sentinel for sentinel in re.findall(any_of_family, prompt) if sentinel != middle_sentinel]
+    prefix, suffix = (parts[1], parts[2]) if order[0] == prefix_sentinel else (parts[2], parts[1])
+    late_prefix = "".join(parts[3:])  # if the middle's sentinel comes early, the prefix stands behind it
+    if prefix_sentinel == "<PRE>":  # written with a space on either side
+        prefix = prefix.removeprefix(" ").removesuffix(" ")
+        suffix = suffix.removesuffix(" ")
+        late_prefix = late_prefix.removeprefix(" ")
+    return Gap(_without_sentinels(prefix + late_prefix), _without_sentinels(suffix), _context(parts[0]))
+
+
 def _context(text: str) -> str:
-    text = FILES.sub("\n", text)
-    return _bare(text).strip("\n") + "\n" if text.strip() else ""
+    text = FILE_SEPARATOR.sub("\n", text)
+    return _without_sentinels(text).strip("\n") + "\n" if text.strip() else ""
 
 
-def _bare(text: str) -> str:
-    """Without sentinels: those of others must not come back to an editor."""
-    return MARKS.sub("", text)
+def _without_sentinels(text: str) -> str:
+    """Removes sentinels of all families: an editor must not get them back."""
+    return ANY_SENTINEL.sub("", text)
 
 
 def find_region(prompt: str) -> Region | None:
-    """The region between tags, and the file around it, whichever comes first."""
-    region = _between(prompt, "code_to_edit")
+    """Returns the region between <|code_to_edit|> tags and the file around it; None if there are no tags."""
+    region = _between_tags(prompt, "code_to_edit")
     if region is None:
         return None
-    file = _between(prompt, "current_file_content") or ""
-    before, tag, after = file.partition("<|code_to_edit|>")
+    region = _strip_cursor_and_tag_lines(region)
+    file = _between_tags(prompt, "current_file_content") or ""
+    prefix, tag, suffix = file.partition("<|code_to_edit|>")
     if tag:
-        after = after.partition("<|/code_to_edit|>")[2]
-    else:  # the region stands behind the file: the file is what surrounds it
+        suffix = suffix.partition("<|/code_to_edit|>")[2]
+    else:  # the region comes after the file: search for it in the file
         file = file.replace("<|cursor|>", "")
-        found = re.search(rf"^{re.escape(_line(region))}$", file, re.MULTILINE)
-        before, after = (file[: found.start()], file[found.end() :]) if found else (file, "")
-    before = re.sub(r"\A\s*current_file_path:[^\n]*\n", "", before)
-    told = (_between(prompt, "recently_viewed_code_snippets"), _between(prompt, "edit_diff_history"))
-    context = "\n".join(re.sub(r"<\|/?[a-z_]+\|>", "", one).strip() for one in told if one and one.strip())
-    return Region(_line(region), before.lstrip("\n"), after, context + "\n" if context else "")
+        match = re.search(rf"^{re.escape(region)}$", file, re.MULTILINE)
+        prefix, suffix = (file[: match.start()], file[match.end() :]) if match else (file, "")
+    prefix = re.sub(r"\A\s*current_file_path:[^\n]*\n", "", prefix)
+    sections = (_between_tags(prompt, "recently_viewed_code_snippets"), _between_tags(prompt, "edit_diff_history"))
+    texts = [re.sub(r"<\|/?[a-z_]+\|>", "", section).strip() for section in sections if section and section.strip()]
+    context = "\n".join(texts)
+    return Region(region, prefix.lstrip("\n"), suffix, context + "\n" if context else "")
 
 
-def _between(text: str, tag: str) -> str | None:
+def _between_tags(text: str, tag: str) -> str | None:
     begin = text.find(f"<|{tag}|>")
     end = text.find(f"<|/{tag}|>", begin)
     return text[begin + len(tag) + 4 : end] if 0 <= begin < end else None
 
 
-def _line(region: str) -> str:
-    """Without the cursor, and without the line breaks that only set the tags apart."""
+def _strip_cursor_and_tag_lines(region: str) -> str:
+    """Removes the cursor marker, and the line breaks that only set the tags apart."""
     return region.replace("<|cursor|>", "").removeprefix("\n").removesuffix("\n")

@@ -1,4 +1,4 @@
-"""Holes and edits for editors: what is put between two texts, trimmed as an editor wants it, and what it cost."""
+"""Infill and edits for editors: the text between a prefix and a suffix, trimmed as editors expect it, with its stats."""
 
 import re
 import threading
@@ -7,25 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redraft.diffusion.generate import Stats
-from redraft.server.completion import Stops, heated
-from redraft.server.fim import Hole, Region
+from redraft.server.completion import StopStringFilter, temperature_settings
+from redraft.server.errors import checking_request
+from redraft.server.fim import Gap, Region
 from redraft.writer import Writer, new_seed
 
-LONGEST = 64  # tokens of a hole, where the client wants more: lengths are tried, so each costs
-DOUBTED = 0.15  # share of a region's tokens that an edit may replace
+MAX_GAP_TOKENS = 64  # even if the client allows more: several lengths are tried, so each token costs
+BLANK_LINE = re.compile(r"\n[ \t]*\n")
 
 
 @dataclass(frozen=True)
-class Put:
-    """What was put into a hole."""
+class Infill:
+    """The text for a gap or a region, and what it cost."""
 
     text: str
     stats: Stats
 
 
-def put(
+def infill_gap(
     writer: Writer,
-    hole: Hole,
+    gap: Gap,
     stop: threading.Event,
     *,
     count: int = 1,
@@ -33,67 +34,100 @@ def put(
     temperature: float | None = None,
     seed: int | None = None,
     seconds: float | None = None,
-    stops: Sequence[str] = (),
+    stop_strings: Sequence[str] = (),
     indent: int = 0,
     paragraph: bool = False,
-) -> list[Put]:
-    """At most `count` texts for a hole, the likeliest first. `paragraph`: up to the first blank line."""
-    began, number = time.perf_counter(), seed if seed is not None else new_seed()
-    found = writer.fill(
-        prefix=hole.before,
-        suffix=hole.after,
-        context=hole.context,
-        count=count,
-        longest=min(max_tokens or LONGEST, LONGEST),
-        seed=number,
-        seconds=seconds,
-        stop=stop,
-        **heated(writer.sampler, temperature),
-    )
-    taken, texts = time.perf_counter() - began, {}
-    read = len(writer.tokenizer.encode(hole.context + hole.before)) + len(writer.tokenizer.encode(hole.after))
-    for one in found:
-        text = trimmed(one.gaps[0], stops, indent, paragraph)
-        new = len(writer.tokenizer.encode(text))
-        passes = 0 if texts else one.forwards  # which all of them shared
-        stats = Stats(number, read, new, 1, int(one.settled), passes, 0, taken, 0.0)
-        texts.setdefault(text, Put(text, stats))
-    return list(texts.values())
+) -> list[Infill]:
+    """Returns at most `count` texts for a gap, the likeliest first. `paragraph` cuts them at the first blank line."""
+    began = time.perf_counter()
+    seed = seed if seed is not None else new_seed()
+    with (
+        checking_request()
+    ):  # `fill` checks and generates in one call; faults of the engine are RuntimeErrors and pass through
+        candidates = writer.fill(
+            prefix=gap.prefix,
+            suffix=gap.suffix,
+            context=gap.context,
+            count=count,
+            longest=min(max_tokens or MAX_GAP_TOKENS, MAX_GAP_TOKENS),
+            seed=seed,
+            seconds=seconds,
+            stop=stop,
+            **temperature_settings(writer.sampler, temperature),
+        )
+    taken = time.perf_counter() - began
+    encode = writer.tokenizer.encode
+    prompt_tokens = len(encode(gap.context + gap.prefix)) + len(encode(gap.suffix))
+    infills: dict[str, Infill] = {}
+    for candidate in candidates:
+        text = trim_infill(candidate.gaps[0], stop_strings, indent, paragraph)
+        stats = Stats(
+            seed=seed,
+            prompt_tokens=prompt_tokens,
+            new_tokens=len(encode(text)),
+            canvases=1,
+            settled=int(candidate.settled),
+            steps=0 if infills else candidate.forwards,  # all candidates share them: they are counted once
+            commits=0,
+            seconds=taken,
+            prefill_seconds=0.0,
+        )
+        infills.setdefault(text, Infill(text, stats))
+    return list(infills.values())
 
 
-def trimmed(text: str, stops: Sequence[str], indent: int, paragraph: bool) -> str:
-    """Up to a stop string, to a line that is indented less than asked, and to the first blank line if wanted."""
-    cut = Stops(stops)
-    text = cut.feed(text) + cut.flush()
-    if paragraph and (blank := re.search(r"\n[ \t]*\n", text)) and text[: blank.start()].strip():
+def trim_infill(text: str, stop_strings: Sequence[str], indent: int, paragraph: bool) -> str:
+    """Cuts a text at a stop string, at a line indented less than `indent`, and at the first blank line if requested."""
+    stop_filter = StopStringFilter(stop_strings)
+    text = stop_filter.feed(text) + stop_filter.flush()
+    if paragraph and (blank := BLANK_LINE.search(text)) and text[: blank.start()].strip():
         text = text[: blank.start()]
     first, *lines = text.split("\n")
-    for at, line in enumerate(lines):
+    for number, line in enumerate(lines):
         if line.strip() and len(line) - len(line.lstrip()) < indent:
-            return "\n".join([first, *lines[:at]])
+            return "\n".join([first, *lines[:number]])
     return text
 
 
-def rewritten(
+def rewrite_region(
     writer: Writer, region: Region, stop: threading.Event, *, seed: int | None = None, temperature: float | None = None
-) -> Put:
-    """A region of a file redrafted where the model doubts it, the file around it in sight and untouched."""
-    began, number = time.perf_counter(), seed if seed is not None else new_seed()
-    before, after = around(writer, region)
-    text, end = before + region.text + after, len(before) + len(region.text)
-    keep, heat = [(0, len(before)), (end, len(text))], heated(writer.sampler, temperature)
-    found = writer.edit(text, strength=DOUBTED, keep=keep, seed=number, stop=stop, **heat)
-    new = found.text[len(before) : len(found.text) - len(after)]
-    taken, tokens = time.perf_counter() - began, len(writer.tokenizer.encode(new))
-    read = len(writer.tokenizer.encode(text))
-    return Put(new, Stats(number, read, tokens, 1, int(found.settled), found.forwards, 0, taken, 0.0))
+) -> Infill:
+    """Redrafts the least likely tokens of a region; the model reads the file around it, which does not change."""
+    began = time.perf_counter()
+    seed = seed if seed is not None else new_seed()
+    prefix, suffix = surrounding_text(writer, region)
+    text = prefix + region.text + suffix
+    region_end = len(prefix) + len(region.text)
+    with checking_request():
+        edited = writer.edit(
+            text,
+            keep=[(0, len(prefix)), (region_end, len(text))],
+            seed=seed,
+            stop=stop,
+            **temperature_settings(writer.sampler, temperature),
+        )
+    new_region = edited.text[len(prefix) : len(edited.text) - len(suffix)]
+    stats = Stats(
+        seed=seed,
+        prompt_tokens=len(writer.tokenizer.encode(text)),
+        new_tokens=len(writer.tokenizer.encode(new_region)),
+        canvases=1,
+        settled=int(edited.settled),
+        steps=edited.forwards,
+        commits=0,
+        seconds=time.perf_counter() - began,
+        prefill_seconds=0.0,
+    )
+    return Infill(new_region, stats)
 
 
-def around(writer: Writer, region: Region) -> tuple[str, str]:
-    """What stands before and behind a region, as much as the model can read with it, the nearest first."""
-    before, after = region.context + region.before, region.after
-    limit = writer.model.config.max_position_embeddings - 1  # behind a start token
+def surrounding_text(writer: Writer, region: Region) -> tuple[str, str]:
+    """Returns the text before and after a region, cut far from the region until all fits the model's context."""
+    before = region.context + region.prefix
+    after = region.suffix
+    limit = writer.model.config.max_position_embeddings - 1  # one position for the start token
     while (size := len(writer.tokenizer.encode(before + region.text + after))) > limit and before + after:
         share = 0.9 * limit / size
-        before, after = before[len(before) - int(share * len(before)) :], after[: int(share * len(after))]
+        before = before[len(before) - int(share * len(before)) :]
+        after = after[: int(share * len(after))]
     return before, after

@@ -1,4 +1,4 @@
-"""The page, as files of the package: nothing is built, nothing comes from elsewhere."""
+"""The web page, as files of the package. There is no build step, and the page loads nothing from other machines."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ from starlette.exceptions import HTTPException
 
 FOLDER = Path(__file__).parent / "static"
 NAMES = frozenset(path.name for path in FOLDER.iterdir())
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# What an answer shows as a page of its own may have style, but no script, and nothing may come from other machines.
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# HTML that a model writes is shown in a frame: it may have styles, but no scripts, and may load nothing from other machines.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
     "frame-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -30,4 +30,4 @@ async def file(name: str) -> Response:
     """GET /page/NAME."""
     if name not in NAMES:
         raise HTTPException(404)
-    return FileResponse(FOLDER / name, media_type=KINDS[Path(name).suffix], headers=HEADERS)
+    return FileResponse(FOLDER / name, media_type=MEDIA_TYPES[Path(name).suffix], headers=HEADERS)

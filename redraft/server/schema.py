@@ -1,44 +1,51 @@
-"""What clients may send, field by field. Fields nobody knows are passed over; those that cannot be honoured are refused."""
+"""Request bodies, field by field.
+
+Unknown fields are ignored and named in a response header; fields that cannot be honoured are a bad request.
+"""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH
+
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Likely = Annotated[int, Field(ge=0, le=20)]  # tokens told beside one of the answer
-Ending = Annotated[str, Field(max_length=2000)]
-Stop = Ending | Annotated[list[Ending], Field(max_length=64)] | None
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]  # likely tokens that come with each token
+StopString = Annotated[str, Field(max_length=2000)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=64)] | None
 
 
 class Body(BaseModel):
-    """What all have in common."""
+    """Fields that all bodies share."""
 
     model_config = ConfigDict(extra="allow", strict=False)
     model: str | None = None
 
 
 class StreamOptions(Body):
-    """How a stream is told."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_frames: bool = False
 
 
-class Canvas(Body):
-    """A canvas's own settings, under vLLM's names."""
+class CanvasOptions(Body):
+    """Settings of the canvas, under vLLM's names."""
 
     diffusion_canvas_length: Annotated[int, Field(ge=1, le=4096)] | None = None
     diffusion_max_steps: Annotated[int, Field(ge=1, le=4096)] | None = None
-    diffusion_seed_canvas: Annotated[list[int], Field(max_length=4096)] | None = None  # tokens to start from
-    diffusion_pinned: Annotated[list[int], Field(max_length=4096)] | None = None  # places of it that stay
-    diffusion_read_only: bool = False  # one canvas is the whole answer, and nothing ends it
+    diffusion_seed_canvas: Annotated[list[int], Field(max_length=4096)] | None = (
+        None  # token ids the first canvas starts from
+    )
+    diffusion_pinned: Annotated[list[int], Field(max_length=4096)] | None = None  # positions of it that do not change
+    diffusion_read_only: bool = False  # one canvas is the whole completion; stop tokens are forbidden
     diffusion_constrained: bool = False
 
 
-class Sampling(Canvas):
-    """How an answer is drawn."""
+class SamplingOptions(CanvasOptions):
+    """How a completion is sampled."""
 
     temperature: Temperature | None = None
     top_p: float | None = None
@@ -51,8 +58,8 @@ class Sampling(Canvas):
     logit_bias: dict[str, float] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    diffusing: bool = False  # frames of the denoising itself
-    vllm_xargs: dict[str, Any] | None = None  # where vLLM's own clients put these
+    diffusing: bool = False  # stream a frame per denoising step
+    vllm_xargs: dict[str, Any] | None = None  # vLLM's own clients put the canvas options here
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_json: dict[str, Any] | None = None
@@ -60,13 +67,13 @@ class Sampling(Canvas):
 
 
 class FunctionCall(Body):
-    """A call in a message."""
+    """The function of a tool call."""
 
     name: str
     arguments: str | dict[str, Any] = ""
 
 
-class Call(Body):
+class ToolCallRequest(Body):
     """A tool call in a message."""
 
     id: str | None = None
@@ -80,19 +87,19 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ToolCallRequest] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
 
 class PredictedOutput(Body):
-    """A text that the answer is expected to be like."""
+    """A text that the completion is expected to resemble."""
 
     type: Literal["content"] = "content"
     content: str | list[dict[str, Any]]
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SamplingOptions):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)]
@@ -101,19 +108,19 @@ class ChatRequest(Sampling):
     tools: Annotated[list[dict[str, Any]], Field(max_length=256)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     logprobs: bool | None = None
-    top_logprobs: Likely | None = None
+    top_logprobs: TopLogprobs | None = None
     prediction: PredictedOutput | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingOptions):
     """POST /v1/completions and /v1/fim/completions."""
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=64)]
     suffix: str | None = None
     max_tokens: Tokens | None = None
-    logprobs: bool | Likely | None = None
+    logprobs: bool | TopLogprobs | None = None
     echo: bool = False
     best_of: int | None = None
 
@@ -128,19 +135,19 @@ class EditRequest(Body):
     stream: bool = False
 
 
-class Extra(Body):
-    """Another file, read before."""
+class ExtraFile(Body):
+    """Another file, prefilled before the prefix."""
 
     text: str = ""
     filename: str | None = None
 
 
 class InfillRequest(Body):
-    """POST /infill, as llama.cpp's editors send it. Samplers that a canvas does not have (top_k ...) are not read."""
+    """POST /infill, as llama.cpp's editors send it. Options of autoregressive samplers (top_k ...) are ignored."""
 
     input_prefix: str = ""
     input_suffix: str = ""
-    input_extra: Annotated[list[Extra], Field(max_length=256)] = []
+    input_extra: Annotated[list[ExtraFile], Field(max_length=256)] = []
     prompt: str = ""
     n_predict: Annotated[int, Field(ge=-1, le=100_000)] = 128
     n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -155,79 +162,80 @@ class InfillRequest(Body):
 
 
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
-Some = Annotated[int, Field(ge=1, le=4096)]
+CanvasSize = Annotated[int, Field(ge=1, le=4096)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)]
 
 
-class Place(Body):
-    """A token at a position of the answer, by its id or its text; a text of several tokens takes the places behind too."""
+class PositionedToken(Body):
+    """A token at a position of the completion, by id or by text. A text of several tokens takes the next positions too."""
 
-    at: Count
+    position: Count
     id: Count | None = None
     text: Annotated[str, Field(max_length=200)] | None = None
 
 
-class Fixed(Body):
-    """What is fixed on a canvas."""
+class ConstraintFields(Body):
+    """Pins and bans."""
 
-    pins: Annotated[list[Place], Field(max_length=512)] = []
-    bans: Annotated[list[Place], Field(max_length=512)] = []  # what shall not stand at a position
-
-
-class TurnRequest(Fixed):
-    """What else is fixed from behind a step of a page on."""
-
-    block: Count
-    step: Count
-    free: Annotated[list[Count], Field(max_length=4096)] = []  # positions that are pinned or banned no longer
+    pins: Annotated[list[PositionedToken], Field(max_length=512)] = []
+    bans: Annotated[list[PositionedToken], Field(max_length=512)] = []  # tokens that must not stand at a position
 
 
-class Since(Body):
-    """A step of a page."""
+class InterventionRequest(ConstraintFields):
+    """Pins and bans that hold after a step of a canvas."""
 
     block: Count
     step: Count
+    free: Annotated[list[Count], Field(max_length=4096)] = []  # positions that lose their pins and bans
 
 
-class Watched(Body):
-    """What is redrafted before somebody's eyes."""
+class CanvasStep(Body):
+    """A step of a canvas."""
+
+    block: Count
+    step: Count
+
+
+class WatchedRequest(Body):
+    """Fields of every request that streams frames."""
 
     seed: Seed | None = None
     temperature: Temperature | None = None
-    max_steps: Some | None = None
-    candidates: Annotated[int, Field(ge=1, le=20)] = 5  # likeliest tokens shown everywhere
+    max_steps: CanvasSize | None = None
+    candidates: Annotated[int, Field(ge=1, le=20)] = 5  # likeliest tokens shown at every position
     stream: bool = True
 
 
-class Resumed(Watched):
-    """A run that may have been under way: pages it had committed, turns it took, and the last frame that was seen."""
+class ReplayRequest(WatchedRequest):
+    """A run that may be resumed: its committed canvases, its interventions, and the last step the client has seen."""
 
-    pages: Annotated[list[Annotated[list[Count], Field(max_length=4096)]], Field(max_length=4096)] = []
-    turns: Annotated[list[TurnRequest], Field(max_length=64)] = []
-    since: Since | None = None  # frames up to this one are not wanted
+    canvases: Annotated[list[Annotated[list[Count], Field(max_length=4096)]], Field(max_length=4096)] = []
+    interventions: Annotated[list[InterventionRequest], Field(max_length=64)] = []
+    resume_at: CanvasStep | None = None  # frames up to this step are not sent again
 
 
-class CanvasRequest(Resumed, Fixed):
-    """POST /v1/canvas: one of prompt, messages and text, which has holes."""
+class CanvasRequest(ReplayRequest, ConstraintFields):
+    """POST /v1/canvas: one of prompt, messages, and text with gaps."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)] | None = None
+    messages: Messages | None = None
     text: str | None = None
     max_tokens: Tokens | None = None
-    canvas_length: Some | None = None
+    canvas_length: CanvasSize | None = None
     think: bool = False
     forbidden: Annotated[list[Count], Field(max_length=4096)] = []
     regex: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     choices: Annotated[list[str], Field(max_length=4096)] | None = None
-    draft: str | Annotated[list[Count], Field(max_length=4096)] | None = None  # what the first page starts from
+    draft: str | Annotated[list[Count], Field(max_length=4096)] | None = None  # what the first canvas starts from
 
 
-class CanvasEditRequest(Resumed):
+class CanvasEditRequest(ReplayRequest):
     """POST /v1/canvas/edit."""
 
     text: str
     instruction: str | None = None
-    strength: Annotated[float, Field(ge=0, le=1)] = 0.3
+    strength: Annotated[float, Field(ge=0, le=1)] = DEFAULT_EDIT_STRENGTH
     keep: Annotated[list[tuple[Count, Count]], Field(max_length=4096)] = []
 
 
@@ -238,15 +246,15 @@ class SudokuRequest(Body):
     seed: Seed | None = None
     canvases: Annotated[int, Field(ge=1, le=256)] = 64
     check: bool = True
-    left_to_right: bool = False  # cell after cell instead, for comparison
+    autoregressive: bool = False  # cell after cell, for comparison
     stream: bool = True
 
 
-class SpokenRequest(Body):
-    """POST /v1/canvas/left-to-right."""
+class AutoregressiveRequest(Body):
+    """POST /v1/canvas/autoregressive."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)] | None = None
+    messages: Messages | None = None
     max_tokens: Tokens = 256
     temperature: Temperature | None = None
     seed: Seed | None = None
@@ -257,7 +265,7 @@ class DecideRequest(Body):
     """POST /v1/canvas/decide."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)] | None = None
+    messages: Messages | None = None
     choices: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=32)]
     seed: Seed | None = None
     stream: bool = True

@@ -1,4 +1,4 @@
-"""The server, asked by the clients people use: their own libraries, and requests as editors send them."""
+"""The server with the clients people use: their own libraries, and requests as editors send them."""
 
 import json
 
@@ -10,11 +10,13 @@ import pytest
 import tiny
 from serving import NO_END, make, served, user
 
+from redraft.model.quant import apply_fp8
 from redraft.server import fim, infill
-from redraft.server.completion import Stops
-from redraft.server.infill import trimmed
+from redraft.server.api.ollama import parameter_count
+from redraft.server.completion import StopStringFilter
+from redraft.server.infill import trim_infill
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients' own libraries
+pytestmark = pytest.mark.filterwarnings("ignore")  # from the clients' own libraries
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["n", "ok"]}
 TOOL = {"name": "find", "description": "Finds.", "parameters": {"type": "object", "properties": {}}}
@@ -36,31 +38,31 @@ def http(url):
 
 
 @pytest.fixture(scope="module")
-def theirs(url):
+def client(url):
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-def test_openai_chats_whole_and_streamed(theirs):
+def test_openai_chats_whole_and_streamed(client):
     asked = {
         "model": "any",
         "messages": user("say: Hi there, who are you?"),
         "seed": 3,
         "max_tokens": 64,
     }
-    whole = theirs.chat.completions.create(**asked)
+    whole = client.chat.completions.create(**asked)
     assert whole.choices[0].message.content == "Hi there, who are you?"
     assert (whole.choices[0].finish_reason, whole.model, whole.object) == ("stop", "small", "chat.completion")
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
-    parts = list(theirs.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    parts = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     texts = [part.choices[0].delta.content or "" for part in parts if part.choices]
     assert "".join(texts) == whole.choices[0].message.content
-    assert sum(bool(text) for text in texts) == 2  # pages of 16 tokens
+    assert sum(bool(text) for text in texts) == 2  # canvases of 16 tokens
     assert parts[0].choices[0].delta.role == "assistant"
     assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == "stop"
     assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_openai_reads_thoughts_and_calls(theirs):
+def test_openai_gets_reasoning_and_tool_calls(client):
     said = 'say: <|channel>thought\nhm<channel|>I look.<|tool_call>call:find{what:<|"|>ö<|"|>}<tool_call|>'
     asked = {
         "model": "",
@@ -68,12 +70,12 @@ def test_openai_reads_thoughts_and_calls(theirs):
         "max_tokens": 96,
         "tools": [{"type": "function", "function": TOOL}],
     }
-    whole = theirs.chat.completions.create(**asked)
+    whole = client.chat.completions.create(**asked)
     (call,) = whole.choices[0].message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("find", {"what": "ö"})
     assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("I look.", "tool_calls")
     assert whole.choices[0].message.reasoning_content == "hm"
-    parts = [part.choices[0].delta for part in theirs.chat.completions.create(**asked, stream=True)]
+    parts = [part.choices[0].delta for part in client.chat.completions.create(**asked, stream=True)]
     (call,) = [call for part in parts for call in part.tool_calls or ()]
     assert (call.index, call.function.name) == (0, "find")
     assert "".join(getattr(part, "reasoning_content", "") or "" for part in parts) == "hm"
@@ -87,11 +89,11 @@ def test_openai_reads_thoughts_and_calls(theirs):
         {"role": "tool", "tool_call_id": "1", "content": "nothing"},
         {"role": "user", "content": "say: well"},
     ]
-    assert theirs.chat.completions.create(model="", messages=told).choices[0].message.content == "well"
+    assert client.chat.completions.create(model="", messages=told).choices[0].message.content == "well"
 
 
-def test_openai_patterns_are_matched(theirs):
-    ask = lambda wanted, **more: theirs.chat.completions.create(  # noqa: E731
+def test_openai_response_formats_are_matched(client):
+    ask = lambda wanted, **more: client.chat.completions.create(  # noqa: E731
         model="", messages=user("x"), max_tokens=48, response_format=wanted, **more
     )
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
@@ -104,37 +106,37 @@ def test_openai_patterns_are_matched(theirs):
     assert ask({"type": "regex", "regex": "[0-9]{3}"}).choices[0].message.content.isdigit()
 
 
-def test_openai_completes_and_fills(theirs):
-    whole = theirs.completions.create(model="", prompt=["ab", "cd"], max_tokens=4, seed=1, echo=True)
+def test_openai_completes_and_infills(client):
+    whole = client.completions.create(model="", prompt=["ab", "cd"], max_tokens=4, seed=1, echo=True)
     assert [choice.text[:2] for choice in whole.choices] == ["ab", "cd"]
-    again = theirs.completions.create(model="", prompt="ab", max_tokens=4, seed=1)
+    again = client.completions.create(model="", prompt="ab", max_tokens=4, seed=1)
     assert whole.choices[0].text == "ab" + again.choices[0].text  # the same alone
-    filled = theirs.completions.create(model="", prompt="ab", suffix="yz", max_tokens=4, seed=1)
+    filled = client.completions.create(model="", prompt="ab", suffix="yz", max_tokens=4, seed=1)
     assert filled.usage.prompt_tokens == 4
     assert filled.choices[0].finish_reason == "stop"
 
 
-def test_openai_is_told_what_cannot_be(theirs):
+def test_openai_raises_on_unsupported_options(client):
     with pytest.raises(openai.BadRequestError, match="top_logprobs come with logprobs"):
-        theirs.chat.completions.create(model="", messages=user("x"), top_logprobs=3)
+        client.chat.completions.create(model="", messages=user("x"), top_logprobs=3)
     with pytest.raises(openai.BadRequestError, match="leave tools and thinking out"):
-        theirs.chat.completions.create(model="", messages=user("x"), logprobs=True, reasoning_effort="high")
+        client.chat.completions.create(model="", messages=user("x"), logprobs=True, reasoning_effort="high")
     with pytest.raises(openai.BadRequestError, match="leave echo out"):
-        theirs.completions.create(model="", prompt="x", logprobs=1, echo=True)
-    with pytest.raises(openai.BadRequestError, match="a hole is filled without logprobs"):
-        theirs.completions.create(model="", prompt="x", suffix="y", logprobs=0)
+        client.completions.create(model="", prompt="x", logprobs=1, echo=True)
+    with pytest.raises(openai.BadRequestError, match="infill does not support logprobs"):
+        client.completions.create(model="", prompt="x", suffix="y", logprobs=0)
     with pytest.raises(openai.BadRequestError, match="a call cannot be forced"):
-        theirs.chat.completions.create(model="", messages=user("x"), tool_choice="required")
+        client.chat.completions.create(model="", messages=user("x"), tool_choice="required")
     with pytest.raises(openai.BadRequestError, match=r"does not fit|max_tokens|context"):
-        theirs.chat.completions.create(model="", messages=user("x"), max_tokens=100_000, stream=True)
+        client.chat.completions.create(model="", messages=user("x"), max_tokens=100_000, stream=True)
     picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-    with pytest.raises(openai.BadRequestError, match="only text can be read"):
-        theirs.chat.completions.create(model="", messages=user(picture))
+    with pytest.raises(openai.BadRequestError, match="only text input is supported"):
+        client.chat.completions.create(model="", messages=user(picture))
     with pytest.raises(openai.NotFoundError, match="there is no /v1/embeddings here"):
-        theirs.embeddings.create(model="", input="x")
+        client.embeddings.create(model="", input="x")
 
 
-def test_a_forbidden_token_a_temperature_a_stop_and_a_draft(http):
+def test_logit_bias_temperature_stop_and_prediction(http):
     body = {"prompt": "ab", "max_tokens": 16, "seed": 1, "temperature": 0}
     cold = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == cold
@@ -161,8 +163,8 @@ def test_a_forbidden_token_a_temperature_a_stop_and_a_draft(http):
     assert found["warnings"] == ["top_p has no meaning for a canvas and was not applied"]
 
 
-def test_a_canvas_under_vllms_names(http):
-    """Seeded and pinned where it was told; the same inside of vllm_xargs; what is not known is refused."""
+def test_canvas_options_under_vllms_names(http):
+    """A seeded and pinned canvas; the same options inside vllm_xargs; unsupported options are a bad request."""
     ids = tiny.byte_tokenizer().encode("hello world")
     canvas = {"diffusion_canvas_length": 11, "diffusion_seed_canvas": ids, "diffusion_pinned": [0, 1, 2, 3, 4]}
     asked = {"prompt": "x", "max_tokens": 40, "seed": 1, "diffusion_read_only": True}
@@ -181,7 +183,7 @@ def test_a_canvas_under_vllms_names(http):
     assert odd.json()["error"]["param"] == "vllm_xargs.diffusion_max_steps"
 
 
-def test_frames_tell_what_has_changed(http):
+def test_frames_hold_the_tokens_that_changed(http):
     body = {"messages": user("say: abcdefgh"), "stream": True, "diffusing": True, "seed": 2}
     lines = [line for line in http.post("/v1/chat/completions", json=body).text.split("\n") if line]
     assert lines[-1] == "data: [DONE]"
@@ -231,7 +233,7 @@ def test_anthropic_messages_whole_and_streamed(url):
     found = client.messages.create(model="", max_tokens=32, messages=[*asked["messages"], *results], stop_sequences=["e."])
     assert (found.content[0].text, found.stop_reason, found.stop_sequence) == ("thre", "stop_sequence", "e.")
     assert client.messages.count_tokens(model="", messages=asked["messages"]).input_tokens > 10
-    with pytest.raises(anthropic.BadRequestError, match="only text can be read"):
+    with pytest.raises(anthropic.BadRequestError, match="only text input is supported"):
         client.messages.create(model="", max_tokens=1, messages=[{"role": "user", "content": [{"type": "image"}]}])
 
 
@@ -262,7 +264,7 @@ def test_ollama_generates_and_chats(url):
     streamed = list(client.chat("m", user("say: ab"), logprobs=True, stream=True))
     assert [one.token for part in streamed for one in part.logprobs or []] == ["a", "b"]
     assert client.chat("m", user("say: ab")).logprobs is None
-    with pytest.raises(ollama.ResponseError, match="only text can be read"):
+    with pytest.raises(ollama.ResponseError, match="only text input is supported"):
         client.generate(model="small", prompt="x", images=["aGk="])
 
 
@@ -316,15 +318,15 @@ def test_llama_vscode(http):
         "<|code_prefix|>a = <|code_suffix|>\nc = 3<|code_middle|>",
     ],
 )
-def test_zed_puts_the_hole_into_the_prompt(http, prompt):
-    hole = fim.find_hole(prompt)
-    assert (hole.before.rstrip(), hole.after) == ("a =", "\nc = 3")
+def test_zed_marks_the_gap_in_the_prompt(http, prompt):
+    gap = fim.find_gap(prompt)
+    assert (gap.prefix.rstrip(), gap.suffix) == ("a =", "\nc = 3")
     found = http.post(
         "/v1/completions", json={"model": "m", "prompt": prompt, "max_tokens": 8, "stop": ["<|fim_middle|>"]}
     ).json()
     assert {"id", "object", "created", "model", "choices", "usage"} <= set(found)
     assert set(found["usage"]) >= {"prompt_tokens", "completion_tokens", "total_tokens"}
-    assert fim.find_hole("just text") is None
+    assert fim.find_gap("just text") is None
 
 
 def test_continue_and_minuet(http):
@@ -335,28 +337,28 @@ def test_continue_and_minuet(http):
         assert part["choices"][0]["delta"]["content"] == part["choices"][0]["text"]
         assert lines[-2] == "data: [DONE]"
     blank = http.post("/v1/completions", json={**body, "suffix": "<|endoftext|>", "stream": False}).json()
-    assert "delta" not in blank["choices"][0]  # nothing follows: the text is continued
+    assert "delta" not in blank["choices"][0]  # there is no suffix: the text is continued
     assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["small", "mercury-coder-local"]
 
 
-def test_an_edit_of_a_long_file_reads_what_is_nearest(http):
+def test_an_edit_of_a_long_file_keeps_the_text_nearest_to_the_region(http):
     far, region = "# far\n" * 400, "a = 1\nb = 2"
     file = f"current_file_path: a.py\n{far}near()\n<|code_to_edit|>\n{region}\n<|/code_to_edit|>\nbelow()\n{far}"
     body = {"messages": user(f"<|current_file_content|>\n{file}<|/current_file_content|>"), "seed": 1}
     found = http.post("/v1/edit/completions", json=body).json()["choices"][0]["message"]["content"]
     assert found.startswith("```\n")
-    before, after = infill.around(make(), fim.find_region(body["messages"][0]["content"]))
+    before, after = infill.surrounding_text(make(), fim.find_region(body["messages"][0]["content"]))
     assert before.endswith("near()\n")
     assert after.startswith("\nbelow()")
     assert 300 < len(before + region + after) < tiny.BASE.max_position_embeddings
 
 
-def test_fields_nobody_knows_are_named(http):
+def test_unknown_fields_are_named_in_a_header(http):
     ollama = {"prompt": "a", "stream": False, "template": "x", "options": {"top_k": 3, "num_predict": 2}}
-    assert http.post("/api/generate", json=ollama).headers["x-redraft-not-read"] == "template, options.top_k"
+    assert http.post("/api/generate", json=ollama).headers["x-redraft-unknown-fields"] == "template, options.top_k"
     anthropic = {"messages": user("a"), "max_tokens": 2, "top_p": 0.5, "bad\r\nname": 1}
-    assert http.post("/v1/messages", json=anthropic).headers["x-redraft-not-read"] == "top_p, bad??name"
-    assert "x-redraft-not-read" not in http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).headers
+    assert http.post("/v1/messages", json=anthropic).headers["x-redraft-unknown-fields"] == "top_p, bad??name"
+    assert "x-redraft-unknown-fields" not in http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).headers
 
 
 def test_continue_edits(http):
@@ -372,36 +374,36 @@ def test_continue_edits(http):
     found = http.post("/v1/edit/completions", json=body).json()["choices"][0]["message"]["content"]
     assert found.startswith("```\n")
     assert found.endswith("\n```")
-    read = fim.find_region(prompt)
-    assert (read.text, read.before, read.after) == ("def f(b):\n    return a", "import os\n", "\nf(1)\n")
-    assert read.context == "-x\n+y\n"
+    region_found = fim.find_region(prompt)
+    assert (region_found.text, region_found.prefix, region_found.suffix) == ("def f(b):\n    return a", "import os\n", "\nf(1)\n")
+    assert region_found.context == "-x\n+y\n"
     file = "<|current_file_content|>\ncurrent_file_path: a\nx\ny\nz\n<|/current_file_content|>"
     apart = f"{file}\n<|code_to_edit|>\ny\n<|/code_to_edit|>"
     assert fim.find_region(apart) == fim.Region("y", "x\n", "\nz\n", "")
     assert http.post("/v1/edit/completions", json={"messages": user("x")}).status_code == 400
 
 
-def test_what_an_editor_is_given_is_trimmed():
-    assert trimmed("x\n\ny", (), 0, True) == "x"
-    assert trimmed("\n\ny", (), 0, True) == "\n\ny"
-    assert trimmed("x\n    y\nz", (), 4, False) == "x\n    y"
-    cut = Stops(["END", "\n\n"])
+def test_infill_is_trimmed_for_editors():
+    assert trim_infill("x\n\ny", (), 0, True) == "x"
+    assert trim_infill("\n\ny", (), 0, True) == "\n\ny"
+    assert trim_infill("x\n    y\nz", (), 4, False) == "x\n    y"
+    cut = StopStringFilter(["END", "\n\n"])
     assert [cut.feed(text) for text in ("abE", "Nx", "yEN", "Dz", "more")] == ["ab", "ENx", "y", "", ""]
     assert cut.found == "END"
 
 
 def test_metrics_count(http):
-    def written() -> float:
+    def completion_tokens() -> float:
         lines = http.get("/metrics").text.splitlines()
-        return float(next(line.split()[1] for line in lines if line.startswith('redraft_tokens_total{kind="written"}')))
+        return float(next(line.split()[1] for line in lines if line.startswith('redraft_tokens_total{kind="completion"}')))
 
-    before = written()
+    before = completion_tokens()
     http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 4, "logit_bias": NO_END})
-    assert written() == before + 4
+    assert completion_tokens() == before + 4
     assert 'redraft_requests_total{route="/v1/completions",status="200"}' in http.get("/metrics").text
 
 
-def test_what_cannot_be_honoured_is_refused_by_name(http):
+def test_unsupported_options_are_a_bad_request_that_names_them(http):
     chat, text = {"messages": user("x")}, {"prompt": "x", "suffix": "y"}
     asked = [
         ("/v1/chat/completions", {**chat, "functions": [{}]}, "functions is not supported"),
@@ -409,13 +411,28 @@ def test_what_cannot_be_honoured_is_refused_by_name(http):
         ("/v1/chat/completions", {**chat, "response_format": {"type": "choice", "choices": 5}}, "choices must be a list"),
         ("/v1/chat/completions", {**chat, "vllm_xargs": {"odd": 1}}, "'odd'"),
         ("/v1/completions", {"prompt": "x", "best_of": 3}, "best_of is not supported"),
-        ("/v1/completions", {**text, "logit_bias": {"7": -100}}, "without logit_bias"),
-        ("/v1/completions", {**text, "diffusing": True}, "without frames"),
-        ("/v1/completions", {"prompt": ["x"] * 40, "n": 4}, "160 answers at once"),
-        ("/api/generate", {**text, "format": "json"}, "cannot obey a format"),
+        ("/v1/completions", {**text, "logit_bias": {"7": -100}}, "infill does not support logit_bias"),
+        ("/v1/completions", {**text, "diffusing": True}, "infill does not support frames"),
+        ("/v1/completions", {"prompt": ["x"] * 40, "n": 4}, "160 completions in one request"),
+        ("/api/generate", {**text, "format": "json"}, "infill supports neither format"),
     ]
     for path, body, words in asked:
         refused = http.post(path, json=body)
         assert (refused.status_code, words in refused.text) == (400, True), (path, body, refused.text)
     capped = http.post("/v1/completions", json={**text, "max_tokens": 500, "temperature": 1}).json()
-    assert capped["warnings"] == ["a hole has at most 64 tokens, max_tokens was 500"]
+    assert capped["warnings"] == ["infill has at most 64 tokens, max_tokens was 500"]
+
+
+def test_ollama_counts_weights_in_fp8(http):
+    plain = make()
+    packed = make()
+    packed.model = apply_fp8(packed.model)
+    assert parameter_count(packed.model) == parameter_count(plain.model)
+    plain_details = http.get("/api/tags").json()["models"][0]
+    with served(packed) as url:
+        listed = httpx.get(f"{url}/api/tags").json()["models"][0]
+        shown = httpx.post(f"{url}/api/show", json={}).json()["details"]
+    assert listed["details"] == shown
+    assert shown["parameter_size"] == plain_details["details"]["parameter_size"] != "0.0M"
+    assert shown["quantization_level"] == "fp8"
+    assert 0.25 * plain_details["size"] < listed["size"] < plain_details["size"]  # float32 against fp8 and float32 embeddings

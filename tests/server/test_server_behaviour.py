@@ -1,4 +1,4 @@
-"""The server's manners: who is let in, who is let go, what is finished, and that nobody disturbs another."""
+"""Access control, disconnected clients, shutdown, errors of the server, and requests that run side by side."""
 
 import asyncio
 import threading
@@ -10,16 +10,17 @@ import pytest
 from serving import NO_END, make, served
 
 from redraft.cli import serve
-from redraft.server.completion import Begun
+from redraft.server.completion import Started
+from redraft.server.errors import ServerClosingError
 from redraft.server.middleware import Limits
-from redraft.server.service import together
-from redraft.server.worker import Closing, Worker
+from redraft.server.streams import merge_streams
+from redraft.server.worker import Worker
 from redraft.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients' own libraries
 
 
-def test_strangers_are_refused():
+def test_requests_without_the_key_or_from_other_hosts_are_refused():
     limits = Limits(key="secret", body_bytes=2000, hosts=("box.lan",))
     with served(make(), limits=limits) as url, httpx.Client(base_url=url) as client:
         assert client.get("/health").status_code == 200
@@ -41,7 +42,7 @@ def test_strangers_are_refused():
 
 @contextmanager
 def slow(writer: Writer, seconds: float = 0.05):
-    """Steps take longer."""
+    """Makes every step take longer."""
     usual = writer.engine.runner.redraft
     writer.engine.runner.redraft = lambda requests: (time.sleep(seconds), usual(requests))[1]
     yield
@@ -49,7 +50,7 @@ def slow(writer: Writer, seconds: float = 0.05):
 
 
 def in_threads(tasks, apart: float = 0.0) -> list:
-    """What each returns, all begun one after the other."""
+    """Runs tasks in threads, started one after the other, and returns their results."""
     found = [None] * len(tasks)
     threads = []
     for number, task in enumerate(tasks):
@@ -68,7 +69,7 @@ def until(true, seconds: float = 10.0) -> bool:
     return true()
 
 
-def test_who_leaves_is_let_go_and_the_newest_wins():
+def test_disconnected_clients_are_dropped_and_the_newest_infill_wins():
     writer = make()
     body = {"prompt": "ab", "max_tokens": 400, "logit_bias": NO_END}
     with slow(writer), served(writer, requests=3) as url, httpx.Client(base_url=url, timeout=30) as client:
@@ -90,7 +91,7 @@ def test_who_leaves_is_let_go_and_the_newest_wins():
         assert next(one for one in found if one.status_code == 429).headers["retry-after"] == "1"
 
 
-def test_what_runs_is_finished_when_the_server_ends():
+def test_running_requests_finish_when_the_server_shuts_down():
     writer, found = make(), []
     with slow(writer), served(writer) as url:
         body = {"prompt": "ab", "max_tokens": 64, "logit_bias": NO_END}
@@ -102,7 +103,7 @@ def test_what_runs_is_finished_when_the_server_ends():
     assert len(found[0].json()["choices"][0]["text"]) > 10
 
 
-def test_a_machine_that_fails_is_not_healthy(monkeypatch):
+def test_health_reports_a_failed_step(monkeypatch):
     writer = make()
     with served(writer) as url, httpx.Client(base_url=url, timeout=30) as client:
         asked = {"prompt": "ab", "max_tokens": 4, "seed": 1}
@@ -116,7 +117,7 @@ def test_a_machine_that_fails_is_not_healthy(monkeypatch):
         assert client.get("/health").json() == {"status": "ok"}
 
 
-def test_many_at_once_answer_as_alone():
+def test_concurrent_requests_give_the_same_text_as_alone():
     with served(make()) as url, httpx.Client(base_url=url, timeout=60) as http:
 
         def ask(seed: int):
@@ -127,7 +128,7 @@ def test_many_at_once_answer_as_alone():
         assert in_threads([lambda n=seed: ask(n) for seed in range(6)]) == alone
 
 
-def test_closing_waits_for_what_runs_and_then_stops_it():
+def test_closing_drains_and_then_stops_requests():
     async def closed(seconds: float) -> tuple[list[int], bool]:
         worker, found = Worker(make(), 4), []
         worker.start()
@@ -140,15 +141,15 @@ def test_closing_waits_for_what_runs_and_then_stops_it():
                 yield number
 
         async def listen() -> None:
-            async for item in worker.items(work):
+            async for item in worker.run(work):
                 found.append(item)
 
         listening = asyncio.ensure_future(listen())
         await asyncio.sleep(0.05)
         await worker.close(seconds)
         await listening
-        with pytest.raises(Closing):
-            await anext(worker.items(work))
+        with pytest.raises(ServerClosingError):
+            await anext(worker.run(work))
         return found, worker.active == 0
 
     assert asyncio.run(closed(30.0)) == (list(range(20)), True)
@@ -157,7 +158,7 @@ def test_closing_waits_for_what_runs_and_then_stops_it():
     assert empty
 
 
-def test_what_cannot_be_listened_on_is_said_before_the_model_is_loaded():
+def test_bad_addresses_raise_before_the_model_is_loaded():
     for port in (0, 99999):
         with pytest.raises(ValueError, match=f"between 1 and 65535 .* got {port}"):
             serve.serve(port=port)
@@ -168,11 +169,11 @@ def test_what_cannot_be_listened_on_is_said_before_the_model_is_loaded():
             serve.serve(host=host)
 
 
-def test_nothing_is_lost_when_one_is_done_before_another_begins():
-    """Of three answers at once, two are told whole before the third has begun."""
+def test_merged_streams_keep_items_that_came_before_the_last_stream_started():
+    """Two of three streams end before the third has started."""
 
     async def quick(number):
-        for item in (Begun(), f"{number} text", f"{number} end"):
+        for item in (Started(), f"{number} text", f"{number} end"):
             yield item
 
     async def late(number):
@@ -180,11 +181,11 @@ def test_nothing_is_lost_when_one_is_done_before_another_begins():
         async for item in quick(number):
             yield item
 
-    async def told():
-        return [item async for item in together([quick(0), late(1), quick(2)])]
+    async def merged():
+        return [item async for item in merge_streams([quick(0), late(1), quick(2)])]
 
-    first, *rest = asyncio.run(told())
-    assert isinstance(first[1], Begun)
+    first, *rest = asyncio.run(merged())
+    assert isinstance(first[1], Started)
     assert sorted(rest) == [(number, f"{number} {what}") for number in range(3) for what in ("end", "text")]
     for number in range(3):
         assert [item for index, item in rest if index == number] == [f"{number} text", f"{number} end"]

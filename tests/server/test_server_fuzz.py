@@ -37,21 +37,21 @@ BODIES = {
     "/v1/canvas": {
         "prompt": "x",
         "max_tokens": 4,
-        "pins": [{"at": 0, "id": 70}],
-        "turns": [{"block": 0, "step": 1, "bans": [{"at": 1, "text": "y"}], "free": [0]}],
-        "pages": [],
-        "since": {"block": 0, "step": 1},
+        "pins": [{"position": 0, "id": 70}],
+        "interventions": [{"block": 0, "step": 1, "bans": [{"position": 1, "text": "y"}], "free": [0]}],
+        "canvases": [],
+        "resume_at": {"block": 0, "step": 1},
     },
     "/v1/canvas/edit": {
         "text": "some text",
         "strength": 0.5,
         "keep": [[0, 2]],
-        "turns": [{"block": 0, "step": 0, "pins": [{"at": 4, "text": "y"}]}],
+        "interventions": [{"block": 0, "step": 0, "pins": [{"position": 4, "text": "y"}]}],
         "stream": False,
     },
     "/v1/canvas/decide": {"messages": [USER], "choices": ["a", "b"], "stream": False},
     "/v1/canvas/sudoku": {"puzzle": PUZZLE, "canvases": 1, "stream": False},
-    "/v1/canvas/left-to-right": {"prompt": "x", "max_tokens": 3, "stream": False},
+    "/v1/canvas/autoregressive": {"prompt": "x", "max_tokens": 3, "stream": False},
     "/infill": {"input_prefix": "x", "input_suffix": "y", "n_predict": 2, "input_extra": [TEXT]},
     "/api/generate": {"prompt": "x", "options": {"num_predict": 4, "stop": ["a"]}, "stream": False},
     "/api/chat": {"messages": [USER], "format": "json", "options": {"num_predict": 24}, "stream": False},
@@ -126,7 +126,7 @@ async def posted(app, path: str, body: bytes) -> tuple[int, bytes]:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     """What is asked matters here, not how long the answer may be."""
-    monkeypatch.setattr(infill, "LONGEST", 4)
+    monkeypatch.setattr(infill, "MAX_GAP_TOKENS", 4)
 
 
 def test_ten_thousand_malformed_bodies_are_answered_with_a_sentence():

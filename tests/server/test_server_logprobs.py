@@ -95,6 +95,6 @@ def test_logprobs_of_ids_that_only_the_model_has():
         choice = found.json()["choices"][0]
         for at, token in zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True):
             assert token == "\ufffd" or choice["text"][at : at + len(token)] == token
-        pages = [[290] * 16]
-        edit = httpx.post(f"{url}/v1/canvas/edit", json={"text": "x" * 20, "pages": pages}, timeout=60)
+        canvases = [[290] * 16]
+        edit = httpx.post(f"{url}/v1/canvas/edit", json={"text": "x" * 20, "canvases": canvases}, timeout=60)
         assert (edit.status_code, "the token 290 is no text" in edit.text) == (400, True)

@@ -1,1 +1,8 @@
-"""Wire formats, one file each: routes, request bodies translated to CompletionParams, events translated to responses."""
+"""Wire formats. Each has routes, turns request bodies into CompletionParams, and turns chunks into responses.
+
+openai.py     chat completions, completions, FIM, edits, models
+anthropic.py  messages
+ollama.py     generate, chat, model listing
+llamacpp.py   /infill, /props, /health
+canvas/       our own: every step of a canvas, one file per endpoint
+"""

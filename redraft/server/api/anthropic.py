@@ -1,7 +1,6 @@
-"""Anthropic's wire: messages, whole and streamed, events in the order and with the fields that strict clients want."""
+"""Anthropic's wire format: messages, whole and streamed, with events in the order and with the fields that clients need."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -10,17 +9,20 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from redraft.diffusion.generate import Stats
-from redraft.server.completion import CompletionParams, End, Refused, Text, plain_text
+from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, text_of_content
+from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.schema import Body, Seed, Temperature, Tokens
-from redraft.server.service import Route, Service, Whole, compact, read, sse
+from redraft.server.service import Completion, Route, Service, read_body
+from redraft.server.streams import end_with_error, sse_response, to_json
+from redraft.server.worker import Stream
 from redraft.tokenizer.tokenizer import Message
 
-REASONS = {"stop": "end_turn", "length": "max_tokens", "deadline": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "deadline": "max_tokens", "tool_calls": "tool_use"}
 Content = str | list[dict[str, Any]]
 
 
-class Said(Body):
-    """One message."""
+class InputMessage(Body):
+    """One message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -29,7 +31,7 @@ class Said(Body):
 class MessagesRequest(Body):
     """POST /v1/messages."""
 
-    messages: Annotated[list[Said], Field(min_length=1, max_length=2048)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=2048)]
     max_tokens: Tokens | None = None
     system: Content | None = None
     stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
@@ -42,158 +44,164 @@ class MessagesRequest(Body):
 
 
 def routes(service: Service) -> list[Route]:
-    """All of them."""
-    one = Anthropic(service)
+    """Returns the routes of this wire format."""
+    handlers = AnthropicRoutes(service)
     return [
-        Route("/v1/messages", one.messages, MessagesRequest),
-        Route("/v1/messages/count_tokens", one.count_tokens, MessagesRequest),
+        Route("/v1/messages", handlers.messages, MessagesRequest),
+        Route("/v1/messages/count_tokens", handlers.count_tokens, MessagesRequest),
     ]
 
 
-class Anthropic:
-    """What the paths do."""
+class AnthropicRoutes:
+    """The handlers."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages."""
-        body = await read(request, MessagesRequest)
+        body = await read_body(request, MessagesRequest)
         if body.max_tokens is None:
-            raise Refused("max_tokens: Field required", "max_tokens")
-        asked, head = asked_of(body), self._head()
+            raise BadRequestError("max_tokens: Field required", "max_tokens")
+        params = params_of(body)
+        head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": self.service.name}
         if body.stream:
-            return sse(self._events(await self.service.begin([asked]), head), named=True, end="")
-        (found,) = await self.service.gather(request, [asked])
-        return JSONResponse({**head, "content": blocks(found), **ended(found.end), "usage": usage_of(found.end.stats)})
+            events = stream_events(await self.service.start(request, [params]), head)
+            return sse_response(end_with_error(events, error), named=True, end="")
+        (completion,) = await self.service.complete(request, [params])
+        finish = completion.finish
+        content = content_blocks(completion)
+        return JSONResponse({**head, "content": content, **stop_fields(finish), "usage": usage_of(finish.stats)})
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
         """POST /v1/messages/count_tokens."""
-        asked = asked_of(await read(request, MessagesRequest))
-        return {"input_tokens": await asyncio.to_thread(self._tokens, asked)}
+        params = params_of(await read_body(request, MessagesRequest))
+        return {"input_tokens": await asyncio.to_thread(self._count_tokens, params)}
 
-    def _tokens(self, asked: CompletionParams) -> int:
+    def _count_tokens(self, params: CompletionParams) -> int:
         writer = self.service.writer
-        if writer.tokenizer.can_chat:
-            return len(writer.encode_prompt(asked.prompt, asked.tools, asked.think))
-        return sum(len(writer.tokenizer.encode(str(one["content"]))) for one in asked.prompt)
+        with checking_request():
+            if writer.tokenizer.can_chat:
+                return len(writer.encode_prompt(params.prompt, params.tools, params.think))
+            assert not isinstance(params.prompt, str)
+            return sum(len(writer.tokenizer.encode(str(message["content"]))) for message in params.prompt)
 
-    def _head(self) -> dict[str, Any]:
-        return {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": self.service.name}
 
-    async def _events(self, merged: AsyncIterator[Any], head: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
-        yield {"type": "message_start", "message": {**head, **nothing, "usage": {"input_tokens": 0, "output_tokens": 0}}}
-        index, open_ = -1, None  # the block in work, and of what kind it is
-        try:
-            async for _, piece in merged:
-                if isinstance(piece, Text):
-                    for kind, start, delta in parts(piece):
-                        if kind != open_ or kind == "tool_use":
-                            if open_ is not None:
-                                yield {"type": "content_block_stop", "index": index}
-                            index, open_ = index + 1, kind
-                            yield {"type": "content_block_start", "index": index, "content_block": start}
-                        yield {"type": "content_block_delta", "index": index, "delta": delta}
-                elif isinstance(piece, End):
-                    if open_ is not None:
+async def stream_events(chunks: Stream[tuple[int, Chunk]], head: dict[str, Any]) -> Stream[dict[str, Any]]:
+    """Yields the events of a streamed message."""
+    empty = {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield {"type": "message_start", "message": {**head, **empty, "usage": {"input_tokens": 0, "output_tokens": 0}}}
+    index = -1
+    open_kind: str | None = None  # of the content block that is open
+    async for _, chunk in chunks:
+        if isinstance(chunk, TextDelta):
+            for kind, start, delta in block_deltas(chunk):
+                if kind != open_kind or kind == "tool_use":
+                    if open_kind is not None:
                         yield {"type": "content_block_stop", "index": index}
-                    yield {"type": "message_delta", "delta": ended(piece), "usage": usage_of(piece.stats)}
-        except RuntimeError as failure:  # it has begun: the status cannot be changed any more
-            yield error(500, str(failure))
-            return
-        yield {"type": "message_stop"}
+                    index += 1
+                    open_kind = kind
+                    yield {"type": "content_block_start", "index": index, "content_block": start}
+                yield {"type": "content_block_delta", "index": index, "delta": delta}
+        elif isinstance(chunk, Finish):
+            if open_kind is not None:
+                yield {"type": "content_block_stop", "index": index}
+            yield {"type": "message_delta", "delta": stop_fields(chunk), "usage": usage_of(chunk.stats)}
+    yield {"type": "message_stop"}
 
 
-def asked_of(body: MessagesRequest) -> CompletionParams:
-    """What a body asks for."""
-    if body.tool_choice and body.tool_choice.get("type") not in ("auto", "none"):
-        raise Refused(f"tool_choice can be auto or none, got {body.tool_choice.get('type')!r}", "tool_choice")
+def params_of(body: MessagesRequest) -> CompletionParams:
+    """Translates a request body."""
+    tool_choice = (body.tool_choice or {}).get("type", "auto" if not body.tool_choice else None)
+    if tool_choice not in ("auto", "none"):
+        raise BadRequestError(f"tool_choice can be auto or none, got {tool_choice!r}", "tool_choice")
     messages: list[Message] = []
     if body.system is not None:
-        messages.append({"role": "system", "content": plain_text(body.system, "messages")})
-    for said in body.messages:
-        messages += messages_of(said)
-    forbidden = bool(body.tool_choice) and body.tool_choice.get("type") == "none"
+        messages.append({"role": "system", "content": text_of_content(body.system, "messages")})
+    for message in body.messages:
+        messages += template_messages(message)
     return CompletionParams(
         prompt=messages,
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         seed=body.seed,
-        stops=tuple(body.stop_sequences or ()),
-        tools=[tool_of(tool) for tool in body.tools] if body.tools and not forbidden else None,
-        think=bool(body.thinking) and body.thinking.get("type") in ("enabled", "adaptive"),
+        stop_strings=tuple(body.stop_sequences or ()),
+        tools=[template_tool(tool) for tool in body.tools] if body.tools and tool_choice != "none" else None,
+        think=(body.thinking or {}).get("type") in ("enabled", "adaptive"),
     )
 
 
-def messages_of(said: Said) -> list[Message]:
-    """A message as the chat template reads it: calls and their results are blocks among its content."""
-    if isinstance(said.content, str):
-        return [{"role": said.role, "content": said.content}]
-    calls, found, rest = [], [], []
-    for block in said.content:
+def template_messages(message: InputMessage) -> list[Message]:
+    """Returns a message as the chat template reads it. Tool calls and tool results are blocks of its content."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    tool_calls: list[dict[str, Any]] = []
+    messages: list[Message] = []
+    other_blocks: list[dict[str, Any]] = []
+    for block in message.content:
         match block.get("type"):
             case "tool_use":
                 function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
-                calls.append({"id": block.get("id"), "type": "function", "function": function})
+                tool_calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "tool_result":
-                content = plain_text(block.get("content") or "", "messages")
-                found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content})
+                content = text_of_content(block.get("content") or "", "messages")
+                messages.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content})
             case "thinking" | "redacted_thinking":
-                pass  # thoughts are not read again
+                pass  # earlier reasoning is not prefilled again
             case _:
-                rest.append(block)
-    if rest or calls or not found:
-        own: Message = {"role": said.role, "content": plain_text(rest, "messages")}
-        found.append({**own, "tool_calls": calls} if calls else own)
-    return found
+                other_blocks.append(block)
+    if other_blocks or tool_calls or not messages:
+        own: Message = {"role": message.role, "content": text_of_content(other_blocks, "messages")}
+        messages.append({**own, "tool_calls": tool_calls} if tool_calls else own)
+    return messages
 
 
-def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as the chat template reads it."""
+def template_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool as the chat template reads it."""
     if not isinstance(tool.get("name"), str):
-        raise Refused("a tool has a name, a description and an input_schema", "tools")
-    described = {
+        raise BadRequestError("a tool needs a name, a description and an input_schema", "tools")
+    function = {
         "name": tool["name"],
         "description": tool.get("description") or "",
         "parameters": tool.get("input_schema") or {},
     }
-    return {"type": "function", "function": described}
+    return {"type": "function", "function": function}
 
 
-def parts(piece: Text) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """What a page adds: kinds of blocks, how each starts, and what is added to it."""
-    found = []
-    if piece.reasoning:
-        delta = {"type": "thinking_delta", "thinking": piece.reasoning}
-        found.append(("thinking", {"type": "thinking", "thinking": "", "signature": ""}, delta))
-    if piece.text:
-        found.append(("text", {"type": "text", "text": ""}, {"type": "text_delta", "text": piece.text}))
-    for call in piece.tool_calls:
+def block_deltas(delta: TextDelta) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Returns, for each content block that a delta belongs to: its kind, the block as it starts, and what is added."""
+    blocks: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+    if delta.reasoning:
+        added: dict[str, Any] = {"type": "thinking_delta", "thinking": delta.reasoning}
+        blocks.append(("thinking", {"type": "thinking", "thinking": "", "signature": ""}, added))
+    if delta.text:
+        blocks.append(("text", {"type": "text", "text": ""}, {"type": "text_delta", "text": delta.text}))
+    for call in delta.tool_calls:
         start = {"type": "tool_use", "id": f"toolu_{uuid4().hex[:24]}", "name": call.name, "input": {}}
-        found.append(("tool_use", start, {"type": "input_json_delta", "partial_json": compact(call.arguments)}))
-    return found
+        blocks.append(("tool_use", start, {"type": "input_json_delta", "partial_json": to_json(call.arguments)}))
+    return blocks
 
 
-def blocks(answer: Whole) -> list[dict[str, Any]]:
-    """A whole answer's content."""
-    found: list[dict[str, Any]] = []
-    if answer.reasoning:
-        found.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-    if answer.text or not answer.tool_calls:
-        found.append({"type": "text", "text": answer.text})
-    for call in answer.tool_calls:
-        found.append({"type": "tool_use", "id": f"toolu_{uuid4().hex[:24]}", "name": call.name, "input": call.arguments})
-    return found
+def content_blocks(completion: Completion) -> list[dict[str, Any]]:
+    """Returns the content of a whole message."""
+    blocks: list[dict[str, Any]] = []
+    if completion.reasoning:
+        blocks.append({"type": "thinking", "thinking": completion.reasoning, "signature": ""})
+    if completion.text or not completion.tool_calls:
+        blocks.append({"type": "text", "text": completion.text})
+    for call in completion.tool_calls:
+        blocks.append({"type": "tool_use", "id": f"toolu_{uuid4().hex[:24]}", "name": call.name, "input": call.arguments})
+    return blocks
 
 
-def ended(end: End) -> dict[str, Any]:
-    """Why."""
-    return {"stop_reason": "stop_sequence" if end.stop is not None else REASONS[end.reason], "stop_sequence": end.stop}
+def stop_fields(finish: Finish) -> dict[str, Any]:
+    """Returns why a message ended."""
+    reason = "stop_sequence" if finish.stop_string is not None else STOP_REASONS[finish.finish_reason]
+    return {"stop_reason": reason, "stop_sequence": finish.stop_string}
 
 
 def usage_of(stats: Stats) -> dict[str, int]:
-    """What it cost."""
+    """Returns token counts."""
     return {
         "input_tokens": stats.prompt_tokens - stats.reused,
         "cache_read_input_tokens": stats.reused,
@@ -202,9 +210,9 @@ def usage_of(stats: Stats) -> dict[str, int]:
     }
 
 
-def error(status: int, sentence: str) -> dict[str, Any]:
-    """What clients raise."""
+def error(status: int, message: str) -> dict[str, Any]:
+    """Returns an error body, or the error event of a stream."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
     kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": sentence}}
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,25 +1,40 @@
-"""Ollama's wire: generate and chat as JSON lines, and all that clients look at to find a model."""
+"""Ollama's wire format: generate and chat as JSON lines, and the model listing that clients read."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
+import torch
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from redraft.diffusion.generate import Stats
-from redraft.server.completion import PLAIN_OBJECT, CompletionParams, End, Refused, Said, Text, stops_of
-from redraft.server.fim import find_hole
-from redraft.server.schema import Body, Likely, Seed, Stop, Temperature
-from redraft.server.service import Route, Service, each, logprobs_of, ndjson, read
+from redraft.server.completion import (
+    JSON_OBJECT_SCHEMA,
+    Chunk,
+    CompletionParams,
+    Finish,
+    TextDelta,
+    as_stop_strings,
+)
+from redraft.server.errors import BadRequestError
+from redraft.server.fim import find_gap
+from redraft.server.logprobs import TokenLogprob, logprobs_of
+from redraft.server.schema import Body, Seed, Stop, Temperature, TopLogprobs
+from redraft.server.service import Route, Service, read_body
+from redraft.server.streams import end_with_error, ndjson_response, stream_list
+from redraft.server.worker import Stream
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message
 
+FAMILY = "diffusion_gemma"
+TextField = Callable[[str], dict[str, Any]]  # puts a text where a client reads it: `response`, or `message`
+
 
 class Options(Body):
-    """Settings; those of samplers that a canvas does not have are not read."""
+    """Sampler options. Options of autoregressive samplers are ignored."""
 
     num_predict: Annotated[int, Field(ge=-2, le=1_000_000)] | None = None
     temperature: Temperature | None = None
@@ -27,18 +42,18 @@ class Options(Body):
     stop: Stop = None
 
 
-class Asking(Body):
-    """What both have in common. Streams, unless told not to."""
+class OllamaRequest(Body):
+    """Fields that generate and chat share. Responses are streamed by default."""
 
     stream: bool = True
     format: Literal["json", ""] | dict[str, Any] | None = None
     options: Options | None = None
     logprobs: bool | None = None
-    top_logprobs: Likely | None = None
+    top_logprobs: TopLogprobs | None = None
     think: bool | str | None = None
 
 
-class GenerateRequest(Asking):
+class GenerateRequest(OllamaRequest):
     """POST /api/generate."""
 
     prompt: str = ""
@@ -49,7 +64,7 @@ class GenerateRequest(Asking):
 
 
 class OllamaMessage(Body):
-    """One message."""
+    """One message of the conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -58,7 +73,7 @@ class OllamaMessage(Body):
     tool_name: str | None = None
 
 
-class OllamaChatRequest(Asking):
+class OllamaChatRequest(OllamaRequest):
     """POST /api/chat."""
 
     messages: Annotated[list[OllamaMessage], Field(max_length=2048)] = Field(default_factory=list)
@@ -72,185 +87,229 @@ class ShowRequest(Body):
 
 
 def routes(service: Service) -> list[Route]:
-    """All of them."""
-    one = Ollama(service)
+    """Returns the routes of this wire format."""
+    handlers = OllamaRoutes(service)
     return [
-        Route("/api/generate", one.generate, GenerateRequest),
-        Route("/api/chat", one.chat, OllamaChatRequest),
-        Route("/api/show", one.show, ShowRequest),
-        Route("/api/tags", one.tags),
-        Route("/api/ps", one.running),
-        Route("/api/version", one.told_version),
+        Route("/api/generate", handlers.generate, GenerateRequest),
+        Route("/api/chat", handlers.chat, OllamaChatRequest),
+        Route("/api/show", handlers.show, ShowRequest),
+        Route("/api/tags", handlers.tags),
+        Route("/api/ps", handlers.running),
+        Route("/api/version", handlers.version),
     ]
 
 
-class Ollama:
-    """What the paths do."""
+class OllamaRoutes:
+    """The handlers."""
 
     def __init__(self, service: Service) -> None:
-        self.service, self.began = service, now()
+        self.service = service
+        self.started_at = now()
 
     async def generate(self, request: Request) -> Response:
-        """POST /api/generate: a text continued or answered, or a hole filled."""
-        body = await read(request, GenerateRequest)
-        _no_pictures(body.images)
+        """POST /api/generate: continues or answers a prompt, or infills a gap."""
+        body = await read_body(request, GenerateRequest)
+        _check_no_images(body.images)
         options = body.options or Options()
         if not body.prompt and not body.suffix:  # the client wants the model loaded, and it is
-            return self._sent(body, [{"response": "", "done": True, "done_reason": "load"}])
-        if hole := find_hole(body.prompt, body.suffix):
+            return self._respond(body, [{"response": "", "done": True, "done_reason": "load"}])
+        if gap := find_gap(body.prompt, body.suffix):
             if body.format or body.logprobs:
-                raise Refused("a hole cannot obey a format, and has no logprobs: leave them out", "format")
-            most = options.num_predict if (options.num_predict or 0) > 0 else None
-            settings = {"temperature": options.temperature, "seed": options.seed, "stops": stops_of(options.stop)}
-            (found,) = await self.service.put(request, hole, max_tokens=most, **settings)
-            return self._sent(body, [{"response": found.text, "done": True, "done_reason": "stop", **spent(found.stats)}])
-        chats = self.service.writer.tokenizer.can_chat and not body.raw
-        told: list[Message] = [{"role": "system", "content": body.system}] if body.system else []
-        prompt = [*told, {"role": "user", "content": body.prompt}] if chats else (body.system or "") + body.prompt
-        return await self._told(request, body, prompt, None, lambda text: {"response": text})
+                raise BadRequestError("infill supports neither format nor logprobs: leave them out", "format")
+            (infill,) = await self.service.infill(
+                request,
+                gap,
+                max_tokens=max_tokens_of(options),
+                temperature=options.temperature,
+                seed=options.seed,
+                stop_strings=as_stop_strings(options.stop),
+            )
+            finish = {"done": True, "done_reason": "stop", **durations_of(infill.stats)}
+            return self._respond(body, [{"response": infill.text, **finish}])
+        prompt: str | list[Message] = (body.system or "") + body.prompt
+        if self.service.writer.tokenizer.can_chat and not body.raw:
+            system: list[Message] = [{"role": "system", "content": body.system}] if body.system else []
+            prompt = [*system, {"role": "user", "content": body.prompt}]
+        return await self._complete(request, body, prompt, None, lambda text: {"response": text})
 
     async def chat(self, request: Request) -> Response:
         """POST /api/chat."""
-        body = await read(request, OllamaChatRequest)
+        body = await read_body(request, OllamaChatRequest)
         for message in body.messages:
-            _no_pictures(message.images)
+            _check_no_images(message.images)
         if not body.messages:
-            return self._sent(body, [{"message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"}])
-        messages = [message_of(message) for message in body.messages]
-        say = lambda text: {"message": {"role": "assistant", "content": text}}  # noqa: E731
-        return await self._told(request, body, messages, body.tools, say)
+            empty = {"message": {"role": "assistant", "content": ""}}
+            return self._respond(body, [{**empty, "done": True, "done_reason": "load"}])
+        messages = [template_message(message) for message in body.messages]
+        text_field: TextField = lambda text: {"message": {"role": "assistant", "content": text}}  # noqa: E731
+        return await self._complete(request, body, messages, body.tools, text_field)
 
     async def show(self, request: Request) -> dict[str, Any]:
-        """POST /api/show. `.Suffix` in the template tells clients that holes can be filled."""
-        await read(request, ShowRequest)
+        """POST /api/show. `.Suffix` in the template tells clients that the model can infill."""
+        await read_body(request, ShowRequest)
         writer = self.service.writer
-        told = {
-            "general.architecture": "diffusion_gemma",
-            "diffusion_gemma.context_length": writer.model.config.max_position_embeddings,
+        chat_capabilities = ["tools", "thinking"] if writer.tokenizer.can_chat else []
+        return {
+            "template": "{{ .Prompt }}{{ .Suffix }}",
+            "parameters": "",
+            "capabilities": ["completion", "insert", *chat_capabilities],
+            "model_info": {
+                "general.architecture": FAMILY,
+                f"{FAMILY}.context_length": writer.model.config.max_position_embeddings,
+            },
+            "details": self._details(),
         }
-        can = ["completion", "insert", *(["tools", "thinking"] if writer.tokenizer.can_chat else [])]
-        template = "{{ .Prompt }}{{ .Suffix }}"
-        return {"template": template, "parameters": "", "capabilities": can, "model_info": told, "details": self._details()}
 
     async def tags(self) -> dict[str, Any]:
         """GET /api/tags."""
-        return {"models": [self._listed()]}
+        return {"models": [self._model_entry()]}
 
     async def running(self) -> dict[str, Any]:
         """GET /api/ps."""
-        return {"models": [{**self._listed(), "expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}]}
+        return {"models": [{**self._model_entry(), "expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}]}
 
-    async def told_version(self) -> dict[str, str]:
+    async def version(self) -> dict[str, str]:
         """GET /api/version."""
         return {"version": version("redraft")}
 
     def _details(self) -> dict[str, Any]:
-        family, count = "diffusion_gemma", sum(p.numel() for p in self.service.writer.model.parameters())
-        kind = str(self.service.writer.model.dtype).removeprefix("torch.")
-        head = {"parent_model": "", "format": "safetensors", "family": family, "families": [family]}
-        return {**head, "parameter_size": f"{count / 1e6:.1f}M", "quantization_level": kind}
+        model = self.service.writer.model
+        return {
+            "parent_model": "",
+            "format": "safetensors",
+            "family": FAMILY,
+            "families": [FAMILY],
+            "parameter_size": f"{parameter_count(model) / 1e6:.1f}M",
+            "quantization_level": model.config.quant or str(model.dtype).removeprefix("torch."),
+        }
 
-    def _listed(self) -> dict[str, Any]:
-        size = sum(p.numel() * p.element_size() for p in self.service.writer.model.parameters())
-        names = {
+    def _model_entry(self) -> dict[str, Any]:
+        return {
             "name": self.service.name,
             "model": self.service.name,
-            "modified_at": self.began,
+            "modified_at": self.started_at,
             "digest": "",
-            "size": size,
+            "size": weight_bytes(self.service.writer.model),
+            "details": self._details(),
         }
-        return {**names, "details": self._details()}
 
-    def _sent(self, body: Asking, parts: Sequence[dict[str, Any]]) -> Response:
-        """Parts that are there already."""
-        whole = [{"model": self.service.name, "created_at": now(), **part} for part in parts]
-        return ndjson(each(whole)) if body.stream else JSONResponse(whole[-1])
+    def _respond(self, body: OllamaRequest, chunks: Sequence[dict[str, Any]]) -> Response:
+        """Sends chunks that are complete already."""
+        lines = [{"model": self.service.name, "created_at": now(), **chunk} for chunk in chunks]
+        return ndjson_response(stream_list(lines)) if body.stream else JSONResponse(lines[-1])
 
-    async def _told(self, request: Request, body: Asking, prompt: Any, tools: Any, say: Any) -> Response:
-        options, schema = body.options or Options(), {"json": PLAIN_OBJECT, "": None}
-        wanted = body.format if isinstance(body.format, dict) else schema.get(body.format or "")
-        asked = CompletionParams(
+    async def _complete(
+        self, request: Request, body: OllamaRequest, prompt: str | list[Message], tools: Any, text_field: TextField
+    ) -> Response:
+        options = body.options or Options()
+        schema = body.format if isinstance(body.format, dict) else JSON_OBJECT_SCHEMA if body.format == "json" else None
+        params = CompletionParams(
             prompt=prompt,
-            max_tokens=options.num_predict if (options.num_predict or 0) > 0 else None,
+            max_tokens=max_tokens_of(options),
             temperature=options.temperature,
             seed=options.seed,
-            stops=stops_of(options.stop),
+            stop_strings=as_stop_strings(options.stop),
             tools=tools,
             think=body.think not in (None, False),
-            pattern={"schema": wanted} if wanted is not None else {},
+            pattern={"schema": schema} if schema is not None else {},
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         if body.stream:
-            return ndjson(self._lines(await self.service.begin([asked]), say))
-        (found,) = await self.service.gather(request, [asked])
-        part = with_more(say(found.text), found.reasoning, found.tool_calls) | self._likely(found.tokens)
-        return self._sent(body, [{**part, **ended(found.end)}])
+            lines = self._stream_lines(await self.service.start(request, [params]), text_field)
+            return ndjson_response(end_with_error(lines, lambda status, message: error(message)))
+        (completion,) = await self.service.complete(request, [params])
+        line = add_reasoning_and_calls(text_field(completion.text), completion.reasoning, completion.tool_calls)
+        return self._respond(body, [{**line, **self._logprobs(completion.tokens), **finish_fields(completion.finish)}])
 
-    def _likely(self, tokens: Sequence[Said]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"logprobs": logprobs_of(self.service.writer.tokenizer, tokens)} if tokens else {}
 
-    async def _lines(self, merged: AsyncIterator[Any], say: Any) -> AsyncIterator[dict[str, Any]]:
-        try:
-            async for _, piece in merged:
-                head = {"model": self.service.name, "created_at": now()}
-                if isinstance(piece, Text):
-                    part = with_more(say(piece.text), piece.reasoning, piece.tool_calls) | self._likely(piece.tokens)
-                    yield {**head, **part, "done": False}
-                elif isinstance(piece, End):
-                    yield {**head, **say(""), **ended(piece)}
-        except (RuntimeError, ValueError) as failure:  # it has begun: the status cannot be changed any more
-            yield error(str(failure))
+    async def _stream_lines(self, chunks: Stream[tuple[int, Chunk]], text_field: TextField) -> Stream[dict[str, Any]]:
+        async for _, chunk in chunks:
+            head = {"model": self.service.name, "created_at": now()}
+            if isinstance(chunk, TextDelta):
+                line = add_reasoning_and_calls(text_field(chunk.text), chunk.reasoning, chunk.tool_calls)
+                yield {**head, **line, **self._logprobs(chunk.tokens), "done": False}
+            elif isinstance(chunk, Finish):
+                yield {**head, **text_field(""), **finish_fields(chunk)}
 
 
-def with_more(part: dict[str, Any], reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """A part with thoughts and calls, where clients look for them."""
-    place = part.get("message", part)
+def parameter_count(model: torch.nn.Module) -> int:
+    """Counts parameters, weights in fp8 included: those are buffers, because they are not trained."""
+    packed = (buffer for buffer in model.buffers() if _is_packed_weight(buffer))
+    return sum(tensor.numel() for tensor in (*model.parameters(), *packed))
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Returns the bytes of parameters, and of weights in fp8 with their scales."""
+    tensors = [*model.parameters()]
+    for module in model.modules():
+        own_buffers = list(module.buffers(recurse=False))
+        if any(_is_packed_weight(buffer) for buffer in own_buffers):
+            tensors += own_buffers
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _is_packed_weight(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() and buffer.element_size() == 1
+
+
+def max_tokens_of(options: Options) -> int | None:
+    """Returns the token limit; Ollama's -1 and -2 mean no limit of the client's own."""
+    return options.num_predict if (options.num_predict or 0) > 0 else None
+
+
+def add_reasoning_and_calls(line: dict[str, Any], reasoning: str, tool_calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Adds reasoning and tool calls to a line, where clients read them."""
+    target = line.get("message", line)
     if reasoning:
-        place["thinking"] = reasoning
-    if calls and "message" in part:
-        place["tool_calls"] = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
-    return part
+        target["thinking"] = reasoning
+    if tool_calls and "message" in line:
+        target["tool_calls"] = [{"function": {"name": call.name, "arguments": call.arguments}} for call in tool_calls]
+    return line
 
 
-def message_of(message: OllamaMessage) -> Message:
-    """A message as the chat template reads it."""
-    found: dict[str, Any] = {"role": message.role, "content": message.content}
+def template_message(message: OllamaMessage) -> Message:
+    """Returns a message as the chat template reads it."""
+    converted: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        found["tool_calls"] = [{"type": "function", "function": call.get("function", {})} for call in message.tool_calls]
+        calls = [{"type": "function", "function": call.get("function", {})} for call in message.tool_calls]
+        converted["tool_calls"] = calls
     if message.tool_name:
-        found["name"] = message.tool_name
-    return found
+        converted["name"] = message.tool_name
+    return converted
 
 
-def _no_pictures(images: Sequence[str] | None) -> None:
+def _check_no_images(images: Sequence[str] | None) -> None:
     if images:
-        raise Refused("only text can be read, got images", "images")
+        raise BadRequestError("only text input is supported, got images", "images")
 
 
-def ended(end: End) -> dict[str, Any]:
-    """The last line's fields."""
-    reason = "length" if end.reason in ("length", "deadline") else "stop"
-    return {"done": True, "done_reason": reason, **spent(end.stats)}
+def finish_fields(finish: Finish) -> dict[str, Any]:
+    """Returns the fields of the last line."""
+    reason = "length" if finish.finish_reason in ("length", "deadline") else "stop"
+    return {"done": True, "done_reason": reason, **durations_of(finish.stats)}
 
 
-def spent(stats: Stats) -> dict[str, int]:
-    """Nanoseconds and tokens."""
-    whole, before = int(1e9 * stats.seconds), int(1e9 * stats.prefill_seconds)
-    read = {"prompt_eval_count": stats.prompt_tokens, "prompt_eval_duration": before}
+def durations_of(stats: Stats) -> dict[str, int]:
+    """Returns durations in nanoseconds, and token counts."""
+    total = int(1e9 * stats.seconds)
+    prefill = int(1e9 * stats.prefill_seconds)
     return {
-        "total_duration": whole,
+        "total_duration": total,
         "load_duration": 0,
-        **read,
+        "prompt_eval_count": stats.prompt_tokens,
+        "prompt_eval_duration": prefill,
         "eval_count": stats.new_tokens,
-        "eval_duration": whole - before,
+        "eval_duration": total - prefill,
     }
 
 
 def now() -> str:
-    """RFC 3339."""
+    """Returns the time in RFC 3339."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-def error(sentence: str) -> dict[str, str]:
-    """What clients raise."""
-    return {"error": sentence}
+def error(message: str) -> dict[str, Any]:
+    """Returns an error body, or the error line of a stream."""
+    return {"error": message}

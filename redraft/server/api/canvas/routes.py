@@ -1,0 +1,93 @@
+"""The routes of our own wire format: each runs one generator of events and sends it whole or as server-sent events."""
+
+import threading
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from redraft.server.api.canvas.autoregressive import stream_autoregressive
+from redraft.server.api.canvas.decide import stream_decision
+from redraft.server.api.canvas.edit import stream_edit
+from redraft.server.api.canvas.events import Events, memory_of
+from redraft.server.api.canvas.sudoku import SudokuSolver
+from redraft.server.api.canvas.write import stream_canvas
+from redraft.server.schema import AutoregressiveRequest, CanvasEditRequest, CanvasRequest, DecideRequest, SudokuRequest
+from redraft.server.service import Route, Service, read_body
+from redraft.server.streams import end_with_error, next_until_disconnected, sse_response, until_disconnected
+from redraft.server.worker import Stream
+
+
+def routes(service: Service) -> list[Route]:
+    """Returns the routes of this wire format."""
+    handlers = CanvasRoutes(service)
+    return [
+        Route("/v1/canvas", handlers.canvas, CanvasRequest),
+        Route("/v1/canvas/edit", handlers.edit, CanvasEditRequest),
+        Route("/v1/canvas/sudoku", handlers.sudoku, SudokuRequest),
+        Route("/v1/canvas/decide", handlers.decide, DecideRequest),
+        Route("/v1/canvas/autoregressive", handlers.autoregressive, AutoregressiveRequest),
+    ]
+
+
+class CanvasRoutes:
+    """The handlers."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.sudoku_solver = SudokuSolver(service.writer)
+
+    async def canvas(self, request: Request) -> Response:
+        """POST /v1/canvas."""
+        body = await read_body(request, CanvasRequest)
+        return await self._respond(request, body.stream, lambda stop: stream_canvas(self.service.writer, body, stop))
+
+    async def edit(self, request: Request) -> Response:
+        """POST /v1/canvas/edit."""
+        body = await read_body(request, CanvasEditRequest)
+        return await self._respond(request, body.stream, lambda stop: stream_edit(self.service.writer, body, stop))
+
+    async def sudoku(self, request: Request) -> Response:
+        """POST /v1/canvas/sudoku."""
+        body = await read_body(request, SudokuRequest)
+        return await self._respond(request, body.stream, lambda stop: self.sudoku_solver.stream(body, stop))
+
+    async def decide(self, request: Request) -> Response:
+        """POST /v1/canvas/decide."""
+        body = await read_body(request, DecideRequest)
+        return await self._respond(request, body.stream, lambda stop: stream_decision(self.service.writer, body, stop))
+
+    async def autoregressive(self, request: Request) -> Response:
+        """POST /v1/canvas/autoregressive."""
+        body = await read_body(request, AutoregressiveRequest)
+        return await self._respond(request, body.stream, lambda stop: stream_autoregressive(self.service.writer, body, stop))
+
+    async def _respond(self, request: Request, stream: bool, work: Callable[[threading.Event], Events]) -> Response:
+        events = self._finish_events(self.service.worker.run(work))
+        if not stream:
+            return JSONResponse({"events": [event async for event in until_disconnected(request, events)]})
+        first = await next_until_disconnected(request, events)  # a bad request raises here, before the response starts
+        return sse_response(end_with_error(_prepend(first, events), _error_event))
+
+    async def _finish_events(self, events: Stream[dict[str, Any]]) -> Stream[dict[str, Any]]:
+        """Counts the stats of the end event, and adds the memory in use to it."""
+        async with aclosing(events):
+            async for event in events:
+                if (stats := event.pop("stats", None)) is not None:
+                    self.service.count_stats(stats)
+                if event["type"] == "end":
+                    event["memory"] = memory_of(self.service.writer.model.device)
+                yield event
+
+
+async def _prepend(first: dict[str, Any], rest: Stream[dict[str, Any]]) -> Stream[dict[str, Any]]:
+    yield first
+    async with aclosing(rest):
+        async for event in rest:
+            yield event
+
+
+def _error_event(status: int, message: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"message": message, "code": status}}

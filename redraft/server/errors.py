@@ -1,0 +1,93 @@
+"""Errors of a request, and the HTTP status of each.
+
+A mistake of the client is a 400 with one sentence that names it. Any other exception is a fault of the server: it is
+answered as a 500 and logged with a trace. Lower packages raise ValueError subclasses for user mistakes (BAD_REQUESTS);
+a bare ValueError counts as a user mistake only where a request is checked before it runs (`checking_request`).
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from redraft.config import ConfigError
+from redraft.constraints.regex_dfa import PatternError
+from redraft.engine import Stopped
+from redraft.engine.request import ReplayError
+from redraft.tasks.sudoku.board import BoardError
+from redraft.tokenizer.tokenizer import TokenizerError
+
+LOG = logging.getLogger("redraft.server")
+
+
+class BadRequestError(ValueError):
+    """A request that cannot be fulfilled. `param` names the field that is wrong."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class BodyTooLargeError(Exception):
+    """The body has more bytes than the server accepts."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(f"a request body may have {max_bytes:,} bytes at most")
+
+
+class ServerBusyError(RuntimeError):
+    """The server already has as many requests as it accepts. `retry_after` is in seconds."""
+
+    def __init__(self, active: int, retry_after: int = 1) -> None:
+        super().__init__(f"the server already has {active} requests running or waiting: try again in {retry_after} s")
+        self.retry_after = retry_after
+
+
+class ServerClosingError(RuntimeError):
+    """The server shuts down and accepts no new requests."""
+
+
+class ClientDisconnected(RuntimeError):
+    """The client closed its connection."""
+
+
+BAD_REQUESTS = (BadRequestError, PatternError, ConfigError, TokenizerError, BoardError, ReplayError)
+STATUS_CODES: dict[type[Exception], int] = {
+    **dict.fromkeys(BAD_REQUESTS, 400),
+    Stopped: 409,
+    BodyTooLargeError: 413,
+    ServerBusyError: 429,
+    ClientDisconnected: 499,
+    ServerClosingError: 503,
+}
+
+
+def status_of(error: Exception) -> int:
+    """Returns the HTTP status of an error: 500 unless the table names its class."""
+    return next((status for kind, status in STATUS_CODES.items() if isinstance(error, kind)), 500)
+
+
+def message_of(error: Exception) -> str:
+    """Returns the sentence that the client reads."""
+    return str(error) or type(error).__name__
+
+
+def log_fault(error: Exception) -> None:
+    """Logs an error with its trace if it is a fault of the server."""
+    if status_of(error) == 500:
+        LOG.error("internal error: %s", message_of(error), exc_info=error)
+
+
+@contextmanager
+def checking_request() -> Iterator[None]:
+    """Turns the ValueErrors of checks in lower packages into BadRequestError.
+
+    Wrap only code that checks or submits a request: once tokens are generated, a bare ValueError is a fault of the server.
+    """
+    try:
+        yield
+    except BAD_REQUESTS:
+        raise
+    except RecursionError:
+        raise BadRequestError("the request is nested too deeply") from None
+    except ValueError as error:
+        raise BadRequestError(message_of(error)) from error
