@@ -1,4 +1,4 @@
-"""The page in a real Chromium, all that can be done on it. Pictures go to build/page."""
+"""The web page in a real Chromium: every mode and every control. Screenshots go to build/page."""
 
 import json
 import re
@@ -12,15 +12,16 @@ from serving import served
 
 import redraft
 from redraft.server.middleware import Limits
+from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here; .ci/run installs it"),
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed; .ci/run installs it"),
 ]
-PICTURES = Path(__file__).parents[2] / "build" / "page"
-STORY = {"prompt": "Once upon a time", "seed": 1, "max_tokens": 64, "max_steps": 10}
-CALM = 60_000  # milliseconds that a run may take where many tests share two cores
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "page"
+STORY = {"prompt": "Once upon a time", "seed": 1, "max_tokens": 32, "max_steps": 10}
+TIMEOUT_MS = 60_000  # a run may take long on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +31,16 @@ def url():
 
 
 def small():
-    """The shipped model on short pages: two cores are soon done with them."""
+    """The shipped model with short canvases, which are fast on two cores."""
     writer = redraft.load()
-    writer.sampler = writer.sampler.changed(canvas_length=64)
+    writer.sampler = writer.sampler.changed(canvas_length=32)
     return writer
 
 
 @pytest.fixture(scope="module")
 def chromium():
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    sync_api.expect.set_options(timeout=CALM)
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    sync_api.expect.set_options(timeout=TIMEOUT_MS)
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
@@ -48,215 +49,210 @@ def chromium():
 
 @pytest.fixture
 def opened(chromium):
-    """Makes pages; at the end nothing may have been complained of on any console."""
-    said, contexts = [], []
+    """Opens browser pages; at the end of the test their consoles must be empty."""
+    messages = []
+    contexts = []
 
     def open_(address, width=1440, height=900, **options):
         context = chromium.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(CALM)
-        page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: said.append(str(error)))
+        page.set_default_timeout(TIMEOUT_MS)
+        page.on("console", lambda message: messages.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: messages.append(str(error)))
         page.goto(address)
         return page
 
-    open_.said = said
+    open_.messages = messages
     yield open_
     for context in contexts:
         context.close()
-    assert said == []
+    assert messages == []
 
 
 def write(page, **changes):
-    asked = {**STORY, **changes}
+    fields = {**STORY, **changes}
     page.click("#tab-write")
-    for name, value in asked.items():
+    for name, value in fields.items():
         page.fill(f"#form-write [name={name}]", str(value))
     page.keyboard.press("Control+Enter")
     page.wait_for_selector(".badge")
 
 
-def scrub(page, index):
-    page.locator(".scrub").evaluate("(e, to) => { e.value = to; e.dispatchEvent(new Event('input')); }", index)
+def go_to(page, index):
+    page.locator(".slider").evaluate("(e, to) => { e.value = to; e.dispatchEvent(new Event('input')); }", index)
 
 
 def tokens(page):
-    return page.locator(".page .t").all_inner_texts()
+    return page.locator(".canvas .t").all_inner_texts()
 
 
-def said_by_server(url, **body):
+def server_events(url, **body):
     answer = httpx.post(f"{url}/v1/canvas", json={"stream": False, **body}, timeout=60)
     return answer.json()["events"]
 
 
-def picture(page, name):
+def screenshot(page, name):
     page.evaluate("document.activeElement?.blur()")
-    page.wait_for_timeout(600)  # what flashes has calmed down
-    page.screenshot(path=PICTURES / f"{name}.png")
+    page.wait_for_timeout(600)  # until the flash animation has ended
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
-@pytest.mark.timed
-def test_it_is_painted_at_once(opened, url):
-    page = opened(url)
-    page.wait_for_timeout(300)
-    assert page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") < 1000
-
-
-def test_it_writes_what_the_server_says(opened, url):
+def test_write_shows_the_text_of_the_server(opened, url):
     page = opened(url)
     sync_api.expect(page.locator("#model")).to_have_text("tiny")
     write(page)
-    text = said_by_server(url, **STORY)[-1]["text"]
-    assert page.inner_text(".page") == STORY["prompt"] + text
+    text = server_events(url, **STORY)[-1]["text"]
+    assert page.inner_text(".canvas") == STORY["prompt"] + text
     assert "tokens/s" in page.inner_text(".meters")
     assert "10 steps" in page.inner_text(".meters")
     assert re.search(r"\d\.\d\d GiB", page.inner_text(".meters"))
-    picture(page, "write_end")
+    screenshot(page, "write_end")
 
 
-def test_scrubbing_shows_every_step_as_it_was(opened, url):
+def test_the_slider_shows_every_step(opened, url):
     page = opened(url)
     write(page)
-    frames = [event for event in said_by_server(url, **STORY) if event["type"] == "frame"]
-    scrub(page, 0)
-    assert page.inner_text(".where") == "page 1, step 1 of 10"
+    frames = [event for event in server_events(url, **STORY) if event["type"] == "frame"]
+    go_to(page, 0)
+    assert page.inner_text(".position") == "canvas 1, step 1 of 10"
     first = [token["t"].replace("\n", "⏎\n") for token in frames[0]["tokens"]]
-    shown = page.locator(".page .t:not(.end)").all_text_contents()
+    shown = page.locator(".canvas .t:not(.end)").all_text_contents()
     assert shown == first[: len(shown)]
     noise = sum(token["s"] == "n" for token in frames[0]["tokens"][: len(shown)])
-    assert page.locator(".page .noise").count() == noise > 0
+    assert page.locator(".canvas .noise").count() == noise > 0
     page.locator("h1").click()
     for _ in range(3):
         page.keyboard.press("j")
-    assert page.inner_text(".where") == "page 1, step 4 of 10"
+    assert page.inner_text(".position") == "canvas 1, step 4 of 10"
     page.keyboard.press("k")
-    assert page.inner_text(".where") == "page 1, step 3 of 10"
+    assert page.inner_text(".position") == "canvas 1, step 3 of 10"
     for kind in ("noise", "changed", "draft"):
-        assert page.locator(f".page .{kind}").count() > 0, kind
-    picture(page, "scrub")
+        assert page.locator(f".canvas .{kind}").count() > 0, kind
+    screenshot(page, "scrub")
     page.keyboard.press(" ")
-    sync_api.expect(page.locator(".where")).to_have_text("the end")
+    sync_api.expect(page.locator(".position")).to_have_text("the end")
     page.keyboard.press("o")
-    assert page.locator(".page.mapped .t[style]").count() > 20
-    picture(page, "order_map")
-    with page.expect_download() as kept:
+    assert page.locator(".canvas.mapped .t[style]").count() > 20
+    screenshot(page, "order_map")
+    with page.expect_download() as download:
         page.click("#save-picture")
-    kept.value.save_as(PICTURES / "order_map_saved.png")
-    saved = Image.open(PICTURES / "order_map_saved.png").convert("RGB")
-    box = page.locator(".page").bounding_box()
+    download.value.save_as(SCREENSHOTS / "order_map_saved.png")
+    saved = Image.open(SCREENSHOTS / "order_map_saved.png").convert("RGB")
+    box = page.locator(".canvas").bounding_box()
     assert saved.size == (int(2 * box["width"]), int(2 * box["height"]))
-    assert len(saved.getcolors(2**24)) > 30  # ink on many grounds
+    assert len(saved.getcolors(2**24)) > 30  # text on many background colours
 
 
-def test_a_token_shows_what_else_it_could_be_and_what_stood_there(opened, url):
+def test_a_token_shows_its_candidates_and_its_history(opened, url):
     page = opened(url)
     write(page)
-    scrub(page, 5)
-    token = page.locator(".page .changed").first
+    go_to(page, 5)
+    token = page.locator(".canvas .changed").first
     word = token.inner_text().strip()
     token.hover()
-    assert word.replace("\n", "⏎") in page.inner_text(".closer h2")
+    assert word.replace("\n", "⏎") in page.inner_text(".details h2")
     assert 1 <= page.locator(".candidates li").count() <= 5
     shares = [float(share.rstrip("%")) for share in page.locator(".candidates b").all_inner_texts()]
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) <= 100.5
-    assert page.locator(".past .bars i").count() == 10
-    picture(page, "closely")
+    assert page.locator(".history .bars i").count() == 10
+    screenshot(page, "details")
 
 
-def test_a_token_is_replaced_and_the_run_goes_on_from_that_step(opened, url):
+def test_a_token_is_replaced_and_the_run_resumes_from_that_step(opened, url):
     page = opened(url)
     write(page)
-    scrub(page, 3)
+    go_to(page, 3)
     before = tokens(page)
-    page.locator(".page .t").nth(5).click()
-    page.fill(".instead", " dragon")
+    page.locator(".canvas .t").nth(5).click()
+    page.fill(".replacement", " dragon")
     page.keyboard.press("Enter")
-    assert page.inner_text(".going .go") == "Go on from page 1, step 4"
-    picture(page, "steer")
-    page.click(".going .go")
+    assert page.inner_text(".resume .go") == "Resume from canvas 1, step 4"
+    screenshot(page, "steer")
+    page.click(".resume .go")
     page.wait_for_selector(".badge")
-    turns = [{"block": 0, "step": 4, "pins": [{"at": 5, "text": " dragon"}], "bans": []}]
-    expected = said_by_server(url, **STORY, turns=turns)[-1]["text"]
-    assert page.inner_text(".page") == STORY["prompt"] + expected
-    assert page.locator(".page .t").nth(5).inner_text().strip() == "dragon"
-    assert "pinned" in page.locator(".page .t").nth(5).get_attribute("class")
-    scrub(page, 3)
+    interventions = [{"block": 0, "step": 4, "pins": [{"position": 5, "text": " dragon"}], "bans": []}]
+    expected = server_events(url, **STORY, interventions=interventions)[-1]["text"]
+    assert page.inner_text(".canvas") == STORY["prompt"] + expected
+    assert page.locator(".canvas .t").nth(5).inner_text().strip() == "dragon"
+    assert "pinned" in page.locator(".canvas .t").nth(5).get_attribute("class")
+    go_to(page, 3)
     assert tokens(page) == before
-    picture(page, "steered")
-    # And once more, by keys alone: the token at place 9 is banned where it stands at the end.
-    scrub(page, 99)
-    old = page.locator(".page .t").nth(9).text_content()
-    page.focus(".page")
+    screenshot(page, "steered")
+    # Once more with the keyboard alone: the token at position 9 is banned at the end.
+    go_to(page, 99)
+    old = page.locator(".canvas .t").nth(9).text_content()
+    page.focus(".canvas")
     for _ in range(10):
         page.keyboard.press("ArrowRight")
     page.keyboard.press("b")
     page.keyboard.press("g")
     page.wait_for_selector(".badge")
-    assert page.locator(".page .t").nth(9).text_content() != old
-    assert page.locator(".page .t").nth(5).inner_text().strip() == "dragon"
+    assert page.locator(".canvas .t").nth(9).text_content() != old
+    assert page.locator(".canvas .t").nth(5).inner_text().strip() == "dragon"
 
 
-def test_at_the_end_a_token_is_the_one_that_was_committed(opened, url):
+def test_at_the_end_a_token_is_the_committed_one(opened, url):
     page = opened(url)
     write(page)
-    committed = said_by_server(url, **STORY)[-2]
-    for at in range(0, 64, 7):
-        page.locator(".page .t").nth(at).click()
+    committed = server_events(url, **STORY)[-2]
+    for at in range(0, 32, 4):
+        page.locator(".canvas .t").nth(at).click()
         page.keyboard.press("p")
-        assert f"id {committed['ids'][at]} " in page.inner_text(".closer .facts >> nth=0")
-    page.click(".going .go")
+        assert f"id {committed['ids'][at]} " in page.inner_text(".details .facts >> nth=0")
+    page.click(".resume .go")
     page.wait_for_selector(".badge")
-    again = page.locator(".page .t").all_text_contents()
-    assert [again[at] for at in range(0, 64, 7)] == [committed["texts"][at] for at in range(0, 64, 7)]
+    again = page.locator(".canvas .t").all_text_contents()
+    assert [again[at] for at in range(0, 32, 4)] == [committed["texts"][at] for at in range(0, 32, 4)]
 
 
-def test_holes_are_filled_and_show_as_a_page(opened, url):
+def test_gaps_are_filled_and_html_is_previewed(opened, url):
     page = opened(url)
     page.click("#tab-fill")
     text = "The [[ ]] sat on the [[ ]]."
-    for name, value in {"text": text, "length": 2, "seed": 3}.items():
+    for name, value in {"text": text, "length": 2, "seed": 3, "max_steps": 6}.items():
         page.fill(f"#form-fill [name={name}]", str(value))
     page.click("#form-fill [type=submit]")
     page.wait_for_selector(".result:visible")
-    known = said_by_server(url, text=text.replace("[[ ]]", "[[ 2 ]]"), seed=3)[-1]["text"]
+    known = server_events(url, text=text.replace("[[ ]]", "[[ 2 ]]"), seed=3, max_steps=6)[-1]["text"]
     assert page.inner_text(".result pre") == known
-    assert page.locator(".page .pinned").count() > 3
-    scrub(page, 0)
-    picture(page, "fill")
+    assert page.locator(".canvas .pinned").count() > 3
+    go_to(page, 0)
+    screenshot(page, "fill")
     page.fill("#form-fill [name=text]", "<h1>The dog was very [[ ]].</h1>")
     page.fill("#form-fill [name=length]", "")
     page.click("#form-fill [type=submit]")
     page.wait_for_selector(".result ins")
     assert page.locator(".result ins").count() == 1
-    page.click(".again")  # with the length that was found, it can be steered
+    page.click(".refill")  # with the length that was found, the canvas can be steered
     page.wait_for_selector(".badge")
-    sync_api.expect(page.locator(".where")).to_have_text("the end")
-    page.locator(".page .t:not(.pinned)").first.click()
+    sync_api.expect(page.locator(".position")).to_have_text("the end")
+    page.locator(".canvas .t:not(.pinned)").first.click()
     assert page.locator(".actions .ban").count() == 1
     shown = page.frame_locator("#preview iframe")
     assert shown.locator("h1").inner_text().startswith("The")
-    picture(page, "fill_preview")
+    screenshot(page, "fill_preview")
 
 
-def test_an_edit_shows_what_has_changed(opened, url):
+def test_an_edit_shows_its_changes(opened, url):
     page = opened(url)
     page.click("#tab-edit")
+    assert float(page.input_value("#form-edit [name=strength]")) == DEFAULT_EDIT_STRENGTH
     page.fill("#form-edit [name=seed]", "4")
     page.click("#form-edit [type=submit]")
     page.wait_for_selector(".result ins")
     assert page.locator(".result ins").count() == page.locator(".result del").count() > 0
     page.click(".order")
-    picture(page, "edit")
-    text, changed = page.inner_text(".result"), page.locator(".page .t:not(.pinned)").first
+    screenshot(page, "edit")
+    text, changed = page.inner_text(".result"), page.locator(".canvas .t:not(.pinned)").first
     old = changed.text_content()
     changed.click()
     page.keyboard.press("b")  # not that one: another
-    page.click(".going .go")
+    page.click(".resume .go")
     page.wait_for_selector(".badge")
     assert page.inner_text(".result") != text
-    assert page.locator(".page .t:not(.pinned)").first.text_content() != old
+    assert page.locator(".canvas .t:not(.pinned)").first.text_content() != old
 
 
 def test_a_decision_is_shown_as_bars(opened, url):
@@ -269,20 +265,20 @@ def test_a_decision_is_shown_as_bars(opened, url):
     assert words[0] == " sad"
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(100, abs=0.3)
-    assert page.locator(".page").is_hidden()
-    picture(page, "decide")
+    assert page.locator(".canvas").is_hidden()
+    screenshot(page, "decide")
     page.fill("#form-decide [name=choices]", " sad\n sad")
     page.click("#form-decide [type=submit]")
     sync_api.expect(page.locator("#status")).to_have_text(re.compile("choices must differ"))
     page.click("#tab-write")
     page.click("#form-write [type=submit]")
-    page.wait_for_selector(".page .t")  # it is shown again, and can be stopped
+    page.wait_for_selector(".canvas .t")  # the canvas is shown again, and the run can be stopped
     page.click("#stop")
     sync_api.expect(page.locator("#status")).to_have_text("stopped")
-    opened.said.clear()  # the browser notes the 400 itself
+    opened.messages.clear()  # the browser logs the 400
 
 
-def test_a_board_races_cell_after_cell(opened, url):
+def test_a_puzzle_races_against_autoregressive(opened, url):
     page = opened(url)
     page.click("#tab-sudoku")
     page.fill("#form-sudoku [name=seed]", "1")
@@ -290,12 +286,12 @@ def test_a_board_races_cell_after_cell(opened, url):
     page.wait_for_selector(".race .arrived >> nth=1")
     facts = page.locator(".race .facts").all_inner_texts()
     assert facts[0].startswith("solved")
-    assert "51 passes, 0 digits" in facts[1]
+    assert "51 forwards, 0 digits" in facts[1]
     assert page.locator(".race .board").count() == 2
-    picture(page, "race_boards")
+    screenshot(page, "race_boards")
 
 
-def test_a_sudoku_is_solved_before_ones_eyes(opened, url):
+def test_a_puzzle_is_solved_and_shown_step_by_step(opened, url):
     page = opened(url, color_scheme="dark")
     page.keyboard.press("Alt+5")
     page.click("text=Puzzle 2")
@@ -306,40 +302,40 @@ def test_a_sudoku_is_solved_before_ones_eyes(opened, url):
     digits = "".join(page.locator(".board td").all_inner_texts())
     assert len(digits) == 81
     assert all(set(digits[9 * row : 9 * row + 9]) == set("123456789") for row in range(9))
-    scrub(page, 1)
+    go_to(page, 1)
     assert page.locator(".board .given").count() == 21
-    picture(page, "sudoku")
+    screenshot(page, "sudoku")
 
 
-def test_a_conversation_goes_on(opened, url):
+def test_a_conversation_continues(opened, url):
     page = opened(url)
     page.click("#tab-chat")
     page.fill("#form-chat [name=max_steps]", "8")
     for count in (2, 4):
         page.fill("#form-chat [name=message]", "Tell me about a cat.")
         page.click("#form-chat [type=submit]")
-        sync_api.expect(page.locator("#talk li")).to_have_count(count)
-    assert page.locator("#talk li.assistant").count() == 2
-    picture(page, "chat")
-    # What is stopped was not said, and what is typed meanwhile stays.
+        sync_api.expect(page.locator("#conversation li")).to_have_count(count)
+    assert page.locator("#conversation li.assistant").count() == 2
+    screenshot(page, "chat")
+    # A stopped message is not added, and text typed meanwhile stays.
     for name, value in {"max_steps": 96, "temperature": 2, "max_tokens": 600}.items():  # it cannot settle meanwhile
         page.fill(f"#form-chat [name={name}]", str(value))
     page.fill("#form-chat [name=message]", "Never mind.")
     page.keyboard.press("Control+Enter")
-    page.wait_for_selector(".page .noise")
+    page.wait_for_selector(".canvas .noise")
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#form-chat [name=message]")).to_have_value("Never mind.")
-    assert page.locator("#talk li").count() == 4
-    # A story that is told while one looks at the conversation is no part of it.
+    assert page.locator("#conversation li").count() == 4
+    # A run of the write tab is not added to the conversation.
     page.click("#tab-write")
     page.fill("#form-write [name=max_steps]", "10")
     page.click("#form-write [type=submit]")
     page.click("#tab-chat")
     page.wait_for_selector(".badge")
-    assert page.locator("#talk li").count() == 4
+    assert page.locator("#conversation li").count() == 4
 
 
-def test_a_race_is_measured_and_shown(opened, url):
+def test_a_text_races_against_autoregressive(opened, url):
     page = opened(url)
     for name, value in STORY.items():
         page.fill(f"#form-write [name={name}]", str(value))
@@ -347,9 +343,9 @@ def test_a_race_is_measured_and_shown(opened, url):
     page.wait_for_selector(".race .arrived >> nth=1")
     assert "times as fast" in page.inner_text(".race > .hint")
     facts = page.locator(".race .facts").all_inner_texts()
-    assert "10 passes" in facts[0]
-    assert int(facts[1].split(" tokens")[0]) == int(facts[1].split(", ")[1].split()[0])  # a pass for every token
-    picture(page, "race")
+    assert "10 forwards" in facts[0]
+    assert int(facts[1].split(" tokens")[0]) == int(facts[1].split(", ")[1].split()[0])  # one forward per token
+    screenshot(page, "race")
     page.click("#start-race")
     page.wait_for_selector(".race .clock")
     page.keyboard.press("Escape")
@@ -359,89 +355,91 @@ def test_a_race_is_measured_and_shown(opened, url):
 def test_a_replay_is_one_file_that_plays_without_a_server(opened, url, tmp_path):
     page = opened(url)
     write(page)
-    ended = page.inner_text(".page")
-    with page.expect_download() as kept:
+    ended = page.inner_text(".canvas")
+    with page.expect_download() as download:
         page.click("#save-replay")
-    saved = tmp_path / kept.value.suggested_filename
-    kept.value.save_as(saved)
-    with page.expect_download() as kept:
+    saved = tmp_path / download.value.suggested_filename
+    download.value.save_as(saved)
+    with page.expect_download() as download:
         page.click("#save-trace")
-    trace = [json.loads(line) for line in Path(kept.value.path()).read_text(encoding="utf-8").splitlines()]
-    assert [trace[0]["type"], trace[1]["type"], trace[-1]["type"]] == ["asked", "begin", "end"]
+    trace = [json.loads(line) for line in Path(download.value.path()).read_text(encoding="utf-8").splitlines()]
+    assert [trace[0]["type"], trace[1]["type"], trace[-1]["type"]] == ["request", "begin", "end"]
     again = opened("about:blank")
-    asked = []
-    again.on("request", lambda request: asked.append(request.url))
+    requests = []
+    again.on("request", lambda request: requests.append(request.url))
     again.goto(saved.as_uri())
-    sync_api.expect(again.locator(".where")).to_have_text("the end")
-    assert again.inner_text(".page") == ended
-    assert [address for address in asked if not address.startswith("file:")] == []
-    scrub(again, 4)
-    assert again.inner_text(".where") == "page 1, step 5 of 10"
-    again.locator(".page .t").nth(3).hover()
+    sync_api.expect(again.locator(".position")).to_have_text("the end")
+    assert again.inner_text(".canvas") == ended
+    assert [address for address in requests if not address.startswith("file:")] == []
+    go_to(again, 4)
+    assert again.inner_text(".position") == "canvas 1, step 5 of 10"
+    again.locator(".canvas .t").nth(3).hover()
     assert again.locator(".candidates li").count() >= 1
     assert again.locator(".actions").count() == 0
-    picture(again, "replay")
+    screenshot(again, "replay")
 
 
 @pytest.mark.parametrize(("width", "height", "scheme"), [(360, 780, "dark"), (3840, 2160, "light")])
-def test_it_is_readable_on_a_phone_and_on_a_wall(opened, url, width, height, scheme):
+def test_the_layout_fits_a_phone_and_a_large_screen(opened, url, width, height, scheme):
     page = opened(url, width, height, color_scheme=scheme)
     write(page)
-    scrub(page, 6)
+    go_to(page, 6)
     for mode in ("write", "chat", "fill", "edit", "sudoku", "decide"):
         page.click(f"#tab-{mode}")
         assert page.evaluate("document.scrollingElement.scrollWidth") <= width
-    size = page.evaluate("parseFloat(getComputedStyle(document.querySelector('.page')).fontSize)")
+    size = page.evaluate("parseFloat(getComputedStyle(document.querySelector('.canvas')).fontSize)")
     assert 14 <= size <= 32
     assert width < 1000 or size > 20
     page.click("#tab-write")
-    page.locator(".page .t").nth(5).click()
-    picture(page, f"{width}_{scheme}")
+    page.locator(".canvas .t").nth(5).click()
+    screenshot(page, f"{width}_{scheme}")
 
 
-def test_what_is_written_is_never_run(opened, url):
+def test_generated_scripts_never_run(opened, url):
     page = opened(url)
     evil = "<p>Look</p><img src=x onerror=\"top.document.title='run'\"><script>top.document.title='run'</script> and"
     write(page, prompt=evil, max_tokens=8)
-    assert page.inner_text(".before") == evil
-    assert page.frame_locator("#preview iframe").locator("p").inner_text() == "Look"  # it is shown, and does nothing
+    assert page.inner_text(".prefix") == evil
+    assert page.frame_locator("#preview iframe").locator("p").inner_text() == "Look"  # shown, without its scripts
     page.wait_for_timeout(300)
     assert page.title() == "redraft"
-    opened.said[:] = [line for line in opened.said if "sandbox" not in line and "Content Security" not in line]
+    opened.messages[:] = [line for line in opened.messages if "sandbox" not in line and "Content Security" not in line]
 
 
-def test_mistakes_are_told_and_what_runs_can_be_stopped(opened, url):
+def test_errors_are_shown_and_runs_can_be_stopped(opened, url):
     page = opened(url)
     page.fill("#form-write [name=regex]", "(")
     page.click("#form-write [type=submit]")
     sync_api.expect(page.locator("#status")).to_have_text(re.compile(".{10}"))
     assert "(" in page.inner_text("#status")
-    opened.said.clear()  # the browser notes the 400 itself
+    opened.messages.clear()  # the browser logs the 400
     page.fill("#form-write [name=regex]", "")
     page.click("#form-write [type=submit]")
-    page.wait_for_selector(".page .t")
+    page.wait_for_selector(".canvas .t")
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#status")).to_have_text("stopped")
     page.fill("#form-write [name=max_steps]", "")
     page.click("#form-write [type=submit]")
-    page.wait_for_selector(".page .noise")
-    page.locator(".page .t").nth(4).click()
-    page.type(".instead", " gogo", delay=150)  # while steps come in: letters are letters
-    assert page.input_value(".instead") == " gogo"
+    page.wait_for_selector(".canvas .noise")
+    page.locator(".canvas .t").nth(4).click()
+    page.type(".replacement", " gogo", delay=150)  # while steps arrive: the keys type, they are no shortcuts
+    assert page.input_value(".replacement") == " gogo"
     page.locator("h1").click()
     page.keyboard.press("?")
     page.wait_for_selector("#help[open]")
     page.keyboard.press("Escape")
-    page.wait_for_selector(".badge")  # it closed the keys, and stopped nothing
+    page.wait_for_selector(".badge")  # Escape closed the dialog and did not stop the run
     assert page.inner_text("#status") == ""
 
 
-def test_a_key_is_asked_for(opened):
+def test_the_page_asks_for_the_api_key(opened):
     with served(small(), limits=Limits(key="secret")) as address:
         page = opened(address)
+        page.fill("#form-write [name=max_tokens]", "16")
+        page.fill("#form-write [name=max_steps]", "2")
         page.click("#form-write [type=submit]")
         page.wait_for_selector("#key[open]")
         page.fill("#key input", "secret")
         page.click("#key [value=ok]")
         page.wait_for_selector(".badge")
-        opened.said.clear()  # the browser notes the 401s itself
+        opened.messages.clear()  # the browser logs the 401s

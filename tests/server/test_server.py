@@ -375,7 +375,11 @@ def test_continue_edits(http):
     assert found.startswith("```\n")
     assert found.endswith("\n```")
     region_found = fim.find_region(prompt)
-    assert (region_found.text, region_found.prefix, region_found.suffix) == ("def f(b):\n    return a", "import os\n", "\nf(1)\n")
+    assert (region_found.text, region_found.prefix, region_found.suffix) == (
+        "def f(b):\n    return a",
+        "import os\n",
+        "\nf(1)\n",
+    )
     assert region_found.context == "-x\n+y\n"
     file = "<|current_file_content|>\ncurrent_file_path: a\nx\ny\nz\n<|/current_file_content|>"
     apart = f"{file}\n<|code_to_edit|>\ny\n<|/code_to_edit|>"
@@ -435,4 +439,6 @@ def test_ollama_counts_weights_in_fp8(http):
     assert listed["details"] == shown
     assert shown["parameter_size"] == plain_details["details"]["parameter_size"] != "0.0M"
     assert shown["quantization_level"] == "fp8"
-    assert 0.25 * plain_details["size"] < listed["size"] < plain_details["size"]  # float32 against fp8 and float32 embeddings
+    assert (
+        0.25 * plain_details["size"] < listed["size"] < plain_details["size"]
+    )  # float32 against fp8 and float32 embeddings

@@ -84,7 +84,9 @@ def test_a_stream_is_the_same_events(url):
 def test_a_resumed_run_without_a_change_equals_the_unbroken_run(url):
     before = events(url, **STORY)
     first = of("canvas", before)[0]["ids"]
-    again = events(url, **STORY, canvases=[first], interventions=[{"block": 1, "step": 2}], resume_at={"block": 1, "step": 2})
+    again = events(
+        url, **STORY, canvases=[first], interventions=[{"block": 1, "step": 2}], resume_at={"block": 1, "step": 2}
+    )
     expected = [frame for frame in of("frame", before) if (frame["block"], frame["step"]) > (1, 2)]
     assert [frame["step"] for frame in of("frame", again)] == [frame["step"] for frame in expected]
     shown = [[frame for frame in of("frame", found) if frame["block"] == 1] for found in (before, again)]
@@ -96,7 +98,9 @@ def test_a_resumed_run_without_a_change_equals_the_unbroken_run(url):
 def test_pins_and_bans_of_an_intervention_hold(url):
     before = events(url, **STORY)
     old = of("canvas", before)[0]["ids"]
-    interventions = [{"block": 0, "step": 2, "pins": [{"position": 3, "text": "xy"}], "bans": [{"position": 8, "id": old[8]}]}]
+    interventions = [
+        {"block": 0, "step": 2, "pins": [{"position": 3, "text": "xy"}], "bans": [{"position": 8, "id": old[8]}]}
+    ]
     canvas = of("canvas", events(url, **STORY, interventions=interventions))[0]
     assert canvas["texts"][3:5] == ["x", "y"]
     assert canvas["ids"][8] != old[8]
@@ -224,7 +228,9 @@ def test_an_edit_is_steered_and_resumed(url):
     (zero, one), frames = of("canvas", first), of("frame", first)
     assert len(zero["ids"]) + len(one["ids"]) == len(WRITER.tokenizer.encode(text))
     intervention = {"block": 1, "step": 1, "pins": [{"position": 20, "text": "Z"}]}
-    again = events(url, "/edit", **asked, interventions=[intervention], canvases=[zero["ids"]], resume_at={"block": 1, "step": 1})
+    again = events(
+        url, "/edit", **asked, interventions=[intervention], canvases=[zero["ids"]], resume_at={"block": 1, "step": 1}
+    )
     (canvas,) = of("canvas", again)
     assert canvas["texts"][4] == "Z"
     assert canvas["ids"] != one["ids"]

@@ -1,4 +1,4 @@
-// The page: what is asked for in each mode, runs as they come, keys, theme, saving.
+// The web page: the request of each mode, runs as their events arrive, keyboard, theme, saving.
 
 import { Player } from "./player.js";
 import { Run } from "./run.js";
@@ -19,139 +19,142 @@ const number = (form, name) => (field(form, name) === "" ? undefined : Number(fi
 
 let abort = null;
 let mode = "write";
-const talk = []; // the conversation
-const player = new Player($("#player"), { steer, again, moved: () => preview() });
+const conversation = []; // messages
+const player = new Player($("#player"), { onSteer: steer, onRefill: refill, onMove: () => preview() });
 
-// What is asked for
+// Requests
 
 const seedOf = (form) => number(form, "seed") ?? Math.floor(Math.random() * 2 ** 32);
 
-function common(form) {
+function commonFields(form) {
   return { seed: seedOf(form), temperature: number(form, "temperature"), max_steps: number(form, "max_steps") };
 }
 
-function holes(text, length) {
+function withGapLength(text, length) {
   return length ? text.replace(/\[\[[ \t]*\]\]/g, `[[ ${length} ]]`) : text;
 }
 
-const ASKED = {
-  write: (form) => ({ path: "/v1/canvas", body: { ...common(form), prompt: field(form, "prompt"), max_tokens: number(form, "max_tokens"), regex: field(form, "regex") || undefined } }),
-  chat: (form) => ({ path: "/v1/canvas", body: { ...common(form), messages: [...talk, { role: "user", content: field(form, "message") }], max_tokens: number(form, "max_tokens") } }),
-  fill: (form) => ({ path: "/v1/canvas", body: { ...common(form), text: holes(field(form, "text"), number(form, "length")) } }),
-  edit: (form) => ({ path: "/v1/canvas/edit", body: { ...common(form), text: field(form, "text"), strength: number(form, "strength"), instruction: field(form, "instruction") || undefined } }),
+const REQUESTS = {
+  write: (form) => ({ path: "/v1/canvas", body: { ...commonFields(form), prompt: field(form, "prompt"), max_tokens: number(form, "max_tokens"), regex: field(form, "regex") || undefined } }),
+  chat: (form) => ({ path: "/v1/canvas", body: { ...commonFields(form), messages: [...conversation, { role: "user", content: field(form, "message") }], max_tokens: number(form, "max_tokens") } }),
+  fill: (form) => ({ path: "/v1/canvas", body: { ...commonFields(form), text: withGapLength(field(form, "text"), number(form, "length")) } }),
+  edit: (form) => ({ path: "/v1/canvas/edit", body: { ...commonFields(form), text: field(form, "text"), strength: number(form, "strength"), instruction: field(form, "instruction") || undefined } }),
   sudoku: (form) => ({ path: "/v1/canvas/sudoku", body: { puzzle: field(form, "puzzle"), seed: seedOf(form) } }),
   decide: (form) => ({ path: "/v1/canvas/decide", body: { messages: [{ role: "user", content: field(form, "question") }], choices: field(form, "choices").split("\n").filter((line) => line.trim()) } }),
 };
 
 // Runs
 
-function busy(is) {
-  for (const button of document.querySelectorAll("form [type=submit]")) button.disabled = is;
-  $("#stop").hidden = !is;
+function setBusy(isBusy) {
+  for (const button of document.querySelectorAll("form [type=submit]")) button.disabled = isBusy;
+  $("#stop").hidden = !isBusy;
 }
 
-function say(sentence, bad = false) {
+function showStatus(sentence, isError = false) {
   const status = $("#status");
   status.textContent = sentence;
-  status.classList.toggle("bad", bad);
+  status.classList.toggle("bad", isError);
 }
 
-// One thing at a time: what runs is let go, and a mistake is told.
-async function alone(work) {
+// Runs one thing at a time: stops the run before it, and shows errors.
+async function runExclusively(work) {
   abort?.abort();
   const own = (abort = new AbortController());
-  busy(true);
-  say("");
+  setBusy(true);
+  showStatus("");
   try {
     await work((path, body) => events(path, body, own.signal, askKey), own.signal);
   } catch (error) {
-    if (error.name !== "AbortError") say(error.message, true);
-    else if (abort === own) say("stopped");
+    if (error.name !== "AbortError") showStatus(error.message, true);
+    else if (abort === own) showStatus("stopped");
   } finally {
-    if (abort === own) busy(false);
+    if (abort === own) setBusy(false);
   }
 }
 
+// Sends a request and shows its run.
 async function follow(run, body) {
   $("#race").hidden = true;
   $("#player").hidden = false;
   player.show(run);
-  let waiting = false;
-  const drawn = () => {
-    waiting = false;
-    player.grow();
+  let isDrawScheduled = false;
+  const draw = () => {
+    isDrawScheduled = false;
+    player.update();
     preview();
   };
-  await alone(async (ask) => {
-    for await (const event of ask(run.asked.path, body)) {
+  await runExclusively(async (request) => {
+    for await (const event of request(run.request.path, body)) {
       run.add(event);
-      if (!waiting) requestAnimationFrame(drawn);
-      waiting = true;
+      if (!isDrawScheduled) requestAnimationFrame(draw);
+      isDrawScheduled = true;
     }
-    if (run.error) say(run.error, true);
+    if (run.error) showStatus(run.error, true);
   });
-  drawn();
+  draw();
   for (const button of document.querySelectorAll(".saves button:not(#stop)")) button.disabled = !run.frames.length;
-  if (run.kind === "chat" && run.end) talked(run);
+  if (run.kind === "chat" && run.end) addToConversation(run);
 }
 
 async function start(form) {
-  const asked = ASKED[mode](form);
-  const run = new Run(mode, asked);
+  const request = REQUESTS[mode](form);
+  const run = new Run(mode, request);
   const box = mode === "chat" ? form.elements.message : null;
   if (box) box.value = "";
-  await follow(run, asked.body);
-  if (box && !box.value && !run.end) box.value = asked.body.messages.at(-1).content; // it was not answered
+  await follow(run, request.body);
+  if (box && !box.value && !run.end) box.value = request.body.messages.at(-1).content; // it was not answered
 }
 
+// Resumes the run after a step with pins and bans.
 function steer({ block, step, pins, bans }) {
-  const { asked, pages } = player.run;
-  const earlier = (asked.body.turns ?? []).filter((turn) => turn.block < block || (turn.block === block && turn.step < step));
+  const { request, canvases } = player.run;
+  const earlier = (request.body.interventions ?? []).filter((one) => one.block < block || (one.block === block && one.step < step));
   const seed = player.run.begin.seed;
-  const body = { ...asked.body, seed, turns: [...earlier, { block, step, pins, bans }], pages: pages.slice(0, block).map((page) => page.ids) };
-  follow(player.run.upTo(block, step, { path: asked.path, body }), { ...body, since: { block, step } });
+  const interventions = [...earlier, { block, step, pins, bans }];
+  const body = { ...request.body, seed, interventions, canvases: canvases.slice(0, block).map((canvas) => canvas.ids) };
+  follow(player.run.upTo(block, step, { path: request.path, body }), { ...body, resume_at: { block, step } });
 }
 
-// Holes whose lengths were found, filled together on one page, which can be steered.
-function again(text) {
-  const { asked } = player.run;
-  const body = { ...asked.body, text };
-  follow(new Run("fill", { ...asked, body }), body);
+// Fills the gaps again with the lengths that were found, on one canvas, which can be steered.
+function refill(text) {
+  const { request } = player.run;
+  const body = { ...request.body, text };
+  follow(new Run("fill", { ...request, body }), body);
 }
 
-function talked(run) {
-  talk.splice(0, talk.length, ...run.asked.body.messages, { role: "assistant", content: run.end.text });
-  $("#talk").replaceChildren(...talk.map(({ role, content }) => element("li", { className: role }, element("b", {}, role === "user" ? "you" : "model"), element("p", {}, content))));
+function addToConversation(run) {
+  conversation.splice(0, conversation.length, ...run.request.body.messages, { role: "assistant", content: run.end.text });
+  $("#conversation").replaceChildren(...conversation.map(({ role, content }) => element("li", { className: role }, element("b", {}, role === "user" ? "you" : "model"), element("p", {}, content))));
 }
 
-// Answers that are pages themselves
+// Completions that are HTML
 
 const HTML = /<(!doctype|html|body|div|p|h[1-6]|svg|style|button|ul|ol|table|span|main|section)\b/i;
 
 function markup(text) {
   const fenced = /```(?:html)?\n([\s\S]*?)(?:```|$)/i.exec(text);
-  const found = fenced ? fenced[1] : text;
-  return HTML.test(found) ? found : "";
+  const content = fenced ? fenced[1] : text;
+  return HTML.test(content) ? content : "";
 }
 
 let drawnAt = 0;
 function preview() {
   const { run } = player;
-  const before = run?.begin?.before && run.kind !== "edit" ? run.begin.before : "";
-  const last = player.timeline.index >= (run?.frames.length ?? 0);
-  const text = run ? (run.end && last && run.kind !== "write" ? run.end.text : before + run.textAt(player.timeline.index)) : "";
-  const found = run?.kind === "sudoku" ? "" : markup(text);
-  $("#preview").hidden = !found || $("#player").hidden;
+  const prefix = run?.begin?.prefix && run.kind !== "edit" ? run.begin.prefix : "";
+  const isLast = player.timeline.index >= (run?.frames.length ?? 0);
+  const text = run ? (run.end && isLast && run.kind !== "write" ? run.end.text : prefix + run.textAt(player.timeline.index)) : "";
+  const html = run?.kind === "sudoku" ? "" : markup(text);
+  $("#preview").hidden = !html || $("#player").hidden;
   if ($("#preview").hidden || (performance.now() - drawnAt < 200 && !run.end)) return;
   drawnAt = performance.now();
   const frame = $("#preview iframe");
-  if (frame.srcdoc !== found) frame.srcdoc = found;
+  if (frame.srcdoc !== html) frame.srcdoc = html;
 }
 
 // Saving
 
 function title() {
-  const { body } = player.run.asked;
+  const { body } = player.run.request;
   return String(body.prompt ?? body.text ?? body.puzzle ?? body.messages?.at(-1)?.content ?? "a run").slice(0, 80);
 }
 
@@ -160,57 +163,57 @@ async function saveReplay() {
 }
 
 function saveTrace() {
-  const lines = [{ type: "asked", ...player.run.asked }, ...player.run.events].map((event) => JSON.stringify(event));
+  const lines = [{ type: "request", ...player.run.request }, ...player.run.events].map((event) => JSON.stringify(event));
   save(lines.join("\n") + "\n", "redraft-trace.jsonl", "application/x-ndjson");
 }
 
-// Around it
+// Key, tabs, theme
 
 function askKey() {
   const dialog = $("#key");
   dialog.showModal();
-  return new Promise((told) => dialog.addEventListener("close", () => told(dialog.returnValue === "ok" ? $("#key input").value : ""), { once: true }));
+  return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue === "ok" ? $("#key input").value : ""), { once: true }));
 }
 
 function choose(name) {
   mode = name;
   for (const tab of document.querySelectorAll("[role=tab]")) {
-    const own = tab.dataset.mode === name;
-    tab.setAttribute("aria-selected", String(own));
-    tab.tabIndex = own ? 0 : -1;
-    $(`#form-${tab.dataset.mode}`).hidden = !own;
+    const isChosen = tab.dataset.mode === name;
+    tab.setAttribute("aria-selected", String(isChosen));
+    tab.tabIndex = isChosen ? 0 : -1;
+    $(`#form-${tab.dataset.mode}`).hidden = !isChosen;
   }
   history.replaceState(null, "", `#${name}`);
 }
 
-function theme(next) {
+function setTheme(next) {
   document.documentElement.dataset.theme = next;
   localStorage.setItem("redraft-theme", next);
 }
 
-function turnTheme() {
-  const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  theme(dark ? "light" : "dark");
+function toggleTheme() {
+  const isDark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  setTheme(isDark ? "light" : "dark");
 }
 
 async function savePicture() {
-  const drawn = await picture(player.page);
-  if (drawn) save(drawn, "redraft-page.png", "image/png");
-  else say("this page is too large for a picture", true);
+  const image = await picture(player.canvas);
+  if (image) save(image, "redraft-canvas.png", "image/png");
+  else showStatus("this canvas is too large for a picture", true);
 }
 
 function startRace(lanes) {
   $("#race").hidden = false;
   $("#player").hidden = $("#preview").hidden = $("#save-picture").disabled = true;
-  return alone((ask, signal) => race($("#race"), ask, lanes, signal));
+  return runExclusively((request, signal) => race($("#race"), request, lanes, signal));
 }
 
 function raceTexts() {
-  const { body } = ASKED.write($("#form-write"));
+  const { body } = REQUESTS.write($("#form-write"));
   return startRace(texts({ ...body, max_tokens: body.max_tokens ?? 128, regex: undefined }));
 }
 
-function wrapHole() {
+function insertGap() {
   const box = $("#form-fill").elements.text;
   const { selectionStart: from, selectionEnd: to } = box;
   box.setRangeText("[[ ]]", from, to, "end");
@@ -222,18 +225,18 @@ const KEYS = {
   j: () => player.timeline.step(1),
   k: () => player.timeline.step(-1),
   o: () => player.toggleOrder(),
-  g: () => player.goOn(),
-  t: turnTheme,
+  g: () => player.resume(),
+  t: toggleTheme,
   s: saveReplay,
   "?": () => $("#help").showModal(),
 };
 const ALWAYS = ["t", "?"]; // the others need a run
 
-function keyed(event) {
+function onKey(event) {
   const dialog = document.querySelector("dialog[open]");
   if (event.key === "Escape" && !dialog) abort?.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) return void (event.preventDefault(), $(`#form-${mode}`).requestSubmit());
-  if (event.altKey && /^Digit[1-6]$/.test(event.code)) return void (event.preventDefault(), choose(Object.keys(ASKED)[event.code.at(-1) - 1]));
+  if (event.altKey && /^Digit[1-6]$/.test(event.code)) return void (event.preventDefault(), choose(Object.keys(REQUESTS)[event.code.at(-1) - 1]));
   if (event.target.matches("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === " " && event.target.matches("button")) return;
   if (!KEYS[event.key] || dialog || !(player.run || ALWAYS.includes(event.key))) return;
@@ -242,12 +245,12 @@ function keyed(event) {
 }
 
 function listen() {
-  document.addEventListener("keydown", keyed);
+  document.addEventListener("keydown", onKey);
   for (const tab of document.querySelectorAll("[role=tab]")) tab.addEventListener("click", () => choose(tab.dataset.mode));
   $("[role=tablist]").addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!by) return;
-    const names = Object.keys(ASKED);
+    const names = Object.keys(REQUESTS);
     choose(names[(names.indexOf(mode) + by + names.length) % names.length]);
     $("[aria-selected=true]").focus();
   });
@@ -258,22 +261,22 @@ function listen() {
     });
   $("#stop").addEventListener("click", () => abort?.abort());
   $("#start-race").addEventListener("click", raceTexts);
-  $("#race-boards").addEventListener("click", () => startRace(puzzles(ASKED.sudoku($("#form-sudoku")).body)));
-  $("#hole").addEventListener("click", wrapHole);
-  $("#theme").addEventListener("click", turnTheme);
+  $("#race-boards").addEventListener("click", () => startRace(puzzles(REQUESTS.sudoku($("#form-sudoku")).body)));
+  $("#insert-gap").addEventListener("click", insertGap);
+  $("#theme").addEventListener("click", toggleTheme);
   $("#show-help").addEventListener("click", () => $("#help").showModal());
   $("#save-replay").addEventListener("click", saveReplay);
   $("#save-trace").addEventListener("click", saveTrace);
   $("#save-picture").addEventListener("click", savePicture);
   $("#forget").addEventListener("click", () => {
-    talk.length = 0;
-    $("#talk").replaceChildren();
+    conversation.length = 0;
+    $("#conversation").replaceChildren();
   });
   $("#puzzles").append(...PUZZLES.map((puzzle, i) => element("button", { type: "button", onclick: () => ($("#form-sudoku").elements.puzzle.value = puzzle) }, `Puzzle ${i + 1}`)));
   $("#form-sudoku").elements.puzzle.value = PUZZLES[0];
 }
 
 listen();
-if (localStorage.getItem("redraft-theme")) theme(localStorage.getItem("redraft-theme"));
-choose(ASKED[location.hash.slice(1)] ? location.hash.slice(1) : "write");
+if (localStorage.getItem("redraft-theme")) setTheme(localStorage.getItem("redraft-theme"));
+choose(REQUESTS[location.hash.slice(1)] ? location.hash.slice(1) : "write");
 modelName().then((name) => ($("#model").textContent = name));

@@ -1,106 +1,106 @@
-// The same weights both ways: all at once, and one after another. Each is measured alone, then both are shown at the pace
-// that was measured.
+// A race of the same weights: diffusion against autoregressive. Each is measured alone, then both are replayed at the
+// measured pace.
 
 import { board } from "./player.js";
 import { Run } from "./run.js";
 import { element } from "./timeline.js";
 
-async function measured(stream, seen) {
-  const found = [];
-  let began = 0; // when it was begun, whatever had to be loaded or waited for before
+async function recordTimed(stream, onEvent) {
+  const timed = [];
+  let began = 0; // when the run began: loading and waiting do not count
   for await (const event of stream) {
     if (event.type === "error") throw new Error(event.error.message);
     if (event.type === "begin") began = performance.now();
-    found.push({ at: performance.now() - began, event });
-    seen(found.length);
+    timed.push({ time: performance.now() - began, event });
+    onEvent(timed.length);
   }
-  return found;
+  return timed;
 }
 
 class Lane {
-  // `said` takes events, has what they come to drawn, and tells what the last of them says.
-  constructor(title, said) {
+  // `run` takes events; `run.content` is shown, `run.facts(end)` describes the end event.
+  constructor(title, run) {
     this.title = title;
-    this.said = said;
+    this.run = run;
     this.clock = element("b", { className: "clock" }, "0.00 s");
-    this.drawn = element("div", { className: "lane-text" });
+    this.content = element("div", { className: "lane-text" });
     this.facts = element("p", { className: "facts" });
-    this.root = element("section", { className: "lane" }, element("h3", {}, title, this.clock), this.drawn, this.facts);
-    this.told = [];
-    this.at = 0; // how many of them were shown
+    this.root = element("section", { className: "lane" }, element("h3", {}, title, this.clock), this.content, this.facts);
+    this.events = []; // with their times
+    this.shown = 0; // number of events shown
   }
 
-  // Shows what had come by then; whether that is all.
+  // Shows the events up to a time. Returns whether all are shown.
   tick(now) {
-    const last = this.told.at(-1);
-    this.clock.textContent = `${(Math.min(now, last.at) / 1000).toFixed(2)} s`;
-    while (this.at < this.told.length && this.told[this.at].at <= now) this.said.add(this.told[this.at++].event);
-    this.drawn.replaceChildren(this.said.drawn);
-    if (now < last.at) return false;
-    this.facts.textContent = this.said.facts(last.event);
+    const last = this.events.at(-1);
+    this.clock.textContent = `${(Math.min(now, last.time) / 1000).toFixed(2)} s`;
+    while (this.shown < this.events.length && this.events[this.shown].time <= now) this.run.add(this.events[this.shown++].event);
+    this.content.replaceChildren(this.run.content);
+    if (now < last.time) return false;
+    this.facts.textContent = this.run.facts(last.event);
     this.root.classList.add("arrived");
     return true;
   }
 }
 
-const spent = ({ timings }) => `${timings.predicted_n} tokens, ${timings.diffusion_forwards} passes, ${timings.diffusion_output_tok_s.toFixed(1)} tokens/s`;
+const factsOf = ({ timings }) => `${timings.predicted_n} tokens, ${timings.diffusion_forwards} forwards, ${timings.diffusion_output_tok_s.toFixed(1)} tokens/s`;
 
-class Drafted extends Run {
-  get drawn() {
+class DiffusionRun extends Run {
+  get content() {
     return this.textAt(this.frames.length - (this.end ? 0 : 1));
   }
 
   facts(end) {
-    return spent(end);
+    return factsOf(end);
   }
 }
 
-class Spoken {
-  drawn = "";
+class AutoregressiveRun {
+  content = "";
 
   add(event) {
-    this.drawn += event.t ?? "";
+    this.content += event.t ?? "";
   }
 
   facts(end) {
-    return spent(end);
+    return factsOf(end);
   }
 }
 
-class Boarded extends Run {
-  get drawn() {
+class SudokuRun extends Run {
+  get content() {
     return this.begin ? board(this, this.frames.at(-1), Boolean(this.end)) : "";
   }
 
   facts(end) {
-    return `${end.solved ? "solved" : "not solved"}, ${end.forwards} passes, ${end.revisions} digits thought better of`;
+    return `${end.solved ? "solved" : "not solved"}, ${end.forwards} forwards, ${end.revisions} digits revised`;
   }
 }
 
-// Texts both ways: [lane, path, body] of each.
+// Lanes of a text: [lane, path, body] of each.
 export function texts(body) {
   const { prompt, max_tokens, seed, temperature } = body;
   return [
-    [new Lane("Redrafted, all at once", new Drafted("write", {})), "/v1/canvas", { ...body, candidates: 1 }],
-    [new Lane("Left to right", new Spoken()), "/v1/canvas/left-to-right", { prompt, max_tokens, seed, temperature }],
+    [new Lane("Diffusion", new DiffusionRun("write", {})), "/v1/canvas", { ...body, candidates: 1 }],
+    [new Lane("Autoregressive", new AutoregressiveRun()), "/v1/canvas/autoregressive", { prompt, max_tokens, seed, temperature }],
   ];
 }
 
-// A puzzle both ways.
+// Lanes of a puzzle.
 export function puzzles(body) {
   return [
-    [new Lane("Redrafted, all at once", new Boarded("sudoku", {})), "/v1/canvas/sudoku", body],
-    [new Lane("Cell after cell", new Boarded("sudoku", {})), "/v1/canvas/sudoku", { ...body, left_to_right: true }],
+    [new Lane("Diffusion", new SudokuRun("sudoku", {})), "/v1/canvas/sudoku", body],
+    [new Lane("Autoregressive", new SudokuRun("sudoku", {})), "/v1/canvas/sudoku", { ...body, autoregressive: true }],
   ];
 }
 
-// `ask` gives the events of a path and a body; resolves when both have arrived.
-export async function race(root, ask, both, signal) {
-  const lanes = both.map(([lane]) => lane);
-  const said = element("p", { className: "hint" });
-  root.replaceChildren(said, ...lanes.map((lane) => lane.root));
-  for (const [lane, path, body] of both) lane.told = await measured(ask(path, body), (count) => (said.textContent = `Measuring: ${lane.title} … ${count}`));
-  said.textContent = "Both at the pace that was measured, each while nothing else ran:";
+// `request` returns the events of a path and a body. Resolves when all lanes have ended.
+export async function race(root, request, entries, signal) {
+  const lanes = entries.map(([lane]) => lane);
+  const status = element("p", { className: "hint" });
+  root.replaceChildren(status, ...lanes.map((lane) => lane.root));
+  for (const [lane, path, body] of entries) lane.events = await recordTimed(request(path, body), (count) => (status.textContent = `Measuring: ${lane.title} … ${count}`));
+  status.textContent = "Both at the measured pace; each was measured alone:";
   const began = performance.now();
   await new Promise((done, failed) => {
     const tick = () => {
@@ -111,6 +111,6 @@ export async function race(root, ask, both, signal) {
     };
     tick();
   });
-  const times = lanes[1].told.at(-1).at / lanes[0].told.at(-1).at;
-  said.textContent = times >= 1 ? `All at once was ${times.toFixed(1)} times as fast.` : `One after another was ${(1 / times).toFixed(1)} times as fast.`;
+  const ratio = lanes[1].events.at(-1).time / lanes[0].events.at(-1).time;
+  status.textContent = ratio >= 1 ? `Diffusion was ${ratio.toFixed(1)} times as fast.` : `Autoregressive was ${(1 / ratio).toFixed(1)} times as fast.`;
 }

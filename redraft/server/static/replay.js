@@ -1,21 +1,22 @@
-// A run as one HTML file that plays anywhere: the same player, the style and the run itself, nothing to load.
+// A run as one HTML file: the player, the style sheet and the run itself. It loads nothing.
 
 const PARTS = ["run.js", "timeline.js", "player.js"];
 
-const fetched = async (name) => (await fetch(`/page/${name}`)).text();
-const bare = (source) => source.replace(/^import .*$/gm, "").replace(/^export /gm, "");
-const escaped = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+const fetchFile = async (name) => (await fetch(`/page/${name}`)).text();
+const withoutModules = (source) => source.replace(/^import .*$/gm, "").replace(/^export /gm, "");
+const escapeHtml = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 
+// Returns the HTML file.
 export async function replay(run, title) {
-  const [style, ...sources] = await Promise.all(["style.css", ...PARTS].map(fetched));
+  const [style, ...sources] = await Promise.all(["style.css", ...PARTS].map(fetchFile));
   const data = JSON.stringify(run.saved).replaceAll("<", "\\u003c");
   return `<!doctype html>
 <html lang="en" class="replay"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
-<title>${escaped(title)}</title><style>${style}</style></head>
-<body><header><h1>redraft</h1><p>${escaped(title)}</p></header><main id="player" class="player"></main>
+<title>${escapeHtml(title)}</title><style>${style}</style></head>
+<body><header><h1>redraft</h1><p>${escapeHtml(title)}</p></header><main id="player" class="player"></main>
 <script type="application/json" id="run">${data}</script>
-<script type="module">${sources.map(bare).join("\n")}
+<script type="module">${sources.map(withoutModules).join("\n")}
 const player = new Player(document.getElementById("player"));
 player.show(Run.from(JSON.parse(document.getElementById("run").textContent)));
 player.timeline.go(0);
@@ -29,6 +30,7 @@ document.addEventListener("keydown", (event) => {
 `;
 }
 
+// Downloads a text or blob as a file.
 export function save(text, name, type) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([text], { type }));

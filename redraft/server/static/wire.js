@@ -1,4 +1,4 @@
-// Asking the server, and its events as they come.
+// Requests to the server, and its events as they arrive.
 
 const KEY = "redraft-key";
 
@@ -9,30 +9,31 @@ async function post(path, body, signal) {
   return fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
-// A sentence for whatever is not an answer.
-async function mistake(answer) {
-  const told = await answer.json().catch(() => null);
-  return told?.error?.message ?? `the server answered ${answer.status}`;
+// The message of an error response.
+async function errorMessage(response) {
+  const body = await response.json().catch(() => null);
+  return body?.error?.message ?? `the server answered ${response.status}`;
 }
 
+// Yields the events of a request. `askKey` is called when the server needs an API key.
 export async function* events(path, body, signal, askKey) {
-  let answer = await post(path, body, signal);
-  while (answer.status === 401) {
+  let response = await post(path, body, signal);
+  while (response.status === 401) {
     const key = await askKey();
-    if (!key) throw new Error("this server wants its API key");
+    if (!key) throw new Error("this server needs its API key");
     sessionStorage.setItem(KEY, key);
-    answer = await post(path, body, signal);
+    response = await post(path, body, signal);
   }
-  if (!answer.ok) throw new Error(await mistake(answer));
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  if (!response.ok) throw new Error(await errorMessage(response));
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
+    const lines = (rest + value).split("\n\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      const data = line.replace(/^data: /, "");
       if (data !== "[DONE]") yield JSON.parse(data);
     }
   }
@@ -40,6 +41,6 @@ export async function* events(path, body, signal, askKey) {
 
 export async function modelName() {
   const key = sessionStorage.getItem(KEY);
-  const answer = await fetch("/v1/models", key ? { headers: { Authorization: `Bearer ${key}` } } : {}).catch(() => null);
-  return answer?.ok ? (await answer.json()).data[0].id : "";
+  const response = await fetch("/v1/models", key ? { headers: { Authorization: `Bearer ${key}` } } : {}).catch(() => null);
+  return response?.ok ? (await response.json()).data[0].id : "";
 }
