@@ -75,7 +75,7 @@ def log_to(console: Console) -> None:
 
     class Lines(logging.Handler):
         def emit(self, record: Any) -> None:
-            console.print(record.getMessage(), soft_wrap=True, markup=False)
+            console.print(self.format(record), soft_wrap=True, markup=False)
 
     log = logging.getLogger("redraft.server")
     log.setLevel(logging.INFO)

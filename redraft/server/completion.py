@@ -132,7 +132,7 @@ def join_messages(messages: Sequence[Message]) -> str:
     return "\n\n".join(str(message.get("content") or "") for message in messages)
 
 
-def temperature_settings(sampler: SamplerConfig, temperature: float | None) -> dict[str, float]:
+def temperature_settings(sampler: SamplerConfig, temperature: float | None) -> dict[str, Any]:
     """Returns the sampler settings of a client's temperature, which scales the checkpoint's schedule."""
     scaled = sampler.with_temperature(temperature)
     return {} if scaled == sampler else {"t_min": scaled.t_min, "t_max": scaled.t_max}

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from serving import NO_END, make, served, user
 
-from redraft.model.quant import apply_fp8
+from redraft.model.quant import quantize_fp8
 from redraft.server import fim, infill
 from redraft.server.api.ollama import parameter_count
 from redraft.server.completion import StopStringFilter
@@ -430,7 +430,7 @@ def test_unsupported_options_are_a_bad_request_that_names_them(http):
 def test_ollama_counts_weights_in_fp8(http):
     plain = make()
     packed = make()
-    packed.model = apply_fp8(packed.model)
+    packed.model = quantize_fp8(packed.model)
     assert parameter_count(packed.model) == parameter_count(plain.model)
     plain_details = http.get("/api/tags").json()["models"][0]
     with served(packed) as url:

@@ -1,6 +1,7 @@
 """Access control, disconnected clients, shutdown, errors of the server, and requests that run side by side."""
 
 import asyncio
+import json
 import threading
 import time
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import pytest
 from serving import NO_END, make, served
 
 from redraft.cli import serve
+from redraft.server.api.canvas.exclusive import LOCK
 from redraft.server.completion import Started
 from redraft.server.errors import ServerClosingError
 from redraft.server.middleware import Limits
@@ -189,3 +191,108 @@ def test_merged_streams_keep_items_that_came_before_the_last_stream_started():
     assert sorted(rest) == [(number, f"{number} {what}") for number in range(3) for what in ("end", "text")]
     for number in range(3):
         assert [item for index, item in rest if index == number] == [f"{number} text", f"{number} end"]
+
+
+@pytest.fixture(scope="module")
+def one_slot():
+    """A client of a server that accepts one request at a time."""
+    with served(make(), requests=1) as url, httpx.Client(base_url=url) as client:
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/canvas/decide", {"prompt": "a", "choices": ["b", "c"]}),
+        ("/v1/canvas/autoregressive", {"prompt": "a", "max_tokens": 4}),
+        ("/v1/canvas/sudoku", {"puzzle": "." * 81}),
+    ],
+)
+def test_a_client_that_leaves_while_it_waits_for_the_lock_frees_its_slot(one_slot, path, body, stream):
+    def status() -> int:
+        return one_slot.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code
+
+    with LOCK:
+        with pytest.raises(httpx.ReadTimeout):
+            one_slot.post(path, json={**body, "stream": stream}, timeout=0.3)
+        assert until(lambda: status() == 200)  # 429 while the slot is taken
+    assert not LOCK.locked()
+
+
+COMPLETIONS = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}),
+    ("/api/generate", {"prompt": "a"}),
+    ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/canvas", {"prompt": "a"}),
+]
+TASKS = [
+    ("/v1/fim/completions", {"prompt": "a", "suffix": "b"}),
+    ("/v1/edit/completions", {"messages": [{"role": "user", "content": "<|code_to_edit|>\nabcd\n<|/code_to_edit|>"}]}),
+    ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+    ("/v1/canvas/edit", {"text": "abcdefgh", "strength": 1}),
+    ("/v1/canvas", {"text": "a [[ ]] b"}),
+]
+
+
+@pytest.fixture(scope="module")
+def failing():
+    """A server whose engine fails at every step, and a function that sets the exception."""
+    writer = make()
+    with served(writer) as url, httpx.Client(base_url=url, timeout=30) as client:
+
+        def fail_with(kind):
+            def redraft(requests):
+                raise kind("a shape is wrong")
+
+            writer.engine.runner.redraft = redraft
+            return client
+
+        yield fail_with
+
+
+def error_message(body):
+    error = body["error"]
+    return error if isinstance(error, str) else error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"), [(*wire, ValueError) for wire in COMPLETIONS] + [(*wire, RuntimeError) for wire in TASKS]
+)
+def test_a_fault_during_generation_is_a_500_with_a_trace(failing, caplog, path, body, kind):
+    answer = failing(kind).post(path, json={**body, "stream": False})
+    assert answer.status_code == 500
+    assert "a shape is wrong" in error_message(answer.json())
+    logged = [record for record in caplog.records if record.name == "redraft.server" and record.exc_info]
+    assert "a shape is wrong" in str(logged[-1].exc_info[1])
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+@pytest.mark.parametrize(("path", "body"), COMPLETIONS)
+def test_a_fault_in_a_stream_is_an_error_event(failing, caplog, path, body, kind):
+    """Every wire format: the stream ends with an error in the shape that its clients read."""
+    answer = failing(kind).post(path, json={**body, "stream": True})
+    assert answer.status_code == 200
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith(("data: ", "{"))]
+    (error,) = [json.loads(line) for line in lines if '"error"' in line]
+    assert "a shape is wrong" in error_message(error)
+    assert any(record.exc_info for record in caplog.records if record.name == "redraft.server")
+    if path == "/v1/messages":
+        assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+        assert "message_stop" not in answer.text
+
+
+def test_a_mistake_of_the_user_in_a_stream_is_not_logged_as_a_fault(caplog):
+    """A run that settles before the step of an intervention: known only while it runs."""
+    late = {"block": 0, "step": 5, "pins": []}
+    body = {"prompt": "a", "max_tokens": 4, "canvas_length": 4, "max_steps": 6, "seed": 1, "interventions": [late]}
+    body |= {"pins": [{"position": position, "text": "x"} for position in range(4)]}  # nothing is open: one step is enough
+    with served(make()) as url:
+        whole = httpx.post(f"{url}/v1/canvas", json={**body, "stream": False}, timeout=30)
+        streamed = httpx.post(f"{url}/v1/canvas", json=body, timeout=30)
+    assert whole.status_code == 400, whole.text
+    assert streamed.status_code == 200
+    assert '"code":400' in streamed.text
+    assert [record for record in caplog.records if record.exc_info] == []

@@ -1,4 +1,4 @@
-"""What strangers send: malformed bodies and whatever the API's description allows cause no failure of the server's own."""
+"""Fuzzing: malformed bodies, and every body that the OpenAPI description allows, cause no fault of the server."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from redraft.server import infill
 from redraft.server.app import ServerConfig, make_app
 from redraft.writer import Writer
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries that test
+pytestmark = pytest.mark.filterwarnings("ignore")  # from the libraries that test
 
 TAGS = "<|current_file_content|>\n<|code_to_edit|>\na\n<|/code_to_edit|>\n<|/current_file_content|>"
 USER, TEXT = {"role": "user", "content": "x"}, {"type": "text", "text": "x"}
@@ -70,19 +70,19 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-def places(value, path=()):
-    """Where something can be put in."""
+def paths_in(value, path=()):
+    """The paths of all values inside a JSON value."""
     yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(inner, (*path, key))
+        yield from paths_in(inner, (*path, key))
 
 
-def spoiled(rng: random.Random, body: dict) -> bytes:
-    """A body that is not what it should be."""
+def malform(rng: random.Random, body: dict) -> bytes:
+    """A malformed version of a body."""
     kind = rng.randrange(7)
-    if kind < 3:  # something odd somewhere
+    if kind < 3:  # a value of a wrong type or size somewhere
         body = json.loads(json.dumps(body))
-        path = rng.choice([path for path in places(body) if path])
+        path = rng.choice([path for path in paths_in(body) if path])
         *upto, last = path
         target = body
         for key in upto:
@@ -104,7 +104,7 @@ def spoiled(rng: random.Random, body: dict) -> bytes:
 
 
 async def posted(app, path: str, body: bytes) -> tuple[int, bytes]:
-    """One request, without a network."""
+    """Sends one request to the app, without a network."""
     sent, given = [], iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive():
@@ -125,47 +125,60 @@ async def posted(app, path: str, body: bytes) -> tuple[int, bytes]:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    """What is asked matters here, not how long the answer may be."""
+    """Short gaps: the requests matter here, not the length of the result."""
     monkeypatch.setattr(infill, "MAX_GAP_TOKENS", 4)
 
 
-def test_ten_thousand_malformed_bodies_are_answered_with_a_sentence():
-    async def all_of_them() -> dict[int, int]:
-        app, rng, found = make_app(make(), ServerConfig(requests=16)), random.Random(0), {}
-        async with app.router.lifespan_context(app):
-            for number in range(10_000):
-                path = list(BODIES)[number % len(BODIES)]
-                body = spoiled(rng, BODIES[path])
-                status, answer = await posted(app, path, body)
-                assert status in (200, 400), (status, path, body[:300], answer[:300])
-                if status == 400:
-                    assert json.loads(answer)["error"], (path, body[:300])
-                found[status] = found.get(status, 0) + 1
-            assert app.state.worker.active == 0
-            status, answer = await posted(app, "/v1/completions", b'{"prompt": "ab", "max_tokens": 4, "seed": 1}')
-            assert status == 200
-        return found
+async def send_malformed(count: int, seed: int) -> dict[int, int]:
+    """Sends malformed bodies to all paths and returns how often each status came back."""
+    app = make_app(make(), ServerConfig(requests=16))
+    rng = random.Random(seed)
+    statuses: dict[int, int] = {}
+    async with app.router.lifespan_context(app):
+        for number in range(count):
+            path = list(BODIES)[number % len(BODIES)]
+            body = malform(rng, BODIES[path])
+            status, answer = await posted(app, path, body)
+            assert status in (200, 400), (status, path, body[:300], answer[:300])
+            if status == 400:
+                assert json.loads(answer)["error"], (path, body[:300])
+            statuses[status] = statuses.get(status, 0) + 1
+        assert app.state.worker.active == 0
+        status, _ = await posted(app, "/v1/completions", b'{"prompt": "ab", "max_tokens": 4, "seed": 1}')
+        assert status == 200
+    return statuses
 
-    found = asyncio.run(all_of_them())
-    assert found[400] > 7000
+
+def test_malformed_bodies_are_a_400_with_a_sentence():
+    assert asyncio.run(send_malformed(500, seed=1))[400] > 350
+
+
+@pytest.mark.soak
+def test_ten_thousand_malformed_bodies_are_a_400_with_a_sentence():
+    assert asyncio.run(send_malformed(10_000, seed=0))[400] > 7000
 
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
+SURE = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
 
 
-def test_whatever_the_description_allows_is_answered_as_described():
-    """Nothing but what it says: no 5xx, no status and no type of content that it does not name."""
-    tried, sure = 0, {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
+@pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.soak)])
+def test_everything_the_description_allows_is_answered_as_described(examples):
+    """No 5xx, and no status or content type that the OpenAPI description does not name."""
+    sent = 0
+    operations = 0
     with served(make()) as url:
         for operation in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
+            operations += 1
 
-            @settings(max_examples=12, **sure)
+            @settings(max_examples=examples, **SURE)
             @given(operation.ok().as_strategy())
-            def try_one(case):
-                nonlocal tried
-                tried += 1
+            def send(case):
+                nonlocal sent
+                sent += 1
                 case.call_and_validate(checks=CHECKS, timeout=60)
 
-            try_one()
+            send()
         assert httpx.get(f"{url}/health").status_code == 200
-    assert tried > 100
+    assert operations > 15
+    assert sent > (100 if examples > 10 else operations)

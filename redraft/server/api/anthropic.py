@@ -89,7 +89,7 @@ class AnthropicRoutes:
 
 async def stream_events(chunks: Stream[tuple[int, Chunk]], head: dict[str, Any]) -> Stream[dict[str, Any]]:
     """Yields the events of a streamed message."""
-    empty = {"content": [], "stop_reason": None, "stop_sequence": None}
+    empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": {**head, **empty, "usage": {"input_tokens": 0, "output_tokens": 0}}}
     index = -1
     open_kind: str | None = None  # of the content block that is open

@@ -246,7 +246,7 @@ class ResponseBuilder:
 
     def frame_chunk(self, index: int, frame: Frame) -> dict[str, Any]:
         """Builds the chunk of a denoising step, whose delta is empty for clients that do not know frames."""
-        fields = {"block": frame.block, "step": frame.step, "total": frame.max_steps, "text": frame.text}
+        fields: dict[str, Any] = {"block": frame.block, "step": frame.step, "total": frame.max_steps, "text": frame.text}
         fields |= {"tokens": frame.tokens, "entropy": frame.entropy, "accepted": frame.accepted}
         return self.chunk(index, {}, type="diffusion_frame", **fields)
 

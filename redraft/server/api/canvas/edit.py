@@ -21,13 +21,12 @@ from redraft.server.api.canvas.events import (
 from redraft.server.errors import checking_request
 from redraft.server.frames import FrameBuilder
 from redraft.server.schema import CanvasEditRequest
-from redraft.tasks.edit import Edited
-from redraft.tasks.edit import stream_edit as stream_edit_events
+from redraft.tasks.edit import Edited, stream_edit
 from redraft.tokenizer.chat_parser import Parsed
 from redraft.writer import TextCommitted, Writer, to_messages
 
 
-def stream_edit(writer: Writer, body: CanvasEditRequest, stop: threading.Event) -> Events:
+def stream_canvas_edit(writer: Writer, body: CanvasEditRequest, stop: threading.Event) -> Events:
     """Yields a frame for every step and a canvas event for every part of the text, which is edited canvas by canvas."""
     began = time.perf_counter()
     seed = seed_of(body.seed)
@@ -37,7 +36,7 @@ def stream_edit(writer: Writer, body: CanvasEditRequest, stop: threading.Event) 
         cfg = writer.sampler.changed(**sampler_settings(writer, body))
         options: dict[str, Any] = {"strength": body.strength, "keep": body.keep, "prompt": prompt, "seed": seed}
         options |= {"stop": stop, "candidates": body.candidates, "replay": replay_of(tokenizer, body)}
-        events = stream_edit_events(writer.engine, tokenizer, body.text, cfg, **options)
+        events = stream_edit(writer.engine, tokenizer, body.text, cfg, **options)
         events = chain([next(events)], events)  # the checks run with the first step
     yield begin_event(writer, seed, "", max_steps=cfg.max_steps, canvas_length=cfg.canvas_length)
     frames = FrameBuilder(tokenizer, with_candidates=True)

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from redraft.server.api.canvas.autoregressive import stream_autoregressive
 from redraft.server.api.canvas.decide import stream_decision
-from redraft.server.api.canvas.edit import stream_edit
+from redraft.server.api.canvas.edit import stream_canvas_edit
 from redraft.server.api.canvas.events import Events, memory_of
 from redraft.server.api.canvas.sudoku import SudokuSolver
 from redraft.server.api.canvas.write import stream_canvas
@@ -47,7 +47,7 @@ class CanvasRoutes:
     async def edit(self, request: Request) -> Response:
         """POST /v1/canvas/edit."""
         body = await read_body(request, CanvasEditRequest)
-        return await self._respond(request, body.stream, lambda stop: stream_edit(self.service.writer, body, stop))
+        return await self._respond(request, body.stream, lambda stop: stream_canvas_edit(self.service.writer, body, stop))
 
     async def sudoku(self, request: Request) -> Response:
         """POST /v1/canvas/sudoku."""

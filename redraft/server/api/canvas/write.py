@@ -68,7 +68,9 @@ def _plan(writer: Writer, body: CanvasRequest) -> _Plan:
         prefix = prompt if isinstance(prompt, str) else ""
         return _Plan(prompt, prefix, Constraints(forbidden=forbidden), body.max_tokens, settings)
     infiller = Infiller(writer.engine, writer.tokenizer)
-    prefix, ids, cfg, constraints = infiller.build_request(infill.parse_template(body.text), writer.sampler.changed(**settings))
+    prefix, ids, cfg, constraints = infiller.build_request(
+        infill.parse_template(body.text), writer.sampler.changed(**settings)
+    )
     settings["canvas_length"] = cfg.canvas_length
     constraints = replace(constraints, forbidden=(*constraints.forbidden, *forbidden))
     return _Plan(ids, prefix, constraints, cfg.max_new_tokens, settings)
