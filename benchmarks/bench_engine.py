@@ -112,7 +112,7 @@ def run(engine: Engine, canvases: int, context: int, new: int, steps: int) -> di
     wait(device)
     began, at = time.perf_counter(), []
     requests = [engine.add(prompt, cfg, seed=row) for row, prompt in enumerate(prompts)]
-    while not engine.idle:
+    while not engine.is_idle:
         if any(isinstance(event, Draft) for _, event in engine.step()):
             at.append(time.perf_counter())
     wait(device)
@@ -162,7 +162,7 @@ def measured(quant: str | None, options: argparse.Namespace, console: Console) -
     wait(device)
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     began = time.perf_counter()
-    engine = Engine(model, EngineConfig(max_running=max(options.canvases), cache_bytes=20 * 2**30, keep_contexts=0))
+    engine = Engine(model, EngineConfig(max_running=max(options.canvases), cache_bytes=20 * 2**30, prefix_cache_entries=0))
     run(engine, 1, 512, config.canvas_length, 2)
     wait(device)
     found: dict[str, Any] = {"quant": quant, "ready_seconds": time.perf_counter() - began, "runs": []}

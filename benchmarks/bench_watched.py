@@ -20,7 +20,7 @@ def main() -> None:
     """Tokens a second, each way; the best of two behind one that warms up."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape, steps, new = (SHAPES["released"], 16, 1024) if device.type == "cuda" else (SHAPES["small"], 3, 64)
-    engine = Engine(random_model(shape, device), EngineConfig(cache_bytes=2**31, keep_contexts=0))
+    engine = Engine(random_model(shape, device), EngineConfig(cache_bytes=2**31, prefix_cache_entries=0))
     never = {"confidence_threshold": 1e-9, "eos_token_ids": (shape.vocab_size - 4,)}  # no page settles or ends
     cfg = SamplerConfig(canvas_length=shape.canvas_length, max_new_tokens=new, max_steps=steps, **never)
     found = {}

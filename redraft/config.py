@@ -172,13 +172,13 @@ class EngineConfig:
     max_running: int = 8  # requests that run at once
     cache_bytes: int | None = None  # for keys and values; None: half of the memory that is free
     prefill_chunk: int = 2048  # tokens of a prompt read in one round
-    keep_contexts: int = 8  # of finished requests, for prompts that begin alike
+    prefix_cache_entries: int = 8  # of finished requests, for prompts that begin alike
     rewind: int = 512  # tokens a kept context can be cut back by
 
     def __post_init__(self) -> None:
         for name in ("max_running", "prefill_chunk"):
             require_int(name, getattr(self, name))
-        for name in ("keep_contexts", "rewind"):
+        for name in ("prefix_cache_entries", "rewind"):
             require_int(name, getattr(self, name), 0)
         if self.cache_bytes is not None:
             require_int("cache_bytes", self.cache_bytes, 1, 2**63 - 1)

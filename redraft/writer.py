@@ -237,8 +237,8 @@ class Writer:
         constraints, chatting = self._obeyed(constraints, settings), not is_text_prompt(prompt)
         ids, cfg = self.encode_prompt(prompt, tools, think), self._settings(max_tokens, settings)
         number = seed if seed is not None else new_seed()
-        first_1C = self._started(draft, cfg, number) if draft else None
-        options = {"constraints": constraints, "first_1C": first_1C, "seconds": seconds, "stop": stop}
+        first_canvas_1C = self._started(draft, cfg, number) if draft else None
+        options = {"constraints": constraints, "first_canvas_1C": first_canvas_1C, "seconds": seconds, "stop": stop}
         request = self.engine.add(ids, cfg, seed=number, replay=replay, candidates=candidates, **options)
         return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting), drafts)
 
@@ -326,7 +326,7 @@ class Writer:
 
         With each come at most `most` others that it would rather read.
         """
-        return edit.suggest(self.model, self.tokenizer, text, self.sampler, least=least, most=most)
+        return edit.suggest(self.engine, self.tokenizer, text, self.sampler, least=least, most=most)
 
     @torch.inference_mode()
     def decide(
@@ -339,10 +339,10 @@ class Writer:
         ids = self.encode_prompt(prompt)
         cfg, model = self.sampler.changed(max_new_tokens=self.sampler.canvas_length), self.model
         check_inputs(model.config, [ids], cfg, [seed], [Constraints()], None)
-        cache = model.new_cache(1, len(ids), rewind=0)
-        prefill(model, [ids], cache)
         noise_1C = rng.draws([seed], 0, model.device).noise(0, cfg.canvas_length, model.config.vocab_size)
-        logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
+        with self.engine.reserve(len(ids), stop=stop) as cache:
+            prefill(model, [ids], cache)
+            logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
         masses = []
         for choice in _choices(choices):
             if stop is not None and stop.is_set():

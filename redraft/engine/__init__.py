@@ -1,6 +1,31 @@
-"""Many requests at once over one model: schedule -> run -> settle. Each gets the tokens that `generate` gives."""
+"""The engine: many requests at once over one model. Each request gets the tokens that `generate` gives it alone.
+
+In reading order:
+    engine             Engine: add, stream, cancel and step requests; lends KV caches to work beside it
+    request            Request: one prompt, its status and its canvas in work
+    replay             Replay, Intervention: a run that is repeated, with changed constraints from some step on
+    errors             RequestError (the user's mistake), EngineError (ours), Stopped
+    scheduler          Scheduler: which requests run, within the memory budget
+    prefix_cache       PrefixCache: KV caches of finished requests, for prompts that begin alike
+    runner             Runner: forward passes for batches of requests, in plain PyTorch
+    batched_cache      BatchedCache: the KV caches of several requests as one
+    cuda_graph_runner  CudaGraphRunner: a whole step as one CUDA graph
+    fused_layers       FusedLayers: the model's layers on Triton kernels
+"""
 
 from redraft.engine.engine import Engine
-from redraft.engine.request import Intervention, Replay, Request, Stopped
+from redraft.engine.errors import EngineError, ReplayError, RequestError, Stopped
+from redraft.engine.replay import Intervention, Replay
+from redraft.engine.request import Request, RequestStatus
 
-__all__ = ["Engine", "Intervention", "Replay", "Request", "Stopped"]
+__all__ = [
+    "Engine",
+    "EngineError",
+    "Intervention",
+    "Replay",
+    "ReplayError",
+    "Request",
+    "RequestError",
+    "RequestStatus",
+    "Stopped",
+]

@@ -1,6 +1,6 @@
-"""Caches of several requests, seen by the model as one.
+"""BatchedCache: the KV caches of several requests, presented to the model as one.
 
-Shapes: B requests, T cached tokens, S new ones, G key-value heads, K head size.
+Shapes: B requests, T cached tokens, S new tokens, G key-value heads, K head size.
 """
 
 from collections.abc import Sequence
@@ -9,36 +9,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redraft.model.kv_cache import KVCache
+from redraft.model.kv_cache import ContextCache, KVCache
 
 
-class BatchedCache:
-    """What `model.encode` and `model.denoise` ask of a cache, answered by one cache of one row for each request."""
+class BatchedCache(ContextCache):
+    """An `ContextCache` of B rows, made of B caches of one row each."""
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
-        self.caches, self.device = list(caches), caches[0].device
+        self.caches = list(caches)
+        self.device = caches[0].device
 
     @property
     def lengths_B(self) -> Tensor:
-        """Tokens held by each."""
+        """Tokens that each cache holds."""
         return torch.tensor([cache.lengths[0] for cache in self.caches], device=self.device)
 
     @property
     def has_equal_lengths(self) -> bool:
-        """Whether none needs masking."""
+        """Whether all caches hold the same number of tokens, so that no mask is needed."""
         return len({cache.lengths[0] for cache in self.caches}) == 1
 
     def next_positions(self, count: int) -> Tensor:
-        """Positions of the next tokens of each."""
+        """Positions [B, count] of the next tokens."""
         return self.lengths_B[:, None] + torch.arange(count, device=self.device)
 
     def key_positions(self, layer: int) -> Tensor:
-        """Positions in a layer's view; negative where a shorter one has no token."""
-        seen = max(cache.count_visible(layer) for cache in self.caches)
-        return self.next_positions(seen) - seen
+        """Positions [B, T] in a layer's view; negative where a shorter cache has no token."""
+        visible = max(cache.count_visible(layer) for cache in self.caches)
+        return self.next_positions(visible) - visible
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, T, G, K]: the views of all, the shorter ones with nothing in front."""
+        """Keys and values [B, T, G, K] of all caches. Shorter ones are padded with zeros on the left."""
         views = [cache.view(layer) for cache in self.caches]
         if len(views) == 1:
             return views[0]
@@ -48,11 +49,11 @@ class BatchedCache:
         return keys_BTGK, values_BTGK
 
     def append(self, layer: int, k_BSGK: Tensor, v_BSGK: Tensor, counts: Sequence[int]) -> None:
-        """Each writes its own."""
+        """Writes the first counts[row] new tokens of each row to its cache."""
         for row, cache in enumerate(self.caches):
             cache.append(layer, k_BSGK[row : row + 1], v_BSGK[row : row + 1], [counts[row]])
 
     def advance(self, counts: Sequence[int]) -> None:
-        """What was appended counts."""
+        """The appended tokens become part of each context."""
         for cache, count in zip(self.caches, counts, strict=True):
             cache.advance([count])

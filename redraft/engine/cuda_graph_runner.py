@@ -1,13 +1,16 @@
-"""The runner for GPUs: a whole step of some canvases is one CUDA graph, from their tokens to their tokens.
+"""CudaGraphRunner: the runner for GPUs. A whole step of a batch of canvases, sampler included, is one CUDA graph.
 
-    ids, beliefs -> layers -> head -> [chance, vocabulary, acceptance] -> ids, and probabilities -> beliefs
+    ids, soft embeddings -> layers -> head -> [random draws, vocabulary, acceptance] -> ids
+                                                          probabilities -> soft embeddings
 
-Canvases in work live in buffers that stay where they are; what the graph needs to know of a request (its seed, its step, its
-settings, where its cache lies) lies there too. The host looks once a step whether a page has settled, and starts the next
-step before it does anything else. Requests with constraints, with settings of their own, or that somebody watches go through the
-same layers, in graphs too where their pages have the usual length, but their sampler is the plain one.
+Batches are padded to buckets (number of canvases, canvas length, context length), each with static buffers and captured
+graphs. The graph reads all it needs of a request (seed, step, settings, addresses of its KV cache) from these buffers. The
+host waits once a step for the flags that say which canvases have settled, and launches the next step before other work.
 
-Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C.
+A request whose sampler the kernels do not implement (constraints, quota, spread, top probabilities, interventions) goes
+through the same layers, as a graph when its canvas has the model's length, and then through the reference sampler.
+
+Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C, P encoded rows of S tokens.
 """
 
 import gc
@@ -23,281 +26,329 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.diffusion import sampler
 from redraft.diffusion.sampler import Canvas
-from redraft.engine.fused_layers import FusedLayers, Table
-from redraft.engine.request import Request
-from redraft.engine.runner import Runner, by_length
+from redraft.engine.fused_layers import CacheTable, FusedLayers
+from redraft.engine.request import Request, RequestStatus, contain_failure
+from redraft.engine.runner import Runner, cache_of, canvas_ids, group_by_length
 from redraft.kernels.triton.sampler_step import CanvasBatch, draw_step_inputs, step_canvases_
 from redraft.kernels.triton.vocabulary import argmax_entropy_sample, compute_probs_
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
-SHORT = 2048  # the shortest context a graph is made for; each longer one is eight times that
-PATIENCE = 5e-5  # seconds between two looks
-STEPS = 64  # that temperatures are kept for
-LONG = 256  # tokens of a page that one program can compare with one another
-MOST_STAGES = 12  # kept with their graphs; the one that was not used for longest goes
+MIN_CONTEXT = 2048  # context length of the smallest bucket; each larger one is eight times as long
+POLL_SECONDS = 5e-5  # between two looks at the settled flags
+MAX_FUSED_STEPS = 64  # steps whose temperatures the static buffers hold
+MAX_FUSED_CANVAS = 256  # positions that one program of the acceptance kernel can compare with one another
+MAX_BUCKETS = 12  # kept with their graphs; the least recently used one is dropped
+
+BucketKey = tuple[int, int, int]  # number of canvases, canvas length, context length
+EncodeShape = tuple[int, int]  # rows and tokens that are encoded in the same graph as a step; (0, 0): none
+PendingEncode = tuple[Request, Tensor]  # ids_1S: the last tokens of the request's context
+NO_ENCODE: EncodeShape = (0, 0)
+CANVAS_FIELDS = tuple(field.name for field in fields(Canvas) if field.name not in ("skipped_B", "step"))
 
 
-def plain(request: Request) -> bool:
-    """Whether its sampler is the released one, which the kernels know: an entropy bound, and no constraints on this page.
+def uses_fused_sampler(request: Request) -> bool:
+    """Whether the sampler kernels implement this request's sampler: an entropy bound and no constraints on this canvas.
 
-    And a page that is not too long for them, nor its steps too many to be worth graphs of their own; nobody wants to see
-    probabilities or to change the constraints halfway.
+    The canvas must fit one program of the acceptance kernel, and the steps must fit the static buffers. Top probabilities
+    and interventions need the host between two steps.
     """
     cfg = request.cfg
-    special = cfg.quota or cfg.accept_at_end or cfg.spread or cfg.stops_last
-    seen = request.candidates > 0 or len(request.replay.interventions) > 0  # between two steps
-    return request.fixed is None and not special and not seen and cfg.canvas_length <= LONG and cfg.max_steps <= STEPS
+    has_special_settings = cfg.quota or cfg.accept_at_end or cfg.spread or cfg.stops_last
+    needs_host = request.candidates > 0 or request.plan.has_interventions
+    fits = cfg.canvas_length <= MAX_FUSED_CANVAS and cfg.max_steps <= MAX_FUSED_STEPS
+    return request.canvas_constraints is None and not has_special_settings and not needs_host and fits
 
 
 class CudaGraphRunner(Runner):
     """Runs one model with the kernels of `kernels/triton`."""
 
-    def __init__(self, model: DiffusionGemma, chunk: int) -> None:
-        super().__init__(model, chunk)
+    def __init__(self, model: DiffusionGemma, prefill_chunk: int) -> None:
+        super().__init__(model, prefill_chunk)
         self.fused = FusedLayers(model)
-        self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
-        self.stages: dict[tuple[int, ...], Stage] = {}
-        self.layers: dict[tuple[int, ...], Layers] = {}
-        self.unread: dict[Request, Tensor] = {}  # pages that count as context but are not in the cache yet
-        self.ahead: dict[Stage, list[Canvas]] = {}  # where a step was started, and the canvases it started from
+        self.graph_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        self.step_buckets: dict[BucketKey, StepBucket] = {}  # the most recently used last
+        self.layer_buckets: dict[BucketKey, LayerBucket] = {}
+        # Tokens that count as context but are not in the KV cache yet: they are encoded together with the next step.
+        self.pending_encodes: dict[Request, Tensor] = {}
+        self.launched_ahead: dict[StepBucket, list[Canvas]] = {}  # steps already launched, and the canvases they read
 
     @torch.inference_mode()
     def warm_up(self, max_running: int) -> int:
-        """Runs a full step and a chunk of a prompt once; returns the bytes that they took beyond what stays taken.
+        """Runs a full step and a prefill chunk once. Returns the bytes that they took beyond what stays allocated.
 
-        Kernels are built on the way; they are found on disk the next time.
+        This compiles the kernels; the next process finds them on disk.
         """
-        model, on_gpu = self.model, self.model.device.type == "cuda"
-        stage = self._stage_of(power(max_running), model.config.canvas_length, SHORT)
-        stage.make((0, 0))
-        stage.make((1, power(self.chunk)))  # nothing that runs takes more
+        model = self.model
+        on_gpu = model.device.type == "cuda"
+        bucket = self._step_bucket((next_power_of_two(max_running), model.config.canvas_length, MIN_CONTEXT))
+        bucket.capture(NO_ENCODE)
+        bucket.capture((1, next_power_of_two(self.prefill_chunk)))  # nothing that runs takes more
+        before = 0
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        cache, table = model.new_cache(1, self.chunk, rewind=0), Table.empty(model, 1)
+        cache = model.new_cache(1, self.prefill_chunk, rewind=0)
+        table = CacheTable.empty(model, 1)
         table.fill([cache])
-        self.fused.read(torch.zeros(1, self.chunk, dtype=torch.int64, device=model.device), table, 0)
+        self.fused.encode(torch.zeros(1, self.prefill_chunk, dtype=torch.int64, device=model.device), table, 0)
         return torch.cuda.max_memory_allocated() - before if on_gpu else 0
 
-    def read(self, request: Request) -> int:
-        """The next chunk of a prompt into its cache; the last is read with the first step of its first page."""
-        part = request.prompt[request.read : request.read + self.chunk]
-        ids_1S = torch.tensor([part], device=self.model.device)
-        request.cache.check_room([len(part)])
-        request.cache.advance([len(part)])
-        request.read += len(part)
-        request.context += part
-        if request.reading:
-            self._read(ids_1S, request)
+    def prefill(self, request: Request) -> int:
+        """Encodes the next chunk of a prompt; the last chunk is encoded with the first step of the first canvas."""
+        chunk = request.prompt[request.prefilled : request.prefilled + self.prefill_chunk]
+        ids_1S = torch.tensor([chunk], device=self.model.device)
+        self._extend_cache(request, len(chunk))
+        request.add_prefilled(chunk)
+        if request.status is RequestStatus.PREFILLING:
+            self._encode(ids_1S, request)
         else:
-            self.unread[request] = ids_1S
-        return len(part)
+            self.pending_encodes[request] = ids_1S
+        return len(chunk)
 
-    def read_pages(self, requests: Sequence[Request]) -> None:
-        """Committed pages belong to the context from now on; they are read with the first step of the pages behind them."""
-        self.unread = {request: ids_1S for request, ids_1S in self.unread.items() if not request.over}
+    def encode_canvases(self, requests: Sequence[Request]) -> None:
+        """Committed canvases count as context from now on; they are encoded with the first step of the next canvas."""
+        self.pending_encodes = {request: ids for request, ids in self.pending_encodes.items() if not request.is_over}
         for request in requests:
-            if request in self.unread:  # no step was made behind what it has read last
-                self._read(self.unread.pop(request), request)
-            request.cache.check_room([request.cfg.canvas_length])
-            request.cache.advance([request.cfg.canvas_length])
-            request.context += request.page.ids_BC[0].tolist()
-            ids_1C, request.page = request.page.ids_BC, None
-            request.block += 1
-            if request.retold:  # no step follows in this round
-                self._read(ids_1C, request)
-            else:
-                self.unread[request] = ids_1C
+            with contain_failure(request):
+                if request in self.pending_encodes:  # no step was made after these tokens
+                    self._encode(self.pending_encodes.pop(request), request)
+                self._extend_cache(request, request.cfg.canvas_length)
+                ids_1C = request.take_committed()
+                if request.status is RequestStatus.REPLAYING:  # no denoising step follows now
+                    self._encode(ids_1C, request)
+                else:
+                    self.pending_encodes[request] = ids_1C
 
-    def redraft(self, requests: Sequence[Request]) -> None:
-        """One step of each request's page."""
-        others = [request for request in requests if not plain(request)]
+    def step(self, requests: Sequence[Request]) -> None:
+        """One denoising step of each request's canvas."""
+        fused = [request for request in requests if uses_fused_sampler(request)]
+        others = [request for request in requests if not uses_fused_sampler(request)]
         for request in others:
-            if request in self.unread:
-                self._read(self.unread.pop(request), request)
+            if request in self.pending_encodes:
+                with contain_failure(request):
+                    self._encode(self.pending_encodes.pop(request), request)
+        others = [request for request in others if not request.is_over]
         if others:
-            super().redraft(others)
-        for some in by_length([request for request in requests if plain(request)]):
-            stage = self._stage(some)
-            if not self._has_begun(stage, some):
-                stage.load(some)
-                fresh = [(request, self.unread.pop(request)) for request in some if request in self.unread]
-                stage.step(self._together(fresh))
-            self.ahead.pop(stage, None)
-            found, softs, settled = stage.look(some)
-            for request, state, soft_1CD, done in zip(some, found, softs, settled, strict=True):
-                request.state, request.soft_1CD = state, soft_1CD
-                request.done = done or state.step >= request.cfg.max_steps
-            if not any(request.done for request in some):
-                stage.step()  # what it needs is there already
-                self.ahead[stage] = found
+            super().step(others)
+        for batch in group_by_length(fused):
+            with contain_failure(*batch):
+                self._step_fused(batch)
 
-    def _read(self, ids_1S: Tensor, request: Request) -> None:
-        """The last tokens of a request's context into its cache."""
-        table = Table.empty(self.model, 1)
-        table.fill([request.cache], [ids_1S.shape[1]])
-        self.fused.read(ids_1S, table, len(request.context))
+    def _step_fused(self, batch: Sequence[Request]) -> None:
+        """One step of canvases of one length whose sampler is in the graph."""
+        key = bucket_of(batch)
+        bucket = self._step_bucket(key)
+        try:
+            if not self._is_launched(bucket, batch):
+                bucket.load_canvases(batch)
+                pending = [
+                    (request, self.pending_encodes.pop(request)) for request in batch if request in self.pending_encodes
+                ]
+                bucket.launch_step(self._select_joint_encodes(pending))
+            self.launched_ahead.pop(bucket, None)
+            canvases, softs, settled = bucket.read_results(batch)
+            for request, canvas, soft_1CD, is_settled in zip(batch, canvases, softs, settled, strict=True):
+                request.canvas = canvas
+                request.soft_1CD = soft_1CD
+                request.is_canvas_done = is_settled or canvas.step >= request.cfg.max_steps
+            if not any(request.is_canvas_done for request in batch):
+                bucket.launch_step()  # its inputs are in the static buffers already
+                self.launched_ahead[bucket] = canvases
+        except BaseException:  # the static buffers may be half written
+            self._drop_step_bucket(key)
+            raise
 
-    def _together(self, fresh: "list[Unread]") -> "list[Unread]":
-        """What is read together with a step: as much as a chunk, longer ones filled up. The longest are read here, alone."""
-        fresh = sorted(fresh, key=lambda one: one[1].shape[1])
-        sizes = [power(max(ids_1S.shape[1], request.cfg.canvas_length)) for request, ids_1S in fresh]
-        while fresh and power(len(fresh)) * sizes[len(fresh) - 1] > max(self.chunk, sizes[0]):
-            request, ids_1S = fresh.pop()
-            self._read(ids_1S, request)
-        return fresh
+    def _extend_cache(self, request: Request, count: int) -> None:
+        """Makes `count` tokens part of the cache's context before they are written."""
+        cache = cache_of(request)
+        cache.check_room([count])
+        cache.advance([count])
 
-    def _has_begun(self, stage: "Stage", requests: Sequence[Request]) -> bool:
-        """Whether the step of just these canvases was started when the last one ended."""
-        before = self.ahead.get(stage, [])
-        if len(before) != len(requests):
+    def _encode(self, ids_1S: Tensor, request: Request) -> None:
+        """Writes the last tokens of a request's context into its cache."""
+        table = CacheTable.empty(self.model, 1)
+        table.fill([cache_of(request)], [ids_1S.shape[1]])
+        self.fused.encode(ids_1S, table, len(request.context))
+
+    def _select_joint_encodes(self, pending: list[PendingEncode]) -> list[PendingEncode]:
+        """The tokens to encode in the same graph as a step: after padding at most a prefill chunk.
+
+        The longest ones beyond that are encoded here, alone.
+        """
+        pending = sorted(pending, key=lambda item: item[1].shape[1])
+        sizes = [next_power_of_two(max(ids_1S.shape[1], request.cfg.canvas_length)) for request, ids_1S in pending]
+        while pending and next_power_of_two(len(pending)) * sizes[len(pending) - 1] > max(self.prefill_chunk, sizes[0]):
+            request, ids_1S = pending.pop()
+            self._encode(ids_1S, request)
+        return pending
+
+    def _is_launched(self, bucket: "StepBucket", batch: Sequence[Request]) -> bool:
+        """Whether the step of exactly these canvases was launched when the previous step ended."""
+        canvases = self.launched_ahead.get(bucket, [])
+        if len(canvases) != len(batch):
             return False
-        return all(state is request.state for state, request in zip(before, requests, strict=True))
+        return all(canvas is request.canvas for canvas, request in zip(canvases, batch, strict=True))
 
-    def denoise(self, requests: Sequence[Request]) -> dict[Request, Tensor]:
-        """Logits [1, C, V] of each request's page. Those of the usual length go through graphs."""
-        found = {}
-        for some in by_length(requests):
-            ids_BC, soft_BCD = torch.cat([request.state.ids_BC for request in some]), self._beliefs(some)
-            caches = [request.cache for request in some]
-            if ids_BC.shape[1] == self.model.config.canvas_length:
-                hidden_ND = self._layers_of(*size_of(some)).run(ids_BC, soft_BCD, caches)
-            else:
-                table = Table.empty(self.model, len(some))
-                table.fill(caches)
-                hidden_ND = self.fused.denoise(ids_BC, soft_BCD, table, max(len(r.context) for r in some))
-            logits_BCV = self.model.head(hidden_ND).unflatten(0, ids_BC.shape)
-            found |= dict(zip(some, logits_BCV.split(1), strict=True))
-        return found
+    def denoise(self, batch: Sequence[Request]) -> Tensor:
+        """Logits [B, C, V] of canvases of one length. The model's own canvas length goes through a graph."""
+        ids_BC = torch.cat([canvas_ids(request) for request in batch])
+        soft_BCD = self._soft_embeddings(batch)
+        caches = [cache_of(request) for request in batch]
+        if ids_BC.shape[1] == self.model.config.canvas_length:
+            hidden_ND = self._layer_bucket(bucket_of(batch)).run(ids_BC, soft_BCD, caches)
+        else:
+            table = CacheTable.empty(self.model, len(batch))
+            table.fill(caches)
+            hidden_ND = self.fused.denoise(ids_BC, soft_BCD, table, max(len(request.context) for request in batch))
+        return self.model.head(hidden_ND).unflatten(0, ids_BC.shape)
 
-    def _layers_of(self, *key: int) -> "Layers":
-        layers = self.layers.pop(key, None) or Layers(self.fused, *key, self.pool)
-        self.layers[key] = layers  # the latest last
-        if len(self.layers) > MOST_STAGES:
-            self.layers.pop(next(iter(self.layers)))
-        return layers
+    def _layer_bucket(self, key: BucketKey) -> "LayerBucket":
+        bucket = self.layer_buckets.pop(key, None) or LayerBucket(self.fused, key, self.graph_pool)
+        self.layer_buckets[key] = bucket
+        if len(self.layer_buckets) > MAX_BUCKETS:
+            self.layer_buckets.pop(next(iter(self.layer_buckets)))
+        return bucket
 
-    def _stage(self, requests: Sequence[Request]) -> "Stage":
-        return self._stage_of(*size_of(requests))
+    def _step_bucket(self, key: BucketKey) -> "StepBucket":
+        bucket = self.step_buckets.pop(key, None) or StepBucket(self.fused, key, self.graph_pool)
+        self.step_buckets[key] = bucket
+        if len(self.step_buckets) > MAX_BUCKETS:
+            self._drop_step_bucket(next(iter(self.step_buckets)))
+        return bucket
 
-    def _stage_of(self, *key: int) -> "Stage":
-        stage = self.stages.pop(key, None) or Stage(self.fused, *key, self.pool)
-        self.stages[key] = stage  # the latest last
-        if len(self.stages) > MOST_STAGES:
-            self.ahead.pop(self.stages.pop(next(iter(self.stages))), None)
-        return stage
+    def _drop_step_bucket(self, key: BucketKey) -> None:
+        self.launched_ahead.pop(self.step_buckets.pop(key), None)
 
 
-def size_of(requests: Sequence[Request]) -> tuple[int, int, int]:
-    """For how many canvases, of which length, behind contexts of about which length, buffers and graphs are needed."""
-    longest, context = SHORT, max(len(request.context) for request in requests)
-    while longest < context:
-        longest *= 8
-    return power(len(requests)), requests[0].cfg.canvas_length, longest
+def bucket_of(batch: Sequence[Request]) -> BucketKey:
+    """The smallest bucket for these canvases and their contexts."""
+    longest = max(len(request.context) for request in batch)
+    context = MIN_CONTEXT
+    while context < longest:
+        context *= 8
+    return next_power_of_two(len(batch)), batch[0].cfg.canvas_length, context
 
 
-class Layers:
-    """The layers over some canvases as a graph, without a sampler: for requests whose sampler is the plain one."""
+class LayerBucket:
+    """The layers without the sampler as one graph, for requests that need the reference sampler."""
 
-    def __init__(self, fused: FusedLayers, count: int, length: int, longest: int, pool: object) -> None:
+    def __init__(self, fused: FusedLayers, key: BucketKey, graph_pool: object) -> None:
+        count, length, self.context = key
         model = fused.model
-        self.fused, self.longest, self.table = fused, longest, Table.empty(model, count)
+        self.fused = fused
+        self.table = CacheTable.empty(model, count)
         self.ids_BC = torch.zeros(count, length, dtype=torch.int64, device=model.device)
         self.soft_BCD = torch.zeros(count, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.hidden_ND: Tensor | None = None
-        self._graph = recorded(self._body, model.device, pool)
+        self._replay = capture_graph(self._body, model.device, graph_pool)
 
     def _body(self) -> None:
-        self.hidden_ND = self.fused.denoise(self.ids_BC, self.soft_BCD, self.table, self.longest)
+        self.hidden_ND = self.fused.denoise(self.ids_BC, self.soft_BCD, self.table, self.context)
 
     def run(self, ids_BC: Tensor, soft_BCD: Tensor | None, caches: Sequence[KVCache]) -> Tensor:
-        """Final hidden states [N, D], which the next run overwrites."""
+        """Final hidden states [N, D]. The next run overwrites them."""
         rows, length = ids_BC.shape
         self.table.fill(caches)
         self.ids_BC[:rows] = ids_BC
         self.soft_BCD[:rows] = soft_BCD if soft_BCD is not None else 0.0
-        self._graph()
+        self._replay()
+        assert self.hidden_ND is not None
         return self.hidden_ND[: rows * length]
 
 
-class Stage:
-    """Some canvases in work, and the graphs that move them."""
+class StepBucket:
+    """Static buffers for a batch of canvases in work, and the captured graphs that make a step of them."""
 
-    def __init__(self, fused: FusedLayers, count: int, length: int, longest: int, pool: object) -> None:
-        self.fused, self.longest, model = fused, longest, fused.model
-        self.rows = CanvasBatch.empty(count, length, STEPS, model.device)
-        self.table = Table.empty(model, count)
+    def __init__(self, fused: FusedLayers, key: BucketKey, graph_pool: object) -> None:
+        count, length, self.context = key
+        model = fused.model
+        self.fused = fused
+        self.rows = CanvasBatch.empty(count, length, MAX_FUSED_STEPS, model.device)
+        self.table = CacheTable.empty(model, count)
         self.soft_BCD = torch.zeros(count, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self.pages: dict[tuple[int, int], tuple[Tensor, Table]] = {}  # what is read with a step, by how many and how long
-        self.held: list[Canvas | None] = [None] * count  # whose canvases the rows are
-        self.told, self.begun = SettledFlags(count, model.device), 0
-        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
-        self._pool = pool
+        self.encode_buffers: dict[EncodeShape, tuple[Tensor, CacheTable]] = {}  # tokens encoded in the graph of a step
+        self.loaded: list[Canvas | None] = [None] * count  # the canvas that each row holds
+        self.settled_flags = SettledFlags(count, model.device)
+        self.steps_launched = 0
+        self._replays: dict[EncodeShape, Callable[[], None]] = {}
+        self._graph_pool = graph_pool
 
-    def step(self, unread: "Sequence[Unread]" = ()) -> None:
-        """One step of all canvases; what some of the requests have not read goes into their caches on the way."""
-        shape = (0, 0)
-        if unread:
-            longest = max(self.rows.ids_BC.shape[1], *(ids_1S.shape[1] for _, ids_1S in unread))
-            shape = (power(len(unread)), power(longest))
-        self.make(shape)
-        if unread:
-            ids_PS, table = self.pages[shape]
-            table.fill([request.cache for request, _ in unread], [ids_1S.shape[1] for _, ids_1S in unread])
-            for row, (_, ids_1S) in enumerate(unread):
-                ids_PS[row, : ids_1S.shape[1]] = ids_1S[0]  # what stands behind them is not kept
-        self._graphs[shape]()
-        self.begun, self.held = self.begun + 1, [None] * len(self.held)
+    def launch_step(self, pending: Sequence[PendingEncode] = ()) -> None:
+        """Launches one step of all canvases. The graph also encodes the pending tokens into their KV caches."""
+        shape = NO_ENCODE
+        if pending:
+            longest = max(self.rows.ids_BC.shape[1], *(ids_1S.shape[1] for _, ids_1S in pending))
+            shape = (next_power_of_two(len(pending)), next_power_of_two(longest))
+        self.capture(shape)
+        if pending:
+            ids_PS, table = self.encode_buffers[shape]
+            table.fill([cache_of(request) for request, _ in pending], [ids_1S.shape[1] for _, ids_1S in pending])
+            for row, (_, ids_1S) in enumerate(pending):
+                ids_PS[row, : ids_1S.shape[1]] = ids_1S[0]  # the padding after them is not written to the cache
+        self._replays[shape]()
+        self.steps_launched += 1
+        self.loaded = [None] * len(self.loaded)
 
-    def make(self, shape: tuple[int, int]) -> None:
-        """The step with so many parts of contexts, of at most so many tokens, as a graph, if it is not there yet.
+    def capture(self, shape: EncodeShape) -> None:
+        """Captures the graph of a step that also encodes tokens of this shape, unless it exists.
 
-        Making it runs it: what it writes is put back.
+        Capturing runs the step, so the buffers are restored afterwards.
         """
-        if shape in self._graphs:
+        if shape in self._replays:
             return
         model = self.fused.model
         if any(shape):
-            self.pages[shape] = (torch.zeros(shape, dtype=torch.int64, device=model.device), Table.empty(model, shape[0]))
-        written = [*(getattr(self.rows, field.name) for field in fields(CanvasBatch)), self.soft_BCD, self.told.step_1]
-        kept = [tensor.clone() for tensor in written]
+            ids_PS = torch.zeros(shape, dtype=torch.int64, device=model.device)
+            self.encode_buffers[shape] = (ids_PS, CacheTable.empty(model, shape[0]))
+        buffers = [
+            *(getattr(self.rows, field.name) for field in fields(CanvasBatch)),
+            self.soft_BCD,
+            self.settled_flags.step_1,
+        ]
+        saved = [buffer.clone() for buffer in buffers]
         try:
-            self._graphs[shape] = recorded(lambda: self._body(self.pages.get(shape)), model.device, self._pool)
+            encode_buffers = self.encode_buffers.get(shape)
+            self._replays[shape] = capture_graph(lambda: self._body(encode_buffers), model.device, self._graph_pool)
         finally:
-            for tensor, before in zip(written, kept, strict=True):
-                tensor.copy_(before)
-            self.told.forget()
+            for buffer, before in zip(buffers, saved, strict=True):
+                buffer.copy_(before)
+            self.settled_flags.reset()
 
-    def _body(self, pages: tuple[Tensor, Table] | None) -> None:
-        """One step, and pages read on the way."""
-        canvas = (self.rows.ids_BC, self.soft_BCD, self.table, self.longest)
-        self._settle(self.fused.denoise(*canvas, pages))
+    def _body(self, encode_buffers: tuple[Tensor, CacheTable] | None) -> None:
+        """The step that is captured."""
+        hidden_ND = self.fused.denoise(self.rows.ids_BC, self.soft_BCD, self.table, self.context, encode_buffers)
+        self._sample(hidden_ND)
 
-    def _settle(self, hidden_ND: Tensor) -> None:
-        """From final hidden states to the next canvases and what they believe."""
-        model, rows, cap = self.fused.model, self.rows, self.fused.model.config.final_logit_softcapping
+    def _sample(self, hidden_ND: Tensor) -> None:
+        """The sampler step: from final hidden states to the next canvases and soft embeddings."""
+        model = self.fused.model
+        rows = self.rows
+        softcap = model.config.final_logit_softcapping
         raw_NV = F.linear(hidden_ND, model.embed_tokens.weight)
         uniform_BC, noise_BC, temperature_BC = draw_step_inputs(rows, model.config.vocab_size)
-        read = argmax_entropy_sample(raw_NV, cap, temperature_BC.flatten(), uniform_BC.flatten())
-        step_canvases_(rows, read.best_N, read.entropy_N, read.sampled_N, noise_BC)
-        with self.fused.beside:
-            self.told.tell(rows.settled_B)
-        probs_NV = compute_probs_(raw_NV, cap, temperature_BC.flatten(), read)
+        prediction = argmax_entropy_sample(raw_NV, softcap, temperature_BC.flatten(), uniform_BC.flatten())
+        step_canvases_(rows, prediction.best_N, prediction.entropy_N, prediction.sampled_N, noise_BC)
+        with self.fused.side_stream:
+            self.settled_flags.publish(rows.settled_B)
+        probs_NV = compute_probs_(raw_NV, softcap, temperature_BC.flatten(), prediction)
         self.soft_BCD.copy_((probs_NV @ model.embed_tokens.weight).view_as(self.soft_BCD) * model.embed_scale)
-        self.fused.beside.wait()
+        self.fused.side_stream.wait()
 
-    def load(self, requests: Sequence[Request]) -> None:
-        """Brings the requests' canvases here, those that are not here yet."""
-        self.table.fill([request.cache for request in requests])
-        self.rows.settled_B[len(requests) :].fill_(True)
-        for row, request in enumerate(requests):
-            state, cfg = request.state, request.cfg
-            if state is self.held[row]:
+    def load_canvases(self, batch: Sequence[Request]) -> None:
+        """Copies the requests' canvases and settings into the static buffers, except rows that hold them already."""
+        self.table.fill([cache_of(request) for request in batch])
+        self.rows.settled_B[len(batch) :].fill_(True)
+        for row, request in enumerate(batch):
+            cfg = request.cfg
+            canvas = request.canvas
+            assert canvas is not None
+            assert request.draws is not None
+            if canvas is self.loaded[row]:
                 continue
             self.rows.temperatures_BS[row, : cfg.max_steps].copy_(temperatures(cfg))
-            values = {name: getattr(state, name)[0] for name in KEPT} | {
+            values = {name: getattr(canvas, name)[0] for name in CANVAS_FIELDS} | {
                 "seeds_B": request.draws.seeds_B[0],
                 "blocks_B": request.block,
                 "limit_B": cfg.max_steps,
@@ -309,85 +360,85 @@ class Stage:
                 getattr(self.rows, name)[row] = value
             self.soft_BCD[row] = request.soft_1CD[0] if request.soft_1CD is not None else 0.0
 
-    def look(self, requests: Sequence[Request]) -> tuple[list[Canvas], list[Tensor], list[bool]]:
-        """The canvases after the step, copied out, with what they believe; and which have settled, which is waited for.
+    def read_results(self, batch: Sequence[Request]) -> tuple[list[Canvas], list[Tensor], list[bool]]:
+        """Copies of the canvases after the step, their soft embeddings, and which have settled. Waits for the flags only.
 
-        That is known before what they believe is computed: the host can begin the next step while the GPU still works.
+        The GPU sets the flags before it computes the soft embeddings, so the host can launch the next step meanwhile.
         """
-        copies = {name: getattr(self.rows, name).clone() for name in KEPT}
-        softs, never_B = self.soft_BCD.clone().split(1), torch.zeros(1, dtype=torch.bool, device=self.soft_BCD.device)
+        copies = {name: getattr(self.rows, name).clone() for name in CANVAS_FIELDS}
+        softs = self.soft_BCD.clone().split(1)
+        skipped_1 = torch.zeros(1, dtype=torch.bool, device=self.soft_BCD.device)
         for name in ("unchanged_B", "steps_B"):
             copies[name] = copies[name].long()
-        settled = self.told.wait(self.begun)
-        found = []
-        for row, request in enumerate(requests):
-            own = {name: tensor[row : row + 1] for name, tensor in copies.items()}
-            found.append(Canvas(**own, skipped_B=never_B, step=request.state.step + 1))
-        self.held[: len(found)] = found
-        return found, list(softs[: len(requests)]), settled[: len(requests)]
+        settled = self.settled_flags.wait_for_step(self.steps_launched)
+        canvases = []
+        for row, request in enumerate(batch):
+            assert request.canvas is not None
+            values = {name: tensor[row : row + 1] for name, tensor in copies.items()}
+            canvases.append(Canvas(**values, skipped_B=skipped_1, step=request.canvas.step + 1))
+        self.loaded[: len(canvases)] = canvases
+        return canvases, list(softs[: len(batch)]), settled[: len(batch)]
 
 
 class SettledFlags:
-    """Which canvases have settled, and after which step, in memory that the host sees without asking the GPU.
+    """Which canvases have settled after which step, in pinned memory that the host reads without synchronizing the GPU.
 
-    Every number holds both, twice the step and one if settled: whatever order they arrive in, none is mistaken.
+    Each number holds both: twice the step, plus one if settled. The numbers may arrive in any order without confusion.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.step_1 = torch.zeros(1, dtype=torch.int32, device=device)
-        self.here_B = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.host_B = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
 
-    def tell(self, settled_B: Tensor) -> None:
-        """Part of a step."""
+    def publish(self, settled_B: Tensor) -> None:
+        """Copies the flags to the host. Part of the captured step."""
         self.step_1.add_(1)
-        self.here_B.copy_(2 * self.step_1 + settled_B, non_blocking=True)
+        self.host_B.copy_(2 * self.step_1 + settled_B, non_blocking=True)
 
-    def forget(self) -> None:
-        """What was told when a step was only tried."""
+    def reset(self) -> None:
+        """Discards the flags of a step that only served capturing."""
         if self.step_1.is_cuda:
             torch.cuda.synchronize()
-        self.here_B.fill_(-1)
+        self.host_B.fill_(-1)
 
-    def wait(self, step: int) -> list[bool]:
-        """What the step of this number found, as soon as it has."""
-        while not bool((self.here_B // 2 == step).all()):
-            if torch.cuda.current_stream().query():  # all is done; or a fault is raised here
+    def wait_for_step(self, step: int) -> list[bool]:
+        """The flags of the step with this number, as soon as they are there."""
+        while not bool((self.host_B // 2 == step).all()):
+            if torch.cuda.current_stream().query():  # the GPU has finished, or raises its fault here
                 torch.cuda.synchronize()
                 break
-            time.sleep(PATIENCE)
-        return [number % 2 == 1 for number in self.here_B.tolist()]
+            time.sleep(POLL_SECONDS)
+        return [number % 2 == 1 for number in self.host_B.tolist()]
 
 
-@lru_cache(maxsize=64)  # clients choose the settings: an unbounded cache would grow with every new temperature
+@lru_cache(maxsize=64)  # bounded: clients choose the settings
 def temperatures(cfg: SamplerConfig) -> Tensor:
-    """Returns the temperature of every step."""
+    """The temperature of every step."""
     return torch.stack([sampler.temperature(step, cfg) for step in range(cfg.max_steps)])
 
 
-def power(number: int) -> int:
-    """The least power of two that is as much."""
+def next_power_of_two(number: int) -> int:
+    """The smallest power of two that is not below the number."""
     return 1 << (number - 1).bit_length()
 
 
-Unread = tuple[Request, Tensor]  # the last tokens of its context, [1, S]
-KEPT = tuple(field.name for field in fields(Canvas) if field.name not in ("skipped_B", "step"))
-
-
-def recorded(body: Callable[[], None], device: torch.device, pool: object) -> Callable[[], None]:
-    """The body as a CUDA graph; elsewhere the body itself."""
+def capture_graph(body: Callable[[], None], device: torch.device, graph_pool: object) -> Callable[[], None]:
+    """Captures the body as a CUDA graph and returns its replay. On other devices, returns the body itself."""
     if device.type != "cuda":
         return body
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        body()  # kernels are built, libraries find their memory
-    torch.cuda.current_stream().wait_stream(beside)
-    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-    gc.disable()  # memory of a GPU that is given back meanwhile would spoil the recording
+    warm_up_stream = torch.cuda.Stream()
+    warm_up_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up_stream):
+        body()  # compiles kernels and lets libraries allocate their workspaces
+    torch.cuda.current_stream().wait_stream(warm_up_stream)
+    graph = torch.cuda.CUDAGraph()
+    collects_garbage = gc.isenabled()
+    gc.disable()  # GPU memory that is freed during the capture would invalidate it
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may use the GPU meanwhile
+        # thread_local: other threads may use the GPU during the capture
+        with torch.cuda.graph(graph, pool=graph_pool, capture_error_mode="thread_local"):
             body()
     finally:
-        if collects:
+        if collects_garbage:
             gc.enable()
     return graph.replay

@@ -1,20 +1,19 @@
-"""The engine: requests arrive, read their prompts, redraft page after page each at its own step, and leave one by one.
+"""Engine: runs many requests over one model, one step at a time.
 
-    schedule: admit, in order, within the memory
-    run:      a chunk of a prompt, pages to read, a denoising pass for all
-    settle:   each request's sampler, events, pages that are done
+    schedule: admit waiting requests, in order, within the memory budget
+    run:      prefill chunks of prompts, encode committed canvases, denoise all canvases
+    settle:   run each request's sampler, emit events, commit canvases that are done
 
-The tokens are those of `generate`, whatever runs beside it. Any thread may add, step and cancel; one does so at a time.
-Whoever streams a request makes the steps; or, `with engine.running():`, a thread of the engine's own makes them for all.
+The tokens of a request are those of `generate`, regardless of the other requests. Methods may be called from any thread; a
+lock makes steps one after another. The thread that reads a stream makes the steps, unless `with engine.run_in_background():`
+gives the engine a thread that makes all steps.
 """
 
-import itertools
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -23,40 +22,53 @@ from torch import Tensor
 from redraft.config import EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
-from redraft.engine.request import Replay, ReplayError, Request
+from redraft.engine.errors import USER_ERRORS, Failure, RequestError, Stopped
+from redraft.engine.prefix_cache import PrefixCache
+from redraft.engine.replay import Replay
+from redraft.engine.request import LOG, Request, RequestStatus, contain_failure
 from redraft.engine.runner import Runner
-from redraft.engine.scheduler import PrefixCache, Scheduler
+from redraft.engine.scheduler import Reservation, Scheduler
 from redraft.kernels.backend import select_backend
 from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
-LOG = logging.getLogger("redraft.engine")
+POLL_SECONDS = 0.05  # how often a waiting thread checks a stop event, which cannot wake it
+UNKNOWN_FREE_BYTES = 8 * 2**30  # assumed where the operating system does not report free memory
+
+Emitted = list[tuple[Request, Event]]
 
 
 class Engine:
     """Runs requests over one model."""
 
     def __init__(self, model: DiffusionGemma, config: EngineConfig | None = None) -> None:
-        self.model, self.config = model, config or EngineConfig()
+        self.model = model
+        self.config = config or EngineConfig()
         self.runner = make_runner(model, self.config.prefill_chunk)
-        budget = self.config.cache_bytes or self._room()
-        self.scheduler = Scheduler(self.config.max_running, budget, PrefixCache(self.config.keep_contexts), self._cost)
-        self._numbers, self._lock = itertools.count(), threading.RLock()
-        self.fault = ""  # what ended the last step, in words: an exception would hold on to the memory of that step
-        self._news, self._own = threading.Condition(), False  # what waiting threads are told by; a thread of our own steps
+        self.scheduler = Scheduler(
+            self.config.max_running,
+            self.config.cache_bytes or self._measure_budget(),
+            PrefixCache(self.config.prefix_cache_entries),
+            self._cache_bytes,
+        )
+        self.fault = ""  # the engine's own failure in the last step, as text; empty when there was none
+        self.has_thread = False  # whether a background thread makes the steps
+        self._lock = threading.RLock()  # held during a step
+        self._changed = threading.Condition()  # notified after steps, and when work arrives or leaves
 
-    def _room(self) -> int:
-        """Bytes for caches: what a GPU has left when a full step and a chunk of a prompt were run once, but for a tenth.
+    def _measure_budget(self) -> int:
+        """Bytes for KV caches.
 
-        Elsewhere half of what is free: others live there too.
+        On a GPU: 90% of the memory that is free after a full step and a prefill chunk were run once. Elsewhere: half of
+        the free memory, because other programs use it too.
         """
         device = self.model.device
         if device.type != "cuda":
             return free_bytes(device) // 2
-        taken = self.runner.warm_up(self.config.max_running)
-        torch.cuda.empty_cache()  # what is not free then belongs to the graphs
-        return int(0.9 * (free_bytes(device) - taken))
+        activation_bytes = self.runner.warm_up(self.config.max_running)
+        torch.cuda.empty_cache()  # the memory that is still in use after this belongs to the CUDA graphs
+        return int(0.9 * (free_bytes(device) - activation_bytes))
 
     def add(
         self,
@@ -65,258 +77,344 @@ class Engine:
         *,
         seed: int,
         constraints: Constraints | None = None,
-        first_1C: Tensor | None = None,
+        first_canvas_1C: Tensor | None = None,
         seconds: float | None = None,
         stop: threading.Event | None = None,
         replay: Replay | None = None,
         candidates: int = 0,
     ) -> Request:
-        """A request for text behind this prompt. After `seconds` the best page so far is committed, and that is all.
+        """Adds a request to continue this prompt. A request that cannot be carried out is refused here.
 
-        Once `stop` is set nothing more comes of it. With a `replay` it is one that was under way. Drafts come with the
-        probabilities of the `candidates` likeliest tokens. What cannot be generated is refused here, and nothing else notices.
+        After `seconds` the canvas in work is committed as it is, and the request ends. Setting `stop` cancels the request.
+        A `replay` repeats an earlier run up to some point. Drafts show the probabilities of the `candidates` most likely
+        tokens of each position.
         """
-        constraints, replay = constraints or Constraints(), replay or Replay()
-        check_inputs(self.model.config, [prompt], cfg, [seed], [constraints], first_1C)
-        held = replay.check(cfg, self.model.config.vocab_size, constraints)
+        constraints = constraints or Constraints()
+        replay = replay or Replay()
+        try:
+            check_inputs(self.model.config, [prompt], cfg, [seed], [constraints], first_canvas_1C)
+            plan = replay.plan(cfg, self.model.config.vocab_size, constraints)
+        except USER_ERRORS:
+            raise
+        except ValueError as error:
+            raise RequestError(str(error)) from None
         if seconds is not None and not seconds > 0:
-            raise ValueError(f"a deadline must be ahead, got {seconds!r} seconds")
-        deadline = time.monotonic() + seconds if seconds is not None else None
-        counter, more = StatsCounter(cfg, [seed], [len(prompt)]), {"matched": constraints.initial_state, "stop": stop}
-        more |= {"replay": replay, "held": held, "candidates": candidates}
-        request = Request(next(self._numbers), tuple(prompt), cfg, seed, constraints, first_1C, deadline, counter, **more)
-        request.inbox = deque() if self._own else None  # it may run before anybody streams it
-        self.scheduler.check(request)
-        self.scheduler.waiting.append(request)  # a step may run now: nobody waits for its end
-        self.tell()
+            raise RequestError(f"a deadline must be ahead, got {seconds!r} seconds: give a positive number")
+        request = Request(
+            number=self.scheduler.next_number(),
+            prompt=tuple(prompt),
+            cfg=cfg,
+            seed=seed,
+            constraints=constraints,
+            plan=plan,
+            counter=StatsCounter(cfg, [seed], [len(prompt)]),
+            first_canvas_1C=first_canvas_1C,
+            deadline=time.monotonic() + seconds if seconds is not None else None,
+            stop=stop,
+            candidates=candidates,
+            events=deque() if self.has_thread else None,  # the thread may run it before anybody streams it
+            automaton_state=constraints.initial_state,
+        )
+        self.scheduler.check(self._cache_bytes(request), request.capacity)
+        self.scheduler.waiting.append(request)  # without the lock: the caller does not wait for the end of a step
+        self.notify()
         return request
 
     def cancel(self, request: Request) -> None:
-        """Nothing more comes of it. What it has read is kept for another that begins alike."""
-        if self._own:
-            request.dropped = True  # the next step lets it go
-            self.tell()
+        """Ends a request. Its KV cache goes to the prefix cache."""
+        if self.has_thread:
+            request.cancel_requested = True  # the thread cancels it at its next step
+            self.notify()
             return
         with self._lock:
-            self._let_go(request)
+            self._cancel(request)
 
-    def _let_go(self, request: Request) -> None:
-        if not request.over:
-            request.over = request.told = True
-            self._leave(request)
+    def _cancel(self, request: Request) -> None:
+        if not request.is_over:
+            self._release(request)
+            request.status = RequestStatus.CANCELLED
 
-    def tell(self) -> None:
-        """Wakes the threads that wait for something to happen."""
-        with self._news:
-            self._news.notify_all()
+    def notify(self) -> None:
+        """Wakes the threads that wait for an event, for work or for memory."""
+        with self._changed:
+            self._changed.notify_all()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Steps are made by a thread of the engine's own meanwhile, so that streams in many threads only wait.
+    def reserve(self, tokens: int, *, rewind: int = 0, stop: threading.Event | None = None) -> Iterator[KVCache]:
+        """Lends a KV cache of one row for work beside the engine; its bytes count toward the engine's budget.
 
-        At the end what still runs is cancelled.
+            with engine.reserve(len(ids), stop=stop) as cache:
+                model.encode(ids_1S, cache)
+
+        Waits until the cache fits beside the running requests, and evicts prefix cache entries for it. Raises RequestError
+        when it can never fit, and Stopped once `stop` is set while it waits. Sliding layers keep only their window and
+        `rewind` tokens. Inside the block do not reserve again and do not wait for a request: both might wait for this cache.
         """
-        if self._own:
-            raise RuntimeError("the engine runs in a thread already")
-        self._own, thread = True, threading.Thread(target=self._work, name="redraft-engine", daemon=True)
+        nbytes = KVCache.count_bytes(self.model.config, tokens, self.model.dtype, rewind)
+        self.scheduler.check(nbytes, tokens, "this text")
+        reservation = Reservation(self.scheduler.next_number(), nbytes)
+        self.scheduler.reservations.append(reservation)
+        try:
+            self.notify()
+            while not reservation.is_granted:
+                if stop is not None and stop.is_set():
+                    raise Stopped
+                self._wait_for_grant(reservation)
+            yield self.model.new_cache(1, tokens, rewind=rewind)
+        finally:
+            reservation.is_released = True
+            self.notify()
+
+    def _wait_for_grant(self, reservation: Reservation) -> None:
+        """Waits a moment for memory. Without a background thread, this thread makes the steps that free it."""
+        if not self.has_thread:
+            with self._lock:
+                self._admit()
+                self._release_failed()
+                if reservation.is_granted:
+                    return
+                if self.scheduler.running:
+                    self._step_for_streams()
+                    return
+        with self._changed:
+            self._changed.wait_for(lambda: reservation.is_granted, timeout=POLL_SECONDS)
+
+    @contextmanager
+    def run_in_background(self) -> Iterator[None]:
+        """Inside the block a thread of the engine makes all steps, and streams only wait. At the end it cancels what runs."""
+        if self.has_thread:
+            raise RuntimeError("the engine runs in a thread already: leave the first run_in_background() block before")
+        self.has_thread = True
+        thread = threading.Thread(target=self._work, name="redraft-engine", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            self._own = False
-            self.tell()
+            self.has_thread = False
+            self.notify()
             thread.join()
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 self.cancel(request)
-            self.tell()
+            self.notify()
 
     def _work(self) -> None:
+        """The background thread."""
         if self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)
-        while self._own:
-            with self._news:
-                self._news.wait_for(lambda: not self._own or not self.idle)
-            if self._own:
-                try:
-                    self.step()
-                except Exception:  # those it concerns are told by their own `error`
-                    LOG.exception("a step of the engine failed")
-                self.tell()
+        while self.has_thread:
+            with self._changed:
+                self._changed.wait_for(lambda: not self.has_thread or self._has_work())
+            if self.has_thread:
+                self._step_for_streams()
+                self.notify()
+
+    def _has_work(self) -> bool:
+        """Whether a step would do something. A waiting request may have to wait until a reservation is released."""
+        if self.scheduler.running or self.scheduler.can_admit:
+            return True
+        return any(request.is_unwanted for request in list(self.scheduler.waiting))
 
     @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do."""
+    def is_idle(self) -> bool:
+        """Whether no request runs or waits."""
         return not self.scheduler.running and not self.scheduler.waiting
 
     def stream(self, request: Request) -> "Stream":
-        """The events of one request from now on; the others go on beside it."""
-        if request.inbox is None:
-            request.inbox = deque()
+        """The events of one request from now on. The other requests run beside it."""
+        if request.events is None:
+            request.events = deque()
         return Stream(self, request)
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[Request, Event]]:
-        """One round for everybody. Returns what happened, to whom.
+    def step(self) -> Emitted:
+        """One step of every running request. Returns the events and their requests.
 
-        Where it fails, by the machine's fault or by Ctrl-C, what runs is over: half-written caches serve nobody.
+        A failure that belongs to some requests ends these requests, and their streams raise it. Any other failure, and
+        Ctrl-C, ends all running requests and is raised here: their KV caches may be half written.
         """
         with self._lock:
             try:
-                found, self.fault = self._step(), ""
-                return found
+                emitted = self._step()
             except BaseException as error:
-                self.fault = f"{type(error).__name__}: {error}"
-                for request in list(self.scheduler.running):
-                    request.error = error
-                    request.over = request.told = True
-                    self._leave(request, keep=False)
+                failure = Failure.from_exception(error)
+                if isinstance(error, Exception):
+                    LOG.exception("a step of the engine failed; this ends all running requests")
+                for request in self.scheduler.running:
+                    if not request.is_over:
+                        request.fail(failure)
+                self._release_failed()
+                self.fault = failure.message
                 raise
+            self.fault = self._release_failed()
+            return emitted
 
-    def _step(self) -> list[tuple[Request, Event]]:
-        if self.model.device.type == "cpu":
+    def _step_for_streams(self) -> None:
+        """A step whose failures are left to the streams of the requests that failed."""
+        with suppress(Exception):  # `step` has logged it and failed the requests
+            self.step()
+
+    def _step(self) -> Emitted:
+        device = self.model.device
+        vocab_size = self.model.config.vocab_size
+        emitted: Emitted = []
+        if device.type == "cpu":
             adapt_threads()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            if request.unwanted:
-                self._let_go(request)
-        for request in self.scheduler.admit():
-            self._begin(request)
-        running = list(self.scheduler.running)
-        room = self.config.prefill_chunk  # of a round: those who redraft do not wait for long prompts
-        for request in running:
-            if request.reading and room > 0:
-                room -= self.runner.read(request)
-                if not request.reading:
-                    request.counter.mark_prefilled()
-        found = []
-        for request in running:
-            if not request.reading and request.page is None and request.retold:
-                found += self._told(request, request.retell(self.model.device))
-        self.runner.read_pages([request for request in running if request.page is not None])
-        ready = [request for request in running if not request.reading and not request.retold]
-        for request in ready:
-            if request.state is None:
-                request.start_page(self.model.config.vocab_size, self.model.device)
-        if ready:
-            self.runner.redraft(ready)
-        for request in ready:
-            if request.over:
-                request.told = True
-                self._leave(request, keep=False)
-                continue
-            found += self._told(request, list(self._settle(request)))
-        return found
+            if request.is_unwanted:
+                self._cancel(request)
+        self._admit()
+        self._prefill()
+        for request in self._running(RequestStatus.REPLAYING):
+            with contain_failure(request):
+                emitted += self._emit(request, request.replay_canvas(device))
+        self.runner.encode_canvases(self._running(RequestStatus.COMMITTING))
+        for request in self._running(RequestStatus.DENOISING):
+            if request.canvas is None:
+                with contain_failure(request):
+                    request.start_canvas(vocab_size, device)
+        denoising = self._running(RequestStatus.DENOISING)
+        if denoising:
+            self.runner.step(denoising)
+        for request in denoising:
+            if not request.is_over:
+                with contain_failure(request):
+                    emitted += self._emit(request, [request.draft])
+                    emitted += self._settle(request)
+        return emitted
 
-    def _told(self, request: Request, events: list[Event]) -> list[tuple[Request, Event]]:
-        """Events for whoever streams it, and for whoever steps."""
-        if request.inbox is not None:
-            request.inbox += events
-        request.told = request.over
+    def _running(self, status: RequestStatus) -> list[Request]:
+        """Running requests with this status."""
+        return [request for request in self.scheduler.running if request.status is status]
+
+    def _admit(self) -> None:
+        """Gives admitted requests a KV cache: one from the prefix cache, or an empty one."""
+        for request in self.scheduler.admit():
+            with contain_failure(request):
+                cached = self.scheduler.prefix_cache.take(request.prompt)
+                if cached is None:
+                    request.start(self.model.new_cache(1, request.capacity, rewind=self.config.rewind), [])
+                else:
+                    context, cache = cached
+                    request.start(cache.with_capacity(request.capacity), context)
+
+    def _prefill(self) -> None:
+        """Prefills at most about one chunk of tokens a step, so that requests in work do not wait for long prompts."""
+        tokens_left = self.config.prefill_chunk
+        for request in self._running(RequestStatus.PREFILLING):
+            if tokens_left > 0:
+                with contain_failure(request):
+                    tokens_left -= self.runner.prefill(request)
+
+    def _emit(self, request: Request, events: list[Event]) -> Emitted:
+        """Hands events to the request's stream, and returns them for the caller of `step`."""
+        if request.events is not None:
+            request.events += events
         return [(request, event) for event in events]
 
-    def advance(self, request: Request) -> None:
-        """A step, if nobody else makes it and the request has not moved meanwhile; or a wait until it has."""
-        if self._own:
-            with self._news:
-                self._news.wait_for(lambda: request.inbox or request.told or not self._own)
+    def _settle(self, request: Request) -> Emitted:
+        """After a step: applies an intervention; commits the canvas when it is done or the deadline has passed."""
+        if request.has_intervention_now:
+            request.apply_intervention(self.model.config.vocab_size, self.model.device)
+        is_late = request.deadline is not None and time.monotonic() >= request.deadline
+        if not request.is_canvas_done and not is_late:
+            return []
+        events, is_last = request.commit(is_late=is_late)
+        emitted = self._emit(request, events)
+        if is_last:
+            self._release(request)
+            request.status = RequestStatus.FINISHED  # last: the stream ends when it sees this
+        return emitted
+
+    def _release_failed(self) -> str:
+        """Releases the requests that failed in this step. Returns the last of the engine's own faults as text, or ""."""
+        fault = ""
+        for request in [*self.scheduler.running]:
+            if request.failure is not None:
+                self._release(request, keep_context=False)
+                fault = request.failure.message if request.failure.is_engine_fault else fault
+        return fault
+
+    def _release(self, request: Request, *, keep_context: bool = True) -> None:
+        """Frees the request's slot and memory. Its KV cache goes to the prefix cache unless it may be half written."""
+        self.scheduler.remove(request)
+        if keep_context and request.cache is not None and request.context:
+            self.scheduler.prefix_cache.put(request.context, request.cache)
+        request.release()
+
+    def wait_for_event(self, request: Request) -> None:
+        """Waits until the request has moved. Without a background thread, this thread makes a step."""
+        if self.has_thread:
+            with self._changed:
+                self._changed.wait_for(lambda: request.events or request.is_over or not self.has_thread)
             return
         with self._lock:
-            if not request.inbox and not request.told:
-                self.step()
+            if not request.events and not request.is_over:
+                self._step_for_streams()
+            is_blocked = not self.scheduler.running and not request.is_over  # by a reservation of another thread
+        if is_blocked:
+            with self._changed:
+                self._changed.wait(timeout=POLL_SECONDS)
 
-    def _begin(self, request: Request) -> None:
-        """Its cache: one that begins like its prompt, or an empty one."""
-        found = self.scheduler.kept.take(request.prompt)
-        if found is None:
-            request.cache = self.model.new_cache(1, request.capacity, rewind=self.config.rewind)
-        else:
-            request.context, cache = found
-            request.cache = cache.with_capacity(request.capacity)
-            request.read = request.counter.reused[0] = len(request.context)
-            if not request.reading:
-                request.counter.mark_prefilled()
-
-    def _settle(self, request: Request) -> Iterator[Event]:
-        yield request.draft
-        if request.turning:
-            try:
-                request.turn(self.model.config.vocab_size, self.model.device)
-            except ReplayError as error:
-                request.error, request.over = error, True
-                self._leave(request, keep=False)
-                return
-        late = request.deadline is not None and time.monotonic() >= request.deadline
-        if not request.done and not late:
-            return
-        yield from request.commit(late)
-        if request.over:
-            self._leave(request)
-
-    def _leave(self, request: Request, keep: bool = True) -> None:
-        self.scheduler.leave(request)
-        if keep and request.cache is not None and request.context:
-            self.scheduler.kept.put(request.context, request.cache)
-        request.cache = request.state = request.soft_1CD = request.page = None
-
-    def _cost(self, request: Request) -> int:
-        """Bytes of cache."""
+    def _cache_bytes(self, request: Request) -> int:
+        """Bytes of the request's KV cache."""
         return KVCache.count_bytes(self.model.config, request.capacity, self.model.dtype, self.config.rewind)
 
     def run(self, requests: Sequence[Request]) -> dict[Request, Finished]:
-        """All of them to their end. One that was cancelled is left out."""
+        """Runs all of them to their end. A cancelled request is left out."""
         return {request: event for request, event in self.events(requests) if isinstance(event, Finished)}
 
     def events(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Event]]:
-        """All that comes of them: of the first as it happens, then of those that ran beside it."""
-        streams = [self.stream(request) for request in requests]  # all of them, before the first step is made
+        """All events of these requests: those of the first as they happen, then those of the others."""
+        streams = [self.stream(request) for request in requests]  # before the first step, so that no event is lost
         for request, stream in zip(requests, streams, strict=True):
             for event in stream:
                 yield request, event
 
 
 class Stream:
-    """Events of one request, as they come. Left before its end, it cancels the request."""
+    """Iterates over the events of one request. Closing or dropping the stream cancels the request."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
-        self.engine, self.request = engine, request
+        self.engine = engine
+        self.request = request
 
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> Event:
-        inbox = self.request.inbox
-        while not inbox and not self.request.told:
-            self.engine.advance(self.request)
-        if inbox:
-            return inbox.popleft()
-        if isinstance(self.request.error, ValueError):  # its own fault
-            raise self.request.error
-        if self.request.error is not None:
-            raise RuntimeError(f"the engine failed while this request ran: {self.request.error}")
+        events = self.request.events
+        assert events is not None
+        while not events and not self.request.is_over:
+            self.engine.wait_for_event(self.request)
+        if events:
+            return events.popleft()
+        if self.request.failure is not None:
+            raise self.request.failure.to_exception()
         raise StopIteration
 
     def close(self) -> None:
-        """Nobody reads on."""
+        """Cancels the request, unless it is over."""
         self.engine.cancel(self.request)
 
     def __del__(self) -> None:
         self.close()
 
 
-def make_runner(model: DiffusionGemma, chunk: int) -> Runner:
-    """The one for GPUs where its kernels run, else the plain one."""
+def make_runner(model: DiffusionGemma, prefill_chunk: int) -> Runner:
+    """A CudaGraphRunner where the Triton kernels are used, else the reference Runner."""
     if not select_backend(model.device).uses_triton:
-        return Runner(model, chunk)
+        return Runner(model, prefill_chunk)
     from redraft.engine.cuda_graph_runner import CudaGraphRunner  # Triton takes long to import
 
-    return CudaGraphRunner(model, chunk)
+    return CudaGraphRunner(model, prefill_chunk)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory nobody uses now; where it cannot be asked for, what any machine has."""
+    """Memory that is free now on this device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return 8 * 2**30
+        return UNKNOWN_FREE_BYTES

@@ -1,9 +1,10 @@
-"""The model's layers on the kernels of `kernels/triton`: fewer passes over memory, caches used in place, the same results.
+"""FusedLayers: the model's layers on the kernels of `kernels/triton`. Fewer passes over memory, the same results.
 
-`model.py` is the definition. Here q, k and v are one product, as are gate and up; what stands between two products is one
-kernel; new tokens look at caches by address, so that requests need not be brought together first.
+`model/diffusion_gemma.py` is the definition. Here q, k and v are one matrix product, and so are gate and up; the element-wise
+work between two products is one kernel; attention reads KV caches by address, so caches of different requests need not be
+copied together.
 
-Shapes: B requests, S new tokens of each, N = B * S, D model size, L layers.
+Shapes: B requests, S new tokens of each, N = B * S, D model size, L layers, K experts per token, F inner size of the MLP.
 """
 
 import math
@@ -23,192 +24,216 @@ from redraft.kernels.triton.experts import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
 from redraft.model.kv_cache import KVCache
 
-ALL = 2**30  # tokens: however many come
+UNLIMITED = 2**30  # tokens: more than any request has
 
 
 @dataclass(frozen=True)
-class Table:
-    """Where the caches of some requests lie, for a kernel to find them. Written in place: a CUDA graph reads it anew."""
+class CacheTable:
+    """Addresses and lengths of the KV caches of a batch, for the kernels. Filled in place, so a CUDA graph can read it."""
 
-    keys_LB: Tensor  # as in `attention.KVLocations`, counted from `nowhere`
+    keys_LB: Tensor  # as in `attention.KVLocations`: element offsets from `base`
     values_LB: Tensor
     sizes_LB: Tensor  # slots
     lengths_B: Tensor  # tokens
-    counts_B: Tensor  # of the tokens that come, those that are kept
-    nowhere: Tensor  # one slot, for places without a request
+    counts_B: Tensor  # how many of the new tokens are real and are stored
+    base: Tensor  # one slot of memory; rows without a request point to it
 
     @classmethod
-    def empty(cls, model: DiffusionGemma, rows: int) -> "Table":
-        """Room for that many requests."""
-        config, layers = model.config, model.config.num_hidden_layers
-        slot = max(math.prod(config.layer_heads(layer)) for layer in range(layers))
-        nowhere = torch.zeros(slot, dtype=model.dtype, device=model.device)
-        places = [torch.zeros(layers, rows, dtype=torch.int64, device=model.device) for _ in range(2)]
-        sizes_LB = torch.ones(layers, rows, dtype=torch.int32, device=model.device)
-        numbers = [torch.zeros(rows, dtype=torch.int32, device=model.device) for _ in range(2)]
-        return cls(*places, sizes_LB, *numbers, nowhere)
+    def empty(cls, model: DiffusionGemma, rows: int) -> "CacheTable":
+        """A table for so many requests."""
+        config = model.config
+        layers = config.num_hidden_layers
+        device = model.device
+        slot_size = max(math.prod(config.layer_heads(layer)) for layer in range(layers))
+        return cls(
+            keys_LB=torch.zeros(layers, rows, dtype=torch.int64, device=device),
+            values_LB=torch.zeros(layers, rows, dtype=torch.int64, device=device),
+            sizes_LB=torch.ones(layers, rows, dtype=torch.int32, device=device),
+            lengths_B=torch.zeros(rows, dtype=torch.int32, device=device),
+            counts_B=torch.zeros(rows, dtype=torch.int32, device=device),
+            base=torch.zeros(slot_size, dtype=model.dtype, device=device),
+        )
 
     def fill(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
-        """The caches of one row each; places left over have nothing cached.
+        """Writes the addresses of caches of one row each. The remaining rows have an empty context.
 
-        `counts` are tokens that each cache counts already but does not hold: they are what comes. Without, all of it is new.
+        `counts` are the numbers of tokens that each cache counts already but does not hold yet: the new tokens are these.
+        Without `counts`, the new tokens come after everything that the caches count.
         """
-        layers, begin, each = len(self.keys_LB), self.nowhere.data_ptr(), self.nowhere.element_size()
+        layers = len(self.keys_LB)
+        base_address = self.base.data_ptr()
+        item_size = self.base.element_size()
         places = [cache.slot_addresses for cache in caches]
-        places += [([begin] * layers, [begin] * layers, [1] * layers)] * (self.lengths_B.numel() - len(caches))
+        unused = ([base_address] * layers, [base_address] * layers, [1] * layers)
+        places += [unused] * (self.lengths_B.numel() - len(caches))
         keys, values, sizes = (torch.tensor(column).t() for column in zip(*places, strict=True))
-        self.keys_LB.copy_((keys - begin) // each)
-        self.values_LB.copy_((values - begin) // each)
+        self.keys_LB.copy_((keys - base_address) // item_size)
+        self.values_LB.copy_((values - base_address) // item_size)
         self.sizes_LB.copy_(sizes)
         missing = counts if counts is not None else [0] * len(caches)
         lengths = [cache.lengths[0] - count for cache, count in zip(caches, missing, strict=True)]
-        kept = counts if counts is not None else [ALL] * len(caches)
-        for numbers_B, known in ((self.lengths_B, lengths), (self.counts_B, kept)):
-            numbers_B.copy_(torch.tensor([*known, *[0] * (len(numbers_B) - len(caches))], dtype=torch.int32))
+        stored = counts if counts is not None else [UNLIMITED] * len(caches)
+        padding = [0] * (self.lengths_B.numel() - len(caches))
+        self.lengths_B.copy_(torch.tensor([*lengths, *padding], dtype=torch.int32))
+        self.counts_B.copy_(torch.tensor([*stored, *padding], dtype=torch.int32))
 
     def past(self, layer: int) -> attention.KVLocations:
-        """What one layer's attention is told."""
-        numbers = (self.keys_LB[layer], self.values_LB[layer], self.sizes_LB[layer], self.lengths_B, self.counts_B)
-        return attention.KVLocations(self.nowhere, *numbers)
+        """The rows of one layer, as its attention kernel takes them."""
+        return attention.KVLocations(
+            self.base, self.keys_LB[layer], self.values_LB[layer], self.sizes_LB[layer], self.lengths_B, self.counts_B
+        )
 
 
 class FusedLayers:
-    """Runs a model's layers. The model shares its memory: weights that are used together are made to lie together."""
+    """Runs a model's layers. Weights that are used together are moved into one tensor, which the model then shares."""
 
     def __init__(self, model: DiffusionGemma) -> None:
-        self.model, config = model, model.config
-        self.beside = Beside(model.device)
-        packed = hasattr(model.layers[0].mlp.gate_proj, "weight_scale")
-        self.packs = packed and model.device.type == "cuda" and model.dtype == torch.bfloat16
-        self.qkv, self.gate_up = [], []
-        for layer in model.layers:
-            parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-            self.qkv.append(joined([part for part in parts if part is not None]))
-            self.gate_up.append(joined([layer.mlp.gate_proj, layer.mlp.up_proj]))
+        config = model.config
         device = model.device
-        full = (config.global_head_dim, config.global_rope_theta, config.global_rotary_fraction)
+        self.model = model
+        self.side_stream = SideStream(device)
+        has_fp8_weights = hasattr(model.layers[0].mlp.gate_proj, "weight_scale")
+        self.packs_activations = has_fp8_weights and device.type == "cuda" and model.dtype == torch.bfloat16
+        self.qkv = []
+        self.gate_up = []
+        for layer in model.layers:
+            projections = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+            self.qkv.append(concat_weights([linear for linear in projections if linear is not None]))
+            self.gate_up.append(concat_weights([layer.mlp.gate_proj, layer.mlp.up_proj]))
         sliding = rope_frequencies(config.head_dim, config.rope_theta, 1.0, device)
-        full = rope_frequencies(*full, device)
+        full = rope_frequencies(config.global_head_dim, config.global_rope_theta, config.global_rotary_fraction, device)
         self.frequencies = [sliding if kind == SLIDING else full for kind in config.layer_types]
 
-    def read(self, ids_BS: Tensor, table: Table, longest: int) -> None:
-        """Tokens into the caches behind what they hold; whoever owns the lengths moves them on.
+    def encode(self, ids_BS: Tensor, table: CacheTable, context: int) -> None:
+        """Writes tokens into the KV caches, causally. The caller advances the caches' lengths.
 
-        `longest` is about how much is cached; it decides how attention is shared out, not what it finds.
+        `context` is about how many tokens are cached: it decides how attention is split over programs, not its result.
         """
-        self._layers([_Tokens(self.model.embed(ids_BS), table, True)], longest)
+        self._run_layers([_TokenGroup(self.model.embed(ids_BS), table, True)], context)
 
     def denoise(
         self,
         canvas_BC: Tensor,
         soft_BCD: Tensor | None,
-        table: Table,
-        longest: int,
-        pages: tuple[Tensor, Table] | None = None,
+        table: CacheTable,
+        context: int,
+        encode_buffers: tuple[Tensor, CacheTable] | None = None,
     ) -> Tensor:
-        """Final hidden states [N, D] of canvases, normed; the head is the caller's.
+        """Final hidden states [N, D] of canvases, normed. The caller applies the head.
 
-        `pages` are read in the same pass, as `read` would before: tokens [P, S] and where they go. A canvas may stand behind
-        one of them; its own table counts the page already.
+        `encode_buffers`, tokens [P, S] and their table, are encoded in the same pass, as `encode` would before it. A canvas
+        may come right after some of these tokens; its own table counts them as cached already.
         """
-        groups = [] if pages is None else [_Tokens(self.model.embed(pages[0]), pages[1], True)]
+        groups = []
+        if encode_buffers is not None:
+            ids_PS, encode_table = encode_buffers
+            groups.append(_TokenGroup(self.model.embed(ids_PS), encode_table, True))
         x_BCD = self.model.self_conditioning(self.model.embed(canvas_BC), soft_BCD)
-        return self._layers([*groups, _Tokens(x_BCD, table, False)], longest)
+        return self._run_layers([*groups, _TokenGroup(x_BCD, table, False)], context)
 
-    def _layers(self, groups: "Sequence[_Tokens]", longest: int) -> Tensor:
-        """Final hidden states of the last group. Causal ones come first."""
-        model, eps = self.model, self.model.config.rms_norm_eps
-        positions_N = torch.cat([one.positions_N for one in groups])
-        x_ND = torch.cat([one.x_BSD.flatten(0, 1) for one in groups])
-        causal = sum(one.count for one in groups if one.causal)
-        read_ND = norm.rms_norm(x_ND, model.layers[0].input_layernorm.weight, eps)
-        following = [layer.input_layernorm.weight for layer in model.layers[1:]] + [model.norm.weight]
+    def _run_layers(self, groups: "Sequence[_TokenGroup]", context: int) -> Tensor:
+        """Final hidden states of the last group. Causal groups come first."""
+        model = self.model
+        eps = model.config.rms_norm_eps
+        positions_N = torch.cat([group.positions_N for group in groups])
+        x_ND = torch.cat([group.x_BSD.flatten(0, 1) for group in groups])
+        causal_count = sum(group.count for group in groups if group.is_causal)
+        normed_ND = norm.rms_norm(x_ND, model.layers[0].input_layernorm.weight, eps)
+        next_norms = [layer.input_layernorm.weight for layer in model.layers[1:]] + [model.norm.weight]
         for index, layer in enumerate(model.layers):
-            answer_ND = self._attention(index, read_ND, positions_N, groups, longest)
+            attended_ND = self._attention(index, normed_ND, positions_N, groups, context)
             x_ND, dense_ND, sparse_ND, router_ND = norm.add_attention_and_norm(
-                x_ND, answer_ND, layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight,
-                layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps, self.packs,
+                x_ND, attended_ND, layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight,
+                layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps, self.packs_activations,
             )  # fmt: skip
-            with self.beside:
-                both_NF = product(dense_ND, self.gate_up[index])
-                inner_NF = mlp.gelu_and_mul(both_NF)
-                read_ND = product(inner_NF, weight_of(layer.mlp.down_proj))
-            answers_NKD = self._experts(layer, sparse_ND, router_ND)
-            self.beside.wait()
-            behind = (
-                layer.post_feedforward_layernorm_1,
-                layer.post_feedforward_layernorm_2,
-                layer.post_feedforward_layernorm,
+            with self.side_stream:  # names are kept until `wait`, see SideStream
+                gate_up_NF = linear(dense_ND, self.gate_up[index])
+                inner_NF = mlp.gelu_and_mul(gate_up_NF)
+                mlp_ND = linear(inner_NF, weight_of(layer.mlp.down_proj))
+            experts_NKD = self._experts(layer, sparse_ND, router_ND)
+            self.side_stream.wait()
+            norm_weights = (
+                layer.post_feedforward_layernorm_1.weight,
+                layer.post_feedforward_layernorm_2.weight,
+                layer.post_feedforward_layernorm.weight,
             )
-            weights, scalars = tuple(one.weight for one in behind), (layer.encoder_layer_scalar, layer.layer_scalar)
-            packs = self.packs and layer is not model.layers[-1]
-            x_ND, read_ND = norm.add_mlp_and_norm(
-                x_ND, read_ND, answers_NKD, weights, scalars, causal, following[index], eps, packs
+            scalars = (layer.encoder_layer_scalar, layer.layer_scalar)
+            packs = self.packs_activations and layer is not model.layers[-1]
+            x_ND, normed_ND = norm.add_mlp_and_norm(
+                x_ND, mlp_ND, experts_NKD, norm_weights, scalars, causal_count, next_norms[index], eps, packs
             )
-        return read_ND[-groups[-1].count :]
+        return normed_ND[-groups[-1].count :]
 
     def _attention(
-        self, index: int, read_ND: Tensor | Fp8Tensor, positions_N: Tensor, groups: "Sequence[_Tokens]", longest: int
+        self, index: int, normed_ND: Tensor | Fp8Tensor, positions_N: Tensor, groups: "Sequence[_TokenGroup]", context: int
     ) -> Tensor:
-        config, own = self.model.config, self.model.layers[index].self_attn
-        shared, _ = config.layer_heads(index)
-        found = qkv_rope.split_qkv_rope(
-            product(read_ND, self.qkv[index]), own.q_norm.weight, own.k_norm.weight, positions_N, self.frequencies[index],
-            config.num_attention_heads, shared, config.rms_norm_eps,
+        config = self.model.config
+        self_attn = self.model.layers[index].self_attn
+        kv_heads, _ = config.layer_heads(index)
+        qkv = qkv_rope.split_qkv_rope(
+            linear(normed_ND, self.qkv[index]), self_attn.q_norm.weight, self_attn.k_norm.weight, positions_N,
+            self.frequencies[index], config.num_attention_heads, kv_heads, config.rms_norm_eps,
         )  # fmt: skip
-        window, answers, counts = config.layer_window(index), [], [one.count for one in groups]
-        for one, *parts in zip(groups, *(part.split(counts) for part in found), strict=True):
-            q, k, v = (part.unflatten(0, one.x_BSD.shape[:2]) for part in parts)
-            keys = (min(longest, window - 1) if window else longest) + q.shape[1]
-            past, share = one.table.past(index), attention.choose_num_splits(q, keys)
-            seen = attention.attend(q, k, v, past, window=window, causal=one.causal, splits=share)
-            answers.append(seen.flatten(0, 1))
-            if one.causal:
+        window = config.layer_window(index)
+        counts = [group.count for group in groups]
+        outputs = []
+        for group, *parts in zip(groups, *(part.split(counts) for part in qkv), strict=True):
+            q, k, v = (part.unflatten(0, group.x_BSD.shape[:2]) for part in parts)
+            key_count = (min(context, window - 1) if window else context) + q.shape[1]
+            past = group.table.past(index)
+            splits = attention.choose_num_splits(q, key_count)
+            attended = attention.attend(q, k, v, past, window=window, causal=group.is_causal, splits=splits)
+            outputs.append(attended.flatten(0, 1))
+            if group.is_causal:
                 attention.write_kv(k, v, past)
-        return product(torch.cat(answers) if len(answers) > 1 else answers[0], weight_of(own.o_proj))
+        return linear(torch.cat(outputs) if len(outputs) > 1 else outputs[0], weight_of(self_attn.o_proj))
 
     def _experts(self, layer: Layer, sparse_ND: Tensor | Fp8Tensor, router_ND: Tensor) -> Tensor:
-        router, experts = layer.router, layer.experts
+        router = layer.router
+        experts = layer.experts
         chosen_NK, weights_NK = routing.route(router_ND, router.proj.weight, router.per_expert_scale, router.top_k)
-        up, down = experts.gate_up_proj, experts.down_proj
+        gate_up = experts.gate_up_proj
+        down = experts.down_proj
         if hasattr(experts, "gate_up_proj_scale"):
-            up, down = Fp8Tensor(up, experts.gate_up_proj_scale), Fp8Tensor(down, experts.down_proj_scale)
-        return gated_experts(sparse_ND, chosen_NK, weights_NK, up, down)
+            gate_up = Fp8Tensor(gate_up, experts.gate_up_proj_scale)
+            down = Fp8Tensor(down, experts.down_proj_scale)
+        return gated_experts(sparse_ND, chosen_NK, weights_NK, gate_up, down)
 
 
-class Beside:
-    """What is done inside of it runs beside what comes after, up to `wait`: experts wait for memory, the dense MLP does not.
+class SideStream:
+    """A second CUDA stream: work inside the `with` block overlaps the work after it, until `wait`.
 
-    Whatever it reads and makes must be held until then, or its memory may be given to others too early.
+    The experts are bound by memory and the dense MLP is not, so they run well together. All tensors that the block reads
+    and makes must stay referenced until `wait`, or the allocator may give their memory to others too early.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._inside: Any = None
+        self._context: Any = None
 
     def __enter__(self) -> None:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
-            self._inside = torch.cuda.stream(self.stream)
-            self._inside.__enter__()
+            self._context = torch.cuda.stream(self.stream)
+            self._context.__enter__()
 
     def __exit__(self, *error: object) -> None:
         if self.stream is not None:
-            self._inside.__exit__(*error)
+            self._context.__exit__(*error)
 
     def wait(self) -> None:
-        """Until it is done."""
+        """The current stream waits for the work of the block."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """New tokens of some requests, on their way through the layers."""
+class _TokenGroup:
+    """New tokens of a batch on their way through the layers."""
 
     x_BSD: Tensor
-    table: Table  # what stands before them
-    causal: bool
+    table: CacheTable  # their contexts
+    is_causal: bool
 
     @property
     def count(self) -> int:
@@ -219,28 +244,28 @@ class _Tokens:
         return (self.table.lengths_B[:, None] + torch.arange(self.x_BSD.shape[1], device=self.x_BSD.device)).flatten()
 
 
-def product(x_ND: Tensor | Fp8Tensor, weight: Tensor | Fp8Tensor) -> Tensor:
-    """x times the weight, packed or not."""
+def linear(x_ND: Tensor | Fp8Tensor, weight: Tensor | Fp8Tensor) -> Tensor:
+    """The matrix product with a weight; both may be packed in 8 bits."""
     if isinstance(x_ND, Fp8Tensor):
         return matmul_fp8(x_ND, weight)
     return linear_fp8(x_ND, weight) if isinstance(weight, Fp8Tensor) else F.linear(x_ND, weight)
 
 
-def weight_of(linear: nn.Module) -> Tensor | Fp8Tensor:
-    """The weight of a product, packed or not."""
-    return Fp8Tensor(linear.weight, linear.weight_scale) if hasattr(linear, "weight_scale") else linear.weight
+def weight_of(module: nn.Module) -> Tensor | Fp8Tensor:
+    """The weight of a linear module, packed or not."""
+    return Fp8Tensor(module.weight, module.weight_scale) if hasattr(module, "weight_scale") else module.weight
 
 
-def joined(linears: Sequence[nn.Module]) -> Tensor | Fp8Tensor:
-    """The weights of some products below one another. The products keep theirs, as parts of it."""
-    sizes = [len(linear.weight) for linear in linears]
+def concat_weights(modules: Sequence[nn.Module]) -> Tensor | Fp8Tensor:
+    """The weights of several linear modules as one tensor. The modules' own weights become views of it."""
+    sizes = [len(module.weight) for module in modules]
     with torch.no_grad():
-        whole = torch.cat([linear.weight for linear in linears])
-        for linear, part in zip(linears, whole.split(sizes), strict=True):
-            linear.weight.data = part
-        if not hasattr(linears[0], "weight_scale"):
-            return whole
-        scale = torch.cat([linear.weight_scale for linear in linears])
-        for linear, part in zip(linears, scale.split(sizes), strict=True):
-            linear.weight_scale.data = part
-    return Fp8Tensor(whole, scale)
+        weight = torch.cat([module.weight for module in modules])
+        for module, part in zip(modules, weight.split(sizes), strict=True):
+            module.weight.data = part
+        if not hasattr(modules[0], "weight_scale"):
+            return weight
+        scale = torch.cat([module.weight_scale for module in modules])
+        for module, part in zip(modules, scale.split(sizes), strict=True):
+            module.weight_scale.data = part
+    return Fp8Tensor(weight, scale)

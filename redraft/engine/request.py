@@ -1,229 +1,265 @@
-"""One request: what was asked, and how far it is. Knows nothing of the other requests.
+"""Request: what a caller wants generated, and how far its generation is. A request knows nothing of other requests.
 
-    waiting -> [admitted: it has a cache] -> reading its prompt -> redrafting a page -> committing it -> ... -> over
+    WAITING -> PREFILLING -> DENOISING -> COMMITTING -> DENOISING -> ... -> FINISHED
+                         \\-> REPLAYING -> COMMITTING -> REPLAYING or DENOISING
+    from everywhere -> CANCELLED or FAILED
 
-Shapes: one row, C canvas positions, D model size.
+Shapes: one row, C canvas positions, V vocabulary, D model size.
 """
 
+import logging
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from redraft.config import SamplerConfig
-from redraft.constraints.constraints import CanvasConstraints, ConstraintEdit, Constraints, build_canvas_constraints
+from redraft.constraints.constraints import CanvasConstraints, Constraints, build_canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, make_draft
+from redraft.engine.errors import Failure
+from redraft.engine.replay import ReplayPlan
 from redraft.kernels import TopProbs, compute_top_probs
 from redraft.model.kv_cache import KVCache
 
-
-class Stopped(RuntimeError):
-    """Whoever asked wants no more of it."""
-
-    def __init__(self) -> None:
-        super().__init__("this request was stopped: nobody waits for it any more, or a newer one has taken its place")
+LOG = logging.getLogger("redraft.engine")
 
 
-class ReplayError(ValueError):
-    """A turn that the run never came to."""
+class RequestStatus(Enum):
+    """What the engine does next with a request."""
 
+    WAITING = "waiting"  # for a slot and for memory
+    PREFILLING = "prefilling"  # a part of the prompt is not in the KV cache yet
+    REPLAYING = "replaying"  # the next canvas is taken from the replay
+    DENOISING = "denoising"  # a canvas is in work, or is started at the next step
+    COMMITTING = "committing"  # a committed canvas is not in the KV cache yet
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
 
-@dataclass(frozen=True)
-class Intervention:
-    """What else is fixed from behind this step of this page on. Step 0 is before the first."""
-
-    block: int
-    step: int
-    edit: ConstraintEdit
-
-
-@dataclass(frozen=True)
-class Replay:
-    """Where a run is taken up that was under way, and how it was steered: pages it had committed, and turns in order.
-
-    Chance is the seed's, so the steps up to a turn are made again as they were, and no state has to be kept for it.
-    """
-
-    canvases: tuple[tuple[int, ...], ...] = ()
-    interventions: tuple[Intervention, ...] = ()
-
-    def check(self, cfg: SamplerConfig, vocab_size: int, constraints: Constraints) -> tuple[Constraints, ...]:
-        """What holds before the first turn, where `constraints` did, and behind each. Refuses what cannot have been."""
-        if len(self.canvases) >= cfg.max_canvases:
-            raise ValueError(f"{len(self.canvases)} pages are there already, the answer has {cfg.max_canvases} at most")
-        for number, page in enumerate(self.canvases):
-            if len(page) != cfg.canvas_length:
-                raise ValueError(f"page {number} has {len(page)} tokens, the canvas has {cfg.canvas_length}")
-            if wrong := [token for token in page if not 0 <= token < vocab_size]:
-                raise ValueError(f"page {number} has the token {wrong[0]}, the vocabulary ends at {vocab_size - 1}")
-            if set(page) & set(cfg.eos_token_ids):
-                raise ValueError(f"page {number} ends the text: nothing comes behind it")
-        self.check_turns(cfg.max_canvases, cfg.max_steps)
-        held = tuple(accumulate(self.interventions, lambda before, turn: before.apply_edit(turn.edit), initial=constraints))
-        for one in held[1:]:
-            one.validate(vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
-        state = constraints.initial_state
-        for number, page in enumerate(self.canvases):
-            held[self.taken(number, cfg.max_steps)].check_canvas(page, number * cfg.canvas_length)
-            state = constraints.advance(state, page, cfg.canvas_length)
-        return held
-
-    def taken(self, block: int, step: int) -> int:
-        """How many turns are behind this step of this page."""
-        return sum((turn.block, turn.step) <= (block, step) for turn in self.interventions)
-
-    def check_turns(self, pages: int, steps: int) -> None:
-        """Refuses turns at what none of so many pages of so many steps at most has, and what is not in order."""
-        before = (-1, 0)
-        for turn in self.interventions:
-            if not 0 <= turn.block < pages or not 0 <= turn.step < steps:
-                last = f"page {pages - 1} and step {steps - 1}"
-                raise ValueError(f"a turn at page {turn.block}, step {turn.step}: the last that can be taken is at {last}")
-            if (turn.block, turn.step) <= before:
-                raise ValueError(f"turns come one after another, got one at page {turn.block}, step {turn.step} too late")
-            before = (turn.block, turn.step)
+    @property
+    def is_over(self) -> bool:
+        """Whether no more events come."""
+        return self in (RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED)
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way. Made by `Engine.add`; the engine moves it."""
+    """One prompt and its generation. `Engine.add` makes it; only the engine changes it."""
 
-    number: int
+    number: int  # order of arrival
     prompt: tuple[int, ...]
     cfg: SamplerConfig
     seed: int
-    constraints: Constraints
-    first_1C: Tensor | None  # the user's own first canvas
-    deadline: float | None  # of time.monotonic()
+    constraints: Constraints  # before any intervention
+    plan: ReplayPlan
     counter: StatsCounter
-    replay: Replay = Replay()
-    held: tuple[Constraints, ...] = ()  # its constraints at first, and behind each turn
-    candidates: int = 0  # how many of the likeliest tokens are shown at every position, with their probabilities
-    top_probs: TopProbs | None = None  # these, of the last step
+    first_canvas_1C: Tensor | None = None  # the user's tokens instead of noise on the first canvas
+    deadline: float | None = None  # on the clock of time.monotonic()
+    stop: threading.Event | None = None  # the caller sets it to cancel the request
+    candidates: int = 0  # tokens per position whose probabilities every draft shows
+
+    status: RequestStatus = RequestStatus.WAITING
+    cancel_requested: bool = False  # the engine's thread cancels the request at its next step
+    failure: Failure | None = None  # why the status is FAILED
+    events: deque[Event] | None = None  # events that its stream has not read yet; None: nobody streams it
+
     cache: KVCache | None = None
-    read: int = 0  # tokens of the prompt that the cache holds
-    block: int = 0
-    state: sampler.Canvas | None = None  # the page in work
-    soft_1CD: Tensor | None = None  # what its last step believed
-    page: sampler.CommitResult | None = None  # committed, not yet read into the cache
-    done: bool = False  # another step of the page would change nothing, or is not allowed
-    over: bool = False  # finished, cancelled or refused: nothing more comes of it
-    told: bool = False  # and all that came of it is in its inbox
-    context: list[int] = field(default_factory=list)  # the tokens in the cache
-    matched: int = 0  # where its pattern is
-    draws: rng.Draws | None = None
-    fixed: CanvasConstraints | None = None
-    stop: threading.Event | None = None  # set by whoever wants no more of it
-    dropped: bool = False  # cancelled while a step ran
-    inbox: deque[Event] | None = None  # events for the one who streams it
-    error: BaseException | None = None  # the machine's fault that ended it
+    context: list[int] = field(default_factory=list)  # the tokens that the cache holds
+    prefilled: int = 0  # how many tokens of the prompt the cache holds
+    block: int = 0  # index of the canvas in work
+    canvas: sampler.Canvas | None = None  # the canvas in work
+    soft_1CD: Tensor | None = None  # self-conditioning: the soft embedding of the last step's probabilities
+    is_canvas_done: bool = False  # the canvas has settled or has used all its steps
+    committed: sampler.CommitResult | None = None  # a committed canvas that is not in the cache yet
+    draws: rng.Draws | None = None  # the random numbers of the canvas in work
+    canvas_constraints: CanvasConstraints | None = None  # the constraints on the canvas in work
+    automaton_state: int = 0  # the pattern's state before the canvas in work
+    top_probs: TopProbs | None = None  # of the last step, when `candidates` are shown
 
     @property
-    def unwanted(self) -> bool:
-        """Whether nobody waits for it any more."""
-        return self.dropped or (self.stop is not None and self.stop.is_set())
+    def is_over(self) -> bool:
+        """Whether it is finished, cancelled or failed."""
+        return self.status.is_over
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether its caller has cancelled it."""
+        return self.cancel_requested or (self.stop is not None and self.stop.is_set())
 
     @property
     def capacity(self) -> int:
-        """Tokens its cache must hold: the prompt and all pages but the last."""
+        """Tokens its KV cache must hold: the prompt and all canvases but the last, which is never encoded."""
         return len(self.prompt) + (self.cfg.max_canvases - 1) * self.cfg.canvas_length
 
     @property
-    def reading(self) -> bool:
-        """Whether a part of the prompt is still to be read."""
-        return self.read < len(self.prompt)
+    def has_intervention_now(self) -> bool:
+        """Whether the constraints change after the step that was just made."""
+        assert self.canvas is not None
+        return self.plan.has_intervention_at(self.block, self.canvas.step)
 
-    @property
-    def retold(self) -> bool:
-        """Whether its next page is one that it had committed before."""
-        return self.block < len(self.replay.canvases)
+    def start(self, cache: KVCache, context: list[int]) -> None:
+        """The request was admitted. Its cache already holds `context`, a prefix of the prompt."""
+        self.cache = cache
+        self.context = []
+        self.counter.reused[0] = len(context)
+        self.add_prefilled(context)
 
-    @property
-    def turning(self) -> bool:
-        """Whether other constraints hold from here on."""
-        return any((turn.block, turn.step) == (self.block, self.state.step) for turn in self.replay.interventions)
+    def add_prefilled(self, tokens: list[int] | tuple[int, ...]) -> None:
+        """The next tokens of the prompt are in the cache."""
+        self.context += tokens
+        self.prefilled += len(tokens)
+        if self.prefilled < len(self.prompt):
+            self.status = RequestStatus.PREFILLING
+            return
+        self.counter.mark_prefilled()
+        self.status = self._status_at_canvas_start()
 
-    def retell(self, device: torch.device) -> list[Event]:
-        """A page that it had committed before: it is read, and costs nothing else."""
-        ids_1C = torch.tensor([self.replay.canvases[self.block]], device=device)
-        state = sampler.start(ids_1C)
+    def replay_canvas(self, device: torch.device) -> list[Event]:
+        """Commits the next canvas of the replay. It is encoded like any other and costs no denoising step."""
+        ids_1C = torch.tensor([self.plan.canvas(self.block)], device=device)
+        canvas = sampler.start(ids_1C)
         self.counter.add_replayed(ids_1C)
-        self.page = sampler.commit(state, self.cfg)
-        self.matched = self.constraints.advance(self.matched, ids_1C[0].tolist(), self.cfg.canvas_length)
-        return [Committed(self.block, ids_1C, state.entropy_BC, torch.ones_like(state.settled_B), state.steps_B)]
+        self._set_committed(sampler.commit(canvas, self.cfg))
+        return [Committed(self.block, ids_1C, canvas.entropy_BC, torch.ones_like(canvas.settled_B), canvas.steps_B)]
 
-    def _ruled(self, step: int, vocab_size: int, device: torch.device) -> CanvasConstraints | None:
-        """The constraints on its page behind this step."""
-        found, length = self.held[self.replay.taken(self.block, step)], self.cfg.canvas_length
-        pattern = found.canvas_automaton(self.matched, self.block * length, length, self.cfg.max_new_tokens)
-        known = (self.block, length, vocab_size, self.cfg.eos_token_ids, device)
-        return build_canvas_constraints([found], *known, [pattern])
+    def take_committed(self) -> Tensor:
+        """The committed canvas, ids_1C, which counts as context from now on; the next canvas begins."""
+        assert self.committed is not None
+        ids_1C = self.committed.ids_BC
+        self.committed = None
+        self.context += ids_1C[0].tolist()
+        self.block += 1
+        self.status = self._status_at_canvas_start()
+        return ids_1C
 
-    def start_page(self, vocab_size: int, device: torch.device) -> None:
+    def start_canvas(self, vocab_size: int, device: torch.device) -> None:
         """A new canvas: noise, or the user's own tokens."""
         length = self.cfg.canvas_length
         self.draws = rng.draws([self.seed], self.block, device)
-        self.fixed = self._ruled(0, vocab_size, device)
-        given = self.first_1C is not None and self.block == 0
-        canvas_1C = self.first_1C.to(device) if given else self.draws.noise(0, length, vocab_size)
-        ended_B = torch.zeros(1, dtype=torch.bool, device=device)
-        self.state, self.soft_1CD, self.done = sampler.start(canvas_1C, self.fixed, ended_B), None, False
+        self.canvas_constraints = self._constraints_after(0, vocab_size, device)
+        if self.first_canvas_1C is not None and self.block == 0:
+            ids_1C = self.first_canvas_1C.to(device)
+        else:
+            ids_1C = self.draws.noise(0, length, vocab_size)
+        ended_1 = torch.zeros(1, dtype=torch.bool, device=device)
+        self.canvas = sampler.start(ids_1C, self.canvas_constraints, ended_1)
+        self.soft_1CD = None
+        self.is_canvas_done = False
 
-    def settle(self, logits_1CV: Tensor) -> Tensor:
-        """One step of its page; what it believes comes back, for whoever makes it an embedding."""
-        self.state, shaped_1CV = sampler.step(logits_1CV, self.state, self.cfg, self.draws, self.fixed)
-        self.top_probs = (
-            compute_top_probs(shaped_1CV, self.state.ids_BC, self.state.best_BC, self.candidates)
-            if self.candidates
-            else None
-        )
-        self.done = sampler.is_finished(self.state, self.cfg) and not self.turning
-        if self.done and self.replay.interventions:
-            self._check_course()
+    def apply_logits(self, logits_1CV: Tensor) -> Tensor:
+        """One sampler step. Returns the temperature-shaped logits, from which the caller makes the soft embedding."""
+        assert self.canvas is not None
+        assert self.draws is not None
+        canvas, shaped_1CV = sampler.step(logits_1CV, self.canvas, self.cfg, self.draws, self.canvas_constraints)
+        self.canvas = canvas
+        self.top_probs = None
+        if self.candidates:
+            self.top_probs = compute_top_probs(shaped_1CV, canvas.ids_BC, canvas.best_BC, self.candidates)
+        self.is_canvas_done = sampler.is_finished(canvas, self.cfg) and not self.has_intervention_now
+        self._check_replay()
         return shaped_1CV
 
-    def _check_course(self) -> None:
-        """A page is done: no turn may lie ahead on it, nor on pages that will not be."""
-        last = self.block + 1 == self.cfg.max_canvases or bool(sampler.commit(self.state, self.cfg).ended_B[0])
-        for turn in self.replay.interventions:
-            if turn.block == self.block and turn.step > self.state.step:
-                raise ReplayError(f"its page stood still at step {self.state.step}: it has no step {turn.step} to turn at")
-            if turn.block > self.block and last:
-                raise ReplayError(f"the text ended on page {self.block}: there is no page {turn.block} to turn at")
-
-    def turn(self, vocab_size: int, device: torch.device) -> None:
-        """The constraints that hold from here on, on the page as it is."""
-        self.fixed = self._ruled(self.state.step, vocab_size, device)
-        if self.fixed is not None:
-            self.state = sampler.apply_constraints(self.state, self.fixed, self.draws, vocab_size)
-            if not all(one.accepts(self.state.best_BC[0].tolist()) for one in self.fixed.automata):
-                self.state = sampler.unsettle(self.state)
-        self.done = sampler.is_finished(self.state, self.cfg)
-        if self.done and self.replay.interventions:
-            self._check_course()
+    def apply_intervention(self, vocab_size: int, device: torch.device) -> None:
+        """Puts the canvas under the constraints that hold from this step on."""
+        assert self.canvas is not None
+        assert self.draws is not None
+        self.canvas_constraints = self._constraints_after(self.canvas.step, vocab_size, device)
+        if self.canvas_constraints is not None:
+            self.canvas = sampler.apply_constraints(self.canvas, self.canvas_constraints, self.draws, vocab_size)
+            draft = self.canvas.best_BC[0].tolist()
+            automata = [automaton for automaton in self.canvas_constraints.automata if automaton is not None]
+            if not all(automaton.accepts(draft) for automaton in automata):
+                self.canvas = sampler.unsettle(self.canvas)
+        self.is_canvas_done = sampler.is_finished(self.canvas, self.cfg)
+        self._check_replay()
 
     @property
     def draft(self) -> Draft:
-        """The page as it is now."""
-        return replace(make_draft(self.block, self.state, self.cfg, self.fixed), top_probs=self.top_probs)
+        """The canvas in work, as an event."""
+        assert self.canvas is not None
+        draft = make_draft(self.block, self.canvas, self.cfg, self.canvas_constraints)
+        return replace(draft, top_probs=self.top_probs)
 
-    def commit(self, late: bool) -> list[Event]:
-        """The page leaves as it is: emitted now, read into the cache later, if anything is to come behind it."""
-        state, page = self.state, sampler.commit(self.state, self.cfg)
-        ended, done = bool(page.ended_B[0]), self.done
-        last = self.block + 1 == self.cfg.max_canvases or ended or late
-        self.counter.add_canvas(state, page, last)
-        settled_B = state.settled_B | state.skipped_B
-        events: list[Event] = [Committed(self.block, page.ids_BC, state.entropy_BC, settled_B, state.steps_B)]
-        self.state, self.soft_1CD = None, None
-        if not last:
-            self.page = page
-            self.matched = self.constraints.advance(self.matched, page.ids_BC[0].tolist(), self.cfg.canvas_length)
-            return events
-        self.over, end = True, self.counter.finish(page.ended_B)
-        cut = late and not ended and not (done and self.block + 1 == self.cfg.max_canvases)
-        return [*events, replace(end, reasons=("deadline",)) if cut else end]
+    def commit(self, *, is_late: bool) -> tuple[list[Event], bool]:
+        """Commits the canvas as it is. Returns the events and whether this was the last canvas.
+
+        When another canvas follows, the committed one is encoded at the next step. After a deadline (`is_late`) none follows.
+        """
+        assert self.canvas is not None
+        canvas = self.canvas
+        committed = sampler.commit(canvas, self.cfg)
+        has_ended = bool(committed.ended_B[0])
+        was_done = self.is_canvas_done
+        fills_answer = self.block + 1 == self.cfg.max_canvases
+        is_last = fills_answer or has_ended or is_late
+        self.counter.add_canvas(canvas, committed, is_last)
+        settled_1 = canvas.settled_B | canvas.skipped_B
+        events: list[Event] = [Committed(self.block, committed.ids_BC, canvas.entropy_BC, settled_1, canvas.steps_B)]
+        self.canvas = None
+        self.soft_1CD = None
+        if not is_last:
+            self._set_committed(committed)
+            return events, False
+        finished = self.counter.finish(committed.ended_B)
+        if is_late and not has_ended and not (was_done and fills_answer):
+            finished = replace(finished, reasons=("deadline",))
+        return [*events, finished], True
+
+    def fail(self, failure: Failure) -> None:
+        """Ends the request. The engine releases its memory at the end of the step."""
+        self.failure = failure
+        self.status = RequestStatus.FAILED
+
+    def release(self) -> None:
+        """Drops all tensors."""
+        self.cache = None
+        self.canvas = None
+        self.soft_1CD = None
+        self.committed = None
+
+    def _set_committed(self, committed: sampler.CommitResult) -> None:
+        self.committed = committed
+        ids = committed.ids_BC[0].tolist()
+        self.automaton_state = self.constraints.advance(self.automaton_state, ids, self.cfg.canvas_length)
+        self.status = RequestStatus.COMMITTING
+
+    def _status_at_canvas_start(self) -> RequestStatus:
+        return RequestStatus.REPLAYING if self.plan.has_canvas(self.block) else RequestStatus.DENOISING
+
+    def _constraints_after(self, step: int, vocab_size: int, device: torch.device) -> CanvasConstraints | None:
+        """The constraints on the canvas in work after this step."""
+        length = self.cfg.canvas_length
+        constraints = self.plan.constraints_at(self.block, step)
+        automaton = constraints.canvas_automaton(self.automaton_state, self.block * length, length, self.cfg.max_new_tokens)
+        return build_canvas_constraints(
+            [constraints], self.block, length, vocab_size, self.cfg.eos_token_ids, device, [automaton]
+        )
+
+    def _check_replay(self) -> None:
+        """When the canvas is done: no intervention may lie ahead that the run cannot reach any more."""
+        if not self.is_canvas_done or not self.plan.has_interventions:
+            return
+        assert self.canvas is not None
+        has_ended = bool(sampler.commit(self.canvas, self.cfg).ended_B[0])
+        is_last = self.block + 1 == self.cfg.max_canvases or has_ended
+        self.plan.check_reached(self.block, self.canvas.step, is_last=is_last)
+
+
+@contextmanager
+def contain_failure(*requests: Request) -> Iterator[None]:
+    """An exception inside ends these requests and no others. A fault of the engine's own is logged with its trace."""
+    try:
+        yield
+    except Exception as error:
+        failure = Failure.from_exception(error)
+        if failure.is_engine_fault:
+            LOG.exception("the engine failed; this ends the requests %s", [request.number for request in requests])
+        for request in requests:
+            if not request.is_over:
+                request.fail(failure)

@@ -1,7 +1,11 @@
-"""What the model computes for requests: prompts read, committed pages read, canvases denoised, many in one pass.
+"""Runner: the forward passes of the model for batches of requests. This is the reference; faster runners must equal it.
 
-Everything here may be done faster; this is the plain way, and the one that others are tested against.
-Shapes: B requests, C canvas positions, S tokens, V vocabulary, D model size.
+    prefill:         a chunk of a prompt into its KV cache
+    encode_canvases: committed canvases into their KV caches
+    step:            one denoising step of every request's canvas, sampler included
+
+Requests with the same canvas length share one forward. A failure in a shared forward ends the requests of that batch; a
+failure in one request's sampler ends only that request. Shapes: B requests, C canvas positions, V vocabulary, D model size.
 """
 
 from collections.abc import Sequence
@@ -10,71 +14,83 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from redraft.constraints.regex_dfa import PatternError
 from redraft.engine.batched_cache import BatchedCache
-from redraft.engine.request import ReplayError, Request
+from redraft.engine.request import Request, contain_failure
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.kv_cache import KVCache
 
 
 class Runner:
     """Runs one model."""
 
-    def __init__(self, model: DiffusionGemma, chunk: int) -> None:
-        self.model, self.chunk = model, chunk
+    def __init__(self, model: DiffusionGemma, prefill_chunk: int) -> None:
+        self.model = model
+        self.prefill_chunk = prefill_chunk
 
     def warm_up(self, max_running: int) -> int:
-        """Bytes that a full step and a chunk of a prompt take, measured; not known here."""
+        """Bytes of activations that a full step and a prefill chunk take, measured. This runner does not measure: 0."""
         return 0
 
-    def read(self, request: Request) -> int:
-        """The next chunk of a prompt into its cache; how many tokens that was."""
-        part = request.prompt[request.read : request.read + self.chunk]
-        self.model.encode(torch.tensor([part], device=self.model.device), request.cache)
-        request.read += len(part)
-        request.context += part
-        return len(part)
+    def prefill(self, request: Request) -> int:
+        """Encodes the next chunk of a prompt. Returns its number of tokens."""
+        chunk = request.prompt[request.prefilled : request.prefilled + self.prefill_chunk]
+        self.model.encode(torch.tensor([chunk], device=self.model.device), cache_of(request))
+        request.add_prefilled(chunk)
+        return len(chunk)
 
-    def read_pages(self, requests: Sequence[Request]) -> None:
-        """Committed pages into their caches, those of one length in one pass."""
-        for some in by_length(requests):
-            ids_BC = torch.cat([request.page.ids_BC for request in some])
-            self.model.encode(ids_BC, BatchedCache([request.cache for request in some]))
-            for request, ids in zip(some, ids_BC.tolist(), strict=True):
-                request.context += ids
-                request.page = None
-                request.block += 1
+    def encode_canvases(self, requests: Sequence[Request]) -> None:
+        """Encodes committed canvases, one forward for each canvas length."""
+        for batch in group_by_length(requests):
+            with contain_failure(*batch):
+                ids_BC = torch.cat([committed_ids(request) for request in batch])
+                self.model.encode(ids_BC, BatchedCache([cache_of(request) for request in batch]))
+                for request in batch:
+                    request.take_committed()
 
-    def redraft(self, requests: Sequence[Request]) -> None:
-        """One step of each request's page."""
-        for request, logits_1CV in self.denoise(requests).items():
-            try:
-                shaped_1CV = request.settle(logits_1CV)
-            except (PatternError, ReplayError) as error:  # this request's own fault, and nobody else's
-                request.error, request.over = error, True
-                continue
-            request.soft_1CD = None if request.done else self.model.soft_embed(shaped_1CV)
+    def step(self, requests: Sequence[Request]) -> None:
+        """One denoising step of each request's canvas."""
+        for batch in group_by_length(requests):
+            with contain_failure(*batch):
+                logits_BCV = self.denoise(batch)
+                for request, logits_1CV in zip(batch, logits_BCV.split(1), strict=True):
+                    with contain_failure(request):
+                        shaped_1CV = request.apply_logits(logits_1CV)
+                        request.soft_1CD = None if request.is_canvas_done else self.model.soft_embed(shaped_1CV)
 
-    def denoise(self, requests: Sequence[Request]) -> dict[Request, Tensor]:
-        """Logits [1, C, V] of each request's page, those of one length in one pass."""
-        found = {}
-        for some in by_length(requests):
-            ids_BC = torch.cat([request.state.ids_BC for request in some])
-            cache = BatchedCache([request.cache for request in some])
-            logits_BCV = self.model.denoise(ids_BC, self._beliefs(some), cache)
-            found |= dict(zip(some, logits_BCV.split(1), strict=True))
-        return found
+    def denoise(self, batch: Sequence[Request]) -> Tensor:
+        """Logits [B, C, V] of canvases of one length."""
+        ids_BC = torch.cat([canvas_ids(request) for request in batch])
+        return self.model.denoise(ids_BC, self._soft_embeddings(batch), BatchedCache([cache_of(r) for r in batch]))
 
-    def _beliefs(self, requests: Sequence[Request]) -> Tensor | None:
-        """What each was told by its last step; a page before its first has zeros, which say nothing."""
-        told = [request.soft_1CD for request in requests]
-        if all(soft is None for soft in told):
+    def _soft_embeddings(self, batch: Sequence[Request]) -> Tensor | None:
+        """Self-conditioning inputs [B, C, D]: zeros for a canvas before its first step; None when all are."""
+        softs = [request.soft_1CD for request in batch]
+        if all(soft is None for soft in softs):
             return None
-        shape = (1, requests[0].cfg.canvas_length, self.model.config.hidden_size)
-        nothing = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
-        return torch.cat([soft if soft is not None else nothing for soft in told])
+        shape = (1, batch[0].cfg.canvas_length, self.model.config.hidden_size)
+        zeros_1CD = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
+        return torch.cat([soft if soft is not None else zeros_1CD for soft in softs])
 
 
-def by_length(requests: Sequence[Request]) -> list[list[Request]]:
-    """Requests with canvases of one length together."""
+def group_by_length(requests: Sequence[Request]) -> list[list[Request]]:
+    """Batches of requests with the same canvas length, shortest first."""
     ordered = sorted(requests, key=lambda request: request.cfg.canvas_length)
-    return [list(some) for _, some in groupby(ordered, key=lambda request: request.cfg.canvas_length)]
+    return [list(batch) for _, batch in groupby(ordered, key=lambda request: request.cfg.canvas_length)]
+
+
+def cache_of(request: Request) -> KVCache:
+    """The KV cache of a request that runs."""
+    assert request.cache is not None
+    return request.cache
+
+
+def canvas_ids(request: Request) -> Tensor:
+    """The tokens of the canvas in work, ids_1C."""
+    assert request.canvas is not None
+    return request.canvas.ids_BC
+
+
+def committed_ids(request: Request) -> Tensor:
+    """The tokens of the committed canvas, ids_1C."""
+    assert request.committed is not None
+    return request.committed.ids_BC

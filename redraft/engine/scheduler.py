@@ -1,118 +1,115 @@
-"""Who may run: requests wait in order for a place and for memory; contexts of finished ones are kept while there is room.
+"""Scheduler: decides which requests run. Requests wait in order for a slot and for KV-cache memory.
 
-Memory is counted in bytes of cache, which a request states before it begins: nothing is promised twice. A new prompt that
-begins like a kept context takes it over, cut back to where they part.
+Memory is counted in bytes of KV cache. A request states its bytes before it starts, so the budget is never exceeded. Work
+beside the engine (ranking of infills, scoring of edits) takes its caches from the same budget through a `Reservation`.
+Entries of the prefix cache use the memory that is left, and are evicted when a request or a reservation needs it.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from redraft.engine.errors import RequestError
+from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.request import Request
-from redraft.model.kv_cache import KVCache
-
-WORTH = 16  # tokens in common that are worth looking up
 
 
-class PrefixCache:
-    """Contexts that may come back, the latest last."""
+@dataclass(eq=False)
+class Reservation:
+    """KV-cache bytes for work beside the engine. It needs no slot."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._of: OrderedDict[tuple[int, ...], KVCache] = OrderedDict()
+    number: int  # order of arrival, counted together with requests
+    nbytes: int
+    is_granted: bool = False
+    is_released: bool = False
 
     @property
-    def nbytes(self) -> int:
-        """Memory held."""
-        return sum(cache.nbytes for cache in self._of.values())
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def put(self, context: Sequence[int], cache: KVCache) -> None:
-        """Keeps a context, and forgets the oldest where there are too many."""
-        self._of[tuple(context)] = cache
-        self._of.move_to_end(tuple(context))
-        while len(self._of) > self.most:
-            self.forget()
-
-    def forget(self, sparing: Sequence[int] = ()) -> bool:
-        """Drops the oldest, one that this prompt will take over last of all; False where there is nothing to drop."""
-        best = self._matches(sparing)[:1]
-        if best and len(best[0]) == _common(best[0], sparing):
-            rest = [context for context in self._of if context != best[0]]
-        else:
-            rest = list(self._of)
-        if rest:
-            del self._of[rest[0]]
-        return bool(rest)
-
-    def take(self, prompt: Sequence[int]) -> tuple[list[int], KVCache] | None:
-        """The context that has most of this prompt's beginning, cut back to that. One that goes on elsewhere stays, too."""
-        for context in self._matches(prompt):
-            shared = _common(context, prompt)
-            cache = self._of[context] if shared == len(context) else self._of[context].select_rows([0])
-            try:
-                cache.rewind([shared])
-            except ValueError:  # its windows do not reach back that far
-                continue
-            if shared == len(context):
-                del self._of[context]
-            return list(context[:shared]), cache
-        return None
-
-    def _matches(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
-        """Contexts worth taking, the longest match first."""
-        lengths = {context: _common(context, prompt) for context in self._of}
-        return sorted((c for c, shared in lengths.items() if shared >= WORTH), key=lambda c: -lengths[c])
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    length = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
+    def is_held(self) -> bool:
+        """Whether its bytes count as used."""
+        return self.is_granted and not self.is_released
 
 
 class Scheduler:
-    """Admits requests in the order they came."""
+    """Admits requests and reservations in the order of their arrival, within `budget` bytes."""
 
-    def __init__(self, max_running: int, budget: int, kept: PrefixCache, cost: Callable[[Request], int]) -> None:
-        self.max_running, self.budget, self.kept, self.cost = max_running, budget, kept, cost
+    def __init__(self, max_running: int, budget: int, prefix_cache: PrefixCache, cost: Callable[[Request], int]) -> None:
+        self.max_running = max_running
+        self.budget = budget
+        self.prefix_cache = prefix_cache
+        self.cost = cost  # bytes of KV cache that a request needs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.reservations: deque[Reservation] = deque()  # waiting and granted ones
+        self._numbers = itertools.count()
+
+    def next_number(self) -> int:
+        """The next number in the order of arrival."""
+        return next(self._numbers)
 
     @property
     def used(self) -> int:
-        """Bytes of cache promised to requests that run."""
-        return sum(self.cost(request) for request in self.running)
+        """Bytes promised to running requests and granted reservations."""
+        reserved = [reservation.nbytes for reservation in list(self.reservations) if reservation.is_held]
+        return sum(self.cost(request) for request in self.running) + sum(reserved)
 
-    def check(self, request: Request) -> None:
-        """Refuses what will never fit."""
-        if (cost := self.cost(request)) > self.budget:
-            raise ValueError(
-                f"this request needs {cost / 2**20:,.1f} MiB of cache for {request.capacity:,} tokens, and there are "
-                f"{self.budget / 2**20:,.1f} MiB in all: shorten the prompt or max_tokens"
+    def check(self, nbytes: int, tokens: int, what: str = "this request") -> None:
+        """Refuses a cache that would never fit."""
+        if nbytes > self.budget:
+            raise RequestError(
+                f"{what} needs {nbytes / 2**20:,.1f} MiB of KV cache for {tokens:,} tokens, and the budget is "
+                f"{self.budget / 2**20:,.1f} MiB: shorten the prompt or max_tokens"
             )
 
-    def admit(self) -> list[Request]:
-        """Those whose turn it is now. PrefixCache contexts make room; a request in front is never overtaken."""
-        found = []
-        while self.waiting and len(self.running) < self.max_running:
-            cost = self.cost(self.waiting[0])
-            if self.used + cost > self.budget:
-                break
-            request = self.waiting.popleft()
-            while self.used + cost + self.kept.nbytes > self.budget and self.kept.forget(sparing=request.prompt):
-                pass
-            self.running.append(request)
-            found.append(request)
-        return found
+    @property
+    def can_admit(self) -> bool:
+        """Whether `admit` would admit something now."""
+        candidate = self._next_in_line()
+        return candidate is not None and self._fits(self._bytes_of(candidate))
 
-    def leave(self, request: Request) -> None:
-        """It is over, wherever it was."""
+    def admit(self) -> list[Request]:
+        """Admits what is next in line while slots and memory last. Returns the requests among it, which run from now on."""
+        admitted: list[Request] = []
+        for reservation in list(self.reservations):
+            if reservation.is_released:
+                self.reservations.remove(reservation)
+        while (candidate := self._next_in_line()) is not None and self._make_room_for(candidate):
+            if isinstance(candidate, Reservation):
+                candidate.is_granted = True
+                continue
+            self.waiting.popleft()
+            self.running.append(candidate)
+            admitted.append(candidate)
+        return admitted
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out of the running or the waiting ones."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+
+    def _next_in_line(self) -> Request | Reservation | None:
+        """The oldest request or reservation that waits. Without a free slot, requests let reservations pass."""
+        request = self.waiting[0] if self.waiting and len(self.running) < self.max_running else None
+        ungranted = (r for r in list(self.reservations) if not r.is_granted and not r.is_released)
+        reservation = next(ungranted, None)
+        if request is None or reservation is None:
+            return request or reservation
+        return request if request.number < reservation.number else reservation
+
+    def _bytes_of(self, candidate: Request | Reservation) -> int:
+        return candidate.nbytes if isinstance(candidate, Reservation) else self.cost(candidate)
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.used + nbytes <= self.budget
+
+    def _make_room_for(self, candidate: Request | Reservation) -> bool:
+        """Whether it fits beside what is promised; if so, evicts prefix cache entries until its bytes are free."""
+        nbytes = self._bytes_of(candidate)
+        if not self._fits(nbytes):
+            return False
+        prompt = candidate.prompt if isinstance(candidate, Request) else ()
+        while not self._fits(nbytes + self.prefix_cache.nbytes) and self.prefix_cache.evict(sparing=prompt):
+            pass
+        return True

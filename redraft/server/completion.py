@@ -168,7 +168,7 @@ def stream_completion(writer: Writer, params: CompletionParams, stop: threading.
                 frames = FrameBuilder(writer.tokenizer)
                 if stop_filter.found is not None:
                     stop.set()
-                    writer.engine.tell()
+                    writer.engine.notify()
                     prompt_tokens = len(writer.encode_prompt(params.prompt, params.tools, params.think))
                     stats = stats_at_stop_string(writer, prompt_tokens, canvases, seed, time.perf_counter() - began)
                     yield Finish("stop", stats, stop_filter.found)

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 
 from redraft.config import ConfigError
 from redraft.constraints.regex_dfa import PatternError
-from redraft.engine import Stopped
-from redraft.engine.request import ReplayError
+from redraft.engine import RequestError, Stopped
 from redraft.tasks.sudoku.board import BoardError
 from redraft.tokenizer.tokenizer import TokenizerError
 
@@ -50,7 +49,7 @@ class ClientDisconnected(RuntimeError):
     """The client closed its connection."""
 
 
-BAD_REQUESTS = (BadRequestError, PatternError, ConfigError, TokenizerError, BoardError, ReplayError)
+BAD_REQUESTS = (BadRequestError, PatternError, ConfigError, TokenizerError, BoardError, RequestError)
 STATUS_CODES: dict[type[Exception], int] = {
     **dict.fromkeys(BAD_REQUESTS, 400),
     Stopped: 409,

@@ -42,7 +42,7 @@ class Worker:
 
     def start(self) -> None:
         """Starts the engine's own thread."""
-        self._engine_running.enter_context(self.writer.engine.running())
+        self._engine_running.enter_context(self.writer.engine.run_in_background())
 
     async def close(self, drain_seconds: float) -> None:
         """Accepts nothing new, waits at most `drain_seconds` for running requests, then stops them."""
@@ -53,7 +53,7 @@ class Worker:
             await asyncio.sleep(CLOSE_POLL_SECONDS)
         for stop in list(self._stops):
             stop.set()
-        self.writer.engine.tell()
+        self.writer.engine.notify()
         await asyncio.to_thread(self._engine_running.close)
         await asyncio.to_thread(self._threads.shutdown)
 
@@ -100,4 +100,4 @@ class Worker:
 
     def _stop(self, stop: threading.Event) -> None:
         stop.set()
-        self.writer.engine.tell()
+        self.writer.engine.notify()

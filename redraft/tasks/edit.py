@@ -138,15 +138,27 @@ class Tokens:
 
 
 @torch.inference_mode()
-def read(model: DiffusionGemma, prompt: Sequence[int], ids: Sequence[int], size: int) -> Iterator[tuple[int, Tensor]]:
-    """Where each page begins, and the logarithms of the probabilities [C, V] at its positions, read as it stands."""
+def read(
+    engine: Engine, prompt: Sequence[int], ids: Sequence[int], size: int, stop: threading.Event | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Where each canvas begins, and the log probabilities [C, V] at its positions, given the canvas as it stands.
+
+    The KV cache is reserved in the engine's budget until the iterator ends or is closed.
+    """
+    model = engine.model
     fits(model, len(prompt), len(ids))
-    cache = model.new_cache(1, len(prompt) + len(ids))
-    prefill(model, [prompt], cache)
-    for begin in range(0, len(ids), size):
-        page_1C = torch.tensor([ids[begin : begin + size]], device=model.device)
-        yield begin, model.denoise(page_1C, None, cache)[0].float().log_softmax(dim=-1)
-        model.encode(page_1C, cache)
+    begins = range(0, len(ids), size)
+    if not begins:
+        return
+    with engine.reserve(len(prompt) + begins[-1], stop=stop) as cache:
+        prefill(model, [prompt], cache)
+        for begin in begins:
+            if stop is not None and stop.is_set():
+                raise Stopped
+            canvas_1C = torch.tensor([ids[begin : begin + size]], device=model.device)
+            yield begin, model.denoise(canvas_1C, None, cache)[0].float().log_softmax(dim=-1)
+            if begin != begins[-1]:
+                model.encode(canvas_1C, cache)
 
 
 def fits(model: DiffusionGemma, before: int, tokens: int) -> None:
@@ -169,14 +181,14 @@ def doubts(logs_CV: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def suggest(
-    model: DiffusionGemma, tokenizer: Tokenizer, text: str, cfg: SamplerConfig, *, least: float, most: int
+    engine: Engine, tokenizer: Tokenizer, text: str, cfg: SamplerConfig, *, least: float, most: int
 ) -> list[Suggestion]:
     """Tokens that another is `least` times likelier than, with at most so many others."""
     if not least >= 1 or most < 1:
         raise ValueError(f"least and most must be at least 1, got {least} and {most}")
     tokens, found = Tokens(tokenizer, text), []
     prompt = start_of(tokenizer)
-    for begin, logs_CV in read(model, prompt, tokens.ids, cfg.canvas_length):
+    for begin, logs_CV in read(engine, prompt, tokens.ids, cfg.canvas_length):
         own = tokens.ids[begin : begin + len(logs_CV)]
         for at, doubt in enumerate(doubts(logs_CV, own).tolist()):
             if doubt < math.log(least) or doubt == 0:
@@ -278,7 +290,7 @@ def redrafting(
         own = tuple(Intervention(0, turn.step, more) for turn, more in turns if turn.block == block)
         held = [more for turn, more in turns if turn.block < block and more.positions]
         free = {at for at in range(len(page)) if begin + at not in keep_positions}
-        chosen = _doubted(engine.model, before, page, free, strength, seed + SALT, block) if free else set()
+        chosen = _doubted(engine, before, page, free, strength, seed + SALT, block, stop) if free else set()
         if not chosen and not held and not any(turn.step == 0 for turn in own):
             if own:
                 raise ValueError(f"page {block} has nothing to redraft at strength {strength}: raise it, or turn at step 0")
@@ -303,7 +315,7 @@ def _check_course(
 ) -> None:
     """Refuses what cannot have been of this text."""
     length = cfg.canvas_length
-    replay.check_turns(math.ceil(len(ids) / length), cfg.max_steps)
+    replay.check_interventions(math.ceil(len(ids) / length), cfg.max_steps)
     if replay.interventions and not strength:
         raise ValueError("at strength 0 nothing is redrafted, and there is no step to turn at: raise it")
     for block, page in enumerate(replay.canvases):
@@ -324,16 +336,17 @@ def _check_text(tokens: Sequence[int], vocab_size: int, never: Container[int]) -
 
 
 def _doubted(
-    model: DiffusionGemma,
+    engine: Engine,
     before: Sequence[int],
     page: Sequence[int],
     free: Container[int],
     strength: float,
     seed: int,
     block: int,
+    stop: threading.Event | None,
 ) -> set[int]:
     """Which of the free places of a page become noise."""
-    _, logs_CV = next(read(model, before, page, len(page)))
+    ((_, logs_CV),) = read(engine, before, page, len(page), stop)
     jitter_C = rng.draws([seed], block, logs_CV.device).uniform(0, len(page))[0]
     worry_C = doubts(logs_CV, page) + 1e-3 * jitter_C  # where nothing is doubted, chance chooses
     ordered = [at for at in worry_C.argsort(descending=True).tolist() if at in free]

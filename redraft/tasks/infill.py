@@ -23,7 +23,6 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Draft, Finished, prefill
 from redraft.engine import Engine, Stopped
-from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 
 Watch = Callable[[Draft], None]  # is shown a step of a page
@@ -136,7 +135,7 @@ class Infiller:
             more = {"seconds": seconds, "stop": stop, "candidates": candidates}
             ends = yield from self._written(place, tries, cfg, seed + number * SEEDS, **more)
             forwards += sum(end.stats[0].forwards for end in ends)
-            found = self._ranked(place, tries, ends, cfg, template)
+            found = self._ranked(place, tries, ends, cfg, template, stop)
             if not last:
                 holes.append(found[0][1])
                 settled &= found[0][2]
@@ -209,7 +208,13 @@ class Infiller:
     # 3. What reads best
 
     def _ranked(
-        self, place: "_Place", lengths: Sequence[int], ends: Sequence[Finished], cfg: SamplerConfig, template: Template
+        self,
+        place: "_Place",
+        lengths: Sequence[int],
+        ends: Sequence[Finished],
+        cfg: SamplerConfig,
+        template: Template,
+        stop: threading.Event | None,
     ) -> list[tuple[float, str, bool]]:
         """Score, text and whether it settled, of the holes that differ, the likeliest first."""
         found: dict[str, tuple[list[int], bool]] = {}
@@ -221,7 +226,7 @@ class Infiller:
                 hole, ids = cut, self.tokenizer.encode(place.healed.decode("utf-8", "ignore") + cut)
             found.setdefault(hole, (ids, still))
         heard = place.heard()
-        scores = likelihoods(self.engine.model, place.prompt, [[*ids, *heard] for ids, _ in found.values()])
+        scores = likelihoods(self.engine, place.prompt, [[*ids, *heard] for ids, _ in found.values()], stop)
         pairs = zip(scores, found.items(), strict=True)
         ranked = [(score + PAID * len(ids), hole, still) for score, (hole, (ids, still)) in pairs]
         return sorted(ranked, key=lambda one: -one[0])
@@ -266,19 +271,28 @@ def _upto_stop(ids: list[int], stops: Sequence[int]) -> list[int]:
 
 
 @torch.inference_mode()
-def likelihoods(model: DiffusionGemma, before: Sequence[int], texts: Sequence[Sequence[int]]) -> list[float]:
-    """The logarithm of each text's probability behind what is before it, token by token, by the causal half of the model."""
-    before = before[-(model.config.max_position_embeddings - max(map(len, texts))) :]
-    cache = model.new_cache(1, len(before) + max(map(len, texts)))
-    if len(before) > 1:
-        prefill(model, [before[:-1]], cache)
-    found = []
-    for text in texts:
-        ids = torch.tensor([[before[-1], *text]], device=model.device)
-        logs = model.head(model.encode(ids, cache)[0, :-1]).float().log_softmax(dim=-1)
-        found.append(float(logs.gather(1, ids[0, 1:, None]).sum()) if text else 0.0)
-        cache.rewind([len(before) - 1])
-    return found
+def likelihoods(
+    engine: Engine, before: Sequence[int], texts: Sequence[Sequence[int]], stop: threading.Event | None = None
+) -> list[float]:
+    """The log probability of each text after `before`, by the causal half of the model.
+
+    The KV cache is reserved in the engine's budget; its sliding layers keep their window and the longest text.
+    """
+    model = engine.model
+    longest = max(map(len, texts))
+    before = before[-(model.config.max_position_embeddings - longest) :]
+    log_probs = []
+    with engine.reserve(len(before) + longest, rewind=longest + 1, stop=stop) as cache:
+        if len(before) > 1:
+            prefill(model, [before[:-1]], cache)
+        for text in texts:
+            if stop is not None and stop.is_set():
+                raise Stopped
+            ids = torch.tensor([[before[-1], *text]], device=model.device)
+            logs = model.head(model.encode(ids, cache)[0, :-1]).float().log_softmax(dim=-1)
+            log_probs.append(float(logs.gather(1, ids[0, 1:, None]).sum()) if text else 0.0)
+            cache.rewind([len(before) - 1])
+    return log_probs
 
 
 # 4. Between a prefix and a suffix

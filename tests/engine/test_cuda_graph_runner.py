@@ -14,7 +14,7 @@ from redraft.engine import Intervention, Replay
 from redraft.engine.batched_cache import BatchedCache
 from redraft.engine.cuda_graph_runner import CudaGraphRunner, temperatures
 from redraft.engine.engine import Engine, make_runner
-from redraft.engine.fused_layers import FusedLayers, Table
+from redraft.engine.fused_layers import CacheTable, FusedLayers
 from redraft.engine.runner import Runner
 from redraft.kernels import backend
 from redraft.kernels.fp8 import quantize
@@ -60,12 +60,12 @@ def test_the_layers_are_the_models(quant, monkeypatch):
     assert whole.data_ptr() == other.layers[0].self_attn.q_proj.weight.data_ptr()
     with torch.inference_mode():
         theirs, mine = ([model.new_cache(1, 40, rewind=9) for _ in range(2)] for _ in range(2))
-        table = Table.empty(other, 1)
+        table = CacheTable.empty(other, 1)
         for number, (cache, own) in enumerate(zip(theirs, mine, strict=True)):
             prompt = torch.arange(2, 13 - 7 * number, device=DEVICE)[None]
             model.encode(prompt, cache)
             table.fill([own])
-            fused.read(prompt, table, 300)
+            fused.encode(prompt, table, 300)
             own.advance([prompt.shape[1]])
             for layer in range(2):
                 for a, b in zip(cache.view(layer), own.view(layer), strict=True):
@@ -73,7 +73,7 @@ def test_the_layers_are_the_models(quant, monkeypatch):
         ids = torch.arange(16, device=DEVICE).view(2, 8) * 7
         soft = torch.randn(2, 8, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         expected = model.denoise(ids, soft, BatchedCache(theirs))
-        table = Table.empty(other, 2)
+        table = CacheTable.empty(other, 2)
         table.fill(mine)
         found = other.head(fused.denoise(ids, soft, table, 300)).view_as(expected)
         assert torch.allclose(found, expected, atol=near)
@@ -116,22 +116,22 @@ def test_a_page_is_read_with_the_first_step_of_the_next(engine, model):
     for request, prompt in asked.items():
         *_, expected = generate(model, [prompt], cfg, seeds=[request.seed])
         assert torch.equal(found[request].ids_BT, expected.ids_BT)
-    assert any(stage.pages for stage in engine.runner.stages.values())
-    assert not engine.runner.unread
+    assert any(bucket.encode_buffers for bucket in engine.runner.step_buckets.values())
+    assert not engine.runner.pending_encodes
 
 
 def test_a_step_begun_ahead_is_dropped_when_others_come_or_leave(engine, model):
     cfg = replace(CFG, max_new_tokens=8, confidence_threshold=1e-9)
     first = engine.add([2, 3, 4], cfg, seed=5)
     engine.step()
-    assert engine.runner.ahead
+    assert engine.runner.launched_ahead
     second = engine.add([5, 6], cfg, seed=6)
     pages = {}
-    while not engine.idle:
+    while not engine.is_idle:
         for request, event in engine.step():
             if isinstance(event, Committed):
                 pages[request] = event.ids_BC
-        if engine.runner.ahead and not second.over:
+        if engine.runner.launched_ahead and not second.is_over:
             engine.cancel(second)
     *_, expected = generate(model, [[2, 3, 4]], cfg, seeds=[5])
     assert torch.equal(pages[first], expected.ids_BT)
@@ -140,7 +140,7 @@ def test_a_step_begun_ahead_is_dropped_when_others_come_or_leave(engine, model):
 
 def test_warming_up_makes_the_largest_stage(engine):
     assert (engine.runner.warm_up(3) > 0) == (DEVICE == "cuda")  # bytes of a GPU
-    ((count, length, *_),) = engine.runner.stages
+    ((count, length, *_),) = engine.runner.step_buckets
     assert (count, length) == (4, 8)
 
 
@@ -166,9 +166,9 @@ def test_prompts_of_any_length_are_read_with_the_first_step(engine, model):
         for seed, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             *_, expected = generate(model, [prompt], cfg, seeds=[seed])
             assert torch.equal(found[request].ids_BT, expected.ids_BT)
-    shapes = {shape for stage in engine.runner.stages.values() for shape in stage.pages}
+    shapes = {shape for bucket in engine.runner.step_buckets.values() for shape in bucket.encode_buffers}
     assert {shape[1] for shape in shapes} == {8, 16}
-    assert not engine.runner.unread
+    assert not engine.runner.pending_encodes
 
 
 def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, model):
@@ -180,7 +180,7 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, mod
     while not left.block:
         engine.step()
     engine.cancel(left)
-    context, kept = engine.scheduler.kept.take((*PROMPT, *pages[0], *pages[1]))
+    context, kept = engine.scheduler.prefix_cache.take((*PROMPT, *pages[0], *pages[1]))
     assert context[: len(PROMPT) + 8] == [*PROMPT, *pages[0]]
     truth = model.new_cache(1, len(context))
     with torch.inference_mode():

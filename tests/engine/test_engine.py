@@ -15,7 +15,7 @@ from redraft.constraints.constraints import Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, Finished, generate
 from redraft.engine import Engine
-from redraft.engine.scheduler import PrefixCache
+from redraft.engine.prefix_cache import PrefixCache
 from redraft.model.kv_cache import KVCache
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
@@ -70,24 +70,24 @@ def same(ours, theirs) -> None:
 @given(st.data())
 def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
     """Requests come at any round, some are cancelled; what is left is as if each had been alone."""
-    subject = engine(max_running=data.draw(st.integers(1, 4)), keep_contexts=data.draw(st.sampled_from([0, 1, 4])))
+    subject = engine(max_running=data.draw(st.integers(1, 4)), prefix_cache_entries=data.draw(st.sampled_from([0, 1, 4])))
     wanted = data.draw(st.lists(asked(), min_size=1, max_size=4))
     waiting, running, cancelled, events = list(wanted), {}, set(), {}
-    while waiting or not subject.idle:
-        if waiting and (subject.idle or data.draw(st.booleans())):
+    while waiting or not subject.is_idle:
+        if waiting and (subject.is_idle or data.draw(st.booleans())):
             one = waiting.pop()
             prompt, cfg, seed, constraints, first = one
-            request = subject.add(prompt, cfg, seed=seed, constraints=constraints, first_1C=first)
+            request = subject.add(prompt, cfg, seed=seed, constraints=constraints, first_canvas_1C=first)
             running[request], events[request] = one, []
         if running and data.draw(st.integers(0, 19)) == 0:
             gone = data.draw(st.sampled_from(sorted(running, key=lambda request: request.number)))
-            if not gone.over:
+            if not gone.is_over:
                 cancelled.add(gone)
             subject.cancel(gone)
         for whose, event in subject.step():
             assert whose not in cancelled
             events[whose].append(event)
-        assert subject.scheduler.used + subject.scheduler.kept.nbytes <= BUDGET
+        assert subject.scheduler.used + subject.scheduler.prefix_cache.nbytes <= BUDGET
     for request, one in running.items():
         expected = alone(*one)
         same(events[request], expected[: len(events[request])])
@@ -136,11 +136,11 @@ def test_kept_contexts_make_room_and_the_oldest_goes_first():
     context, _ = kept.take([*second, 9])
     assert (context, len(kept)) == (second, 1)
     put(kept, first)
-    assert kept.forget(sparing=[*third, 1])  # the oldest is about to be taken over
+    assert kept.evict(sparing=[*third, 1])  # the oldest is about to be taken over
     assert kept.take(first) is None
-    assert not kept.forget(sparing=[*third, 1])
-    assert kept.forget(sparing=[*third[:20], 1])
-    assert not kept.forget()
+    assert not kept.evict(sparing=[*third, 1])
+    assert kept.evict(sparing=[*third[:20], 1])
+    assert not kept.evict()
 
 
 def test_where_the_best_context_cannot_be_cut_the_next_is_taken():
@@ -168,12 +168,12 @@ def test_a_fault_ends_what_runs_and_spoils_nothing_that_comes(monkeypatch):
     beside = subject.stream(other)
     with pytest.raises(KeyboardInterrupt):
         list(subject.stream(one))
-    assert one.over
-    assert other.over
-    assert subject.idle
-    assert len(subject.scheduler.kept) == 0
-    list(beside.request.inbox)
-    beside.request.inbox.clear()
+    assert one.is_over
+    assert other.is_over
+    assert subject.is_idle
+    assert len(subject.scheduler.prefix_cache) == 0
+    list(beside.request.events)
+    beside.request.events.clear()
     with pytest.raises(RuntimeError, match="failed while this request ran"):
         next(beside)
     monkeypatch.undo()
@@ -185,11 +185,11 @@ def test_a_stream_nobody_began_is_cancelled_too():
     subject = engine()
     request = subject.add([2, 30], tiny.sampler(), seed=1)
     subject.stream(request).close()
-    assert request.over
-    assert subject.idle
+    assert request.is_over
+    assert subject.is_idle
     request = subject.add([2, 30], tiny.sampler(), seed=1)
     subject.stream(request)  # and let go
-    assert request.over
+    assert request.is_over
 
 
 def test_threads_may_share_an_engine():
@@ -232,13 +232,13 @@ def test_a_resized_cache_holds_the_same():
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
     subject = engine(cache_bytes=KVCache.count_bytes(CONFIG, 50, torch.float32, 6))
-    with pytest.raises(ValueError, match=r"this request needs 0\.0 MiB of cache for 116 tokens"):
+    with pytest.raises(ValueError, match=r"this request needs 0\.0 MiB of KV cache for 116 tokens"):
         subject.add([2] * 100, tiny.sampler(max_new_tokens=32), seed=0)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         subject.add([2, 10**6], tiny.sampler(), seed=0)
     with pytest.raises(ValueError, match="a deadline must be ahead, got -1"):
         subject.add([2], tiny.sampler(), seed=0, seconds=-1)
-    assert subject.idle
+    assert subject.is_idle
     for wrong in ({"max_running": 0}, {"prefill_chunk": 0}, {"rewind": -1}, {"cache_bytes": 0}):
         with pytest.raises(ConfigError):
             EngineConfig(**wrong)
@@ -289,13 +289,13 @@ def test_a_stream_left_early_is_cancelled_and_others_go_on():
     for event in subject.stream(left):
         assert isinstance(event, Draft)
         break
-    assert left.over
+    assert left.is_over
     assert subject.scheduler.running == [kept]
     events = list(subject.stream(kept))
     expected = alone([2, 30, 40], cfg, 40, Constraints(), None)
     same(events, expected[len(expected) - len(events) :])
     assert any(isinstance(event, Committed) for event in events)
-    assert subject.idle
+    assert subject.is_idle
 
 
 def test_a_thread_of_its_own_makes_the_steps_for_all():
@@ -315,16 +315,16 @@ def test_a_thread_of_its_own_makes_the_steps_for_all():
                 found[number] = event.ids_BT
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(9)]
-    with engine.running():
+    with engine.run_in_background():
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert engine.idle
-        with pytest.raises(RuntimeError, match="in a thread already"), engine.running():
+        assert engine.is_idle
+        with pytest.raises(RuntimeError, match="in a thread already"), engine.run_in_background():
             pass
         left = engine.add([2, 3], cfg, seed=1)
-    assert left.over
+    assert left.is_over
     assert sorted(found) == [0, 1, 3, 4, 6, 7]
     for number, ids in found.items():
         *_, expected = generate(model, [[2, 3 + number]], cfg, seeds=[number])
@@ -333,8 +333,8 @@ def test_a_thread_of_its_own_makes_the_steps_for_all():
 
 def test_a_fault_in_the_engines_own_thread_reaches_those_it_concerns(monkeypatch):
     engine = Engine(tiny.decided(tiny.BASE))
-    with engine.running():
-        monkeypatch.setattr(engine.runner, "redraft", lambda requests: 1 / 0)
+    with engine.run_in_background():
+        monkeypatch.setattr(engine.runner, "step", lambda requests: 1 / 0)
         with pytest.raises(RuntimeError, match="division by zero"):
             list(engine.stream(engine.add([2, 3], tiny.sampler(), seed=1)))
         monkeypatch.undo()

@@ -110,7 +110,7 @@ RELEASED_HEADS = replace(
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fused_layers_in_bf16_are_as_close_to_the_truth_as_plain_ones(rows):
     from redraft.engine.batched_cache import BatchedCache
-    from redraft.engine.fused_layers import FusedLayers, Table
+    from redraft.engine.fused_layers import CacheTable, FusedLayers
 
     truth = tiny.build(RELEASED_HEADS).cuda()
     plain, fast = (tiny.build(RELEASED_HEADS).cuda().bfloat16() for _ in range(2))
@@ -125,12 +125,12 @@ def test_fused_layers_in_bf16_are_as_close_to_the_truth_as_plain_ones(rows):
             for prompt, cache in zip(prompts, caches, strict=True):
                 model.encode(prompt, cache)
             found.append(model.denoise(canvas, soft.to(model.dtype), BatchedCache(caches)).float())
-        caches, table = [fast.new_cache(1, 900, rewind=300) for _ in prompts], Table.empty(fast, 1)
+        caches, table = [fast.new_cache(1, 900, rewind=300) for _ in prompts], CacheTable.empty(fast, 1)
         for prompt, cache in zip(prompts, caches, strict=True):
             table.fill([cache])
-            fused.read(prompt, table, 900)
+            fused.encode(prompt, table, 900)
             cache.advance([prompt.shape[1]])
-        table = Table.empty(fast, rows)
+        table = CacheTable.empty(fast, rows)
         table.fill(caches)
         mine = fast.head(fused.denoise(canvas, soft.bfloat16(), table, 900)).view_as(found[0])
     assert (mine - found[0]).abs().max() <= 2 * (found[1] - found[0]).abs().max()

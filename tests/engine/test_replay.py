@@ -164,11 +164,11 @@ def test_a_turn_that_never_comes_is_told_and_disturbs_nobody():
     other = engine.add(PROMPT, CFG, seed=3, constraints=UNENDING)
     streams = [engine.stream(request) for request in (late, behind, other)]
     for stream in streams[:2]:
-        with pytest.raises(ValueError, match=f"its page stood still at step {settled}: it has no step"):
+        with pytest.raises(ValueError, match=f"canvas 0 settled at step {settled}: it has no step"):
             list(stream)
     assert told(list(streams[2])) == told(run())
     ends = Constraints(pins={3: 1})  # the text ends there
-    with pytest.raises(ValueError, match="the text ended on page 0: there is no page 1"):
+    with pytest.raises(ValueError, match="the text ended on canvas 0: there is no canvas 1"):
         run(Replay((), (Intervention(1, 1, NOTHING),)), constraints=ends)
 
 
@@ -251,13 +251,13 @@ def test_an_end_before_a_pin_is_not_obedient():
 @pytest.mark.parametrize(
     ("replay", "sentence"),
     [
-        (Replay(((7,) * 16,) * 3), "3 pages are there already, the answer has 3 at most"),
-        (Replay(((7,) * 15,)), "page 0 has 15 tokens, the canvas has 16"),
-        (Replay(((7,) * 15 + (999,),)), "page 0 has the token 999"),
-        (Replay(((7,) * 15 + (5,),)), "page 0 ends the text"),
-        (Replay((), (Intervention(3, 1, NOTHING),)), "a turn at page 3, step 1"),
-        (Replay((), (Intervention(0, 8, NOTHING),)), "the last that can be taken is at page 2 and step 7"),
-        (Replay((), (Intervention(0, 2, NOTHING), Intervention(0, 2, NOTHING))), "too late"),
+        (Replay(((7,) * 16,) * 3), "the replay has 3 committed canvases and the answer has at most 3"),
+        (Replay(((7,) * 15,)), "canvas 0 has 15 tokens, canvas_length is 16"),
+        (Replay(((7,) * 15 + (999,),)), "canvas 0 has the token 999"),
+        (Replay(((7,) * 15 + (5,),)), "canvas 0 contains a stop token"),
+        (Replay((), (Intervention(3, 1, NOTHING),)), "there is no canvas 3, step 1 to intervene at"),
+        (Replay((), (Intervention(0, 8, NOTHING),)), "the last possible is canvas 2, step 7"),
+        (Replay((), (Intervention(0, 2, NOTHING), Intervention(0, 2, NOTHING))), "interventions must be in order"),
         (Replay((), (Intervention(0, 2, ConstraintEdit(pins={99: 3})),)), "a pin at 99 is beyond"),
         (Replay((), (Intervention(0, 2, ConstraintEdit(bans=((99, 3),))),)), "a ban at 99 is beyond"),
         (Replay((), (Intervention(0, 2, ConstraintEdit(bans=((1, 999),))),)), "token 999 is outside"),

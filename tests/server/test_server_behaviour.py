@@ -45,10 +45,10 @@ def test_requests_without_the_key_or_from_other_hosts_are_refused():
 @contextmanager
 def slow(writer: Writer, seconds: float = 0.05):
     """Makes every step take longer."""
-    usual = writer.engine.runner.redraft
-    writer.engine.runner.redraft = lambda requests: (time.sleep(seconds), usual(requests))[1]
+    usual = writer.engine.runner.step
+    writer.engine.runner.step = lambda requests: (time.sleep(seconds), usual(requests))[1]
     yield
-    writer.engine.runner.redraft = usual
+    writer.engine.runner.step = usual
 
 
 def in_threads(tasks, apart: float = 0.0) -> list:
@@ -77,11 +77,11 @@ def test_disconnected_clients_are_dropped_and_the_newest_infill_wins():
     with slow(writer), served(writer, requests=3) as url, httpx.Client(base_url=url, timeout=30) as client:
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=body, timeout=0.4)
-        assert until(lambda: writer.engine.idle)
+        assert until(lambda: writer.engine.is_idle)
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             assert next(response.iter_lines()).startswith("data: ")
-            assert not writer.engine.idle
-        assert until(lambda: writer.engine.idle)
+            assert not writer.engine.is_idle
+        assert until(lambda: writer.engine.is_idle)
         asked = {"input_prefix": "a", "input_suffix": "b", "n_predict": 32}
         older, newer = in_threads([lambda: httpx.post(f"{url}/infill", json=asked, timeout=60)] * 2, apart=0.3)
         assert (older.status_code, newer.status_code) == (409, 200)
@@ -99,7 +99,7 @@ def test_running_requests_finish_when_the_server_shuts_down():
         body = {"prompt": "ab", "max_tokens": 64, "logit_bias": NO_END}
         thread = threading.Thread(target=lambda: found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60)))
         thread.start()
-        assert until(lambda: not writer.engine.idle)
+        assert until(lambda: not writer.engine.is_idle)
     thread.join()
     assert found[0].status_code == 200
     assert len(found[0].json()["choices"][0]["text"]) > 10
@@ -111,7 +111,7 @@ def test_health_reports_a_failed_step(monkeypatch):
         asked = {"prompt": "ab", "max_tokens": 4, "seed": 1}
         good = client.post("/v1/completions", json=asked).json()["choices"]
         with monkeypatch.context() as broken:
-            broken.setattr(writer.engine.runner, "redraft", lambda requests: 1 / 0)
+            broken.setattr(writer.engine.runner, "step", lambda requests: 1 / 0)
             assert client.post("/v1/completions", json=asked).status_code == 500
             sick = client.get("/health")
             assert (sick.status_code, "division by zero" in sick.text) == (503, True)
@@ -247,7 +247,7 @@ def failing():
             def redraft(requests):
                 raise kind("a shape is wrong")
 
-            writer.engine.runner.redraft = redraft
+            writer.engine.runner.step = redraft
             return client
 
         yield fail_with

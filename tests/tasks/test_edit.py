@@ -111,14 +111,14 @@ def test_pages_that_nobody_doubts_are_told_too():
         (Replay((), (Intervention(0, 0, ConstraintEdit(pins={3: 1})),)), "the token 1 is no text"),
         (
             Replay((), (Intervention(1, 3, ConstraintEdit()),)),
-            "page 1, step 3: the last that can be taken is at page 2 and step 2",
+            "canvas 1, step 3 to intervene at: the last possible is canvas 2, step 2",
         ),
         (
             Replay((), (Intervention(1, 1, ConstraintEdit()), Intervention(0, 1, ConstraintEdit()))),
-            "page 0, step 1 too late",
+            "canvas 0, step 1 comes too late",
         ),
         (Replay((), (Intervention(0, 1, ConstraintEdit(pins={38: 3})),)), "position 38 is beyond the text's 38 tokens"),
-        (Replay((), (Intervention(9, 1, ConstraintEdit()),)), "a turn at page 9, step 1"),
+        (Replay((), (Intervention(9, 1, ConstraintEdit()),)), "no canvas 9, step 1 to intervene at"),
         (
             Replay((), (Intervention(0, 1, ConstraintEdit()),)),
             "page 0 has nothing to redraft at strength 0.6: raise it, or turn at step 0",
@@ -149,8 +149,8 @@ def test_the_doubted_come_first():
 def test_pages_are_read_behind_one_another():
     """Two pages at once = the second page alone behind the first."""
     ids = [30 + at % 20 for at in range(20)]
-    (_, first), (begin, second) = edit.read(WRITER.model, [2], ids, 12)
-    ((_, alone),) = edit.read(WRITER.model, [2, *ids[:12]], ids[12:], 12)
+    (_, first), (begin, second) = edit.read(WRITER.engine, [2], ids, 12)
+    ((_, alone),) = edit.read(WRITER.engine, [2, *ids[:12]], ids[12:], 12)
     assert (begin, len(first)) == (12, 12)
     assert torch.allclose(second, alone, atol=1e-4)
 

@@ -135,7 +135,7 @@ def test_an_answer_begins_with_one_of_the_first_tokens():
 
 def test_likelihoods_are_those_of_the_whole_text_read_at_once():
     before, texts = [2, 30, 31, 32], [[40, 41], [], [42, 43, 44, 45]]
-    found = infill.likelihoods(WRITER.model, before, texts)
+    found = infill.likelihoods(WRITER.engine, before, texts)
     for text, score in zip(texts, found, strict=True):
         ids = torch.tensor([[*before, *text]])
         with torch.inference_mode():
