@@ -36,13 +36,18 @@ def warm(
         if not backend.uses_triton:
             console.print(f"There are no kernels to build: {backend.reason}.", markup=False)
             return
-        length = subject.sampler.canvas_length
-        for count in BATCHES:
-            subject.write(["Once upon a time"] * count, seed=0, max_tokens=2 * length, max_steps=2)
-        subject.write("Once upon a time", seed=0, max_tokens=length, max_steps=2, regex="[a-z ]+")
-        for _ in subject.stream("Once upon a time", seed=0, max_tokens=length, max_steps=2, candidates=3):
-            pass
+        launch_kernels(subject)
     console.print(f"{len(built)} kernels built, the others were on disk.", markup=False)
+
+
+def launch_kernels(subject: writer.Writer) -> None:
+    """Runs a short request of every kind: some at once, one with a pattern, one that is watched."""
+    length = subject.sampler.canvas_length
+    for count in BATCHES:
+        subject.write(["Once upon a time"] * count, seed=0, max_tokens=2 * length, max_steps=2)
+    subject.write("Once upon a time", seed=0, max_tokens=length, max_steps=2, regex="[a-z ]+")
+    for _ in subject.stream("Once upon a time", seed=0, max_tokens=length, max_steps=2, candidates=3):
+        pass
 
 
 @contextmanager

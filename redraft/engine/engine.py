@@ -60,15 +60,19 @@ class Engine:
     def _measure_budget(self) -> int:
         """Bytes for KV caches.
 
-        On a GPU: 90% of the memory that is free after a full step and a prefill chunk were run once. Elsewhere: half of
-        the free memory, because other programs use it too.
+        On a GPU that the weights fill to a good part: 90% of the memory that is free after a full step and a prefill chunk
+        were run once. For a small model that run would only delay the first answer, so an eighth of the GPU is set aside
+        for steps. On a CPU: half of the free memory, because other programs use it too.
         """
         device = self.model.device
         if device.type != "cuda":
             return free_bytes(device) // 2
-        activation_bytes = self.runner.warm_up(self.config.max_running)
-        torch.cuda.empty_cache()  # the memory that is still in use after this belongs to the CUDA graphs
-        return int(0.9 * (free_bytes(device) - activation_bytes))
+        total = torch.cuda.get_device_properties(device).total_memory
+        activation_bytes = total // 8
+        if weight_bytes(self.model) > total // 8:
+            activation_bytes = self.runner.warm_up(self.config.max_running)
+            torch.cuda.empty_cache()  # the memory that is still in use after this belongs to the CUDA graphs
+        return int(0.9 * max(0, free_bytes(device) - activation_bytes))
 
     def add(
         self,
@@ -407,6 +411,11 @@ def make_runner(model: DiffusionGemma, prefill_chunk: int) -> Runner:
     from redraft.engine.cuda_graph_runner import CudaGraphRunner  # Triton takes long to import
 
     return CudaGraphRunner(model, prefill_chunk)
+
+
+def weight_bytes(model: DiffusionGemma) -> int:
+    """Memory of a model's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -4,6 +4,7 @@ import io
 from contextlib import contextmanager
 
 import pytest
+import tiny
 from rich.console import Console
 
 from redraft.cli import warm
@@ -75,3 +76,15 @@ def test_watching_builds_without_a_gpu_does_nothing():
 def test_warm_without_a_gpu_says_so(capsys):
     warm.warm(device="cpu")
     assert "There are no kernels to build: no GPU." in capsys.readouterr().err
+
+
+def test_every_kind_of_request_is_run(monkeypatch):
+    """Batches of every size, a pattern, candidates: the kernels of each are launched."""
+    batches = []
+    usual = tiny.Writer.write
+    monkeypatch.setattr(
+        tiny.Writer, "write", lambda self, prompt, **more: batches.append((prompt, more)) or usual(self, prompt, **more)
+    )
+    warm.launch_kernels(tiny.writer())
+    assert [len(prompt) for prompt, _ in batches if not isinstance(prompt, str)] == [1, 2, 4, 8]
+    assert [more["regex"] for prompt, more in batches if isinstance(prompt, str)] == ["[a-z ]+"]
