@@ -24,7 +24,8 @@ from torch import Tensor
 from redraft.config import ModelConfig
 from redraft.kernels import attend, gated_experts, rms_norm, rope_frequencies
 from redraft.kernels import vocabulary as reference
-from redraft.kernels.fp8 import Fp8Tensor, linear_fp8, quantize
+from redraft.kernels.fp8 import Fp8Tensor, quantize
+from redraft.kernels.linear_fp8 import linear_fp8
 from redraft.kernels.triton import attention, experts, mlp, norm, qkv_rope, routing, vocabulary
 
 C = ModelConfig()

@@ -1,9 +1,12 @@
-"""Compiles every kernel for an H100 or H200 at the released shape, which needs no GPU. Prints name and shared memory.
+"""Compiles every Triton kernel for an H100 or H200 at the released model's shape. Needs no GPU.
 
-Run by `test_gpu_kernels.py` in a process of its own: where kernels are interpreted they cannot be compiled.
+Prints one JSON line per kernel: its name and its shared memory. `test_triton_kernels.py` runs this file in a process of its
+own, because a process that interprets kernels cannot compile them.
 """
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -22,107 +25,132 @@ from redraft.kernels.triton import (
     vocabulary,
 )
 
-HALF, FULL, EIGHT, WHOLE, LONG, DOUBLE, FLAG = "*bf16", "*fp32", "*fp8e4nv", "*i32", "*i64", "*fp64", "*i1"
-KINDS = {  # of arguments that are not bf16 tensors, by name
-    **dict.fromkeys(("order", "ends", "experts", "experts_out", "args", "sizes", "lengths", "counts"), WHOLE),
-    **dict.fromkeys(("blocks", "steps", "unchanged", "limits", "stabilities"), WHOLE),
-    **dict.fromkeys(("positions", "keys_at", "values_at", "seeds", "noise", "best", "sampled", "ids_out", "best_out"), LONG),
-    **dict.fromkeys(("sampled_out",), LONG),
-    **dict.fromkeys(("weights_out", "shares", "scale_out", "frequencies", "temperatures", "temperature", "figures"), FULL),
-    **dict.fromkeys(
-        ("sums", "tops", "masses", "top_out", "mass_out", "entropy", "entropy_out", "bounds", "confidences"), FULL
-    ),
-    **dict.fromkeys(("accepted_out", "settled"), FLAG),
-    "uniform": DOUBLE,
-    "eight": EIGHT,
+BF16 = "*bf16"
+F32 = "*fp32"
+F64 = "*fp64"
+E4M3 = "*fp8e4nv"
+I8 = "*i8"
+I32 = "*i32"
+I64 = "*i64"
+BOOL = "*i1"
+
+# Types of the kernels' arguments by name. Pointers that are not listed are bf16.
+ARGUMENT_TYPES = {
+    **dict.fromkeys(("order", "ends", "experts", "experts_out", "argmaxes", "slots", "lengths", "counts"), I32),
+    **dict.fromkeys(("blocks", "steps", "unchanged", "limits", "stabilities"), I32),
+    **dict.fromkeys(("positions", "key_offsets", "value_offsets", "seeds", "noise"), I64),
+    **dict.fromkeys(("best", "sampled", "ids_out", "best_out", "sampled_out"), I64),
+    **dict.fromkeys(("weights_out", "router_weights", "scale_out", "frequencies"), F32),
+    **dict.fromkeys(("temperatures", "temperature", "stats", "sums", "tops", "masses", "top_out", "mass_out"), F32),
+    **dict.fromkeys(("entropy", "entropy_out", "bounds", "confidences"), F32),
+    **dict.fromkeys(("accepted_out", "settled"), BOOL),
+    "uniform": F64,
+    "fp8_out": E4M3,
     "cap": "fp32",
-    "SHRINK": "fp32",
+    "ROUTER_SCALE": "fp32",
 }
 
+Kernels = Iterator[Any]
 
-def compiled(kernel, fixed: dict, warps: int = 4, stages: int = 3, **kinds: str):
-    """The kernel with these constants. Numbers are named in capitals, or by row and token; all are multiples of 16."""
-    signature, constants, known, fixed = {}, {}, {}, {"PDL": True, "PACKS": False, **fixed}
-    for at, name in enumerate(kernel.arg_names):
-        if name in fixed:
-            signature[name], constants[(at,)] = "constexpr", fixed[name]
+
+def compile_kernel(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 3, **types: str) -> Any:
+    """Compiles a kernel with these constants. Integer arguments and addresses count as multiples of 16, as in a real launch.
+
+    Integer arguments have names in capitals, or names that end in _row or _token.
+    """
+    constants = {"PDL": True, **constants}
+    signature = {}
+    constant_values = {}
+    attributes = {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            constant_values[(index,)] = constants[name]
             continue
-        number = name.isupper() or name.endswith(("_row", "_token"))
-        signature[name] = kinds.get(name) or KINDS.get(name) or ("i32" if number else HALF)
+        is_integer = name.isupper() or name.endswith(("_row", "_token"))
+        signature[name] = types.get(name) or ARGUMENT_TYPES.get(name) or ("i32" if is_integer else BF16)
         if signature[name] != "fp32":
-            known[(at,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, known)
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constant_values, attributes)
     options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def expert_kernels():
-    for eight in (False, True):
-        kinds = {"weight": EIGHT, "scale": FULL} if eight else {}
+def expert_kernels() -> Kernels:
+    for is_fp8 in (False, True):
+        weight_types = {"weight": E4M3, "scale": F32} if is_fp8 else {}
         for pairs in (2048, 4096, 8192, 16384):
-            wide, narrow = experts.select_tiles(1 if eight else 2, pairs, 128)
-            for kernel, tile, first in ((experts._gate_up, wide, "x"), (experts._down, narrow, "h")):
-                fixed = {"K": 8, "FP8": eight, "BT": tile.tokens, "BF": tile.features, "BK": tile.inner}
-                own = {first: EIGHT, f"{first}_scale": FULL} if eight else {}
-                yield compiled(kernel, fixed, tile.warps, tile.stages, **kinds, **own)
+            up_tiles, down_tiles = experts.select_tiles(1 if is_fp8 else 2, pairs, 128)
+            for kernel, tiles, inputs in ((experts._gate_up, up_tiles, "x"), (experts._down, down_tiles, "h")):
+                blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_K": tiles.inner}
+                input_types = {inputs: E4M3, f"{inputs}_scale": F32} if is_fp8 else {}
+                constants = {"K": 8, "FP8": is_fp8, **blocks}
+                yield compile_kernel(kernel, constants, tiles.warps, tiles.stages, **weight_types, **input_types)
 
 
-def attention_kernels():
-    all_full = dict.fromkeys(("q", "k", "v", "base", "out", "part", "mass"), FULL)  # the most memory that float32 takes
-    for (large, _), tiles in attention.TILES.items():
-        size, window = (512, 0) if large else (256, 1024)
-        shape = {"WINDOW": window, "K": size, "WIDE": size, "BM": tiles.rows, "BN": tiles.keys}
+def attention_kernels() -> Kernels:
+    for (is_large, _), tiles in attention.TILES.items():
+        size, window = (512, 0) if is_large else (256, 1024)
+        shape = {"WINDOW": window, "K": size, "K_PADDED": size, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
         for causal in (False, True):
-            for whole in {True, tiles.splits == 1}:
-                part, own = HALF if whole else FULL, {"CAUSAL": causal, "WHOLE": whole}
-                yield compiled(attention._attend, shape | own, tiles.warps, tiles.stages, part=part, mass=part)
-    yield compiled(attention._attend, {"WINDOW": 0, "K": 512, "WIDE": 512, "BM": 32, "BN": 16, **own}, stages=2, **all_full)
+            for whole in sorted({True, tiles.max_splits == 1}):
+                constants = {**shape, "CAUSAL": causal, "WHOLE": whole}
+                partial = BF16 if whole else F32
+                yield compile_kernel(
+                    attention._attend, constants, tiles.warps, tiles.stages, partial=partial, softmax=partial
+                )
+    # float32 needs the most shared memory
+    constants = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": 32, "BLOCK_N": 16, "CAUSAL": True, "WHOLE": True}
+    float32 = dict.fromkeys(("q", "k", "v", "base", "out", "partial", "softmax"), F32)
+    yield compile_kernel(attention._attend, constants, stages=2, **float32)
     for size in (256, 512):
-        yield compiled(attention._combine_splits, {"J": 4, "WIDE": size, "ROWS": 4}, part=FULL, mass=FULL)
-        yield compiled(attention._write_kv, {"WIDE": size}, 1)
+        yield compile_kernel(attention._combine_splits, {"J": 4, "K_PADDED": size, "ROWS": 4}, partial=F32, softmax=F32)
+        yield compile_kernel(attention._write_kv, {"K_PADDED": size}, 1)
 
 
-def other_kernels():
-    eps = {"EPS": 1e-6, "WIDE": 4096}
-    yield compiled(routing._score, {"WIDE": 128, "BT": 16, "SLICE": 512, "BK": 128}, scores=FULL)
-    yield compiled(routing._route, {"J": 6, "K": 8, "WIDE": 128, "FEW": 8}, 1, scores=FULL)
-    yield compiled(routing._sort_by_expert, {"AT_ONCE": 2048})
-    yield compiled(fp8._quantize_rows, {"WIDE": 4096})
-    yield compiled(qkv_rope._split_qkv_rope, {"OWN_VALUES": True, "EPS": 1e-6, "HALF": 128, "AT_ONCE": 8})
-    yield compiled(qkv_rope._split_qkv_rope, {"OWN_VALUES": False, "EPS": 1e-6, "HALF": 256, "AT_ONCE": 8})
-    yield compiled(norm._rms_norm, {"WEIGHTED": True, **eps}, 8)
-    eight = {"dense_out": EIGHT, "sparse_out": EIGHT, "dense_scale": FULL, "sparse_scale": FULL}
-    for packs in (False, True):
-        yield compiled(norm._add_attention_and_norm, {"PACKS": packs, **eps}, 8, **(eight if packs else {}))
-        next_out = {"next_out": EIGHT, "next_scale": FULL} if packs else {}
-        yield compiled(norm._add_mlp_and_norm, {"K": 8, "PACKS": packs, **eps}, 8, **next_out)
-    yield compiled(mlp._gelu_and_mul, {"WIDE": 1024})
-    chunk = {"CHUNK": 4096, "INSIDE": 32, "BLOCK": 128}
-    yield compiled(vocabulary._reduce_chunks, chunk)
-    yield compiled(vocabulary._combine_chunks, {"WIDE": 64, "INSIDE": 32, "BLOCK": 128})
-    yield compiled(vocabulary._compute_probs, {"CHUNK": 4096})
-    yield compiled(sampler_step._draw_step_inputs, {"WIDE": 256, "SAMPLE": 1, "NOISE": 2})
-    yield compiled(sampler_step._step_canvases, {"WIDE": 256}, 8)
+def other_kernels() -> Kernels:
+    row = {"EPS": 1e-6, "D_PADDED": 4096}
+    score = {"E_PADDED": 128, "BLOCK_T": 16, "SLICE": 512, "BLOCK_K": 128}
+    yield compile_kernel(routing._score, score, scores=F32)
+    yield compile_kernel(routing._route, {"J": 6, "K": 8, "E_PADDED": 128, "K_PADDED": 8}, 1, scores=F32)
+    yield compile_kernel(routing._sort_by_expert, {"BLOCK_PAIRS": 2048})
+    yield compile_kernel(fp8._quantize_rows, {"D_PADDED": 4096})
+    for has_values, pairs in ((True, 128), (False, 256)):
+        constants = {"HAS_VALUES": has_values, "EPS": 1e-6, "P_PADDED": pairs, "BLOCK_HEADS": 8}
+        yield compile_kernel(qkv_rope._split_qkv_rope, constants)
+    yield compile_kernel(norm._rms_norm, {"HAS_WEIGHT": True, **row}, 8)
+    for to_fp8 in (False, True):
+        out_types = {"mlp_out": E4M3, "moe_out": E4M3, "mlp_scale": F32, "moe_scale": F32} if to_fp8 else {}
+        yield compile_kernel(norm._add_attention_and_norm, {"TO_FP8": to_fp8, **row}, 8, **out_types)
+        out_types = {"next_out": E4M3, "next_scale": F32} if to_fp8 else {}
+        yield compile_kernel(norm._add_mlp_and_norm, {"K": 8, "TO_FP8": to_fp8, **row}, 8, **out_types)
+    yield compile_kernel(mlp._gelu_and_mul, {"BLOCK_F": 1024})
+    yield compile_kernel(vocabulary._reduce_chunks, {"CHUNK": 4096, "BLOCKS": 32, "BLOCK": 128})
+    yield compile_kernel(vocabulary._combine_chunks, {"J_PADDED": 64, "BLOCKS": 32, "BLOCK": 128})
+    yield compile_kernel(vocabulary._compute_probs, {"CHUNK": 4096})
+    yield compile_kernel(sampler_step._draw_step_inputs, {"C_PADDED": 256, "SAMPLE": 1, "NOISE": 2})
+    yield compile_kernel(sampler_step._step_canvases, {"C_PADDED": 256}, 8)
 
 
-def pattern_kernels():
-    numbers = {"steps": DOUBLE, "best": FULL, "which": WHOLE, "from_": WHOLE, "to": WHOLE, "live": "*i8", "ids": LONG}
-    sums = dict.fromkeys(("before", "behind", "totals", "scores", "through"), DOUBLE)
-    found = {"entries": WHOLE, "begins": WHOLE, "tops": FULL, "sums_out": DOUBLE, "best_out": FULL, "which_out": WHOLE}
-    shape = {"ROWS": token_automaton.ROWS, "WIDE": token_automaton.WIDE}
-    yield compiled(token_automaton._segment_reduce, {"RAW": True, "KNOWN": False, **shape}, best=HALF, which=HALF, **found)
-    known = {"values": DOUBLE, "best": FULL, "which": WHOLE}
-    yield compiled(token_automaton._segment_reduce, {"RAW": False, "KNOWN": True, **shape}, **known, **found)
-    yield compiled(token_automaton._mark_live_states, {"PAIRS": token_automaton.PAIRS}, 8, **numbers)
-    yield compiled(
-        token_automaton._forward_backward_viterbi,
-        {"PAIRS": token_automaton.PAIRS, "STATES": token_automaton.STATES},
-        8,
-        **numbers,
-        **sums,
+def automaton_kernels() -> Kernels:
+    blocks = {"BLOCK_ROWS": token_automaton.BLOCK_ROWS, "BLOCK_INDICES": token_automaton.BLOCK_INDICES}
+    segments = {"indices": I32, "begins": I32, "tops": F32, "sums_out": F64, "best_out": F32, "argmax_out": I32}
+    logits = {"best": BF16, "argmax": BF16}
+    yield compile_kernel(
+        token_automaton._segment_reduce, {"IS_LOGITS": True, "HAS_ARGMAX": False, **blocks}, **logits, **segments
     )
+    sums = {"values": F64, "best": F32, "argmax": I32}
+    yield compile_kernel(
+        token_automaton._segment_reduce, {"IS_LOGITS": False, "HAS_ARGMAX": True, **blocks}, **sums, **segments
+    )
+    pairs = {"pair_probs": F64, "pair_best": F32, "pair_argmax": I32, "from_": I32, "to": I32, "live": I8, "ids": I64}
+    states = dict.fromkeys(("forward", "backward", "totals", "scores", "outside"), F64)
+    block_pairs = {"BLOCK_PAIRS": token_automaton.BLOCK_PAIRS}
+    block_states = {"BLOCK_STATES": token_automaton.BLOCK_STATES}
+    yield compile_kernel(token_automaton._mark_live_states, block_pairs, 8, **pairs)
+    yield compile_kernel(token_automaton._forward_backward_viterbi, {**block_pairs, **block_states}, 8, **pairs, **states)
 
 
 if __name__ == "__main__":
-    for kernel in (*expert_kernels(), *attention_kernels(), *other_kernels(), *pattern_kernels()):
+    for kernel in (*expert_kernels(), *attention_kernels(), *other_kernels(), *automaton_kernels()):
         print(json.dumps({"name": kernel.metadata.name, "shared": kernel.metadata.shared}))

@@ -224,7 +224,7 @@ def forward_backward_viterbi_on_gpu(logits_CV: Tensor, pattern: CanvasAutomaton)
     )
     if not can:
         raise pattern.no_match_error()
-    return weights_CK.index_select(1, tables.slots_V), ids_C
+    return weights_CK.index_select(1, tables.columns_V), ids_C
 
 
 def _held(logits_CV: Tensor, pattern: CanvasAutomaton) -> tuple[Tensor, Tensor]:

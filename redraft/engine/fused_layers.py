@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from redraft.config import SLIDING
 from redraft.kernels import rope_frequencies
-from redraft.kernels.fp8 import Fp8Tensor, linear_fp8, matmul_fp8
+from redraft.kernels.fp8 import Fp8Tensor, matmul_fp8
+from redraft.kernels.linear_fp8 import linear_fp8
 from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
 from redraft.kernels.triton.experts import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer

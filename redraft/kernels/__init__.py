@@ -1,14 +1,28 @@
-"""The operations a faster version may replace, one file each. What stands here is their definition in plain PyTorch."""
+"""The model's operations in plain PyTorch, one file each. These are the reference; a GPU runs the versions in `triton/`.
+
+norm          RMS norm
+rope          rotary position embedding
+attention     grouped-query attention, through SDPA or FlexAttention
+fp8           8-bit tensors: quantize, dequantize, matrix product
+linear_fp8    a linear layer with an fp8 weight; quantizes its activations
+experts       the experts of a mixture-of-experts layer
+vocabulary    softcap, argmax, entropy and sample of the logits; the soft embedding
+splitmix      the counter-based random number generator of the sampler
+backend       chooses Triton or PyTorch kernels, and the dtype, for a device
+threads       sets the number of CPU threads from the load of the cores
+triton/       the same operations as Triton kernels
+"""
 
 from redraft.kernels.attention import attend
 from redraft.kernels.experts import gated_experts
 from redraft.kernels.norm import rms_norm
-from redraft.kernels.rope import rope_frequencies, rope_table, rotate
+from redraft.kernels.rope import apply_rope, rope_frequencies, rope_table
 from redraft.kernels.vocabulary import Prediction, TopProbs, argmax_entropy_sample, compute_top_probs, soft_embed, softcap_
 
 __all__ = [
     "Prediction",
     "TopProbs",
+    "apply_rope",
     "argmax_entropy_sample",
     "attend",
     "compute_top_probs",
@@ -16,7 +30,6 @@ __all__ = [
     "rms_norm",
     "rope_frequencies",
     "rope_table",
-    "rotate",
     "soft_embed",
     "softcap_",
 ]

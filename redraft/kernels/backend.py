@@ -1,7 +1,4 @@
-"""Which kernels run, and why: Triton's where a GPU is, PyTorch's own elsewhere or where they are asked for.
-
-And what a device computes in, where nobody says.
-"""
+"""Backend selection: Triton kernels on a GPU, PyTorch elsewhere; and the dtype to compute in on a device."""
 
 import importlib.util
 import logging
@@ -11,38 +8,38 @@ from typing import NamedTuple
 import torch
 
 LOG = logging.getLogger("redraft")
-MIN_SHARED_MEMORY = 200 * 1024  # bytes: attention's tiles
-ENV_VARIABLE = "REDRAFT_KERNELS"  # "reference" forces PyTorch's
+ENV_VARIABLE = "REDRAFT_KERNELS"  # "reference" or "triton" overrides the choice
+MIN_SHARED_MEMORY = 200 * 1024  # bytes per block: the tiles of the attention kernel
 
-OPERATIONS = {  # and what runs them where our own kernels do
+OPERATIONS = {  # each operation, and the kernels that run it with the Triton backend
     "experts": "Triton: grouped products over sorted tokens, gate, up and GELU in one",
     "routing": "Triton: softmax, best experts, sort",
-    "attention": "Triton: over caches where they lie, heads of any size",
+    "attention": "Triton: over caches in place, any head size",
     "norms, residuals, heads": "Triton: one kernel between two products",
-    "vocabulary": "Triton: softcap, temperature, sample, best and entropy in one pass",
-    "sampler": "Triton: acceptance, noise and the stop, on the device",
-    "8-bit rounding": "Triton",
+    "vocabulary": "Triton: softcap, temperature, sample, argmax and entropy in one pass",
+    "sampler": "Triton: acceptance, noise and the stopping test on the device",
+    "fp8 quantization": "Triton",
     "dense products": "cuBLAS",
 }
 
 
 def has_bf16(device: torch.device | str) -> bool:
-    """Whether a device multiplies in bf16 by itself. A CPU that does not takes a hundred times as long as in float32."""
+    """Whether the device multiplies bf16 in hardware. A CPU that emulates bf16 is a hundred times slower than in float32."""
     if torch.device(device).type != "cpu":
         return True
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):  # a build of torch that does not know
+    except (AttributeError, RuntimeError):  # this build of torch has no such check
         return False
 
 
-def select_dtype(device: torch.device | str, asked: torch.dtype | None = None) -> torch.dtype | None:
-    """What to compute in: what is asked for; else as it is stored, None, or float32 where a CPU has no bf16."""
+def select_dtype(device: torch.device | str, requested: torch.dtype | None = None) -> torch.dtype | None:
+    """Returns the dtype to load weights in: the requested one, else None (as stored), or float32 on a CPU without bf16."""
     if has_bf16(device):
-        return asked
-    if asked == torch.bfloat16:
-        LOG.warning("this CPU does not multiply in bf16: in float32 it is a hundred times as fast")
-    return asked or torch.float32
+        return requested
+    if requested == torch.bfloat16:
+        LOG.warning("this CPU does not multiply bf16 in hardware: float32 is a hundred times as fast")
+    return requested or torch.float32
 
 
 class Backend(NamedTuple):
@@ -66,7 +63,8 @@ def select_backend(device: torch.device | str) -> Backend:
     if torch.device(device).type != "cuda":
         return Backend(False, "no GPU")
     name = torch.cuda.get_device_name(device)
-    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    shared_memory: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
     if shared_memory < MIN_SHARED_MEMORY:
         available = f"{name} has {shared_memory // 1024} KiB of shared memory per block"
         return Backend(False, f"{available}, the Triton kernels need {MIN_SHARED_MEMORY // 1024}")

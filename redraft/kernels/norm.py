@@ -1,10 +1,10 @@
-"""Root-mean-square norm, computed in float32 whatever the input is."""
+"""RMS norm, computed in float32 for every input dtype."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x over its root mean square along the last axis, times the weight where there is one (no "+1" as in Gemma 2)."""
+    """Divides x by its root mean square over the last axis and multiplies by the weight (not by 1 + weight as in Gemma 2)."""
     weight = weight.float() if weight is not None else None
     return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)

@@ -1,4 +1,4 @@
-"""splitmix64: scrambles counters into random bits, in int64 arithmetic that wraps the same way on every device.
+"""splitmix64: hashes counters into random bits, in int64 arithmetic that wraps the same way on every device.
 
 `diffusion/rng.py` draws with it; `triton/sampler_step.py` computes the same numbers in a kernel.
 """
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 # Each step and position has two independent draws: the sampled token, and the noise that replaces a rejected one.
-SAMPLE, NOISE = 1, 2
+SAMPLE = 1
+NOISE = 2
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, odd; as a signed 64-bit value
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -15,12 +16,12 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift; torch's `>>` on int64 copies the sign bit."""
+    """Shifts right and fills with zeros; torch's `>>` on int64 copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor, counter: int | Tensor) -> Tensor:
-    """Folds a counter into the state and scrambles all 64 bits."""
+    """Mixes a counter into the state: one round of splitmix64."""
     x = x ^ (torch.as_tensor(counter, device=x.device) + 1) * GOLDEN  # as a tensor the product wraps at 64 bits
     x = (x ^ shift_right(x, 30)) * MIX_1
     x = (x ^ shift_right(x, 27)) * MIX_2

@@ -1,7 +1,7 @@
-"""What is read off the vocabulary at each canvas position: best token, entropy, a sample, and the expected embedding.
+"""Operations over the vocabulary at each canvas position: argmax, entropy, a sample, and the soft embedding.
 
-Everything is float32: in bf16 the sum over the vocabulary loses the small terms that the entropy bound is made of.
-Shapes: B rows, C canvas positions, N positions at once, V vocabulary, J blocks of K vocabulary entries, D model size.
+All of it is float32: a sum over the vocabulary in bf16 loses the small probabilities that the entropy bound depends on.
+Shapes: B rows, C canvas positions, N positions, V vocabulary, J blocks of I vocabulary entries, K candidates, D model size.
 """
 
 from typing import NamedTuple
@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128  # vocabulary entries summed at once when sampling
-AT_ONCE = {"cpu": 2**18, "cuda": 2**24}  # logits worked on at once: what stays in a CPU's cache; on a GPU, few launches
-# Nats below the best at which a token no longer counts. It is far under the rounding of any sum, and further down the
-# exponentials become denormal numbers, with which a CPU is fifty times slower.
-FAINT = 80.0
+BLOCK = 128  # vocabulary entries per partial sum when sampling
+# Logits per chunk. On a CPU a chunk fits in the cache; on a GPU large chunks mean few launches.
+CHUNK_LOGITS = {"cpu": 2**18, "cuda": 2**24}
+# A token this many nats below the best has probability 0. The cutoff is far below the rounding error of any sum. Below it the
+# exponentials are denormal numbers, with which a CPU is fifty times slower.
+MAX_NATS_BELOW = 80.0
 
 
 class Prediction(NamedTuple):
-    """What the model believes about each position."""
+    """What the model predicts at each position."""
 
     best_BC: Tensor  # argmax
     entropy_BC: Tensor  # nats
@@ -28,81 +29,83 @@ class Prediction(NamedTuple):
 class TopProbs(NamedTuple):
     """Probabilities at each position."""
 
-    own_BC: Tensor  # of the token that stands there
-    draft_BC: Tensor  # of the draft's
-    ids_BCK: Tensor  # of the likeliest tokens, which they are
-    probs_BCK: Tensor
+    own_BC: Tensor  # of the token on the canvas
+    draft_BC: Tensor  # of the token in the draft
+    ids_BCK: Tensor  # the most probable tokens, best first
+    probs_BCK: Tensor  # and their probabilities
 
 
-def compute_top_probs(logits_BCV: Tensor, ids_BC: Tensor, draft_BC: Tensor, most: int) -> TopProbs:
-    """How likely each token of a canvas and of its draft is, and so many of the likeliest, the first of them first."""
+def compute_top_probs(logits_BCV: Tensor, ids_BC: Tensor, draft_BC: Tensor, count: int) -> TopProbs:
+    """Returns the probabilities of the canvas's tokens, of the draft's tokens, and of the `count` most probable tokens."""
     logits_BCV = logits_BCV.float()
-    total_BC1 = logits_BCV.logsumexp(dim=-1, keepdim=True)
-    top_BCK, best_BCK = logits_BCV.topk(min(most, logits_BCV.shape[-1]), dim=-1)
-    own_BC, likely_BC = (
-        logits_BCV.gather(-1, one_BC[..., None]).sub(total_BC1).exp()[..., 0] for one_BC in (ids_BC, draft_BC)
-    )
-    return TopProbs(own_BC, likely_BC, best_BCK, (top_BCK - total_BC1).exp())
+    logsumexp_BC1 = logits_BCV.logsumexp(dim=-1, keepdim=True)
+    top_BCK, best_BCK = logits_BCV.topk(min(count, logits_BCV.shape[-1]), dim=-1)
+
+    def probs_of(tokens_BC: Tensor) -> Tensor:
+        return logits_BCV.gather(-1, tokens_BC[..., None]).sub(logsumexp_BC1).exp()[..., 0]
+
+    return TopProbs(probs_of(ids_BC), probs_of(draft_BC), best_BCK, (top_BCK - logsumexp_BC1).exp())
 
 
 def softcap_(logits: Tensor, cap: float) -> Tensor:
-    """Logits squeezed into (-cap, cap), float32. Overwrites what it is given unless gradients are wanted."""
+    """Squashes logits into (-cap, cap), in float32. Overwrites its input unless the input requires gradients."""
     if logits.requires_grad:
         return torch.tanh(logits.float() / cap) * cap
     return logits.float().div_(cap).tanh_().mul_(cap)
 
 
 def argmax_entropy_sample(logits_BCV: Tensor, uniform_BC: Tensor) -> Prediction:
-    """Argmax, entropy and a sample of softmax(logits), the sample chosen by uniform numbers."""
-    positions = max(1, AT_ONCE[logits_BCV.device.type] // logits_BCV.shape[-1])
+    """Returns argmax, entropy and a sample of softmax(logits). The sample is a function of the uniform numbers."""
+    positions = max(1, CHUNK_LOGITS[logits_BCV.device.type] // logits_BCV.shape[-1])
     chunks = zip(logits_BCV.float().flatten(0, -2).split(positions), uniform_BC.flatten().split(positions), strict=True)
-    parts = [_read(logits_NV, uniform_N) for logits_NV, uniform_N in chunks]
+    parts = [_argmax_entropy_sample_chunk(logits_NV, uniform_N) for logits_NV, uniform_N in chunks]
     return Prediction(*(torch.cat(column).view(uniform_BC.shape) for column in zip(*parts, strict=True)))
 
 
-def _read(logits_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With z the logits below the largest and s the sum of exp(z), entropy is log s - sum(exp(z) z) / s.
+def _argmax_entropy_sample_chunk(logits_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With z = logits - max(logits) and s = sum(exp(z)), the entropy is log s - sum(exp(z) z) / s.
 
-    Neither term is ever negative, so nothing cancels when a position is nearly certain.
+    Both terms are at least 0, so nothing cancels when a position is nearly certain.
     """
-    best_N, below_NV, weights_NV = _weigh(logits_NV)
+    best_N, below_NV, weights_NV = _exp_below_max(logits_NV)
     sum_N = weights_NV.sum(dim=-1)
     entropy_N = sum_N.log() - torch.linalg.vecdot(weights_NV, below_NV) / sum_N
     return best_N, entropy_N, sample_from(weights_NV, uniform_N)
 
 
-def _weigh(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Argmax, logits below the largest, and their exponentials: softmax before it is divided by its sum.
+def _exp_below_max(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the argmax, z = logits - max(logits), and exp(z), which is the softmax before its division.
 
-    What is too faint weighs exactly 0, so that a forbidden token cannot be sampled.
+    exp(z) below the cutoff is exactly 0, so that a forbidden token cannot be sampled.
     """
     top, best = logits.max(dim=-1)
-    below = (logits - top[..., None]).clamp_(min=-FAINT)
-    return best, below, F.threshold_(below.exp(), 2e-35, 0.0)  # exp(-FAINT) is 1.8e-35
+    below = (logits - top[..., None]).clamp_(min=-MAX_NATS_BELOW)
+    return best, below, torch.threshold_(below.exp(), 2e-35, 0.0)  # exp(-80) is 1.8e-35
 
 
 def sample_from(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The token at which the summed weight passes the uniform share of the total, ids_N.
+    """Samples ids_N by inverting the cumulative sum: the first token whose cumulative weight exceeds uniform * total.
 
-    Summed by block of the vocabulary first, then inside the one block that matters. Sums are float64: in float32 they
-    cannot resolve a token that is rarer than the rounding of the sum so far.
+    The sum runs over blocks of the vocabulary first, then inside the one block that contains the target. Cumulative sums are
+    float64: float32 cannot resolve a token whose weight is below the rounding error of the sum before it.
     """
     vocab = weights_NV.shape[-1]
-    blocks_NJK = F.pad(weights_NV, (0, -vocab % BLOCK)).unflatten(-1, (-1, BLOCK))
-    upto_NJ = F.pad(blocks_NJK.sum(dim=-1).double().cumsum(dim=-1), (1, 0))
-    target_N1 = uniform_N[:, None] * upto_NJ[:, -1:]
-    block_N1 = (torch.searchsorted(upto_NJ, target_N1, right=True) - 1).clamp_(max=blocks_NJK.shape[1] - 1)
-    inside_NK = blocks_NJK.take_along_dim(block_N1[..., None], dim=1).squeeze(1).double().cumsum(dim=-1)
-    # The share of the block is stretched over the block's own float64 sum: rounding cannot lead outside of it.
-    start_N1, end_N1 = upto_NJ.gather(-1, block_N1), upto_NJ.gather(-1, block_N1 + 1)
-    share_N1 = (target_N1 - start_N1) / (end_N1 - start_N1)
-    within_N1 = torch.searchsorted(inside_NK, share_N1 * inside_NK[:, -1:], right=True).clamp_(max=BLOCK - 1)
-    return (block_N1 * BLOCK + within_N1).squeeze(-1).clamp_(max=vocab - 1)
+    blocks_NJI = F.pad(weights_NV, (0, -vocab % BLOCK)).unflatten(-1, (-1, BLOCK))
+    cumulative_NJ = F.pad(blocks_NJI.sum(dim=-1).double().cumsum(dim=-1), (1, 0))
+    target_N1 = uniform_N[:, None] * cumulative_NJ[:, -1:]
+    block_N1 = (torch.searchsorted(cumulative_NJ, target_N1, right=True) - 1).clamp_(max=blocks_NJI.shape[1] - 1)
+    inside_NI = blocks_NJI.take_along_dim(block_N1[..., None], dim=1).squeeze(1).double().cumsum(dim=-1)
+    # The target's fraction of the block is scaled to the block's own float64 sum, so rounding cannot leave the block.
+    start_N1 = cumulative_NJ.gather(-1, block_N1)
+    end_N1 = cumulative_NJ.gather(-1, block_N1 + 1)
+    fraction_N1 = (target_N1 - start_N1) / (end_N1 - start_N1)
+    offset_N1 = torch.searchsorted(inside_NI, fraction_N1 * inside_NI[:, -1:], right=True).clamp_(max=BLOCK - 1)
+    return (block_N1 * BLOCK + offset_N1).squeeze(-1).clamp_(max=vocab - 1)
 
 
 def soft_embed(logits_BCV: Tensor, embedding_VD: Tensor) -> Tensor:
-    """The embedding one expects under softmax(logits), the probabilities rounded to the embedding's own precision."""
+    """Returns the expected embedding under softmax(logits). The probabilities are rounded to the embedding's dtype."""
     logits_BCV = logits_BCV.float()
-    floor_BC1 = logits_BCV.amax(dim=-1, keepdim=True) - FAINT
+    floor_BC1 = logits_BCV.amax(dim=-1, keepdim=True) - MAX_NATS_BELOW
     probs_BCV = torch.softmax(torch.maximum(logits_BCV, floor_BC1), dim=-1)
     return probs_BCV.to(embedding_VD.dtype) @ embedding_VD

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from redraft.config import FULL, SLIDING, ModelConfig
-from redraft.kernels import attend, rms_norm, rope_table, rotate, soft_embed, softcap_
+from redraft.kernels import apply_rope, attend, rms_norm, rope_table, soft_embed, softcap_
 from redraft.model import masks
 from redraft.model.kv_cache import ContextCache, KVCache
 from redraft.model.moe import Experts, Router, Routing
@@ -86,9 +86,9 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor, rope: Rope, mask: Mask, past: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the layer's output, and the keys and values of the new tokens, which `encode` puts into the cache."""
         heads = (-1, self.head_dim)
-        q_BSHK = rotate(self.q_norm(self.q_proj(x_BSD).unflatten(-1, heads)), *rope)
+        q_BSHK = apply_rope(self.q_norm(self.q_proj(x_BSD).unflatten(-1, heads)), *rope)
         raw_BSGK = self.k_proj(x_BSD).unflatten(-1, heads)
-        k_BSGK = rotate(self.k_norm(raw_BSGK), *rope)
+        k_BSGK = apply_rope(self.k_norm(raw_BSGK), *rope)
         v_BSGK = self.v_proj(x_BSD).unflatten(-1, heads) if self.v_proj is not None else raw_BSGK
         v_BSGK = rms_norm(v_BSGK, None, self.eps)
         past_keys, past_values = past

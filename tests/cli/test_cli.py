@@ -114,7 +114,7 @@ def test_info_says_which_kernels_run_and_why(run, monkeypatch):
     monkeypatch.setenv("REDRAFT_KERNELS", "triton")
     out = run("info")[1]
     assert "kernels of our own (REDRAFT_KERNELS=triton)" in out
-    assert "Triton: over caches where they lie" in out
+    assert "Triton: over caches in place" in out
     monkeypatch.setenv("REDRAFT_KERNELS", "fast")
     assert "may be reference or triton, got 'fast'" in run("info")[2]
 

@@ -23,7 +23,7 @@ def test_rms_norm(shape, dtype):
 def test_rope_turns_pairs_and_keeps_distances():
     cos, sin = kernels.rope_table(torch.tensor([[0, 3, 8]]), 8, 100.0, 1.0, torch.float32)
     x = torch.randn(1, 3, 2, 8)
-    turned = kernels.rotate(x, cos, sin)
+    turned = kernels.apply_rope(x, cos, sin)
     assert torch.allclose(turned[:, 0], x[:, 0])
     for s, position in enumerate((0, 3, 8)):
         for pair in range(4):
@@ -36,7 +36,7 @@ def test_rope_turns_pairs_and_keeps_distances():
 def test_proportional_rope_leaves_the_rest_alone():
     cos, sin = kernels.rope_table(torch.tensor([[5]]), 16, 1e6, 0.25, torch.float32)
     x = torch.randn(1, 1, 1, 16)
-    turned = kernels.rotate(x, cos, sin)
+    turned = kernels.apply_rope(x, cos, sin)
     still = [i for i in range(16) if torch.equal(turned[..., i], x[..., i])]
     assert still == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
 

@@ -18,7 +18,7 @@ from redraft.constraints.constraints import Constraints, forward_backward_viterb
 from redraft.constraints.regex_dfa import PatternError
 from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng, sampler
-from redraft.kernels import Prediction, attend, gated_experts, rms_norm, rope_frequencies, rope_table, rotate
+from redraft.kernels import Prediction, apply_rope, attend, gated_experts, rms_norm, rope_frequencies, rope_table
 from redraft.kernels import fp8 as reference8
 from redraft.kernels import vocabulary as reference_vocabulary
 from redraft.kernels.triton import (
@@ -98,8 +98,8 @@ def test_heads_are_normed_and_turned(own_values, size):
     q, k, v = qkv_rope.split_qkv_rope(product, q_weight, k_weight, positions, frequencies, number, groups, 1e-6)
     rope = rope_table(positions[None], size, 10_000.0, 0.5, torch.float32)
     parts = product.view(1, tokens, -1, size)
-    assert near(q, rotate(rms_norm(parts[:, :, :number], q_weight, 1e-6), *rope)[0])
-    assert near(k, rotate(rms_norm(parts[:, :, number : number + groups], k_weight, 1e-6), *rope)[0])
+    assert near(q, apply_rope(rms_norm(parts[:, :, :number], q_weight, 1e-6), *rope)[0])
+    assert near(k, apply_rope(rms_norm(parts[:, :, number : number + groups], k_weight, 1e-6), *rope)[0])
     assert near(v, rms_norm(parts[:, :, -groups:], None, 1e-6)[0])
 
 
@@ -116,8 +116,8 @@ def test_norms_between_products():
     theirs = (x + rms_norm(both, w[2], 1e-6)) * torch.tensor([0.7] * 4 + [1.3] * 3, device=DEVICE)[:, None]
     assert near(mine, theirs)
     assert near(following, rms_norm(theirs, w[3], 1e-6))
-    _, packed = norm.add_mlp_and_norm(x, dense, experts_NKD, tuple(w[:3]), scalars, 4, w[3], 1e-6, packs=True)
-    _, dense8, sparse8, _ = norm.add_attention_and_norm(x, answer, *w[:4], 1e-6, packs=True)
+    _, packed = norm.add_mlp_and_norm(x, dense, experts_NKD, tuple(w[:3]), scalars, 4, w[3], 1e-6, to_fp8=True)
+    _, dense8, sparse8, _ = norm.add_attention_and_norm(x, answer, *w[:4], 1e-6, to_fp8=True)
     for mine, theirs in ((packed, following), (dense8, found[1]), (sparse8, found[2])):
         assert near(mine.scale[:, 0] * 448, theirs.abs().amax(dim=1))
         assert near(
@@ -260,7 +260,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path):
 
 def test_keys_are_shared_out_where_there_are_enough_and_tokens_are_few():
     few, many = torch.empty(1, 256, 16, 512), torch.empty(8, 256, 16, 512)
-    most = attention.TILES[True, False].splits
+    most = attention.TILES[True, False].max_splits
     assert attention.choose_num_splits(few, 100) == 1
     assert attention.choose_num_splits(few, 100_000) == most > 1
     assert attention.choose_num_splits(many, 100_000) == 1
@@ -269,8 +269,8 @@ def test_keys_are_shared_out_where_there_are_enough_and_tokens_are_few():
 @pytest.mark.parametrize("seed", range(12))
 def test_patterns_on_a_canvas(seed, monkeypatch):
     """Marginals and likeliest text as the plain way finds them: certain logits, faint ones, forbidden ones, small tiles."""
-    monkeypatch.setattr(token_automaton, "PAIRS", 16)
-    monkeypatch.setattr(token_automaton, "STATES", 4)
+    monkeypatch.setattr(token_automaton, "BLOCK_PAIRS", 16)
+    monkeypatch.setattr(token_automaton, "BLOCK_STATES", 4)
     rng = random_lots.Random(seed)
     token_bytes = [None, b"", *(bytes(rng.choices(b"ab1", k=rng.randint(1, 3))) for _ in range(60)), b"a", b"b", b"1"]
     pattern = rng.choice(["(a|b1)*", "a{2,5}1?", "[ab]+1[ab]*", "(a1|b)(b|1){3,}", "1*", "a|b|ab1"])

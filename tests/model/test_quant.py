@@ -15,7 +15,8 @@ from redraft import checkpoint
 from redraft.checkpoint import CheckpointError
 from redraft.config import ConfigError
 from redraft.diffusion.generate import generate
-from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, dequantize, linear_fp8, quantize
+from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, dequantize, quantize
+from redraft.kernels.linear_fp8 import linear_fp8
 from redraft.model import quant
 from redraft.model.quant.fp8 import Fp8Experts, Fp8Linear
 

@@ -1,4 +1,17 @@
-"""The same operations as Triton kernels, one file each: the kernel, and a function that launches it.
+"""The operations of `redraft.kernels` as Triton kernels. Each file holds the kernels and the functions that launch them.
 
-Nothing here is imported before a GPU is there to run it, or Triton's interpreter to test it: Triton takes long to import.
+    pdl               programmatic dependent launch, which every kernel uses
+    fp8               quantizes rows to fp8
+    norm              residual additions and RMS norms between the products of a layer
+    qkv_rope          splits the qkv product into heads; norms and RoPE
+    attention         attention over [KV cache ; new tokens], and writing the KV cache
+    routing           the router's top-k, and the sort of tokens by expert
+    experts           the experts, as grouped products
+    mlp               the activation of the dense MLP
+    vocabulary        argmax, entropy, sample and probabilities of the logits
+    sampler_step      random numbers, acceptance and the next canvas
+    token_automaton   regular-expression constraints: forward-backward sums and the Viterbi path
+
+Import these modules only where a GPU runs them or Triton's interpreter tests them: importing Triton takes long.
+Kernels name the size of a tile in capitals. A tensor argument `x` of a kernel is a pointer; `x_out` is written.
 """

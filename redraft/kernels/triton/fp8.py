@@ -1,6 +1,6 @@
-"""Rows rounded to 8 bits, each by its largest number. Reference: `kernels/fp8.py`, pack.
+"""Quantizes rows to fp8, each with a scale from its largest absolute value. Reference: `quantize` in `kernels/fp8.py`.
 
-Shapes: N rows, D numbers in each.
+Shapes: N rows of D numbers.
 """
 
 import torch
@@ -11,35 +11,43 @@ from torch import Tensor
 from redraft.kernels.fp8 import FP8_DTYPE, FP8_MAX, MIN_SCALE, Fp8Tensor
 from redraft.kernels.triton.pdl import pdl_options, pdl_wait
 
-MOST, FEWEST = tl.constexpr(FP8_MAX), tl.constexpr(MIN_SCALE)
+_FP8_MAX = tl.constexpr(FP8_MAX)  # a kernel reads only globals of this type
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
 
 
 def empty_fp8(rows: int, size: int, device: torch.device) -> Fp8Tensor:
-    """Room for so many rows."""
-    eight = torch.empty(rows, size, dtype=FP8_DTYPE, device=device)
-    return Fp8Tensor(eight, torch.empty(rows, 1, dtype=torch.float32, device=device))
+    """Allocates an fp8 tensor without values."""
+    qdata = torch.empty(rows, size, dtype=FP8_DTYPE, device=device)
+    return Fp8Tensor(qdata, torch.empty(rows, 1, dtype=torch.float32, device=device))
 
 
 def quantize_rows(x_ND: Tensor) -> Fp8Tensor:
-    """x in 8 bits, and a scale for each row [N, 1]."""
+    """Returns x in fp8 with one scale per row, [N, 1]."""
     n, size = x_ND.shape
-    packed = empty_fp8(n, size, x_ND.device)
-    _quantize_rows[(n,)](x_ND, *packed, size, triton.next_power_of_2(size), num_warps=4, **pdl_options())
-    return packed
+    quantized = empty_fp8(n, size, x_ND.device)
+    _quantize_rows[(n,)](x_ND, *quantized, size, triton.next_power_of_2(size), num_warps=4, **pdl_options())
+    return quantized
+
+
+def data_and_scale(tensor: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the two kernel arguments of a tensor. One that is not fp8 stands in for its scales; the kernel ignores them."""
+    return (tensor.qdata, tensor.scale) if isinstance(tensor, Fp8Tensor) else (tensor, tensor)
 
 
 @triton.jit
-def _quantize_rows(x, eight, scale_out, D, WIDE: tl.constexpr, PDL: tl.constexpr):
+def _quantize_rows(x, fp8_out, scale_out, D, D_PADDED: tl.constexpr, PDL: tl.constexpr):
+    """One row."""
     pdl_wait(PDL)
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    value = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
-    _store_packed(value, eight, scale_out, row, at, D)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, D_PADDED)
+    value = tl.load(x + row * D + offs, mask=offs < D, other=0.0).to(tl.float32)
+    store_quantized(value, fp8_out, scale_out, row, offs, D)
 
 
 @triton.jit
-def _store_packed(value, eight, scale_out, row, at, D):
-    """A row of float32 numbers; those behind its end are zeros."""
-    scale = tl.maximum(tl.max(tl.abs(value), axis=0) / MOST, FEWEST)
-    value = tl.minimum(tl.maximum(value / scale, -MOST), MOST)
-    tl.store(eight + row * D + at, value.to(tl.float8e4nv), mask=at < D)
+def store_quantized(value, fp8_out, scale_out, row, offs, D):
+    """Stores a row of float32 numbers as fp8. Numbers past the row's end must be 0."""
+    scale = tl.maximum(tl.max(tl.abs(value), axis=0) / _FP8_MAX, _MIN_SCALE)
+    value = tl.minimum(tl.maximum(value / scale, -_FP8_MAX), _FP8_MAX)
+    tl.store(fp8_out + row * D + offs, value.to(tl.float8e4nv), mask=offs < D)
     tl.store(scale_out + row, scale)

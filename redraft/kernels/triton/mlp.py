@@ -1,4 +1,4 @@
-"""The middle of a gated MLP: GELU of the gate times up, from one product. Reference: `GatedMLP` in `model.py`.
+"""The activation of a gated MLP: GELU(gate) * up, from one gate_up product. Reference: `GatedMLP` in `model/`.
 
 Shapes: N tokens, F inner size.
 """
@@ -13,19 +13,22 @@ from redraft.kernels.triton.pdl import pdl_options, pdl_wait
 
 
 def gelu_and_mul(gate_up_N2F: Tensor) -> Tensor:
-    """inner_NF."""
-    n, both = gate_up_N2F.shape
-    inner_NF = torch.empty(n, both // 2, dtype=gate_up_N2F.dtype, device=gate_up_N2F.device)
-    wide = min(1024, triton.next_power_of_2(both // 2))
-    _gelu_and_mul[(n, triton.cdiv(both // 2, wide))](gate_up_N2F, inner_NF, both // 2, wide, num_warps=4, **pdl_options())
+    """Returns GELU(gate) * up, inner_NF."""
+    n, gate_up_size = gate_up_N2F.shape
+    inner = gate_up_size // 2
+    inner_NF = torch.empty(n, inner, dtype=gate_up_N2F.dtype, device=gate_up_N2F.device)
+    block = min(1024, triton.next_power_of_2(inner))
+    _gelu_and_mul[(n, triton.cdiv(inner, block))](gate_up_N2F, inner_NF, inner, block, num_warps=4, **pdl_options())
     return inner_NF
 
 
 @triton.jit
-def _gelu_and_mul(gate_up, out, F, WIDE: tl.constexpr, PDL: tl.constexpr):
+def _gelu_and_mul(gate_up, out, F, BLOCK_F: tl.constexpr, PDL: tl.constexpr):
+    """One block of one token's features."""
     pdl_wait(PDL)
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    here = at < F
-    gate = tl.load(gate_up + row * 2 * F + at, mask=here, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * F + F + at, mask=here, other=0.0).to(tl.float32)
-    tl.store(out + row * F + at, (_gelu(gate) * up).to(out.dtype.element_ty), mask=here)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask = offs < F
+    gate = tl.load(gate_up + row * 2 * F + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * F + F + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * F + offs, (_gelu(gate) * up).to(out.dtype.element_ty), mask=mask)

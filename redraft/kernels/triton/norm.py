@@ -1,7 +1,10 @@
-"""What stands between the products of a layer: residual sums and the norms around them, a token at a time.
+"""Residual additions and RMS norms between the products of a layer, one token per program.
 
-References: `Layer.forward` in `model.py`, made of `kernels/norm.py`. Shapes: N tokens, D model size, K experts per token.
+References: `Layer.forward` in `model/diffusion_gemma.py`, and `kernels/norm.py`.
+Shapes: N tokens, D model size, K experts per token.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -9,145 +12,158 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.fp8 import Fp8Tensor
-from redraft.kernels.triton.fp8 import _store_packed, empty_fp8
+from redraft.kernels.triton.fp8 import data_and_scale, empty_fp8, store_quantized
 from redraft.kernels.triton.pdl import pdl_options, pdl_wait
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
-    """x over its root mean square, times the weight where there is one."""
-    out_ND, (n, size) = torch.empty_like(x_ND), x_ND.shape
-    weighted = weight_D is not None
-    _rms_norm[(n,)](x_ND, weight_D if weighted else x_ND, out_ND, size, weighted, eps, **_wide(size), **pdl_options())
+    """Divides each token by its root mean square and multiplies by the weight."""
+    n, size = x_ND.shape
+    out_ND = torch.empty_like(x_ND)
+    has_weight = weight_D is not None
+    weight_or_x = weight_D if has_weight else x_ND  # without a weight the kernel does not read the argument
+    _rms_norm[(n,)](x_ND, weight_or_x, out_ND, size, has_weight, eps, **_row_options(size), **pdl_options())
     return out_ND
 
 
 def add_attention_and_norm(
     x_ND: Tensor,
-    answer_ND: Tensor,
+    attention_ND: Tensor,
     post_D: Tensor,
-    dense_D: Tensor,
-    sparse_D: Tensor,
+    mlp_D: Tensor,
+    experts_D: Tensor,
     router_D: Tensor,
     eps: float,
-    packs: bool = False,
+    to_fp8: bool = False,
 ) -> tuple[Tensor, Tensor | Fp8Tensor, Tensor | Fp8Tensor, Tensor]:
-    """The residual with attention's answer in it, and its norms for the dense MLP, for the experts and for the router.
+    """Adds the normed attention output to the residual and norms the sum for dense MLP, experts and router.
 
-    `packs`: those for dense MLP and experts are rounded to 8 bits on the way.
+    Returns the new residual and the three norms. `to_fp8` quantizes the norms for dense MLP and experts.
     """
     n, size = x_ND.shape
-    out_ND, router_ND = torch.empty_like(x_ND), torch.empty_like(x_ND)
-    dense, sparse = (_room(x_ND, packs) for _ in range(2))
+    out_ND = torch.empty_like(x_ND)
+    router_ND = torch.empty_like(x_ND)
+    mlp_in = _empty_rows(x_ND, to_fp8)
+    experts_in = _empty_rows(x_ND, to_fp8)
     _add_attention_and_norm[(n,)](
-        x_ND, answer_ND, post_D, dense_D, sparse_D, router_D, out_ND, *_both(dense), *_both(sparse), router_ND,
-        size, eps, size**-0.5, packs, **_wide(size), **pdl_options(),
+        x_ND, attention_ND, post_D, mlp_D, experts_D, router_D,
+        out_ND, *data_and_scale(mlp_in), *data_and_scale(experts_in), router_ND,
+        size, eps, size**-0.5, to_fp8, **_row_options(size), **pdl_options(),
     )  # fmt: skip
-    return out_ND, dense, sparse, router_ND
+    return out_ND, mlp_in, experts_in, router_ND
 
 
 def add_mlp_and_norm(
     x_ND: Tensor,
-    dense_ND: Tensor,
-    answers_NKD: Tensor,
+    mlp_ND: Tensor,
+    experts_NKD: Tensor,
     weights: tuple[Tensor, Tensor, Tensor],
     scalars: tuple[Tensor, Tensor],
     causal: int,
     next_D: Tensor,
     eps: float,
-    packs: bool = False,
+    to_fp8: bool = False,
 ) -> tuple[Tensor, Tensor | Fp8Tensor]:
-    """The residual with both answers in it, experts summed, and its norm for whoever comes next.
+    """Adds the outputs of dense MLP and experts to the residual, and norms the result for the next layer.
 
-    `weights` are those behind the dense MLP, behind the experts, and behind their sum. The first `causal` tokens end with
-    the first scalar, the others with the second. `packs`: that norm is rounded to 8 bits on the way.
+    `weights` are the norms after the dense MLP, after the experts, and after their sum. The result is multiplied by the first
+    scalar for the first `causal` tokens, by the second for the others. `to_fp8` quantizes the norm for the next layer.
     """
-    out_ND, following, (n, chosen, size) = torch.empty_like(x_ND), _room(x_ND, packs), answers_NKD.shape
+    n, chosen, size = experts_NKD.shape
+    out_ND = torch.empty_like(x_ND)
+    next_in = _empty_rows(x_ND, to_fp8)
     _add_mlp_and_norm[(n,)](
-        x_ND, dense_ND, answers_NKD, *weights, *scalars, next_D, out_ND, *_both(following),
-        causal, size, chosen, eps, packs, **_wide(size), **pdl_options(),
+        x_ND, mlp_ND, experts_NKD, *weights, *scalars, next_D, out_ND, *data_and_scale(next_in),
+        causal, size, chosen, eps, to_fp8, **_row_options(size), **pdl_options(),
     )  # fmt: skip
-    return out_ND, following
+    return out_ND, next_in
 
 
-def _room(x_ND: Tensor, packs: bool) -> Tensor | Fp8Tensor:
-    return empty_fp8(*x_ND.shape, x_ND.device) if packs else torch.empty_like(x_ND)
+def _empty_rows(x_ND: Tensor, to_fp8: bool) -> Tensor | Fp8Tensor:
+    return empty_fp8(x_ND.shape[0], x_ND.shape[1], x_ND.device) if to_fp8 else torch.empty_like(x_ND)
 
 
-def _both(found: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor]:
-    """Where numbers go, and where scales do; without scales, the second is not looked at."""
-    return found if isinstance(found, Fp8Tensor) else (found, found)
-
-
-def _wide(size: int) -> dict[str, int]:
-    wide = triton.next_power_of_2(size)
-    return {"WIDE": wide, "num_warps": 4 if wide <= 2048 else 8}
+def _row_options(size: int) -> dict[str, Any]:
+    """Returns the launch options of kernels that hold a whole row."""
+    padded = triton.next_power_of_2(size)
+    return {"D_PADDED": padded, "num_warps": 4 if padded <= 2048 else 8}
 
 
 @triton.jit
-def _unit(x, D, EPS):
-    """Over the root mean square of D numbers; the rest are zeros."""
+def _divide_by_rms(x, D, EPS):
+    """Divides D numbers by their root mean square. Numbers past the row's end must be 0."""
     return x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + EPS))
 
 
 @triton.jit
-def _rms_norm(x, weight, out, D, WEIGHTED: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm(x, weight, out, D, HAS_WEIGHT: tl.constexpr, EPS: tl.constexpr, D_PADDED: tl.constexpr, PDL: tl.constexpr):
     pdl_wait(PDL)
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    here = at < D
-    value = _unit(tl.load(x + row * D + at, mask=here, other=0.0).to(tl.float32), D, EPS)
-    if WEIGHTED:
-        value = value * tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
-    tl.store(out + row * D + at, value.to(out.dtype.element_ty), mask=here)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, D_PADDED)
+    mask = offs < D
+    value = _divide_by_rms(tl.load(x + row * D + offs, mask=mask, other=0.0).to(tl.float32), D, EPS)
+    if HAS_WEIGHT:
+        value = value * tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * D + offs, value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _add_attention_and_norm(
-    x, answer, post, dense, sparse, router, out, dense_out, dense_scale, sparse_out, sparse_scale, router_out,
-    D, EPS: tl.constexpr, SHRINK, PACKS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    x, attention, post_weight, mlp_weight, moe_weight, router_weight,
+    out, mlp_out, mlp_scale, moe_out, moe_scale, router_out,
+    D, EPS: tl.constexpr, ROUTER_SCALE, TO_FP8: tl.constexpr, D_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    here, place = at < D, row * D + at
-    kind = out.dtype.element_ty
-    read = _unit(tl.load(answer + place, mask=here, other=0.0).to(tl.float32), D, EPS)
-    read = (read * tl.load(post + at, mask=here, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-    value = (tl.load(x + place, mask=here, other=0.0).to(tl.float32) + read).to(kind)
-    tl.store(out + place, value, mask=here)
-    unit = _unit(value.to(tl.float32), D, EPS)
-    to_dense = (unit * tl.load(dense + at, mask=here, other=0.0).to(tl.float32)).to(kind)
-    to_sparse = (unit * tl.load(sparse + at, mask=here, other=0.0).to(tl.float32)).to(kind)
-    if PACKS:
-        _store_packed(to_dense.to(tl.float32), dense_out, dense_scale, row, at, D)
-        _store_packed(to_sparse.to(tl.float32), sparse_out, sparse_scale, row, at, D)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, D_PADDED)
+    mask = offs < D
+    row_offs = row * D + offs
+    dtype = out.dtype.element_ty
+    update = _divide_by_rms(tl.load(attention + row_offs, mask=mask, other=0.0).to(tl.float32), D, EPS)
+    update = (update * tl.load(post_weight + offs, mask=mask, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    value = (tl.load(x + row_offs, mask=mask, other=0.0).to(tl.float32) + update).to(dtype)
+    tl.store(out + row_offs, value, mask=mask)
+    normed = _divide_by_rms(value.to(tl.float32), D, EPS)
+    mlp_in = (normed * tl.load(mlp_weight + offs, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+    moe_in = (normed * tl.load(moe_weight + offs, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+    if TO_FP8:
+        store_quantized(mlp_in.to(tl.float32), mlp_out, mlp_scale, row, offs, D)
+        store_quantized(moe_in.to(tl.float32), moe_out, moe_scale, row, offs, D)
     else:
-        tl.store(dense_out + place, to_dense, mask=here)
-        tl.store(sparse_out + place, to_sparse, mask=here)
-    scale = tl.load(router + at, mask=here, other=0.0).to(tl.float32) * SHRINK
-    tl.store(router_out + place, (unit * scale).to(kind), mask=here)
+        tl.store(mlp_out + row_offs, mlp_in, mask=mask)
+        tl.store(moe_out + row_offs, moe_in, mask=mask)
+    scale = tl.load(router_weight + offs, mask=mask, other=0.0).to(tl.float32) * ROUTER_SCALE
+    tl.store(router_out + row_offs, (normed * scale).to(dtype), mask=mask)
 
 
 @triton.jit
 def _add_mlp_and_norm(
-    x, dense, answers, dense_weight, sparse_weight, post, first, second, next_weight, out, next_out, next_scale,
-    CAUSAL, D, K: tl.constexpr, EPS: tl.constexpr, PACKS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    x, mlp, moe, mlp_weight, moe_weight, post_weight, causal_scalar, canvas_scalar, next_weight,
+    out, next_out, next_scale,
+    CAUSAL, D, K: tl.constexpr, EPS: tl.constexpr, TO_FP8: tl.constexpr, D_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    here, place = at < D, row * D + at
-    kind = out.dtype.element_ty
-    total = tl.zeros((WIDE,), tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, D_PADDED)
+    mask = offs < D
+    row_offs = row * D + offs
+    dtype = out.dtype.element_ty
+    moe_sum = tl.zeros((D_PADDED,), tl.float32)
     for k in tl.static_range(K):
-        total += tl.load(answers + (row * K + k) * D + at, mask=here, other=0.0).to(tl.float32)
-    sparse = _unit(total.to(kind).to(tl.float32), D, EPS) * tl.load(sparse_weight + at, mask=here, other=0.0).to(tl.float32)
-    both = _unit(tl.load(dense + place, mask=here, other=0.0).to(tl.float32), D, EPS)
-    both = both * tl.load(dense_weight + at, mask=here, other=0.0).to(tl.float32)
-    both = _unit((both + sparse).to(kind).to(tl.float32), D, EPS) * tl.load(post + at, mask=here, other=0.0).to(tl.float32)
-    value = tl.load(x + place, mask=here, other=0.0).to(tl.float32) + both
-    scalar = tl.where(row < CAUSAL, tl.load(first).to(tl.float32), tl.load(second).to(tl.float32))
-    value = (value * scalar).to(kind)
-    tl.store(out + place, value, mask=here)
-    unit = _unit(value.to(tl.float32), D, EPS) * tl.load(next_weight + at, mask=here, other=0.0).to(tl.float32)
-    if PACKS:
-        _store_packed(unit.to(kind).to(tl.float32), next_out, next_scale, row, at, D)
+        moe_sum += tl.load(moe + (row * K + k) * D + offs, mask=mask, other=0.0).to(tl.float32)
+    moe_sum = _divide_by_rms(moe_sum.to(dtype).to(tl.float32), D, EPS)
+    moe_sum = moe_sum * tl.load(moe_weight + offs, mask=mask, other=0.0).to(tl.float32)
+    update = _divide_by_rms(tl.load(mlp + row_offs, mask=mask, other=0.0).to(tl.float32), D, EPS)
+    update = update * tl.load(mlp_weight + offs, mask=mask, other=0.0).to(tl.float32)
+    update = _divide_by_rms((update + moe_sum).to(dtype).to(tl.float32), D, EPS)
+    update = update * tl.load(post_weight + offs, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + row_offs, mask=mask, other=0.0).to(tl.float32) + update
+    scalar = tl.where(row < CAUSAL, tl.load(causal_scalar).to(tl.float32), tl.load(canvas_scalar).to(tl.float32))
+    value = (value * scalar).to(dtype)
+    tl.store(out + row_offs, value, mask=mask)
+    normed = _divide_by_rms(value.to(tl.float32), D, EPS)
+    normed = normed * tl.load(next_weight + offs, mask=mask, other=0.0).to(tl.float32)
+    if TO_FP8:
+        store_quantized(normed.to(dtype).to(tl.float32), next_out, next_scale, row, offs, D)
     else:
-        tl.store(next_out + place, unit.to(kind), mask=here)
+        tl.store(next_out + row_offs, normed.to(dtype), mask=mask)

@@ -1,6 +1,6 @@
-"""Kernels that come up while the one before them ends: what a launch costs is hidden behind it (Hopper and later).
+"""Programmatic dependent launch (PDL): a kernel's start overlaps its predecessor's end, which hides the launch cost.
 
-Every kernel waits first thing for all that was written before it, then lets the next one come up.
+Needs Hopper or later. Every kernel first waits for the memory writes of its predecessor, then allows its successor to start.
 """
 
 from functools import cache
@@ -13,18 +13,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @cache
-def _can() -> bool:
+def _supports_pdl() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def pdl_options() -> dict[str, Any]:
-    """What a launch is told."""
-    return {"PDL": True, "launch_pdl": True} if _can() else {"PDL": False}
+    """Returns the keyword arguments that every launch of a kernel passes."""
+    return {"PDL": True, "launch_pdl": True} if _supports_pdl() else {"PDL": False}
 
 
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
-    """Until what came before has been written; the next kernel may come up then."""
+    """Waits until the preceding kernel's writes are visible, then lets the following kernel start."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

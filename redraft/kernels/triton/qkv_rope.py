@@ -1,6 +1,6 @@
-"""Queries, keys and values from one product: norms of every head, and rotary positions. References: `norm.py`, `rope.py`.
+"""Splits the qkv product into heads, norms every head, and applies RoPE. References: `kernels/norm.py`, `kernels/rope.py`.
 
-Shapes: N tokens, H query heads, G key-value heads, K head size, P = K / 2 pairs.
+Shapes: N tokens, X columns of the product, H query heads, G key-value heads, K head size, P = K / 2 rotated pairs.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from redraft.kernels.triton.pdl import pdl_options, pdl_wait
 
-AT_ONCE = 8  # heads of a token that one program turns: they share the angles
+BLOCK_HEADS = 8  # heads of a token per program: they share the angles
 
 
 def split_qkv_rope(
@@ -23,52 +23,59 @@ def split_qkv_rope(
     groups: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q_NHK, k_NGK and v_NGK. Without columns for values, the raw keys are the values."""
-    n, size = len(qkv_NX), len(q_weight_K)
-    all_NHK = torch.empty(n, heads + 2 * groups, size, dtype=qkv_NX.dtype, device=qkv_NX.device)
-    own_values = qkv_NX.shape[1] == (heads + 2 * groups) * size
-    half = triton.next_power_of_2(size // 2)
-    _split_qkv_rope[(n, triton.cdiv(heads + 2 * groups, AT_ONCE))](
-        qkv_NX, all_NHK, q_weight_K, k_weight_K, positions_N, frequencies_P,
-        qkv_NX.shape[1], heads, groups, own_values, eps, size // 2, half, AT_ONCE, num_warps=4, **pdl_options(),
+    """Returns q_NHK, k_NGK and v_NGK. If the product has no columns for the values, the raw keys are the values."""
+    n = len(qkv_NX)
+    size = len(q_weight_K)
+    all_heads = heads + 2 * groups
+    out_NHK = torch.empty(n, all_heads, size, dtype=qkv_NX.dtype, device=qkv_NX.device)
+    has_values = qkv_NX.shape[1] == all_heads * size
+    _split_qkv_rope[(n, triton.cdiv(all_heads, BLOCK_HEADS))](
+        qkv_NX, out_NHK, q_weight_K, k_weight_K, positions_N, frequencies_P,
+        qkv_NX.shape[1], heads, groups, has_values, eps, size // 2, triton.next_power_of_2(size // 2), BLOCK_HEADS,
+        num_warps=4, **pdl_options(),
     )  # fmt: skip
-    return all_NHK[:, :heads], all_NHK[:, heads : heads + groups], all_NHK[:, heads + groups :]
+    return out_NHK[:, :heads], out_NHK[:, heads : heads + groups], out_NHK[:, heads + groups :]
 
 
 @triton.jit
 def _split_qkv_rope(
-    qkv, out, q_weight, k_weight, positions, frequencies,
-    X, H, G, OWN_VALUES: tl.constexpr, EPS: tl.constexpr, P, HALF: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    qkv, out, q_weight, k_weight, positions, frequencies, X, H, G, HAS_VALUES: tl.constexpr, EPS: tl.constexpr,
+    P, P_PADDED: tl.constexpr, BLOCK_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token: the first half of each is paired with the second."""
+    """Some heads of one token. The first half of each head is paired with the second half."""
     pdl_wait(PDL)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
-    at = tl.arange(0, HALF)
-    here, is_value = at < P, (head >= H + G)[:, None]
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    pair = tl.arange(0, P_PADDED)
+    mask_p = pair < P
+    is_value = (head >= H + G)[:, None]
     column = head
-    if not OWN_VALUES:
+    if not HAS_VALUES:
         column = tl.where(head >= H + G, head - G, head)
-    valid = (head < H + 2 * G)[:, None] & here[None, :]
-    base = qkv + token * X + column[:, None] * 2 * P + at[None, :]
-    first = tl.load(base, mask=valid, other=0.0).to(tl.float32)
-    second = tl.load(base + P, mask=valid, other=0.0).to(tl.float32)
-    mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * P)
-    scale = (1.0 / tl.sqrt(mean + EPS))[:, None]
-    first, second = first * scale, second * scale
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + at, mask=here, other=0.0)
-    cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
-    of_q = (head < H)[:, None]
-    one = first * tl.where(of_q, _weight(q_weight + at, here)[None, :], _weight(k_weight + at, here)[None, :])
-    other = second * tl.where(of_q, _weight(q_weight + P + at, here)[None, :], _weight(k_weight + P + at, here)[None, :])
-    first, second = (
-        tl.where(is_value, first, one * cos - other * sin),
-        tl.where(is_value, second, other * cos + one * sin),
-    )
-    place = out + (token * (H + 2 * G) + head[:, None]) * 2 * P + at[None, :]
-    tl.store(place, first.to(out.dtype.element_ty), mask=valid)
-    tl.store(place + P, second.to(out.dtype.element_ty), mask=valid)
+    mask = (head < H + 2 * G)[:, None] & mask_p[None, :]
+    in_ptr = qkv + token * X + column[:, None] * 2 * P + pair[None, :]
+    first = tl.load(in_ptr, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(in_ptr + P, mask=mask, other=0.0).to(tl.float32)
+    mean_square = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * P)
+    scale = (1.0 / tl.sqrt(mean_square + EPS))[:, None]
+    first = first * scale
+    second = second * scale
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + pair, mask=mask_p, other=0.0)
+    cos = tl.cos(angle)[None, :]
+    sin = tl.sin(angle)[None, :]
+    is_query = (head < H)[:, None]
+    weight_1 = tl.where(is_query, _load_f32(q_weight + pair, mask_p)[None, :], _load_f32(k_weight + pair, mask_p)[None, :])
+    normed_1 = first * weight_1
+    q_weight_2 = _load_f32(q_weight + P + pair, mask_p)[None, :]
+    weight_2 = tl.where(is_query, q_weight_2, _load_f32(k_weight + P + pair, mask_p)[None, :])
+    normed_2 = second * weight_2
+    first = tl.where(is_value, first, normed_1 * cos - normed_2 * sin)
+    second = tl.where(is_value, second, normed_2 * cos + normed_1 * sin)
+    out_ptr = out + (token * (H + 2 * G) + head[:, None]) * 2 * P + pair[None, :]
+    tl.store(out_ptr, first.to(out.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + P, second.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _weight(place, here):
-    return tl.load(place, mask=here, other=0.0).to(tl.float32)
+def _load_f32(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)

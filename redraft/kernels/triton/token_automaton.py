@@ -1,14 +1,16 @@
-"""A pattern on a canvas: how much matching text goes through each class of tokens, and the likeliest text that matches.
+"""A regular-expression constraint on a canvas: the marginals of matching texts, and the most probable matching text.
 
-Reference: `CanvasAutomaton.conform` in `patterns.py`, which has the mathematics; here the vocabulary is read where it lies.
+Reference: `CanvasAutomaton` in `constraints/token_automaton.py`, which explains the mathematics.
 
-    logits -> [1 gather] pieces of classes -> classes -> pairs of states
-    pairs -> [2 live] -> [3 walk: one program sums forward and backward, another finds the likeliest] -> classes
+    logits -> [_segment_reduce, three times] pieces of token classes -> token classes -> pairs of states
+    pairs -> [_mark_live_states] -> [_forward_backward_viterbi: two programs, one for each algorithm] -> token classes
 
-Probabilities may be as faint as e^-300 (here that is the floor of a tile of tokens, there of a class: it only matters
-where nothing likelier matches), so sums are float64. A walk is one program: position after position, all pairs of
-states at once, sums by atomics, a barrier between positions. Shapes: C positions, V vocabulary, K classes of tokens, R pairs
-of states with a step between them, Q states, E entries of a list of segments, S segments.
+Sums are float64 because probabilities may be as small as e^-300. (Here that is the floor for a tile of tokens, in the
+reference for a class of tokens. It matters only where nothing more probable matches.) Forward-backward and Viterbi are one
+program each: position after position, all pairs at once, sums by atomics, a barrier between positions.
+
+Shapes: C positions, V vocabulary, K token classes, R pairs of states with a transition, Q states, E indices in S
+segments.
 """
 
 from functools import lru_cache
@@ -20,99 +22,119 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PIECE = 256  # tokens of a class that one program reads
-ROWS, WIDE = 8, 64  # positions and entries at once
-PAIRS, STATES = 1024, 256  # looked at together in a walk
-FAINTEST, IMPOSSIBLE = tl.constexpr(-300.0), tl.constexpr(-1e7)  # as in `patterns.py`
+PIECE = 256  # tokens of a class per program
+BLOCK_ROWS = 8  # positions per program of `_segment_reduce`
+BLOCK_INDICES = 64  # indices per iteration of `_segment_reduce`
+BLOCK_PAIRS = 1024  # per iteration
+BLOCK_STATES = 256  # per iteration
+MIN_LOG_PROB = tl.constexpr(-300.0)  # nats below the best token: the floor for allowed tokens
+FORBIDDEN = tl.constexpr(-1e7)  # nats below the best token: forbidden. Both as in `constraints/token_automaton.py`
 
 
 class IndexSegments(NamedTuple):
-    """Entries, and where each segment of them begins; one more says where the last ends. Both int32."""
+    """A list of index lists, concatenated. Segment s is indices_E[begins_S[s] : begins_S[s + 1]]. Both are int32."""
 
-    entries_E: Tensor
+    indices_E: Tensor
     begins_S: Tensor
 
 
 class DeviceAutomaton(NamedTuple):
-    """An automaton on a device."""
+    """A token automaton in device memory."""
 
-    pieces: IndexSegments  # of tokens, each of one class
-    classes: IndexSegments  # of pieces
-    pairs: IndexSegments  # of classes
-    kinds: IndexSegments  # of pairs, for every class that makes a step
-    slots_V: Tensor  # int64: which of those each token has; one more for tokens of none
+    piece_tokens: IndexSegments  # the tokens of each piece of a class
+    class_pieces: IndexSegments  # the pieces of each class
+    pair_classes: IndexSegments  # the classes of each pair
+    class_pairs: IndexSegments  # the pairs of each class that has any
+    columns_V: Tensor  # int64: the position of each token's class in `class_pairs`; its length for tokens without pairs
     from_R: Tensor  # int32
     to_R: Tensor  # int32
 
 
 class AutomatonArrays(Protocol):
-    """What is read of an automaton, `patterns.TokenAutomaton`."""
+    """The attributes of `constraints.token_automaton.TokenAutomaton` that this module reads."""
 
     classes_V: np.ndarray
     from_R: np.ndarray
     to_R: np.ndarray
     pair_E: np.ndarray
     class_E: np.ndarray
-    edge_starts_R: np.ndarray
-    tokens_by_class: tuple[np.ndarray, np.ndarray]
-    pairs_by_class: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+    @property
+    def edge_starts_R(self) -> np.ndarray: ...
+    @property
+    def tokens_by_class(self) -> tuple[np.ndarray, np.ndarray]: ...
+    @property
+    def pairs_by_class(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
 
 
 @lru_cache(maxsize=64)
 def upload_automaton(automaton: AutomatonArrays, device: torch.device) -> DeviceAutomaton:
-    """An automaton brought to a device, once."""
+    """Copies an automaton to a device, once."""
 
-    def there(values: np.ndarray, kind: torch.dtype = torch.int32) -> Tensor:
-        return torch.as_tensor(np.ascontiguousarray(values)).to(device, kind)
+    def upload(values: np.ndarray, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.as_tensor(np.ascontiguousarray(values)).to(device, dtype)
+
+    def segments(indices: np.ndarray, begins: list[int]) -> IndexSegments:
+        return IndexSegments(upload(indices), upload(np.array(begins)))
 
     order_V, bounds_K = automaton.tokens_by_class
-    counts_K = -(-np.diff(np.append(bounds_K, len(order_V))) // PIECE)
-    begins = np.concatenate([low + PIECE * np.arange(count) for low, count in zip(bounds_K, counts_K, strict=True)])
-    pairs_E, used, first = automaton.pairs_by_class
-    slots_K = np.full(len(bounds_K), len(used))
-    slots_K[used] = np.arange(len(used))
-    segments = (
-        (order_V, [*begins, len(order_V)]),
-        (np.arange(len(begins)), [0, *np.cumsum(counts_K)]),
-        (automaton.class_E, [*automaton.edge_starts_R, len(automaton.pair_E)]),
-        (pairs_E, [*first, len(pairs_E)]),
+    pieces_K = -(-np.diff(np.append(bounds_K, len(order_V))) // PIECE)
+    begins = np.concatenate([low + PIECE * np.arange(count) for low, count in zip(bounds_K, pieces_K, strict=True)])
+    pairs_E, used_classes, class_begins = automaton.pairs_by_class
+    columns_K = np.full(len(bounds_K), len(used_classes))
+    columns_K[used_classes] = np.arange(len(used_classes))
+    return DeviceAutomaton(
+        piece_tokens=segments(order_V, [*begins, len(order_V)]),
+        class_pieces=segments(np.arange(len(begins)), [0, *np.cumsum(pieces_K)]),
+        pair_classes=segments(automaton.class_E, [*automaton.edge_starts_R, len(automaton.pair_E)]),
+        class_pairs=segments(pairs_E, [*class_begins, len(pairs_E)]),
+        columns_V=upload(columns_K[automaton.classes_V], torch.int64),
+        from_R=upload(automaton.from_R),
+        to_R=upload(automaton.to_R),
     )
-    made = [IndexSegments(there(entries), there(np.array(ends))) for entries, ends in segments]
-    slots_V = there(slots_K[automaton.classes_V], torch.int64)
-    return DeviceAutomaton(*made, slots_V, there(automaton.from_R), there(automaton.to_R))
 
 
 class SegmentReduction(NamedTuple):
-    """Of every segment: the sum, the largest, and the entry that it is of (or what that entry's largest is of)."""
+    """The sum and the maximum of each segment, and the token that the maximum belongs to."""
 
     sums_CS: Tensor  # float64
     best_CS: Tensor  # float32
-    which_CS: Tensor  # int32
+    argmax_CS: Tensor  # int32
 
 
 def forward_backward_viterbi(
-    logits_CV: Tensor, tables: DeviceAutomaton, start: int, ends_Q: Tensor
+    logits_CV: Tensor, automaton: DeviceAutomaton, start: int, ends_Q: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """weights_CK for the classes that make a step (one more, of nothing, behind), ids_C, and whether anything matches."""
-    one, device, count, states = tables, logits_CV.device, len(logits_CV), len(ends_Q)
-    top_C = logits_CV.amax(dim=1)
-    pieces = segment_reduce(one.pieces, logits_CV, top_C=top_C)
-    classes = segment_reduce(one.classes, pieces.sums_CS, pieces.best_CS, pieces.which_CS)
-    pairs = segment_reduce(one.pairs, classes.sums_CS, classes.best_CS, classes.which_CS)
-    steps = len(one.from_R)
+    """Returns the log weights of the token classes, the most probable matching text, and whether any text matches.
+
+    weights_CK has one column per class that has pairs, and a last column of -inf for the other tokens. Added to the logits of
+    a class's tokens, it gives the marginals of matching texts. The text is ids_C.
+    """
+    device = logits_CV.device
+    count = len(logits_CV)
+    states = len(ends_Q)
+    pairs = len(automaton.from_R)
+    pieces = segment_reduce(automaton.piece_tokens, logits_CV, top_C=logits_CV.amax(dim=1))
+    classes = segment_reduce(automaton.class_pieces, *pieces)
+    pair_probs_CR, pair_best_CR, pair_argmax_CR = segment_reduce(automaton.pair_classes, *classes)
     live = torch.zeros(count + 1, states, dtype=torch.int8, device=device)
     live[-1] = ends_Q
-    _mark_live_states[(1,)](pairs.sums_CS, one.from_R, one.to_R, live, count, steps, states, PAIRS, num_warps=8)
-    before, behind = (torch.zeros(count + 1, states, dtype=torch.float64, device=device) for _ in range(2))
+    _mark_live_states[(1,)](
+        pair_probs_CR, automaton.from_R, automaton.to_R, live, count, pairs, states, BLOCK_PAIRS, num_warps=8
+    )
+    forward = torch.zeros(count + 1, states, dtype=torch.float64, device=device)
+    backward = torch.zeros(count + 1, states, dtype=torch.float64, device=device)
     totals_C = torch.ones(count + 1, dtype=torch.float64, device=device)
     scores = torch.full((count + 1, states), -torch.inf, dtype=torch.float64, device=device)
-    before[0, start], scores[0, start] = 1.0, 0.0
-    through_CR, ids_C = torch.empty_like(pairs.sums_CS), torch.empty(count, dtype=torch.int64, device=device)
+    forward[0, start] = 1.0
+    scores[0, start] = 0.0
+    outside_CR = torch.empty_like(pair_probs_CR)
+    ids_C = torch.empty(count, dtype=torch.int64, device=device)
     _forward_backward_viterbi[(2,)](
-        pairs.sums_CS, pairs.best_CS, pairs.which_CS, one.from_R, one.to_R, live,
-        before, behind, totals_C, scores, through_CR, ids_C, count, steps, states, PAIRS, STATES, num_warps=8,
+        pair_probs_CR, pair_best_CR, pair_argmax_CR, automaton.from_R, automaton.to_R, live,
+        forward, backward, totals_C, scores, outside_CR, ids_C, count, pairs, states, BLOCK_PAIRS, BLOCK_STATES, num_warps=8,
     )  # fmt: skip
-    weights_CK = segment_reduce(one.kinds, through_CR).sums_CS.log().float()
+    weights_CK = segment_reduce(automaton.class_pairs, outside_CR).sums_CS.log().float()
     return torch.nn.functional.pad(weights_CK, (0, 1), value=-torch.inf), ids_C, live[0, start] > 0
 
 
@@ -120,176 +142,194 @@ def segment_reduce(
     segments: IndexSegments,
     values_CE: Tensor,
     best_CE: Tensor | None = None,
-    which_CE: Tensor | None = None,
+    argmax_CE: Tensor | None = None,
     *,
     top_C: Tensor | None = None,
 ) -> SegmentReduction:
-    """Sums and maxima over segments of columns. With `top_C`, values are logits: their exponentials below it are summed."""
-    entries_E, begins_S = segments
-    count, number, device = len(values_CE), len(begins_S) - 1, values_CE.device
-    sums_CS = torch.empty(count, number, dtype=torch.float64, device=device)
-    best_CS = torch.empty(count, number, dtype=torch.float32, device=device)
-    which_CS = torch.empty(count, number, dtype=torch.int32, device=device)
-    raw = top_C is not None
-    best_CE, which_CE = (values_CE if other is None else other for other in (best_CE, which_CE))
-    _segment_reduce[(number, triton.cdiv(count, ROWS))](
-        values_CE, best_CE, which_CE, top_C if raw else values_CE, entries_E, begins_S, sums_CS, best_CS, which_CS,
-        count, values_CE.shape[1], number, raw, which_CE is not values_CE, ROWS, WIDE, num_warps=4,
+    """Sums `values_CE` and maximises `best_CE` over segments of columns. `argmax_CE` holds the tokens of the maxima so far.
+
+    With `top_C` the values are logits: their exponentials, relative to `top_C`, are summed.
+    """
+    count = len(values_CE)
+    number = len(segments.begins_S) - 1
+    sums_CS = torch.empty(count, number, dtype=torch.float64, device=values_CE.device)
+    best_CS = torch.empty(count, number, dtype=torch.float32, device=values_CE.device)
+    argmax_CS = torch.empty(count, number, dtype=torch.int32, device=values_CE.device)
+    # Arguments that are absent are passed as `values_CE`; the kernel does not use them.
+    _segment_reduce[(number, triton.cdiv(count, BLOCK_ROWS))](
+        values_CE, values_CE if best_CE is None else best_CE, values_CE if argmax_CE is None else argmax_CE,
+        values_CE if top_C is None else top_C, *segments, sums_CS, best_CS, argmax_CS, count, values_CE.shape[1], number,
+        top_C is not None, argmax_CE is not None, BLOCK_ROWS, BLOCK_INDICES, num_warps=4,
     )  # fmt: skip
-    return SegmentReduction(sums_CS, best_CS, which_CS)
+    return SegmentReduction(sums_CS, best_CS, argmax_CS)
 
 
 @triton.jit
 def _segment_reduce(
-    values, best, which, tops, entries, begins, sums_out, best_out, which_out,
-    C, E, S, RAW: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    values, best, argmax, tops, indices, begins, sums_out, best_out, argmax_out,
+    C, E, S, IS_LOGITS: tl.constexpr, HAS_ARGMAX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INDICES: tl.constexpr,
 ):  # fmt: skip
+    """One segment at some positions."""
     segment = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    here = row < C
-    begin, end = tl.load(begins + segment), tl.load(begins + segment + 1)
-    total = tl.zeros((ROWS,), tl.float64)
-    largest = tl.full((ROWS,), -float("inf"), tl.float32)
-    found = tl.zeros((ROWS,), tl.int32)
-    for start in range(begin, end, WIDE):
-        at = start + tl.arange(0, WIDE)
-        valid = here[:, None] & (at < end)[None, :]
-        entry = tl.load(entries + at, mask=at < end, other=0)
-        place = row.to(tl.int64)[:, None] * E + entry[None, :]
-        value = tl.load(values + place, mask=valid, other=0.0)
-        if RAW:
-            score = tl.where(valid, value.to(tl.float32), -float("inf"))
-            own = tl.max(score, axis=1)
-            near = tl.sum(tl.where(valid, tl.exp(score - own[:, None]), 0.0), axis=1)
-            below = own - tl.load(tops + row, mask=here, other=0.0).to(tl.float32)
-            chance = tl.exp(tl.maximum(below, FAINTEST).to(tl.float64))
-            total += tl.where(here & (below >= IMPOSSIBLE), near.to(tl.float64) * chance, 0.0)
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    mask_row = row < C
+    begin = tl.load(begins + segment)
+    end = tl.load(begins + segment + 1)
+    total = tl.zeros((BLOCK_ROWS,), tl.float64)
+    largest = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
+    token = tl.zeros((BLOCK_ROWS,), tl.int32)
+    for start in range(begin, end, BLOCK_INDICES):
+        at = start + tl.arange(0, BLOCK_INDICES)
+        mask = mask_row[:, None] & (at < end)[None, :]
+        index = tl.load(indices + at, mask=at < end, other=0)
+        offs = row.to(tl.int64)[:, None] * E + index[None, :]
+        value = tl.load(values + offs, mask=mask, other=0.0)
+        if IS_LOGITS:
+            score = tl.where(mask, value.to(tl.float32), -float("inf"))
+            tile_max = tl.max(score, axis=1)
+            tile_sum = tl.sum(tl.where(mask, tl.exp(score - tile_max[:, None]), 0.0), axis=1)
+            below = tile_max - tl.load(tops + row, mask=mask_row, other=0.0).to(tl.float32)
+            tile_prob = tl.exp(tl.maximum(below, MIN_LOG_PROB).to(tl.float64))
+            total += tl.where(mask_row & (below >= FORBIDDEN), tile_sum.to(tl.float64) * tile_prob, 0.0)
         else:
             total += tl.sum(value.to(tl.float64), axis=1)
-            score = tl.load(best + place, mask=valid, other=-float("inf")).to(tl.float32)
-            score = tl.where(valid, score, -float("inf"))
-        now, column = tl.max(score, axis=1, return_indices=True, return_indices_tie_break_left=True)
-        better = now > largest
-        largest = tl.where(better, now, largest)
-        mine = tl.load(entries + tl.minimum(start + column, end - 1))
-        if KNOWN:
-            mine = tl.load(which + row.to(tl.int64) * E + mine, mask=here, other=0).to(tl.int32)
-        found = tl.where(better, mine, found)
+            score = tl.load(best + offs, mask=mask, other=-float("inf")).to(tl.float32)
+            score = tl.where(mask, score, -float("inf"))
+        tile_best, column = tl.max(score, axis=1, return_indices=True, return_indices_tie_break_left=True)
+        is_better = tile_best > largest
+        largest = tl.where(is_better, tile_best, largest)
+        tile_token = tl.load(indices + tl.minimum(start + column, end - 1))
+        if HAS_ARGMAX:
+            tile_token = tl.load(argmax + row.to(tl.int64) * E + tile_token, mask=mask_row, other=0).to(tl.int32)
+        token = tl.where(is_better, tile_token, token)
     out = row.to(tl.int64) * S + segment
-    tl.store(sums_out + out, total, mask=here)
-    tl.store(best_out + out, largest, mask=here)
-    tl.store(which_out + out, found, mask=here)
+    tl.store(sums_out + out, total, mask=mask_row)
+    tl.store(best_out + out, largest, mask=mask_row)
+    tl.store(argmax_out + out, token, mask=mask_row)
 
 
 @triton.jit
-def _mark_live_states(steps, from_, to, live, C, R, Q, PAIRS: tl.constexpr):
-    """From which states a match can still be reached, from the last position to the first."""
+def _mark_live_states(pair_probs, from_, to, live, C, R, Q, BLOCK_PAIRS: tl.constexpr):
+    """Marks the states from which a match is reachable, from the last position to the first."""
     for back in range(C):
-        at = C - 1 - back
-        for start in range(0, R, PAIRS):
-            pair = start + tl.arange(0, PAIRS)
-            known = pair < R
-            target = tl.load(to + pair, mask=known, other=0)
-            open_ = tl.load(live + (at + 1) * Q + target, mask=known, other=0, cache_modifier=".cg") > 0
-            can = known & open_ & (tl.load(steps + at * R + pair, mask=known, other=0.0) > 0)
-            source = tl.load(from_ + pair, mask=known, other=0)
-            tl.store(live + at * Q + source, tl.full((PAIRS,), 1, tl.int8), mask=can)
+        position = C - 1 - back
+        for start in range(0, R, BLOCK_PAIRS):
+            pair = start + tl.arange(0, BLOCK_PAIRS)
+            mask = pair < R
+            target = tl.load(to + pair, mask=mask, other=0)
+            is_live = tl.load(live + (position + 1) * Q + target, mask=mask, other=0, cache_modifier=".cg") > 0
+            is_usable = mask & is_live & (tl.load(pair_probs + position * R + pair, mask=mask, other=0.0) > 0)
+            source = tl.load(from_ + pair, mask=mask, other=0)
+            tl.store(live + position * Q + source, tl.full((BLOCK_PAIRS,), 1, tl.int8), mask=is_usable)
         tl.debug_barrier()
 
 
 @triton.jit
 def _forward_backward_viterbi(
-    steps, best, which, from_, to, live, before, behind, totals, scores, through, ids,
-    C, R, Q, PAIRS: tl.constexpr, STATES: tl.constexpr,
+    pair_probs, pair_best, pair_argmax, from_, to, live, forward, backward, totals, scores, outside, ids,
+    C, R, Q, BLOCK_PAIRS: tl.constexpr, BLOCK_STATES: tl.constexpr,
 ):  # fmt: skip
+    """Two programs, one for each algorithm: they run beside each other."""
     if tl.program_id(0) == 0:
-        _forward_backward(steps, from_, to, live, before, behind, totals, through, C, R, Q, PAIRS, STATES)
+        _forward_backward(
+            pair_probs, from_, to, live, forward, backward, totals, outside, C, R, Q, BLOCK_PAIRS, BLOCK_STATES
+        )
     else:
-        _viterbi(best, which, from_, to, live, scores, ids, C, R, Q, PAIRS, STATES)
+        _viterbi(pair_best, pair_argmax, from_, to, live, scores, ids, C, R, Q, BLOCK_PAIRS, BLOCK_STATES)
 
 
 @triton.jit
 def _forward_backward(
-    steps, from_, to, live, before, behind, totals, through, C, R, Q, PAIRS: tl.constexpr, STATES: tl.constexpr
+    pair_probs, from_, to, live, forward, backward, totals, outside, C, R, Q,
+    BLOCK_PAIRS: tl.constexpr, BLOCK_STATES: tl.constexpr,
 ):  # fmt: skip
-    """How much matching text goes through each pair, but for the step's own probability."""
+    """Computes the probability of matching texts through each pair, without the pair's own probability."""
     total = tl.full((), 1.0, tl.float64)
-    for at in range(C):
-        for start in range(0, R, PAIRS):
-            pair = start + tl.arange(0, PAIRS)
-            known = pair < R
-            source, target = tl.load(from_ + pair, mask=known, other=0), tl.load(to + pair, mask=known, other=0)
-            step = tl.load(steps + at * R + pair, mask=known, other=0.0)
-            open_ = tl.load(live + (at + 1) * Q + target, mask=known, other=0) > 0
-            came = tl.load(before + at * Q + source, mask=known, other=0.0, cache_modifier=".cg") / total
-            tl.atomic_add(before + (at + 1) * Q + target, came * step, mask=known & open_ & (came * step > 0))
+    for position in range(C):
+        for start in range(0, R, BLOCK_PAIRS):
+            pair = start + tl.arange(0, BLOCK_PAIRS)
+            mask = pair < R
+            source = tl.load(from_ + pair, mask=mask, other=0)
+            target = tl.load(to + pair, mask=mask, other=0)
+            prob = tl.load(pair_probs + position * R + pair, mask=mask, other=0.0)
+            is_live = tl.load(live + (position + 1) * Q + target, mask=mask, other=0) > 0
+            before = tl.load(forward + position * Q + source, mask=mask, other=0.0, cache_modifier=".cg") / total
+            tl.atomic_add(forward + (position + 1) * Q + target, before * prob, mask=mask & is_live & (before * prob > 0))
         tl.debug_barrier()
-        total = _reduce_states(before + (at + 1) * Q, Q, True, STATES)
-        tl.store(totals + at + 1, total)
-    for start in range(0, Q, STATES):
-        state = start + tl.arange(0, STATES)
-        ended = tl.load(live + C * Q + state, mask=state < Q, other=0) > 0
-        ended = ended & (tl.load(before + C * Q + state, mask=state < Q, other=0.0, cache_modifier=".cg") > 0)
-        tl.store(behind + C * Q + state, tl.where(ended, 1.0, 0.0).to(tl.float64), mask=state < Q)
+        total = _reduce_states(forward + (position + 1) * Q, Q, True, BLOCK_STATES)
+        tl.store(totals + position + 1, total)
+    for start in range(0, Q, BLOCK_STATES):
+        state = start + tl.arange(0, BLOCK_STATES)
+        is_end = tl.load(live + C * Q + state, mask=state < Q, other=0) > 0
+        is_end = is_end & (tl.load(forward + C * Q + state, mask=state < Q, other=0.0, cache_modifier=".cg") > 0)
+        tl.store(backward + C * Q + state, tl.where(is_end, 1.0, 0.0).to(tl.float64), mask=state < Q)
     tl.debug_barrier()
     largest = tl.full((), 1.0, tl.float64)
     for back in range(C):
-        at = C - 1 - back
-        total = tl.load(totals + at, cache_modifier=".cg")
-        for start in range(0, R, PAIRS):
-            pair = start + tl.arange(0, PAIRS)
-            known = pair < R
-            source, target = tl.load(from_ + pair, mask=known, other=0), tl.load(to + pair, mask=known, other=0)
-            step = tl.load(steps + at * R + pair, mask=known, other=0.0)
-            came = tl.load(before + at * Q + source, mask=known, other=0.0, cache_modifier=".cg")
-            goes = tl.load(behind + (at + 1) * Q + target, mask=known, other=0.0, cache_modifier=".cg") / largest
-            tl.store(through + at * R + pair, came / total * goes, mask=known)
-            tl.atomic_add(behind + at * Q + source, goes * step, mask=known & (came > 0) & (goes * step > 0))
+        position = C - 1 - back
+        total = tl.load(totals + position, cache_modifier=".cg")
+        for start in range(0, R, BLOCK_PAIRS):
+            pair = start + tl.arange(0, BLOCK_PAIRS)
+            mask = pair < R
+            source = tl.load(from_ + pair, mask=mask, other=0)
+            target = tl.load(to + pair, mask=mask, other=0)
+            prob = tl.load(pair_probs + position * R + pair, mask=mask, other=0.0)
+            before = tl.load(forward + position * Q + source, mask=mask, other=0.0, cache_modifier=".cg")
+            after = tl.load(backward + (position + 1) * Q + target, mask=mask, other=0.0, cache_modifier=".cg") / largest
+            tl.store(outside + position * R + pair, before / total * after, mask=mask)
+            tl.atomic_add(backward + position * Q + source, after * prob, mask=mask & (before > 0) & (after * prob > 0))
         tl.debug_barrier()
-        largest = _reduce_states(behind + at * Q, Q, False, STATES)
+        largest = _reduce_states(backward + position * Q, Q, False, BLOCK_STATES)
 
 
 @triton.jit
-def _reduce_states(values, Q, SUMMED: tl.constexpr, STATES: tl.constexpr):
-    """The sum of Q numbers, or the largest."""
-    found = tl.zeros((STATES,), tl.float64)
-    for start in range(0, Q, STATES):
-        at = start + tl.arange(0, STATES)
-        value = tl.load(values + at, mask=at < Q, other=0.0, cache_modifier=".cg")
-        found = found + value if SUMMED else tl.maximum(found, value)
-    return tl.sum(found, axis=0) if SUMMED else tl.max(found, axis=0)
+def _reduce_states(values, Q, IS_SUM: tl.constexpr, BLOCK_STATES: tl.constexpr):
+    """Returns the sum of Q numbers, or the largest."""
+    result = tl.zeros((BLOCK_STATES,), tl.float64)
+    for start in range(0, Q, BLOCK_STATES):
+        state = start + tl.arange(0, BLOCK_STATES)
+        value = tl.load(values + state, mask=state < Q, other=0.0, cache_modifier=".cg")
+        result = result + value if IS_SUM else tl.maximum(result, value)
+    return tl.sum(result, axis=0) if IS_SUM else tl.max(result, axis=0)
 
 
 @triton.jit
-def _viterbi(best, which, from_, to, live, scores, ids, C, R, Q, PAIRS: tl.constexpr, STATES: tl.constexpr):
-    """Viterbi: the most probable text that matches."""
-    for at in range(C):
-        for start in range(0, R, PAIRS):
-            pair = start + tl.arange(0, PAIRS)
-            known = pair < R
-            source, target = tl.load(from_ + pair, mask=known, other=0), tl.load(to + pair, mask=known, other=0)
-            open_ = tl.load(live + (at + 1) * Q + target, mask=known, other=0) > 0
-            score = tl.load(scores + at * Q + source, mask=known, other=-float("inf"), cache_modifier=".cg")
-            score += tl.load(best + at * R + pair, mask=known, other=-float("inf")).to(tl.float64)
-            tl.atomic_max(scores + (at + 1) * Q + target, score, mask=known & open_ & (score > -float("inf")))
+def _viterbi(
+    pair_best, pair_argmax, from_, to, live, scores, ids, C, R, Q, BLOCK_PAIRS: tl.constexpr, BLOCK_STATES: tl.constexpr
+):
+    """Finds the most probable matching text: the best score of each state, then the path back from the best final state."""
+    for position in range(C):
+        for start in range(0, R, BLOCK_PAIRS):
+            pair = start + tl.arange(0, BLOCK_PAIRS)
+            mask = pair < R
+            source = tl.load(from_ + pair, mask=mask, other=0)
+            target = tl.load(to + pair, mask=mask, other=0)
+            is_live = tl.load(live + (position + 1) * Q + target, mask=mask, other=0) > 0
+            score = tl.load(scores + position * Q + source, mask=mask, other=-float("inf"), cache_modifier=".cg")
+            score += tl.load(pair_best + position * R + pair, mask=mask, other=-float("inf")).to(tl.float64)
+            tl.atomic_max(scores + (position + 1) * Q + target, score, mask=mask & is_live & (score > -float("inf")))
         tl.debug_barrier()
-    state, top = tl.full((), 0, tl.int32), tl.full((), -float("inf"), tl.float64)
-    for start in range(0, Q, STATES):
-        last = start + tl.arange(0, STATES)
-        ended = (last < Q) & (tl.load(live + C * Q + last, mask=last < Q, other=0) > 0)
-        score = tl.load(scores + C * Q + last, mask=ended, other=-float("inf"), cache_modifier=".cg")
-        now, place = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        state, top = tl.where(now > top, start + place, state), tl.maximum(now, top)
+    state = tl.full((), 0, tl.int32)
+    top = tl.full((), -float("inf"), tl.float64)
+    for start in range(0, Q, BLOCK_STATES):
+        final = start + tl.arange(0, BLOCK_STATES)
+        is_end = (final < Q) & (tl.load(live + C * Q + final, mask=final < Q, other=0) > 0)
+        score = tl.load(scores + C * Q + final, mask=is_end, other=-float("inf"), cache_modifier=".cg")
+        block_top, index = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        state = tl.where(block_top > top, start + index, state)
+        top = tl.maximum(block_top, top)
     for back in range(C):
-        at = C - 1 - back
-        taken, top = tl.full((), 0, tl.int32), tl.full((), -float("inf"), tl.float64)
-        for start in range(0, R, PAIRS):
-            pair = start + tl.arange(0, PAIRS)
-            mine = (pair < R) & (tl.load(to + pair, mask=pair < R, other=-1) == state)
-            source = tl.load(from_ + pair, mask=mine, other=0)
-            score = tl.load(scores + at * Q + source, mask=mine, other=-float("inf"), cache_modifier=".cg")
-            score += tl.load(best + at * R + pair, mask=mine, other=-float("inf")).to(tl.float64)
-            now, place = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
-            taken, top = tl.where(now > top, start + place, taken), tl.maximum(now, top)
-        tl.store(ids + at, tl.load(which + at * R + taken).to(tl.int64))
-        state = tl.load(from_ + taken)
+        position = C - 1 - back
+        best_pair = tl.full((), 0, tl.int32)
+        top = tl.full((), -float("inf"), tl.float64)
+        for start in range(0, R, BLOCK_PAIRS):
+            pair = start + tl.arange(0, BLOCK_PAIRS)
+            mask = (pair < R) & (tl.load(to + pair, mask=pair < R, other=-1) == state)
+            source = tl.load(from_ + pair, mask=mask, other=0)
+            score = tl.load(scores + position * Q + source, mask=mask, other=-float("inf"), cache_modifier=".cg")
+            score += tl.load(pair_best + position * R + pair, mask=mask, other=-float("inf")).to(tl.float64)
+            block_top, index = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+            best_pair = tl.where(block_top > top, start + index, best_pair)
+            top = tl.maximum(block_top, top)
+        tl.store(ids + position, tl.load(pair_argmax + position * R + best_pair).to(tl.int64))
+        state = tl.load(from_ + best_pair)

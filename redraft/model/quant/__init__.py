@@ -1,5 +1,15 @@
-"""Weights in fewer bits: what is packed, how a packed layer computes, how published files name it. Knows no files."""
+"""Quantized weights: the layers that compute with them, and their names in published files. Reads and writes no files.
 
-from redraft.model.quant.fp8 import FP8, StackedExpertTensors, is_scale, quantization_config, quantize_fp8, split_experts
+fp8    8-bit floats, in the compressed-tensors layout
+"""
+
+from redraft.model.quant.fp8 import (
+    FP8,
+    StackedExpertTensors,
+    is_scale,
+    quantization_config,
+    quantize_fp8,
+    split_experts,
+)
 
 __all__ = ["FP8", "StackedExpertTensors", "is_scale", "quantization_config", "quantize_fp8", "split_experts"]
