@@ -9,6 +9,7 @@ experts       the experts of a mixture-of-experts layer
 vocabulary    softcap, argmax, entropy and sample of the logits; the soft embedding
 splitmix      the counter-based random number generator of the sampler
 backend       chooses Triton or PyTorch kernels, and the dtype, for a device
+builds        reports the kernels that Triton compiles
 threads       sets the number of CPU threads from the load of the cores
 triton/       the same operations as Triton kernels
 """
