@@ -1,7 +1,7 @@
-"""What the user fixes: pins, bans, regular expressions, JSON schemas.
+"""Constraints: pinned and banned tokens, regular expressions, JSON schemas (structured output).
 
-regex_dfa.py        a regular expression as a table of states over bytes
-json_schema.py      a JSON schema as a regular expression
-token_automaton.py  the table over tokens, and what it makes of a canvas of logits
-constraints.py      Constraints of a request, and CanvasConstraints of one canvas
+regex_dfa.py        compiles a regular expression to a DFA over bytes
+json_schema.py      compiles a JSON schema to a regular expression
+token_automaton.py  turns the DFA into an automaton over tokens; forward-backward and Viterbi on a canvas of logits
+constraints.py      Constraints of a request, and CanvasConstraints of one canvas as tensors
 """

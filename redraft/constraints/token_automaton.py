@@ -1,15 +1,16 @@
-"""Patterns over tokens, exactly: which tokens may stand where, and the likeliest text that matches.
+"""Token automata: exact regular-expression constraints for a canvas whose positions are denoised all at once.
 
-    regex -> [table over bytes, regex_dfa.py] -> [1 automaton over tokens]
-    on a canvas: [2 forward and backward] -> marginals of matching texts; [3 Viterbi] -> the most probable one
+    regex -> [DFA over bytes, regex_dfa.py] -> [1 automaton over tokens]
+    on a canvas: [2 forward-backward] -> marginals of the matching texts; [3 Viterbi] -> the most probable matching text
 
-The denoiser says of every position, apart from the others, how likely each token is. Among all texts of the canvas, those
-that match have a share of that; the sums over them, by dynamic programming over the automaton's states, give what each
-position must be for the text to match, with its exact probability. Tokens that act alike in every state are one class.
+The denoiser gives each position its own distribution over tokens, independent of the other positions. Conditioned on the
+event "the whole text matches", the positions depend on one another. Forward-backward sums over the automaton's states give
+the exact probability of every token at every position under that condition.
 
-After the pattern come stop tokens to the end of the page; at the end of the answer a match may also end without one.
-Shapes: C canvas positions, V vocabulary, Q states, K classes of tokens, R pairs of states with a step between them, E pairs
-with the classes that make the step.
+Tokens with the same transitions in every state form one class; sums run over classes instead of tokens. Behind a match, stop
+tokens fill the canvas; at the last position of the answer a match may also end without one.
+Shapes: C canvas positions, V vocabulary, Q states, K token classes, R pairs of states (from, to) with a transition, E edges
+(a pair and a class whose tokens make the transition).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,167 +22,197 @@ import numpy as np
 import torch
 
 from redraft.constraints import regex_dfa
-from redraft.constraints.regex_dfa import PatternError
+from redraft.constraints.regex_dfa import DFA, PatternError
 
-MOST_STEPS = 100_000
-MOST_WORK = 400_000_000  # states times tokens: some seconds
-AT_ONCE = 2**24  # states times tokens looked at together
-FAR = 1 << 30
-FAINTEST, IMPOSSIBLE = -300.0, -1e7  # nats below the best token: as faint as anything counts; forbidden
+MAX_EDGES = 100_000
+MAX_WORK = 400_000_000  # DFA states times tokens: a few seconds
+CHUNK = 2**24  # DFA states times tokens that are walked at once
+UNREACHABLE = 1 << 30
+# In nats below the best token. Log-probabilities are clamped at MIN_LOG_PROB, except that a token below FORBIDDEN has none.
+MIN_LOG_PROB = -300.0
+FORBIDDEN = -1e7
 
 
-# 1. From a table over bytes to an automaton over tokens
+# 1. From a DFA over bytes to an automaton over tokens
 
 
 @dataclass(frozen=True, eq=False)
 class TokenAutomaton:
-    """States and the classes of tokens that lead from one to the next. The last state is behind the stop token."""
+    """An automaton whose transitions are token classes. Its last state is the one behind a stop token."""
 
     pattern: str
     stops: tuple[int, ...]
     start: int
-    classes_V: np.ndarray  # the class of every token; 0 holds those that fit nowhere, the last the stop tokens
+    classes_V: np.ndarray  # the class of every token; class 0: tokens that fit nowhere; the last class: stop tokens
     from_R: np.ndarray
     to_R: np.ndarray
-    pair_E: np.ndarray  # the pair, in order
-    class_E: np.ndarray
-    final_Q: np.ndarray  # a match may end here
+    pair_E: np.ndarray  # the pair of every edge, ascending
+    class_E: np.ndarray  # the class of every edge
+    final_Q: np.ndarray  # whether a match may end in the state
 
     @property
     def states(self) -> int:
-        """How many there are."""
+        """The number of states."""
         return len(self.final_Q)
 
     @cached_property
     def distance_Q(self) -> np.ndarray:
-        """The fewest tokens from each state to a match, the stop token not counted."""
-        distance_Q = np.where(self.final_Q, 0, FAR)
+        """The fewest tokens from each state to the end of a match, stop token not counted."""
+        distance_Q = np.where(self.final_Q, 0, UNREACHABLE)
         while True:
-            better_Q = distance_Q.copy()
-            np.minimum.at(better_Q, self.from_R, distance_Q[self.to_R] + 1)
-            better_Q = np.minimum(better_Q, FAR)
-            if (better_Q == distance_Q).all():
+            relaxed_Q = distance_Q.copy()
+            np.minimum.at(relaxed_Q, self.from_R, distance_Q[self.to_R] + 1)
+            relaxed_Q = np.minimum(relaxed_Q, UNREACHABLE)
+            if (relaxed_Q == distance_Q).all():
                 return distance_Q
-            distance_Q = better_Q
+            distance_Q = relaxed_Q
 
     @cached_property
     def tokens_by_class(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens in the order of their classes, order_V, and where each class begins, bounds_K. No class is empty but 0."""
+        """Tokens sorted by class, order_V, and the start of each class, bounds_K. Only class 0 can be empty."""
         order_V = np.argsort(self.classes_V, kind="stable")
         return order_V, np.searchsorted(self.classes_V[order_V], np.arange(self.classes_V.max() + 1))
 
     @cached_property
     def sizes_K(self) -> np.ndarray:
-        """How many tokens each class has."""
+        """The number of tokens in each class."""
         return np.diff(np.append(self.tokens_by_class[1], len(self.classes_V)))
 
     @cached_property
     def edge_starts_R(self) -> np.ndarray:
-        """Where each pair begins among the E."""
+        """The first edge of each pair."""
         return np.searchsorted(self.pair_E, np.arange(len(self.from_R)))
 
     @cached_property
     def pairs_by_target(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Pairs in the order of where they lead, order_R; the states that any leads to, and where theirs begin."""
+        """Pairs sorted by target state, order_R; the states that are targets; and where each target's pairs start."""
         order_R = np.argsort(self.to_R, kind="stable")
         return order_R, *np.unique(self.to_R[order_R], return_index=True)
 
     @cached_property
     def pairs_by_class(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Pairs in the order of the classes that make their steps; the classes that make any, and where theirs begin."""
+        """The pairs of all edges sorted by class; the classes with edges; and where each class's edges start."""
         order_E = np.argsort(self.class_E, kind="stable")
         return self.pair_E[order_E], *np.unique(self.class_E[order_E], return_index=True)
 
-    def before(self, ends_Q: np.ndarray, count: int, pins: Mapping[int, int]) -> np.ndarray:
-        """From which states so many positions can end in one of these, with these tokens at some of them."""
-        for at in range(count - 1, -1, -1):
-            can_R = ends_Q[self.to_R]
-            if at in pins:
-                can_R = can_R & np.isin(np.arange(len(can_R)), self.pair_E[self.class_E == self.classes_V[pins[at]]])
+    def step_back(self, ends_Q: np.ndarray, count: int, pins: Mapping[int, int]) -> np.ndarray:
+        """The states from which `count` tokens can lead to one of `ends_Q`, with pinned tokens at some of the positions."""
+        for position in range(count - 1, -1, -1):
+            usable_R = ends_Q[self.to_R]
+            if position in pins:
+                pinned_pairs = self.pair_E[self.class_E == self.classes_V[pins[position]]]
+                usable_R = usable_R & np.isin(np.arange(len(usable_R)), pinned_pairs)
             ends_Q = np.zeros_like(ends_Q)
-            ends_Q[self.from_R[can_R]] = True
+            ends_Q[self.from_R[usable_R]] = True
         return ends_Q
 
     def advance(self, state: int, ids: Sequence[int]) -> int:
-        """The state some tokens lead to; behind the stop token stands nothing that matters."""
+        """The state after these tokens. Tokens behind a stop token do not count."""
         for token in ids:
             if state == self.states - 1:
                 break
             pairs = self.pair_E[self.class_E == self.classes_V[token]]
-            found = self.to_R[pairs][self.from_R[pairs] == state]
-            if not len(found):
+            targets = self.to_R[pairs][self.from_R[pairs] == state]
+            if not len(targets):
                 raise PatternError(f"token {token} does not fit the pattern {self.pattern!r}")
-            state = int(found[0])
+            state = int(targets[0])
         return state
 
 
 class AutomatonCompiler:
-    """A vocabulary as bytes: the spelling of every token, None for marks, which stand in no text; and the stop tokens."""
+    """Compiles regular expressions to token automata over one vocabulary.
+
+    `token_bytes` holds the bytes of every token, None for special tokens, which stand in no text.
+    """
 
     def __init__(self, token_bytes: Sequence[bytes | None], stops: Sequence[int]) -> None:
-        self.size, self.stops = len(token_bytes), tuple(stops)
-        usable = [token for token, text in enumerate(token_bytes) if text and token not in self.stops]
-        self.longest = max((len(token_bytes[token]) for token in usable), default=0)
-        self.tokens_N = np.array(usable, dtype=np.int64)
-        self.lengths_N = np.array([len(token_bytes[token]) for token in usable], dtype=np.int64)
+        self.size = len(token_bytes)
+        self.stops = tuple(stops)
+        stop_set = set(stops)
+        usable = [(token, text) for token, text in enumerate(token_bytes) if text and token not in stop_set]
+        self.tokens_N = np.array([token for token, _ in usable], dtype=np.int64)
+        self.lengths_N = np.array([len(text) for _, text in usable], dtype=np.int64)
+        self.longest = int(self.lengths_N.max(initial=0))
         self.bytes_NL = np.zeros((len(usable), self.longest), dtype=np.uint8)
-        for row, token in enumerate(usable):
-            self.bytes_NL[row, : self.lengths_N[row]] = np.frombuffer(token_bytes[token], dtype=np.uint8)
+        for row, (_, text) in enumerate(usable):
+            self.bytes_NL[row, : len(text)] = np.frombuffer(text, dtype=np.uint8)
 
-    @lru_cache(maxsize=64)  # noqa: B019  (a vocabulary lives as long as its model)
+    @lru_cache(maxsize=64)  # noqa: B019  (a compiler lives as long as its model)
     def compile(self, pattern: str) -> TokenAutomaton:
-        """The automaton of a regex over these tokens."""
-        next_Q256, ends_Q, begin = regex_dfa.compile_dfa(pattern)
-        if (work := len(next_Q256) * len(self.tokens_N)) > MOST_WORK:
+        """The token automaton of a regular expression."""
+        dfa = regex_dfa.compile_dfa(pattern)
+        states = len(dfa.accepting_Q)
+        work = states * len(self.tokens_N)
+        if work > MAX_WORK:
             raise PatternError(
-                f"the pattern has {len(next_Q256):,} states and the vocabulary {len(self.tokens_N):,} tokens: "
-                f"{work:,} steps to look at, at most {MOST_WORK:,} can be"
+                f"the pattern has {states:,} states and the vocabulary {len(self.tokens_N):,} tokens: "
+                f"{work:,} transitions to compute, at most {MAX_WORK:,} are supported: make it simpler"
             )
-        classes_V, table = self._classes(next_Q256, ends_Q)
-        if len(table) > MOST_STEPS:
-            raise PatternError(f"the pattern has {len(table):,} steps, at most {MOST_STEPS:,} can be held: make it simpler")
-        pairs_R2, pair_E = np.unique(table[:, :2], axis=0, return_inverse=True)
-        order_E = np.argsort(pair_E.ravel(), kind="stable")
-        pairs = pairs_R2[:, 0], pairs_R2[:, 1], pair_E.ravel()[order_E], table[order_E, 2]
-        found = TokenAutomaton(pattern, self.stops, begin, classes_V, *pairs, np.append(ends_Q, True))
-        if found.distance_Q[begin] >= FAR:
+        classes_V, edges_E3 = self._classify_tokens(dfa)
+        if len(edges_E3) > MAX_EDGES:
+            raise PatternError(
+                f"the pattern has {len(edges_E3):,} transitions, at most {MAX_EDGES:,} are supported: make it simpler"
+            )
+        pairs_R2, pair_E = np.unique(edges_E3[:, :2], axis=0, return_inverse=True)
+        pair_E = pair_E.ravel()
+        order_E = np.argsort(pair_E, kind="stable")
+        automaton = TokenAutomaton(
+            pattern=pattern,
+            stops=self.stops,
+            start=dfa.start,
+            classes_V=classes_V,
+            from_R=pairs_R2[:, 0],
+            to_R=pairs_R2[:, 1],
+            pair_E=pair_E[order_E],
+            class_E=edges_E3[order_E, 2],
+            final_Q=np.append(dfa.accepting_Q, True),
+        )
+        if automaton.distance_Q[dfa.start] >= UNREACHABLE:
             raise PatternError(f"no text of this vocabulary matches {pattern!r}")
-        return found
+        return automaton
 
-    def walk(self, next_Q256: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Where tokens (rows of this vocabulary) lead from every state, [Q, rows]; 0 where they do not fit."""
-        state_QN = np.repeat(np.arange(len(next_Q256), dtype=np.int32)[:, None], len(rows), axis=1)
-        for at in range(int(self.lengths_N[rows].max(initial=0))):
-            going = np.flatnonzero(self.lengths_N[rows] > at)
-            state_QN[:, going] = next_Q256[state_QN[:, going], self.bytes_NL[rows[going], at]]
+    def _walk_tokens(self, transitions_Q256: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The state after each token (a row of `bytes_NL`) from every state, [Q, rows]; 0 where the token does not fit."""
+        state_QN = np.repeat(np.arange(len(transitions_Q256), dtype=np.int32)[:, None], len(rows), axis=1)
+        for position in range(int(self.lengths_N[rows].max(initial=0))):
+            longer = np.flatnonzero(self.lengths_N[rows] > position)
+            state_QN[:, longer] = transitions_Q256[state_QN[:, longer], self.bytes_NL[rows[longer], position]]
         return state_QN
 
-    def _classes(self, next_Q256: np.ndarray, ends_Q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that act alike, by a hash of all they do, classes_V; and rows (from, to, class)."""
-        states, marks = len(next_Q256), []
-        lots_Q = np.random.default_rng(0).integers(1, 2**63, size=(states,), dtype=np.uint64) | 1
+    def _classify_tokens(self, dfa: DFA) -> tuple[np.ndarray, np.ndarray]:
+        """The class of every token, classes_V, and edges_E3 with columns from, to, class.
+
+        Tokens are in the same class if a 64-bit hash of all their transitions is the same; hash 0 means no transition.
+        """
+        states = len(dfa.accepting_Q)
+        factors_Q = np.random.default_rng(0).integers(1, 2**63, size=(states,), dtype=np.uint64) | 1
+        hashes = [np.zeros(0, dtype=np.uint64)]
         with np.errstate(over="ignore"):
-            for some in np.array_split(np.arange(len(self.tokens_N)), 1 + states * len(self.tokens_N) // AT_ONCE):
-                to = self.walk(next_Q256, some).astype(np.uint64)
-                marks.append((_mixed(to * lots_Q[:, None]) * (to > 0)).sum(axis=0, dtype=np.uint64))
-        mark_N = np.concatenate(marks) if marks else np.zeros(0, dtype=np.uint64)
-        _, first, kind_N = np.unique(mark_N, return_index=True, return_inverse=True)
-        kind_N = np.where(mark_N == 0, 0, kind_N.ravel() + 1)
-        kinds, kind_N = np.unique(np.append(kind_N, 0), return_inverse=True)
-        first = first[kinds[1:] - 1]
+            for rows in np.array_split(np.arange(len(self.tokens_N)), 1 + states * len(self.tokens_N) // CHUNK):
+                target_QN = self._walk_tokens(dfa.transitions_Q256, rows).astype(np.uint64)
+                hashes.append((_mix_bits(target_QN * factors_Q[:, None]) * (target_QN > 0)).sum(axis=0, dtype=np.uint64))
+        hash_N = np.concatenate(hashes)
+        _, first_row, class_N = np.unique(hash_N, return_index=True, return_inverse=True)
+        class_N = np.where(hash_N == 0, 0, class_N.ravel() + 1)
+        class_names, class_N = np.unique(np.append(class_N, 0), return_inverse=True)  # renumbers: class 0 always exists
+        first_row = first_row[class_names[1:] - 1]
+        stop_class = len(class_names)
         classes_V = np.zeros(self.size, dtype=np.int64)
-        classes_V[self.tokens_N] = kind_N.ravel()[:-1]
-        stop = len(kinds)
-        classes_V[list(self.stops)] = stop
-        to_QK = self.walk(next_Q256, first)
-        start, column = np.nonzero(to_QK)
-        table = [np.stack([start, to_QK[start, column], column + 1], axis=1)]
-        final = np.append(np.flatnonzero(ends_Q), states)  # from a match to the end, and from the end to the end
-        table.append(np.stack([final, np.full(len(final), states), np.full(len(final), stop)], axis=1))
-        return classes_V, np.concatenate(table)
+        classes_V[self.tokens_N] = class_N.ravel()[:-1]
+        classes_V[list(self.stops)] = stop_class
+        target_QK = self._walk_tokens(dfa.transitions_Q256, first_row)
+        source, column = np.nonzero(target_QK)
+        text_edges = np.stack([source, target_QK[source, column], column + 1], axis=1)
+        # A stop token leads from the end of a match to the state behind it, and from there to itself.
+        stop_sources = np.append(np.flatnonzero(dfa.accepting_Q), states)
+        stop_edges = np.stack(
+            [stop_sources, np.full(len(stop_sources), states), np.full(len(stop_sources), stop_class)], axis=1
+        )
+        return classes_V, np.concatenate([text_edges, stop_edges])
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
+def _mix_bits(x: np.ndarray) -> np.ndarray:
+    """The finalizer of splitmix64, shortened."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     return x ^ (x >> np.uint64(27))
 
@@ -191,125 +222,145 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class CanvasAutomaton:
-    """A pattern where a canvas begins."""
+    """A token automaton on one canvas."""
 
     automaton: TokenAutomaton
-    state: int
-    room: int  # positions of the canvas that belong to the answer
-    ends_Q: np.ndarray  # where they may lead to
+    state: int  # at the first position of the canvas
+    room: int  # the number of canvas positions that belong to the answer
+    ends_Q: np.ndarray  # the states in which the canvas may end
 
     def forward_backward_viterbi(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The logarithm of how much matching text goes through each class, weights_CK; and the likeliest text, ids_C.
+        """log_weights_CK, and the most probable matching text, ids_C. Takes the logits of the first `room` positions.
 
-        Takes the logits of the positions that count. weights_CK added to the logits of the classes' tokens gives the
-        marginals of matching texts, up to a constant.
+        Adding a class's log weight to the logits of its tokens gives the marginals of the matching texts, up to a constant.
         """
-        one = self.automaton
-        logits_CV, held_K = self._sorted(logits_CV)
-        begins, sizes = one.tokens_by_class[1][held_K], one.sizes_K[held_K]
-        sums_CK = np.zeros((len(logits_CV), len(held_K)))
+        automaton = self.automaton
+        logits_CV, nonempty_K = self._sort_by_class(logits_CV)
+        starts = automaton.tokens_by_class[1][nonempty_K]
+        sizes = automaton.sizes_K[nonempty_K]
+        sums_CK = np.zeros((len(logits_CV), len(nonempty_K)))
         best_CK = np.full(sums_CK.shape, -np.inf, dtype=np.float32)
-        best_CK[:, held_K] = tops_CK = np.maximum.reduceat(logits_CV, begins, axis=1)
-        near_CV = torch.from_numpy(logits_CV - np.repeat(tops_CK, sizes, axis=1)).exp_().numpy()  # of a class's best
-        below_CK = (tops_CK - tops_CK.max(axis=1, keepdims=True)).astype(np.float64)
-        # However cold, what is not forbidden keeps a chance: it may be all that matches.
-        chance_CK = np.where(below_CK < IMPOSSIBLE, 0.0, np.exp(np.maximum(below_CK, FAINTEST)))
-        sums_CK[:, held_K] = np.add.reduceat(near_CV, begins, axis=1, dtype=np.float64) * chance_CK
-        steps_CR = np.add.reduceat(sums_CK[:, one.class_E], one.edge_starts_R, axis=1)
-        live = self._live(steps_CR > 0)
+        top_CK = np.maximum.reduceat(logits_CV, starts, axis=1)
+        best_CK[:, nonempty_K] = top_CK
+        relative_CV = torch.from_numpy(logits_CV - np.repeat(top_CK, sizes, axis=1)).exp_().numpy()  # to the class's best
+        below_CK = (top_CK - top_CK.max(axis=1, keepdims=True)).astype(np.float64)
+        # At any temperature, a token that is not forbidden keeps some probability: it may be the only one that matches.
+        top_prob_CK = np.where(below_CK < FORBIDDEN, 0.0, np.exp(np.maximum(below_CK, MIN_LOG_PROB)))
+        sums_CK[:, nonempty_K] = np.add.reduceat(relative_CV, starts, axis=1, dtype=np.float64) * top_prob_CK
+        weights_CR = np.add.reduceat(sums_CK[:, automaton.class_E], automaton.edge_starts_R, axis=1)
+        live = self._find_live_states(weights_CR > 0)
         if not live[0][self.state]:
             raise self.no_match_error()
-        through_CR = self._through(steps_CR, live)
-        pairs_E, used, first = one.pairs_by_class
-        weights_CK = np.zeros_like(sums_CK)
-        weights_CK[:, used] = np.add.reduceat(through_CR[:, pairs_E], first, axis=1)
+        through_CR = self._run_forward_backward(weights_CR, live)
+        pairs_E, classes, starts = automaton.pairs_by_class
+        through_CK = np.zeros_like(sums_CK)
+        through_CK[:, classes] = np.add.reduceat(through_CR[:, pairs_E], starts, axis=1)
         with np.errstate(divide="ignore"):
-            return np.log(weights_CK), self._likeliest(logits_CV, best_CK, live)
+            return np.log(through_CK), self._run_viterbi(logits_CV, best_CK, live)
 
     def accepts(self, ids: Sequence[int]) -> bool:
-        """Whether a canvas is the beginning of an answer that matches."""
+        """Whether a canvas with these tokens can begin a matching answer."""
         try:
             return bool(self.ends_Q[self.automaton.advance(self.state, ids[: self.room])])
         except PatternError:
             return False
 
     def no_match_error(self) -> PatternError:
-        """What is said when no text of the canvas matches."""
+        """The error for a canvas on which no text matches."""
         return PatternError(f"no text of this length can match {self.automaton.pattern!r} here")
 
-    def _sorted(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Logits in the order of the classes, and which classes have any token."""
-        order_V, held_K = self.automaton.tokens_by_class[0], self.automaton.sizes_K > 0
-        return torch.from_numpy(logits_CV).index_select(1, torch.from_numpy(order_V)).numpy(), held_K
-
     def log_match_probability(self, logits_CV: np.ndarray) -> float:
-        """The logarithm of the probability that a text drawn position by position matches."""
-        one = self.automaton
-        logits_CV, held_K = self._sorted(logits_CV[: self.room])
+        """The log probability that a text matches if every position is sampled on its own."""
+        automaton = self.automaton
+        logits_CV, nonempty_K = self._sort_by_class(logits_CV[: self.room])
         logs_CV = torch.from_numpy(logits_CV).double().log_softmax(dim=1).numpy()
-        sums_CK = np.full((len(logs_CV), len(held_K)), -np.inf)
-        sums_CK[:, held_K] = np.logaddexp.reduceat(logs_CV, one.tokens_by_class[1][held_K], axis=1)
-        score_Q = np.full(one.states, -np.inf)
+        logs_CK = np.full((len(logs_CV), len(nonempty_K)), -np.inf)
+        logs_CK[:, nonempty_K] = np.logaddexp.reduceat(logs_CV, automaton.tokens_by_class[1][nonempty_K], axis=1)
+        from_E = automaton.from_R[automaton.pair_E]
+        to_E = automaton.to_R[automaton.pair_E]
+        score_Q = np.full(automaton.states, -np.inf)
         score_Q[self.state] = 0.0
-        for sums_K in sums_CK:
-            now_Q = np.full(one.states, -np.inf)
-            np.logaddexp.at(now_Q, one.to_R[one.pair_E], score_Q[one.from_R[one.pair_E]] + sums_K[one.class_E])
-            score_Q = now_Q
+        for logs_K in logs_CK:
+            next_Q = np.full(automaton.states, -np.inf)
+            np.logaddexp.at(next_Q, to_E, score_Q[from_E] + logs_K[automaton.class_E])
+            score_Q = next_Q
         return float(np.logaddexp.reduce(score_Q[self.ends_Q]))
 
-    def _live(self, can_CR: np.ndarray) -> np.ndarray:
-        """From which states a match can still be reached, [C + 1, Q]; the first position first."""
-        one = self.automaton
-        live = np.zeros((len(can_CR) + 1, one.states), dtype=bool)
+    def _sort_by_class(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Logits with the tokens sorted by class, and which classes have tokens."""
+        order_V = torch.from_numpy(self.automaton.tokens_by_class[0])
+        return torch.from_numpy(logits_CV).index_select(1, order_V).numpy(), self.automaton.sizes_K > 0
+
+    def _find_live_states(self, possible_CR: np.ndarray) -> np.ndarray:
+        """The states from which a match can still be reached, [C + 1, Q], by position."""
+        automaton = self.automaton
+        live = np.zeros((len(possible_CR) + 1, automaton.states), dtype=bool)
         live[-1] = self.ends_Q
-        for at in range(len(can_CR) - 1, -1, -1):
-            live[at][one.from_R[can_CR[at] & live[at + 1].take(one.to_R)]] = True
+        for position in range(len(possible_CR) - 1, -1, -1):
+            usable_R = possible_CR[position] & live[position + 1].take(automaton.to_R)
+            live[position][automaton.from_R[usable_R]] = True
         return live
 
-    def _through(self, steps_CR: np.ndarray, live: np.ndarray) -> np.ndarray:
-        """How much matching text goes through each pair at each position, but for the step's own probability."""
-        one, before = self.automaton, np.zeros(live.shape)
-        before[0][self.state] = 1.0
-        for at, steps_R in enumerate(steps_CR):
-            now = np.bincount(one.to_R, before[at].take(one.from_R) * steps_R, one.states) * live[at + 1]
-            before[at + 1] = now / np.add.reduce(now)
-        came, behind = before > 0, np.zeros(live.shape)
-        behind[-1] = live[-1] & came[-1]
-        for at in range(len(steps_CR) - 1, -1, -1):
-            now = np.bincount(one.from_R, behind[at + 1].take(one.to_R) * steps_CR[at], one.states) * came[at]
-            behind[at] = now / np.maximum.reduce(now)
-        return before[:-1].take(one.from_R, axis=1) * behind[1:].take(one.to_R, axis=1)
+    def _run_forward_backward(self, weights_CR: np.ndarray, live: np.ndarray) -> np.ndarray:
+        """The probability mass of matching texts through each pair at each position, without the pair's own weight."""
+        automaton = self.automaton
+        forward = np.zeros(live.shape)
+        forward[0][self.state] = 1.0
+        for position, weights_R in enumerate(weights_CR):
+            mass_R = forward[position].take(automaton.from_R) * weights_R
+            mass_Q = np.bincount(automaton.to_R, mass_R, automaton.states) * live[position + 1]
+            forward[position + 1] = mass_Q / np.add.reduce(mass_Q)
+        reached = forward > 0
+        backward = np.zeros(live.shape)
+        backward[-1] = live[-1] & reached[-1]
+        for position in range(len(weights_CR) - 1, -1, -1):
+            mass_R = backward[position + 1].take(automaton.to_R) * weights_CR[position]
+            mass_Q = np.bincount(automaton.from_R, mass_R, automaton.states) * reached[position]
+            backward[position] = mass_Q / np.maximum.reduce(mass_Q)
+        return forward[:-1].take(automaton.from_R, axis=1) * backward[1:].take(automaton.to_R, axis=1)
 
-    def _likeliest(self, logits_CV: np.ndarray, best_CK: np.ndarray, live: np.ndarray) -> np.ndarray:
-        """Viterbi: the most probable text that matches. Logits in the order of the classes."""
-        one, count = self.automaton, len(logits_CV)
-        order_R, targets, first = one.pairs_by_target
-        each_CR = np.maximum.reduceat(best_CK[:, one.class_E], one.edge_starts_R, axis=1)[:, order_R]
-        from_R, scores = one.from_R[order_R], np.full((count + 1, one.states), -np.inf)
+    # 3. Viterbi
+
+    def _run_viterbi(self, logits_CV: np.ndarray, best_CK: np.ndarray, live: np.ndarray) -> np.ndarray:
+        """The tokens of the most probable matching text. Logits are sorted by class."""
+        automaton = self.automaton
+        count = len(logits_CV)
+        order_R, targets, starts = automaton.pairs_by_target
+        best_CR = np.maximum.reduceat(best_CK[:, automaton.class_E], automaton.edge_starts_R, axis=1)[:, order_R]
+        from_R = automaton.from_R[order_R]
+        scores = np.full((count + 1, automaton.states), -np.inf)
         scores[0][self.state] = 0.0
-        dead = np.where(live, 0.0, -np.inf)
-        for at in range(count):
-            scores[at + 1][targets] = np.maximum.reduceat(scores[at].take(from_R) + each_CR[at], first)
-            scores[at + 1] += dead[at + 1]
-        bounds = dict(zip(targets.tolist(), pairwise([*first.tolist(), len(order_R)]), strict=True))
-        pairs, state = np.empty(count, dtype=np.int64), int(np.argmax(np.where(self.ends_Q, scores[-1], -np.inf)))
-        for at in range(count - 1, -1, -1):
-            low, high = bounds[state]
+        dead_penalty = np.where(live, 0.0, -np.inf)
+        for position in range(count):
+            candidates_R = scores[position].take(from_R) + best_CR[position]
+            scores[position + 1][targets] = np.maximum.reduceat(candidates_R, starts)
+            scores[position + 1] += dead_penalty[position + 1]
+        pairs_of_target = dict(zip(targets.tolist(), pairwise([*starts.tolist(), len(order_R)]), strict=True))
+        pairs_C = np.empty(count, dtype=np.int64)
+        state = int(np.argmax(np.where(self.ends_Q, scores[-1], -np.inf)))
+        for position in range(count - 1, -1, -1):
+            low, high = pairs_of_target[state]
             if high - low > 1:
-                low += int((scores[at].take(from_R[low:high]) + each_CR[at, low:high]).argmax())
-            pairs[at], state = order_R[low], int(from_R[low])
-        return self._spelled(pairs, logits_CV, best_CK)
+                low += int((scores[position].take(from_R[low:high]) + best_CR[position, low:high]).argmax())
+            pairs_C[position] = order_R[low]
+            state = int(from_R[low])
+        return self._pick_tokens(pairs_C, logits_CV, best_CK)
 
-    def _spelled(self, pairs_C: np.ndarray, logits_CV: np.ndarray, best_CK: np.ndarray) -> np.ndarray:
-        """The likeliest token that makes each of these steps."""
-        one, ids_C = self.automaton, np.zeros(len(pairs_C), dtype=np.int64)
-        order_V, bounds_K = one.tokens_by_class
-        last_R = np.append(one.edge_starts_R, len(one.pair_E))
-        for at, (first, end) in enumerate(zip(last_R[pairs_C].tolist(), last_R[pairs_C + 1].tolist(), strict=True)):
-            kind = one.class_E[first]
+    def _pick_tokens(self, pairs_C: np.ndarray, logits_CV: np.ndarray, best_CK: np.ndarray) -> np.ndarray:
+        """The most probable token for each of these transitions."""
+        automaton = self.automaton
+        order_V, bounds_K = automaton.tokens_by_class
+        edge_bounds = np.append(automaton.edge_starts_R, len(automaton.pair_E))
+        first_edges = edge_bounds[pairs_C].tolist()
+        end_edges = edge_bounds[pairs_C + 1].tolist()
+        ids_C = np.zeros(len(pairs_C), dtype=np.int64)
+        for position, (first, end) in enumerate(zip(first_edges, end_edges, strict=True)):
+            token_class = automaton.class_E[first]
             if end - first > 1:
-                kinds = one.class_E[first:end]
-                kind = kinds[best_CK[at].take(kinds).argmax()]
-            begin, size = bounds_K[kind], one.sizes_K[kind]
-            ids_C[at] = order_V[begin + (logits_CV[at, begin : begin + size].argmax() if size > 1 else 0)]
+                classes = automaton.class_E[first:end]
+                token_class = classes[best_CK[position].take(classes).argmax()]
+            begin = bounds_K[token_class]
+            size = automaton.sizes_K[token_class]
+            offset = logits_CV[position, begin : begin + size].argmax() if size > 1 else 0
+            ids_C[position] = order_V[begin + offset]
         return ids_C

@@ -58,8 +58,11 @@ class ChatParser:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        named_ids = {tokenizer.vocabulary.token_to_id(name): name for name in (CHANNEL_START, CHANNEL_END, *CALL_TOKENS)}
-        self._special_tokens = {**tokenizer.special_tokens, **named_ids}
+        self._special_tokens = dict(tokenizer.special_tokens)
+        for name in (CHANNEL_START, CHANNEL_END, *CALL_TOKENS):  # even if the vocabulary does not flag them as special
+            token = tokenizer.vocabulary.token_to_id(name)
+            if token is not None:
+                self._special_tokens[token] = name
         self._decoder = Decoder(tokenizer, keep_special=True)
         self._text = _StrippedText()
         self._reasoning = _Reasoning()
