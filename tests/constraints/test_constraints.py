@@ -12,7 +12,7 @@ def canvas(constraints: list[Constraints], block: int = 0):
     return build_canvas_constraints(constraints, block, 4, 10, STOPS, "cpu")
 
 
-def test_no_rules_cost_nothing():
+def test_no_constraints_make_no_tensors():
     assert canvas([Constraints(), Constraints()]) is None
 
 
@@ -24,20 +24,20 @@ def test_pins_land_on_their_canvas():
     assert canvas(constraints).apply_pins(ids).tolist() == [[0, 7, 0, 0], [0, 0, 0, 0]]
 
 
-def test_shaping_makes_pins_certain_and_the_forbidden_impossible():
+def test_masked_logits_make_pins_certain_and_forbidden_tokens_impossible():
     logits = torch.randn(2, 4, 10)
-    shaped = canvas([Constraints(pins={2: 7}, forbidden=(3,)), Constraints(forbidden=(9,))]).mask_logits(logits)
-    probs = shaped.softmax(-1)
+    masked = canvas([Constraints(pins={2: 7}, forbidden=(3,)), Constraints(forbidden=(9,))]).mask_logits(logits)
+    probs = masked.softmax(-1)
     assert probs[0, 2].tolist() == [0.0] * 7 + [1.0] + [0.0] * 2
     assert (probs[0, :, 3] == 0).all()
     assert (probs[1, :, 9] == 0).all()
     assert (probs[1, :, 3] > 0).all()
     untouched = [i for i in range(10) if i not in (1, 5, 3)]
-    assert torch.equal(shaped[0, 0, untouched], logits[0, 0, untouched])
+    assert torch.equal(masked[0, 0, untouched], logits[0, 0, untouched])
 
 
 def test_a_stop_token_may_not_cut_off_a_pin():
-    """Row 0 has a pin on the second canvas: nothing before it may end the text, and what follows may."""
+    """Row 0 has a pin on the second canvas: no position before the pin may hold a stop token, positions behind it may."""
     constraints = [Constraints(pins={5: 7}), Constraints()]
     first, second = (canvas(constraints, block).mask_logits(torch.zeros(2, 4, 10)) for block in (0, 1))
     assert (first[0][:, list(STOPS)] == NEVER).all()
@@ -61,6 +61,6 @@ def test_a_stop_token_may_not_cut_off_a_pin():
         (lambda: Constraints(forbidden=tuple(range(10))).validate(10, 8, STOPS), "every token"),
     ],
 )
-def test_impossible_rules_are_refused(make, words):
+def test_impossible_constraints_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()

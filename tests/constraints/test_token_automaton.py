@@ -1,10 +1,12 @@
-"""What is written under a pattern matches it, always; the marginals are those of all matching texts, counted one by one."""
+"""Constrained answers always match their pattern; marginals equal those of all matching texts, enumerated one by one."""
 
+import calendar
 import itertools
 import json
 import random
 import re
 from dataclasses import replace
+from datetime import date
 
 import jsonschema
 import numpy as np
@@ -14,21 +16,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from redraft.config import SamplerConfig
 from redraft.constraints import json_schema, regex_dfa
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.regex_dfa import PatternError
 from redraft.constraints.token_automaton import AutomatonCompiler, CanvasAutomaton
 from redraft.diffusion.generate import Committed, generate
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
-from redraft.writer import Writer
+from redraft.writer import Writer, cut_at_stop
 
 SMALL = replace(tiny.BASE, layer_types=("full_attention",), hidden_size=16, canvas_length=8)
 WRITER = Writer(tiny.decided(SMALL), tiny.byte_tokenizer(), tiny.sampler(canvas_length=8))
 ALPHABET = "ab1 é"
 
 
-def tried(function, *arguments, **options):
-    """What it returns, or the sentence with which it refuses."""
+def call_or_error(function, *arguments, **options):
+    """The function's result and no message, or no result and the message of its error."""
     try:
         return function(*arguments, **options), ""
     except ValueError as error:
@@ -51,15 +54,16 @@ def random_pattern(rng: random.Random, depth: int = 3) -> str:
 
 
 def accepts(pattern: str, text: str) -> bool:
-    following, ends, state = regex_dfa.compile_dfa(pattern)
+    dfa = regex_dfa.compile_dfa(pattern)
+    state = dfa.start
     for byte in text.encode():
-        state = following[state, byte]
-    return bool(ends[state])
+        state = dfa.transitions_Q256[state, byte]
+    return bool(dfa.accepting_Q[state])
 
 
 @settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), texts=st.lists(st.text(ALPHABET + "\n😀Z", max_size=5), max_size=12))
-def test_a_table_accepts_what_python_accepts(seed, texts):
+def test_a_dfa_accepts_what_python_accepts(seed, texts):
     pattern = random_pattern(random.Random(seed))
     for text in texts:
         assert accepts(pattern, text) == bool(re.fullmatch(pattern, text)), (pattern, text)
@@ -81,29 +85,29 @@ def test_a_table_accepts_what_python_accepts(seed, texts):
         ("(?P<year>[0-9]{4})", ["2026"], ["26"]),
     ],
 )
-def test_what_people_write(pattern, good, bad):
+def test_common_patterns(pattern, good, bad):
     assert all(accepts(pattern, text) and re.fullmatch(pattern, text) for text in good)
     assert not any(accepts(pattern, text) or re.fullmatch(pattern, text) for text in bad)
 
 
-SPELLED = [None, None, b"a", b"b", b"ab", b"1", b"\xc3", b"\xa9"]
-WORDS = AutomatonCompiler(SPELLED, [1])
+TOKEN_BYTES = [None, None, b"a", b"b", b"ab", b"1", b"\xc3", b"\xa9"]
+COMPILER = AutomatonCompiler(TOKEN_BYTES, [1])
 
 
 def matching(pattern: str, room: int) -> list[tuple[int, ...]]:
-    """All token sequences of a canvas whose first `room` tokens are a match, with stop tokens behind it or to the end."""
-    found = []
-    for ids in itertools.product(range(len(SPELLED)), repeat=room):
+    """All sequences of `room` tokens that are a match, or a match and then stop tokens to the end."""
+    sequences = []
+    for ids in itertools.product(range(len(TOKEN_BYTES)), repeat=room):
         end = ids.index(1) if 1 in ids else room
-        if any(token != 1 for token in ids[end:]) or any(SPELLED[token] is None for token in ids[:end]):
+        if any(token != 1 for token in ids[end:]) or any(TOKEN_BYTES[token] is None for token in ids[:end]):
             continue
         try:
-            text = b"".join(SPELLED[token] for token in ids[:end]).decode()
+            text = b"".join(TOKEN_BYTES[token] for token in ids[:end]).decode()
         except UnicodeDecodeError:
             continue
         if re.fullmatch(pattern, text):
-            found.append(ids)
-    return found
+            sequences.append(ids)
+    return sequences
 
 
 @pytest.mark.parametrize(
@@ -111,71 +115,93 @@ def matching(pattern: str, room: int) -> list[tuple[int, ...]]:
 )
 @pytest.mark.parametrize("room", [1, 2, 4])
 def test_marginals_are_those_of_all_matching_texts(pattern, room):
-    automaton = WORDS.compile(pattern)
-    logits = np.random.default_rng(room).normal(size=(room, len(SPELLED))).astype(np.float32) * 3
+    automaton = COMPILER.compile(pattern)
+    logits = np.random.default_rng(room).normal(size=(room, len(TOKEN_BYTES))).astype(np.float32) * 3
     texts = matching(pattern, room)
-    page = Constraints(automaton=automaton).canvas_automaton(automaton.start, 0, room, room)
+    canvas = Constraints(automaton=automaton).canvas_automaton(automaton.start, 0, room, room)
     if not texts:
         with pytest.raises(PatternError, match="no text of this length"):
-            page.forward_backward_viterbi(logits)
+            canvas.forward_backward_viterbi(logits)
         return
     probs = np.exp(logits.astype(np.float64))
     weight = {ids: np.prod([probs[at, token] for at, token in enumerate(ids)]) for ids in texts}
     expected = np.zeros_like(probs)
     for ids, share in weight.items():
         expected[np.arange(room), ids] += share
-    weights, best = page.forward_backward_viterbi(logits)
-    mine = probs * np.exp(weights)[:, automaton.classes_V]
-    assert np.allclose(mine / mine.sum(axis=1, keepdims=True), expected / expected.sum(axis=1, keepdims=True), atol=1e-9)
+    weights, best = canvas.forward_backward_viterbi(logits)
+    marginals = probs * np.exp(weights)[:, automaton.classes_V]
+    marginals /= marginals.sum(axis=1, keepdims=True)
+    assert np.allclose(marginals, expected / expected.sum(axis=1, keepdims=True), atol=1e-9)
     assert weight[tuple(best.tolist())] == pytest.approx(max(weight.values()), rel=1e-6)
     share = sum(weight.values()) / np.prod(probs.sum(axis=1))
-    assert page.log_match_probability(logits) == pytest.approx(np.log(share), abs=1e-5)
+    assert canvas.log_match_probability(logits) == pytest.approx(np.log(share), abs=1e-5)
 
 
-def test_a_faint_match_is_found():
-    """The likeliest beginning leads nowhere, and what matches is a hundred orders of magnitude less likely."""
-    automaton = WORDS.compile("b{6}1")
-    logits = np.zeros((8, len(SPELLED)), dtype=np.float32)
+def test_a_very_improbable_match_is_found():
+    """The most probable first token leads to no match; the match is a hundred orders of magnitude less probable."""
+    automaton = COMPILER.compile("b{6}1")
+    logits = np.zeros((8, len(TOKEN_BYTES)), dtype=np.float32)
     logits[:, 2] = 75.0
     _, best = Constraints(automaton=automaton).canvas_automaton(automaton.start, 0, 8, 8).forward_backward_viterbi(logits)
     assert best.tolist() == [3] * 6 + [5, 1]
 
 
+def write_batch(requests: list[tuple[SamplerConfig, int, Constraints]]) -> list[str]:
+    """The texts of several answers that the engine generates in one batch."""
+    prompt = WRITER.tokenizer.encode_prompt("a")
+    added = [WRITER.engine.add(prompt, cfg, seed=seed, constraints=constraints) for cfg, seed, constraints in requests]
+    finished = WRITER.engine.run(added)
+    texts = []
+    for request, (cfg, _, _) in zip(added, requests, strict=True):
+        ids, _ = cut_at_stop(finished[request].ids_BT[0].tolist(), cfg, cfg.max_new_tokens)
+        texts.append(WRITER.tokenizer.decode(ids))
+    return texts
+
+
+def prepare(cfg: SamplerConfig, constraints: Constraints, pattern: str) -> Constraints:
+    """The constraints with a pattern, or the error with which a Writer refuses them."""
+    constrained = replace(constraints, automaton=WRITER.automaton_compiler.compile(pattern))
+    constrained.validate(tiny.VOCAB, cfg.max_new_tokens, cfg.eos_token_ids)
+    return constrained
+
+
 @pytest.mark.parametrize("block", range(8))
 def test_two_thousand_random_patterns_are_matched(block):
-    """On one page or on several, cut off by the length or not; with pins now and then."""
-    rng, done = random.Random(block), 0
-    while done < 250:
+    """On one canvas or several, cut off by the length or not, some with a pin. 50 answers share a batch."""
+    rng = random.Random(block)
+    patterns: list[str] = []
+    requests: list[tuple[SamplerConfig, int, Constraints]] = []
+    while len(requests) < 250:
         pattern = rng.choice(["", "", "", "(?i)"]) + random_pattern(rng)
-        room, steps = rng.randrange(4, 25), rng.choice([1, 1, 2, 3])
+        room = rng.randrange(4, 25)
+        steps = rng.choice([1, 1, 2, 3])
         pins = {rng.randrange(room): rng.randrange(tiny.VOCAB)} if rng.random() < 0.2 else {}
-        options = {
-            "max_tokens": room,
-            "max_steps": steps,
-            "t_min": rng.choice([0.0, 0.4]),
-            "constraints": Constraints(pins=pins),
-        }
-        answer, refused = tried(WRITER.write, "a", regex=pattern, seed=done, **options)
-        if answer is None:  # too long a match, or one that does not have the pin
+        cfg = WRITER.sampler.changed(max_new_tokens=room, max_steps=steps, t_min=rng.choice([0.0, 0.4]))
+        constraints, error = call_or_error(prepare, cfg, Constraints(pins=pins), pattern)
+        if constraints is None:  # the shortest match is too long, or no match has the pin
             expected = (
                 "tokens, the answer may have",
                 "without regard to case",
                 "cannot be pinned",
                 "has these pins matches",
             )
-            assert any(words in refused for words in expected), (pattern, refused)
+            assert any(words in error for words in expected), (pattern, error)
             continue
-        assert re.fullmatch(pattern, answer.text), (pattern, answer.text)
-        done += 1
+        patterns.append(pattern)
+        requests.append((cfg, len(requests), constraints))
+    for begin in range(0, 250, 50):
+        texts = write_batch(requests[begin : begin + 50])
+        for pattern, text in zip(patterns[begin : begin + 50], texts, strict=True):
+            assert re.fullmatch(pattern, text), (pattern, text)
 
 
-def test_a_cold_page_still_matches():
+def test_an_answer_at_a_low_temperature_matches():
     answer = WRITER.write("a", regex="[0-9]{3}", t_min=0.0, t_max=0.01, max_tokens=8, max_steps=4, seed=1)
     assert re.fullmatch("[0-9]{3}", answer.text)
 
 
 def test_a_pattern_that_fails_on_the_way_ends_its_own_request_only(monkeypatch):
-    """It cannot happen, as far as we know; if it does, nobody else notices."""
+    """No pattern is known to fail while an answer is generated; if one does, other requests go on."""
     words, cfg, prompt = (
         WRITER.automaton_compiler,
         WRITER.sampler.changed(max_new_tokens=8),
@@ -224,19 +250,64 @@ def random_schema(rng: random.Random, depth: int = 2):
 
 @pytest.mark.parametrize("block", range(4))
 def test_a_thousand_schema_answers_are_valid(block):
-    rng, done = random.Random(block), 0
-    while done < 250:
+    """50 answers share a batch."""
+    rng = random.Random(block)
+    cfg = WRITER.sampler.changed(max_new_tokens=128, canvas_length=64, max_steps=1)
+    schemas: list[dict] = []
+    requests: list[tuple[SamplerConfig, int, Constraints]] = []
+    while len(requests) < 250:
         schema = random_schema(rng)
-        answer, refused = tried(WRITER.write, "a", schema=schema, max_tokens=128, canvas_length=64, max_steps=1, seed=done)
-        if answer is None:
-            assert "tokens, the answer may have" in refused, (schema, refused)
+        constraints, error = call_or_error(prepare, cfg, Constraints(), json_schema.build_regex(schema))
+        if constraints is None:
+            assert "tokens, the answer may have" in error, (schema, error)
             continue
-        jsonschema.validate(json.loads(answer.text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-        done += 1
+        schemas.append(schema)
+        requests.append((cfg, len(requests), constraints))
+    for begin in range(0, 250, 50):
+        texts = write_batch(requests[begin : begin + 50])
+        for schema, text in zip(schemas[begin : begin + 50], texts, strict=True):
+            jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
 
 
-def test_patterns_beside_others_and_pins_and_pages_as_in_generate():
-    """The engine's answers are those of `generate`, in one batch with requests that obey nothing."""
+@pytest.mark.parametrize(
+    ("options", "pattern"), [({"regex": "[0-9]{3}-x*"}, "[0-9]{3}-x*"), ({"choices": ["yes", "no"]}, "yes|no")]
+)
+def test_a_writer_obeys_a_pattern(options, pattern):
+    for seed in range(4):
+        assert re.fullmatch(pattern, WRITER.write("a", max_tokens=12, seed=seed, **options).text)
+
+
+def test_a_writer_obeys_a_schema():
+    schema = {"type": "object", "properties": {"born": {"type": "string", "format": "date"}}, "required": ["born"]}
+    for seed in range(4):
+        answer = WRITER.write("a", schema=schema, max_tokens=40, seed=seed)
+        date.fromisoformat(json.loads(answer.text)["born"])
+
+
+YEARS = (1, 4, 100, 400, 1600, 1700, 1899, 1900, 1904, 1999, 2000, 2023, 2024, 2026, 2100, 2400, 9996, 9999)
+
+
+def test_schema_dates_are_those_of_the_calendar():
+    """Every string YYYY-MM-DD of these years, valid or not, against `datetime`."""
+    pattern = json_schema.FORMATS["date"]
+    match = re.compile(pattern).fullmatch
+    for year, month, day in itertools.product(YEARS, range(14), range(33)):
+        text = f"{year:04}-{month:02}-{day:02}"
+        try:
+            is_date = bool(date(year, month, day))
+        except ValueError:
+            is_date = False
+        assert bool(match(text)) == is_date, text
+        if month in (1, 2, 12) and day > 27:
+            assert accepts(pattern, text) == is_date, text
+            assert accepts(json_schema.FORMATS["date-time"], f"{text}T23:59:59Z") == is_date, text
+    leap_years = [year for year in range(10_000) if match(f"{year:04}-02-29")]
+    assert leap_years == [year for year in range(1, 10_000) if calendar.isleap(year)]
+    assert not match("0000-01-01")
+
+
+def test_a_batch_with_and_without_automata_equals_generate():
+    """The engine's answers equal those of `generate`, over several canvases, with pins, beside unconstrained requests."""
     words, cfg = WRITER.automaton_compiler, WRITER.sampler.changed(max_new_tokens=20, max_steps=3)
     pins = {9: WRITER.tokenizer.encode("7")[0]}
     asked = [
@@ -247,30 +318,29 @@ def test_patterns_beside_others_and_pins_and_pages_as_in_generate():
     ]
     prompt = WRITER.tokenizer.encode_prompt("ab")
     requests = [WRITER.engine.add(prompt, cfg, seed=row, constraints=constraints) for row, constraints in enumerate(asked)]
-    found = WRITER.engine.run(requests)
+    finished = WRITER.engine.run(requests)
     events = list(generate(WRITER.model, [prompt] * 4, cfg, seeds=range(4), constraints=asked))
     for row, request in enumerate(requests):
-        mine, theirs = found[request].ids_BT[0].tolist(), events[-1].ids_BT[row].tolist()
-        assert mine == theirs[: len(mine)]
-    pages = [event for event in events if isinstance(event, Committed)]
-    assert len(pages) == 3
-    text = WRITER.tokenizer.decode(found[requests[2]].ids_BT[0, :20].tolist())
+        ids = finished[request].ids_BT[0].tolist()
+        assert ids == events[-1].ids_BT[row].tolist()[: len(ids)]
+    assert len([event for event in events if isinstance(event, Committed)]) == 3
+    text = WRITER.tokenizer.decode(finished[requests[2]].ids_BT[0, :20].tolist())
     assert re.fullmatch("([0-9]{2}-)+[0-9]{2}", text)
     assert text[9] == "7"
 
 
-def test_every_draft_matches_too():
+def test_every_draft_matches():
     for event in WRITER.stream("a", regex="(ab|cd){2,4}", max_tokens=8, seed=1):
         if hasattr(event, "step"):
             assert re.fullmatch("(ab|cd){2,4}", event.text)
 
 
-def test_decide_adds_up():
-    found = WRITER.decide("a", ["yes", "no", "maybe"])
-    assert sum(found.values()) == pytest.approx(1.0)
-    assert list(found) == ["yes", "no", "maybe"]
-    assert found == WRITER.decide("a", ["yes", "no", "maybe"])
-    assert WRITER.decide("a", ["no", "yes", "maybe"])["no"] == pytest.approx(found["no"])
+def test_probabilities_of_choices_add_up_to_one():
+    probabilities = WRITER.decide("a", ["yes", "no", "maybe"])
+    assert sum(probabilities.values()) == pytest.approx(1.0)
+    assert list(probabilities) == ["yes", "no", "maybe"]
+    assert probabilities == WRITER.decide("a", ["yes", "no", "maybe"])
+    assert WRITER.decide("a", ["no", "yes", "maybe"])["no"] == pytest.approx(probabilities["no"])
 
 
 @pytest.mark.parametrize(
@@ -309,6 +379,7 @@ def test_decide_adds_up():
         ({"schema": {"type": "string", "pattern": "^.$"}}, "matches quotes"),
         ({"schema": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "may overlap; use 'anyOf'"),
         ({"schema": {"allOf": [{"type": "null"}, {"type": "null"}]}}, "'allOf' with 2 parts"),
+        ({"schema": {"oneOf": [{"type": {}}]}}, "has the type {}"),
         ({"schema": {}}, "allows anything; name a type"),
         ({"schema": {"type": "object", "required": ["a"]}}, "requires 'a', which is not among its properties"),
         ({"constraints": Constraints(pins={0: 70}), "regex": "[0-9]+"}, "that has these pins matches"),
@@ -324,7 +395,7 @@ def test_decide_adds_up():
         ({"schema": {"type": "string", "pattern": "^a\\$"}}, "only patterns of the whole text"),
     ],
 )
-def test_what_cannot_be_obeyed_is_one_sentence(options, words):
+def test_an_impossible_constraint_is_refused_in_one_sentence(options, words):
     with pytest.raises(ValueError) as caught:
         WRITER.write("a", max_tokens=16, **options)
     assert words in str(caught.value)
@@ -333,10 +404,10 @@ def test_what_cannot_be_obeyed_is_one_sentence(options, words):
 
 @settings(max_examples=200)
 @given(pattern=st.text(st.sampled_from("ab1[](){}|*+?^$.\\-dwsDWS,é:=!<>P&~"), max_size=12))
-def test_any_pattern_is_a_table_or_one_sentence(pattern):
-    found, refused = tried(regex_dfa.compile_dfa, pattern)
-    assert (found is None) == bool(refused)
-    assert "\n" not in refused
+def test_any_pattern_compiles_or_is_refused_in_one_sentence(pattern):
+    dfa, error = call_or_error(regex_dfa.compile_dfa, pattern)
+    assert (dfa is None) == bool(error)
+    assert "\n" not in error
 
 
 json_values = st.recursive(
@@ -354,26 +425,26 @@ keywords = st.sampled_from(
 
 @settings(max_examples=300)
 @given(schema=st.dictionaries(keywords, json_values | st.sampled_from(list(json_schema.KEYWORDS_OF_TYPE)), max_size=4))
-def test_any_schema_is_a_pattern_or_one_sentence(schema):
-    found, refused = tried(json_schema.build_regex, schema)
-    assert "\n" not in refused
-    assert refused or re.compile(found)
+def test_any_schema_compiles_or_is_refused_in_one_sentence(schema):
+    regex, error = call_or_error(json_schema.build_regex, schema)
+    assert "\n" not in error
+    assert error or re.compile(regex)
 
 
-def test_whole_numbers():
+def test_integers_between():
     for low, high in itertools.product((-130, -10, -9, -1, 0, 1, 8, 99), (-7, 0, 5, 10, 100, 131)):
         if low <= high:
-            found = re.compile(json_schema.integers_between(low, high))
-            assert all(bool(found.fullmatch(str(n))) == (low <= n <= high) for n in range(-200, 200))
-            assert not found.fullmatch("-0")
-            assert not found.fullmatch("01")
+            match = re.compile(json_schema.integers_between(low, high)).fullmatch
+            assert all(bool(match(str(n))) == (low <= n <= high) for n in range(-200, 200))
+            assert not match("-0")
+            assert not match("01")
 
 
-def test_tokens_as_bytes():
-    """Byte-level letters and byte fallback; marks spell nothing."""
-    spelled = WRITER.tokenizer.token_bytes
-    assert spelled[WRITER.tokenizer.encode("é")[0]] == b"\xc3"
-    assert spelled[1] is None
+def test_token_bytes():
+    """Byte-level and byte-fallback vocabularies; special tokens have no bytes."""
+    token_bytes = WRITER.tokenizer.token_bytes
+    assert token_bytes[WRITER.tokenizer.encode("é")[0]] == b"\xc3"
+    assert token_bytes[1] is None
     shipped = Tokenizer.from_folder("redraft/weights/tiny")
     ids = shipped.encode(" Zoë said: 'hi'\n\t😀")
     assert b"".join(shipped.token_bytes[token] for token in ids).decode() == " Zoë said: 'hi'\n\t😀"
@@ -381,8 +452,8 @@ def test_tokens_as_bytes():
         Tokenizer.from_folder("redraft/weights/sudoku").token_bytes  # noqa: B018
 
 
-def test_the_first_page_may_not_go_where_a_later_pin_forbids():
-    """Eight tokens a page; the pin on the second page makes the only long branch the one to take."""
+def test_a_pin_on_a_later_canvas_constrains_the_first_canvas():
+    """A canvas has eight tokens. The pin on the second canvas leaves only the long branch of the pattern."""
     pin = WRITER.tokenizer.encode("z")[0]
     constraints = Constraints(pins={10: pin})
     answer = WRITER.write("a", regex="a{1,9}|b{10}z", constraints=constraints, max_tokens=12, seed=1, max_steps=2)
