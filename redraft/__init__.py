@@ -14,12 +14,13 @@ from redraft.config import ConfigError, ModelConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Finished, Stats
 from redraft.tasks.edit import Change, Edited, Suggestion
+from redraft.tasks.generation import GenerationOptions
 from redraft.tasks.infill import Filled
+from redraft.tasks.text_events import TextCommitted as Committed
+from redraft.tasks.text_events import TextDraft as Draft
 from redraft.tokenizer.chat_parser import Parsed, ToolCall
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.writer import Answer, Writer, load
-from redraft.writer import TextCommitted as Committed
-from redraft.writer import TextDraft as Draft
 
 __all__ = [
     "Answer",
@@ -32,6 +33,7 @@ __all__ = [
     "Edited",
     "Filled",
     "Finished",
+    "GenerationOptions",
     "ModelConfig",
     "Parsed",
     "SamplerConfig",

@@ -1,14 +1,13 @@
-"""Writer: a model, its tokenizer and its sampler settings, ready to write. What `redraft.load()` returns.
+"""Writer: a model with its tokenizer and its sampler settings. `redraft.load()` returns one.
 
-Everything here is `generate` with text at both ends; it adds no mathematics. A prompt is either text to be continued, or
-a conversation (a list of messages), which goes through the chat template.
+The Writer turns text into token ids, runs the engine, and turns the ids back into text; it adds no mathematics. A prompt
+is a text to continue, or a conversation (a list of messages) to answer, which goes through the chat template.
 """
 
 import re
-import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -18,78 +17,45 @@ from torch import Tensor
 
 from redraft import checkpoint
 from redraft.config import SamplerConfig
-from redraft.constraints import json_schema
 from redraft.constraints.constraints import Constraints
-from redraft.constraints.regex_dfa import PatternError
 from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng
-from redraft.diffusion.generate import Committed, Draft, Event, Finished, Stats, check_inputs, generate, prefill
-from redraft.engine import Engine, Replay, Request, Stopped
+from redraft.diffusion.generate import Finished, Stats, check_inputs, generate, prefill
+from redraft.engine import Engine, Request, Stopped
 from redraft.kernels.backend import has_bf16, select_dtype
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import FP8, quantize_fp8
 from redraft.tasks import edit, infill
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, Span, Suggestion
+from redraft.tasks.generation import (
+    GenerationOptions,
+    Prompt,
+    check_choices,
+    cut_at_stop,
+    is_text_prompt,
+    new_seed,
+    to_messages,
+)
 from redraft.tasks.infill import Filled, Infiller, Template
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solve
 from redraft.tasks.sudoku.board import Board
 from redraft.tasks.sudoku.solve import Solution
-from redraft.tokenizer.chat_parser import ChatParser, Parsed, ToolCall, parse_chat
-from redraft.tokenizer.tokenizer import Decoder, Message, Tokenizer, TokenizerError
+from redraft.tasks.text_events import TextAssembler, TextEvent, add_text, feed_streamer
+from redraft.tokenizer.chat_parser import Parsed, ToolCall, parse_chat
+from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 
-Prompt = str | Sequence[int] | Sequence[Message]
-PATTERNS = ("regex", "schema", "choices")  # settings that the answer must match
-DEFAULT_MODEL, SUDOKU_MODEL = checkpoint.PACKAGED / "tiny", checkpoint.PACKAGED / "sudoku"
-
-
-@dataclass(frozen=True)
-class TextDraft(Draft):
-    """A draft with its text. This is the public `redraft.Draft`."""
-
-    text: str = ""
-
-    @classmethod
-    def from_draft(cls, event: Draft, text: str) -> "TextDraft":
-        """Adds the decoded text to an event of the core, which knows token ids only."""
-        return cls(**_fields_of(event), text=text)
-
-
-@dataclass(frozen=True)
-class TextCommitted(Committed):
-    """A committed canvas with the text it adds to the answer. This is the public `redraft.Committed`."""
-
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    shown: int = 0  # how many of its tokens belong to the answer: those before the stop token and within max_tokens
-
-    @classmethod
-    def from_committed(cls, event: Committed, parsed: Parsed, shown: int) -> "TextCommitted":
-        """Adds the decoded text to an event of the core, which knows token ids only."""
-        return cls(
-            **_fields_of(event),
-            text=parsed.text,
-            reasoning=parsed.reasoning,
-            tool_calls=tuple(parsed.tool_calls),
-            shown=shown,
-        )
-
-
-TextEvent = TextDraft | TextCommitted | Finished
-
-
-def _fields_of(event: Draft | Committed) -> dict[str, Any]:
-    return {field.name: getattr(event, field.name) for field in fields(event)}
+DEFAULT_MODEL = checkpoint.PACKAGED / "tiny"
+SUDOKU_MODEL = checkpoint.PACKAGED / "sudoku"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was written. `str(answer)` is its text."""
+    """A generated answer. `str(answer)` is its text."""
 
     text: str
-    reason: str  # "stop": the model ended it; "length": max_tokens did; "deadline": the clock did
-    settled: bool  # False when a page still moved at its last step: treat the text with doubt
+    reason: str  # why it ended: "stop" (a stop token), "length" (max_tokens) or "deadline" (`seconds` have passed)
+    settled: bool  # False when a canvas used all its steps without settling: its text is less reliable
     ids: tuple[int, ...]  # without the stop token
     stats: Stats
     reasoning: str = ""
@@ -97,7 +63,7 @@ class Answer:
 
     @property
     def seed(self) -> int:
-        """Gives the same answer again."""
+        """The seed that reproduces this answer."""
         return self.stats.seed
 
     def __str__(self) -> str:
@@ -111,20 +77,21 @@ def load(
     dtype: torch.dtype | str | None = None,
     quant: str | None = None,
 ) -> "Writer":
-    """A Writer from a checkpoint folder or a hub id; without either, the small model that comes with redraft.
+    """Loads a Writer from a checkpoint folder or a hub id; by default, the small model that ships with redraft.
 
-    "tiny" and "sudoku" are the models in the package. Without a dtype, weights stay in the precision they are stored in,
-    or are float32 where a CPU does not multiply in bf16. `quant="fp8"` packs a checkpoint's layers on the way in.
+    "tiny" and "sudoku" name the models in the package. Without a dtype, weights keep their stored precision, or become
+    float32 on a CPU that has no bf16 arithmetic. `quant="fp8"` quantizes the layers while loading.
     """
     if quant not in (None, FP8):
-        raise ValueError(f"there is no quantization {quant!r}; known is {FP8}")
-    device, folder = _device(device), checkpoint.find(path_or_id)
+        raise ValueError(f"there is no quantization {quant!r}; try {FP8}")
+    device = _device(device)
+    folder = checkpoint.find(path_or_id)
     config = checkpoint.read_model_config(folder)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.size > config.vocab_size:
         raise TokenizerError(
-            f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, the model a vocabulary of "
-            f"{config.vocab_size}: they do not belong together"
+            f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, but the model has a vocabulary of "
+            f"{config.vocab_size}: use the tokenizer of this checkpoint"
         )
     sampler = checkpoint.read_sampler_config(folder, config)
     model = checkpoint.load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device)
@@ -152,112 +119,222 @@ def _device(asked: torch.device | str | None) -> torch.device:
     return device
 
 
-def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
-    dtype = getattr(torch, asked, None) if isinstance(asked, str) else asked
-    if asked is not None and dtype not in checkpoint.PRECISIONS:
-        raise ValueError(f"{asked!r} is not a precision to compute in; try float32 or bfloat16")
-    return dtype
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and resolved not in checkpoint.PRECISIONS:
+        raise ValueError(f"{dtype!r} is not a precision to compute in; try float32 or bfloat16")
+    return resolved
 
 
 class Writer:
-    """Writes, streams and chats."""
+    """Generates text with one model: write, chat, stream, fill, edit, suggest, decide.
+
+    `write`, `chat` and `stream` take the fields of GenerationOptions as keywords (`max_tokens=64`, `seed=7`,
+    `temperature=0.5`, `regex="[0-9]+"`, `schema={...}`, `choices=["yes", "no"]`) and those of SamplerConfig
+    (`max_steps=20`, `entropy_bound=0.5`), or the record itself as `options`.
+    """
 
     def __init__(self, model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig) -> None:
-        self.model, self.tokenizer, self.sampler = model, tokenizer, sampler
+        self.model = model
+        self.tokenizer = tokenizer
+        self.sampler = sampler
         self.engine = Engine(model)
 
+    # 1. Generate
+
     @overload
-    def write(self, prompt: str, **options: Any) -> Answer: ...
+    def write(
+        self, prompt: str, options: GenerationOptions | None = None, *, streamer: Any = None, **keywords: Any
+    ) -> Answer: ...
     @overload
-    def write(self, prompt: Sequence[str], **options: Any) -> list[Answer]: ...
+    def write(
+        self, prompt: Sequence[str], options: GenerationOptions | None = None, *, streamer: Any = None, **keywords: Any
+    ) -> list[Answer]: ...
 
     def write(
         self,
         prompt: str | Sequence[str],
+        options: GenerationOptions | None = None,
         *,
-        max_tokens: int | None = None,
-        seed: int | None = None,
-        constraints: Constraints | None = None,
         streamer: Any = None,
-        **settings: Any,
+        **keywords: Any,
     ) -> Answer | list[Answer]:
-        """Continues a text, or several at once: text number i is written with seed + i, as it would be alone.
+        """Continues a text, or several texts in one batch: text number i has the seed `seed + i`, as it would alone.
 
-        `settings` are fields of SamplerConfig: `max_steps=20, entropy_bound=0.5`; or a pattern that the answer must match:
-        `regex="[0-9]+"`, `schema={"type": "object", ...}`, `choices=["yes", "no"]`.
+        `streamer` is a streamer of transformers; it receives the prompt, every draft and every committed canvas.
         """
-        constraints = self._obeyed(constraints, settings)
+        options = GenerationOptions.from_keywords(options, **keywords)
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        ids = [self.tokenizer.encode_prompt(text) for text in prompts]
-        answers = self._answers(ids, False, self._settings(max_tokens, settings), seed, constraints, streamer)
+        answers = self._answer_prompts(
+            [self.encode_prompt(text, options.tools, options.think) for text in prompts], False, options, streamer
+        )
         return answers[0] if isinstance(prompt, str) else answers
 
     def chat(
-        self,
-        messages: Prompt,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        think: bool = False,
-        max_tokens: int | None = None,
-        seed: int | None = None,
-        constraints: Constraints | None = None,
-        streamer: Any = None,
-        **settings: Any,
+        self, messages: Prompt, options: GenerationOptions | None = None, *, streamer: Any = None, **keywords: Any
     ) -> Answer:
-        """Answers a conversation; a string is a conversation of one user message. `settings` as for `write`."""
-        constraints = self._obeyed(constraints, settings)
-        ids = self.tokenizer.encode_chat(to_messages(messages), tools=tools, think=think)
-        return self._answers([ids], True, self._settings(max_tokens, settings), seed, constraints, streamer)[0]
+        """Answers a conversation. A string is a conversation of one user message."""
+        options = GenerationOptions.from_keywords(options, **keywords)
+        ids = self.tokenizer.encode_chat(to_messages(messages), tools=options.tools, think=options.think)
+        return self._answer_prompts([ids], True, options, streamer)[0]
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        think: bool = False,
-        max_tokens: int | None = None,
-        seed: int | None = None,
-        constraints: Constraints | None = None,
-        seconds: float | None = None,
-        stop: threading.Event | None = None,
-        draft: str | Sequence[int] | None = None,
-        drafts: bool = True,
-        replay: Replay | None = None,
-        candidates: int = 0,
-        **settings: Any,
-    ) -> Iterator[TextEvent]:
-        """The events of one answer, their `text` filled in: every draft, every committed page, the end.
+    def stream(self, prompt: Prompt, options: GenerationOptions | None = None, **keywords: Any) -> Iterator[TextEvent]:
+        """Yields the events of one answer with their text: every draft, every committed canvas, the end.
 
-        A string or its tokens are continued, messages are answered. The texts of the Committed events add up to the
-        answer's. After `seconds` the page in work is committed as it is, and that is all; once `stop` is set, nothing more
-        comes. With a `draft` the first page starts from that text, or from these tokens, instead of noise.
-        Where nobody looks at them, `drafts=False` spares their text; with `candidates=5` they come with the probabilities of the
-        five likeliest tokens everywhere. A `replay` takes up a run that was under way, and steers it.
+        A string or token ids are continued, messages are answered. The texts of the committed canvases add up to the
+        answer. After `seconds` the current canvas is committed and the stream ends; once `stop` is set, it ends at once.
         """
-        constraints, chatting = self._obeyed(constraints, settings), not is_text_prompt(prompt)
-        ids, cfg = self.encode_prompt(prompt, tools, think), self._settings(max_tokens, settings)
-        number = seed if seed is not None else new_seed()
-        first_canvas_1C = self._started(draft, cfg, number) if draft else None
-        options = {"constraints": constraints, "first_canvas_1C": first_canvas_1C, "seconds": seconds, "stop": stop}
-        request = self.engine.add(ids, cfg, seed=number, replay=replay, candidates=candidates, **options)
-        return _with_text(self.engine.stream(request), cfg, _Reading(self.tokenizer, chatting), drafts)
+        options = GenerationOptions.from_keywords(options, **keywords)
+        ids = self.encode_prompt(prompt, options.tools, options.think)
+        cfg = options.sampler_config(self.sampler)
+        seed = options.seed if options.seed is not None else new_seed()
+        request = self._add_request(ids, cfg, seed, options, self._constraints(options))
+        assembler = TextAssembler(self.tokenizer, is_chat=not is_text_prompt(prompt))
+        return add_text(self.engine.stream(request), cfg, assembler, options.drafts)
 
     def encode_prompt(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False
     ) -> list[int]:
-        """The tokens of a text to continue, which may be tokens already, or of a conversation."""
+        """Token ids of a text to continue (which may be ids already) or of a conversation."""
         if not is_text_prompt(prompt):
-            return self.tokenizer.encode_chat(prompt, tools=tools, think=think)
+            return self.tokenizer.encode_chat(to_messages(prompt), tools=tools, think=think)
         if tools or think:
             raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
-        return self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
 
-    def _started(self, draft: str | Sequence[int], cfg: SamplerConfig, seed: int) -> Tensor:
-        """A first canvas that begins with a text, noise behind it."""
+    def _answer_prompts(
+        self, prompts: Sequence[Sequence[int]], is_chat: bool, options: GenerationOptions, streamer: Any
+    ) -> list[Answer]:
+        cfg = options.sampler_config(self.sampler)
+        constraints = self._constraints(options)
+        first_seed = options.seed if options.seed is not None else new_seed()
+        seeds = [first_seed + row for row in range(len(prompts))]
+        if streamer is not None:
+            end = self._run_with_streamer(prompts, cfg, seeds, options, constraints, streamer)
+            return [self._build_answer(end, row, is_chat, cfg) for row in range(len(prompts))]
+        requests: list[Request] = []
+        try:
+            for ids, seed in zip(prompts, seeds, strict=True):
+                requests.append(self._add_request(ids, cfg, seed, options, constraints))
+            ends = self.engine.run(requests)
+        finally:
+            for request in requests:
+                self.engine.cancel(request)
+        if options.stop is not None and options.stop.is_set():
+            raise Stopped
+        return [self._build_answer(ends[request], 0, is_chat, cfg) for request in requests]
+
+    def _add_request(
+        self, ids: Sequence[int], cfg: SamplerConfig, seed: int, options: GenerationOptions, constraints: Constraints | None
+    ) -> Request:
+        return self.engine.add(
+            ids,
+            cfg,
+            seed=seed,
+            constraints=constraints,
+            first_canvas_1C=self._first_canvas(options.draft, cfg, seed) if options.draft else None,
+            seconds=options.seconds,
+            stop=options.stop,
+            replay=options.replay,
+            candidates=options.candidates,
+        )
+
+    def _first_canvas(self, draft: str | Sequence[int], cfg: SamplerConfig, seed: int) -> Tensor:
+        """A first canvas that begins with the draft's tokens; noise fills the rest."""
         canvas_1C = rng.draws([seed], 0, "cpu").noise(0, cfg.canvas_length, self.model.config.vocab_size)
         ids = (self.tokenizer.encode(draft) if isinstance(draft, str) else draft)[: cfg.canvas_length]
         canvas_1C[0, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         return canvas_1C
+
+    def _run_with_streamer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        cfg: SamplerConfig,
+        seeds: list[int],
+        options: GenerationOptions,
+        constraints: Constraints | None,
+        streamer: Any,
+    ) -> Finished:
+        """Runs `generate` instead of the engine: a streamer expects all rows of a batch at the same step."""
+        if options.seconds is not None or options.stop is not None or options.replay is not None:
+            raise ValueError("seconds, stop and replay do not work with a streamer; iterate over Writer.stream instead")
+        first_canvas_BC = None
+        if options.draft:
+            first_canvas_BC = torch.cat([self._first_canvas(options.draft, cfg, seed) for seed in seeds])
+        events = generate(
+            self.model,
+            prompts,
+            cfg,
+            seeds=seeds,
+            constraints=[constraints or Constraints()] * len(prompts),
+            first_canvas_BC=first_canvas_BC,
+        )
+        *_, end = feed_streamer(events, prompts, streamer)
+        assert isinstance(end, Finished)
+        return end
+
+    def _build_answer(self, end: Finished, row: int, is_chat: bool, cfg: SamplerConfig) -> Answer:
+        ids, _ = cut_at_stop(end.ids_BT[row].tolist(), cfg, cfg.max_new_tokens)
+        parsed = parse_chat(self.tokenizer, ids) if is_chat else Parsed(self.tokenizer.decode(ids))
+        stats = end.stats[row]
+        return Answer(
+            text=parsed.text,
+            reason=end.reasons[row],
+            settled=stats.settled == stats.canvases,
+            ids=tuple(ids),
+            stats=stats,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
+        )
+
+    # 2. Constraints
+
+    def _constraints(self, options: GenerationOptions) -> Constraints | None:
+        """The constraints of the options, with the automaton of their regex, schema or choices."""
+        pattern = options.pattern()
+        if pattern is None:
+            return options.constraints
+        return replace(options.constraints or Constraints(), automaton=self.automaton_compiler.compile(pattern))
+
+    @cached_property
+    def automaton_compiler(self) -> AutomatonCompiler:
+        """Compiles regular expressions to automata over this model's vocabulary."""
+        token_bytes = self.tokenizer.token_bytes
+        missing = self.model.config.vocab_size - len(token_bytes)
+        return AutomatonCompiler((*token_bytes, *[None] * missing), self.sampler.eos_token_ids)
+
+    @torch.inference_mode()
+    def decide(
+        self, prompt: Prompt, choices: Sequence[str], *, seed: int = 0, stop: threading.Event | None = None
+    ) -> dict[str, float]:
+        """The probability of each choice as the answer, from one denoising forward over a canvas of noise.
+
+        Sums over all tokenizations of a choice; the probabilities of the choices add up to one. A string is continued,
+        messages are answered. Raises Stopped once `stop` is set.
+        """
+        check_choices(choices)
+        ids = self.encode_prompt(prompt)
+        cfg = self.sampler.changed(max_new_tokens=self.sampler.canvas_length)
+        length = cfg.canvas_length
+        model = self.model
+        check_inputs(model.config, [ids], cfg, [seed], [Constraints()], None)
+        noise_1C = rng.draws([seed], 0, model.device).noise(0, length, model.config.vocab_size)
+        with self.engine.reserve(len(ids), stop=stop) as cache:
+            prefill(model, [ids], cache)
+            logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
+        log_probs = []
+        for choice in choices:
+            if stop is not None and stop.is_set():
+                raise Stopped
+            constraints = Constraints(automaton=self.automaton_compiler.compile(re.escape(choice)))
+            constraints.validate(model.config.vocab_size, length, cfg.eos_token_ids)
+            automaton = constraints.canvas_automaton(constraints.initial_state, 0, length, length)
+            assert automaton is not None
+            log_probs.append(automaton.log_match_probability(logits_CV))
+        probabilities = torch.tensor(log_probs, dtype=torch.float64).softmax(dim=0).tolist()
+        return dict(zip(choices, probabilities, strict=True))
+
+    # 3. Infill and edit
 
     @overload
     def fill(self, text: str | None = None, *, count: None = None, **options: Any) -> Filled: ...
@@ -279,25 +356,34 @@ class Writer:
         stop: threading.Event | None = None,
         **settings: Any,
     ) -> Filled | list[Filled]:
-        """Fills the holes of a text, marked [[ ]], or [[ 8 ]] for 8 tokens; or what is missing between prefix and suffix.
+        """Infills the gaps of a text, written [[ ]] or [[ 8 ]] for 8 tokens; or the gap between a prefix and a suffix (FIM).
 
-        All the rest comes back as it was. A hole of unknown length has at most `longest` tokens. With a `count`, as many
-        fills come back at most, the likeliest first. `context` is read before a prefix and is not part of the answer.
-        After `seconds` a hole is taken as it is. `watch` is called with every step of one page of each hole; once
-        `stop` is set, Stopped is raised. `settings` are fields of SamplerConfig.
+        The text around the gaps is returned unchanged. A gap without a length has at most `longest` tokens. With `count`,
+        returns a list of up to that many infills, the most likely first. `context` precedes the prefix and is not part of
+        the result. After `seconds` a gap's canvases are committed as they are. `watch` is called with every draft of one
+        canvas of each gap. Raises Stopped once `stop` is set. `settings` are `temperature` and fields of SamplerConfig.
         """
         if (text is None) == (prefix is None and suffix is None):
-            raise ValueError("give a text with holes, or a prefix and a suffix")
-        between, before, behind = text is None, prefix or "", suffix or ""
-        if context and not between:
-            raise ValueError("context stands before a prefix; a text with holes has its context in itself")
-        template = Template((context + before, behind), (None,), is_fim=True) if between else infill.parse_template(text)
-        infiller, cfg = Infiller(self.engine, self.tokenizer), self._settings(None, settings)
-        options = {"seed": seed if seed is not None else new_seed(), "count": 1 if count is None else count}
-        found = infiller.infill(template, cfg, longest=longest, seconds=seconds, watch=watch, stop=stop, **options)
-        if between:
-            found = [replace(one, text=before + one.gaps[0] + behind) for one in found]
-        return found[0] if count is None else found
+            raise ValueError("give a text with gaps, or a prefix and a suffix")
+        if text is not None:
+            if context:
+                raise ValueError("context goes with a prefix; put it into the text that has gaps")
+            template = infill.parse_template(text)
+        else:
+            template = Template((context + (prefix or ""), suffix or ""), (None,), is_fim=True)
+        infills = Infiller(self.engine, self.tokenizer).infill(
+            template,
+            self._sampler_config(**settings),
+            seed=seed if seed is not None else new_seed(),
+            count=1 if count is None else count,
+            longest=longest,
+            seconds=seconds,
+            watch=watch,
+            stop=stop,
+        )
+        if text is None:
+            infills = [replace(filled, text=(prefix or "") + filled.gaps[0] + (suffix or "")) for filled in infills]
+        return infills[0] if count is None else infills
 
     def edit(
         self,
@@ -310,73 +396,36 @@ class Writer:
         stop: threading.Event | None = None,
         **settings: Any,
     ) -> Edited:
-        """Redrafts a text in place: at most this share of its tokens, those that the model doubts most.
+        """Edits a text in place: replaces at most the share `strength` of its tokens, the least likely ones.
 
-        With an instruction, which takes a model that chats, it doubts what does not follow it. Characters in the spans
-        `keep` (start, end) stay. `edited.diff()` shows what has changed. Once `stop` is set, Stopped is raised.
-        `settings` are fields of SamplerConfig.
+        An instruction (chat models only) conditions which tokens are likely. Characters in the spans `keep` (start, end)
+        do not change. `edited.diff()` shows the changes. Raises Stopped once `stop` is set. `settings` are `temperature`
+        and fields of SamplerConfig.
         """
-        asked = [] if instruction is None else self.tokenizer.encode_chat(to_messages(f"{instruction}\n\n{text}"))
-        seed, cfg = seed if seed is not None else new_seed(), self._settings(None, settings)
-        options = {"strength": strength, "keep": keep, "prompt": asked, "seed": seed, "stop": stop}
-        return edit.edit(self.engine, self.tokenizer, text, cfg, **options)
+        prompt = [] if instruction is None else self.tokenizer.encode_chat(to_messages(f"{instruction}\n\n{text}"))
+        return edit.edit(
+            self.engine,
+            self.tokenizer,
+            text,
+            self._sampler_config(**settings),
+            strength=strength,
+            keep=keep,
+            prompt=prompt,
+            seed=seed if seed is not None else new_seed(),
+            stop=stop,
+        )
 
     def suggest(self, text: str, *, least: float = 20.0, most: int = 3) -> list[Suggestion]:
-        """Marks what the model finds unlikely in a text: tokens that another is `least` times likelier than.
+        """Finds unlikely tokens in a text: those for which another token is at least `least` times as likely.
 
-        With each come at most `most` others that it would rather read.
+        Each suggestion lists at most `most` alternatives.
         """
         return edit.suggest(self.engine, self.tokenizer, text, self.sampler, least=least, most=most)
 
-    @torch.inference_mode()
-    def decide(
-        self, prompt: Prompt, choices: Sequence[str], *, seed: int = 0, stop: threading.Event | None = None
-    ) -> dict[str, float]:
-        """How likely each of some answers is, from one pass over a page of noise, all ways to spell them added up.
+    def _sampler_config(self, temperature: float | None = None, **settings: Any) -> SamplerConfig:
+        return self.sampler.with_temperature(temperature).changed(**settings)
 
-        A string is continued, messages are answered. The probabilities add up to one. Once `stop` is set, Stopped is raised.
-        """
-        ids = self.encode_prompt(prompt)
-        cfg, model = self.sampler.changed(max_new_tokens=self.sampler.canvas_length), self.model
-        check_inputs(model.config, [ids], cfg, [seed], [Constraints()], None)
-        noise_1C = rng.draws([seed], 0, model.device).noise(0, cfg.canvas_length, model.config.vocab_size)
-        with self.engine.reserve(len(ids), stop=stop) as cache:
-            prefill(model, [ids], cache)
-            logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
-        masses = []
-        for choice in _choices(choices):
-            if stop is not None and stop.is_set():
-                raise Stopped
-            found = Constraints(automaton=self.automaton_compiler.compile(re.escape(choice)))
-            found.validate(model.config.vocab_size, cfg.canvas_length, cfg.eos_token_ids)
-            masses.append(
-                found.canvas_automaton(found.initial_state, 0, cfg.canvas_length, cfg.canvas_length).log_match_probability(
-                    logits_CV
-                )
-            )
-        shares = torch.tensor(masses, dtype=torch.float64).softmax(dim=0).tolist()
-        return dict(zip(choices, shares, strict=True))
-
-    def _obeyed(self, constraints: Constraints | None, settings: dict[str, Any]) -> Constraints | None:
-        """The constraints with the pattern that is among the settings, which is taken out of them."""
-        asked = {name: settings.pop(name) for name in PATTERNS if settings.get(name) is not None}
-        for name in PATTERNS:
-            settings.pop(name, None)
-        if not asked:
-            return constraints
-        if len(asked) > 1:
-            raise PatternError(f"an answer obeys one of {', '.join(PATTERNS)}, got {' and '.join(asked)}")
-        ((name, value),) = asked.items()
-        if name == "choices":
-            value = "|".join(re.escape(choice) for choice in _choices(value))
-        pattern = json_schema.build_regex(value) if name == "schema" else value
-        return replace(constraints or Constraints(), automaton=self.automaton_compiler.compile(pattern))
-
-    @cached_property
-    def automaton_compiler(self) -> AutomatonCompiler:
-        token_bytes = self.tokenizer.token_bytes
-        missing = self.model.config.vocab_size - len(token_bytes)
-        return AutomatonCompiler((*token_bytes, *[None] * missing), self.sampler.eos_token_ids)
+    # 4. Sudoku
 
     @overload
     def solve_sudoku(self, puzzle: str | Board, **options: Any) -> Solution: ...
@@ -386,163 +435,19 @@ class Writer:
     def solve_sudoku(
         self, puzzle: str | Board | Sequence[str | Board], *, seed: int | None = None, **options: Any
     ) -> Solution | list[Solution]:
-        """Solves a puzzle (81 characters, a drawn grid, or 81 numbers), or several at once. For models made for boards.
+        """Solves a puzzle (81 characters, a drawn grid, or 81 numbers) or a batch of them. Needs a Sudoku model.
 
-        Puzzle number i has seed + i. `options` are `canvases=64`, `check=True`, and fields of SamplerConfig.
+        Puzzle number i has the seed `seed + i`. `options` are `canvases=64`, `check=True`, and fields of SamplerConfig.
         """
-        many = [puzzle] if isinstance(puzzle, str) else list(puzzle)
-        alone = isinstance(puzzle, str) or (len(many) > 0 and not hasattr(many[0], "__iter__"))
-        puzzles = [boards.given(one) for one in ([puzzle] if alone else many)]
+        items = [puzzle] if isinstance(puzzle, str) else list(puzzle)
+        is_single = isinstance(puzzle, str) or (len(items) > 0 and not hasattr(items[0], "__iter__"))
+        puzzles = [boards.given(item) for item in ([puzzle] if is_single else items)]  # type: ignore[arg-type]
         events = self.sudoku_events(puzzles, seed=seed if seed is not None else new_seed(), **options)
-        found = sorted((e for e in events if isinstance(e, Solution)), key=lambda solution: solution.number)
-        return found[0] if alone else found
+        solutions = sorted((e for e in events if isinstance(e, Solution)), key=lambda solution: solution.number)
+        return solutions[0] if is_single else solutions
 
     def sudoku_events(
         self, puzzles: Sequence[Board], *, seed: int, canvases: int = 64, check: bool = True, **settings: Any
     ) -> Iterator[solve.Pass | Solution]:
-        """Every pass over the boards, and every puzzle when it is done."""
-        cfg = self._settings(None, settings)
-        return solve.solve(self.model, puzzles, cfg, seed=seed, canvases=canvases, check=check)
-
-    def _settings(self, max_tokens: int | None, settings: Mapping[str, Any]) -> SamplerConfig:
-        return self.sampler.changed(max_new_tokens=max_tokens, **settings)
-
-    def _answers(
-        self,
-        prompts: Sequence[Sequence[int]],
-        chatting: bool,
-        cfg: SamplerConfig,
-        seed: int | None,
-        constraints: Constraints | None,
-        streamer: Any,
-    ) -> list[Answer]:
-        first = seed if seed is not None else new_seed()
-        seeds = [first + row for row in range(len(prompts))]
-        if streamer is not None:  # which wants all rows step by step
-            events = generate(
-                self.model, prompts, cfg, seeds=seeds, constraints=[constraints or Constraints()] * len(prompts)
-            )
-            last = _drain(_feeding(events, prompts, streamer))
-            return [self._answer(last, row, chatting, cfg) for row in range(len(prompts))]
-        requests: list[Request] = []
-        try:
-            requests += [
-                self.engine.add(ids, cfg, seed=number, constraints=constraints)
-                for ids, number in zip(prompts, seeds, strict=True)
-            ]
-            ends = self.engine.run(requests)
-        finally:
-            for request in requests:
-                self.engine.cancel(request)
-        return [self._answer(ends[request], 0, chatting, cfg) for request in requests]
-
-    def _answer(self, last: Finished, row: int, chatting: bool, cfg: SamplerConfig) -> Answer:
-        ids, _ = cut_at_stop(last.ids_BT[row].tolist(), cfg, cfg.max_new_tokens)
-        parts = parse_chat(self.tokenizer, ids) if chatting else Parsed(self.tokenizer.decode(ids))
-        stats = last.stats[row]
-        return Answer(
-            text=parts.text,
-            reason=last.reasons[row],
-            settled=stats.settled == stats.canvases,
-            ids=tuple(ids),
-            stats=stats,
-            reasoning=parts.reasoning,
-            tool_calls=parts.tool_calls,
-        )
-
-
-def _choices(choices: Sequence[str]) -> Sequence[str]:
-    if (
-        not isinstance(choices, (list, tuple))
-        or not choices
-        or not all(isinstance(choice, str) and choice for choice in choices)
-    ):
-        raise PatternError(f"choices must be a list of texts, none of them empty, got {choices!r}")
-    if len(set(choices)) < len(choices):
-        raise PatternError(f"choices must differ from one another, got {list(choices)!r}")
-    return choices
-
-
-def is_text_prompt(prompt: Prompt) -> bool:
-    """Whether it is to be continued: a text, or its tokens."""
-    return isinstance(prompt, str) or (len(prompt) > 0 and all(isinstance(token, int) for token in prompt))
-
-
-def to_messages(prompt: Prompt) -> Sequence[Message]:
-    """A conversation; a string becomes its only message."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-
-def new_seed() -> int:
-    """A seed nobody has asked for; it is reported, so that the answer can be had again."""
-    return secrets.randbits(32)
-
-
-def cut_at_stop(ids: Sequence[int], cfg: SamplerConfig, room: int) -> tuple[list[int], bool]:
-    """Of a committed page, the tokens a user gets: up to the stop token or the room left, and whether it stopped."""
-    for at, token in enumerate(ids[:room]):
-        if token in cfg.eos_token_ids:
-            return list(ids[:at]), True
-    return list(ids[:room]), False
-
-
-class _Reading:
-    """Turns the tokens of one answer into text as they come, thoughts and calls taken out of a chat's."""
-
-    def __init__(self, tokenizer: Tokenizer, chatting: bool) -> None:
-        self.tokenizer = tokenizer
-        self._decoder = Decoder(tokenizer)
-        self._parser = ChatParser(tokenizer) if chatting else None
-
-    def draft(self, ids: Sequence[int]) -> str:
-        """A page that may still change."""
-        return self.tokenizer.decode(ids)
-
-    def add(self, ids: Sequence[int], final: bool) -> Parsed:
-        """What these tokens add to the text, the reasoning and the calls."""
-        if self._parser is not None:
-            return self._parser.feed(ids, final=final)
-        return Parsed(self._decoder.feed(ids) + (self._decoder.flush() if final else ""))
-
-
-def _with_text(events: Iterator[Event], cfg: SamplerConfig, reading: _Reading, drafts: bool) -> Iterator[TextEvent]:
-    room = cfg.max_new_tokens
-    for event in events:
-        match event:
-            case Draft() if not drafts:
-                yield TextDraft.from_draft(event, "")
-            case Draft():
-                ids, _ = cut_at_stop(event.ids_BC[0].tolist(), cfg, room)
-                yield TextDraft.from_draft(event, reading.draft(ids))
-            case Committed():
-                ids, stopped = cut_at_stop(event.ids_BC[0].tolist(), cfg, room)
-                room -= len(ids)
-                parsed = reading.add(ids, final=stopped or room <= 0)
-                yield TextCommitted.from_committed(event, parsed, shown=len(ids))
-            case Finished():
-                yield event
-
-
-def _feeding(events: Iterator[Event], prompts: Sequence[Sequence[int]], streamer: Any) -> Iterator[Event]:
-    """Passes events on and feeds a streamer as transformers does: the prompt, drafts if it takes them, pages, the end."""
-    if getattr(streamer, "_takes_logits", False):
-        raise ValueError(f"{type(streamer).__name__} wants logits with every draft; redraft sends token ids")
-    longest = max(map(len, prompts))
-    streamer.put(torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts]))
-    for event in events:
-        if isinstance(event, Draft) and hasattr(streamer, "put_draft"):
-            streamer.put_draft(_plain(event.ids_BC))
-        elif isinstance(event, Committed):
-            streamer.put(_plain(event.ids_BC))
-        yield event
-    streamer.end()
-
-
-def _plain(ids: Tensor) -> Tensor:
-    return ids.detach().cpu().clone()
-
-
-def _drain(events: Iterator[Event]) -> Finished:
-    *_, last = events
-    assert isinstance(last, Finished)
-    return last
+        """Yields every denoising step over the boards, and every solution when it is done."""
+        return solve.solve(self.model, puzzles, self._sampler_config(**settings), seed=seed, canvases=canvases, check=check)

@@ -1,6 +1,7 @@
 """Text at both ends: streamed = written, batched = alone, streamers of transformers, thoughts and calls taken apart."""
 
 import json
+import threading
 
 import pytest
 import tiny
@@ -9,6 +10,8 @@ from transformers import PreTrainedTokenizerFast, TextDiffusionStreamer
 
 import redraft
 from redraft.constraints.constraints import Constraints
+from redraft.engine import Stopped
+from redraft.tasks.generation import GenerationOptions
 from redraft.tokenizer.chat_parser import ToolCall
 
 WRITER = tiny.writer()
@@ -225,3 +228,46 @@ def test_temperature_scales_the_checkpoints_schedule():
     for scale in (-0.1, float("inf"), float("nan"), True, "hot"):
         with pytest.raises(redraft.ConfigError, match="temperature"):
             cfg.with_temperature(scale)
+
+
+def test_python_takes_the_same_temperature_as_the_server():
+    cold = WRITER.write("Once", seed=3, temperature=0.5)
+    assert cold.ids == WRITER.write("Once", seed=3, t_min=0.5 * WRITER.sampler.t_min, t_max=0.5 * WRITER.sampler.t_max).ids
+    assert cold.ids != WRITER.write("Once", seed=3).ids
+    assert WRITER.write("Once", seed=3, temperature=1.0).ids == WRITER.write("Once", seed=3).ids
+    asked = []
+    for call in (lambda **k: WRITER.fill("a[[ 2 ]]b", seed=1, **k), lambda **k: WRITER.edit("some words", seed=1, **k)):
+        with pytest.MonkeyPatch.context() as patch:
+            add = WRITER.engine.add
+            patch.setattr(WRITER.engine, "add", lambda ids, cfg, add=add, **k: asked.append(cfg.t_max) or add(ids, cfg, **k))
+            call(temperature=0.5)
+    assert set(asked) == {0.5 * WRITER.sampler.t_max}
+
+
+def test_options_as_a_record_equal_options_as_keywords():
+    keywords = {"seed": 3, "max_tokens": 20, "regex": "[a-z]+", "max_steps": 4, "temperature": 0.7}
+    record = GenerationOptions.from_keywords(**keywords)
+    assert (record.seed, record.regex, dict(record.sampler)) == (3, "[a-z]+", {"max_steps": 4})
+    expected = WRITER.write("Once", **keywords).ids
+    assert WRITER.write("Once", record).ids == expected
+    assert WRITER.write("Once", GenerationOptions.from_keywords(record, seed=9), seed=3).ids == expected
+    pieces = [e.text for e in WRITER.stream("Once", options=record) if isinstance(e, redraft.Committed)]
+    assert "".join(pieces) == WRITER.write("Once", record).text
+    assert WRITER.chat("Hi", record).ids == WRITER.chat("Hi", **keywords).ids
+    with pytest.raises(ValueError, match="got regex and choices"):
+        GenerationOptions(regex="a", choices=["b"])
+
+
+def test_write_takes_the_options_of_stream():
+    draft = WRITER.tokenizer.encode("hello")
+    events = list(WRITER.stream("Once", seed=2, draft=draft, max_tokens=16))
+    assert WRITER.write("Once", seed=2, draft=draft, max_tokens=16).ids == tuple(events[-1].ids_BT[0].tolist()[:16])
+    recorder = Recorder()
+    streamed = WRITER.write("Once", seed=2, draft=draft, max_tokens=16, streamer=recorder)
+    assert streamed.ids == WRITER.write("Once", seed=2, draft=draft, max_tokens=16).ids
+    with pytest.raises(ValueError, match="do not work with a streamer"):
+        WRITER.write("Once", seconds=1.0, streamer=Recorder())
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped):
+        WRITER.write("Once", stop=stop)

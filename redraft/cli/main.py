@@ -29,7 +29,8 @@ from redraft.cli.terminal import CanvasView, harmless, summary
 from redraft.config import ModelConfig
 from redraft.diffusion.generate import Finished
 from redraft.kernels import backend
-from redraft.writer import DEFAULT_MODEL, TextCommitted, TextEvent, Writer
+from redraft.tasks.text_events import TextCommitted, TextEvent
+from redraft.writer import DEFAULT_MODEL, Writer
 
 
 class DefaultToWrite(TyperGroup):

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from redraft.cli.terminal import CHANGED, DRAFT, NOISE, Painter, harmless, meter, summary
 from redraft.diffusion.generate import Draft, Finished
+from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.writer import TextCommitted, TextEvent
 
 COLUMNS = 92
 LINE, CHARACTER = 19, 8.4  # pixels

@@ -20,8 +20,8 @@ from rich.live import Live
 from rich.text import Text
 
 from redraft.diffusion.generate import Draft, Finished, Stats
+from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.writer import TextCommitted, TextEvent
 
 FRAME_SECONDS = 1 / 20
 NOISE, CHANGED, DRAFT, QUIET, PINNED = "bright_black", "green", "medium_purple1", "bright_black", "underline"

@@ -22,7 +22,8 @@ from redraft.server.logprobs import LogprobCollector, TokenLogprob
 from redraft.server.schema import ChatMessage
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
-from redraft.writer import TextCommitted, TextEvent, Writer, new_seed
+from redraft.tasks.text_events import TextCommitted, TextEvent
+from redraft.writer import Writer, new_seed
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 JSON_OBJECT_SCHEMA = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}

@@ -14,7 +14,7 @@ import torch
 
 from redraft.diffusion.generate import Draft
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.writer import TextDraft
+from redraft.tasks.text_events import TextDraft
 
 MIN_CANDIDATE_PROBABILITY = 5e-4  # less likely candidates are not shown, except the first
 STATES = "ndk"  # noise, draft, pinned

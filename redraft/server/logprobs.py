@@ -8,7 +8,7 @@ from typing import Any
 
 from redraft.diffusion.generate import Draft
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.writer import TextCommitted
+from redraft.tasks.text_events import TextCommitted
 
 ZERO_PROBABILITY_LOGPROB = -9999.0  # what OpenAI's clients read for a probability of zero
 

@@ -1,7 +1,9 @@
-"""What only a model that redrafts a whole canvas can do.
+"""Tasks on top of the engine: text generation, infilling, editing, augmentation, Sudoku.
 
-infill.py   fills holes of known or unknown length between given text
-edit.py     redrafts a text in place where the model doubts it
-augment.py  variants of many texts
-sudoku/     puzzles: boards, an exact solver, a generator, and solving by diffusion
+generation.py   GenerationOptions: the options of one answer, shared by Python, command line and server
+text_events.py  adds decoded text to the engine's events
+infill.py       infills gaps of known or unknown length between given text (FIM)
+edit.py         edits a text in place where the model finds it unlikely
+augment.py      variants of many texts, for training sets
+sudoku/         puzzles: boards, an exact solver, a generator, and solving by diffusion
 """

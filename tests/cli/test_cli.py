@@ -25,7 +25,7 @@ import redraft
 from redraft.cli import main
 from redraft.cli.terminal import CanvasView, Painter, column_after, harmless, summary, undivided
 from redraft.diffusion.generate import Committed, Draft
-from redraft.writer import TextCommitted
+from redraft.tasks.text_events import TextCommitted
 
 
 @pytest.fixture(name="folder", scope="module")

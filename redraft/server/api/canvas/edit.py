@@ -23,7 +23,8 @@ from redraft.server.frames import FrameBuilder
 from redraft.server.schema import CanvasEditRequest
 from redraft.tasks.edit import Edited, stream_edit
 from redraft.tokenizer.chat_parser import Parsed
-from redraft.writer import TextCommitted, Writer, to_messages
+from redraft.tasks.text_events import TextCommitted
+from redraft.writer import Writer, to_messages
 
 
 def stream_canvas_edit(writer: Writer, body: CanvasEditRequest, stop: threading.Event) -> Events:

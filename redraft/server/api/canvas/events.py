@@ -24,7 +24,8 @@ from redraft.server.schema import (
 )
 from redraft.server.service import timings_of
 from redraft.tokenizer.tokenizer import Message, Tokenizer
-from redraft.writer import TextCommitted, Writer, new_seed
+from redraft.tasks.text_events import TextCommitted
+from redraft.writer import Writer, new_seed
 
 Events = Iterator[dict[str, Any]]
 

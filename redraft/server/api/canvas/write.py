@@ -29,7 +29,8 @@ from redraft.server.frames import FrameBuilder
 from redraft.server.schema import CanvasRequest
 from redraft.tasks import infill
 from redraft.tasks.infill import Filled, Infiller
-from redraft.writer import Prompt, TextCommitted, TextEvent, Writer, is_text_prompt
+from redraft.tasks.text_events import TextCommitted, TextEvent
+from redraft.writer import Prompt, Writer, is_text_prompt
 
 MAX_GAP_TOKENS = 32  # of a gap whose length is not given
 

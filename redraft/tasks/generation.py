@@ -1,0 +1,104 @@
+"""Options of a generation, and the small conversions around one: prompts, seeds, stop tokens.
+
+`GenerationOptions` is the record that Python (`Writer.write`, `chat`, `stream`), the command line and the server share.
+"""
+
+import re
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from redraft.config import SamplerConfig
+from redraft.constraints import json_schema
+from redraft.constraints.constraints import Constraints
+from redraft.constraints.regex_dfa import PatternError
+from redraft.engine import Replay
+from redraft.tokenizer.tokenizer import Message
+
+Prompt = str | Sequence[int] | Sequence[Message]  # a text to continue, its tokens, or a conversation to answer
+PATTERNS = ("regex", "schema", "choices")  # options that constrain the whole answer; at most one of them is set
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """How one answer is generated. None means: as the checkpoint has it."""
+
+    max_tokens: int | None = None
+    seed: int | None = None  # None: a new random seed, which the statistics report
+    temperature: float | None = None  # scales the checkpoint's temperature schedule; 1.0 leaves it unchanged
+    constraints: Constraints | None = None
+    regex: str | None = None  # the whole answer matches this regular expression
+    schema: Any = None  # the answer is JSON of this schema: a dictionary, or its JSON text
+    choices: Sequence[str] | None = None  # the answer is one of these strings
+    tools: Sequence[Mapping[str, Any]] | None = None  # functions that the model may call; conversations only
+    think: bool = False  # lets the model reason before it answers; conversations only
+    seconds: float | None = None  # deadline: after this time the current canvas is committed and generation ends
+    stop: threading.Event | None = None  # cancels the request once it is set
+    draft: str | Sequence[int] | None = None  # text or tokens at the start of the first canvas, in place of noise
+    drafts: bool = True  # False: drafts carry no text, which saves decoding it
+    replay: Replay | None = None  # resumes an earlier run, with its interventions
+    candidates: int = 0  # drafts carry the probabilities of this many most likely tokens at each position
+    sampler: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplerConfig that replace the checkpoint's
+
+    def __post_init__(self) -> None:
+        patterns = [name for name in PATTERNS if getattr(self, name) is not None]
+        if len(patterns) > 1:
+            raise PatternError(f"an answer obeys one of {', '.join(PATTERNS)}, got {' and '.join(patterns)}")
+        if self.choices is not None:
+            check_choices(self.choices)
+
+    @classmethod
+    def from_keywords(cls, options: "GenerationOptions | None" = None, **keywords: Any) -> "GenerationOptions":
+        """Builds the record from keyword arguments, on top of `options`. Other names are fields of SamplerConfig."""
+        base = options if options is not None else cls()
+        names = {option.name for option in fields(cls)} - {"sampler"}
+        changes = {name: keywords.pop(name) for name in names & keywords.keys()}
+        sampler = {**base.sampler, **keywords.pop("sampler", {}), **keywords}
+        return replace(base, **changes, sampler=sampler)
+
+    def sampler_config(self, base: SamplerConfig) -> SamplerConfig:
+        """Applies temperature, max_tokens and sampler fields to a checkpoint's settings; a field given by name wins."""
+        return base.with_temperature(self.temperature).changed(max_new_tokens=self.max_tokens, **self.sampler)
+
+    def pattern(self) -> str | None:
+        """The regular expression of `regex`, `schema` or `choices`; None without any of them."""
+        if self.choices is not None:
+            return "|".join(re.escape(choice) for choice in self.choices)
+        return json_schema.build_regex(self.schema) if self.schema is not None else self.regex
+
+
+def check_choices(choices: Sequence[str]) -> None:
+    """Refuses anything but a list of different, non-empty strings."""
+    is_list = isinstance(choices, list | tuple)
+    if not is_list or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise PatternError(f"choices must be a list of non-empty strings, got {choices!r}")
+    if len(set(choices)) < len(choices):
+        raise PatternError(f"choices must differ from one another, got {list(choices)!r}")
+
+
+def is_text_prompt(prompt: Prompt) -> bool:
+    """Whether a prompt is a text to continue (a string or token ids) and not a conversation."""
+    return isinstance(prompt, str) or (len(prompt) > 0 and all(isinstance(token, int) for token in prompt))
+
+
+def to_messages(prompt: Prompt) -> Sequence[Message]:
+    """A conversation; a string becomes its only user message."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt  # type: ignore[return-value]
+
+
+def new_seed() -> int:
+    """A random seed. Statistics report it, so that the answer can be reproduced."""
+    return secrets.randbits(32)
+
+
+def cut_at_stop(ids: Sequence[int], cfg: SamplerConfig, max_tokens: int) -> tuple[list[int], bool]:
+    """The tokens of a canvas that belong to the answer, and whether a stop token ended it.
+
+    They end before the first stop token, and there are at most `max_tokens`.
+    """
+    for position, token in enumerate(ids[:max_tokens]):
+        if token in cfg.eos_token_ids:
+            return list(ids[:position]), True
+    return list(ids[:max_tokens]), False

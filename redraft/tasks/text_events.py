@@ -1,0 +1,112 @@
+"""Events with text: the core's events carry token ids, the Writer's carry the decoded text as well.
+
+engine events -> [add_text] -> TextDraft, TextCommitted, Finished
+events of `generate` -> [feed_streamer] -> a streamer of transformers
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from redraft.config import SamplerConfig
+from redraft.diffusion.generate import Committed, Draft, Event, Finished
+from redraft.tasks.generation import cut_at_stop
+from redraft.tokenizer.chat_parser import ChatParser, Parsed, ToolCall
+from redraft.tokenizer.tokenizer import Decoder, Tokenizer
+
+
+@dataclass(frozen=True)
+class TextDraft(Draft):
+    """A draft with its text. This is the public `redraft.Draft`."""
+
+    text: str = ""
+
+    @classmethod
+    def from_draft(cls, event: Draft, text: str) -> "TextDraft":
+        """Adds the decoded text to an event of the core, which knows token ids only."""
+        return cls(**_fields_of(event), text=text)
+
+
+@dataclass(frozen=True)
+class TextCommitted(Committed):
+    """A committed canvas with the text it adds to the answer. This is the public `redraft.Committed`."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    shown: int = 0  # how many of its tokens belong to the answer: those before the stop token and within max_tokens
+
+    @classmethod
+    def from_committed(cls, event: Committed, parsed: Parsed, shown: int) -> "TextCommitted":
+        """Adds the decoded text to an event of the core, which knows token ids only."""
+        return cls(
+            **_fields_of(event),
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            tool_calls=tuple(parsed.tool_calls),
+            shown=shown,
+        )
+
+
+TextEvent = TextDraft | TextCommitted | Finished
+
+
+def _fields_of(event: Draft | Committed) -> dict[str, Any]:
+    return {field.name: getattr(event, field.name) for field in fields(event)}
+
+
+class TextAssembler:
+    """Turns the tokens of one answer into text, canvas by canvas; separates reasoning and tool calls in a chat."""
+
+    def __init__(self, tokenizer: Tokenizer, *, is_chat: bool) -> None:
+        self.tokenizer = tokenizer
+        self._decoder = Decoder(tokenizer)
+        self._parser = ChatParser(tokenizer) if is_chat else None
+
+    def decode_draft(self, ids: Sequence[int]) -> str:
+        """The text of a canvas that may still change."""
+        return self.tokenizer.decode(ids)
+
+    def add(self, ids: Sequence[int], final: bool) -> Parsed:
+        """The text, reasoning and tool calls that these committed tokens add."""
+        if self._parser is not None:
+            return self._parser.feed(ids, final=final)
+        return Parsed(self._decoder.feed(ids) + (self._decoder.flush() if final else ""))
+
+
+def add_text(
+    events: Iterator[Event], cfg: SamplerConfig, assembler: TextAssembler, decodes_drafts: bool
+) -> Iterator[TextEvent]:
+    """Adds text to the engine's events."""
+    tokens_left = cfg.max_new_tokens
+    for event in events:
+        match event:
+            case Draft() if not decodes_drafts:
+                yield TextDraft.from_draft(event, "")
+            case Draft():
+                ids, _ = cut_at_stop(event.ids_BC[0].tolist(), cfg, tokens_left)
+                yield TextDraft.from_draft(event, assembler.decode_draft(ids))
+            case Committed():
+                ids, is_stopped = cut_at_stop(event.ids_BC[0].tolist(), cfg, tokens_left)
+                tokens_left -= len(ids)
+                parsed = assembler.add(ids, final=is_stopped or tokens_left <= 0)
+                yield TextCommitted.from_committed(event, parsed, shown=len(ids))
+            case Finished():
+                yield event
+
+
+def feed_streamer(events: Iterator[Event], prompts: Sequence[Sequence[int]], streamer: Any) -> Iterator[Event]:
+    """Passes events on and feeds a streamer as transformers does: prompt, drafts if it takes them, canvases, end."""
+    if getattr(streamer, "_takes_logits", False):
+        raise ValueError(f"{type(streamer).__name__} wants logits with every draft; redraft sends token ids")
+    longest = max(map(len, prompts))
+    streamer.put(torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]))
+    for event in events:
+        if isinstance(event, Draft) and hasattr(streamer, "put_draft"):
+            streamer.put_draft(event.ids_BC.detach().cpu().clone())
+        elif isinstance(event, Committed):
+            streamer.put(event.ids_BC.detach().cpu().clone())
+        yield event
+    streamer.end()
