@@ -1,12 +1,12 @@
 """The command line.
 
-main.py       redraft, chat, info, quantize; errors as one sentence
-options.py    flags that several commands share
+main.py       write, chat, info, quantize; user errors become one sentence
+options.py    options that several commands share
 edit.py       fill, edit
 augment.py    augment
 serve.py      serve
 sudoku.py     sudoku
 train.py      train, eval
-terminal.py   events drawn on a terminal
-recording.py  events as an animated picture
+terminal.py   draws events on a terminal
+recording.py  records events as an animated picture
 """

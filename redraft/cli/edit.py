@@ -1,4 +1,4 @@
-"""The commands for texts that are there: redraft fill FILE|-, redraft edit FILE|-. `cli.py` makes them commands."""
+"""The commands redraft fill FILE|- (infilling) and redraft edit FILE|- (editing in place)."""
 
 import json
 import os
@@ -13,90 +13,97 @@ from rich.console import Console
 from rich.text import Text
 
 from redraft import writer
-from redraft.cli.options import Device, Model, Seed, Threads, number, option, whole
-from redraft.cli.terminal import CanvasView, harmless
-from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, check
+from redraft.cli.options import Device, Model, Seed, Threads, option, parse_float, parse_int
+from redraft.cli.terminal import CanvasView, strip_control_characters
+from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, check_strength
 from redraft.tasks.infill import Filled, parse_template
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Write = Annotated[bool, typer.Option("--write", "-w", help="Replace the file, at once or not at all.")]
+Write = Annotated[bool, typer.Option("--write", "-w", help="Replace the file with the result, atomically.")]
 
 
 def fill(
-    file: Annotated[str, typer.Argument(help="A file with holes, [[ ]] or [[ 8 ]] for 8 tokens; - reads stdin.")] = "-",
+    file: Annotated[str, typer.Argument(help="A text file with gaps: [[ ]], or [[ 8 ]] for 8 tokens; - reads stdin.")] = "-",
     model: Model = "",
-    count: Annotated[int, option("--count", "-c", help="Fills, the likeliest first.", parser=whole)] = 1,
-    longest: Annotated[int, option("--longest", help="Most tokens of a hole without a length.", parser=whole)] = 32,
+    count: Annotated[int, option("--count", "-c", help="Number of infills, the most likely first.", parser=parse_int)] = 1,
+    longest: Annotated[int, option("--longest", help="Maximum tokens of a gap without a length.", parser=parse_int)] = 32,
     seed: Seed = None,
-    seconds: Annotated[float | None, option("--seconds", help="Take a hole as it is after so long.", parser=number)] = None,
+    seconds: Annotated[
+        float | None, option("--seconds", help="Deadline: after this time a gap is committed as it is.", parser=parse_float)
+    ] = None,
     as_json: AsJson = False,
     write: Write = False,
     device: Device = None,
     threads: Threads = None,
 ) -> None:
-    """Fill the holes of a text; everything else comes back as it was."""
-    text = given(file, write)
-    parts = parse_template(text).texts  # a mistake is told before the model is loaded
-    subject, console = writer.load(model or writer.DEFAULT_MODEL, device=device), Console(highlight=False)
-    beside = Console(stderr=True, highlight=False)
-    with CanvasView(beside, subject.tokenizer, subject.sampler.eos_token_ids) as view:
-        watch = view.watch if beside.is_terminal else None
-        found = subject.fill(text, count=count, longest=longest, seed=seed, seconds=seconds, watch=watch)
+    """Infill the gaps of a text; the text around them does not change."""
+    text = read_text(file, write)
+    texts = parse_template(text).texts  # checks the gaps before the model is loaded
+    subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
+    console = Console(highlight=False)
+    status_console = Console(stderr=True, highlight=False)
+    with CanvasView(status_console, subject.tokenizer, subject.sampler.eos_token_ids) as view:
+        watch = view.watch if status_console.is_terminal else None
+        infills = subject.fill(text, count=count, longest=longest, seed=seed, seconds=seconds, watch=watch)
     if write:
-        replace(Path(file), found[0].text)
+        replace_file(Path(file), infills[0].text)
     if as_json:
-        print(json.dumps([asdict(one) for one in found] if count > 1 else asdict(found[0])))
+        print(json.dumps([asdict(filled) for filled in infills] if count > 1 else asdict(infills[0])))
         return
-    for at, one in enumerate([] if write else found):
+    for rank, filled in enumerate([] if write else infills, 1):
         if count > 1:
-            print(f"{'' if at == 0 else chr(10)}# {at + 1}: score {one.score:.1f}, seed {one.seed}", file=sys.stderr)
+            blank_line = "" if rank == 1 else "\n"
+            print(f"{blank_line}# {rank}: score {filled.score:.1f}, seed {filled.seed}", file=sys.stderr)
         if console.is_terminal:
-            console.print(coloured(parts, one), soft_wrap=True, end="")
+            console.print(colour_gaps(texts, filled), soft_wrap=True, end="")
         else:
-            sys.stdout.write(one.text + ("\n" if count > 1 and not one.text.endswith("\n") else ""))
+            sys.stdout.write(filled.text + ("\n" if count > 1 and not filled.text.endswith("\n") else ""))
 
 
 def edit(
     file: Annotated[str, typer.Argument(help="A text file; - reads stdin.")] = "-",
     instruction: Annotated[
-        str | None, typer.Option("--instruction", "-i", help="What to change, for a model that chats. [what it doubts]")
+        str | None, typer.Option("--instruction", "-i", help="What to change; chat models only. [unlikely tokens]")
     ] = None,
     model: Model = "",
     strength: Annotated[
-        float, option("--strength", help="Share of tokens that may change, 0 to 1.", parser=number)
+        float, option("--strength", help="Maximum share of tokens to replace, 0 to 1.", parser=parse_float)
     ] = DEFAULT_EDIT_STRENGTH,
     seed: Seed = None,
-    suggest: Annotated[bool, typer.Option("--suggest", help="Change nothing: print what it doubts, line by line.")] = False,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Change nothing: print unlikely tokens and alternatives.")
+    ] = False,
     as_json: AsJson = False,
     write: Write = False,
     device: Device = None,
     threads: Threads = None,
 ) -> None:
-    """Redraft a text in place where the model doubts it, and show the difference."""
-    text = given(file, write)
+    """Edit a text in place where the model finds it unlikely, and show the difference."""
+    text = read_text(file, write)
     if suggest and (write or instruction is not None):
-        raise ValueError("--suggest changes nothing: it goes with neither --write nor --instruction")
-    check(strength)
-    subject, console = writer.load(model or writer.DEFAULT_MODEL, device=device), Console(highlight=False)
+        raise ValueError("--suggest changes nothing: leave out --write and --instruction")
+    check_strength(strength)
+    subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
+    console = Console(highlight=False)
     if suggest:
         _print_suggestions(subject, text, as_json)
         return
     with Console(stderr=True).status("editing"):
-        found = subject.edit(text, instruction, strength=strength, seed=seed)
+        edited = subject.edit(text, instruction, strength=strength, seed=seed)
     if write:
-        replace(Path(file), found.text)
+        replace_file(Path(file), edited.text)
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(edited)))
     elif console.is_terminal:
-        console.print(shown(found, "text" if file == "-" else file), soft_wrap=True, end="")
+        console.print(colour_diff(edited, "text" if file == "-" else file), soft_wrap=True, end="")
     elif not write:
-        sys.stdout.write(found.text)
+        sys.stdout.write(edited.text)
 
 
-def given(file: str, write: bool) -> str:
-    """The text of a file, or of stdin."""
+def read_text(file: str, write: bool) -> str:
+    """The text of a file, or of stdin for `-`."""
     if file == "-" and write:
-        raise ValueError("--write replaces a file, and - is none")
+        raise ValueError("--write replaces a file, but - is stdin: name a file")
     raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     try:
         return raw.decode("utf-8")
@@ -104,12 +111,12 @@ def given(file: str, write: bool) -> str:
         raise ValueError(f"{file} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}") from None
 
 
-def replace(path: Path, text: str) -> None:
-    """The file with another text: written beside it, then put in its place, with its permissions."""
-    path = path.resolve()  # a link stays a link
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def replace_file(path: Path, text: str) -> None:
+    """Replaces a file atomically: writes a temporary file beside it, then renames it; permissions stay."""
+    path = path.resolve()  # a symbolic link stays a link
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(number, "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(text.encode("utf-8"))
         os.chmod(name, path.stat().st_mode & 0o7777)
         os.replace(name, path)
@@ -118,29 +125,31 @@ def replace(path: Path, text: str) -> None:
         raise
 
 
-def coloured(parts: tuple[str, ...], filled: Filled) -> Text:
-    """The text as it was, what was filled in green."""
-    found = Text()
-    for part, hole in zip(parts, (*filled.gaps, ""), strict=True):
-        found.append(harmless(part))
-        found.append(harmless(hole), style="bold green")
-    return found
+def colour_gaps(texts: tuple[str, ...], filled: Filled) -> Text:
+    """The text with its infilled gaps in green."""
+    coloured = Text()
+    for text, gap in zip(texts, (*filled.gaps, ""), strict=True):
+        coloured.append(strip_control_characters(text))
+        coloured.append(strip_control_characters(gap), style="bold green")
+    return coloured
 
 
-def shown(edited: Edited, name: str) -> Text:
-    """The difference, lines that went red and lines that came green."""
-    styles, found = {"-": "red", "+": "green", "@": "cyan"}, Text()
+def colour_diff(edited: Edited, name: str) -> Text:
+    """The unified diff: removed lines red, added lines green."""
+    styles = {"-": "red", "+": "green", "@": "cyan"}
+    coloured = Text()
     for line in edited.diff(name).split("\n")[:-1]:
-        found.append(harmless(line + "\n"), style=styles.get(line[:1], ""))
-    return found
+        coloured.append(strip_control_characters(line + "\n"), style=styles.get(line[:1], ""))
+    return coloured
 
 
 def _print_suggestions(subject: writer.Writer, text: str, as_json: bool) -> None:
-    found = subject.suggest(text)
+    suggestions = subject.suggest(text)
     if as_json:
-        print(json.dumps([asdict(one) for one in found]))
+        print(json.dumps([asdict(suggestion) for suggestion in suggestions]))
         return
-    for one in found:
-        line, column = text.count("\n", 0, one.start) + 1, one.start - text.rfind("\n", 0, one.start)
-        rather = ", ".join(f"{other!r} {100 * share:.0f}%" for other, share in one.alternatives)
-        print(f"{line}:{column}: {one.text!r} {100 * one.probability:.1f}%; rather {rather}")
+    for suggestion in suggestions:
+        line = text.count("\n", 0, suggestion.start) + 1
+        column = suggestion.start - text.rfind("\n", 0, suggestion.start)
+        alternatives = ", ".join(f"{token!r} {100 * share:.0f}%" for token, share in suggestion.alternatives)
+        print(f"{line}:{column}: {suggestion.text!r} {100 * suggestion.probability:.1f}%; rather {alternatives}")

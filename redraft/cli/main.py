@@ -1,7 +1,7 @@
-"""The command line: redraft "prompt", redraft chat, redraft info. Flags are those people know from llama.cpp and Ollama.
+"""The command line: redraft "prompt", redraft chat, redraft info. Flags have the names that llama.cpp and Ollama use.
 
-On a terminal the canvas is drawn live; in a pipe only the final text goes to stdout. A user's mistake is one sentence on
-stderr and exit code 2; Ctrl-C keeps what is committed and exits with 130.
+On a terminal the canvas is drawn live; in a pipe only the committed text goes to stdout. A user error is one sentence on
+stderr with exit code 2. Ctrl-C keeps the committed text and exits with 130.
 """
 
 import json
@@ -23,21 +23,22 @@ from typer.core import TyperGroup
 import redraft
 from redraft import checkpoint
 from redraft.cli import augment, edit, serve, sudoku, train, warm
-from redraft.cli.options import Device, Dtype, Model, Seed, Threads, number, option, whole
+from redraft.cli.options import Device, Dtype, Model, Seed, Threads, option, parse_float, parse_int
 from redraft.cli.recording import Recording
-from redraft.cli.terminal import CanvasView, harmless, summary
+from redraft.cli.terminal import CanvasView, strip_control_characters, summary
 from redraft.config import ModelConfig
 from redraft.diffusion.generate import Finished
 from redraft.kernels import backend
+from redraft.tasks.generation import GenerationOptions
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.writer import DEFAULT_MODEL, Writer
 
 
 class DefaultToWrite(TyperGroup):
-    """`redraft "prompt"` is `redraft write "prompt"`: anything that is not a command is something to write about."""
+    """`redraft "prompt"` means `redraft write "prompt"`: a first argument that is no command is a prompt."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Puts the command in where the user left it out."""
+        """Inserts the command `write` where the user left it out."""
         if args and args[0] not in self.commands and args[0] not in ("--help", "-h", "--version"):
             args = ["write", *args]
         return super().parse_args(ctx, args)
@@ -52,8 +53,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         print(redraft.__version__)
         raise typer.Exit
 
@@ -61,37 +62,49 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Text-diffusion language models. `redraft "prompt"` is short for `redraft write "prompt"`."""
+    """Run text-diffusion language models. `redraft "prompt"` is short for `redraft write "prompt"`."""
 
 
 MaxTokens = Annotated[
     int | None,
-    option("--max-tokens", "-n", "--max-new-tokens", help="Most tokens to write. [checkpoint's]", parser=whole),
+    option("--max-tokens", "-n", "--max-new-tokens", help="Maximum tokens to generate. [checkpoint's]", parser=parse_int),
 ]
 Steps = Annotated[
     int | None,
     option(
-        "--max-denoising-steps", "--steps", "--diffusion-steps", help="Most steps for a page. [checkpoint's]", parser=whole
+        "--max-denoising-steps",
+        "--steps",
+        "--diffusion-steps",
+        help="Maximum denoising steps per canvas. [checkpoint's]",
+        parser=parse_int,
     ),
 ]
-Bound = Annotated[float | None, option("--entropy-bound", help="Nats one step may accept. [checkpoint's]", parser=number)]
+Bound = Annotated[
+    float | None,
+    option("--entropy-bound", help="Total entropy (nats) that one step accepts. [checkpoint's]", parser=parse_float),
+]
 Temperature = Annotated[
     float | None,
-    option("--temperature", "--temp", help="One temperature for all steps. [checkpoint's schedule]", parser=number),
+    option(
+        "--temperature",
+        "--temp",
+        help="Scale on the checkpoint's temperature schedule: 1 leaves it, 0 is nearly greedy. [1]",
+        parser=parse_float,
+    ),
 ]
-CanvasLength = Annotated[int | None, option("--canvas-length", help="Tokens on a page. [checkpoint's]", parser=whole)]
+CanvasLength = Annotated[int | None, option("--canvas-length", help="Tokens per canvas. [checkpoint's]", parser=parse_int)]
 Think = Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="A system message before the conversation.")]
 Visual = Annotated[bool | None, typer.Option("--visual/--no-visual", help="Draw the canvas as it settles. [on a terminal]")]
-Quant = Annotated[str | None, typer.Option("--quant", help="fp8: pack the layers on the way in. [as stored]")]
+Quant = Annotated[str | None, typer.Option("--quant", help="fp8: quantize the layers while loading. [as stored]")]
 
 
 @app.command()
 def write(
-    prompt: Annotated[str | None, typer.Argument(help="What to answer or continue; - or nothing reads stdin.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to answer or continue; - or nothing reads stdin.")] = None,
     model: Model = "",
     max_tokens: MaxTokens = None,
     steps: Steps = None,
@@ -101,33 +114,38 @@ def write(
     canvas_length: CanvasLength = None,
     think: Think = False,
     system: System = None,
-    regex: Annotated[str | None, typer.Option("--regex", help="The answer matches this regular expression, whole.")] = None,
-    schema: Annotated[str | None, typer.Option("--schema", help="The answer is JSON of this schema: a file.")] = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="The whole answer matches this regular expression.")] = None,
+    schema: Annotated[
+        str | None, typer.Option("--schema", help="The answer is JSON that follows the schema in this file.")
+    ] = None,
     choices: Annotated[str | None, typer.Option("--choices", help="The answer is one of these: a,b,c.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without a chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, without a chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, statistics and seed as one JSON object.")] = False,
-    record: Annotated[str | None, typer.Option("--record", help="Keep the run as a moving picture: OUT.svg.")] = None,
+    record: Annotated[str | None, typer.Option("--record", help="Save the run as an animated picture: OUT.svg.")] = None,
     visual: Visual = None,
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
     quant: Quant = None,
 ) -> None:
-    """Answer a prompt, or continue a text when the model is not made for chat."""
-    text = _prompt(prompt)
+    """Answer a prompt, or continue it when the model has no chat template."""
+    text = _read_prompt(prompt)
     writer = _load(model, device, dtype, quant)
-    settings = _settings(steps, entropy_bound, temperature, canvas_length)
-    chatting = writer.tokenizer.can_chat and not raw
-    if not chatting and (system or think):
+    is_chat = writer.tokenizer.can_chat and not raw
+    if not is_chat and (system or think):
         raise ValueError("--system and --think need a chat model; this one continues text")
-    messages: Any = _conversation(system, text) if chatting else text
-    options = {"max_tokens": max_tokens, "seed": seed, "regex": regex, **settings}
-    options["schema"] = Path(schema).read_text(encoding="utf-8", errors="replace") if schema is not None else None
-    options["choices"] = choices.split(",") if choices is not None else None
-    if chatting:
-        options["think"] = think
+    options = GenerationOptions(
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=temperature,
+        think=think,
+        regex=regex,
+        schema=Path(schema).read_text(encoding="utf-8", errors="replace") if schema is not None else None,
+        choices=choices.split(",") if choices is not None else None,
+        sampler={"max_steps": steps, "entropy_bound": entropy_bound, "canvas_length": canvas_length},
+    )
     console = Console(highlight=False)
-    events: Iterator[TextEvent] = writer.stream(messages, **options)
+    events = writer.stream(_conversation(system, text) if is_chat else text, options=options)
     recording = Recording(text, writer.tokenizer, writer.sampler.eos_token_ids) if record else None
     events = recording.watch(events) if recording else events
     if as_json:
@@ -135,7 +153,7 @@ def write(
     elif console.is_terminal if visual is None else visual:
         _draw(writer, events, console)
     else:
-        _print_pieces(events)
+        _print_committed(events)
     if recording and record:
         recording.save(record)
 
@@ -157,35 +175,41 @@ def chat(
     dtype: Dtype = None,
     quant: Quant = None,
 ) -> None:
-    """Talk with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
+    """Chat with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
     writer = _load(model, device, dtype, quant)
-    settings = _settings(steps, entropy_bound, temperature, canvas_length)
-    options = {"max_tokens": max_tokens, "seed": seed, "think": think, **settings}
+    options = GenerationOptions(
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=temperature,
+        think=think,
+        sampler={"max_steps": steps, "entropy_bound": entropy_bound, "canvas_length": canvas_length},
+    )
     console = Console(highlight=False)
-    drawing = console.is_terminal if visual is None else visual
-    opening = _conversation(system, None)
-    messages = list(opening)
-    for line in _lines(console):
+    is_drawn = console.is_terminal if visual is None else visual
+    system_messages = _conversation(system, None)
+    messages = list(system_messages)
+    for line in _read_lines(console):
         if line == "/exit":
             return
         if line == "/reset":
-            messages = list(opening)
+            messages = list(system_messages)
             continue
-        asked = [*messages, {"role": "user", "content": line}]
+        request = [*messages, {"role": "user", "content": line}]
         try:
-            events = writer.stream(asked, **options)
-            said = _draw(writer, events, console) if drawing else _print_pieces(events)
-        except KeyboardInterrupt as stopped:
+            events = writer.stream(request, options=options)
+            answer = _draw(writer, events, console) if is_drawn else _print_committed(events)
+        except KeyboardInterrupt as interrupt:
             if not console.is_terminal:
                 raise
-            said = getattr(stopped, "committed", "")
+            answer = getattr(interrupt, "committed", "")
             console.print("[bright_black](stopped)")
         except ValueError as error:
             if not console.is_terminal:
                 raise
-            console.print(harmless(str(error)), style="red", markup=False)  # the talk goes on without this message
+            # The conversation continues without this message.
+            console.print(strip_control_characters(str(error)), style="red", markup=False)
             continue
-        messages = [*asked, {"role": "assistant", "content": said}]
+        messages = [*request, {"role": "assistant", "content": answer}]
 
 
 app.command()(edit.fill)
@@ -204,9 +228,10 @@ def info(
         str, typer.Option("--model", "-m", help="Checkpoint folder, or hub id OWNER/NAME. [the released 26B-A4B shape]")
     ] = "",
 ) -> None:
-    """Show a checkpoint's shape, its memory by format, and what would run where."""
+    """Show a checkpoint's shape, its memory by format, and which kernels run on this machine."""
     console = Console(highlight=False)
-    config, stored = ModelConfig(), None
+    config = ModelConfig()
+    stored = None
     if model:
         folder = checkpoint.find(model, weights=False)
         config = checkpoint.read_model_config(folder)
@@ -214,7 +239,7 @@ def info(
     console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)
     console.print(_shape_table(config))
     console.print(_memory_table(config, stored))
-    console.print(_place_table())
+    console.print(_machine_table())
 
 
 @app.command()
@@ -224,10 +249,10 @@ def quantize(
     device: Device = None,
     threads: Threads = None,
 ) -> None:
-    """Write a checkpoint with its layers in fp8, as compressed-tensors publishes it: about half the size."""
+    """Write a checkpoint with fp8 layers in the compressed-tensors format: about half the size."""
     source = checkpoint.find(model)
-    with _waiting("packing"):
-        stored = checkpoint.load_model(source).dtype  # what is not packed stays as it is
+    with _show_status("quantizing"):
+        stored = checkpoint.load_model(source).dtype  # weights outside the fp8 layers keep this precision
         writer = redraft.load(source, device=device, dtype=stored, quant="fp8")
         checkpoint.save(writer.model, out, sampler=writer.sampler, vision_from=checkpoint.folder_with_vision(source))
         writer.tokenizer.save(out)
@@ -259,7 +284,7 @@ def _shape_table(config: ModelConfig) -> Table:
 
 
 def _memory_table(config: ModelConfig, stored: int | None) -> Table:
-    """Weights by format. Embedding, norms, router and self-conditioning stay bf16 in every published format."""
+    """Memory of the weights by format. Embedding, norms, router and self-conditioning stay bf16 in every published format."""
     counts = config.parameter_counts()
     kept = sum(counts[name] for name in ("embedding", "router", "self-conditioning", "norms and scalars"))
     linear = counts["total"] - kept
@@ -277,7 +302,7 @@ def _memory_table(config: ModelConfig, stored: int | None) -> Table:
     return table
 
 
-def _place_table() -> Table:
+def _machine_table() -> Table:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     table = Table("here", "", box=None, pad_edge=False)
     table.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")
@@ -298,50 +323,43 @@ def _si(count: float, unit: str = "") -> str:
     return f"{count:.0f} {unit}"
 
 
-def _prompt(given: str | None) -> str:
-    """The prompt from the argument, or from a pipe."""
-    if given is not None and given != "-":
-        text = given
-    elif sys.stdin is not None and (given == "-" or not sys.stdin.isatty()):
+def _read_prompt(argument: str | None) -> str:
+    """The prompt from the argument, or from stdin."""
+    if argument is not None and argument != "-":
+        text = argument
+    elif sys.stdin is not None and (argument == "-" or not sys.stdin.isatty()):
         text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
     else:
-        raise ValueError("there is no prompt: give one, or pipe a text in")
+        raise ValueError("there is no prompt: give one as an argument, or pipe it in")
     if not text.strip():
         raise ValueError("the prompt is empty")
     return text
 
 
 def _load(model: str, device: str | None, dtype: str | None, quant: str | None) -> Writer:
-    """The model, with a line on stderr while a person waits for it."""
-    folder = checkpoint.find(model or DEFAULT_MODEL)  # before the line below, which would garble a download's progress bar
-    with _waiting("loading"):
+    """Loads the model; shows a status line on stderr meanwhile."""
+    folder = checkpoint.find(model or DEFAULT_MODEL)  # first: the status line would garble a download's progress bar
+    with _show_status("loading"):
         return redraft.load(folder, device=device, dtype=dtype, quant=quant)
 
 
 @contextmanager
-def _waiting(what: str) -> Iterator[None]:
+def _show_status(status: str) -> Iterator[None]:
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield
         return
-    with console.status(what):
+    with console.status(status):
         yield
 
 
-def _settings(
-    steps: int | None, entropy_bound: float | None, temperature: float | None, canvas_length: int | None
-) -> dict[str, Any]:
-    both = {"t_min": temperature, "t_max": temperature}
-    return {"max_steps": steps, "entropy_bound": entropy_bound, "canvas_length": canvas_length, **both}
-
-
 def _conversation(system: str | None, user: str | None) -> list[dict[str, str]]:
-    turns = (("system", system), ("user", user))
-    return [{"role": role, "content": text} for role, text in turns if text is not None]
+    roles = (("system", system), ("user", user))
+    return [{"role": role, "content": text} for role, text in roles if text is not None]
 
 
-def _lines(console: Console) -> Iterator[str]:
-    """What the user types, or the lines of a pipe; empty ones are passed over."""
+def _read_lines(console: Console) -> Iterator[str]:
+    """Yields the lines that the user types or pipes in, without empty ones."""
     while sys.stdin is not None:
         try:
             line = console.input("[bold]> [/bold]") if console.is_terminal and sys.stdin.isatty() else input()
@@ -352,46 +370,47 @@ def _lines(console: Console) -> Iterator[str]:
 
 
 def _draw(writer: Writer, events: Iterator[TextEvent], console: Console) -> str:
-    """The answer drawn live; its text comes back, or rides on the KeyboardInterrupt that cut it short."""
-    said = ""
+    """Draws the answer live and returns its text. After Ctrl-C, KeyboardInterrupt carries the text as `committed`."""
+    committed = ""
     with CanvasView(console, writer.tokenizer, writer.sampler.eos_token_ids) as view:
         try:
             for event in view.show(events):
                 if isinstance(event, TextCommitted):
-                    said += event.text
+                    committed += event.text
                 elif isinstance(event, Finished):
                     console.print(summary(event.stats[0]), style="bright_black")
-        except KeyboardInterrupt as stop:
-            stop.committed = said  # type: ignore[attr-defined]
+        except KeyboardInterrupt as interrupt:
+            interrupt.committed = committed  # type: ignore[attr-defined]
             raise
-    return said
+    return committed
 
 
-def _print_pieces(events: Iterator[TextEvent]) -> str:
-    """Committed text to stdout, page by page, and nothing else; what it cost, and any doubt, to stderr."""
-    said, cost = "", ""
+def _print_committed(events: Iterator[TextEvent]) -> str:
+    """Prints committed text to stdout, canvas by canvas, and the statistics to stderr. Returns the text."""
+    committed = ""
+    statistics = ""
     try:
         for event in events:
             if isinstance(event, TextCommitted):
-                said += event.text
-                print(harmless(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
+                committed += event.text
+                print(strip_control_characters(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
             elif isinstance(event, Finished):
-                cost = summary(event.stats[0])
+                statistics = summary(event.stats[0])
     finally:
-        if said:
+        if committed:
             print(flush=True)
-    print(cost, file=sys.stderr)
-    return said
+    print(statistics, file=sys.stderr)
+    return committed
 
 
 def _print_json(events: Iterator[TextEvent], seed: int | None) -> None:
-    """The answer as one JSON object; what was committed when Ctrl-C came is printed too."""
-    pages: list[TextCommitted] = []
+    """Prints the answer as one JSON object; after Ctrl-C, with the text committed so far."""
+    canvases: list[TextCommitted] = []
     answer: dict[str, Any] = {"reason": "interrupted", "settled": False, "seed": seed, "stats": None}
     try:
         for event in events:
             if isinstance(event, TextCommitted):
-                pages.append(event)
+                canvases.append(event)
             elif isinstance(event, Finished):
                 stats = event.stats[0]
                 derived = {n: getattr(stats, n) for n in ("forwards", "tokens_per_forward", "tokens_per_second")}
@@ -402,9 +421,9 @@ def _print_json(events: Iterator[TextEvent], seed: int | None) -> None:
                     "stats": asdict(stats) | derived,
                 }
     finally:
-        if pages:
-            parts = {name: "".join(getattr(page, name) for page in pages) for name in ("text", "reasoning")}
-            calls = [asdict(call) for page in pages for call in page.tool_calls]
+        if canvases:
+            parts = {name: "".join(getattr(canvas, name) for canvas in canvases) for name in ("text", "reasoning")}
+            calls = [asdict(call) for canvas in canvases for call in canvas.tool_calls]
             print(json.dumps({**parts, "tool_calls": calls, **answer}, ensure_ascii=False))
 
 
@@ -413,25 +432,28 @@ UsageProblem = next(kind for kind in typer.BadParameter.mro() if kind.__name__ =
 
 
 def main() -> None:
-    """The entry point: mistakes become one sentence, Ctrl-C becomes 130. REDRAFT_DEBUG=1 shows the traceback instead."""
+    """The entry point. User errors become one sentence, Ctrl-C exit code 130. REDRAFT_DEBUG=1 shows tracebacks instead."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a narrow console must not lose an answer for one character
+        sys.stdout.reconfigure(errors="replace")  # a console that cannot encode a character must not lose the answer
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="redraft", standalone_mode=False))
     except UsageProblem as error:
-        _complain(f"{error.format_message()} (see redraft --help)")
+        _exit_with_error(f"{error.format_message()} (see redraft --help)")
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except torch.OutOfMemoryError as error:
-        _complain(f"out of GPU memory: {str(error).split('. ')[0]}; try a smaller model, a shorter prompt, or --device cpu")
+        _exit_with_error(
+            f"out of GPU memory: {str(error).split('. ')[0]}; try a smaller model, a shorter prompt, or --device cpu"
+        )
     except (ValueError, OSError) as error:
         if os.environ.get("REDRAFT_DEBUG"):
             raise
-        named = isinstance(error, OSError) and error.filename is not None and error.strerror
-        _complain(f"{error.filename}: {error.strerror}" if named else str(error))
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+            _exit_with_error(f"{error.filename}: {error.strerror}")
+        _exit_with_error(str(error))
 
 
-def _complain(sentence: str) -> NoReturn:
-    """One line, whatever a file's names or a template's message may hold."""
-    print(f"redraft: {harmless(' '.join(sentence.split()))}", file=sys.stderr)
+def _exit_with_error(sentence: str) -> NoReturn:
+    """Prints one line to stderr and exits with 2. File names and template messages may hold line breaks and escapes."""
+    print(f"redraft: {strip_control_characters(' '.join(sentence.split()))}", file=sys.stderr)
     sys.exit(2)

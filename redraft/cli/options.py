@@ -1,20 +1,20 @@
-"""What commands are told in the same way: numbers with messages of their own, the model, the seed, the device."""
+"""Options that several commands share: model, seed, device, dtype, threads; and number parsers with clear messages."""
 
 from typing import Annotated, Any
 
 import typer
 
 
-def whole(text: str) -> int:
-    """A whole number from the command line; typer's own message leaves out what was typed."""
+def parse_int(text: str) -> int:
+    """Parses a whole number. typer's own error message does not show the value."""
     try:
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
-def number(text: str) -> float:
-    """A number from the command line."""
+def parse_float(text: str) -> float:
+    """Parses a number. typer's own error message does not show the value."""
     try:
         return float(text)
     except ValueError:
@@ -30,8 +30,8 @@ def _fix_threads(threads: int | None) -> int | None:
 
 
 def option(*names: str, help: str, parser: Any = None) -> Any:
-    """An option, read by one of these."""
-    return typer.Option(*names, help=help, parser=parser, metavar={whole: "INT", number: "FLOAT"}.get(parser))
+    """A typer option; `parser` is parse_int or parse_float."""
+    return typer.Option(*names, help=help, parser=parser, metavar={parse_int: "INT", parse_float: "FLOAT"}.get(parser))
 
 
 Model = Annotated[
@@ -41,7 +41,7 @@ Model = Annotated[
     ),
 ]
 Seed = Annotated[
-    int | None, option("--seed", help="The same seed gives the same text. [a fresh one, reported]", parser=whole)
+    int | None, option("--seed", help="The same seed gives the same text. [a random one, reported]", parser=parse_int)
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1. [a GPU if there is one]")]
 Dtype = Annotated[
@@ -53,7 +53,7 @@ Threads = Annotated[
         "--threads",
         "-t",
         help="CPU threads. [OMP_NUM_THREADS, or as many as there are free cores]",
-        parser=whole,
+        parser=parse_int,
         metavar="INT",
         callback=_fix_threads,
     ),

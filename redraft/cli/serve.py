@@ -1,4 +1,4 @@
-"""redraft serve: the server on a port of this machine. `cli.py` makes it a command."""
+"""The command redraft serve: runs the server on a port of this machine."""
 
 import ipaddress
 import logging
@@ -11,37 +11,37 @@ import typer
 from rich.console import Console
 
 from redraft import writer
-from redraft.cli.options import Device, Dtype, Model, Threads, option, whole
+from redraft.cli.options import Device, Dtype, Model, Threads, option, parse_int
 
-PORT = 8012  # where llama.vim looks
-SOON = 0.5  # seconds until it listens, for sure
+PORT = 8012  # the default of llama.vim
+BROWSER_DELAY = 0.5  # seconds; the server listens by then
 
 
 def serve(
     model: Model = "",
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; others than this machine's need a key.")
+        str, typer.Option("--host", help="Address to listen on; any but a local one needs --api-key.")
     ] = "127.0.0.1",
-    port: Annotated[int, option("--port", "-p", help="Port to listen on.", parser=whole)] = PORT,
-    name: Annotated[str, typer.Option("--name", help="What clients see as the model's name. [the folder's]")] = "",
+    port: Annotated[int, option("--port", "-p", help="Port to listen on.", parser=parse_int)] = PORT,
+    name: Annotated[str, typer.Option("--name", help="The model's name in the API. [the folder's name]")] = "",
     key: Annotated[
-        str | None, typer.Option("--api-key", envvar="REDRAFT_API_KEY", help="Ask every client for this key.")
+        str | None, typer.Option("--api-key", envvar="REDRAFT_API_KEY", help="Require this key from every client.")
     ] = None,
     hosts: Annotated[
-        list[str] | None, typer.Option("--allow-host", help="Another name of this machine; may be given several times.")
+        list[str] | None, typer.Option("--allow-host", help="Another host name to accept; may be repeated.")
     ] = None,
     requests: Annotated[
-        int, option("--requests", help="Requests that run or wait at once; more get a 429.", parser=whole)
+        int, option("--requests", help="Maximum requests running or waiting; more are answered 429.", parser=parse_int)
     ] = 72,
-    open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
-    quant: Annotated[str | None, typer.Option("--quant", help="fp8: pack the layers on the way in.")] = None,
+    quant: Annotated[str | None, typer.Option("--quant", help="fp8: quantize the layers while loading. [as stored]")] = None,
 ) -> None:
-    """Serve a model to editors and to OpenAI, Anthropic and Ollama clients, and as a page to watch it on."""
-    if not local(host) and not key:
-        raise ValueError(f"{host} can be reached from other machines: listening there needs --api-key")
+    """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
+    if not is_local(host) and not key:
+        raise ValueError(f"{host} can be reached from other machines: set --api-key to listen there")
     if not 0 < port < 65536 or requests < 1:
         raise ValueError(f"a port is between 1 and 65535 and requests are at least 1, got {port} and {requests}")
     try:
@@ -54,15 +54,16 @@ def serve(
     limits = Limits(hosts=(host, *(hosts or ())), key=key)
     config = ServerConfig(name=name or Path(model or writer.DEFAULT_MODEL).name, limits=limits, requests=requests)
     log_to(Console(stderr=True, highlight=False))
-    shown = f"[{host}]" if ":" in host else host
-    Console(stderr=True, highlight=False).print(f"{config.name} at http://{shown}:{port} (Ctrl-C ends it)")
+    url_host = f"[{host}]" if ":" in host else host
+    Console(stderr=True, highlight=False).print(f"{config.name} at http://{url_host}:{port} (Ctrl-C stops it)")
     if open_page:
-        threading.Timer(SOON, webbrowser.open, [f"http://{shown}:{port}"]).start()
-    ends = {"timeout_graceful_shutdown": int(config.drain_seconds)}
-    uvicorn.run(make_app(subject, config), host=host, port=port, log_level="warning", **ends)
+        threading.Timer(BROWSER_DELAY, webbrowser.open, [f"http://{url_host}:{port}"]).start()
+    drain_seconds = int(config.drain_seconds)
+    app = make_app(subject, config)
+    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=drain_seconds)
 
 
-def local(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -71,12 +72,12 @@ def local(host: str) -> bool:
 
 
 def log_to(console: Console) -> None:
-    """One line of each request, without its text."""
+    """Logs one line per request, without its text."""
 
-    class Lines(logging.Handler):
+    class ConsoleHandler(logging.Handler):
         def emit(self, record: Any) -> None:
             console.print(self.format(record), soft_wrap=True, markup=False)
 
     log = logging.getLogger("redraft.server")
     log.setLevel(logging.INFO)
-    log.addHandler(Lines())
+    log.addHandler(ConsoleHandler())

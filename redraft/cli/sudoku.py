@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from redraft.cli.terminal import CHANGED, FRAME_SECONDS, NOISE, QUIET, undivided
+from redraft.cli.terminal import CHANGED, FRAME_SECONDS, NOISE, QUIET, defer_interrupt
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solver
 from redraft.tasks.sudoku.board import Board, BoardError
@@ -138,7 +138,7 @@ def _draw(events: Iterable[Pass | Solution], puzzle: Board, console: Console) ->
             shown = time.monotonic()
             tried = f" · canvas {event.tries[0] + 1}, {len(event.tries)} at once" if event.tries[0] else ""
             meter = Text(f"step {event.step}{tried}", QUIET)
-            with undivided():
+            with defer_interrupt():
                 page = picture(digits, puzzle, before, event.accepted_NC[0].tolist())
                 live.update(Group(page, meter), refresh=True)
             before = digits

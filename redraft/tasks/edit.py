@@ -1,10 +1,11 @@
-"""A text redrafted in place: what the model doubts is noise for a while, everything else is pinned.
+"""Editing in place: the least likely tokens of a text are replaced by noise and denoised again, all others are pinned.
 
-    text -> [1 tokens, and where each begins] -> pages -> [2 how much each token is doubted]
-         -> the most doubted are noise, the rest is pinned -> [3 redrafted] -> the text with what has changed
+    text -> [1 tokens and their character offsets] -> canvases -> [2 log-probability of each token, given its canvas]
+         -> [3 noise in place of the least likely tokens, denoise] -> the text with its changes
 
-A page is denoised as it stands, behind the pages before it: the model says of every token how likely it is, having read it
-and what is on both sides. Tokens are replaced, never inserted. What does not change is the user's own text, never decoded.
+Scoring is one denoising forward over the unchanged canvas, conditioned on the canvases before it: the model sees each token
+and the text on both sides. Tokens are replaced, never inserted. Unchanged text is the user's own string, never decoded.
+Shapes: C canvas positions, V vocabulary.
 """
 
 import difflib
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,14 +28,14 @@ from redraft.engine import Engine, Intervention, Replay, Request, Stopped
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 
-Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
+Span = tuple[int, int]  # characters of a text: start, and end (exclusive)
 DEFAULT_EDIT_STRENGTH = 0.3  # share of the tokens that an edit may replace: the default in Python, CLI and server
-SALT = 7919  # draws that choose are none of those that the pages are made of
+SELECTION_SALT = 7919  # the draws that break ties in the selection differ from those that denoise the canvas
 
 
 @dataclass(frozen=True)
 class Change:
-    """Letters of the old text, and what stands there now."""
+    """A replaced span of the old text: its characters, and the new ones."""
 
     start: int
     end: int
@@ -44,12 +45,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Edited:
-    """A text after an edit. `str(edited)` is the text."""
+    """The result of an edit. `str(edited)` is the new text."""
 
     text: str
     before: str
     changes: tuple[Change, ...]
-    settled: bool  # False when a page still moved at its last step
+    settled: bool  # False when a canvas used all its steps without settling
     forwards: int
     seed: int
 
@@ -57,7 +58,7 @@ class Edited:
         return self.text
 
     def diff(self, name: str = "text") -> str:
-        """The change of lines, as `diff -u` writes it."""
+        """A unified diff, as `diff -u` writes it."""
         old, new = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (self.before, self.text))
         lines = difflib.unified_diff(old, new, name, name)
         return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
@@ -65,88 +66,96 @@ class Edited:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Letters that the model finds unlikely, and what it would rather read."""
+    """An unlikely piece of text, and more likely alternatives."""
 
     start: int
     end: int
     text: str
     probability: float
-    alternatives: tuple[tuple[str, float], ...]  # with their probabilities, the likeliest first
+    alternatives: tuple[tuple[str, float], ...]  # text and probability, the most likely first
 
 
 # 1. Tokens
 
 
-class Tokens:
-    """A text as tokens, and where each begins."""
+class TokenizedText:
+    """A text as tokens, with the byte offset of each. Token ranges are (first, end), end exclusive."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        self.ids, self.bytes, spelled = tokenizer.encode(text), text.encode("utf-8", "replace"), tokenizer.token_bytes
-        pieces = [spelled[token] for token in self.ids]
-        if None in pieces:
-            mark = tokenizer.decode([self.ids[pieces.index(None)]], keep_special=True)
-            raise ValueError(f"the text holds {mark!r}, which is no text but a mark of the model; take it out")
+        self.ids = tokenizer.encode(text)
+        self.bytes = text.encode("utf-8", "replace")
+        token_bytes = tokenizer.token_bytes
+        pieces = []
+        for token in self.ids:
+            piece = token_bytes[token]
+            if piece is None:
+                special_token = tokenizer.decode([token], keep_special=True)
+                raise ValueError(f"the text holds {special_token!r}, a special token of the model: remove it")
+            pieces.append(piece)
         if b"".join(pieces) != self.bytes:
-            raise ValueError("this tokenizer does not give the text back as it was, so it cannot be edited in place")
-        self.begins = [0]
+            raise ValueError("this tokenizer does not reproduce the text exactly, so it cannot be edited in place")
+        self.offsets = [0]
         for piece in pieces:
-            self.begins.append(self.begins[-1] + len(piece))
-        whole = [True, *((byte & 0xC0) != 0x80 for byte in self.bytes[1:]), True]
-        self.whole = [whole[at] for at in self.begins]  # whether a character begins where the token does
+            self.offsets.append(self.offsets[-1] + len(piece))
+        starts_character = [True, *((byte & 0xC0) != 0x80 for byte in self.bytes[1:]), True]
+        self.starts_character = [starts_character[offset] for offset in self.offsets]  # of each token
 
-    def touched(self, spans: Sequence[Span], text: str) -> set[int]:
-        """Tokens with a letter in one of the spans."""
-        found = set()
+    def positions_in(self, spans: Sequence[Span], text: str) -> set[int]:
+        """Positions of the tokens that have a character in one of the spans."""
+        positions = set()
         for span in spans:
             if not isinstance(span, Sequence) or len(span) != 2:
-                raise ValueError(f"spans are pairs of a start and an end, got {span!r}")
+                raise ValueError(f"a span is a pair of a start and an end, got {span!r}")
             start, end = span
             if not 0 <= start <= end <= len(text):
-                raise ValueError(f"the span {start} to {end} is not inside of the text, which has {len(text)} characters")
-            first, last = (len(text[:at].encode("utf-8", "replace")) for at in (start, end))
-            found |= {at for at, (a, b) in enumerate(pairwise(self.begins)) if a < last and b > first}
-        return found
+                raise ValueError(f"the span {start} to {end} is outside of the text, which has {len(text)} characters")
+            first_byte = len(text[:start].encode("utf-8", "replace"))
+            end_byte = len(text[:end].encode("utf-8", "replace"))
+            for position, (begin, next_begin) in enumerate(pairwise(self.offsets)):
+                if begin < end_byte and next_begin > first_byte:
+                    positions.add(position)
+        return positions
 
-    def runs(self, open_: Sequence[bool]) -> Iterator[tuple[int, int]]:
-        """Open tokens that stand together, with those that share a character with them."""
-        at = 0
-        while at < len(open_):
-            if not open_[at]:
-                at += 1
+    def runs(self, is_changed: Sequence[bool]) -> Iterator[tuple[int, int]]:
+        """Ranges of adjacent changed tokens, widened to whole characters."""
+        position = 0
+        while position < len(is_changed):
+            if not is_changed[position]:
+                position += 1
                 continue
-            first = at
-            while at < len(open_) and open_[at]:
-                at += 1
-            first, at = self.widened(first, at)
-            yield first, at
+            first = position
+            while position < len(is_changed) and is_changed[position]:
+                position += 1
+            first, position = self.widen(first, position)
+            yield first, position
 
-    def widened(self, first: int, last: int) -> tuple[int, int]:
-        """Tokens with all that share a character with them."""
-        while not self.whole[first]:
+    def widen(self, first: int, end: int) -> tuple[int, int]:
+        """Extends a token range until it begins and ends at a character boundary."""
+        while not self.starts_character[first]:
             first -= 1
-        while not self.whole[last]:
-            last += 1
-        return first, last
+        while not self.starts_character[end]:
+            end += 1
+        return first, end
 
-    def characters(self, first: int, last: int) -> Span:
-        """Where tokens stand in the text."""
-        begin = len(self.bytes[: self.begins[first]].decode())
-        return begin, begin + len(self.bytes[self.begins[first] : self.begins[last]].decode())
+    def to_characters(self, first: int, end: int) -> Span:
+        """The characters of a token range."""
+        start = len(self.bytes[: self.offsets[first]].decode())
+        return start, start + len(self.bytes[self.offsets[first] : self.offsets[end]].decode())
 
 
-# 2. Doubt
+# 2. Score
 
 
 @torch.inference_mode()
-def read(
+def score_canvases(
     engine: Engine, prompt: Sequence[int], ids: Sequence[int], size: int, stop: threading.Event | None = None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Where each canvas begins, and the log probabilities [C, V] at its positions, given the canvas as it stands.
+    """Yields where each canvas begins, and the log-probabilities [C, V] at its positions, given the canvas as it is.
 
     The KV cache is reserved in the engine's budget until the iterator ends or is closed.
     """
     model = engine.model
-    fits(model, len(prompt), len(ids))
+    check_context(model, len(prompt), len(ids))
     begins = range(0, len(ids), size)
     if not begins:
         return
@@ -161,53 +170,58 @@ def read(
                 model.encode(canvas_1C, cache)
 
 
-def fits(model: DiffusionGemma, before: int, tokens: int) -> None:
-    """Refuses a text that the model cannot read whole."""
+def check_context(model: DiffusionGemma, prompt_tokens: int, text_tokens: int) -> None:
+    """Refuses a text that does not fit the model's context."""
     limit = model.config.max_position_embeddings
-    if before + tokens > limit:
-        raise ValueError(f"the text has {tokens} tokens behind {before}, the model's context is {limit}: take it in parts")
+    if prompt_tokens + text_tokens > limit:
+        raise ValueError(
+            f"the text has {text_tokens} tokens after a prompt of {prompt_tokens}, but the model's context is {limit}: "
+            "take it in parts"
+        )
 
 
-def check(strength: float) -> None:
-    """Refuses what is no share."""
+def check_strength(strength: float) -> None:
+    """Refuses a strength outside of 0 to 1."""
     if not 0 <= strength <= 1:
-        raise ValueError(f"strength is the share of tokens that may change, from 0 to 1, got {strength}")
+        raise ValueError(f"strength is the share of tokens to replace, from 0 to 1, got {strength}")
 
 
-def doubts(logs_CV: Tensor, ids: Sequence[int]) -> Tensor:
-    """How many nats likelier than each token the likeliest is, doubt_C."""
-    own_C = logs_CV.gather(1, torch.tensor(ids, device=logs_CV.device)[:, None])[:, 0]
-    return logs_CV.amax(dim=-1) - own_C
+def logprob_margins(logprobs_CV: Tensor, ids: Sequence[int]) -> Tensor:
+    """By how many nats the most likely token beats the given one, at each position: margin_C."""
+    own_C = logprobs_CV.gather(1, torch.tensor(ids, device=logprobs_CV.device)[:, None])[:, 0]
+    return logprobs_CV.amax(dim=-1) - own_C
 
 
 def suggest(
     engine: Engine, tokenizer: Tokenizer, text: str, cfg: SamplerConfig, *, least: float, most: int
 ) -> list[Suggestion]:
-    """Tokens that another is `least` times likelier than, with at most so many others."""
+    """Tokens for which another is at least `least` times as likely, each with at most `most` alternatives."""
     if not least >= 1 or most < 1:
         raise ValueError(f"least and most must be at least 1, got {least} and {most}")
-    tokens, found = Tokens(tokenizer, text), []
-    prompt = start_of(tokenizer)
-    for begin, logs_CV in read(engine, prompt, tokens.ids, cfg.canvas_length):
-        own = tokens.ids[begin : begin + len(logs_CV)]
-        for at, doubt in enumerate(doubts(logs_CV, own).tolist()):
-            if doubt < math.log(least) or doubt == 0:
+    tokens = TokenizedText(tokenizer, text)
+    suggestions = []
+    for begin, logprobs_CV in score_canvases(engine, start_tokens(tokenizer), tokens.ids, cfg.canvas_length):
+        canvas = tokens.ids[begin : begin + len(logprobs_CV)]
+        for position, margin in enumerate(logprob_margins(logprobs_CV, canvas).tolist()):
+            if margin < math.log(least) or margin == 0:
                 continue
-            start, end = tokens.characters(*tokens.widened(begin + at, begin + at + 1))
-            likeliest = [token for token in logs_CV[at].topk(most + 1).indices.tolist() if token != own[at]][:most]
-            others = tuple((tokenizer.decode_fragment([token]), math.exp(logs_CV[at, token])) for token in likeliest)
-            found.append(Suggestion(start, end, text[start:end], math.exp(logs_CV[at, own[at]]), others))
-    return found
+            own = canvas[position]
+            logprobs_V = logprobs_CV[position]
+            start, end = tokens.to_characters(*tokens.widen(begin + position, begin + position + 1))
+            likeliest = [token for token in logprobs_V.topk(most + 1).indices.tolist() if token != own][:most]
+            alternatives = tuple((tokenizer.decode_fragment([token]), math.exp(logprobs_V[token])) for token in likeliest)
+            suggestions.append(Suggestion(start, end, text[start:end], math.exp(logprobs_V[own]), alternatives))
+    return suggestions
 
 
 # 3. The edit
 
 
 def edit(engine: Engine, tokenizer: Tokenizer, text: str, cfg: SamplerConfig, **options: Any) -> Edited:
-    """What `events` comes to."""
-    *_, found = stream_edit(engine, tokenizer, text, cfg, **options)
-    assert isinstance(found, Edited)
-    return found
+    """Runs `stream_edit` to its end."""
+    *_, edited = stream_edit(engine, tokenizer, text, cfg, **options)
+    assert isinstance(edited, Edited)
+    return edited
 
 
 def stream_edit(
@@ -224,42 +238,50 @@ def stream_edit(
     candidates: int = 0,
     replay: Replay | None = None,
 ) -> Iterator[Draft | Committed | Edited]:
-    """Every step and page; at last, the text with at most a share of its tokens replaced: the most doubted, none kept.
+    """Yields every draft and every committed canvas; at the end, the edited text.
 
-    `prompt` is read before it: an instruction, say; without one, the text stands alone. Once `stop` is set, Stopped is
-    raised. `candidates` as in `Engine.add`. With a `replay` it is an edit that was under way, or that is steered.
+    Replaces at most the share `strength` of the tokens, the least likely ones, and none with a character in the spans
+    `keep`. `prompt` (an instruction, for instance) precedes the text. Raises Stopped once `stop` is set. `candidates` as
+    in `Engine.add`. A `replay` resumes an earlier edit, or adds interventions to it.
     """
-    tokens = Tokens(tokenizer, text)
-    kept, prompt = tokens.touched(keep, text), list(prompt) or start_of(tokenizer)
-    marks = tokenizer.ids_without_text(engine.model.config.vocab_size)
-    options = {
-        "strength": strength,
-        "keep_positions": kept,
-        "forbidden": marks,
-        "prompt": prompt,
-        "seed": seed,
-        "stop": stop,
-    }
-    for event in redrafting(engine, tokens.ids, cfg, candidates=candidates, replay=replay, **options):
-        if isinstance(event, Draft | Committed):
+    tokens = TokenizedText(tokenizer, text)
+    events = stream_redraft(
+        engine,
+        tokens.ids,
+        cfg,
+        strength=strength,
+        keep_positions=tokens.positions_in(keep, text),
+        forbidden=tokenizer.ids_without_text(engine.model.config.vocab_size),
+        prompt=list(prompt) or start_tokens(tokenizer),
+        seed=seed,
+        stop=stop,
+        candidates=candidates,
+        replay=replay,
+    )
+    for event in events:
+        if isinstance(event, RedraftResult):
+            changes = find_changes(tokenizer, tokens, event.ids)
+            yield Edited(apply_changes(text, changes), text, changes, event.settled, event.forwards, seed)
+        else:
             yield event
-            continue
-        new, forwards, settled = event
-        changes = changes_of(tokenizer, tokens, new)
-        yield Edited(applied(text, changes), text, changes, settled, forwards, seed)
 
 
-Redrafted = tuple[list[int], int, bool]  # tokens, the passes they took, and whether all pages settled
+class RedraftResult(NamedTuple):
+    """The end of `stream_redraft`."""
+
+    ids: list[int]
+    forwards: int
+    settled: bool  # all canvases settled
 
 
-def redraft_tokens(engine: Engine, ids: Sequence[int], cfg: SamplerConfig, **options: Any) -> Redrafted:
-    """What `redrafting` comes to."""
-    *_, found = redrafting(engine, ids, cfg, **options)
-    assert isinstance(found, tuple)
-    return found
+def redraft_tokens(engine: Engine, ids: Sequence[int], cfg: SamplerConfig, **options: Any) -> RedraftResult:
+    """Runs `stream_redraft` to its end."""
+    *_, result = stream_redraft(engine, ids, cfg, **options)
+    assert isinstance(result, RedraftResult)
+    return result
 
 
-def redrafting(
+def stream_redraft(
     engine: Engine,
     ids: Sequence[int],
     cfg: SamplerConfig,
@@ -272,32 +294,49 @@ def redrafting(
     stop: threading.Event | None = None,
     candidates: int = 0,
     replay: Replay | None = None,
-) -> Iterator[Draft | Committed | Redrafted]:
-    """Every step and page; at last, the tokens with at most a share of them replaced.
+) -> Iterator[Draft | Committed | RedraftResult]:
+    """Yields every draft and every committed canvas; at the end, the tokens with at most the share `strength` replaced.
 
-    Those at the places `kept` stay; the tokens `never` come in nowhere. Pages of the `replay` are taken as they are.
+    Tokens at `keep_positions` stay, the tokens `forbidden` are never generated. Canvases in the `replay` are taken as they
+    are. An intervention on an earlier canvas constrains the later ones too.
     """
-    check(strength)
-    fits(engine.model, len(prompt), len(ids))
-    new, forwards, settled, replay = list(ids), 0, True, replay or Replay()
-    _check_course(replay, ids, cfg, engine.model.config.vocab_size, set(forbidden), strength)
-    for block, begin in enumerate(range(0, len(new), cfg.canvas_length) if strength else ()):
-        page, before = new[begin : begin + cfg.canvas_length], [*prompt, *new[:begin]]
+    check_strength(strength)
+    check_context(engine.model, len(prompt), len(ids))
+    replay = replay or Replay()
+    _check_replay(replay, ids, cfg, engine.model.config.vocab_size, set(forbidden), strength)
+    new_ids = list(ids)
+    forwards = 0
+    settled = True
+    for block, begin in enumerate(range(0, len(new_ids), cfg.canvas_length) if strength else ()):
+        canvas = new_ids[begin : begin + cfg.canvas_length]
+        prefix = [*prompt, *new_ids[:begin]]
         if block < len(replay.canvases):
-            new[begin : begin + len(page)] = replay.canvases[block]
+            new_ids[begin : begin + len(canvas)] = replay.canvases[block]
             continue
-        turns = [(turn, turn.edit.restrict(begin, len(page))) for turn in replay.interventions if turn.block <= block]
-        own = tuple(Intervention(0, turn.step, more) for turn, more in turns if turn.block == block)
-        held = [more for turn, more in turns if turn.block < block and more.positions]
-        free = {at for at in range(len(page)) if begin + at not in keep_positions}
-        chosen = _doubted(engine, before, page, free, strength, seed + SALT, block, stop) if free else set()
-        if not chosen and not held and not any(turn.step == 0 for turn in own):
-            if own:
-                raise ValueError(f"page {block} has nothing to redraft at strength {strength}: raise it, or turn at step 0")
-            yield _standing(block, page)
+        interventions, earlier_edits = _interventions_on(replay, block, begin, len(canvas))
+        free = {index for index in range(len(canvas)) if begin + index not in keep_positions}
+        chosen = _choose_positions(engine, prefix, canvas, free, strength, seed, block, stop) if free else set()
+        if not chosen and not earlier_edits and not any(intervention.step == 0 for intervention in interventions):
+            if interventions:
+                raise ValueError(
+                    f"canvas {block} has nothing to redraft at strength {strength}: raise it, or intervene at step 0"
+                )
+            yield _unchanged_canvas(block, canvas)
             continue
-        options = {"stop": stop, "candidates": candidates, "replay": Replay((), own), "held": held}
-        request, end = add_page(engine, before, page, chosen, cfg, forbidden, seed + block, **options), None
+        request = add_canvas_request(
+            engine,
+            prefix,
+            canvas,
+            chosen,
+            cfg,
+            forbidden,
+            seed + block,
+            earlier_edits,
+            stop=stop,
+            candidates=candidates,
+            replay=Replay((), interventions),
+        )
+        end = None
         for event in engine.stream(request):
             if isinstance(event, Draft | Committed):
                 yield replace(event, block=block)
@@ -305,111 +344,137 @@ def redrafting(
                 end = event
         if end is None:
             raise Stopped
-        new[begin : begin + len(page)] = end.ids_BT[0].tolist()
-        forwards, settled = forwards + 1 + end.stats[0].forwards, settled and end.stats[0].settled == 1
-    yield new, forwards, settled
+        new_ids[begin : begin + len(canvas)] = end.ids_BT[0].tolist()
+        forwards += 1 + end.stats[0].forwards
+        settled = settled and end.stats[0].settled == 1
+    yield RedraftResult(new_ids, forwards, settled)
 
 
-def _check_course(
-    replay: Replay, ids: Sequence[int], cfg: SamplerConfig, vocab_size: int, never: Container[int], strength: float
+def _interventions_on(
+    replay: Replay, block: int, begin: int, length: int
+) -> tuple[tuple[Intervention, ...], list[ConstraintEdit]]:
+    """The interventions of this canvas, as those of its own request, and the edits that earlier canvases made on it."""
+    own = []
+    earlier = []
+    for intervention in replay.interventions:
+        edit = intervention.edit.restrict(begin, length)
+        if intervention.block == block:
+            own.append(Intervention(0, intervention.step, edit))
+        elif intervention.block < block and edit.positions:
+            earlier.append(edit)
+    return tuple(own), earlier
+
+
+def _check_replay(
+    replay: Replay, ids: Sequence[int], cfg: SamplerConfig, vocab_size: int, forbidden: Container[int], strength: float
 ) -> None:
-    """Refuses what cannot have been of this text."""
+    """Refuses a replay that cannot belong to this text."""
     length = cfg.canvas_length
     replay.check_interventions(math.ceil(len(ids) / length), cfg.max_steps)
     if replay.interventions and not strength:
-        raise ValueError("at strength 0 nothing is redrafted, and there is no step to turn at: raise it")
-    for block, page in enumerate(replay.canvases):
-        wanted = len(ids[block * length : (block + 1) * length])
-        if len(page) != wanted:
-            raise ValueError(f"page {block} of this text has {wanted} tokens, got {len(page)}")
-        _check_text(page, vocab_size, never)
-    for turn in replay.interventions:
-        if wrong := [at for at in turn.edit.positions if not 0 <= at < len(ids)]:
-            raise ValueError(f"position {max(wrong)} is beyond the text's {len(ids)} tokens")
-        _check_text(list(turn.edit.pins.values()), vocab_size, never)
+        raise ValueError("at strength 0 nothing is redrafted, so there is no step to intervene at: raise the strength")
+    for block, canvas in enumerate(replay.canvases):
+        expected = len(ids[block * length : (block + 1) * length])
+        if len(canvas) != expected:
+            raise ValueError(f"canvas {block} of this text has {expected} tokens, got {len(canvas)}")
+        _check_text_tokens(canvas, vocab_size, forbidden)
+    for intervention in replay.interventions:
+        if outside := [position for position in intervention.edit.positions if not 0 <= position < len(ids)]:
+            raise ValueError(f"position {max(outside)} is beyond the text's {len(ids)} tokens")
+        _check_text_tokens(list(intervention.edit.pins.values()), vocab_size, forbidden)
 
 
-def _check_text(tokens: Sequence[int], vocab_size: int, never: Container[int]) -> None:
+def _check_text_tokens(tokens: Sequence[int], vocab_size: int, forbidden: Container[int]) -> None:
     for token in tokens:
-        if not 0 <= token < vocab_size or token in never:
-            raise ValueError(f"the token {token} is no text, so it cannot stand in one that is edited")
+        if not 0 <= token < vocab_size or token in forbidden:
+            raise ValueError(f"the token {token} is no text, so an edited text cannot contain it")
 
 
-def _doubted(
+def _choose_positions(
     engine: Engine,
-    before: Sequence[int],
-    page: Sequence[int],
+    prefix: Sequence[int],
+    canvas: Sequence[int],
     free: Container[int],
     strength: float,
     seed: int,
     block: int,
     stop: threading.Event | None,
 ) -> set[int]:
-    """Which of the free places of a page become noise."""
-    ((_, logs_CV),) = read(engine, before, page, len(page), stop)
-    jitter_C = rng.draws([seed], block, logs_CV.device).uniform(0, len(page))[0]
-    worry_C = doubts(logs_CV, page) + 1e-3 * jitter_C  # where nothing is doubted, chance chooses
-    ordered = [at for at in worry_C.argsort(descending=True).tolist() if at in free]
-    return set(ordered[: int(strength * len(page) + 1e-9)])
+    """The free positions of a canvas that become noise: those with the largest margins."""
+    ((_, logprobs_CV),) = score_canvases(engine, prefix, canvas, len(canvas), stop)
+    jitter_C = rng.draws([seed + SELECTION_SALT], block, logprobs_CV.device).uniform(0, len(canvas))[0]
+    scores_C = logprob_margins(logprobs_CV, canvas) + 1e-3 * jitter_C  # breaks ties where every token is the most likely
+    ordered = [position for position in scores_C.argsort(descending=True).tolist() if position in free]
+    return set(ordered[: int(strength * len(canvas) + 1e-9)])
 
 
-def _standing(block: int, page: Sequence[int]) -> Committed:
-    """A page that nobody doubts."""
-    ids_1C, nothing_1 = torch.tensor([page]), torch.zeros(1, dtype=torch.int64)
-    return Committed(block, ids_1C, torch.zeros(1, len(page)), nothing_1 == 0, nothing_1)
+def _unchanged_canvas(block: int, canvas: Sequence[int]) -> Committed:
+    """The event of a canvas that is committed without a step."""
+    zeros_1 = torch.zeros(1, dtype=torch.int64)
+    return Committed(
+        block=block,
+        ids_BC=torch.tensor([canvas]),
+        entropy_BC=torch.zeros(1, len(canvas)),
+        settled_B=zeros_1 == 0,
+        steps_B=zeros_1,
+    )
 
 
-def add_page(
+def add_canvas_request(
     engine: Engine,
-    before: Sequence[int],
-    page: Sequence[int],
-    chosen: Container[int],
+    prefix: Sequence[int],
+    canvas: Sequence[int],
+    open_positions: Container[int],
     cfg: SamplerConfig,
     forbidden: Sequence[int],
     seed: int,
-    held: Sequence[ConstraintEdit] = (),
+    edits: Sequence[ConstraintEdit] = (),
     **options: Any,
 ) -> Request:
-    """Asks for the page behind what is before it, the chosen places open, the others pinned, but for what is `held`.
+    """Requests one canvas after a prefix: the open positions are noise, all others are pinned unless `edits` open them.
 
     `options` are those of `Engine.add`.
     """
-    pins = {at: token for at, token in enumerate(page) if at not in chosen}
+    pins = {position: token for position, token in enumerate(canvas) if position not in open_positions}
     constraints = Constraints(pins=pins, forbidden=tuple({*forbidden, *cfg.eos_token_ids}))
-    for more in held:
-        constraints = constraints.apply_edit(more)
-    settings = cfg.changed(canvas_length=len(page), max_new_tokens=len(page))
-    return engine.add(before, settings, seed=seed, constraints=constraints, **options)
+    for edit in edits:
+        constraints = constraints.apply_edit(edit)
+    canvas_cfg = cfg.changed(canvas_length=len(canvas), max_new_tokens=len(canvas))
+    return engine.add(prefix, canvas_cfg, seed=seed, constraints=constraints, **options)
 
 
-def start_of(tokenizer: Tokenizer) -> list[int]:
-    """What a text by itself stands behind."""
+def start_tokens(tokenizer: Tokenizer) -> list[int]:
+    """The tokens before a text that has no prompt: the start token."""
     start = tokenizer.encode_prompt("")
     if not start:
-        raise ValueError("this tokenizer has no start token, and there is no instruction: nothing to read the text behind")
+        raise ValueError("this tokenizer has no start token, so the text needs a prompt: give an instruction")
     return start
 
 
-def changes_of(tokenizer: Tokenizer, tokens: Tokens, new: Sequence[int]) -> tuple[Change, ...]:
-    """Where tokens differ. What would be half a character, or a mark, stays as it was."""
-    found, spelled = [], tokenizer.token_bytes
-    for first, last in tokens.runs([a != b for a, b in zip(tokens.ids, new, strict=True)]):
-        pieces = [spelled[token] for token in new[first:last]]
+def find_changes(tokenizer: Tokenizer, tokens: TokenizedText, new_ids: Sequence[int]) -> tuple[Change, ...]:
+    """The differences as spans of characters. New tokens that are special or no valid UTF-8 are left out."""
+    changes = []
+    is_changed = [old != new for old, new in zip(tokens.ids, new_ids, strict=True)]
+    for first, end in tokens.runs(is_changed):
+        pieces = [tokenizer.token_bytes[token] for token in new_ids[first:end]]
         try:
-            letters = b"".join(pieces).decode()
-        except (TypeError, UnicodeDecodeError):
+            new_text = b"".join(piece for piece in pieces if piece is not None).decode()
+        except UnicodeDecodeError:
             continue
-        start, end = tokens.characters(first, last)
-        old = tokens.bytes[tokens.begins[first] : tokens.begins[last]].decode()
-        if old != letters:
-            found.append(Change(start, end, old, letters))
-    return tuple(found)
+        if None in pieces:
+            continue
+        start, stop = tokens.to_characters(first, end)
+        old_text = tokens.bytes[tokens.offsets[first] : tokens.offsets[end]].decode()
+        if old_text != new_text:
+            changes.append(Change(start, stop, old_text, new_text))
+    return tuple(changes)
 
 
-def applied(text: str, changes: Sequence[Change]) -> str:
+def apply_changes(text: str, changes: Sequence[Change]) -> str:
     """The text with the changes made."""
-    parts, at = [], 0
+    parts = []
+    position = 0
     for change in changes:
-        parts += [text[at : change.start], change.new]
-        at = change.end
-    return "".join([*parts, text[at:]])
+        parts += [text[position : change.start], change.new]
+        position = change.end
+    return "".join([*parts, text[position:]])

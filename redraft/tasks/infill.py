@@ -1,110 +1,122 @@
-"""Text with holes, filled: what stands before a hole is read, what stands behind it is pinned on the page.
+"""Infilling: generates the missing text of gaps, given the text before and after them (FIM is the case of one gap).
 
-    "def area(r):\\n    [[ ]]\\n    return a" -> [1 texts and holes]
-    a hole -> [2 pages, one for every length it may have] -> all at once -> [3 the one that reads best] -> the next hole
+    "def area(r):\\n    [[ ]]\\n    return a" -> [1 parse into texts and gaps]
+    a gap -> [2 one canvas for each length it may have, denoised as a batch] -> [3 rank by likelihood] -> the next gap
 
-Holes are filled from left to right; those still open are noise on the page, as long as they are said or guessed to be. Pages
-are as short as they can be. Which length fits is decided by the same weights as a language model: how likely the hole and
-what follows it are behind what is before it. The user's text is never decoded again, so it comes back as it was.
+The text before a gap is the prompt; the text after it is pinned on the canvas. Gaps are infilled from first to last; later
+gaps are noise on the canvas, of their given length or an assumed one. Canvases are as short as possible. The causal half
+of the model ranks the lengths: by the log-probability of the gap and the text after it, given the text before it. The
+user's text is never decoded from tokens, so it comes back unchanged.
 
-A tokenizer would not have cut the text where the hole cuts it: "the [[ ]]" ends in a space that belongs to the next word,
-"hap[[ ]]" in half a word. Such an end is taken back, and the page must begin with a token that begins with its letters.
+Token healing: a gap may cut the text where the tokenizer would not. "the [[ ]]" ends in a space that belongs to the next
+token, "hap[[ ]]" in half a word. Such an ending is removed from the prompt, and the first token must begin with its bytes.
 """
 
 import re
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Draft, Finished, prefill
-from redraft.engine import Engine, Stopped
+from redraft.engine import Engine, Request, Stopped
 from redraft.tokenizer.tokenizer import Tokenizer
 
-Watch = Callable[[Draft], None]  # is shown a step of a page
+Watch = Callable[[Draft], None]  # called with every draft of one canvas
 
-LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # tried where none is given
-GUESS = 8  # tokens of a hole that waits for its turn
-AFTER = 32  # tokens behind a hole that stand on its page
-HEARD = 32  # and those that decide with it how long it is
-PAID = 0.5  # nats that a token of a hole is worth: the likeliest text is short, but there are more long ones
-SEEDS = 1 << 20  # between the seeds of two holes
-LEAST = 4  # letters that a hole and what follows it share: fewer may be chance
-HOLE = re.compile(r"\[\[[ \t]*(?:(\d+)[ \t]*)?\]\]")
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # tried for a gap without a length
+ASSUMED_LENGTH = 8  # tokens of a later gap without a length, on the canvas of an earlier one
+SUFFIX_TOKENS = 32  # tokens after a gap that are pinned on its canvas
+RANKED_SUFFIX_TOKENS = 32  # tokens after a gap whose likelihood counts in the ranking
+TOKEN_BONUS = 0.5  # nats per token of a gap: without it, the ranking prefers short gaps, which are likelier
+SEED_STRIDE = 1 << 20  # between the seeds of two gaps
+MIN_OVERLAP = 4  # characters that a gap and the suffix share to be cut: fewer may be chance
+GAP = re.compile(r"\[\[[ \t]*(?:(\d+)[ \t]*)?\]\]")
 
 
-# 1. Texts and holes
+# 1. Texts and gaps
 
 
 @dataclass(frozen=True)
 class Template:
-    """Texts with a hole between each and the next; the length of a hole in tokens, None where it is to be found."""
+    """Texts with a gap between each and the next; the length of a gap in tokens, or None where it is to be found."""
 
     texts: tuple[str, ...]
     lengths: tuple[int | None, ...]
-    is_fim: bool = False  # a part of a text, whose hole is cut where it runs out of its place
+    is_fim: bool = False  # between a prefix and a suffix of a larger text: the gap is cut at overlap and indentation
 
     def __post_init__(self) -> None:
         if not self.lengths:
-            raise ValueError("there is nothing to fill: mark a hole as [[ ]], or as [[ 8 ]] for one of 8 tokens")
+            raise ValueError("there is nothing to fill: write a gap as [[ ]], or as [[ 8 ]] for one of 8 tokens")
         if 0 in self.lengths:
-            raise ValueError("a hole has at least one token, got [[ 0 ]]")
+            raise ValueError("a gap has at least one token, got [[ 0 ]]")
 
 
 def parse_template(text: str) -> Template:
-    """A text whose holes are marked [[ ]] or [[ 8 ]]."""
-    texts, lengths, at = [], [], 0
-    for found in [*HOLE.finditer(text), None]:
-        part = text[at : found.start() if found else len(text)]
+    """Parses a text with gaps written [[ ]] or [[ 8 ]]."""
+    texts: list[str] = []
+    lengths: list[int | None] = []
+    position = 0
+    for match in [*GAP.finditer(text), None]:
+        part = text[position : match.start() if match else len(text)]
         if stray := re.search(r"\[\[|\]\]", part):
-            line = text.count("\n", 0, at + stray.start()) + 1
+            line = text.count("\n", 0, position + stray.start()) + 1
             raise ValueError(
-                f"{stray[0]!r} on line {line} belongs to no hole: holes are [[ ]] or [[ 8 ]], and not nested; "
-                "a text that has such brackets of its own can be given as prefix and suffix"
+                f"{stray[0]!r} on line {line} belongs to no gap: gaps are [[ ]] or [[ 8 ]], and not nested; "
+                "give a text with such brackets of its own as prefix and suffix"
             )
         texts.append(part)
-        if found:
-            lengths.append(int(found[1]) if found[1] else None)
-            at = found.end()
+        if match:
+            lengths.append(int(match[1]) if match[1] else None)
+            position = match.end()
     return Template(tuple(texts), tuple(lengths))
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A text without holes. `str(filled)` is the text."""
+    """A text with its gaps infilled. `str(filled)` is the text."""
 
     text: str
     gaps: tuple[str, ...]
-    score: float  # how likely the last hole and what follows it are, in nats, its length made up for; higher is better
-    settled: bool  # False when a page still moved at its last step
-    forwards: int  # passes over pages, all lengths that were tried
+    score: float  # log-probability of the last gap and the text after it, plus TOKEN_BONUS per token; higher is better
+    settled: bool  # False when a canvas used all its steps without settling
+    forwards: int  # over canvases, of all lengths that were tried
     seed: int
 
     def __str__(self) -> str:
         return self.text
 
 
-# 2. Pages
+class _Ranked(NamedTuple):
+    """One infill of a gap."""
+
+    score: float
+    gap: str
+    settled: bool
+
+
+# 2. Canvases
 
 
 class Infiller:
-    """Fills templates with one engine."""
+    """Infills templates with one engine."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+        self.engine = engine
+        self.tokenizer = tokenizer
 
     def infill(self, template: Template, cfg: SamplerConfig, *, watch: Watch | None = None, **options: Any) -> list[Filled]:
-        """What `events` comes to; `watch` is shown the steps."""
+        """Runs `stream` to its end; `watch` is called with the drafts."""
         for event in self.stream(template, cfg, **options):
             if isinstance(event, list):
                 return event
             if watch is not None:
                 watch(event)
-        raise AssertionError("no end")
+        raise AssertionError("the stream ended without a result")
 
     def stream(
         self,
@@ -118,50 +130,71 @@ class Infiller:
         stop: threading.Event | None = None,
         candidates: int = 0,
     ) -> Iterator[Draft | list[Filled]]:
-        """Every step of one page of each hole; at last, the template filled in `count` ways at most, the likeliest first.
+        """Yields the drafts of one canvas of each gap; at the end, at most `count` infills, the most likely first.
 
-        Ways differ in the last hole. A hole without a length has at most `longest` tokens; after `seconds` its pages are
-        taken as they are. Once `stop` is set, Stopped is raised. `candidates` as in `Engine.add`.
+        The infills differ in the last gap. A gap without a length has at most `longest` tokens. After `seconds` the
+        canvases of a gap are committed as they are. Raises Stopped once `stop` is set. `candidates` as in `Engine.add`.
         """
         if count < 1 or longest < 1:
             raise ValueError(f"count and longest must be at least 1, got {count} and {longest}")
-        self._fits(template)
-        text, holes, forwards, settled, found = template.texts[0], [], 0, True, []
-        for number, known in enumerate(template.lengths):
-            last = number + 1 == len(template.lengths)
-            place = _Place(self.tokenizer, template, number, text, cfg.eos_token_ids)
-            lengths = [known] if known else [length for length in LENGTHS if length < longest] + [longest]
-            tries = [length for length in lengths for _ in range(-(-count // len(lengths)) if last else 1)]
-            more = {"seconds": seconds, "stop": stop, "candidates": candidates}
-            ends = yield from self._written(place, tries, cfg, seed + number * SEEDS, **more)
+        self._check_lengths(template)
+        text = template.texts[0]
+        gaps: list[str] = []
+        ranked: list[_Ranked] = []
+        forwards = 0
+        settled = True
+        for number, length in enumerate(template.lengths):
+            is_last = number + 1 == len(template.lengths)
+            context = _GapContext(self.tokenizer, template, number, text, cfg.eos_token_ids)
+            lengths = [length] if length else [option for option in LENGTHS if option < longest] + [longest]
+            repeats = -(-count // len(lengths)) if is_last else 1
+            tries = [option for option in lengths for _ in range(repeats)]
+            ends = yield from self._denoise_lengths(
+                context, tries, cfg, seed + number * SEED_STRIDE, seconds=seconds, stop=stop, candidates=candidates
+            )
             forwards += sum(end.stats[0].forwards for end in ends)
-            found = self._ranked(place, tries, ends, cfg, template, stop)
-            if not last:
-                holes.append(found[0][1])
-                settled &= found[0][2]
-                text += holes[-1] + template.texts[number + 1]
-        behind = template.texts[-1]
+            ranked = self._rank(context, tries, ends, cfg, template, stop)
+            if not is_last:
+                gaps.append(ranked[0].gap)
+                settled = settled and ranked[0].settled
+                text += ranked[0].gap + template.texts[number + 1]
+        suffix = template.texts[-1]
         yield [
-            Filled(text + hole + behind, (*holes, hole), score, settled and still, forwards, seed)
-            for score, hole, still in found[:count]
+            Filled(text + best.gap + suffix, (*gaps, best.gap), best.score, settled and best.settled, forwards, seed)
+            for best in ranked[:count]
         ]
 
-    def _written(
-        self, place: "_Place", lengths: Sequence[int], cfg: SamplerConfig, seed: int, *, candidates: int, **options: Any
+    def _denoise_lengths(
+        self,
+        context: "_GapContext",
+        lengths: Sequence[int],
+        cfg: SamplerConfig,
+        seed: int,
+        *,
+        seconds: float | None,
+        stop: threading.Event | None,
+        candidates: int,
     ) -> Generator[Draft, None, list[Finished]]:
-        """A page for each length, all at once; one of them is looked at."""
-        room, requests = max(lengths) + min(len(place.after), AFTER), []
-        middle, ends = len(lengths) // 2, {}
+        """Denoises a canvas for each length, all in one batch; yields the drafts of the one in the middle."""
+        max_tokens = max(lengths) + min(len(context.suffix), SUFFIX_TOKENS)
+        middle = len(lengths) // 2
+        requests: list[Request] = []
+        ends: dict[Request, Finished] = {}
         try:
             for number, length in enumerate(lengths):
-                prompt, settings, constraints = self._page(place, length, room, cfg)
-                seen = candidates if number == middle else 0
+                prompt, canvas_cfg, constraints = self._canvas_request(context, length, max_tokens, cfg)
                 request = self.engine.add(
-                    prompt, settings, seed=seed + number, constraints=constraints, candidates=seen, **options
+                    prompt,
+                    canvas_cfg,
+                    seed=seed + number,
+                    constraints=constraints,
+                    candidates=candidates if number == middle else 0,
+                    seconds=seconds,
+                    stop=stop,
                 )
                 requests.append(request)
             shown = requests[middle]
-            for request, event in self.engine.events(sorted(requests, key=lambda one: one is not shown)):
+            for request, event in self.engine.events(sorted(requests, key=lambda request: request is not shown)):
                 if isinstance(event, Draft) and request is shown:
                     yield event
                 elif isinstance(event, Finished):
@@ -169,156 +202,180 @@ class Infiller:
         finally:
             for request in requests:
                 self.engine.cancel(request)
-        if (stop := options["stop"]) is not None and stop.is_set():
+        if stop is not None and stop.is_set():
             raise Stopped
         return [ends[request] for request in requests]
 
-    def _page(
-        self, place: "_Place", length: int, room: int, cfg: SamplerConfig
+    def _canvas_request(
+        self, context: "_GapContext", length: int, max_tokens: int, cfg: SamplerConfig
     ) -> tuple[list[int], SamplerConfig, Constraints]:
-        """What to ask for: a hole of this length and what follows it, in so many tokens, and half a word taken back."""
-        limit, answer = self.engine.model.config.max_position_embeddings, room + place.more
-        size = min(cfg.canvas_length, answer)
-        pages = -(-answer // size)
-        if pages * size >= limit:
-            follows = f"with the {room - length} that follow it"
-            raise ValueError(f"a hole of {length} tokens does not fit the model's context of {limit} {follows}")
-        marks = tuple(set(self.tokenizer.ids_without_text(self.engine.model.config.vocab_size)) - set(cfg.eos_token_ids))
-        behind = zip(range(length + place.more, answer), place.after, strict=False)
-        pins = {at: token for at, token in behind if token is not None}
-        constraints = Constraints(pins=pins, forbidden=marks, allowed_first=place.first)
-        return place.prompt[-(limit - pages * size) :], cfg.changed(canvas_length=size, max_new_tokens=answer), constraints
+        """Prompt, settings and constraints for a gap of this length and the text after it, `max_tokens` in all."""
+        limit = self.engine.model.config.max_position_embeddings
+        max_tokens += context.healed_tokens
+        canvas_length = min(cfg.canvas_length, max_tokens)
+        reserved = -(-max_tokens // canvas_length) * canvas_length
+        if reserved >= limit:
+            follows = f"with the {max_tokens - context.healed_tokens - length} tokens after it"
+            raise ValueError(f"a gap of {length} tokens does not fit the model's context of {limit} {follows}")
+        special_tokens = set(self.tokenizer.ids_without_text(self.engine.model.config.vocab_size))
+        suffix = zip(range(length + context.healed_tokens, max_tokens), context.suffix, strict=False)
+        constraints = Constraints(
+            pins={position: token for position, token in suffix if token is not None},
+            forbidden=tuple(special_tokens - set(cfg.eos_token_ids)),
+            allowed_first=context.allowed_first,
+        )
+        canvas_cfg = cfg.changed(canvas_length=canvas_length, max_new_tokens=max_tokens)
+        return context.prompt[-(limit - reserved) :], canvas_cfg, constraints
 
-    def _fits(self, template: Template) -> None:
-        """Refuses holes that no page could hold, before anything as long is made."""
-        limit, most = self.engine.model.config.max_position_embeddings, max(length or 0 for length in template.lengths)
-        if sum(length or 0 for length in template.lengths) >= limit:
-            raise ValueError(f"a hole of {most} tokens does not fit the model's context of {limit} with all the others")
+    def _check_lengths(self, template: Template) -> None:
+        """Refuses gaps that do not fit the context, before any list of that length is built."""
+        limit = self.engine.model.config.max_position_embeddings
+        lengths = [length or 0 for length in template.lengths]
+        if sum(lengths) >= limit:
+            raise ValueError(
+                f"a gap of {max(lengths)} tokens does not fit the model's context of {limit} with all other gaps"
+            )
 
     def build_request(self, template: Template, cfg: SamplerConfig) -> tuple[str, list[int], SamplerConfig, Constraints]:
-        """All holes at once, each as long as it is said to be: the text before the page, and what to ask for behind it."""
-        if None in template.lengths:
-            raise ValueError("every hole needs a length to be on one page with the others: mark it as [[ 8 ]]")
-        self._fits(template)
-        text, first = template.texts[0], template.lengths[0]
-        place = _Place(self.tokenizer, template, 0, text, cfg.eos_token_ids)
-        kept = text.encode("utf-8", "replace").removesuffix(place.healed).decode("utf-8", "replace")
-        return kept, *self._page(place, first, first + len(place.after), cfg)
+        """One request for all gaps at once, each of its given length: the text before it, prompt, settings, constraints."""
+        lengths = [length for length in template.lengths if length is not None]
+        if len(lengths) < len(template.lengths):
+            raise ValueError("a canvas with all gaps needs the length of each: write it as [[ 8 ]]")
+        self._check_lengths(template)
+        text = template.texts[0]
+        context = _GapContext(self.tokenizer, template, 0, text, cfg.eos_token_ids)
+        before = text.encode("utf-8", "replace").removesuffix(context.healed).decode("utf-8", "replace")
+        return before, *self._canvas_request(context, lengths[0], lengths[0] + len(context.suffix), cfg)
 
-    # 3. What reads best
+    # 3. Ranking
 
-    def _ranked(
+    def _rank(
         self,
-        place: "_Place",
+        context: "_GapContext",
         lengths: Sequence[int],
         ends: Sequence[Finished],
         cfg: SamplerConfig,
         template: Template,
-        stop: threading.Event | None,
-    ) -> list[tuple[float, str, bool]]:
-        """Score, text and whether it settled, of the holes that differ, the likeliest first."""
-        found: dict[str, tuple[list[int], bool]] = {}
+    ) -> list[_Ranked]:
+        """The infills that differ, the most likely first."""
+        infills: dict[str, tuple[list[int], bool]] = {}
         for length, end in zip(lengths, ends, strict=True):
-            ids = _upto_stop(end.ids_BT[0, : length + place.more].tolist(), cfg.eos_token_ids)
-            letters = b"".join(self.tokenizer.token_bytes[token] or b"" for token in ids)[len(place.healed) :]
-            hole, still = letters.decode("utf-8", "ignore"), end.stats[0].settled == end.stats[0].canvases
-            if template.is_fim and (cut := within(template, hole)) != hole:
-                hole, ids = cut, self.tokenizer.encode(place.healed.decode("utf-8", "ignore") + cut)
-            found.setdefault(hole, (ids, still))
-        heard = place.heard()
-        scores = likelihoods(self.engine, place.prompt, [[*ids, *heard] for ids, _ in found.values()], stop)
-        pairs = zip(scores, found.items(), strict=True)
-        ranked = [(score + PAID * len(ids), hole, still) for score, (hole, (ids, still)) in pairs]
-        return sorted(ranked, key=lambda one: -one[0])
+            ids = _cut_at_stop(end.ids_BT[0, : length + context.healed_tokens].tolist(), cfg.eos_token_ids)
+            gap_bytes = b"".join(self.tokenizer.token_bytes[token] or b"" for token in ids)[len(context.healed) :]
+            gap = gap_bytes.decode("utf-8", "ignore")
+            settled = end.stats[0].settled == end.stats[0].canvases
+            if template.is_fim and (cut := trim_gap(template, gap)) != gap:
+                gap = cut
+                ids = self.tokenizer.encode(context.healed.decode("utf-8", "ignore") + cut)
+            infills.setdefault(gap, (ids, settled))
+        suffix = context.ranked_suffix()
+        sequences = [[*ids, *suffix] for ids, _ in infills.values()]
+        logprobs = sequence_logprobs(self.engine, context.prompt, sequences, stop)
+        ranked = []
+        for logprob, (gap, (ids, settled)) in zip(logprobs, infills.items(), strict=True):
+            ranked.append(_Ranked(logprob + TOKEN_BONUS * len(ids), gap, settled))
+        return sorted(ranked, key=lambda infill: -infill.score)
 
 
-class _Place:
-    """Where a hole is: what is read before it, what its page begins with, what follows it."""
+class _GapContext:
+    """The tokens around one gap: the prompt before it, the healed bytes it begins with, the suffix after it."""
 
     def __init__(self, tokenizer: Tokenizer, template: Template, number: int, text: str, stops: Sequence[int]) -> None:
-        start, before = tokenizer.encode_prompt(""), tokenizer.encode(text)
+        start = tokenizer.encode_prompt("")
+        before = tokenizer.encode(text)
         if not start and not before:
-            raise ValueError("this tokenizer has no start token: the text cannot begin with a hole")
-        self.healed, self.more, self.first = b"", 0, ()
+            raise ValueError("this tokenizer has no start token: the text cannot begin with a gap")
+        self.healed = b""  # bytes that moved from the prompt to the canvas
+        self.healed_tokens = 0  # tokens that the canvas is longer for it: a space is part of the next word's token
+        self.allowed_first: tuple[int, ...] = ()  # tokens that begin with the healed bytes
         shorter = tokenizer.encode(text[:-1])
         if text[-1:] in (" ", "\t") and start + shorter:
-            self.healed, before = text[-1:].encode(), shorter
+            self.healed = text[-1:].encode()
+            before = shorter
         elif before and start + before[:-1] and re.search(r"\w\Z", text):
-            self.healed, self.more, before = tokenizer.token_bytes[before[-1]] or b"", 1, before[:-1]
+            self.healed = tokenizer.token_bytes[before[-1]] or b""
+            self.healed_tokens = 1
+            before = before[:-1]
         if self.healed:
-            spelled = enumerate(tokenizer.token_bytes)
-            self.first = tuple(token for token, letters in spelled if letters and letters.startswith(self.healed))
+            token_bytes = enumerate(tokenizer.token_bytes)
+            self.allowed_first = tuple(token for token, piece in token_bytes if piece and piece.startswith(self.healed))
         self.prompt = [*start, *before]
-        self.after: list[int | None] = []
-        for later, part in enumerate(template.texts[number + 1 :], number + 1):
-            self.after += tokenizer.encode(part)
+        self.suffix = self._encode_suffix(tokenizer, template, number, stops)
+
+    @staticmethod
+    def _encode_suffix(tokenizer: Tokenizer, template: Template, number: int, stops: Sequence[int]) -> list[int | None]:
+        """The tokens after the gap; None at the positions of later gaps."""
+        suffix: list[int | None] = []
+        for later, text in enumerate(template.texts[number + 1 :], number + 1):
+            suffix += tokenizer.encode(text)
             if later < len(template.lengths):
-                self.after += [None] * (template.lengths[later] or GUESS)
-        self.after += [] if template.is_fim else [stops[0]]
-        # A stop token may be the text's own mark: nothing can stand behind it on a page.
-        end = next((at for at, token in enumerate(self.after) if token in stops), len(self.after))
-        self.after = self.after[: end + 1]
+                suffix += [None] * (template.lengths[later] or ASSUMED_LENGTH)
+        if not template.is_fim:
+            suffix.append(stops[0])
+        # The text itself may hold a stop token: no position after it can be on a canvas.
+        end = next((position for position, token in enumerate(suffix) if token in stops), len(suffix))
+        return suffix[: end + 1]
 
-    def heard(self) -> list[int]:
-        """What follows the hole, up to the next one, as far as it is heard."""
-        until = next((at for at, token in enumerate(self.after) if token is None), len(self.after))
-        return [token for token in self.after[: min(until, HEARD)] if token is not None]
+    def ranked_suffix(self) -> list[int]:
+        """The tokens after the gap, up to the next gap, whose likelihood counts in the ranking."""
+        until = next((position for position, token in enumerate(self.suffix) if token is None), len(self.suffix))
+        return [token for token in self.suffix[: min(until, RANKED_SUFFIX_TOKENS)] if token is not None]
 
 
-def _upto_stop(ids: list[int], stops: Sequence[int]) -> list[int]:
-    """Up to a stop token, which only a hole that nothing follows can have."""
-    return next((ids[:at] for at, token in enumerate(ids) if token in stops), ids)
+def _cut_at_stop(ids: list[int], stops: Sequence[int]) -> list[int]:
+    """The tokens before the first stop token. Only a gap at the end of a text can have one."""
+    return next((ids[:position] for position, token in enumerate(ids) if token in stops), ids)
 
 
 @torch.inference_mode()
-def likelihoods(
-    engine: Engine, before: Sequence[int], texts: Sequence[Sequence[int]], stop: threading.Event | None = None
+def sequence_logprobs(
+    engine: Engine, prompt: Sequence[int], sequences: Sequence[Sequence[int]], stop: threading.Event | None = None
 ) -> list[float]:
-    """The log probability of each text after `before`, by the causal half of the model.
+    """The log-probability of each token sequence after the prompt, by the causal half of the model.
 
-    The KV cache is reserved in the engine's budget; its sliding layers keep their window and the longest text.
+    The KV cache is reserved in the engine's budget; its sliding layers keep their window and the longest sequence.
     """
     model = engine.model
-    longest = max(map(len, texts))
-    before = before[-(model.config.max_position_embeddings - longest) :]
-    log_probs = []
-    with engine.reserve(len(before) + longest, rewind=longest + 1, stop=stop) as cache:
-        if len(before) > 1:
-            prefill(model, [before[:-1]], cache)
-        for text in texts:
+    longest = max(map(len, sequences))
+    prompt = prompt[-(model.config.max_position_embeddings - longest) :]
+    logprobs = []
+    with engine.reserve(len(prompt) + longest, rewind=longest + 1, stop=stop) as cache:
+        if len(prompt) > 1:
+            prefill(model, [prompt[:-1]], cache)
+        for sequence in sequences:
             if stop is not None and stop.is_set():
                 raise Stopped
-            ids = torch.tensor([[before[-1], *text]], device=model.device)
-            logs = model.head(model.encode(ids, cache)[0, :-1]).float().log_softmax(dim=-1)
-            log_probs.append(float(logs.gather(1, ids[0, 1:, None]).sum()) if text else 0.0)
-            cache.rewind([len(before) - 1])
-    return log_probs
+            ids_1S = torch.tensor([[prompt[-1], *sequence]], device=model.device)
+            logprobs_SV = model.head(model.encode(ids_1S, cache)[0, :-1]).float().log_softmax(dim=-1)
+            logprobs.append(float(logprobs_SV.gather(1, ids_1S[0, 1:, None]).sum()) if sequence else 0.0)
+            cache.rewind([len(prompt) - 1])
+    return logprobs
 
 
 # 4. Between a prefix and a suffix
 
 
-def without_overlap(hole: str, suffix: str) -> str:
-    """A hole without the beginning of what follows it, where it has run into that."""
-    for size in range(min(len(hole), len(suffix)), 0, -1):
-        if hole.endswith(suffix[:size]):
-            return hole[: len(hole) - size] if len(suffix[:size].strip()) >= LEAST else hole
-    return hole
+def trim_gap(template: Template, gap: str) -> str:
+    """Cuts a FIM gap where it repeats the suffix or leaves the indented block of the prefix."""
+    prefix, suffix = template.texts
+    return cut_at_dedent(prefix, cut_overlap(gap, suffix))
 
 
-def within(template: Template, hole: str) -> str:
-    """A hole of a part of a text as far as it belongs between its two texts."""
-    before, behind = template.texts
-    return within_block(before, without_overlap(hole, behind))
+def cut_overlap(gap: str, suffix: str) -> str:
+    """Cuts the end of a gap that repeats the beginning of the suffix."""
+    for size in range(min(len(gap), len(suffix)), 0, -1):
+        if gap.endswith(suffix[:size]):
+            return gap[: len(gap) - size] if len(suffix[:size].strip()) >= MIN_OVERLAP else gap
+    return gap
 
 
-def within_block(prefix: str, hole: str) -> str:
-    """A hole that begins an indented line, up to the first line behind it that is indented less."""
+def cut_at_dedent(prefix: str, gap: str) -> str:
+    """Cuts a gap that begins an indented line before its first line with less indentation."""
     indent = prefix[prefix.rfind("\n") + 1 :]
     if not indent or indent.strip():
-        return hole
-    first, *lines = hole.split("\n")
+        return gap
+    first, *lines = gap.split("\n")
     for number, line in enumerate(lines):
         if line.strip() and not line.startswith(indent):
             return "\n".join([first, *lines[:number]])
-    return hole
+    return gap

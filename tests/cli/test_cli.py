@@ -23,7 +23,7 @@ from rich.text import Text
 
 import redraft
 from redraft.cli import main
-from redraft.cli.terminal import CanvasView, Painter, column_after, harmless, summary, undivided
+from redraft.cli.terminal import CanvasView, Painter, column_after, defer_interrupt, strip_control_characters, summary
 from redraft.diffusion.generate import Committed, Draft
 from redraft.tasks.text_events import TextCommitted
 
@@ -226,7 +226,7 @@ def on_terminal(
 def wrapped(text: str, columns: int) -> list[str]:
     """What a terminal makes of a text."""
     screen = pyte.HistoryScreen(columns, 200, history=500)
-    pyte.Stream(screen).feed(harmless(text).replace("\n", "\r\n"))
+    pyte.Stream(screen).feed(strip_control_characters(text).replace("\n", "\r\n"))
     return [line.rstrip() for line in screen.display if line.strip()]
 
 
@@ -360,7 +360,7 @@ def test_ctrl_c_inside_a_drawing_arrives_after_it():
     drawn = []
 
     def draw() -> None:
-        with undivided():
+        with defer_interrupt():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
             drawn.append("whole")
@@ -396,8 +396,8 @@ def test_reasoning_and_answer_do_not_run_together():
 
 
 def test_a_model_cannot_steer_the_terminal():
-    assert harmless("a\x1b[2Jb\x07\r\n\tc\u202e") == "a[2Jb\n\tc"
-    assert harmless("می\u200cخواهم 👩\u200d🚀") == "می\u200cخواهم 👩\u200d🚀"
+    assert strip_control_characters("a\x1b[2Jb\x07\r\n\tc\u202e") == "a[2Jb\n\tc"
+    assert strip_control_characters("می\u200cخواهم 👩\u200d🚀") == "می\u200cخواهم 👩\u200d🚀"
 
 
 def test_frames_are_limited(folder, monkeypatch):

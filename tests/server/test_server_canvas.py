@@ -183,7 +183,7 @@ def test_several_bans_at_a_position_hold_together(url):
 
 
 def test_small_requests_cannot_take_the_server_down(url):
-    assert "belongs to no hole" in refusal(url, text="[[" + " " * 200_000)
+    assert "belongs to no gap" in refusal(url, text="[[" + " " * 200_000)
     assert "does not fit" in refusal(url, text="a [[ 1 ]] b [[ 1000000000 ]]")
     assert "interventions" in refusal(url, prompt="a", interventions=[{"block": 0, "step": 1}] * 65)
     assert "beyond the answer" in refusal(url, prompt="a", pins=[{"position": 900_000, "text": "x" * 200}] * 500)

@@ -8,8 +8,8 @@ import tiny
 
 from redraft.cli import augment as cli_augment
 from redraft.tasks import augment
-from redraft.tasks.augment import Plan, spans
-from redraft.tasks.edit import Tokens
+from redraft.tasks.augment import Plan, choose_spans
+from redraft.tasks.edit import TokenizedText
 from redraft.writer import Writer
 
 WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))
@@ -26,13 +26,15 @@ def records(tmp_path, monkeypatch):
 
 def test_spans_are_words_up_to_the_share_or_what_matches():
     for seed in range(30):
-        found = spans(TEXTS[0], Plan(share=0.5), seed)
+        found = choose_spans(TEXTS[0], Plan(share=0.5), seed)
         assert len(found) == 3
         assert found == sorted(found)
         assert all(re.fullmatch(r"\w+", TEXTS[0][a:b]) for a, b in found)
-    assert spans(TEXTS[1], Plan(regex=r"\d+"), 0) == [(16, 18)]
-    assert all(TEXTS[0][a:b] != "two" for seed in range(30) for a, b in spans(TEXTS[0], Plan(share=0.9, keep="two"), seed))
-    assert spans("...", Plan(share=1.0), 0) == []
+    assert choose_spans(TEXTS[1], Plan(regex=r"\d+"), 0) == [(16, 18)]
+    assert all(
+        TEXTS[0][a:b] != "two" for seed in range(30) for a, b in choose_spans(TEXTS[0], Plan(share=0.9, keep="two"), seed)
+    )
+    assert choose_spans("...", Plan(share=1.0), 0) == []
 
 
 def test_what_was_not_chosen_is_as_it_was():
@@ -60,7 +62,7 @@ def test_a_variant_is_the_same_alone_and_among_others():
 
 
 def test_a_run_that_was_cut_off_ends_as_one_that_was_not(records, tmp_path, capsys):
-    options = {"count": 5, "holes": "60%", "seed": 2}
+    options = {"count": 5, "share": "60%", "seed": 2}
     cli_augment.augment(str(records), str(tmp_path / "a.jsonl"), **options)
     lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
     assert re.search(
@@ -70,7 +72,7 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not(records, tmp_path, caps
     for line in lines:
         record = json.loads(line)
         assert record["id"] == record["redraft"]["record"]
-        assert Tokens(WRITER.tokenizer, record["text"])
+        assert TokenizedText(WRITER.tokenizer, record["text"])
     for cut in (0, 1, 3, len(lines)):
         path = tmp_path / f"{cut}.jsonl"
         path.write_bytes(b"".join(lines[:cut]) + b'{"id": 1, "te')
@@ -81,14 +83,14 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not(records, tmp_path, caps
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"holes": "many"}, "--holes is a share of words such as 30% or 0.3, got 'many'"),
-        ({"holes": "0%"}, "got 0%"),
-        ({"holes": "130%"}, "got 130%"),
+        ({"share": "many"}, "--share is a share of words such as 30% or 0.3, got 'many'"),
+        ({"share": "0%"}, "got 0%"),
+        ({"share": "130%"}, "got 130%"),
         ({"count": 0}, "at least 1 variant"),
-        ({"regex": "("}, "'(' is no regular expression"),
-        ({"keep": "["}, "'[' is no regular expression"),
+        ({"regex": "("}, "'(' is not a regular expression"),
+        ({"keep": "["}, "'[' is not a regular expression"),
         ({"field": "body"}, "line 1 of"),
-        ({"out": "in.jsonl"}, "is there already: --resume"),
+        ({"out": "in.jsonl"}, "exists already"),
     ],
 )
 def test_mistakes_are_named(records, options, words):
@@ -102,16 +104,16 @@ def test_files_that_are_none_of_ours(records, tmp_path):
     with pytest.raises(ValueError, match="was not written by redraft augment"):
         cli_augment.augment(str(records), str(records), resume=True)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(ValueError, match=r"line 2 of .* is no JSON"):
+    with pytest.raises(ValueError, match=r"line 2 of .* is not JSON"):
         cli_augment.augment(str(tmp_path / "bad.jsonl"), str(tmp_path / "o.jsonl"))
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="holds no records"):
+    with pytest.raises(ValueError, match="has no records"):
         cli_augment.augment(str(tmp_path / "empty.jsonl"), str(tmp_path / "o.jsonl"))
 
 
 def test_nothing_is_lost_by_a_run_that_cannot_go_on(records, tmp_path, monkeypatch):
     out = tmp_path / "o.jsonl"
-    cli_augment.augment(str(records), str(out), count=5, holes="60%")
+    cli_augment.augment(str(records), str(out), count=5, share="60%")
     before = out.read_bytes()
 
     def fail(*args, **kwargs):
@@ -119,24 +121,24 @@ def test_nothing_is_lost_by_a_run_that_cannot_go_on(records, tmp_path, monkeypat
 
     for options, words in [
         ({"seed": 1}, "other options"),
-        ({"holes": "50%"}, "other options"),
+        ({"share": "50%"}, "other options"),
         ({"count": 1}, "other options"),
     ]:
         with pytest.raises(ValueError, match=words):
-            cli_augment.augment(str(records), str(out), resume=True, **{"count": 5, "holes": "60%", **options})
+            cli_augment.augment(str(records), str(out), resume=True, **{"count": 5, "share": "60%", **options})
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text(json.dumps({"text": TEXTS[0]}) + "\n")
     with pytest.raises(ValueError, match="other records"):
-        cli_augment.augment(str(fewer), str(out), resume=True, count=5, holes="60%")
+        cli_augment.augment(str(fewer), str(out), resume=True, count=5, share="60%")
     monkeypatch.setattr(cli_augment.writer, "load", fail)
     with pytest.raises(ValueError, match="no such model"):
-        cli_augment.augment(str(records), str(out), resume=True, count=5, holes="60%")
+        cli_augment.augment(str(records), str(out), resume=True, count=5, share="60%")
     assert out.read_bytes() == before
 
 
 def test_a_record_that_cannot_be_used_is_named_before_anything_is_made(records, tmp_path):
     records.write_text(json.dumps({"text": "fine"}) + "\n" + json.dumps({"text": "a<eos>b"}) + "\n")
-    with pytest.raises(ValueError, match=r"line 2 of .*'<eos>', which is no text"):
+    with pytest.raises(ValueError, match=r"line 2 of .*'<eos>', a special token"):
         cli_augment.augment(str(records), str(tmp_path / "o.jsonl"))
     records.write_text(json.dumps({"text": "long " * 2000}) + "\n")
     with pytest.raises(ValueError, match=r"line 1 of .*the text has 10000 tokens"):
@@ -146,8 +148,8 @@ def test_a_record_that_cannot_be_used_is_named_before_anything_is_made(records, 
 
 def test_any_json_is_read_and_written(records, tmp_path):
     records.write_bytes('\ufeff{"text": "one\u2028two three", "id": "\\ud800"}\n'.encode())
-    cli_augment.augment(str(records), str(tmp_path / "o.jsonl"), holes="100%", count=8)
+    cli_augment.augment(str(records), str(tmp_path / "o.jsonl"), share="100%", count=8)
     lines = (tmp_path / "o.jsonl").read_bytes().split(b"\n")[:-1]
     assert lines
     assert all(json.loads(line)["id"] == "\ud800" for line in lines)
-    assert spans("abc", Plan(share=1.0, keep="x*"), 0) == [(0, 3)]
+    assert choose_spans("abc", Plan(share=1.0, keep="x*"), 0) == [(0, 3)]

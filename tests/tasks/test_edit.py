@@ -106,7 +106,7 @@ def test_pages_that_nobody_doubts_are_told_too():
 @pytest.mark.parametrize(
     ("replay", "words"),
     [
-        (Replay(((1, 2),)), "page 0 of this text has 16 tokens, got 2"),
+        (Replay(((1, 2),)), "canvas 0 of this text has 16 tokens, got 2"),
         (Replay(((9999,) * 16,)), "the token 9999 is no text"),
         (Replay((), (Intervention(0, 0, ConstraintEdit(pins={3: 1})),)), "the token 1 is no text"),
         (
@@ -121,7 +121,7 @@ def test_pages_that_nobody_doubts_are_told_too():
         (Replay((), (Intervention(9, 1, ConstraintEdit()),)), "no canvas 9, step 1 to intervene at"),
         (
             Replay((), (Intervention(0, 1, ConstraintEdit()),)),
-            "page 0 has nothing to redraft at strength 0.6: raise it, or turn at step 0",
+            "canvas 0 has nothing to redraft at strength 0.6: raise it, or intervene at step 0",
         ),
     ],
 )
@@ -143,14 +143,14 @@ def test_an_instruction_is_read_before_the_text(monkeypatch):
 
 def test_the_doubted_come_first():
     logs = torch.log_softmax(torch.tensor([[5.0, 0.0, 0.0], [0.0, 5.0, 0.0], [1.0, 0.0, 0.0]]), dim=-1)
-    assert edit.doubts(logs, [0, 0, 1]).tolist() == pytest.approx([0.0, 5.0, 1.0])
+    assert edit.logprob_margins(logs, [0, 0, 1]).tolist() == pytest.approx([0.0, 5.0, 1.0])
 
 
 def test_pages_are_read_behind_one_another():
     """Two pages at once = the second page alone behind the first."""
     ids = [30 + at % 20 for at in range(20)]
-    (_, first), (begin, second) = edit.read(WRITER.engine, [2], ids, 12)
-    ((_, alone),) = edit.read(WRITER.engine, [2, *ids[:12]], ids[12:], 12)
+    (_, first), (begin, second) = edit.score_canvases(WRITER.engine, [2], ids, 12)
+    ((_, alone),) = edit.score_canvases(WRITER.engine, [2, *ids[:12]], ids[12:], 12)
     assert (begin, len(first)) == (12, 12)
     assert torch.allclose(second, alone, atol=1e-4)
 
@@ -162,7 +162,7 @@ def test_suggestions_name_letters_and_others(monkeypatch):
     wrong = text.encode().index(b"o")
     logits[wrong, ids[wrong]], logits[wrong, WRITER.tokenizer.encode("i")[0]] = 1.0, 9.0
     logits[2, ids[2]], logits[2, 50] = 0.0, 3.0  # the second half of a character
-    monkeypatch.setattr(edit, "read", lambda *_: [(0, logits.log_softmax(dim=-1))])
+    monkeypatch.setattr(edit, "score_canvases", lambda *_: [(0, logits.log_softmax(dim=-1))])
     half, other = WRITER.suggest(text, least=5, most=2)
     assert (half.text, text[half.start : half.end]) == ("ü", "ü")
     assert (other.start, other.end, other.text, other.alternatives[0][0]) == (3, 4, "o", "i")
@@ -179,12 +179,12 @@ def test_nothing_is_suggested_for_nothing():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: WRITER.edit("text", strength=1.5), "strength is the share of tokens that may change, from 0 to 1, got 1.5"),
+        (lambda: WRITER.edit("text", strength=1.5), "strength is the share of tokens to replace, from 0 to 1, got 1.5"),
         (lambda: WRITER.edit("text", strength=float("nan")), "nan"),
-        (lambda: WRITER.edit("text", keep=[(2, 9)]), "the span 2 to 9 is not inside of the text, which has 4 characters"),
-        (lambda: WRITER.edit("text", keep=(0, 3)), "spans are pairs of a start and an end, got 0"),
-        (lambda: WRITER.edit("a<eos>b"), "'<eos>', which is no text but a mark"),
-        (lambda: WRITER.edit("long " * 2000), "the text has 10000 tokens behind 1, the model's context is"),
+        (lambda: WRITER.edit("text", keep=[(2, 9)]), "the span 2 to 9 is outside of the text, which has 4 characters"),
+        (lambda: WRITER.edit("text", keep=(0, 3)), "a span is a pair of a start and an end, got 0"),
+        (lambda: WRITER.edit("a<eos>b"), "'<eos>', a special token"),
+        (lambda: WRITER.edit("long " * 2000), "the text has 10000 tokens after a prompt of 1, but the model's context is"),
         (lambda: WRITER.suggest("long " * 2000), "take it in parts"),
         (lambda: WRITER.suggest("a", least=0.5), "least"),
         (lambda: WRITER.suggest("a", most=0), "most"),
@@ -247,5 +247,5 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cli_edit.os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        cli_edit.replace(file, "new")
+        cli_edit.replace_file(file, "new")
     assert (file.read_text(), os.listdir(tmp_path)) == ("old", ["a.txt"])

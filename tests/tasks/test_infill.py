@@ -98,28 +98,28 @@ def test_between_a_prefix_and_a_suffix():
 
 
 def test_a_hole_does_not_say_what_follows_it():
-    assert infill.without_overlap("a = 1\nprint(a)", "\nprint(a)\n") == "a = 1"
-    assert infill.without_overlap("a = 1", " + b") == "a = 1"
-    assert infill.without_overlap("the end.", ".") == "the end."  # one letter may be chance
-    assert infill.without_overlap("", "abcd") == ""
+    assert infill.cut_overlap("a = 1\nprint(a)", "\nprint(a)\n") == "a = 1"
+    assert infill.cut_overlap("a = 1", " + b") == "a = 1"
+    assert infill.cut_overlap("the end.", ".") == "the end."  # one letter may be chance
+    assert infill.cut_overlap("", "abcd") == ""
 
 
 def test_a_hole_in_a_block_stays_in_it():
     hole = "a = 1\n    b = 2\n\n    c = 3\ndef g():\n    pass"
-    assert infill.within_block("def f():\n    ", hole) == "a = 1\n    b = 2\n\n    c = 3"
-    assert infill.within_block("def f():\n    x = ", hole) == hole
-    assert infill.within_block("", hole) == hole
+    assert infill.cut_at_dedent("def f():\n    ", hole) == "a = 1\n    b = 2\n\n    c = 3"
+    assert infill.cut_at_dedent("def f():\n    x = ", hole) == hole
+    assert infill.cut_at_dedent("", hole) == hole
 
 
 def test_a_page_begins_with_the_letters_that_were_taken_back():
-    place = infill._Place(WRITER.tokenizer, infill.parse_template("hap[[ ]]y"), 0, "hap", (1,))
+    context = infill._GapContext(WRITER.tokenizer, infill.parse_template("hap[[ ]]y"), 0, "hap", (1,))
     spelled = WRITER.tokenizer.token_bytes
-    assert place.healed == b"p"
-    assert all(spelled[token].startswith(b"p") for token in place.first)
-    assert place.prompt == WRITER.tokenizer.encode_prompt("ha")
-    place = infill._Place(WRITER.tokenizer, infill.parse_template("the  [[ ]]y"), 0, "the  ", (1,))
-    assert (place.healed, place.prompt, place.more) == (b" ", WRITER.tokenizer.encode_prompt("the "), 0)
-    assert infill._Place(WRITER.tokenizer, infill.parse_template("a.[[ ]]"), 0, "a.", (1,)).first == ()
+    assert context.healed == b"p"
+    assert all(spelled[token].startswith(b"p") for token in context.allowed_first)
+    assert context.prompt == WRITER.tokenizer.encode_prompt("ha")
+    context = infill._GapContext(WRITER.tokenizer, infill.parse_template("the  [[ ]]y"), 0, "the  ", (1,))
+    assert (context.healed, context.prompt, context.healed_tokens) == (b" ", WRITER.tokenizer.encode_prompt("the "), 0)
+    assert infill._GapContext(WRITER.tokenizer, infill.parse_template("a.[[ ]]"), 0, "a.", (1,)).allowed_first == ()
 
 
 def test_an_answer_begins_with_one_of_the_first_tokens():
@@ -135,7 +135,7 @@ def test_an_answer_begins_with_one_of_the_first_tokens():
 
 def test_likelihoods_are_those_of_the_whole_text_read_at_once():
     before, texts = [2, 30, 31, 32], [[40, 41], [], [42, 43, 44, 45]]
-    found = infill.likelihoods(WRITER.engine, before, texts)
+    found = infill.sequence_logprobs(WRITER.engine, before, texts)
     for text, score in zip(texts, found, strict=True):
         ids = torch.tensor([[*before, *text]])
         with torch.inference_mode():
@@ -155,17 +155,17 @@ def test_a_mark_of_the_text_is_no_end_of_the_page():
     ("call", "words"),
     [
         (lambda: WRITER.fill(""), "nothing to fill"),
-        (lambda: WRITER.fill("no hole"), "nothing to fill: mark a hole as [[ ]]"),
-        (lambda: WRITER.fill("a\nb [[ c"), "'[[' on line 2 belongs to no hole"),
+        (lambda: WRITER.fill("no hole"), "nothing to fill: write a gap as [[ ]]"),
+        (lambda: WRITER.fill("a\nb [[ c"), "'[[' on line 2 belongs to no gap"),
         (lambda: WRITER.fill("a ]] [[ ]]"), "']]' on line 1"),
         (lambda: WRITER.fill("[[ [[ ]] ]]"), "not nested"),
-        (lambda: WRITER.fill("[[ -1 ]]"), "belongs to no hole"),
+        (lambda: WRITER.fill("[[ -1 ]]"), "belongs to no gap"),
         (lambda: WRITER.fill("[[ 0 ]]"), "at least one token"),
-        (lambda: WRITER.fill("a[[ 99999 ]]b"), "a hole of 99999 tokens does not fit the model's context of"),
+        (lambda: WRITER.fill("a[[ 99999 ]]b"), "a gap of 99999 tokens does not fit the model's context of"),
         (lambda: WRITER.fill("a[[ ]]b", count=0), "count"),
         (lambda: WRITER.fill("a[[ ]]b", longest=0), "longest"),
-        (lambda: WRITER.fill("a[[ ]]b", prefix="a"), "a text with holes, or a prefix and a suffix"),
-        (lambda: WRITER.fill(), "a text with holes, or a prefix and a suffix"),
+        (lambda: WRITER.fill("a[[ ]]b", prefix="a"), "a text with gaps, or a prefix and a suffix"),
+        (lambda: WRITER.fill(), "a text with gaps, or a prefix and a suffix"),
         (lambda: WRITER.fill("a[[ ]]b", context="c"), "context"),
     ],
 )
