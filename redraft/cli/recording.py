@@ -47,7 +47,7 @@ class Recording:
             yield event
 
     def _add_frame(self, canvas: Text, status: Text) -> None:
-        text = Text(self.prompt, "prompt").append(self.committed, "").append_text(canvas)
+        text = Text().append(self.prompt, "prompt").append(self.committed).append_text(canvas)
         text.expand_tabs(TAB_SIZE)  # moves the style spans along; expanding tabs in the plain string would not
         lines = [*text.wrap(self._console, COLUMNS), Text(), status]
         self.frames.append([_pieces(line) for line in lines])

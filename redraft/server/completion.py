@@ -20,9 +20,9 @@ from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.frames import Frame, FrameBuilder
 from redraft.server.logprobs import LogprobCollector, TokenLogprob
 from redraft.server.schema import ChatMessage
+from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
-from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.writer import Writer, new_seed
 
 TEXT_PARTS = ("text", "input_text", "output_text")

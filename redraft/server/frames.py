@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from redraft.diffusion.generate import Draft
-from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.tasks.text_events import TextDraft
+from redraft.tokenizer.tokenizer import Tokenizer
 
 MIN_CANDIDATE_PROBABILITY = 5e-4  # less likely candidates are not shown, except the first
 STATES = "ndk"  # noise, draft, pinned

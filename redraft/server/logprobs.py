@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from redraft.diffusion.generate import Draft
-from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.tasks.text_events import TextCommitted
+from redraft.tokenizer.tokenizer import Tokenizer
 
 ZERO_PROBABILITY_LOGPROB = -9999.0  # what OpenAI's clients read for a probability of zero
 

@@ -256,6 +256,7 @@ class Infiller:
         ends: Sequence[Finished],
         cfg: SamplerConfig,
         template: Template,
+        stop: threading.Event | None,
     ) -> list[_Ranked]:
         """The infills that differ, the most likely first."""
         infills: dict[str, tuple[list[int], bool]] = {}

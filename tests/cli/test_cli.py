@@ -1,4 +1,4 @@
-"""The command line as people use it: in a pipe, on a terminal, with mistakes, and interrupted."""
+"""The command line: in a pipe, on a terminal, with user errors, interrupted."""
 
 import fcntl
 import io
@@ -12,7 +12,9 @@ import subprocess
 import sys
 import termios
 import time
+import traceback
 from dataclasses import replace
+from typing import NoReturn
 
 import pyte
 import pytest
@@ -68,7 +70,7 @@ def test_flags_reach_the_sampler(run, folder):
     code, out, _ = run("Hello", "-m", folder, "--json", "--think", "-s", "Be kind", *flags)
     answer = json.loads(out)
     messages = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hello"}]
-    settings = {"max_steps": 2, "entropy_bound": 0.5, "t_min": 0.7, "t_max": 0.7, "canvas_length": 8}
+    settings = {"max_steps": 2, "entropy_bound": 0.5, "temperature": 0.7, "canvas_length": 8}
     expected = redraft.load(folder).chat(messages, think=True, max_tokens=20, seed=9, **settings)
     assert code == 0
     assert answer["text"] == expected.text
@@ -78,24 +80,24 @@ def test_flags_reach_the_sampler(run, folder):
 
 
 def test_chat_remembers(run, folder, monkeypatch):
-    heard = []
+    prompts = []
     original = redraft.Writer.stream
 
     def stream(self, prompt, **options):
-        heard.append([dict(message) for message in prompt])
+        prompts.append([dict(message) for message in prompt])
         return original(self, prompt, **options)
 
     monkeypatch.setattr(redraft.Writer, "stream", stream)
     code, out, _ = run("chat", "-m", folder, "-n", "8", "--seed", "1", stdin="Hi\n\nMore\n/reset\nAgain\n/exit\nNever\n")
     assert code == 0
-    assert [[m["content"] for m in messages if m["role"] == "user"] for messages in heard] == [
+    assert [[m["content"] for m in messages if m["role"] == "user"] for messages in prompts] == [
         ["Hi"],
         ["Hi", "More"],
         ["Again"],
     ]
-    said = heard[1][1]
-    assert said["role"] == "assistant"
-    assert out.startswith(said["content"])
+    answer = prompts[1][1]
+    assert answer["role"] == "assistant"
+    assert out.startswith(answer["content"])
 
 
 def test_info_knows_the_released_model_and_a_folder(run, folder):
@@ -141,7 +143,7 @@ def test_info_says_which_kernels_run_and_why(run, monkeypatch):
         (["info", "-m", "/no/such/folder"], "/no/such/folder"),
         (["info", "-m", "odd[/name]"], "odd[/name]"),
         (["hi", "-m", "{model}", "--temp", "inf"], "inf"),
-        (["hi", "-m", "{model}", "--temp", "0"], "temperature"),
+        (["hi", "-m", "{model}", "--temp", "-1"], "temperature"),
         (["hi", "-m", "{model}", "--canvas-length", "100000", "-n", "5"], "canvases of 100000"),
         (["hi", "-m", "{model}", "--device", "meta"], "meta"),
         (["chat", "-m", "/no/such/folder"], "/no/such/folder"),
@@ -184,6 +186,33 @@ def environment() -> dict[str, str]:
     return {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "", "LINES": ""}
 
 
+def run_in_child(args: list[str]) -> NoReturn:
+    """Runs the command in a forked child: torch is imported already, which saves seconds per test.
+
+    The child computes with one thread, since the parent's pool of OpenMP threads does not survive a fork. It handles SIGINT
+    as a process of a terminal does, also when the tests run in the background of a shell, which ignores the signal.
+    """
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        torch.set_num_threads(1)
+        os.environ.update(environment())
+        sys.stdin = os.fdopen(0, "r", encoding="utf-8")
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8")
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8")
+        sys.argv = ["redraft", *args]
+        main.main()
+        code = 0
+    except SystemExit as left:
+        code = int(left.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for file in (sys.stdout, sys.stderr):
+            file.flush()
+        os._exit(code)
+
+
 def on_terminal(
     args: list[str], *, columns: int = 60, lines: int = 20, interrupt_at: bytes | None = None, typing: list | None = None
 ):
@@ -195,7 +224,7 @@ def on_terminal(
     stream = pyte.ByteStream(screen)
     pid, fd = pty.fork()
     if pid == 0:
-        os.execvpe(sys.executable, [sys.executable, "-m", "redraft.cli", *args], environment())
+        run_in_child(args)
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     written, shots, deadline = b"", [], time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -231,12 +260,12 @@ def wrapped(text: str, columns: int) -> list[str]:
 
 
 @pytest.mark.parametrize("columns", [23, 60])
-def test_the_canvas_is_drawn_live_and_leaves_only_the_text(folder, columns):
+def test_the_canvas_is_drawn_live_and_only_the_text_remains(folder, columns):
     flags = ["--seed", "5", "-n", "90", "--steps", "12", "--temp", "0.9", "--entropy-bound", "0.2"]
     code, written, shots, lines = on_terminal(["Hello", "-m", folder, *flags], columns=columns)
     assert code == 0
     assert any("step" in shot for shot in shots)
-    settings = {"max_steps": 12, "entropy_bound": 0.2, "t_min": 0.9, "t_max": 0.9}
+    settings = {"max_steps": 12, "entropy_bound": 0.2, "temperature": 0.9}
     answer = redraft.load(folder).chat("Hello", seed=5, max_tokens=90, **settings)
     assert answer.stats.canvases > 2
     text = wrapped(answer.text, columns)
@@ -250,41 +279,53 @@ def test_the_canvas_is_drawn_live_and_leaves_only_the_text(folder, columns):
 
 @pytest.fixture(name="restless", scope="module")
 def _restless(tmp_path_factory):
-    """A model that never settles nor stops: there is time to interrupt it."""
-    folder = tiny.save_folder(tmp_path_factory.mktemp("restless"))
+    """A model that never settles nor stops: there is time to interrupt it. One layer: its 200 steps are quick."""
+    folder = tiny.save_folder(tmp_path_factory.mktemp("restless"), tiny.CONFIGS["one layer"])
     never = tiny.sampler(confidence_threshold=1e-9, eos_token_ids=(), max_steps=200, max_new_tokens=400)
     redraft.save(redraft.load(folder).model, folder, sampler=never)
     return str(folder)
 
 
-def test_ctrl_c_keeps_what_is_committed(restless):
-    code, _, _, lines = on_terminal(["Hello", "-m", restless, "--seed", "5", "--raw"], interrupt_at=b"page 3")
+@pytest.fixture(name="restless_canvases", scope="module")
+def _restless_canvases(restless):
+    """The texts of its first two canvases with seed 5."""
+    events = redraft.load(restless).stream("Hello", seed=5)
+    canvases = (event.text for event in events if isinstance(event, redraft.Committed))
+    return next(canvases), next(canvases)
+
+
+def test_ctrl_c_keeps_what_is_committed(restless, restless_canvases):
+    code, _, _, lines = on_terminal(["Hello", "-m", restless, "--seed", "5", "--raw"], interrupt_at=b"canvas 3")
     assert code == 130
-    pages = (e.text for e in redraft.load(restless).stream("Hello", seed=5) if isinstance(e, redraft.Committed))
-    kept = wrapped(next(pages) + next(pages), 60)
-    assert [line for line in lines if line.strip()] == kept
+    assert [line for line in lines if line.strip()] == wrapped("".join(restless_canvases), 60)
 
 
-def test_ctrl_c_in_a_pipe_is_130_and_keeps_the_text(restless):
+def test_ctrl_c_in_a_pipe_is_130_and_keeps_the_text(restless, restless_canvases):
     command = [sys.executable, "-m", "redraft.cli", "Hello", "-m", restless, "--seed", "5", "--raw"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), bufsize=0)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        bufsize=0,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
+    )
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     rest, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    page = next(e.text for e in redraft.load(restless).stream("Hello", seed=5) if isinstance(e, redraft.Committed))
-    assert (first + rest).decode().startswith(page)
+    assert (first + rest).decode().startswith(restless_canvases[0])
     assert err == b""
 
 
-def test_ctrl_c_stops_an_answer_in_chat_and_the_talk_goes_on(restless):
+def test_ctrl_c_stops_an_answer_in_chat_and_the_chat_continues(restless):
     typing = [(b"> ", b"Hi\n"), (b"(stopped)", b"/exit\n")]
-    code, _, _, lines = on_terminal(["chat", "-m", restless, "-n", "32"], interrupt_at=b"page 2", typing=typing)
+    code, _, _, lines = on_terminal(["chat", "-m", restless, "-n", "32"], interrupt_at=b"canvas 2", typing=typing)
     assert code == 0
     assert any("(stopped)" in line for line in lines)
 
 
-def test_a_message_that_is_too_long_does_not_end_the_talk(restless):
+def test_a_message_that_is_too_long_does_not_end_the_chat(restless):
     typing = [(b"> ", b"x" * 300 + b"\n"), (b"context is", b"/exit\n")]
     code, _, _, lines = on_terminal(["chat", "-m", restless, "-n", "300"], typing=typing)
     assert code == 0
@@ -292,7 +333,7 @@ def test_a_message_that_is_too_long_does_not_end_the_talk(restless):
 
 
 def test_json_keeps_what_was_committed(run, folder, monkeypatch):
-    """Ctrl-C on the second page; in this process, so that it comes exactly there."""
+    """Ctrl-C on the second canvas; in this process, so that it comes exactly there."""
     original = redraft.Writer.stream
 
     def stream(self, prompt, **options):
@@ -309,18 +350,23 @@ def test_json_keeps_what_was_committed(run, folder, monkeypatch):
     assert (answer["text"], answer["reason"], answer["seed"]) == (expected, "interrupted", 5)
 
 
-def test_strange_bytes_and_narrow_places(folder):
-    def run(command: str, **env: str) -> subprocess.CompletedProcess:
+def test_invalid_bytes_ascii_consoles_and_a_closed_stdin(run, folder, monkeypatch):
+    def shell(command: str, **env: str) -> subprocess.CompletedProcess:
         line = f"{sys.executable} -m redraft.cli {command}"
         return subprocess.run(["bash", "-c", line], capture_output=True, env={**environment(), **env})
 
-    for command in (f"$'\\xff' -m {folder} -n 5", f"hi -s $'\\xff' -m {folder} -n 5", f"- -m {folder} -n 5 <<< $'\\xff'"):
-        assert run(command).returncode == 0
-    assert run(f"hi -m {folder} -n 30 --seed 3", PYTHONIOENCODING="ascii").returncode == 0
-    closed = run(f"-m {folder} <&-")
+    assert shell(f"$'\\xff' -s $'\\xff' -m {folder} -n 30 --seed 3", PYTHONIOENCODING="ascii").returncode == 0
+    closed = shell(f"-m {folder} <&-")
     assert closed.returncode == 2
     assert closed.stderr.startswith(b"redraft: there is no prompt")
-    assert run(f"chat -m {folder} <&-").returncode == 0
+    assert run("\udcff", "-m", folder, "-n", "5")[0] == 0  # an invalid byte of an argument is a lone surrogate
+    assert run("hi", "-s", "\udcff", "-m", folder, "-n", "5")[0] == 0
+    assert run("-", "-m", folder, "-n", "5", stdin=b"\xff")[0] == 0
+    monkeypatch.setattr(sys, "argv", ["redraft", "chat", "-m", folder])
+    monkeypatch.setattr(sys, "stdin", None)  # as Python starts with a closed stdin
+    with pytest.raises(SystemExit) as left:
+        main.main()
+    assert not left.value.code
 
 
 def test_a_closed_pipe_is_no_traceback(folder):
@@ -334,14 +380,14 @@ def test_colours_follow_what_happened_to_each_token():
     view = Painter(tokenizer, [1])
     ids = tokenizer.encode("abcd")
     view.before = ([ids[0], ids[1], ids[3], ids[3]], [True, False, True, False])
-    page = view.page(ids, [True, True, True, False])
+    page = view.render_canvas(ids, [True, True, True, False])
     assert page.plain == "abcd"
     assert [(span.start, span.end, span.style) for span in page.spans] == [
         (0, 1, "medium_purple1"),
         (1, 3, "green"),
         (3, 4, "bright_black"),
     ]
-    assert view.page([ids[0], 1, ids[2], ids[3]], [True] * 4).plain == "a"
+    assert view.render_canvas([ids[0], 1, ids[2], ids[3]], [True] * 4).plain == "a"
 
 
 def test_nothing_a_checkpoint_holds_can_steer_the_terminal(run, tmp_path, folder):
@@ -356,6 +402,15 @@ def test_nothing_a_checkpoint_holds_can_steer_the_terminal(run, tmp_path, folder
     assert b"\x16" not in written
 
 
+@pytest.fixture(name="handled_interrupts")
+def _handled_interrupts():
+    """SIGINT raises KeyboardInterrupt, also when the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("handled_interrupts")
 def test_ctrl_c_inside_a_drawing_arrives_after_it():
     drawn = []
 

@@ -4,6 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import tiny
+from rich.text import Text
 
 from redraft.cli.recording import COLUMNS, Recording, svg
 from redraft.diffusion.generate import Committed, Draft
@@ -44,3 +45,16 @@ def test_frames_take_turns():
 def test_nothing_recorded_is_said(tmp_path):
     with pytest.raises(ValueError, match="nothing was recorded"):
         Recording("x", tiny.byte_tokenizer(), [1]).save(tmp_path / "out.svg")
+
+
+def test_tabs_do_not_shift_text_against_its_colours(tmp_path):
+    writer = tiny.writer()
+    recording = Recording("a\tb\t", writer.tokenizer, writer.sampler.eos_token_ids)
+    recording.committed = "c\td"
+    recording._add_frame(Text("e\tf", "green"), Text())
+    ((pieces, *_),) = recording.frames
+    assert [style for _, style in pieces] == ["prompt", "", "green"]
+    assert [text for text, _ in pieces] == ["a   b   ", "c   d", "e  f"]  # tab stops every 4 columns
+    letters = {letter: style for text, style in pieces for letter in text if letter != " "}
+    assert letters == {"a": "prompt", "b": "prompt", "c": "", "d": "", "e": "green", "f": "green"}
+    assert "\t" not in "".join(text for text, _ in pieces)

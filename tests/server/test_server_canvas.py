@@ -268,7 +268,7 @@ def test_a_pattern_is_steered(url):
 
 
 def test_bad_edits_raise_before_anything_is_streamed(url):
-    assert "not inside of the text" in refusal(url, "/edit", text="abc", keep=[[0, 99]])
+    assert "outside of the text" in refusal(url, "/edit", text="abc", keep=[[0, 99]])
     assert "take it in parts" in refusal(url, "/edit", text="abc " * 200)
     assert "exactly one of" in refusal(url, "/autoregressive")
     assert "do not fit the context" in refusal(url, "/autoregressive", prompt="a", max_tokens=5000)

@@ -1,4 +1,4 @@
-"""Variants: what is kept is kept, what is chosen may change, a run that was cut off ends as one that was not."""
+"""Variants: kept spans stay, chosen spans may change, a resumed run equals the unbroken one."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def test_spans_are_words_up_to_the_share_or_what_matches():
     assert choose_spans("...", Plan(share=1.0), 0) == []
 
 
-def test_what_was_not_chosen_is_as_it_was():
+def test_text_outside_of_the_spans_is_unchanged():
     for found, text in zip(
         augment.variants(WRITER.engine, WRITER.tokenizer, list(enumerate(TEXTS)), WRITER.sampler, Plan(count=6, share=0.4)),
         TEXTS,
@@ -61,7 +61,7 @@ def test_a_variant_is_the_same_alone_and_among_others():
         assert list(alone) == [together[number]]
 
 
-def test_a_run_that_was_cut_off_ends_as_one_that_was_not(records, tmp_path, capsys):
+def test_a_resumed_run_equals_the_unbroken_one(records, tmp_path, capsys):
     options = {"count": 5, "share": "60%", "seed": 2}
     cli_augment.augment(str(records), str(tmp_path / "a.jsonl"), **options)
     lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
@@ -100,7 +100,7 @@ def test_mistakes_are_named(records, options, words):
     assert records.name == out.name or not out.exists()
 
 
-def test_files_that_are_none_of_ours(records, tmp_path):
+def test_files_of_other_origin_are_refused(records, tmp_path):
     with pytest.raises(ValueError, match="was not written by redraft augment"):
         cli_augment.augment(str(records), str(records), resume=True)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')

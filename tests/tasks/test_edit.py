@@ -1,4 +1,4 @@
-"""Edits: nothing at strength 0, kept spans kept, no more than the share, the text otherwise letter for letter."""
+"""Edits: nothing at strength 0, kept spans unchanged, at most the share of tokens, all other text unchanged."""
 
 import json
 import math
@@ -20,18 +20,21 @@ from redraft.tasks import edit
 from redraft.writer import Writer
 
 WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=3))
+SMALL_WRITER = Writer(
+    tiny.decided(tiny.CONFIGS["one layer"]), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=2)
+)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 
 
 @settings(max_examples=150, deadline=None)
 @given(TEXT, st.floats(0, 1), st.integers(0, 99), st.data())
-def test_what_is_kept_is_kept_and_no_more_changes_than_may(text, strength, seed, data):
+def test_kept_spans_stay_and_at_most_the_share_of_tokens_changes(text, strength, seed, data):
     ends = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=2)))
-    edited = WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
-    assert edited == WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
-    ids = WRITER.tokenizer.encode(text)
+    edited = SMALL_WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
+    assert edited == SMALL_WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
+    ids = SMALL_WRITER.tokenizer.encode(text)
     options = {"strength": strength, "keep_positions": (), "forbidden": (), "prompt": [2], "seed": seed}
-    new, _, _ = edit.redraft_tokens(WRITER.engine, ids, WRITER.sampler, **options)
+    new, _, _ = edit.redraft_tokens(SMALL_WRITER.engine, ids, SMALL_WRITER.sampler, **options)
     assert sum(a != b for a, b in zip(ids, new, strict=True)) <= strength * len(ids) + 1e-6
     rebuilt, at = "", 0
     for change in edited.changes:
@@ -56,40 +59,40 @@ def test_an_edit_says_what_has_changed():
 
 
 def edited(replay=None, text="some words that are there to be others", **options):
-    """Events of an edit over three pages, of which the last is short."""
+    """Events of an edit over three canvases, of which the last is short."""
     options = {"strength": 0.6, "seed": 3, "replay": replay, **options}
     return list(edit.stream_edit(WRITER.engine, WRITER.tokenizer, text, WRITER.sampler, **options))
 
 
-def pages_of(found):
+def canvases_of(found):
     return tuple(tuple(event.ids_BC[0].tolist()) for event in found if isinstance(event, Committed))
 
 
-def test_an_edit_taken_up_again_is_the_unbroken_one():
+def test_a_resumed_edit_equals_the_unbroken_one():
     whole = edited()
-    assert [len(page) for page in pages_of(whole)] == [16, 16, 6]
+    assert [len(page) for page in canvases_of(whole)] == [16, 16, 6]
     for had in (0, 1, 2):
-        again = edited(Replay(pages_of(whole)[:had], (Intervention(had, 1, ConstraintEdit()),)))
-        assert pages_of(again) == pages_of(whole)[had:]
+        again = edited(Replay(canvases_of(whole)[:had], (Intervention(had, 1, ConstraintEdit()),)))
+        assert canvases_of(again) == canvases_of(whole)[had:]
         assert again[-1].text == whole[-1].text
         assert again[-1].changes == whole[-1].changes
 
 
-def test_an_edit_is_steered_and_what_nobody_doubted_can_be_opened():
+def test_interventions_pin_and_open_positions_of_an_edit():
     whole, ids = edited(), WRITER.tokenizer.encode("some words that are there to be others")
-    held = {at for at, (a, b) in enumerate(zip(ids, sum(pages_of(whole), ()), strict=True)) if a == b}
+    held = {at for at, (a, b) in enumerate(zip(ids, sum(canvases_of(whole), ()), strict=True)) if a == b}
     letter, (kept, later) = WRITER.tokenizer.encode("Z")[0], (min(held), max(held))
     more = ConstraintEdit(pins={1: letter, 20: letter}, bans=((kept, ids[kept]), (later, ids[later])))
     found = edited(Replay((), (Intervention(0, 1, more),)))
-    new = sum(pages_of(found), ())
+    new = sum(canvases_of(found), ())
     assert (new[1], new[20]) == (letter, letter)
     assert new[kept] != ids[kept]
     assert new[later] != ids[later]
-    again = edited(Replay(pages_of(found)[:1], (Intervention(0, 1, more), Intervention(1, 1, ConstraintEdit()))))
-    assert pages_of(again) == pages_of(found)[1:]
+    again = edited(Replay(canvases_of(found)[:1], (Intervention(0, 1, more), Intervention(1, 1, ConstraintEdit()))))
+    assert canvases_of(again) == canvases_of(found)[1:]
 
 
-def test_a_page_that_nobody_doubts_is_opened_before_its_first_step():
+def test_an_unchanged_canvas_is_opened_before_its_first_step():
     letter = WRITER.tokenizer.encode("Z")[0]
     found = edited(Replay((), (Intervention(0, 0, ConstraintEdit(pins={2: letter}, bans=((5, 111),))),)), keep=[(0, 16)])
     assert found[-1].text[2] == "Z"
@@ -97,7 +100,7 @@ def test_a_page_that_nobody_doubts_is_opened_before_its_first_step():
         edited(Replay((), (Intervention(0, 1, ConstraintEdit()),)), strength=0.0)
 
 
-def test_pages_that_nobody_doubts_are_told_too():
+def test_unchanged_canvases_are_committed_too():
     found = edited(keep=[(0, 16)])
     assert [event.block for event in found if isinstance(event, Committed)] == [0, 1, 2]
     assert not any(isinstance(event, Draft) and event.block == 0 for event in found)
@@ -125,7 +128,7 @@ def test_pages_that_nobody_doubts_are_told_too():
         ),
     ],
 )
-def test_what_cannot_have_been_of_this_text_is_refused(replay, words):
+def test_a_replay_of_another_text_is_refused(replay, words):
     with pytest.raises(ValueError, match=words):
         edited(replay, keep=[(0, 16)])
 
@@ -141,13 +144,13 @@ def test_an_instruction_is_read_before_the_text(monkeypatch):
     assert list(read[1]) == WRITER.tokenizer.encode_prompt("")
 
 
-def test_the_doubted_come_first():
+def test_logprob_margins():
     logs = torch.log_softmax(torch.tensor([[5.0, 0.0, 0.0], [0.0, 5.0, 0.0], [1.0, 0.0, 0.0]]), dim=-1)
     assert edit.logprob_margins(logs, [0, 0, 1]).tolist() == pytest.approx([0.0, 5.0, 1.0])
 
 
-def test_pages_are_read_behind_one_another():
-    """Two pages at once = the second page alone behind the first."""
+def test_canvases_are_scored_after_one_another():
+    """Two canvases in one call = the second one alone after the first."""
     ids = [30 + at % 20 for at in range(20)]
     (_, first), (begin, second) = edit.score_canvases(WRITER.engine, [2], ids, 12)
     ((_, alone),) = edit.score_canvases(WRITER.engine, [2, *ids[:12]], ids[12:], 12)
@@ -155,7 +158,7 @@ def test_pages_are_read_behind_one_another():
     assert torch.allclose(second, alone, atol=1e-4)
 
 
-def test_suggestions_name_letters_and_others(monkeypatch):
+def test_suggestions_have_characters_and_alternatives(monkeypatch):
     text = "dü ok"
     ids = WRITER.tokenizer.encode(text)
     logits = torch.nn.functional.one_hot(torch.tensor(ids), WRITER.model.config.vocab_size).float() * 9
@@ -238,7 +241,7 @@ def test_commands_say_what_is_wrong(shipped, tmp_path):
         cli_edit.edit(str(file), suggest=True, write=True)
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_file_is_replaced_atomically(tmp_path, monkeypatch):
     file = tmp_path / "a.txt"
     file.write_text("old")
 

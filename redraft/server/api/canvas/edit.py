@@ -22,8 +22,8 @@ from redraft.server.errors import checking_request
 from redraft.server.frames import FrameBuilder
 from redraft.server.schema import CanvasEditRequest
 from redraft.tasks.edit import Edited, stream_edit
-from redraft.tokenizer.chat_parser import Parsed
 from redraft.tasks.text_events import TextCommitted
+from redraft.tokenizer.chat_parser import Parsed
 from redraft.writer import Writer, to_messages
 
 

@@ -23,8 +23,8 @@ from redraft.server.schema import (
     WatchedRequest,
 )
 from redraft.server.service import timings_of
-from redraft.tokenizer.tokenizer import Message, Tokenizer
 from redraft.tasks.text_events import TextCommitted
+from redraft.tokenizer.tokenizer import Message, Tokenizer
 from redraft.writer import Writer, new_seed
 
 Events = Iterator[dict[str, Any]]
