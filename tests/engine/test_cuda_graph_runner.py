@@ -1,4 +1,7 @@
-"""The runner for GPUs, in Triton's interpreter: its layers are the model's, its pages are those of `generate`."""
+"""CudaGraphRunner in Triton's interpreter: its layers equal the model's, its canvases equal those of `generate`.
+
+The interpreter's time grows with the number of tokens, so canvases have 4 positions and prompts are short.
+"""
 
 from dataclasses import replace
 
@@ -27,7 +30,7 @@ SMALL = replace(
     tiny.BASE,
     layer_types=(SLIDING, FULL),
     sliding_window=5,
-    canvas_length=8,
+    canvas_length=4,
     global_head_dim=24,
     num_attention_heads=2,
     num_key_value_heads=1,
@@ -35,15 +38,15 @@ SMALL = replace(
     num_experts=3,
 )
 CFG = SamplerConfig(
-    canvas_length=8, max_new_tokens=16, max_steps=2, entropy_bound=3.0, confidence_threshold=0.5, eos_token_ids=(1,)
+    canvas_length=4, max_new_tokens=8, max_steps=2, entropy_bound=3.0, confidence_threshold=0.5, eos_token_ids=(1,)
 )
 
-PROMPT = [2, *range(30, 60)]
+PROMPT = [2, *range(30, 48)]
 
 
 @pytest.mark.parametrize("quant", [False, True])
-def test_the_layers_are_the_models(quant, monkeypatch):
-    """Two prompts read and two canvases denoised: the same keys, values and logits. The weights are shared, not copied."""
+def test_fused_layers_equal_the_models_layers(quant, monkeypatch):
+    """Two prompts encoded and two canvases denoised: the same keys, values and logits. Weights are shared, not copied."""
     config = (
         replace(SMALL, hidden_size=48, intermediate_size=32, moe_intermediate_size=32, head_dim=16, global_head_dim=16)
         if quant
@@ -54,7 +57,7 @@ def test_the_layers_are_the_models(quant, monkeypatch):
         model, other = quantize_fp8(model), quantize_fp8(other)
         if DEVICE == "cpu":  # the interpreter rounds to 8 bits in its own way
             monkeypatch.setattr(experts, "quantize_rows", quantize)
-    near = 0.1 if quant and DEVICE == "cuda" else 3e-5  # in 8 bits a number on a border may fall on either side
+    tolerance = 0.1 if quant and DEVICE == "cuda" else 3e-5  # in 8 bits a number between two values may round to either
     fused = FusedLayers(other)
     whole = fused.qkv[0].qdata if quant else fused.qkv[0]
     assert whole.data_ptr() == other.layers[0].self_attn.q_proj.weight.data_ptr()
@@ -69,15 +72,15 @@ def test_the_layers_are_the_models(quant, monkeypatch):
             own.advance([prompt.shape[1]])
             for layer in range(2):
                 for a, b in zip(cache.view(layer), own.view(layer), strict=True):
-                    assert torch.allclose(a, b, atol=near)
-        ids = torch.arange(16, device=DEVICE).view(2, 8) * 7
-        soft = torch.randn(2, 8, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+                    assert torch.allclose(a, b, atol=tolerance)
+        ids = torch.arange(8, device=DEVICE).view(2, 4) * 13
+        soft = torch.randn(2, 4, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         expected = model.denoise(ids, soft, BatchedCache(theirs))
         table = CacheTable.empty(other, 2)
         table.fill(mine)
         found = other.head(fused.denoise(ids, soft, table, 300)).view_as(expected)
-        assert torch.allclose(found, expected, atol=near)
-        assert torch.allclose(other.denoise(ids, soft, BatchedCache(mine)), expected, atol=near)  # it is still a model
+        assert torch.allclose(found, expected, atol=tolerance)
+        assert torch.allclose(other.denoise(ids, soft, BatchedCache(mine)), expected, atol=tolerance)  # it is still a model
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +91,16 @@ def model():
 @pytest.fixture
 def engine(model, monkeypatch):
     monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
-    return Engine(model, EngineConfig(max_running=4, prefill_chunk=16))
+    return Engine(model, EngineConfig(max_running=4, prefill_chunk=8))
 
 
-def test_pages_are_those_of_generate(engine, model):
-    """Different prompts, steps and seeds at once; one with constraints and one with a sampler of its own, in the same rounds."""
+def test_canvases_equal_those_of_generate(engine, model):
+    """Different prompts, steps and seeds in one batch; one request with constraints and one with a quota beside them."""
     asked = [
         ([2, 3, 4, 5, 6, 7, 8], CFG, 1, Constraints()),
-        ([9, 10], replace(CFG, max_steps=3, max_new_tokens=8, entropy_bound=1.0), 2, Constraints()),
-        ([9, 10, 11], replace(CFG, max_new_tokens=8), 3, Constraints(pins={2: 70})),
-        ([12], replace(CFG, max_new_tokens=8, quota=True), 4, Constraints()),
+        ([9, 10], replace(CFG, max_steps=3, max_new_tokens=4, entropy_bound=1.0), 2, Constraints()),
+        ([9, 10, 11], replace(CFG, max_new_tokens=4), 3, Constraints(pins={2: 70})),
+        ([12], replace(CFG, max_new_tokens=4, quota=True), 4, Constraints()),
     ]
     assert isinstance(engine.runner, CudaGraphRunner)
     requests = [engine.add(prompt, cfg, seed=seed, constraints=constraints) for prompt, cfg, seed, constraints in asked]
@@ -108,9 +111,9 @@ def test_pages_are_those_of_generate(engine, model):
         assert found[request].stats[0].steps == expected.stats[0].steps
 
 
-def test_a_page_is_read_with_the_first_step_of_the_next(engine, model):
-    """One pass for both, of one request or of two, beside a canvas that is further on or not."""
-    cfg = replace(CFG, max_new_tokens=24, max_steps=2)
+def test_a_committed_canvas_is_encoded_with_the_first_step_of_the_next(engine, model):
+    """One graph for both, for one request or for two, beside a canvas that is at another step or not."""
+    cfg = replace(CFG, max_new_tokens=12, max_steps=2)
     asked = {engine.add([2, 3, 4, 5], cfg, seed=1): [2, 3, 4, 5], engine.add([6, 7], cfg, seed=2): [6, 7]}
     found = engine.run(list(asked))
     for request, prompt in asked.items():
@@ -120,31 +123,31 @@ def test_a_page_is_read_with_the_first_step_of_the_next(engine, model):
     assert not engine.runner.pending_encodes
 
 
-def test_a_step_begun_ahead_is_dropped_when_others_come_or_leave(engine, model):
-    cfg = replace(CFG, max_new_tokens=8, confidence_threshold=1e-9)
+def test_a_step_launched_ahead_is_dropped_when_requests_come_or_leave(engine, model):
+    cfg = replace(CFG, max_new_tokens=4, confidence_threshold=1e-9)
     first = engine.add([2, 3, 4], cfg, seed=5)
     engine.step()
     assert engine.runner.launched_ahead
     second = engine.add([5, 6], cfg, seed=6)
-    pages = {}
+    committed = {}
     while not engine.is_idle:
         for request, event in engine.step():
             if isinstance(event, Committed):
-                pages[request] = event.ids_BC
+                committed[request] = event.ids_BC
         if engine.runner.launched_ahead and not second.is_over:
             engine.cancel(second)
     *_, expected = generate(model, [[2, 3, 4]], cfg, seeds=[5])
-    assert torch.equal(pages[first], expected.ids_BT)
-    assert second not in pages
+    assert torch.equal(committed[first], expected.ids_BT)
+    assert second not in committed
 
 
-def test_warming_up_makes_the_largest_stage(engine):
+def test_warming_up_captures_the_largest_bucket(engine):
     assert (engine.runner.warm_up(3) > 0) == (DEVICE == "cuda")  # bytes of a GPU
     ((count, length, *_),) = engine.runner.step_buckets
-    assert (count, length) == (4, 8)
+    assert (count, length) == (4, 4)
 
 
-def test_which_runner_and_why(model, monkeypatch):
+def test_the_backend_decides_the_runner(model, monkeypatch):
     monkeypatch.setenv(backend.ENV_VARIABLE, "reference")
     assert backend.select_backend("cpu") == (False, "REDRAFT_KERNELS=reference")
     assert type(make_runner(model, 16)) is Runner
@@ -157,23 +160,23 @@ def test_which_runner_and_why(model, monkeypatch):
     assert backend.select_backend("cuda") == (False, "Triton is not installed")
 
 
-def test_prompts_of_any_length_are_read_with_the_first_step(engine, model):
-    """Shorter than a page, longer, longer than a chunk, several at once: filled up to a graph's size, or read alone."""
-    cfg = replace(CFG, max_new_tokens=8)
-    for sizes in ((11,), (3, 21, 16)):
+def test_prompts_of_any_length_are_encoded_with_the_first_step(engine, model):
+    """Shorter than a canvas, longer, longer than a chunk, several at once: padded to a graph's shape, or encoded alone."""
+    cfg = replace(CFG, max_new_tokens=4)
+    for sizes in ((6,), (2, 11, 8)):
         prompts = [list(range(2, 2 + size)) for size in sizes]
         found = engine.run(requests := [engine.add(prompt, cfg, seed=seed) for seed, prompt in enumerate(prompts)])
         for seed, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             *_, expected = generate(model, [prompt], cfg, seeds=[seed])
             assert torch.equal(found[request].ids_BT, expected.ids_BT)
     shapes = {shape for bucket in engine.runner.step_buckets.values() for shape in bucket.encode_buffers}
-    assert {shape[1] for shape in shapes} == {8, 16}
+    assert {shape[1] for shape in shapes} == {4, 8}
     assert not engine.runner.pending_encodes
 
 
-def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, model):
-    """Cancelled between two of them, what is kept of the context is what `encode` would have kept."""
-    cfg, constraints = replace(CFG, max_new_tokens=32), Constraints(forbidden=(1,))
+def test_a_replayed_run_equals_the_original_and_leaves_a_valid_prefix_cache(engine, model):
+    """Cancelled between two replayed canvases, the prefix cache holds the keys and values that `encode` gives."""
+    cfg, constraints = replace(CFG, max_new_tokens=16), Constraints(forbidden=(1,))
     whole = list(generate(model, [PROMPT], cfg, seeds=[5], constraints=[constraints]))
     pages = tuple(tuple(event.ids_BC[0].tolist()) for event in whole if isinstance(event, Committed))
     left = engine.add(PROMPT, cfg, seed=5, constraints=constraints, replay=Replay(pages[:3]))
@@ -181,7 +184,7 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_spoils_nothing(engine, mod
         engine.step()
     engine.cancel(left)
     context, kept = engine.scheduler.prefix_cache.take((*PROMPT, *pages[0], *pages[1]))
-    assert context[: len(PROMPT) + 8] == [*PROMPT, *pages[0]]
+    assert context[: len(PROMPT) + 4] == [*PROMPT, *pages[0]]
     truth = model.new_cache(1, len(context))
     with torch.inference_mode():
         model.encode(torch.tensor([context], device=DEVICE), truth)
