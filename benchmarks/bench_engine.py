@@ -1,15 +1,15 @@
 """The engine at the released 26B-A4B shape with random weights: output tokens per second, and where a step's time goes.
 
-Every canvas takes all its steps (random weights never settle). Seconds are those of the whole run, prompt and commits too.
-`bound` is the least a step can take: every weight read once, the head and the soft embedding computed, at the figures of
-the memory and of the tensor cores below. The last line is JSON.
+Every canvas takes all its steps, because random weights never settle. Seconds are those of the whole run: prefill, steps and
+commits. `bound` is a lower bound of a step's time: every weight read once, the head and the soft embedding computed, at the
+memory bandwidth and FLOPS below. The last line is JSON.
 
     python benchmarks/bench_engine.py [--quant none fp8] [--canvases 1 2 4 8] [--contexts 512 4096 16384] [--new 1024]
         [--steps 16] [--shape released|small] [--no-profile] [--peer]
     python benchmarks/bench_engine.py --draw FILE.json
 
-`--peer` times transformers, compiled with a static cache, in the same run (it compiles for minutes). `--draw` makes a
-picture of a last line that was kept, beside it.
+`--peer` also times transformers, compiled with a static cache (it compiles for minutes). `--draw` plots a last line that was
+saved to a file, and writes the picture beside it.
 """
 
 import argparse
@@ -55,7 +55,7 @@ SHAPES = {
         image_token_ids=(2045, 2046, 2047),
     ),
 }
-PARTS = {  # of a step, by what kernels are called
+PARTS = {  # of a step, by substrings of kernel names
     "experts": ("_gate_up", "_down"),
     "attention": ("_attend", "_combine_splits"),
     "norms and heads": ("_and_norm", "_split_qkv_rope", "_gelu_and_mul", "rms_norm"),
@@ -67,7 +67,7 @@ PARTS = {  # of a step, by what kernels are called
 
 
 def random_model(config: ModelConfig, device: torch.device) -> DiffusionGemma:
-    """Weights of the right sizes; what they say does not matter."""
+    """A model of this shape with random weights."""
     with torch.device("meta"):
         model = DiffusionGemma(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     model = model.to_empty(device=device).requires_grad_(False)
@@ -80,7 +80,7 @@ def random_model(config: ModelConfig, device: torch.device) -> DiffusionGemma:
 
 
 def bound_ms(config: ModelConfig, quant: str | None, canvases: int, context: int) -> float:
-    """The least milliseconds of a step of so many canvases."""
+    """A lower bound, in milliseconds, of one step of so many canvases."""
     with torch.device("meta"):
         model = DiffusionGemma(config)
     each = 1 if quant else 2
@@ -98,7 +98,7 @@ def bound_ms(config: ModelConfig, quant: str | None, canvases: int, context: int
 
 
 def run(engine: Engine, canvases: int, context: int, new: int, steps: int) -> dict[str, Any]:
-    """One run of so many requests at once, timed."""
+    """Times one run of so many requests in a batch."""
     config, device = engine.model.config, engine.model.device
     cfg = SamplerConfig(
         canvas_length=config.canvas_length,
@@ -119,26 +119,26 @@ def run(engine: Engine, canvases: int, context: int, new: int, steps: int) -> di
     seconds = time.perf_counter() - began
     tokens = sum(request.counter.finish(torch.zeros(1, dtype=torch.bool)).stats[0].canvases for request in requests)
     steps_ms = [1e3 * (b - a) for a, b in pairwise(at)]
-    turns = steps_ms[steps - 1 :: steps] if canvases == 1 else []  # first steps of the pages behind the first
+    first_steps = steps_ms[steps - 1 :: steps] if canvases == 1 else []  # of every canvas after the first
     return {
         "canvases": canvases,
         "context": context,
         "tokens_per_second": tokens * config.canvas_length / seconds,
         "step_ms": statistics.median(steps_ms),
-        "first_ms": 1e3 * (at[0] - began),  # the prompt and a step
-        "turn_ms": statistics.median(turns) if turns else None,
+        "first_ms": 1e3 * (at[0] - began),  # prefill and one step
+        "turn_ms": statistics.median(first_steps) if first_steps else None,
         "seconds": seconds,
     }
 
 
 def wait(device: torch.device) -> None:
-    """Until the GPU has nothing to do."""
+    """Waits until the GPU is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def parts_of_a_step(engine: Engine, steps: int) -> dict[str, float]:
-    """Milliseconds of a step by kind of kernel, from a run of one canvas."""
+    """Milliseconds of a step by kind of kernel, profiled in a run of one canvas."""
     from torch.profiler import ProfilerActivity, profile
 
     length = engine.model.config.canvas_length
@@ -153,7 +153,7 @@ def parts_of_a_step(engine: Engine, steps: int) -> dict[str, float]:
 
 
 def measured(quant: str | None, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All runs with one kind of weights."""
+    """Times all runs with one weight format."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = SHAPES[options.shape]
     model = random_model(config, device)
@@ -169,7 +169,7 @@ def measured(quant: str | None, options: argparse.Namespace, console: Console) -
     table = Table("canvases", "context", "tokens/s", "ms a step", "bound", "share", "GiB beyond weights and cache")
     for canvases in options.canvases:
         for context in options.contexts if canvases == 1 else options.contexts[:1]:
-            run(engine, canvases, context, 2 * config.canvas_length, options.steps)  # graphs are made
+            run(engine, canvases, context, 2 * config.canvas_length, options.steps)  # captures the graphs
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             one = run(engine, canvases, context, options.new, options.steps)
@@ -195,7 +195,7 @@ def measured(quant: str | None, options: argparse.Namespace, console: Console) -
 
 
 def peer(options: argparse.Namespace) -> dict[str, Any]:
-    """transformers at the same shape, compiled with a static cache: the better of two runs behind its compiling."""
+    """Times transformers at the same shape, compiled with a static cache: the better of two runs after the compiling one."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     config, device = SHAPES[options.shape], torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -230,7 +230,7 @@ PEERS = {"fp8": {"vLLM 0.26": 908}, None: {"transformers 5.17, compiled": 408, "
 
 
 def draw(path: Path) -> None:
-    """Tokens per second beside the peers and the bound, and where the time of a step goes."""
+    """Plots tokens per second beside the peers, and the time of a step by kind of kernel."""
     from matplotlib import pyplot as plt
 
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -262,7 +262,7 @@ def draw(path: Path) -> None:
 
 
 def main() -> None:
-    """Times what was asked for."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quant", nargs="+", choices=("none", "fp8"), default=["none", "fp8"])
     parser.add_argument("--canvases", nargs="+", type=int, default=[1, 2, 4, 8])

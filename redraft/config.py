@@ -167,13 +167,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How many requests run at once, and what they may use."""
+    """How many requests the engine runs at once, and how much memory their KV caches may use."""
 
-    max_running: int = 8  # requests that run at once
-    cache_bytes: int | None = None  # for keys and values; None: half of the memory that is free
-    prefill_chunk: int = 2048  # tokens of a prompt read in one round
-    prefix_cache_entries: int = 8  # of finished requests, for prompts that begin alike
-    rewind: int = 512  # tokens a kept context can be cut back by
+    max_running: int = 8  # requests in one batch
+    cache_bytes: int | None = None  # budget for KV caches; None: measured, see Engine
+    prefill_chunk: int = 2048  # prompt tokens that one step prefills
+    prefix_cache_entries: int = 8  # KV caches of finished requests, kept for prompts that begin alike
+    rewind: int = 512  # how many tokens a prefix cache entry can be cut back
 
     def __post_init__(self) -> None:
         for name in ("max_running", "prefill_chunk"):

@@ -1,4 +1,4 @@
-"""The engine: for every mix of requests the tokens are those of `generate`, and memory is never promised twice."""
+"""Engine: for every mix of requests the tokens are those of `generate`, and the memory budget is never exceeded."""
 
 import threading
 import time
@@ -69,7 +69,7 @@ def same(ours, theirs) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
-    """Requests come at any round, some are cancelled; what is left is as if each had been alone."""
+    """Requests arrive at any step and some are cancelled; the events of the others are those of a run alone."""
     subject = engine(max_running=data.draw(st.integers(1, 4)), prefix_cache_entries=data.draw(st.sampled_from([0, 1, 4])))
     wanted = data.draw(st.lists(asked(), min_size=1, max_size=4))
     waiting, running, cancelled, events = list(wanted), {}, set(), {}
@@ -94,7 +94,7 @@ def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
         assert request in cancelled or len(events[request]) == len(expected)
 
 
-def test_a_context_is_found_again_and_not_read_again(monkeypatch):
+def test_a_prefix_in_the_cache_is_not_prefilled_again(monkeypatch):
     subject, read = engine(prefill_chunk=100), []
     usual = MODEL.encode
     monkeypatch.setattr(MODEL, "encode", lambda ids, *rest: read.append(ids.shape[1]) or usual(ids, *rest))
@@ -122,7 +122,7 @@ def put(kept: PrefixCache, context: list[int], rewind: int | None = None) -> Non
     kept.put(context, cache)
 
 
-def test_kept_contexts_make_room_and_the_oldest_goes_first():
+def test_the_prefix_cache_evicts_its_oldest_entry_first():
     kept = PrefixCache(2)
     first, second, third = (list(range(start, start + 30)) for start in (0, 100, 200))
     for context in (first, second, third):
@@ -143,7 +143,7 @@ def test_kept_contexts_make_room_and_the_oldest_goes_first():
     assert not kept.evict()
 
 
-def test_where_the_best_context_cannot_be_cut_the_next_is_taken():
+def test_an_entry_that_cannot_be_cut_back_is_passed_over():
     kept, prompt = PrefixCache(4), list(range(40))
     put(kept, [*prompt[:30], *range(100, 125)], rewind=2)  # its windows do not reach back to 30
     put(kept, prompt[:20], rewind=2)
@@ -151,8 +151,8 @@ def test_where_the_best_context_cannot_be_cut_the_next_is_taken():
     assert (context, cache.lengths) == (prompt[:20], [20])
 
 
-def test_a_fault_ends_what_runs_and_spoils_nothing_that_comes(monkeypatch):
-    """Ctrl-C in the middle of reading a prompt leaves a half-written cache: it must not be found again."""
+def test_an_interrupt_ends_running_requests_and_leaves_no_half_written_cache(monkeypatch):
+    """Ctrl-C during prefill leaves a half-written KV cache, which must not reach the prefix cache."""
     subject, cfg, prompt = engine(), tiny.sampler(max_new_tokens=32), [2, *range(60, 100)]
     usual, calls = MODEL.encode, []
 
@@ -181,7 +181,7 @@ def test_a_fault_ends_what_runs_and_spoils_nothing_that_comes(monkeypatch):
     assert torch.equal(subject.run([again])[again].ids_BT, alone(prompt, cfg, 1, Constraints(), None)[-1].ids_BT)
 
 
-def test_a_stream_nobody_began_is_cancelled_too():
+def test_a_stream_that_was_never_read_is_cancelled_when_closed():
     subject = engine()
     request = subject.add([2, 30], tiny.sampler(), seed=1)
     subject.stream(request).close()
@@ -230,7 +230,7 @@ def test_a_resized_cache_holds_the_same():
                     other.rewind([oldest - 1])
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers():
+def test_requests_that_can_never_fit_are_refused_with_the_numbers():
     subject = engine(cache_bytes=KVCache.count_bytes(CONFIG, 50, torch.float32, 6))
     with pytest.raises(ValueError, match=r"this request needs 0\.0 MiB of KV cache for 116 tokens"):
         subject.add([2] * 100, tiny.sampler(max_new_tokens=32), seed=0)
@@ -255,7 +255,7 @@ def test_requests_wait_for_memory_and_are_not_overtaken():
     assert set(subject.run([*large, small])) == {*large, small}
 
 
-def test_a_deadline_commits_the_best_page(monkeypatch):
+def test_a_deadline_commits_the_canvas_in_work(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("redraft.engine.engine.time.monotonic", lambda: now[0])
     cfg = tiny.sampler(max_new_tokens=48, max_steps=6, confidence_threshold=1e-9, eos_token_ids=())
@@ -283,7 +283,7 @@ def test_a_deadline_commits_the_best_page(monkeypatch):
     assert end.ids_BT.shape[1] == 32
 
 
-def test_a_stream_left_early_is_cancelled_and_others_go_on():
+def test_a_stream_closed_early_is_cancelled_and_others_continue():
     subject, cfg = engine(), tiny.sampler(max_new_tokens=48)
     kept, left = (subject.add([2, 30, n], cfg, seed=n) for n in (40, 41))
     for event in subject.stream(left):
@@ -298,8 +298,8 @@ def test_a_stream_left_early_is_cancelled_and_others_go_on():
     assert subject.is_idle
 
 
-def test_a_thread_of_its_own_makes_the_steps_for_all():
-    """Streams in many threads, some unwanted, some late: the others have the tokens of `generate`, and nothing is left."""
+def test_a_background_thread_makes_the_steps_of_all_streams():
+    """Streams in many threads, some stopped, some read late: the others get the tokens of `generate`; no request is left."""
     model = tiny.decided(tiny.BASE)
     engine, found, cfg = Engine(model, EngineConfig(max_running=3)), {}, tiny.sampler(max_new_tokens=32, max_steps=4)
 
@@ -331,7 +331,7 @@ def test_a_thread_of_its_own_makes_the_steps_for_all():
         assert torch.equal(ids, expected.ids_BT)
 
 
-def test_a_fault_in_the_engines_own_thread_reaches_those_it_concerns(monkeypatch):
+def test_a_fault_in_the_background_thread_reaches_the_streams_it_concerns(monkeypatch):
     engine = Engine(tiny.decided(tiny.BASE))
     with engine.run_in_background():
         monkeypatch.setattr(engine.runner, "step", lambda requests: 1 / 0)

@@ -1,4 +1,4 @@
-"""A run taken up again and steered: without a turn it is the unbroken one, with a turn it obeys from that step on."""
+"""Replay: without an intervention a replayed run equals the original; with one, its constraints hold from that step on."""
 
 import re
 from dataclasses import replace
@@ -27,7 +27,7 @@ def run(replay=None, constraints=UNENDING, cfg=CFG, seed=3, **options):
     return list(engine.stream(engine.add(PROMPT, cfg, seed=seed, constraints=constraints, replay=replay, **options)))
 
 
-def told(events):
+def summarize(events):
     """Tokens, flags and steps of everything that happened."""
     found = []
     for event in events:
@@ -46,26 +46,26 @@ def pages(events):
     return tuple(tuple(event.ids_BC[0].tolist()) for event in events if isinstance(event, Committed))
 
 
-def test_the_run_that_is_steered_here_is_that_of_generate():
+def test_the_run_without_a_replay_is_that_of_generate():
     alone = list(generate(MODEL, [PROMPT], CFG, seeds=[3], constraints=[UNENDING]))
-    assert told(run()) == told(alone)
+    assert summarize(run()) == summarize(alone)
     assert len({event.step for event in alone if isinstance(event, Draft)}) > 2
     assert len(pages(alone)) == 3
 
 
 @pytest.mark.parametrize(("given", "block", "step"), [(0, 0, 1), (0, 0, 2), (1, 1, 1), (2, 2, 3), (1, 2, 2)])
-def test_resumed_without_a_change_it_is_the_unbroken_run(given, block, step):
+def test_a_replay_without_a_change_equals_the_original_run(given, block, step):
     whole = run()
     again = run(Replay(pages(whole)[:given], (Intervention(block, step, NOTHING),)))
-    ours, theirs = ([one for one in told(events) if one[0] == "end" or one[1] >= given] for events in (again, whole))
+    ours, theirs = ([one for one in summarize(events) if one[0] == "end" or one[1] >= given] for events in (again, whole))
     assert ours == theirs
     retold = [event for event in again if isinstance(event, Committed)][:given]
     assert pages(retold) == pages(whole)[:given]
     assert all(bool(event.settled_B) and int(event.steps_B) == 0 for event in retold)
 
 
-def by_hand(turn, seed=3):
-    """The first page step by step, the constraints changed behind one of them: what `Request.turn` must equal."""
+def denoise_by_hand(intervention, seed=3):
+    """The first canvas step by step, the constraints changed behind one of them: what `Request.apply_intervention` must equal."""
     cache = MODEL.new_cache(1, 64)
     MODEL.encode(torch.tensor([PROMPT]), cache)
     draws, vocab = rng.draws([seed], 0), CONFIG.vocab_size
@@ -76,14 +76,16 @@ def by_hand(turn, seed=3):
         state, shaped = sampler.step(logits, state, CFG, draws, fixed)
         found.append((state.best_BC.tolist(), state.ids_BC.tolist()))
         soft = MODEL.soft_embed(shaped)
-        if state.step == turn.step:
-            fixed = build_canvas_constraints([UNENDING.apply_edit(turn.edit)], 0, 16, vocab, CFG.eos_token_ids, "cpu")
+        if state.step == intervention.step:
+            fixed = build_canvas_constraints(
+                [UNENDING.apply_edit(intervention.edit)], 0, 16, vocab, CFG.eos_token_ids, "cpu"
+            )
             state = sampler.apply_constraints(state, fixed, draws, vocab)
     return found
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_turn_changes_what_comes_and_nothing_before(step):
+def test_an_intervention_changes_later_steps_and_no_earlier_one(step):
     before = run()
     steps = [event for event in before if isinstance(event, Draft) and event.block == 0]
     old = steps[-1].ids_BC[0].tolist()
@@ -91,14 +93,16 @@ def test_a_turn_changes_what_comes_and_nothing_before(step):
     after = run(Replay((), (Intervention(0, step, constraints),)))
     drafts = [event for event in after if isinstance(event, Draft) and event.block == 0]
     assert [one.ids_BC.tolist() for one in drafts[:step]] == [one.ids_BC.tolist() for one in steps[:step]]
-    assert [(one.ids_BC.tolist(), one.canvas_BC.tolist()) for one in drafts] == by_hand(Intervention(0, step, constraints))
+    assert [(one.ids_BC.tolist(), one.canvas_BC.tolist()) for one in drafts] == denoise_by_hand(
+        Intervention(0, step, constraints)
+    )
     page = pages(after)[0]
     assert page[4] == 77
     assert page[6] != old[6]
     assert page[9] not in (old[9], 100)
 
 
-def test_a_settled_page_goes_on_when_its_draft_is_not_wanted_any_more():
+def test_a_settled_canvas_is_denoised_further_when_its_draft_violates_the_new_constraints():
     before = run()
     drafts = [event for event in before if isinstance(event, Draft) and event.block == 0]
     last = drafts[-1]
@@ -112,16 +116,16 @@ def test_a_settled_page_goes_on_when_its_draft_is_not_wanted_any_more():
     assert sum(isinstance(event, Draft) and event.block == 0 for event in changed) > len(drafts)
 
 
-def test_turns_follow_one_another_across_pages():
+def test_interventions_on_several_canvases():
     first, second = ConstraintEdit(pins={2: 90}), ConstraintEdit(pins={20: 91})
     both = Replay((), (Intervention(0, 1, first), Intervention(1, 2, second)))
     whole = run(both)
     assert (pages(whole)[0][2], pages(whole)[1][4]) == (90, 91)
-    again = run(Replay(pages(whole)[:1], both.interventions))  # the first turn is behind it
-    assert told(again)[1:] == [one for one in told(whole) if one[0] == "end" or one[1] >= 1]
+    again = run(Replay(pages(whole)[:1], both.interventions))  # the first intervention lies before the replayed canvas ends
+    assert summarize(again)[1:] == [one for one in summarize(whole) if one[0] == "end" or one[1] >= 1]
 
 
-def test_steered_and_looked_at_beside_others_it_is_the_same():
+def test_a_replay_in_a_batch_equals_the_replay_alone():
     replay = Replay((), (Intervention(0, 2, ConstraintEdit(pins={4: 77})),))
     engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
     requests = [engine.add(PROMPT, CFG, seed=3, constraints=UNENDING, replay=replay, candidates=3)]
@@ -133,7 +137,7 @@ def test_steered_and_looked_at_beside_others_it_is_the_same():
         assert ends[request].ids_BT.tolist() == alone.ids_BT.tolist()
 
 
-def test_drafts_show_probabilities_only_to_those_who_look():
+def test_drafts_have_top_probabilities_only_when_candidates_are_asked_for():
     assert all(event.top_probs is None for event in run() if isinstance(event, Draft))
     for event in run(candidates=4):
         if isinstance(event, Draft):
@@ -143,7 +147,7 @@ def test_drafts_show_probabilities_only_to_those_who_look():
             assert (event.top_probs.own_BC <= event.top_probs.probs_BCK[..., 0] + 1e-6).all()
 
 
-def test_shares_are_those_of_the_softmax():
+def test_top_probabilities_are_those_of_the_softmax():
     logits, ids = torch.randn(2, 3, 11, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 3, 10], [1, 1, 2]])
     probs, found = logits.softmax(dim=-1), compute_top_probs(logits, ids, ids.flip(0), 20)
     torch.testing.assert_close(found.own_BC, probs.gather(-1, ids[..., None])[..., 0])
@@ -152,7 +156,7 @@ def test_shares_are_those_of_the_softmax():
     assert torch.equal(found.ids_BCK, probs.argsort(descending=True))
 
 
-def test_a_turn_that_never_comes_is_told_and_disturbs_nobody():
+def test_an_intervention_that_is_never_reached_fails_only_its_request():
     engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, prefill_chunk=5, rewind=6))
     settled = max(event.step for event in run() if isinstance(event, Draft) and event.block == 0)
     assert settled < CFG.max_steps - 1
@@ -166,20 +170,20 @@ def test_a_turn_that_never_comes_is_told_and_disturbs_nobody():
     for stream in streams[:2]:
         with pytest.raises(ValueError, match=f"canvas 0 settled at step {settled}: it has no step"):
             list(stream)
-    assert told(list(streams[2])) == told(run())
+    assert summarize(list(streams[2])) == summarize(run())
     ends = Constraints(pins={3: 1})  # the text ends there
     with pytest.raises(ValueError, match="the text ended on canvas 0: there is no canvas 1"):
         run(Replay((), (Intervention(1, 1, NOTHING),)), constraints=ends)
 
 
-def test_pages_that_break_the_pattern_are_refused_and_disturb_nobody():
+def test_replayed_canvases_that_do_not_match_the_pattern_are_refused():
     spelled = tiny.byte_tokenizer().token_bytes
     constraints = Constraints(automaton=AutomatonCompiler(spelled, CFG.eos_token_ids).compile("[0-9]*"))
     with pytest.raises(ValueError, match="does not fit the pattern"):
         run(Replay(((70,) * 16,)), constraints=constraints)
 
 
-def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
+def test_an_intervention_under_a_pattern_still_matches_the_pattern():
     words, letters = (
         AutomatonCompiler(tiny.byte_tokenizer().token_bytes, CFG.eos_token_ids),
         tiny.byte_tokenizer().encode("q0a"),
@@ -196,7 +200,7 @@ def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
         text = tiny.byte_tokenizer().decode(found)
         assert re.fullmatch("[a-z]{20,24}", text), text
         again = run(replace(replay, canvases=pages(after)[:1]), constraints=constraints)
-        assert told(again)[1:] == [one for one in told(after) if one[0] == "end" or one[1] >= 1]
+        assert summarize(again)[1:] == [one for one in summarize(after) if one[0] == "end" or one[1] >= 1]
     with pytest.raises(ValueError, match="no answer of 48 tokens that has these pins matches"):
         run(Replay((), (Intervention(0, 1, ConstraintEdit(pins={3: letters[1]})),)), constraints=constraints)
     same = Constraints(automaton=words.compile("a{20,24}"))
@@ -204,7 +208,7 @@ def test_a_page_that_obeys_a_pattern_is_steered_and_obeys_it_still():
         run(Replay((), (Intervention(0, 1, ConstraintEdit(bans=((4, letters[2]),))),)), constraints=same)
 
 
-def test_a_settled_page_is_given_up_where_a_later_pin_makes_it_no_beginning_of_a_match():
+def test_a_settled_canvas_is_unsettled_when_a_later_pin_leaves_no_match():
     words, (a, b) = (
         AutomatonCompiler(tiny.byte_tokenizer().token_bytes, CFG.eos_token_ids),
         tiny.byte_tokenizer().encode("ab"),
@@ -219,20 +223,20 @@ def test_a_settled_page_is_given_up_where_a_later_pin_makes_it_no_beginning_of_a
         after = run(Replay((), (Intervention(0, step, ConstraintEdit(pins={18: other})),)), constraints=constraints)
         assert [token for page in pages(after) for token in page][:20] == [other] * 20
     again = run(Replay((), (Intervention(0, last, NOTHING),)), constraints=constraints)
-    assert told(again) == told(before)
+    assert summarize(again) == summarize(before)
 
 
-def test_turns_are_folded_once_when_a_run_is_asked_for(monkeypatch):
-    """Not in the thread that steps for everybody."""
+def test_constraint_edits_are_applied_once_when_the_request_is_added(monkeypatch):
+    """Not in the thread that makes the steps of all requests."""
     folded, usual = [], Constraints.apply_edit
     monkeypatch.setattr(Constraints, "apply_edit", lambda self, more: folded.append(more) or usual(self, more))
-    turns = tuple(Intervention(block, 1, ConstraintEdit(bans=((40, 70), (40, 70 + block)))) for block in range(3))
-    assert len(pages(run(Replay((), turns)))) == 3
-    assert folded == [turn.edit for turn in turns]
-    assert UNENDING.apply_edit(turns[0].edit).apply_edit(turns[1].edit).banned == {40: (70, 71)}
+    interventions = tuple(Intervention(block, 1, ConstraintEdit(bans=((40, 70), (40, 70 + block)))) for block in range(3))
+    assert len(pages(run(Replay((), interventions)))) == 3
+    assert folded == [intervention.edit for intervention in interventions]
+    assert UNENDING.apply_edit(interventions[0].edit).apply_edit(interventions[1].edit).banned == {40: (70, 71)}
 
 
-def test_pages_that_were_there_cost_nothing_again():
+def test_replayed_canvases_do_not_count_in_the_statistics():
     whole = run()
     again = run(Replay(pages(whole)[:2]))
     first, second = whole[-1].stats[0], again[-1].stats[0]
@@ -241,7 +245,7 @@ def test_pages_that_were_there_cost_nothing_again():
     assert second.steps == int([event for event in whole if isinstance(event, Committed)][2].steps_B)
 
 
-def test_an_end_before_a_pin_is_not_obedient():
+def test_a_stop_token_before_a_pin_violates_the_constraints():
     fixed = build_canvas_constraints([Constraints(pins={7: 5})], 0, 16, CONFIG.vocab_size, CFG.eos_token_ids, "cpu")
     ids = torch.full((1, 16), 70)
     ids[0, [3, 7, 9]] = 5
@@ -275,6 +279,6 @@ def test_an_end_before_a_pin_is_not_obedient():
         ),
     ],
 )
-def test_what_cannot_have_been_is_refused(replay, sentence):
+def test_impossible_replays_are_refused(replay, sentence):
     with pytest.raises(ValueError, match=sentence):
         run(replay)
