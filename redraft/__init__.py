@@ -48,5 +48,5 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# On a CPU without bf16, torch falls back to another matmul and warns with an internal trace. `load` logs one sentence instead.
+# On a CPU without bf16, torch falls back to another matmul and warns with an internal trace. `load` logs one sentence.
 warnings.filterwarnings("ignore", message="mkldnn_matmul failed")

@@ -11,8 +11,9 @@ SEEDS = st.integers(-(2**70), 2**70)
 
 
 @given(SEEDS, st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 40), st.integers(1, 2**18))
-def test_range_and_purity(seed, block, step, length, vocab):
-    first, again = draws([seed], block), draws([seed], block)
+def test_draws_are_pure_and_in_range(seed, block, step, length, vocab):
+    first = draws([seed], block)
+    again = draws([seed], block)
     assert torch.equal(first.uniform(step, length), again.uniform(step, length))
     assert (first.uniform(step, length) >= 0).all()
     assert (first.uniform(step, length) < 1).all()
@@ -35,10 +36,10 @@ def test_every_coordinate_matters():
     numbers = torch.stack([draws([s], b).uniform(t, 8)[0] for s, b, t in cases])
     assert numbers.unique().numel() == numbers.numel()
     noise = torch.stack([draws([s], b).noise(t, 8, 2**31 - 1)[0] for s, b, t in cases])
-    assert (noise.double() / 2**31 - numbers).abs().min() > 0  # the two streams are not one
+    assert (noise.double() / 2**31 - numbers).abs().min() > 0  # the two streams differ
 
 
-def test_they_are_uniform_and_uncorrelated():
+def test_draws_are_uniform_and_uncorrelated():
     rows = draws(list(range(200)), 0)
     u = torch.stack([rows.uniform(step, 64) for step in range(10)])  # 128,000 numbers
     assert abs(u.mean() - 0.5) < 5 * (1 / 12 / u.numel()) ** 0.5
@@ -52,6 +53,6 @@ def test_they_are_uniform_and_uncorrelated():
 
 
 def test_golden_values():
-    """What a seed means must never change: recorded runs could not be replayed."""
+    """The draws of a seed must never change, or recorded runs could not be replayed."""
     assert draws([7], 1).noise(2, 6, 262_144).tolist() == [[90588, 234414, 63049, 246288, 41611, 27745]]
     assert draws([7], 1).uniform(2, 3)[0].tolist() == pytest.approx([0.637921765187, 0.840150609893, 0.672985557356])
