@@ -1,8 +1,8 @@
-"""One denoising step, ours beside transformers' eager one: same weights, same machine, same run.
+"""Times one denoising step of redraft and of transformers (eager): same weights, same machine, same run.
 
-A step is everything from one draft to the next: embedding, self-conditioning, layers, head, sampler. Both sides write
-one canvas after a short prompt and never settle (random weights), so every step is timed. Rounds alternate between the
-two; the figure is the median step of each. The last line is JSON; `ratio` is their time over ours.
+A step is everything from one draft to the next: embedding, self-conditioning, layers, head, sampler. Both denoise one canvas
+after a short prompt. With random weights it never settles, so every step is timed. Rounds alternate between the two; the
+figure is the median step of each. The last line is JSON; `ratio` is transformers' time over redraft's.
 
     python benchmarks/bench_step.py [--threads 2] [--steps 12] [--rounds 5] [--dtype float32] [--experts grouped_mm]
 """
@@ -47,7 +47,7 @@ PROMPT = list(range(100, 356))
 
 
 class StepTimes:
-    """A transformers streamer that notes when each draft arrives."""
+    """A transformers streamer that records when each draft arrives."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -57,14 +57,14 @@ class StepTimes:
         self.at.append(time.perf_counter())
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt, then each finished canvas: not timed."""
+        """Called with the prompt and each finished canvas, which are not timed."""
 
     def end(self) -> None:
         """Nothing to close."""
 
 
 def their_steps(model: DiffusionGemmaForBlockDiffusion, cfg: SamplerConfig) -> list[float]:
-    """Seconds of each step of transformers' own generate."""
+    """Seconds of each step of transformers' generate."""
     times = StepTimes()
     model.generate(
         torch.tensor([PROMPT]),
@@ -77,13 +77,13 @@ def their_steps(model: DiffusionGemmaForBlockDiffusion, cfg: SamplerConfig) -> l
 
 
 def our_steps(model: torch.nn.Module, cfg: SamplerConfig) -> list[float]:
-    """Seconds of each step of ours."""
+    """Seconds of each step of redraft's generate."""
     at = [time.perf_counter() for e in generate(model, [PROMPT], cfg, seeds=[0]) if isinstance(e, Draft)]
     return [b - a for a, b in pairwise(at)]
 
 
 def main() -> None:
-    """Builds both, alternates them, prints a table and a JSON line."""
+    """Builds both models, times them in turn, prints a table and a JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
@@ -101,7 +101,8 @@ def main() -> None:
     ours = checkpoint.from_state_dict(CONFIG, theirs.state_dict(), dtype=getattr(torch, args.dtype))
 
     times: dict[str, list[float]] = {"transformers": [], "redraft": []}
-    their_steps(theirs, cfg), our_steps(ours, cfg)  # warm-up
+    their_steps(theirs, cfg)  # warm-up
+    our_steps(ours, cfg)
     for _ in range(args.rounds):
         times["transformers"] += their_steps(theirs, cfg)
         times["redraft"] += our_steps(ours, cfg)
@@ -109,12 +110,13 @@ def main() -> None:
 
 
 def report(times: dict[str, list[float]], args: argparse.Namespace) -> None:
-    """The table, and the line that machines read."""
+    """Prints a table and a JSON line."""
     median = {name: 1e3 * statistics.median(values) for name, values in times.items()}
     table = Table("", "ms per step, median", "fastest", "slowest", "steps timed")
     for name, values in times.items():
-        low, high = 1e3 * min(values), 1e3 * max(values)
-        table.add_row(name, f"{median[name]:.1f}", f"{low:.1f}", f"{high:.1f}", str(len(values)))
+        fastest = 1e3 * min(values)
+        slowest = 1e3 * max(values)
+        table.add_row(name, f"{median[name]:.1f}", f"{fastest:.1f}", f"{slowest:.1f}", str(len(values)))
     Console().print(table)
     here = Path(__file__).parent
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The released values, what the published files say, and what is refused."""
+"""Configuration: the defaults are the released values, published files are read and written, bad values are refused."""
 
 import json
 from contextlib import suppress
@@ -73,24 +73,24 @@ def with_text(**changes: object) -> dict:
     return {**RELEASED, "text_config": {k: v for k, v in text.items() if v is not ...}}
 
 
-def test_the_released_file_is_the_default():
-    read = checkpoint.parse_model_config(RELEASED)
-    assert replace(read, vision=ModelConfig().vision) == ModelConfig()
-    assert read.vision["hidden_size"] == 1152
-    assert checkpoint.parse_sampler_config(GENERATION, read) == SamplerConfig()
+def test_the_defaults_are_those_of_the_released_files():
+    config = checkpoint.parse_model_config(RELEASED)
+    assert replace(config, vision=ModelConfig().vision) == ModelConfig()
+    assert config.vision["hidden_size"] == 1152
+    assert checkpoint.parse_sampler_config(GENERATION, config) == SamplerConfig()
 
 
-def test_what_the_file_omits_is_derived():
+def test_missing_keys_are_derived():
     bare = with_text(layer_types=..., rope_parameters=..., rms_norm_eps=..., num_global_key_value_heads=...)
-    read = checkpoint.parse_model_config(bare)
-    assert read.layer_types == ModelConfig().layer_types
-    assert (read.rope_theta, read.global_rope_theta, read.global_rotary_fraction) == (1e4, 1e6, 0.25)
-    assert read.num_global_key_value_heads == 8
+    config = checkpoint.parse_model_config(bare)
+    assert config.layer_types == ModelConfig().layer_types
+    assert (config.rope_theta, config.global_rope_theta, config.global_rotary_fraction) == (1e4, 1e6, 0.25)
+    assert config.num_global_key_value_heads == 8
     assert checkpoint.parse_model_config(with_text(layer_types=[SLIDING] * 30)).layer_types[-1] == FULL
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_writing_and_reading_agree(name):
+def test_a_published_config_is_parsed_back(name):
     config = tiny.CONFIGS[name]
     assert checkpoint.parse_model_config(json.loads(json.dumps(checkpoint.publish_model_config(config)))) == config
 
@@ -139,7 +139,7 @@ def test_parameter_counts_are_those_of_the_model(name):
         (with_text(rope_parameters={FULL: {"rope_type": "yarn"}}), ["yarn"]),
     ],
 )
-def test_nonsense_is_refused_with_the_value(raw, words):
+def test_bad_model_values_are_refused_by_name(raw, words):
     with pytest.raises(ConfigError) as caught:
         checkpoint.parse_model_config(raw)
     assert all(word in str(caught.value) for word in words), caught.value
@@ -170,7 +170,7 @@ def test_nonsense_is_refused_with_the_value(raw, words):
         {"temperature": 1.0},
     ],
 )
-def test_sampler_nonsense_is_refused_with_the_value(change):
+def test_bad_sampler_values_are_refused_by_name(change):
     (name, value), *_ = change.items()
     with pytest.raises(ConfigError) as caught:
         SamplerConfig().changed(**change)
@@ -178,7 +178,7 @@ def test_sampler_nonsense_is_refused_with_the_value(change):
     assert name == "temperature" or str(value).strip("(),") in str(caught.value)
 
 
-def test_sampler_settings_survive_a_folder(tmp_path):
+def test_sampler_settings_are_read_back_from_a_folder(tmp_path):
     flags = {"quota": True, "accept_at_end": True, "spread": 3, "stops_last": True}
     settings = SamplerConfig(canvas_length=64, max_steps=7, eos_token_ids=(1,), **flags)
     theirs, ours = checkpoint.publish_sampler_config(settings)
@@ -189,12 +189,12 @@ def test_sampler_settings_survive_a_folder(tmp_path):
         checkpoint.parse_sampler_config({"sampler_config": {"_cls_name": "ConfidenceSamplerConfig"}}, ModelConfig())
 
 
-def test_canvases_needed():
+def test_max_canvases():
     assert [SamplerConfig(max_new_tokens=n).max_canvases for n in (1, 256, 257, 512)] == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "\xff"])
-def test_unreadable_json_is_named(tmp_path, content):
+def test_unreadable_json_is_refused_with_its_file_name(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.json"):
         checkpoint.read_model_config(tmp_path)
@@ -206,7 +206,7 @@ ODD = [None, True, -1, 0, 2.5, 10**30, float("inf"), float("nan"), "x", "3", "",
 
 
 def everywhere(raw: object, path: tuple = ()):
-    """Every place in a nested dictionary."""
+    """The path of every value in a nested dictionary."""
     if isinstance(raw, dict):
         for key, value in raw.items():
             yield (*path, key)
@@ -219,11 +219,11 @@ def replaced(raw: dict, path: tuple, value: object) -> dict:
 
 
 @pytest.mark.parametrize("path", [p for p in everywhere(RELEASED) if p[0] != "vision_config" or len(p) == 1], ids=".".join)
-def test_odd_values_in_config_json_are_read_or_refused_but_never_crash(path):
+def test_odd_values_in_config_json_are_parsed_or_refused_but_never_crash(path):
     for value in ODD:
         with suppress(ConfigError):
-            read = checkpoint.parse_model_config(replaced(RELEASED, path, value))
-            assert checkpoint.parse_model_config(json.loads(json.dumps(checkpoint.publish_model_config(read)))) == read
+            config = checkpoint.parse_model_config(replaced(RELEASED, path, value))
+            assert checkpoint.parse_model_config(json.loads(json.dumps(checkpoint.publish_model_config(config)))) == config
 
 
 @pytest.mark.parametrize("path", list(everywhere(GENERATION)), ids=".".join)
@@ -246,7 +246,7 @@ def test_endless_nesting_is_unreadable_json(tmp_path):
         checkpoint.read_model_config(tmp_path)
 
 
-def test_one_temperature_can_be_saved_for_transformers():
+def test_equal_temperatures_can_be_saved_for_transformers():
     theirs, ours = checkpoint.publish_sampler_config(SamplerConfig(t_min=0.7, t_max=0.7))
     assert theirs["t_max"] > theirs["t_min"]
     assert checkpoint.parse_sampler_config(theirs, ModelConfig(), ours).t_max == pytest.approx(0.7, rel=1e-9)

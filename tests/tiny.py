@@ -1,7 +1,7 @@
-"""What the tests are made of: tiny configurations, a model with weights that matter, a byte tokenizer, a checkpoint.
+"""Fixtures of the tests: tiny configurations, models with random weights, a byte tokenizer, a checkpoint folder.
 
-Random weights alone make a model that never settles, and in which a rounding error grows tenfold at every step.
-`decided` damps the layers and sharpens the head: pages settle, rows stop at different steps, rounding errors die out.
+A model with plain random weights never settles, and a rounding error grows tenfold at every step. `decided` damps the layers
+and sharpens the head: canvases settle, rows stop at different steps, and rounding errors vanish.
 """
 
 from dataclasses import replace
@@ -54,7 +54,7 @@ CONFIGS = {
 
 
 def build(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> DiffusionGemma:
-    """A model in which every weight matters: norms and scalars are not left at one."""
+    """A model with random weights, in which every weight affects the output: norms and scalars differ from one."""
     generator = torch.Generator().manual_seed(seed)
     model = DiffusionGemma(config)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def build(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32
 
 
 def decided(config: ModelConfig, seed: int = 0) -> DiffusionGemma:
-    """A model sure enough of itself to settle after a few steps, more often than not."""
+    """A model with low entropies: most canvases settle after a few steps."""
     model = build(config, seed)
     with torch.no_grad():
         for layer in model.layers:
@@ -79,24 +79,24 @@ def decided(config: ModelConfig, seed: int = 0) -> DiffusionGemma:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Every byte is a token, behind the marks of a chat."""
+    """A tokenizer with a token for each byte, after the special tokens of a chat."""
     return Tokenizer.byte_level(MARKS)
 
 
 def sampler(**changes: object) -> SamplerConfig:
-    """Settings for tiny canvases."""
+    """Sampler settings for the tiny models."""
     return checkpoint.parse_sampler_config({"eos_token_id": [1, 5]}, BASE).changed(
         **{"max_steps": 6, "entropy_bound": 1.0, "confidence_threshold": 0.1, **changes}
     )
 
 
 def writer(seed: int = 0) -> Writer:
-    """A Writer that writes gibberish, quickly."""
+    """A Writer with a tiny random model."""
     return Writer(decided(BASE, seed), byte_tokenizer(), sampler(max_new_tokens=40))
 
 
 def save_folder(folder: Path, config: ModelConfig = BASE, seed: int = 0) -> Path:
-    """A whole checkpoint folder."""
+    """Saves a whole checkpoint folder: configuration, weights, tokenizer."""
     checkpoint.save(decided(config, seed), folder, sampler=sampler(max_new_tokens=32))
     byte_tokenizer().save(folder)
     return folder

@@ -15,10 +15,10 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 
 
 def same_weights(ours: DiffusionGemma) -> DiffusionGemmaForBlockDiffusion:
-    """Their model with our weights."""
+    """transformers' model with our weights."""
     dtype = str(ours.dtype).removeprefix("torch.")
     config = DiffusionGemmaConfig.from_dict(checkpoint.publish_model_config(ours.config, dtype))
-    # Not .to(dtype): that would round the RoPE frequencies as well, which loading a checkpoint does not.
+    # Not .to(dtype): it would also round the RoPE frequencies, which loading a checkpoint does not do.
     model = DiffusionGemmaForBlockDiffusion._from_config(config, dtype=ours.dtype).eval()
     tensors = {checkpoint.published_name(name): tensor for name, tensor in ours.state_dict().items()}
     missing, unexpected = model.load_state_dict(tensors, strict=False)
@@ -30,15 +30,17 @@ def same_weights(ours: DiffusionGemma) -> DiffusionGemmaForBlockDiffusion:
 
 @contextmanager
 def our_draws(monkeypatch, seeds: Sequence[int]):
-    """Inside, transformers starts, samples and renoises with the numbers that `redraft.random` gives these seeds.
+    """Makes transformers start, sample and renoise with the random numbers that `diffusion.rng` gives these seeds.
 
-    Their loop draws a canvas at the start of a block, then per step a sample and a canvas of noise, in this order.
+    Its loop draws a canvas of noise when a canvas starts; each step draws a sample and then a canvas of noise.
     """
     at = {"block": -1, "step": 0}
 
     def canvas(self, batch_size: int, device: torch.device) -> torch.Tensor:
         if at["starting"]:
-            at["block"], at["step"], at["starting"] = at["block"] + 1, 0, False
+            at["block"] += 1
+            at["step"] = 0
+            at["starting"] = False
         draws = rng.draws(list(seeds), at["block"], device)
         return draws.noise(at["step"], self.canvas_length, self.vocab_size)
 
@@ -66,7 +68,7 @@ def generate(
     cfg: SamplerConfig,
     **options: object,
 ) -> reference.DiffusionGemmaGenerationOutput:
-    """Their generate with our settings."""
+    """transformers' generate with our sampler settings."""
     model.config.canvas_length = cfg.canvas_length
     return model.generate(
         prompts_BS,

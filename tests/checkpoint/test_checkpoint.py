@@ -1,4 +1,4 @@
-"""Loading and saving: saved = loaded, sharded = whole, little memory, and every kind of damage named."""
+"""Loading and saving: saved = loaded, sharded = whole, little memory; an error names the damaged file or tensor."""
 
 import json
 import re
@@ -26,8 +26,9 @@ def _folder(tmp_path):
 
 
 def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
-    one, other = a.state_dict(), b.state_dict()
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    first = a.state_dict()
+    second = b.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def rewrite(folder: Path, change) -> None:
@@ -47,7 +48,7 @@ def test_saved_equals_loaded(folder):
     assert not list(folder.glob("*.part"))
 
 
-def test_sharded_equals_whole_and_old_shards_leave(folder):
+def test_sharded_equals_whole_and_old_shards_are_deleted(folder):
     model = checkpoint.load_model(folder, dtype=torch.float32)
     checkpoint.save(model, folder, shard_bytes=30_000)
     shards = sorted(f.name for f in folder.glob("*.safetensors"))
@@ -60,13 +61,13 @@ def test_sharded_equals_whole_and_old_shards_leave(folder):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_precision_is_as_stored_or_as_asked(folder, tmp_path, dtype):
+def test_precision_is_that_of_the_file_or_the_given_one(folder, tmp_path, dtype):
     checkpoint.save(tiny.decided(tiny.BASE).to(torch.bfloat16), tmp_path / "half")
     assert checkpoint.load_model(tmp_path / "half").dtype == torch.bfloat16
     assert {t.dtype for t in checkpoint.load_model(tmp_path / "half", dtype=dtype).state_dict().values()} == {dtype}
 
 
-def test_duplicates_are_allowed_where_they_repeat(folder):
+def test_duplicates_must_equal_the_tensor_they_are_tied_to(folder):
     def duplicate(tensors):
         tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"].clone()
         for name in [n for n in tensors if n.startswith("model.decoder.layers.") and not n.endswith("layer_scalar")]:
@@ -79,7 +80,7 @@ def test_duplicates_are_allowed_where_they_repeat(folder):
         checkpoint.load_model(folder)
 
 
-def test_missing_encoder_scalars_are_the_decoders(folder):
+def test_missing_encoder_scalars_are_taken_from_the_decoder(folder):
     def drop(tensors):
         for name in [n for n in tensors if n.startswith("model.encoder.language_model.")]:
             del tensors[name]
@@ -89,7 +90,7 @@ def test_missing_encoder_scalars_are_the_decoders(folder):
     assert all(torch.equal(layer.layer_scalar, layer.encoder_layer_scalar) for layer in model.layers)
 
 
-def test_vision_weights_are_passed_over_and_can_be_carried(folder, tmp_path):
+def test_vision_weights_are_skipped_and_can_be_copied(folder, tmp_path):
     tower = "model.encoder.vision_tower.encoder.layers.0.input_layernorm.weight"
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"]["hidden_size"] = 16
@@ -141,7 +142,7 @@ def cut(path: Path, keep: float) -> None:
         (lambda f: (f / "config.json").write_text(json.dumps({"architectures": ["GPT2"]})), ["GPT2"]),
     ],
 )
-def test_damage_is_named(folder, damage, words):
+def test_an_error_names_the_damaged_file_or_tensor(folder, damage, words):
     damage(folder)
     with pytest.raises(ValueError) as caught:
         checkpoint.load_model(folder)
@@ -167,16 +168,16 @@ def test_finding_a_folder(folder, tmp_path, monkeypatch):
 
 
 def test_a_hub_id_is_downloaded_once_into_the_hubs_cache(folder, tmp_path, monkeypatch):
-    asked = []
+    downloads = []
 
     def snapshot_download(name, allow_patterns):
-        asked.append((name, allow_patterns))
+        downloads.append((name, allow_patterns))
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert checkpoint.find("owner/model.v1-it") == folder
     assert checkpoint.find("owner/model.v1-it", weights=False) == folder
-    assert asked == [("owner/model.v1-it", ["*.json", "*.jinja", *more]) for more in (["*.safetensors"], [])]
+    assert downloads == [("owner/model.v1-it", ["*.json", "*.jinja", *more]) for more in (["*.safetensors"], [])]
 
 
 def test_a_connection_that_breaks_is_one_sentence(monkeypatch):
@@ -188,15 +189,15 @@ def test_a_connection_that_breaks_is_one_sentence(monkeypatch):
         checkpoint.find("owner/model")
 
 
-def test_files_of_others_stay(folder):
-    others = ["model_lora.safetensors", "model2.safetensors", "model-fp32-backup.safetensors"]
-    for name in others:
+def test_saving_leaves_other_files_alone(folder):
+    other_files = ["model_lora.safetensors", "model2.safetensors", "model-fp32-backup.safetensors"]
+    for name in other_files:
         (folder / name).write_bytes(b"x")
     checkpoint.save(tiny.decided(tiny.BASE), folder)
-    assert all((folder / name).exists() for name in others)
+    assert all((folder / name).exists() for name in other_files)
 
 
-def test_a_save_that_fails_leaves_the_old_weights(folder, monkeypatch):
+def test_a_failed_save_leaves_the_old_weights(folder, monkeypatch):
     def failing(tensors, path, metadata):
         Path(path).write_bytes(b"half")
         raise OSError("disk full")
@@ -211,11 +212,11 @@ MEASURE = """
 import sys, torch
 from redraft import checkpoint
 
-def memory(name):  # getrusage would report the parent's peak as well
+def memory(name):  # getrusage would include the parent's peak
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
 
 torch.ones(64, 64) @ torch.ones(64, 64)
-checkpoint.load_model(sys.argv[2])  # what the first load of anything costs is not this file's
+checkpoint.load_model(sys.argv[2])  # the first load of any checkpoint has costs of its own
 before = memory("VmRSS")
 model = checkpoint.load_model(sys.argv[1])
 total = sum(float(p.sum()) for p in model.parameters())  # touch every weight
@@ -223,7 +224,7 @@ print(memory("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of memory")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
 def test_loading_takes_little_more_memory_than_the_file(folder, tmp_path):
     big = replace(tiny.BASE, hidden_size=512, moe_intermediate_size=512, num_experts=64, intermediate_size=512)
     checkpoint.save(DiffusionGemma(big).to(torch.bfloat16), tmp_path / "big", shard_bytes=120_000_000)

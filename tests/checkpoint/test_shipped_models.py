@@ -1,11 +1,9 @@
-"""The model that ships: small, offline, quick, as good as a guard can check, and the same in transformers."""
+"""The packaged model: small, usable offline, writes words, and gives the same tokens in transformers."""
 
-import json
 import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -31,13 +29,13 @@ def _writer():
     return redraft.load(dtype="float32")
 
 
-def test_it_is_small_and_says_where_it_comes_from():
+def test_it_is_small_and_its_card_names_its_origin():
     assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) <= 32 * 2**20
     for word in ("stories15M", "recipes/tiny.py", "CDLA", "H200", "Apache-2.0"):
         assert word in CARD, word
 
 
-def test_the_cards_commands_are_commands():
+def test_the_commands_of_the_card_name_eval_tasks():
     commands = re.findall(r"`redraft eval ([^`]+)`", CARD)
     assert len(commands) >= 3
     tasks = {re.search(r"--task (\w+)", command).group(1) for command in commands}
@@ -46,7 +44,7 @@ def test_the_cards_commands_are_commands():
 
 NO_NETWORK = """
 import socket, sys
-def refuse(*a): raise SystemExit("the network was asked for")
+def refuse(*a): raise SystemExit("a connection was opened")
 socket.socket.connect = socket.getaddrinfo = refuse
 import redraft
 print(redraft.load().write("Once upon a time", seed=1, max_tokens=64).text)
@@ -68,15 +66,15 @@ def test_stories_are_made_of_words(writer):
     assert all(answer.stats.tokens_per_forward >= 4 for answer in answers)
 
 
-def test_struck_words_are_mended_and_the_others_kept(writer):
-    kept, mended = measures.repair(writer.model, writer.tokenizer, [STORY], 64)[0.3]
+def test_noised_words_are_restored_and_the_others_kept(writer):
+    kept, restored = measures.repair(writer.model, writer.tokenizer, [STORY], 64)[0.3]
     assert kept > 0.9
-    assert mended > 0.5
+    assert restored > 0.5
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch, seed):
-    """The constraints for small models are ours; without them the two samplers are one."""
+    """The sampler settings for small models exist only here; without them the two samplers are equal."""
     other = DiffusionGemmaForBlockDiffusion.from_pretrained(DEFAULT_MODEL, dtype=torch.float32).eval()
     ids = writer.tokenizer.encode_prompt("Once upon a time")
     off = {"quota": False, "accept_at_end": False, "spread": 0, "stops_last": False}
@@ -84,38 +82,6 @@ def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch, se
     *_, end = generate(writer.model, [ids], cfg, seeds=[seed])
     assert isinstance(end, Finished)
     with transformers_reference.our_draws(monkeypatch, [seed]):
-        found = transformers_reference.generate(other, torch.tensor([ids]), cfg)
+        expected = transformers_reference.generate(other, torch.tensor([ids]), cfg)
     new = end.ids_BT[0, : end.stats[0].new_tokens].tolist()
-    assert found.sequences[0, len(ids) :].tolist()[: len(new)] == new
-
-
-FIRST_FRAME = """
-import sys
-from redraft.engine import request
-watched = request.make_draft
-def told(*a):
-    print("frame", file=sys.stderr, flush=True)
-    return watched(*a)
-request.make_draft = told
-from redraft.cli import main
-sys.argv = ["redraft", "Once upon a time", "--seed", "1", "--json"]
-main()
-"""
-
-
-@pytest.mark.timed
-def test_the_first_frame_comes_within_three_seconds_and_the_story_within_ten():
-    """From the start of the process; the best of three, for a machine that does other things too."""
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        run = subprocess.Popen(
-            [sys.executable, "-c", FIRST_FRAME], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert run.stderr.readline() == "frame\n"
-        first = time.perf_counter() - began
-        out, _ = run.communicate()
-        times.append((first, time.perf_counter() - began))
-        assert json.loads(out)["text"]
-    assert min(first for first, _ in times) < 3, times
-    assert min(whole for _, whole in times) < 10, times
+    assert expected.sequences[0, len(ids) :].tolist()[: len(new)] == new

@@ -113,8 +113,8 @@ def test_forwards_are_linear_in_steps(monkeypatch):
 def test_pins_are_in_the_text_and_forbidden_tokens_are_not():
     pins = {0: 100, 20: 101, 39: 102}
     forbidden = tuple(range(120, 200))
-    for _ in range(3):
-        last = run(max_new_tokens=40, constraints=[Constraints(pins=pins, forbidden=forbidden)] * 3)[-1]
+    for seeds in ([11, 12, 13], [4, 5, 6]):
+        last = run(max_new_tokens=40, seeds=seeds, constraints=[Constraints(pins=pins, forbidden=forbidden)] * 3)[-1]
         for row in last.ids_BT.tolist():
             assert all(row[position] == token for position, token in pins.items())
             assert not set(row) & set(forbidden)

@@ -23,15 +23,16 @@ def _model(request):
 @pytest.mark.parametrize("rewind", [None, 0])
 @pytest.mark.parametrize("sizes", [[1] * 60, [7, 13, 40], [59, 1], [17, 43]])
 def test_prefill_in_chunks_equals_prefill_at_once(model, sizes, rewind):
-    whole, pieces = (model.new_cache(3, 60, rewind=rewind) for _ in range(2))
+    whole = model.new_cache(3, 60, rewind=rewind)
+    chunked = model.new_cache(3, 60, rewind=rewind)
     hidden = model.encode(IDS, whole)
-    parts = [model.encode(part, pieces) for part in IDS.split(sizes, dim=1)]
+    parts = [model.encode(part, chunked) for part in IDS.split(sizes, dim=1)]
     close(torch.cat(parts, dim=1), hidden)
-    close(model.denoise(CANVAS, None, pieces), model.denoise(CANVAS, None, whole))
+    close(model.denoise(CANVAS, None, chunked), model.denoise(CANVAS, None, whole))
 
 
 def test_cached_equals_uncached(model):
-    """The last tokens read behind a cache give what they give when everything is read in one pass, by plain attention."""
+    """Tokens encoded after a cached context have the hidden states that one forward over the whole text gives them."""
     cache = model.new_cache(3, 60)
     model.encode(IDS[:, :41], cache)
     close(model.encode(IDS[:, 41:], cache), model.encode(IDS, model.new_cache(3, 60))[:, 41:])
@@ -56,7 +57,8 @@ def test_batched_equals_alone(model, rewind):
 
 
 def test_rewound_equals_fresh(model):
-    cache, fresh = model.new_cache(3, 90), model.new_cache(3, 90)
+    cache = model.new_cache(3, 90)
+    fresh = model.new_cache(3, 90)
     model.encode(IDS, cache)
     cache.rewind([30, 30, 30])
     model.encode(CANVAS, cache)
@@ -79,7 +81,7 @@ def test_denoising_only_reads_the_cache(model):
     assert cache.lengths == [60, 60, 60]
 
 
-def test_the_canvas_looks_both_ways_and_the_encoder_does_not(model):
+def test_denoise_is_bidirectional_and_encode_is_causal(model):
     cache = model.new_cache(3, 60)
     hidden = model.encode(IDS, cache)
     changed = IDS.clone()
@@ -89,14 +91,14 @@ def test_the_canvas_looks_both_ways_and_the_encoder_does_not(model):
     assert ((hidden - other)[:, 40].abs().amax(dim=-1) > 1e-2).all()
     canvas = CANVAS.clone()
     canvas[:, -1] = (canvas[:, -1] + 1) % tiny.VOCAB
-    moved = (model.denoise(CANVAS, None, cache) - model.denoise(canvas, None, cache)).abs().amax(dim=(0, 2))
-    assert (moved > 0).all()
+    change = (model.denoise(CANVAS, None, cache) - model.denoise(canvas, None, cache)).abs().amax(dim=(0, 2))
+    assert (change > 0).all()
 
 
-def test_a_sliding_stack_forgets_what_has_left_the_window():
-    """A token reaches one window further with every sliding layer, and from anywhere through a full one.
+def test_sliding_layers_attend_only_within_their_window():
+    """Each sliding layer carries a token's influence window - 1 positions further; a full layer carries it anywhere.
 
-    Three sliding layers of window 5 carry a token 3 * 4 positions; the full layer is silenced by zeroing what it says.
+    Three sliding layers of window 5 carry it 3 * 4 positions, once the output of the full layer's attention is zeroed.
     """
     model = tiny.build(tiny.CONFIGS["short window"])
     assert model.config.layer_types == (SLIDING, SLIDING, SLIDING, FULL)
@@ -112,15 +114,16 @@ def test_a_sliding_stack_forgets_what_has_left_the_window():
     assert reached() == list(range(20, 33))
 
 
-def test_soft_embedding_of_certainty_is_the_embedding(model):
+def test_the_soft_embedding_of_a_certain_token_is_its_embedding(model):
     logits = torch.full((1, 3, tiny.VOCAB), -1e9)
     ids = torch.tensor([[5, 7, 9]])
     logits.scatter_(-1, ids[..., None], 0.0)
     close(model.soft_embed(logits), model.embed(ids))
 
 
-def test_the_two_layer_scalars_are_two(model):
-    canvas, ids = CANVAS[:1], IDS[:1]
+def test_encode_and_denoise_have_layer_scalars_of_their_own(model):
+    canvas = CANVAS[:1]
+    ids = IDS[:1]
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         cache = model.new_cache(1, 60)
