@@ -15,11 +15,11 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import Writer
 
-MARKS = (
+SPECIAL_TOKENS = (
     "<pad> <eos> <bos> <unk> <|turn> <turn|> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call> <tool_call|> "
     '<|tool_response> <tool_response|> <|"|>'
 ).split()
-VOCAB = len(MARKS) + 256
+VOCAB = len(SPECIAL_TOKENS) + 256
 
 BASE = ModelConfig(
     vocab_size=VOCAB,
@@ -80,7 +80,7 @@ def decided(config: ModelConfig, seed: int = 0) -> DiffusionGemma:
 
 def byte_tokenizer() -> Tokenizer:
     """A tokenizer with a token for each byte, after the special tokens of a chat."""
-    return Tokenizer.byte_level(MARKS)
+    return Tokenizer.byte_level(SPECIAL_TOKENS)
 
 
 def sampler(**changes: object) -> SamplerConfig:
