@@ -1,7 +1,7 @@
-"""The command for puzzles: redraft sudoku PUZZLE|FILE. `cli.py` puts it on the command line.
+"""The command redraft sudoku PUZZLE|FILE.
 
-One puzzle is drawn as it settles; a file of them runs in batches behind a progress bar. What is printed was checked: the
-solver has made sure beforehand that there is exactly one solution, and a board that is not it is said to be wrong.
+One puzzle is drawn while it is denoised; a file of puzzles runs in batches with a progress bar. The exact solver checks first
+that a puzzle has exactly one solution; the command says so when the model's board is not that solution.
 """
 
 import csv
@@ -34,13 +34,13 @@ COLUMNS = ("puzzle", "board", "solved", "canvases", "forwards", "revisions", "se
 def sudoku(
     puzzle: Annotated[str, typer.Argument(help="81 characters (0 . * are open cells), a file of puzzles, or - for stdin.")],
     model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder. [sudoku, in the package]")] = "",
-    seed: Annotated[int | None, typer.Option("--seed", help="The same seed solves the same way. [a fresh one]")] = None,
-    canvases: Annotated[int, typer.Option("--canvases", help="Most canvases a puzzle may take.")] = 64,
-    steps: Annotated[int | None, typer.Option("--steps", help="Most passes of a canvas. [checkpoint's]")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same boards. [a random one]")] = None,
+    canvases: Annotated[int, typer.Option("--canvases", help="Maximum canvases per puzzle.")] = 64,
+    steps: Annotated[int | None, typer.Option("--steps", help="Maximum denoising steps per canvas. [checkpoint's]")] = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Try again where a board breaks the constraints.")
+        bool, typer.Option("--check/--no-check", help="Try again when a board breaks the rules of Sudoku.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a puzzle.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per puzzle.")] = False,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Write the results here instead of printing them.")] = None,
     visual: Annotated[
         bool | None, typer.Option("--visual/--no-visual", help="Draw the board as it settles. [on a terminal]")
@@ -48,7 +48,7 @@ def sudoku(
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
 ) -> None:
-    """Solve Sudoku: one puzzle before your eyes, or a file of them."""
+    """Solve one Sudoku puzzle and draw its canvas, or solve a file of puzzles."""
     numbered = given(puzzle)
     for where, one in numbered:
         with _named(where):
@@ -63,14 +63,14 @@ def sudoku(
     drawing = not as_json and not out and (console.is_terminal if visual is None else visual)
     if len(puzzles) == 1 and not as_json and not out:
         found = [_draw(events, puzzles[0], console) if drawing else _last(events)]
-        _tell(found[0], drawn=drawing)
+        _print_solution(found[0], drawn=drawing)
     else:
         found = _many(events, len(puzzles), as_json, out)
     if not all(solution.solved for solution in found):
         raise typer.Exit(1)
 
 
-# 1. What is given
+# 1. Read puzzles
 
 
 def given(text: str) -> list[tuple[str, Board]]:
@@ -148,7 +148,7 @@ def _draw(events: Iterable[Pass | Solution], puzzle: Board, console: Console) ->
 
 
 def picture(board: Board, puzzle: Board, before: Board | None = None, accepted: list[bool] | None = None) -> Text:
-    """A board: clues bold, what changed green, what is not accepted grey, what breaks the constraints red."""
+    """A board: clues bold, what changed green, what is not accepted grey, cells that break the rules red."""
     wrong, page = boards.clashing(board), Text()
     for cell, digit in enumerate(board):
         row, column = divmod(cell, boards.SIZE)
@@ -169,8 +169,8 @@ def picture(board: Board, puzzle: Board, before: Board | None = None, accepted: 
     return page
 
 
-def _tell(solution: Solution, *, drawn: bool) -> None:
-    """The board and its line to stdout, unless drawn; what it took to stderr, and first of all whether it is right."""
+def _print_solution(solution: Solution, *, drawn: bool) -> None:
+    """Prints the board (unless drawn) and its line to stdout; whether it is right and its statistics to stderr."""
     if not drawn:
         print(boards.grid(solution.board))
     print(boards.line(solution.board))
@@ -179,7 +179,7 @@ def _tell(solution: Solution, *, drawn: bool) -> None:
 
 def sentence(solution: Solution) -> str:
     """Right or wrong, and what it took."""
-    state = "solved" if solution.solved else "WRONG: this board breaks the constraints"
+    state = "solved" if solution.solved else "WRONG: this board breaks the rules"
     canvases = f", {solution.canvases} canvases" if solution.canvases > 1 else ""
     return (
         f"{state} · {solution.forwards} passes{canvases}, {solution.revisions} revisions, {solution.seconds:.2f} s · "
@@ -192,7 +192,9 @@ def sentence(solution: Solution) -> str:
 
 def _many(events: Iterable[Pass | Solution], count: int, as_json: bool, out: str | None) -> list[Solution]:
     """Results in the order of the puzzles, each as soon as those before it are done; a bar and a summary on stderr."""
-    console, found, waiting = Console(stderr=True, highlight=False), [], {}
+    console = Console(stderr=True, highlight=False)
+    found: list[Solution] = []
+    waiting: dict[int, Solution] = {}
     began = time.perf_counter()
     with _sink(out) as write, _bar(console, count) as bar:
         if not as_json:

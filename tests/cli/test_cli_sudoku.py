@@ -99,7 +99,7 @@ def test_a_wrong_board_is_said_to_be_wrong(run, tmp_path):
     hard = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."  # often called the hardest
     code, out, err = run(hard, "--seed", "1", "--no-check", "--steps", "1")
     assert code == 1
-    assert err.startswith("WRONG: this board breaks the constraints")
+    assert err.startswith("WRONG: this board breaks the rules")
     assert not boards.solves(boards.parse(out.splitlines()[-1]), boards.parse(hard))
     (tmp_path / "two.txt").write_text(f"{PUZZLE}\n{hard}\n")
     code, out, err = run(str(tmp_path / "two.txt"), "--seed", "1", "--canvases", "1", "--steps", "3")
