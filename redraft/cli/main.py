@@ -428,7 +428,7 @@ def _print_json(events: Iterator[TextEvent], seed: int | None) -> None:
 
 
 # Newer typer carries its own copy of click; the common ancestor of usage errors is found through what both export.
-UsageProblem: type[Exception] = next(kind for kind in typer.BadParameter.mro() if kind.__name__ == "ClickException")
+UsageProblem: Any = next(kind for kind in typer.BadParameter.mro() if kind.__name__ == "ClickException")
 
 
 def main() -> None:
