@@ -82,6 +82,17 @@ def load(
     "tiny" and "sudoku" name the models in the package. Without a dtype, weights keep their stored precision, or become
     float32 on a CPU that has no bf16 arithmetic. `quant="fp8"` quantizes the layers while loading.
     """
+    return Writer(*load_checkpoint(path_or_id, device=device, dtype=dtype, quant=quant))
+
+
+def load_checkpoint(
+    path_or_id: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    quant: str | None = None,
+) -> tuple[DiffusionGemma, Tokenizer, SamplerConfig]:
+    """The parts of a Writer, for a caller that wants no engine."""
     if quant not in (None, FP8):
         raise ValueError(f"there is no quantization {quant!r}; try {FP8}")
     device = _device(device)
@@ -99,7 +110,7 @@ def load(
         model = quantize_fp8(model)
     elif not has_bf16(device):
         model = checkpoint.lay_out_for_cpu(model)
-    return Writer(model, tokenizer, sampler)
+    return model, tokenizer, sampler
 
 
 def _device(asked: torch.device | str | None) -> torch.device:

@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -26,12 +25,13 @@ from redraft.cli import augment, edit, serve, sudoku, train, warm
 from redraft.cli.options import Device, Dtype, Model, Seed, Threads, option, parse_float, parse_int
 from redraft.cli.recording import Recording
 from redraft.cli.terminal import CanvasView, strip_control_characters, summary
+from redraft.cli.warm import show_builds, show_builds_until_first
 from redraft.config import ModelConfig
 from redraft.diffusion.generate import Finished
 from redraft.kernels import backend
 from redraft.tasks.generation import GenerationOptions
 from redraft.tasks.text_events import TextCommitted, TextEvent
-from redraft.writer import DEFAULT_MODEL, Writer
+from redraft.writer import DEFAULT_MODEL, Writer, load_checkpoint
 
 
 class DefaultToWrite(TyperGroup):
@@ -146,6 +146,7 @@ def write(
     )
     console = Console(highlight=False)
     events = writer.stream(_conversation(system, text) if is_chat else text, options=options)
+    events = show_builds_until_first(events, _stderr())
     recording = Recording(text, writer.tokenizer, writer.sampler.eos_token_ids) if record else None
     events = recording.watch(events) if recording else events
     if as_json:
@@ -196,7 +197,7 @@ def chat(
             continue
         request = [*messages, {"role": "user", "content": line}]
         try:
-            events = writer.stream(request, options=options)
+            events = show_builds_until_first(writer.stream(request, options=options), _stderr())
             answer = _draw(writer, events, console) if is_drawn else _print_committed(events)
         except KeyboardInterrupt as interrupt:
             if not console.is_terminal:
@@ -251,11 +252,11 @@ def quantize(
 ) -> None:
     """Write a checkpoint with fp8 layers in the compressed-tensors format: about half the size."""
     source = checkpoint.find(model)
-    with _show_status("quantizing"):
+    with show_builds(_stderr(), message="quantizing"):
         stored = checkpoint.load_model(source).dtype  # weights outside the fp8 layers keep this precision
-        writer = redraft.load(source, device=device, dtype=stored, quant="fp8")
-        checkpoint.save(writer.model, out, sampler=writer.sampler, vision_from=checkpoint.folder_with_vision(source))
-        writer.tokenizer.save(out)
+        quantized, tokenizer, sampler = load_checkpoint(source, device=device, dtype=stored, quant="fp8")
+        checkpoint.save(quantized, out, sampler=sampler, vision_from=checkpoint.folder_with_vision(source))
+        tokenizer.save(out)
     print(out)
 
 
@@ -339,18 +340,12 @@ def _read_prompt(argument: str | None) -> str:
 def _load(model: str, device: str | None, dtype: str | None, quant: str | None) -> Writer:
     """Loads the model; shows a status line on stderr meanwhile."""
     folder = checkpoint.find(model or DEFAULT_MODEL)  # first: the status line would garble a download's progress bar
-    with _show_status("loading"):
+    with show_builds(_stderr(), message="loading"):
         return redraft.load(folder, device=device, dtype=dtype, quant=quant)
 
 
-@contextmanager
-def _show_status(status: str) -> Iterator[None]:
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(status):
-        yield
+def _stderr() -> Console:
+    return Console(stderr=True, highlight=False)
 
 
 def _conversation(system: str | None, user: str | None) -> list[dict[str, str]]:

@@ -12,6 +12,8 @@ from rich.console import Console
 
 from redraft import writer
 from redraft.cli.options import Device, Dtype, Model, Threads, option, parse_int
+from redraft.cli.warm import launch_kernels, show_builds
+from redraft.kernels.backend import select_backend
 
 PORT = 8012  # the default of llama.vim
 BROWSER_DELAY = 0.5  # seconds; the server listens by then
@@ -50,7 +52,10 @@ def serve(
         from redraft.server.app import Limits, ServerConfig, make_app
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
-    subject = writer.load(model or writer.DEFAULT_MODEL, device=device, dtype=dtype, quant=quant)
+    with show_builds(Console(stderr=True, highlight=False), message="loading"):
+        subject = writer.load(model or writer.DEFAULT_MODEL, device=device, dtype=dtype, quant=quant)
+        if select_backend(subject.model.device).uses_triton:
+            launch_kernels(subject)  # now, so that the first requests do not wait
     limits = Limits(hosts=(host, *(hosts or ())), key=key)
     config = ServerConfig(name=name or Path(model or writer.DEFAULT_MODEL).name, limits=limits, requests=requests)
     log_to(Console(stderr=True, highlight=False))

@@ -51,10 +51,15 @@ def launch_kernels(subject: writer.Writer) -> None:
 
 
 @contextmanager
-def show_builds(console: Console, report: Callable[[str], None] = lambda name: None) -> Iterator[None]:
-    """While kernels are built, says so on stderr: as a status that counts on a terminal, as one line elsewhere."""
+def show_builds(console: Console, report: Callable[[str], None] = lambda name: None, *, message: str = "") -> Iterator[None]:
+    """While kernels are built, says so: as a status line that counts on a terminal, as one line of text elsewhere.
+
+    With a message, a terminal shows it from the beginning.
+    """
     count = 0
-    status = console.status("")
+    status = console.status(message)
+    if message and console.is_terminal:
+        status.start()
 
     def on_build(name: str) -> None:
         nonlocal count
