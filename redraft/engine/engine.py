@@ -185,7 +185,7 @@ class Engine:
 
     @contextmanager
     def run_in_background(self) -> Iterator[None]:
-        """Inside the block a thread of the engine makes all steps, and streams only wait. At the end it cancels what runs."""
+        """Inside the block a thread of the engine makes all steps. At its end, requests that still run are cancelled."""
         if self.has_thread:
             raise RuntimeError("the engine runs in a thread already: leave the first run_in_background() block before")
         self.has_thread = True

@@ -1,8 +1,7 @@
 """FusedLayers: the model's layers on the kernels of `kernels/triton`. Fewer passes over memory, the same results.
 
-`model/diffusion_gemma.py` is the definition. Here q, k and v are one matrix product, and so are gate and up; the element-wise
-work between two products is one kernel; attention reads KV caches by address, so caches of different requests need not be
-copied together.
+`model/diffusion_gemma.py` is the definition. Here q, k and v are one matrix product, and so are gate and up. The work
+between two products is one kernel. Attention reads KV caches by address, so the caches of a batch are not copied together.
 
 Shapes: B requests, S new tokens of each, N = B * S, D model size, L layers, K experts per token, F inner size of the MLP.
 """

@@ -189,7 +189,7 @@ class Request:
     def commit(self, *, is_late: bool) -> tuple[list[Event], bool]:
         """Commits the canvas as it is. Returns the events and whether this was the last canvas.
 
-        When another canvas follows, the committed one is encoded at the next step. After a deadline (`is_late`) none follows.
+        When another canvas follows, the committed one is encoded at the next step. After a deadline none follows.
         """
         assert self.canvas is not None
         canvas = self.canvas

@@ -65,7 +65,7 @@ def test_a_replay_without_a_change_equals_the_original_run(given, block, step):
 
 
 def denoise_by_hand(intervention, seed=3):
-    """The first canvas step by step, the constraints changed behind one of them: what `Request.apply_intervention` must equal."""
+    """The first canvas step by step, with new constraints after one step: `Request.apply_intervention` must equal it."""
     cache = MODEL.new_cache(1, 64)
     MODEL.encode(torch.tensor([PROMPT]), cache)
     draws, vocab = rng.draws([seed], 0), CONFIG.vocab_size

@@ -128,8 +128,8 @@ def test_infill_ranking_edits_and_decide_take_their_caches_from_the_budget(monke
         return cache
 
     monkeypatch.setattr(writer.model, "new_cache", new_cache)
-    infill.likelihoods(writer.engine, [2, 30, 31], [[40], [41, 42]])
-    list(edit.read(writer.engine, [2], list(range(30, 60)), 16))
+    infill.sequence_logprobs(writer.engine, [2, 30, 31], [[40], [41, 42]])
+    list(edit.score_canvases(writer.engine, [2], list(range(30, 60)), 16))
     writer.decide("to be or", ["not", "to be"])
     writer.fill("a [[ 3 ]] b", seed=1)
     writer.edit("some text", seed=1)
@@ -141,7 +141,7 @@ def test_side_work_stops_when_its_client_has_left():
     writer, stop = tiny.writer(), threading.Event()
     stop.set()
     with pytest.raises(Stopped):
-        infill.likelihoods(writer.engine, [2, 30], [[40]], stop)
+        infill.sequence_logprobs(writer.engine, [2, 30], [[40]], stop)
     with pytest.raises(Stopped):
-        list(edit.read(writer.engine, [2], [30, 31], 16, stop))
+        list(edit.score_canvases(writer.engine, [2], [30, 31], 16, stop))
     assert writer.engine.scheduler.used == 0
