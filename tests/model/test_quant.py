@@ -111,7 +111,7 @@ def test_other_packings_are_refused_in_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="a tensor that this model does not"):
         checkpoint.load_model(tmp_path)
-    with pytest.raises(ValueError, match="no quantization 'int3'; known is fp8"):
+    with pytest.raises(ValueError, match="no quantization 'int3'; try fp8"):
         redraft.load(quant="int3")
     plain = replace(tiny.BASE, quant="fp8")
     with pytest.raises(CheckpointError, match=r"q_proj\.weight is torch\.float32"):
