@@ -1,4 +1,4 @@
-"""Golden ids, the chat template, and decoding that never splits a character."""
+"""Golden ids, the chat template, and incremental decoding."""
 
 import json
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_the_checkpoints_own_template_is_used_and_cannot_escape(tmp_path):
     ):
         with pytest.raises(TokenizerError):
             Tokenizer(BYTES.vocabulary, template=source).render(ESSAY)
-    with pytest.raises(jinja2.TemplateError):  # what the sandbox itself says to it
+    with pytest.raises(jinja2.TemplateError):  # the error of the sandbox itself
         jinja2.sandbox.ImmutableSandboxedEnvironment().from_string("{{ x.__class__.mro() }}").render(x=[])
 
 
@@ -109,7 +109,7 @@ def test_templates_written_for_transformers_render_the_same():
     tokenizer = Tokenizer(BYTES.vocabulary, settings={"eos_token": {"content": "<eos>"}})
     for template in templates:
         tokenizer.template = template
-        theirs, _ = render_jinja_template(
+        expected, _ = render_jinja_template(
             conversations=[messages],
             tools=[WEATHER],
             chat_template=template,
@@ -118,17 +118,17 @@ def test_templates_written_for_transformers_render_the_same():
             bos_token="<bos>",
             eos_token="<eos>",
         )
-        assert [tokenizer.render(messages, tools=[WEATHER])] == theirs
+        assert [tokenizer.render(messages, tools=[WEATHER])] == expected
 
 
-def test_of_named_templates_the_default_is_taken(tmp_path):
+def test_the_default_of_several_named_templates_is_used(tmp_path):
     BYTES.save(tmp_path)
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "bos_token": None}))
     assert Tokenizer.from_folder(tmp_path).render(ESSAY) == "Write a long essay about Portugal.!"
 
 
-def test_a_file_that_asks_for_truncation_and_padding_is_not_obeyed(tmp_path):
+def test_truncation_and_padding_in_a_file_are_switched_off(tmp_path):
     vocabulary = Vocabulary.from_str(BYTES.vocabulary.to_str())
     vocabulary.enable_truncation(4)
     vocabulary.enable_padding(length=20)
@@ -136,7 +136,7 @@ def test_a_file_that_asks_for_truncation_and_padding_is_not_obeyed(tmp_path):
     assert Tokenizer.from_folder(tmp_path).encode_prompt("Once upon a time") == BYTES.encode_prompt("Once upon a time")
 
 
-def test_bytes_that_are_no_text_do_not_crash():
+def test_a_lone_surrogate_becomes_a_question_mark():
     assert BYTES.decode(BYTES.encode("a\udcffb")) == "a?b"
 
 
@@ -166,13 +166,13 @@ def test_settings_survive_saving(tmp_path):
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}], "not an object"),
     ],
 )
-def test_no_conversation(messages, words):
+def test_an_invalid_conversation_is_refused(messages, words):
     with pytest.raises(TokenizerError, match=words):
         BYTES.render(messages)
 
 
 @pytest.mark.parametrize("tools", ["abc", [{}], ["x"], [{"function": {"name": ""}}], {"name": "f"}])
-def test_no_tools(tools):
+def test_invalid_tools_are_refused(tools):
     with pytest.raises(TokenizerError, match=r"no name|must be a list"):
         BYTES.render(ESSAY, tools=tools)
 
@@ -220,6 +220,6 @@ def test_any_ids_decode_piece_by_piece_as_at_once(ids):
     assert "".join(pieces) + decoder.flush() == BYTES.decode(ids, keep_special=True)
 
 
-def test_spelling_keeps_a_leading_space():
+def test_decoding_a_fragment_keeps_a_leading_space():
     ids = GEMMA.encode("Hello world")
     assert [GEMMA.decode_fragment([i]) for i in ids] == ["Hello", " world"]
