@@ -62,7 +62,7 @@ class Constraints:
             raise ValueError(f"a ban's position must be 0 or more, got {min(self.banned)}")
 
     def apply_edit(self, edit: ConstraintEdit) -> "Constraints":
-        """These constraints after an edit. A new pin lifts a ban of its token, and a new ban removes a pin at its position."""
+        """These constraints after an edit. A new pin lifts a ban of its token; a new ban removes a pin at its position."""
         pins = {position: token for position, token in self.pins.items() if position not in edit.free}
         banned = {position: tokens for position, tokens in self.banned.items() if position not in edit.free}
         for position, token in edit.pins.items():

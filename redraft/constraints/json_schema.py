@@ -314,7 +314,7 @@ def integers_between(low: int, high: int) -> str:
 
 
 def _split_into_digit_ranges(low: int, high: int) -> list[str]:
-    """Regular expressions whose matches are the integers from low to high, 0 and up: prefix, one digit range, free digits."""
+    """Regular expressions of the integers from low to high, 0 and up: a prefix, a digit range, free digits."""
     parts = []
     if low == 0:
         parts.append("0")

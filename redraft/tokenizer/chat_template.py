@@ -6,7 +6,6 @@ A module of its own because jinja2 takes long to import and many uses of a token
 import json
 from datetime import datetime
 from functools import lru_cache
-from typing import ClassVar
 
 import jinja2
 import jinja2.ext
@@ -14,9 +13,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %}. Templates mark the assistant's tokens with it for training; here its content is plain text."""
+    """The tag {% generation %}, which encloses the assistant's tokens for training. Here its content is plain text."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as an instance variable)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

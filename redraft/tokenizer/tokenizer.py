@@ -1,7 +1,7 @@
 """Tokenizer: text to ids and back, and messages to the ids of a prompt. It does not know the model.
 
-The vocabulary is the checkpoint's tokenizer.json, read by the `tokenizers` library. The chat template is the checkpoint's own,
-or ours (chat.jinja). It is rendered in jinja2's sandbox, because a template comes with the weights and is not trusted.
+The vocabulary is the checkpoint's tokenizer.json, read by the `tokenizers` library. The chat template is the checkpoint's
+own, or ours (chat.jinja). It is rendered in jinja2's sandbox, because a template comes with the weights and is not trusted.
 """
 
 import json
@@ -39,7 +39,7 @@ class Tokenizer:
         template: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`settings` is the content of tokenizer_config.json. Only its special tokens are used; `save` writes all of it back."""
+        """`settings` is the content of tokenizer_config.json: its special tokens are used, and `save` writes all of it."""
         vocabulary.no_truncation()  # a file may switch on either; a prompt must be neither cut nor padded
         vocabulary.no_padding()
         self.vocabulary = vocabulary
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @cached_property
     def _decoder_settings(self) -> Any:
-        """The decoder section of tokenizer.json. A decoder pickles to its JSON; the whole file would take seconds to write."""
+        """The decoder section of tokenizer.json, from the decoder's pickle: the whole file would take seconds to write."""
         decoder = self.vocabulary.decoder
         return json.loads(decoder.__getstate__()) if decoder is not None else None
 
@@ -323,8 +323,8 @@ class Decoder:
     """Decodes a growing sequence: every call returns the new text, never half a character.
 
     A character may span several tokens (bytes). An incomplete character at the end is held back; `flush` returns it at the
-    end of the sequence. The text of a token may also depend on the token before it (a leading space is dropped at the start of
-    a text), so pending tokens are decoded together with the piece before them.
+    end of the sequence. The text of a token may also depend on the token before it (a leading space is dropped at the start
+    of a text), so pending tokens are decoded together with the piece before them.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, keep_special: bool = False) -> None:

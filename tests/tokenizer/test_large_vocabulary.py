@@ -33,12 +33,12 @@ class CountingVocabulary:
 def build_tokenizer() -> Tokenizer:
     """Special tokens, one token per byte, and words that only the model writes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"Ġw{number}" for number in range(SIZE - len(tiny.MARKS) - len(alphabet))]
-    ids = {token: number for number, token in enumerate([*tiny.MARKS, *alphabet, *words])}
+    words = [f"Ġw{number}" for number in range(SIZE - len(tiny.SPECIAL_TOKENS) - len(alphabet))]
+    ids = {token: number for number, token in enumerate([*tiny.SPECIAL_TOKENS, *alphabet, *words])}
     vocabulary = Vocabulary(models.BPE(vocab=ids, merges=[]))
     vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocabulary.decoder = decoders.ByteLevel()
-    vocabulary.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tiny.MARKS])
+    vocabulary.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tiny.SPECIAL_TOKENS])
     tokenizer = Tokenizer(vocabulary)
     tokenizer.vocabulary = CountingVocabulary(vocabulary)
     return tokenizer
@@ -64,7 +64,7 @@ def test_every_token_has_its_bytes(writer):
     assert [tokenizer.bytes_of(token) for token in (0, SIZE - 1, SIZE)][::2] == [b"", b""]
     assert tokenizer.bytes_of(SIZE - 1).startswith(b" w")
     assert sum(len(tokenizer.bytes_of(token)) for token in range(SIZE)) > SIZE
-    assert tokenizer.ids_without_text(SIZE + 2) == (*range(len(tiny.MARKS)), SIZE, SIZE + 1)
+    assert tokenizer.ids_without_text(SIZE + 2) == (*range(len(tiny.SPECIAL_TOKENS)), SIZE, SIZE + 1)
 
 
 def test_logprobs(writer):
