@@ -1,4 +1,4 @@
-"""Logprobs: what the last step of a page found of each token, told as the text is."""
+"""Logprobs: the probabilities of the last step of a canvas, released together with the text."""
 
 from dataclasses import replace
 
@@ -13,22 +13,22 @@ from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Committed, Draft
 from redraft.writer import Writer
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the client's own library
+pytestmark = pytest.mark.filterwarnings("ignore")  # from the client's own library
 WRITER = make()
 
 
 @pytest.fixture(scope="module")
-def theirs():
+def client():
     with served(WRITER) as url:
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-def test_openai_logprobs_are_those_of_the_last_step(theirs):
+def test_openai_logprobs_are_those_of_the_last_step(client):
     plain = {"model": "", "prompt": "ab", "max_tokens": 24, "seed": 1, "logit_bias": NO_END}
-    found = theirs.completions.create(**plain, logprobs=3).choices[0]
+    found = client.completions.create(**plain, logprobs=3).choices[0]
     events = list(WRITER.stream("ab", max_tokens=24, seed=1, constraints=Constraints(forbidden=(1, 5)), candidates=3))
     ids = [token for event in events if isinstance(event, Committed) for token in event.ids_BC[0, : event.shown].tolist()]
-    text = [at for at, token in enumerate(ids) if WRITER.tokenizer.token_bytes[token] is not None]  # no marks
+    text = [at for at, token in enumerate(ids) if WRITER.tokenizer.token_bytes[token] is not None]  # no special tokens
     last = {event.block: event.top_probs for event in events if isinstance(event, Draft)}
     own = torch.cat([shares.draft_BC[0] for shares in last.values()])[text]
     assert len(text) > 20
@@ -40,41 +40,41 @@ def test_openai_logprobs_are_those_of_the_last_step(theirs):
     tops = [sorted(top.values(), reverse=True) for top in found.logprobs.top_logprobs]
     for top, shares in zip(tops, likely.log().tolist(), strict=True):
         assert top[0] == pytest.approx(shares[0], abs=1e-4)
-        assert all(min(abs(one - share) for share in shares) < 1e-4 for one in top)  # half characters are one key
-    parts = [chunk.choices[0] for chunk in theirs.completions.create(**plain, logprobs=3, stream=True)]
+        assert all(min(abs(one - share) for share in shares) < 1e-4 for one in top)  # half characters share a key
+    parts = [chunk.choices[0] for chunk in client.completions.create(**plain, logprobs=3, stream=True)]
     told = [part.logprobs for part in parts if part.logprobs]
     assert len(told) == 2
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert [*getattr(told[0], name), *getattr(told[1], name)] == getattr(found.logprobs, name)
 
 
-def test_openai_logprobs_of_a_chat_spell_its_text(theirs):
+def test_openai_logprobs_of_a_chat_spell_its_text(client):
     ask = {"model": "", "messages": user("say: a wörd or two"), "seed": 1, "logprobs": True}
-    found = theirs.chat.completions.create(**ask, top_logprobs=2).choices[0]
+    found = client.chat.completions.create(**ask, top_logprobs=2).choices[0]
     assert found.message.content == "a wörd or two"
     assert b"".join(bytes(one.bytes) for one in found.logprobs.content).decode() == "a wörd or two"
     assert all(one.logprob == 0 and len(one.top_logprobs) == 2 for one in found.logprobs.content)  # they were pinned
-    cut = theirs.chat.completions.create(**ask, stop=["rd or"]).choices[0]
+    cut = client.chat.completions.create(**ask, stop=["rd or"]).choices[0]
     assert cut.message.content == "a wö"
     assert b"".join(bytes(one.bytes) for one in cut.logprobs.content).decode() == "a wö"
     assert not cut.logprobs.content[0].top_logprobs
     whole = b""
-    for chunk in theirs.chat.completions.create(**ask, stream=True):
+    for chunk in client.chat.completions.create(**ask, stream=True):
         content = chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
         whole += b"".join(bytes(one.bytes) for one in content)
     assert whole.decode() == "a wörd or two"
-    none = theirs.chat.completions.create(model="", messages=user("say: a"), seed=1).choices[0]
+    none = client.chat.completions.create(model="", messages=user("say: a"), seed=1).choices[0]
     assert none.logprobs is None
 
 
-def test_logprobs_are_told_as_the_text_is(theirs):
-    """What a stop string that begins on one page and ends on the next takes away, blanks before an answer, thoughts."""
+def test_logprobs_match_the_text_that_is_sent(client):
+    """With a stop string across two canvases, with whitespace before the text, and with reasoning before it."""
     said = {"say: abcdefghijklmnopqrstuv": "abcdefghijklmn", "say: \n\n\nab cdopqrx": "ab cd"}
     said["say: <|channel>thought\nhm<channel|>ok"] = "ok"
     for asked, text in said.items():
         for stream in (False, True):
             ask = {"model": "", "messages": user(asked), "seed": 1, "logprobs": True, "stop": ["opqr"], "max_tokens": 32}
-            found = theirs.chat.completions.create(**ask, stream=stream)
+            found = client.chat.completions.create(**ask, stream=stream)
             choices = [part.choices[0] for part in found] if stream else found.choices
             assert "".join((one.delta if stream else one.message).content or "" for one in choices) == text
             told = [token.token for one in choices if one.logprobs for token in one.logprobs.content]

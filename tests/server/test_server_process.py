@@ -1,4 +1,4 @@
-"""The server as a process of its own: clients that are killed disturb nobody, SIGTERM finishes what runs."""
+"""The server as a process: killed clients do not disturb others, SIGTERM lets running requests finish."""
 
 import json
 import os
@@ -26,10 +26,10 @@ with httpx.stream("POST", sys.argv[1] + "/v1/completions", json=json.loads(sys.a
 
 @contextmanager
 def process(folder):
-    """The address of a server, and its process."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    """Starts a server; yields its address and its process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [sys.executable, "-m", "redraft.cli", "serve", "-m", str(folder), "--port", str(port)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     url = f"http://127.0.0.1:{port}"
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
     return tiny.save_folder(tmp_path_factory.mktemp("served"))
 
 
-def asked(url, **changes):
+def completion(url, **changes):
     return httpx.post(f"{url}/v1/completions", json={**LONG, **changes}, timeout=60).json()["choices"][0]["text"]
 
 
@@ -61,39 +61,41 @@ def active(url):
     return next(float(line.split()[1]) for line in lines if line.startswith("redraft_active_requests "))
 
 
-def test_a_client_that_is_killed_disturbs_nobody(folder):
+def test_a_killed_client_does_not_disturb_others(folder):
     with process(folder) as (url, _):
-        alone, found = asked(url), []
+        alone = completion(url)
+        texts = []
         body = json.dumps({**LONG, "seed": 4, "stream": True, "diffusing": True})
         clients = [
             subprocess.Popen([sys.executable, "-c", CLIENT, url, body], stdout=subprocess.PIPE, text=True) for _ in range(3)
         ]
         for client in clients:
-            assert client.stdout.readline().startswith("data: ")  # it is in the middle of its answer
-        other = threading.Thread(target=lambda: found.append(asked(url)))
+            assert client.stdout.readline().startswith("data: ")  # its completion is running
+        other = threading.Thread(target=lambda: texts.append(completion(url)))
         other.start()
         for client in clients:
             client.send_signal(signal.SIGKILL)
             client.communicate()
         other.join()
-        assert found == [alone]
+        assert texts == [alone]
         ends = time.monotonic() + 10
         while active(url) and time.monotonic() < ends:
             time.sleep(0.02)
         assert active(url) == 0
-        assert asked(url) == alone
+        assert completion(url) == alone
 
 
-def test_sigterm_finishes_what_runs_and_takes_nothing_new(folder):
+def test_sigterm_lets_running_requests_finish_and_accepts_nothing_new(folder):
     with process(folder) as (url, server):
-        alone, found = asked(url), []
-        running = threading.Thread(target=lambda: found.append(asked(url)))
+        alone = completion(url)
+        texts = []
+        running = threading.Thread(target=lambda: texts.append(completion(url)))
         running.start()
         while not active(url):
             time.sleep(0.005)
         server.send_signal(signal.SIGTERM)
         running.join()
-        assert found == [alone]
+        assert texts == [alone]
         assert server.wait(30) in (0, -signal.SIGTERM)
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{url}/health")
