@@ -24,7 +24,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, prefill
-from redraft.engine import Engine, Intervention, Replay, Request, Stopped
+from redraft.engine import Engine, Intervention, Replay, Request, RequestError, Stopped
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 
@@ -90,10 +90,10 @@ class TokenizedText:
             piece = token_bytes[token]
             if piece is None:
                 special_token = tokenizer.decode([token], keep_special=True)
-                raise ValueError(f"the text holds {special_token!r}, a special token of the model: remove it")
+                raise RequestError(f"the text holds {special_token!r}, a special token of the model: remove it")
             pieces.append(piece)
         if b"".join(pieces) != self.bytes:
-            raise ValueError("this tokenizer does not reproduce the text exactly, so it cannot be edited in place")
+            raise RequestError("this tokenizer does not reproduce the text exactly, so it cannot be edited in place")
         self.offsets = [0]
         for piece in pieces:
             self.offsets.append(self.offsets[-1] + len(piece))
@@ -105,10 +105,10 @@ class TokenizedText:
         positions = set()
         for span in spans:
             if not isinstance(span, Sequence) or len(span) != 2:
-                raise ValueError(f"a span is a pair of a start and an end, got {span!r}")
+                raise RequestError(f"a span is a pair of a start and an end, got {span!r}")
             start, end = span
             if not 0 <= start <= end <= len(text):
-                raise ValueError(f"the span {start} to {end} is outside of the text, which has {len(text)} characters")
+                raise RequestError(f"the span {start} to {end} is outside of the text, which has {len(text)} characters")
             first_byte = len(text[:start].encode("utf-8", "replace"))
             end_byte = len(text[:end].encode("utf-8", "replace"))
             for position, (begin, next_begin) in enumerate(pairwise(self.offsets)):
@@ -174,7 +174,7 @@ def check_context(model: DiffusionGemma, prompt_tokens: int, text_tokens: int) -
     """Refuses a text that does not fit the model's context."""
     limit = model.config.max_position_embeddings
     if prompt_tokens + text_tokens > limit:
-        raise ValueError(
+        raise RequestError(
             f"the text has {text_tokens} tokens after a prompt of {prompt_tokens}, but the model's context is {limit}: "
             "take it in parts"
         )
@@ -183,7 +183,7 @@ def check_context(model: DiffusionGemma, prompt_tokens: int, text_tokens: int) -
 def check_strength(strength: float) -> None:
     """Refuses a strength outside of 0 to 1."""
     if not 0 <= strength <= 1:
-        raise ValueError(f"strength is the share of tokens to replace, from 0 to 1, got {strength}")
+        raise RequestError(f"strength is the share of tokens to replace, from 0 to 1, got {strength}")
 
 
 def logprob_margins(logprobs_CV: Tensor, ids: Sequence[int]) -> Tensor:
@@ -197,7 +197,7 @@ def suggest(
 ) -> list[Suggestion]:
     """Tokens for which another is at least `least` times as likely, each with at most `most` alternatives."""
     if not least >= 1 or most < 1:
-        raise ValueError(f"least and most must be at least 1, got {least} and {most}")
+        raise RequestError(f"least and most must be at least 1, got {least} and {most}")
     tokens = TokenizedText(tokenizer, text)
     suggestions = []
     for begin, logprobs_CV in score_canvases(engine, start_tokens(tokenizer), tokens.ids, cfg.canvas_length):
@@ -318,7 +318,7 @@ def stream_redraft(
         chosen = _choose_positions(engine, prefix, canvas, free, strength, seed, block, stop) if free else set()
         if not chosen and not earlier_edits and not any(intervention.step == 0 for intervention in interventions):
             if interventions:
-                raise ValueError(
+                raise RequestError(
                     f"canvas {block} has nothing to redraft at strength {strength}: raise it, or intervene at step 0"
                 )
             yield _unchanged_canvas(block, canvas)
@@ -372,22 +372,22 @@ def _check_replay(
     length = cfg.canvas_length
     replay.check_interventions(math.ceil(len(ids) / length), cfg.max_steps)
     if replay.interventions and not strength:
-        raise ValueError("at strength 0 nothing is redrafted, so there is no step to intervene at: raise the strength")
+        raise RequestError("at strength 0 nothing is redrafted, so there is no step to intervene at: raise the strength")
     for block, canvas in enumerate(replay.canvases):
         expected = len(ids[block * length : (block + 1) * length])
         if len(canvas) != expected:
-            raise ValueError(f"canvas {block} of this text has {expected} tokens, got {len(canvas)}")
+            raise RequestError(f"canvas {block} of this text has {expected} tokens, got {len(canvas)}")
         _check_text_tokens(canvas, vocab_size, forbidden)
     for intervention in replay.interventions:
         if outside := [position for position in intervention.edit.positions if not 0 <= position < len(ids)]:
-            raise ValueError(f"position {max(outside)} is beyond the text's {len(ids)} tokens")
+            raise RequestError(f"position {max(outside)} is beyond the text's {len(ids)} tokens")
         _check_text_tokens(list(intervention.edit.pins.values()), vocab_size, forbidden)
 
 
 def _check_text_tokens(tokens: Sequence[int], vocab_size: int, forbidden: Container[int]) -> None:
     for token in tokens:
         if not 0 <= token < vocab_size or token in forbidden:
-            raise ValueError(f"the token {token} is no text, so an edited text cannot contain it")
+            raise RequestError(f"the token {token} is no text, so an edited text cannot contain it")
 
 
 def _choose_positions(
@@ -447,7 +447,7 @@ def start_tokens(tokenizer: Tokenizer) -> list[int]:
     """The tokens before a text that has no prompt: the start token."""
     start = tokenizer.encode_prompt("")
     if not start:
-        raise ValueError("this tokenizer has no start token, so the text needs a prompt: give an instruction")
+        raise RequestError("this tokenizer has no start token, so the text needs a prompt: give an instruction")
     return start
 
 

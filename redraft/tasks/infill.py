@@ -23,7 +23,7 @@ import torch
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Draft, Finished, prefill
-from redraft.engine import Engine, Request, Stopped
+from redraft.engine import Engine, Request, RequestError, Stopped
 from redraft.tokenizer.tokenizer import Tokenizer
 
 Watch = Callable[[Draft], None]  # called with every draft of one canvas
@@ -51,9 +51,9 @@ class Template:
 
     def __post_init__(self) -> None:
         if not self.lengths:
-            raise ValueError("there is nothing to fill: write a gap as [[ ]], or as [[ 8 ]] for one of 8 tokens")
+            raise RequestError("there is nothing to fill: write a gap as [[ ]], or as [[ 8 ]] for one of 8 tokens")
         if 0 in self.lengths:
-            raise ValueError("a gap has at least one token, got [[ 0 ]]")
+            raise RequestError("a gap has at least one token, got [[ 0 ]]")
 
 
 def parse_template(text: str) -> Template:
@@ -65,7 +65,7 @@ def parse_template(text: str) -> Template:
         part = text[position : match.start() if match else len(text)]
         if stray := re.search(r"\[\[|\]\]", part):
             line = text.count("\n", 0, position + stray.start()) + 1
-            raise ValueError(
+            raise RequestError(
                 f"{stray[0]!r} on line {line} belongs to no gap: gaps are [[ ]] or [[ 8 ]], and not nested; "
                 "give a text with such brackets of its own as prefix and suffix"
             )
@@ -136,7 +136,7 @@ class Infiller:
         canvases of a gap are committed as they are. Raises Stopped once `stop` is set. `candidates` as in `Engine.add`.
         """
         if count < 1 or longest < 1:
-            raise ValueError(f"count and longest must be at least 1, got {count} and {longest}")
+            raise RequestError(f"count and longest must be at least 1, got {count} and {longest}")
         self._check_lengths(template)
         text = template.texts[0]
         gaps: list[str] = []
@@ -216,7 +216,7 @@ class Infiller:
         reserved = -(-max_tokens // canvas_length) * canvas_length
         if reserved >= limit:
             follows = f"with the {max_tokens - context.healed_tokens - length} tokens after it"
-            raise ValueError(f"a gap of {length} tokens does not fit the model's context of {limit} {follows}")
+            raise RequestError(f"a gap of {length} tokens does not fit the model's context of {limit} {follows}")
         special_tokens = set(self.tokenizer.ids_without_text(self.engine.model.config.vocab_size))
         suffix = zip(range(length + context.healed_tokens, max_tokens), context.suffix, strict=False)
         constraints = Constraints(
@@ -232,7 +232,7 @@ class Infiller:
         limit = self.engine.model.config.max_position_embeddings
         lengths = [length or 0 for length in template.lengths]
         if sum(lengths) >= limit:
-            raise ValueError(
+            raise RequestError(
                 f"a gap of {max(lengths)} tokens does not fit the model's context of {limit} with all other gaps"
             )
 
@@ -240,7 +240,7 @@ class Infiller:
         """One request for all gaps at once, each of its given length: the text before it, prompt, settings, constraints."""
         lengths = [length for length in template.lengths if length is not None]
         if len(lengths) < len(template.lengths):
-            raise ValueError("a canvas with all gaps needs the length of each: write it as [[ 8 ]]")
+            raise RequestError("a canvas with all gaps needs the length of each: write it as [[ 8 ]]")
         self._check_lengths(template)
         text = template.texts[0]
         context = _GapContext(self.tokenizer, template, 0, text, cfg.eos_token_ids)
@@ -285,7 +285,7 @@ class _GapContext:
         start = tokenizer.encode_prompt("")
         before = tokenizer.encode(text)
         if not start and not before:
-            raise ValueError("this tokenizer has no start token: the text cannot begin with a gap")
+            raise RequestError("this tokenizer has no start token: the text cannot begin with a gap")
         self.healed = b""  # bytes that moved from the prompt to the canvas
         self.healed_tokens = 0  # tokens that the canvas is longer for it: a space is part of the next word's token
         self.allowed_first: tuple[int, ...] = ()  # tokens that begin with the healed bytes

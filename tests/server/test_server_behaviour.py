@@ -244,10 +244,10 @@ def failing():
     with served(writer) as url, httpx.Client(base_url=url, timeout=30) as client:
 
         def fail_with(kind):
-            def redraft(requests):
+            def step(requests):
                 raise kind("a shape is wrong")
 
-            writer.engine.runner.step = redraft
+            writer.engine.runner.step = step
             return client
 
         yield fail_with
@@ -258,9 +258,8 @@ def error_message(body):
     return error if isinstance(error, str) else error["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "kind"), [(*wire, ValueError) for wire in COMPLETIONS] + [(*wire, RuntimeError) for wire in TASKS]
-)
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+@pytest.mark.parametrize(("path", "body"), COMPLETIONS + TASKS)
 def test_a_fault_during_generation_is_a_500_with_a_trace(failing, caplog, path, body, kind):
     answer = failing(kind).post(path, json={**body, "stream": False})
     assert answer.status_code == 500

@@ -211,8 +211,8 @@ def test_unknown_fields_inside_lists_are_named_too(url):
         ({"prompt": "a", "pins": [{"position": 1}]}, "has either an id or a text, at position 1"),
         ({"prompt": "a", "pins": [{"position": 1, "text": ""}]}, "the text at position 1 is empty"),
         ({"prompt": "a", "pins": [{"position": 1, "id": 99999}]}, "outside the vocabulary"),
-        ({"prompt": "a", "interventions": [{"block": 0, "step": 99}]}, "the last that can be taken"),
-        ({"prompt": "a", "canvases": [[1, 2]]}, "page 0 has 2 tokens, the canvas has 16"),
+        ({"prompt": "a", "interventions": [{"block": 0, "step": 99}]}, "the last possible is canvas"),
+        ({"prompt": "a", "canvases": [[1, 2]]}, "canvas 0 has 2 tokens, canvas_length is 16"),
         ({"prompt": "a", "candidates": 0}, "candidates"),
         ({"prompt": "a", "regex": "("}, "\\("),
     ],
@@ -265,6 +265,13 @@ def test_a_pattern_is_steered(url):
     assert re.fullmatch("[a-z]{20}", new)
     assert new[2] == "q"
     assert new[5] != old[5]
+
+
+def test_an_intervention_on_a_later_canvas_with_nothing_to_redraft_is_a_bad_request(url):
+    """The first canvas is redrafted; all tokens of the second one are kept, which only its turn shows."""
+    body = {"text": "a" * 32, "strength": 0.5, "seed": 4, "keep": [[16, 32]], "stream": False}
+    body["interventions"] = [{"block": 1, "step": 1, "pins": [{"position": 20, "text": "Z"}]}]
+    assert "nothing to redraft" in refusal(url, "/edit", **body)
 
 
 def test_bad_edits_raise_before_anything_is_streamed(url):
