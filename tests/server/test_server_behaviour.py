@@ -167,7 +167,7 @@ def test_bad_addresses_raise_before_the_model_is_loaded():
     with pytest.raises(ValueError, match="requests are at least 1, got 8012 and 0"):
         serve.serve(requests=0)
     for host in ("0.0.0.0", "::", "192.168.1.7", "box.lan"):
-        with pytest.raises(ValueError, match="needs --api-key"):
+        with pytest.raises(ValueError, match="set --api-key to listen there"):
             serve.serve(host=host)
 
 
