@@ -1,10 +1,11 @@
-"""Each kernel at the released 26B-A4B shape against its reference and against its floor, on one GPU. The last line is JSON.
+"""Times each kernel at the released 26B-A4B shape, against its reference and its floor, on one GPU. The last line is JSON.
 
-The floor is what must be read and written once at the memory's speed, or computed at the tensor cores', whichever is longer.
+The floor is the longer of two times: reading and writing every byte once at the memory's bandwidth, or the arithmetic at the
+tensor cores' peak.
 
     python benchmarks/bench_kernels.py [--canvases 1] [--context 1024] [--tiles]
 
-`--tiles` tries other tiles for the experts and prints the best.
+`--tiles` tries other tile sizes for the experts and prints the best.
 """
 
 import argparse
@@ -29,85 +30,101 @@ from redraft.kernels.linear_fp8 import linear_fp8
 from redraft.kernels.triton import attention, experts, mlp, norm, qkv_rope, routing, vocabulary
 
 C = ModelConfig()
-DTYPE, DEVICE = torch.bfloat16, "cuda"
+DTYPE = torch.bfloat16
+DEVICE = "cuda"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation."""
+    """One operation to time."""
 
     name: str
     ours: Callable[[], object]
     reference: Callable[[], object] | None
-    moved: float  # bytes
+    moved: float  # bytes read and written
     flops: float = 0.0
-    eight: bool = False  # 8-bit products are twice as fast
+    is_fp8: bool = False  # fp8 products have twice the peak
 
     @property
     def floor_us(self) -> float:
-        """Microseconds it must take."""
-        return 1e6 * max(self.moved / BYTES, self.flops / (FLOPS * (2 if self.eight else 1)))
+        """The shortest possible time in microseconds."""
+        return 1e6 * max(self.moved / BYTES, self.flops / (FLOPS * (2 if self.is_fp8 else 1)))
 
 
 def rand(*shape: int) -> Tensor:
-    """Random numbers of a weight's size."""
+    """Random numbers of the size of weights."""
     return torch.randn(shape, dtype=DTYPE, device=DEVICE) * 0.05
 
 
 def expert_cases(tokens: int) -> list[Case]:
-    """The experts of one layer, and what sorts tokens for them."""
+    """The experts of one layer, the router, and the sort by expert."""
     chosen, number, size, inner = C.top_k_experts, C.num_experts, C.hidden_size, C.moe_intermediate_size
-    x, up, down = rand(tokens, size), rand(number, 2 * inner, size), rand(number, size, inner)
-    router, ones = rand(number, size), torch.ones(number, device=DEVICE)
-    who, weights = routing.route(x, router, ones, chosen)
-    asked, slow = (x, who, weights), (x, who.long(), weights, up, down)
-    eight = [Fp8Tensor(*map(torch.stack, zip(*map(quantize, stack), strict=True))) for stack in (up, down)]
-    weighed = up.numel() + down.numel()
-    flops = 2 * tokens * chosen * weighed / number
+    x = rand(tokens, size)
+    up = rand(number, 2 * inner, size)
+    down = rand(number, size, inner)
+    router = rand(number, size)
+    ones = torch.ones(number, device=DEVICE)
+    selected, weights = routing.route(x, router, ones, chosen)
+    inputs = (x, selected, weights)
+    reference_inputs = (x, selected.long(), weights, up, down)
+    fp8 = [Fp8Tensor(*map(torch.stack, zip(*map(quantize, stack), strict=True))) for stack in (up, down)]
+    parameters = up.numel() + down.numel()
+    flops = 2 * tokens * chosen * parameters / number
     return [
         Case(
-            "experts bf16", lambda: experts.gated_experts(*asked, up, down), lambda: gated_experts(*slow), 2 * weighed, flops
+            "experts bf16",
+            lambda: experts.gated_experts(*inputs, up, down),
+            lambda: gated_experts(*reference_inputs),
+            2 * parameters,
+            flops,
         ),
-        Case("experts fp8", lambda: experts.gated_experts(*asked, *eight), None, weighed, flops, True),
+        Case("experts fp8", lambda: experts.gated_experts(*inputs, *fp8), None, parameters, flops, True),
         Case("route", lambda: routing.route(x, router, ones, chosen), None, 2 * (tokens + number) * size),
         Case(
-            "deal", lambda: routing.sort_by_expert(who, number), lambda: who.flatten().sort(stable=True), 8 * tokens * chosen
+            "sort by expert",
+            lambda: routing.sort_by_expert(selected, number),
+            lambda: selected.flatten().sort(stable=True),
+            8 * tokens * chosen,
         ),
     ]
 
 
 def attention_cases(canvases: int, context: int) -> list[Case]:
-    """One canvas each over its cache, keys shared out among more and more programs."""
-    found, length = [], C.canvas_length
+    """Canvases over their caches, with the keys split among 1, 2, 4 and 8 programs."""
+    cases = []
+    length = C.canvas_length
     for name, layer in (("sliding", 0), ("full", C.num_hidden_layers - 1)):
         groups, size = C.layer_heads(layer)
         window = C.layer_window(layer)
         seen = min(context, window - 1) if window else context
         q, k, v = (rand(canvases, length, n, size) for n in (C.num_attention_heads, groups, groups))
-        keys, values = rand(canvases, context, groups, size), rand(canvases, context, groups, size)
+        keys = rand(canvases, context, groups, size)
+        values = rand(canvases, context, groups, size)
         base = rand(16)
-        places = [torch.tensor([one.data_ptr() for one in store], device=DEVICE) for store in (keys, values)]
-        table = [base, *((place - base.data_ptr()) // base.element_size() for place in places)]
+        addresses = [torch.tensor([row.data_ptr() for row in store], device=DEVICE) for store in (keys, values)]
+        offsets = [(address - base.data_ptr()) // base.element_size() for address in addresses]
         counts = [torch.full((canvases,), context, dtype=torch.int32, device=DEVICE)] * 3
-        past = attention.KVLocations(*table, *counts)
-        every = canvases * length * C.num_attention_heads * size
-        flops, moved = 4 * every * (seen + length), 2 * (2 * canvases * (seen + length) * groups * size + 2 * every)
-        both = [torch.cat([old[:, -seen:], new], dim=1) for old, new in ((keys, k), (values, v))]
+        cached = attention.KVLocations(base, *offsets, *counts)
+        q_elements = canvases * length * C.num_attention_heads * size
+        flops = 4 * q_elements * (seen + length)
+        moved = 2 * (2 * canvases * (seen + length) * groups * size + 2 * q_elements)
+        keys_values = [torch.cat([old[:, -seen:], new], dim=1) for old, new in ((keys, k), (values, v))]
         for splits in (1, 2, 4, 8):
-            ours = lambda s=splits, a=(q, k, v, past), w=window: attention.attend(*a, window=w, causal=False, splits=s)  # noqa: E731
-            slow = (lambda a=(q, *both): attend(*a, None)) if splits == 1 else None
-            found.append(Case(f"attention {name}, {splits} splits", ours, slow, moved, flops))
-    return found
+            ours = lambda s=splits, a=(q, k, v, cached), w=window: attention.attend(*a, window=w, causal=False, splits=s)  # noqa: E731
+            slow = (lambda a=(q, *keys_values): attend(*a, None)) if splits == 1 else None
+            cases.append(Case(f"attention {name}, {splits} splits", ours, slow, moved, flops))
+    return cases
 
 
 def other_cases(tokens: int) -> list[Case]:
-    """What stands between the products, and the products."""
-    d, found = C.hidden_size, []
+    """Norms and activations between the products, and the dense products."""
+    d = C.hidden_size
+    cases = []
     x, y, w = rand(tokens, d), rand(tokens, d), rand(d)
     answers = rand(tokens, C.top_k_experts, d)
-    one = torch.ones(1, dtype=DTYPE, device=DEVICE)
+    scalar = torch.ones(1, dtype=DTYPE, device=DEVICE)
     row = 2 * tokens * d
-    found.append(
+    cases.append(
         Case(
             "after attention",
             lambda: norm.add_attention_and_norm(x, y, w, w, w, w, 1e-6),
@@ -115,10 +132,10 @@ def other_cases(tokens: int) -> list[Case]:
             6 * row,
         )
     )
-    found.append(
+    cases.append(
         Case(
             "after experts",
-            lambda: norm.add_mlp_and_norm(x, y, answers, (w, w, w), (one, one), 0, w, 1e-6),
+            lambda: norm.add_mlp_and_norm(x, y, answers, (w, w, w), (scalar, scalar), 0, w, 1e-6),
             None,
             (4 + C.top_k_experts) * row,
         )
@@ -126,16 +143,16 @@ def other_cases(tokens: int) -> list[Case]:
     width = (C.num_attention_heads + 2 * C.num_key_value_heads) * C.head_dim
     qkv, at = rand(tokens, width), torch.arange(tokens, device=DEVICE)
     turn, hw = rope_frequencies(C.head_dim, 1e4, 1.0, DEVICE), rand(C.head_dim)
-    found.append(
+    cases.append(
         Case(
-            "heads",
+            "split qkv, rope",
             lambda: qkv_rope.split_qkv_rope(qkv, hw, hw, at, turn, C.num_attention_heads, C.num_key_value_heads, 1e-6),
             None,
             4 * qkv.numel(),
         )
     )
-    both = rand(tokens, 2 * C.intermediate_size)
-    found.append(Case("gate times up", lambda: mlp.gelu_and_mul(both), None, 3 * both.numel()))
+    gate_up = rand(tokens, 2 * C.intermediate_size)
+    cases.append(Case("gelu and mul", lambda: mlp.gelu_and_mul(gate_up), None, 3 * gate_up.numel()))
     shapes = {
         "qkv": (width, d),
         "o": (d, C.num_attention_heads * C.head_dim),
@@ -146,47 +163,51 @@ def other_cases(tokens: int) -> list[Case]:
         weight, z = rand(rows, columns), rand(tokens, columns)
         weight8 = quantize(weight)
         flops = 2 * tokens * rows * columns
-        found.append(Case(f"product {name} bf16", lambda a=z, b=weight: F.linear(a, b), None, 2 * weight.numel(), flops))
-        found.append(Case(f"product {name} fp8", lambda a=z, b=weight8: linear_fp8(a, b), None, weight.numel(), flops, True))
-    return found  # fmt: skip
+        cases.append(Case(f"product {name} bf16", lambda a=z, b=weight: F.linear(a, b), None, 2 * weight.numel(), flops))
+        cases.append(Case(f"product {name} fp8", lambda a=z, b=weight8: linear_fp8(a, b), None, weight.numel(), flops, True))
+    return cases
 
 
 def vocabulary_cases(tokens: int) -> list[Case]:
-    """From the last hidden state to the belief."""
+    """From the last hidden state to the prediction and the soft embedding."""
     raw, table = rand(tokens, C.vocab_size) * 100, rand(C.vocab_size, C.hidden_size)
-    heat, uniform = torch.full((tokens,), 0.6, device=DEVICE), torch.rand(tokens, dtype=torch.float64, device=DEVICE)
-    read = vocabulary.argmax_entropy_sample(raw, 30.0, heat, uniform)
+    temperature, uniform = torch.full((tokens,), 0.6, device=DEVICE), torch.rand(tokens, dtype=torch.float64, device=DEVICE)
+    read = vocabulary.argmax_entropy_sample(raw, 30.0, temperature, uniform)
     spare, hidden = raw.clone(), rand(tokens, C.hidden_size)
     flops = 2 * tokens * table.numel()
     slow = lambda: reference.argmax_entropy_sample(reference.softcap_(raw.clone(), 30.0)[:, None] / 0.6, uniform[:, None])  # noqa: E731
     return [
-        Case("head", lambda: F.linear(hidden, table), None, 2 * table.numel() + 2 * raw.numel(), flops),
+        Case("output projection", lambda: F.linear(hidden, table), None, 2 * table.numel() + 2 * raw.numel(), flops),
         Case(
-            "read the vocabulary", lambda: vocabulary.argmax_entropy_sample(raw, 30.0, heat, uniform), slow, 2 * raw.numel()
+            "argmax, entropy, sample",
+            lambda: vocabulary.argmax_entropy_sample(raw, 30.0, temperature, uniform),
+            slow,
+            2 * raw.numel(),
         ),
-        Case("believe", lambda: vocabulary.compute_probs_(spare, 30.0, heat, read), None, 4 * raw.numel()),
+        Case("probabilities", lambda: vocabulary.compute_probs_(spare, 30.0, temperature, read), None, 4 * raw.numel()),
         Case("soft embedding", lambda: raw @ table, None, 2 * table.numel() + 2 * raw.numel(), flops),
     ]
 
 
 def try_tiles(tokens: int, console: Console) -> None:
-    """Experts with other tiles, each product's best five."""
-    for name, eight in (("experts bf16", False), ("experts fp8", True)):
-        case = next(one for one in expert_cases(tokens) if one.name == name)
-        fitting, found = experts.select_tiles, []
-        for tile in itertools.product((16, 32, 64), (64, 128), (64, 128, 256), (2, 3, 4, 5), (4, 8)):
-            one = experts.Tiles(*tile)
-            experts.select_tiles = lambda each, pairs, number, one=one: (one, one)
+    """Times the experts with other tiles and prints the best five."""
+    for name in ("experts bf16", "experts fp8"):
+        case = next(case for case in expert_cases(tokens) if case.name == name)
+        select_tiles = experts.select_tiles
+        times = []
+        for sizes in itertools.product((16, 32, 64), (64, 128), (64, 128, 256), (2, 3, 4, 5), (4, 8)):
+            tiles = experts.Tiles(*sizes)
+            experts.select_tiles = lambda element_size, pairs, number, tiles=tiles: (tiles, tiles)
             try:
-                found.append((1e3 * triton.testing.do_bench(case.ours, warmup=5, rep=20), tile))
+                times.append((1e3 * triton.testing.do_bench(case.ours, warmup=5, rep=20), sizes))
             except Exception:  # too much shared memory
                 continue
-        experts.select_tiles = fitting
-        console.print(name, f"floor {case.floor_us:.0f} us", sorted(found)[:5], "8 bits" if eight else "")
+        experts.select_tiles = select_tiles
+        console.print(name, f"floor {case.floor_us:.0f} us", sorted(times)[:5])
 
 
 def main() -> None:
-    """Times all of them."""
+    """Times all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--canvases", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)

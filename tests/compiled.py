@@ -2,14 +2,20 @@
 
 Prints one JSON line per kernel: its name and its shared memory. `test_triton_kernels.py` runs this file in a process of its
 own, because a process that interprets kernels cannot compile them.
+
+One variant of each kernel and dtype is compiled to a binary. The variants that differ from it in tile sizes and flags are
+compiled up to the stage that allocates shared memory.
 """
 
 import json
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
 from redraft.kernels.triton import (
@@ -53,10 +59,13 @@ ARGUMENT_TYPES = {
 Kernels = Iterator[Any]
 
 
-def compile_kernel(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 3, **types: str) -> Any:
+def compile_kernel(
+    kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 3, *, to_binary: bool = True, **types: str
+) -> Any:
     """Compiles a kernel with these constants. Integer arguments and addresses count as multiples of 16, as in a real launch.
 
-    Integer arguments have names in capitals, or names that end in _row or _token.
+    Integer arguments have names in capitals, or names that end in _row or _token. Without `to_binary` the compiler stops
+    before LLVM's optimiser and ptxas. Types, shapes and shared memory are checked by then; the rest takes most of the time.
     """
     constants = {"PDL": True, **constants}
     signature = {}
@@ -73,7 +82,31 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], warps: int = 4, stage
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constant_values, attributes)
     options = {"num_warps": warps, "num_stages": stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with nullcontext() if to_binary else skip_binary_stages(kernel.fn.__name__):
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@contextmanager
+def skip_binary_stages(name: str) -> Iterator[None]:
+    """Makes triton.compile stop at unoptimised LLVM code. Its results must not go to a cache that a GPU reads."""
+    add_stages = CUDABackend.add_stages
+
+    def name_kernel(source: str, metadata: dict[str, Any]) -> str:
+        metadata["name"] = name  # the skipped stage does this
+        return ""
+
+    def add_stages_without_binary(self: Any, stages: dict[str, Any], *arguments: Any) -> None:
+        add_stages(self, stages, *arguments)
+        stages["ptx"] = name_kernel
+        stages["cubin"] = lambda source, metadata: b""
+
+    CUDABackend.add_stages = add_stages_without_binary
+    os.environ["DISABLE_LLVM_OPT"] = "1"
+    try:
+        yield
+    finally:
+        CUDABackend.add_stages = add_stages
+        del os.environ["DISABLE_LLVM_OPT"]
 
 
 def expert_kernels() -> Kernels:
@@ -85,24 +118,33 @@ def expert_kernels() -> Kernels:
                 blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_K": tiles.inner}
                 input_types = {inputs: E4M3, f"{inputs}_scale": F32} if is_fp8 else {}
                 constants = {"K": 8, "FP8": is_fp8, **blocks}
-                yield compile_kernel(kernel, constants, tiles.warps, tiles.stages, **weight_types, **input_types)
+                yield compile_kernel(
+                    kernel, constants, tiles.warps, tiles.stages, to_binary=pairs == 2048, **weight_types, **input_types
+                )
 
 
 def attention_kernels() -> Kernels:
-    for (is_large, _), tiles in attention.TILES.items():
+    for (is_large, is_many), tiles in attention.TILES.items():
         size, window = (512, 0) if is_large else (256, 1024)
         shape = {"WINDOW": window, "K": size, "K_PADDED": size, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
         for causal in (False, True):
             for whole in sorted({True, tiles.max_splits == 1}):
                 constants = {**shape, "CAUSAL": causal, "WHOLE": whole}
                 partial = BF16 if whole else F32
+                to_binary = not is_large and not is_many and causal
                 yield compile_kernel(
-                    attention._attend, constants, tiles.warps, tiles.stages, partial=partial, softmax=partial
+                    attention._attend,
+                    constants,
+                    tiles.warps,
+                    tiles.stages,
+                    to_binary=to_binary,
+                    partial=partial,
+                    softmax=partial,
                 )
     # float32 needs the most shared memory
     constants = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": 32, "BLOCK_N": 16, "CAUSAL": True, "WHOLE": True}
     float32 = dict.fromkeys(("q", "k", "v", "base", "out", "partial", "softmax"), F32)
-    yield compile_kernel(attention._attend, constants, stages=2, **float32)
+    yield compile_kernel(attention._attend, constants, stages=2, to_binary=False, **float32)
     for size in (256, 512):
         yield compile_kernel(attention._combine_splits, {"J": 4, "K_PADDED": size, "ROWS": 4}, partial=F32, softmax=F32)
         yield compile_kernel(attention._write_kv, {"K_PADDED": size}, 1)
@@ -110,9 +152,9 @@ def attention_kernels() -> Kernels:
 
 def other_kernels() -> Kernels:
     row = {"EPS": 1e-6, "D_PADDED": 4096}
-    score = {"E_PADDED": 128, "BLOCK_T": 16, "SLICE": 512, "BLOCK_K": 128}
+    score = {"E_PADDED": 128, "BLOCK_T": 16, "SLICE": routing.SLICE, "BLOCK_K": 128}
     yield compile_kernel(routing._score, score, scores=F32)
-    yield compile_kernel(routing._route, {"J": 6, "K": 8, "E_PADDED": 128, "K_PADDED": 8}, 1, scores=F32)
+    yield compile_kernel(routing._route, {"J": 2816 // routing.SLICE, "K": 8, "E_PADDED": 128, "K_PADDED": 8}, 1, scores=F32)
     yield compile_kernel(routing._sort_by_expert, {"BLOCK_PAIRS": 2048})
     yield compile_kernel(fp8._quantize_rows, {"D_PADDED": 4096})
     for has_values, pairs in ((True, 128), (False, 256)):

@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Returns softmax(q k) v as [B, S, H * K].
 
-    A dense mask is [B, S, T]; [B, 1, T] applies to every query. A BlockMask selects FlexAttention, which skips masked blocks.
-    Without a mask every query attends to every key.
+    A dense mask is [B, S, T]; [B, 1, T] applies to every query. A BlockMask selects FlexAttention, which skips masked
+    blocks. Without a mask every query attends to every key.
     """
     q, k, v = (t.transpose(1, 2) for t in (q_BSHK, k_BTGK, v_BTGK))
     is_grouped = q.shape[1] != k.shape[1]

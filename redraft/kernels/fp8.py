@@ -1,7 +1,7 @@
 """8-bit floats (e4m3): quantize, dequantize, and the product of two fp8 tensors.
 
-A weight has one scale per output channel, activations have one scale per token. A GPU multiplies fp8 twice as fast as bf16 and
-loads it in half the time. Shapes: N tokens, D in, O out.
+A weight has one scale per output channel, activations have one scale per token. A GPU multiplies fp8 twice as fast as bf16
+and loads it in half the time. Shapes: N tokens, D in, O out.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,8 @@ class Fp8Tensor(NamedTuple):
 def quantize(x: Tensor, scale_dtype: torch.dtype = torch.float32) -> Fp8Tensor:
     """Rounds to fp8, with one scale per row of the last axis, from its largest absolute value.
 
-    The scale is rounded to `scale_dtype` before it is used, so a checkpoint that stores it in that dtype holds the same numbers.
+    The scale is rounded to `scale_dtype` before it is used, so a checkpoint that stores it in that dtype holds the same
+    numbers.
     """
     scale = (x.float().abs().amax(dim=-1, keepdim=True) / FP8_MAX).clamp(min=MIN_SCALE).to(scale_dtype).float()
     return Fp8Tensor((x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE), scale)

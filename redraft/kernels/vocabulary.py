@@ -13,8 +13,8 @@ from torch import Tensor
 BLOCK = 128  # vocabulary entries per partial sum when sampling
 # Logits per chunk. On a CPU a chunk fits in the cache; on a GPU large chunks mean few launches.
 CHUNK_LOGITS = {"cpu": 2**18, "cuda": 2**24}
-# A token this many nats below the best has probability 0. The cutoff is far below the rounding error of any sum. Below it the
-# exponentials are denormal numbers, with which a CPU is fifty times slower.
+# A token this many nats below the best has probability 0. The cutoff is far below the rounding error of any sum. Below it
+# the exponentials are denormal numbers, with which a CPU is fifty times slower.
 MAX_NATS_BELOW = 80.0
 
 

@@ -1,4 +1,4 @@
-"""Every operation against its definition in float64, at odd shapes."""
+"""Every operation equals its definition in float64, at odd shapes."""
 
 import pytest
 import torch
@@ -20,25 +20,25 @@ def test_rms_norm(shape, dtype):
     assert (kernels.rms_norm(x, weight, 1e-6).double() - truth * weight.double()).abs().max() <= rounding
 
 
-def test_rope_turns_pairs_and_keeps_distances():
+def test_rope_rotates_pairs_by_position():
     cos, sin = kernels.rope_table(torch.tensor([[0, 3, 8]]), 8, 100.0, 1.0, torch.float32)
     x = torch.randn(1, 3, 2, 8)
-    turned = kernels.apply_rope(x, cos, sin)
-    assert torch.allclose(turned[:, 0], x[:, 0])
+    rotated = kernels.apply_rope(x, cos, sin)
+    assert torch.allclose(rotated[:, 0], x[:, 0])
     for s, position in enumerate((0, 3, 8)):
         for pair in range(4):
             angle = torch.tensor(position * 100.0 ** (-2 * pair / 8), dtype=torch.float64)
             a, b = x[0, s, :, pair].double(), x[0, s, :, pair + 4].double()
-            assert torch.allclose(turned[0, s, :, pair].double(), a * angle.cos() - b * angle.sin(), atol=1e-5)
-            assert torch.allclose(turned[0, s, :, pair + 4].double(), b * angle.cos() + a * angle.sin(), atol=1e-5)
+            assert torch.allclose(rotated[0, s, :, pair].double(), a * angle.cos() - b * angle.sin(), atol=1e-5)
+            assert torch.allclose(rotated[0, s, :, pair + 4].double(), b * angle.cos() + a * angle.sin(), atol=1e-5)
 
 
-def test_proportional_rope_leaves_the_rest_alone():
+def test_proportional_rope_leaves_other_pairs_unchanged():
     cos, sin = kernels.rope_table(torch.tensor([[5]]), 16, 1e6, 0.25, torch.float32)
     x = torch.randn(1, 1, 1, 16)
-    turned = kernels.apply_rope(x, cos, sin)
-    still = [i for i in range(16) if torch.equal(turned[..., i], x[..., i])]
-    assert still == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
+    rotated = kernels.apply_rope(x, cos, sin)
+    unchanged = [i for i in range(16) if torch.equal(rotated[..., i], x[..., i])]
+    assert unchanged == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (5, 1)])
@@ -71,17 +71,17 @@ def test_experts_equal_a_loop_over_tokens(tokens, experts, top):
 
 @pytest.mark.parametrize("vocab", [2, 127, 128, 129, 1000])
 @pytest.mark.parametrize("scale", [0.0, 3.0, 40.0])
-def test_reading_the_vocabulary(vocab, scale):
+def test_argmax_entropy_and_sample(vocab, scale):
     logits, uniform = scale * torch.randn(2, 5, vocab), torch.rand(2, 5, dtype=torch.float64)
     probs = logits.double().softmax(-1)
-    belief = kernels.argmax_entropy_sample(logits, uniform)
-    assert torch.equal(belief.best_BC, logits.argmax(-1))
+    prediction = kernels.argmax_entropy_sample(logits, uniform)
+    assert torch.equal(prediction.best_BC, logits.argmax(-1))
     truth = -(probs * probs.clamp(min=1e-300).log()).sum(-1)
-    assert (belief.entropy_BC - truth).abs().max() < 1e-5
-    assert (belief.entropy_BC >= 0).all()
+    assert (prediction.entropy_BC - truth).abs().max() < 1e-5
+    assert (prediction.entropy_BC >= 0).all()
     total = probs.cumsum(-1)
-    picked = belief.sampled_BC[..., None]
-    after, before = total.gather(-1, picked)[..., 0], (total - probs).gather(-1, picked)[..., 0]
+    sampled = prediction.sampled_BC[..., None]
+    after, before = total.gather(-1, sampled)[..., 0], (total - probs).gather(-1, sampled)[..., 0]
     assert (before - 1e-6 <= uniform).all()
     assert (uniform <= after + 1e-6).all()
 
@@ -101,7 +101,7 @@ def test_samples_follow_the_probabilities():
     assert (counts - torch.tensor([0.125, 0.0, 0.5, 0.375])).abs().max() < 0.02
 
 
-def test_the_ends_of_the_uniform_range():
+def test_sampling_at_both_ends_of_the_uniform_range():
     weights = torch.zeros(2, 300)
     weights[:, 130:140] = 1.0
     uniform = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
@@ -118,8 +118,8 @@ def test_softcap():
     logits = torch.randn(3, 5) * 50
     truth = 30 * torch.tanh(logits.double() / 30)
     with_gradient = logits.clone().requires_grad_()
-    kept = kernels.softcap_(with_gradient, 30.0)
-    assert (kept - truth).abs().max() < 1e-5
-    kept.sum().backward()
+    capped = kernels.softcap_(with_gradient, 30.0)
+    assert (capped - truth).abs().max() < 1e-5
+    capped.sum().backward()
     assert with_gradient.grad is not None
     assert (kernels.softcap_(logits, 30.0) - truth).abs().max() < 1e-5

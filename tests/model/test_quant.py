@@ -1,4 +1,4 @@
-"""fp8: packed = unpacked within its rounding, saved = loaded to the bit, the published names, and what is left alone."""
+"""fp8: quantized = unquantized within rounding, saved = loaded exactly, published names, and the layers that stay bf16."""
 
 import json
 from dataclasses import replace
@@ -22,33 +22,35 @@ from redraft.model.quant.fp8 import Fp8Experts, Fp8Linear
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1e-6, 1e-3, 1.0, 1e6]))
-def test_packing_keeps_every_number_within_a_sixteenth(seed, size):
+def test_quantization_error_is_at_most_a_sixteenth(seed, size):
     x = torch.randn(3, 17, generator=torch.Generator().manual_seed(seed)) * size
     x[1] = 0
-    packed = quantize(x, torch.bfloat16)
-    assert packed.qdata.dtype == FP8_DTYPE
-    assert packed.scale.shape == (3, 1)
+    quantized = quantize(x, torch.bfloat16)
+    assert quantized.qdata.dtype == FP8_DTYPE
+    assert quantized.scale.shape == (3, 1)
     largest = x.abs().amax(dim=-1, keepdim=True)
-    error = (dequantize(packed) - x).abs()
-    assert (error <= x.abs() / 16 + largest / 448).all()  # three bits of fraction; small ones are rounded to a grid
-    again = quantize(dequantize(packed), torch.bfloat16)
-    assert torch.allclose(dequantize(again), dequantize(packed), rtol=0.13)
+    error = (dequantize(quantized) - x).abs()
+    assert (
+        error <= x.abs() / 16 + largest / 448
+    ).all()  # e4m3 has three bits of fraction; small numbers are rounded to a fixed grid
+    again = quantize(dequantize(quantized), torch.bfloat16)
+    assert torch.allclose(dequantize(again), dequantize(quantized), rtol=0.13)
 
 
-def test_a_product_is_of_rounded_numbers():
-    chance = torch.Generator().manual_seed(0)
-    x, w = torch.randn(2, 5, 24, generator=chance), torch.randn(7, 24, generator=chance)
-    packed = quantize(w, torch.bfloat16)
+def test_linear_fp8_multiplies_rounded_numbers():
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 5, 24, generator=generator), torch.randn(7, 24, generator=generator)
+    quantized = quantize(w, torch.bfloat16)
     rounded = dequantize(quantize(x.reshape(-1, 24))).view_as(x)
-    expected = rounded @ dequantize(packed).T
-    assert torch.allclose(linear_fp8(x, packed), expected, atol=1e-4)
-    assert linear_fp8(x.bfloat16(), packed).dtype == torch.bfloat16
-    assert not torch.allclose(linear_fp8(x, packed), x @ w.T, atol=1e-3)
-    stack = Fp8Tensor(packed.qdata[None], packed.scale[None])
-    assert torch.equal(stack[0].qdata.float(), packed.qdata.float())
+    expected = rounded @ dequantize(quantized).T
+    assert torch.allclose(linear_fp8(x, quantized), expected, atol=1e-4)
+    assert linear_fp8(x.bfloat16(), quantized).dtype == torch.bfloat16
+    assert not torch.allclose(linear_fp8(x, quantized), x @ w.T, atol=1e-3)
+    stack = Fp8Tensor(quantized.qdata[None], quantized.scale[None])
+    assert torch.equal(stack[0].qdata.float(), quantized.qdata.float())
 
 
-def test_what_is_packed_and_what_is_left_alone():
+def test_which_layers_are_quantized():
     model = quant.quantize_fp8(tiny.build(tiny.BASE))
     kinds = {name: type(module) for name, module in model.named_modules()}
     for name, kind in kinds.items():
@@ -60,25 +62,26 @@ def test_what_is_packed_and_what_is_left_alone():
         if "router" in name or "self_conditioning" in name or "embed" in name:
             assert kind not in (Fp8Linear, Fp8Experts), name
     assert model.config.quant == "fp8"
-    assert quant.quantize_fp8(model) is model  # packed once
+    assert quant.quantize_fp8(model) is model  # a second call changes nothing
 
 
 @pytest.mark.parametrize("name", ["plain", "one layer", "more experts than tokens", "every expert"])
-def test_saved_is_loaded_to_the_bit(tmp_path, name):
+def test_saved_equals_loaded_exactly(tmp_path, name):
     model = quant.quantize_fp8(tiny.decided(tiny.CONFIGS[name], 3))
     checkpoint.save(model, tmp_path)
     again = checkpoint.load_model(tmp_path)
     assert again.config == model.config
-    mine, theirs = model.state_dict(), again.state_dict()
-    assert set(mine) == set(theirs)
-    for key in mine:
-        assert mine[key].dtype == theirs[key].dtype, key
-        assert torch.equal(mine[key].float(), theirs[key].float()), key
+    saved = model.state_dict()
+    loaded = again.state_dict()
+    assert set(saved) == set(loaded)
+    for key in saved:
+        assert saved[key].dtype == loaded[key].dtype, key
+        assert torch.equal(saved[key].float(), loaded[key].float()), key
     events = [list(generate(m, [[2, 30, 40]], tiny.sampler(max_new_tokens=16), seeds=[1])) for m in (model, again)]
     assert torch.equal(events[0][-1].ids_BT, events[1][-1].ids_BT)
 
 
-def test_the_file_is_as_published(tmp_path):
+def test_the_file_has_the_published_layout(tmp_path):
     checkpoint.save(quant.quantize_fp8(tiny.build(tiny.BASE)), tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
@@ -95,7 +98,7 @@ def test_the_file_is_as_published(tmp_path):
     assert "lm_head" in config["ignore"]
 
 
-def test_other_packings_are_refused_in_a_sentence(tmp_path):
+def test_other_quantizations_are_refused(tmp_path):
     checkpoint.save(quant.quantize_fp8(tiny.build(tiny.BASE)), tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     for change, words in (
@@ -120,17 +123,18 @@ def test_other_packings_are_refused_in_a_sentence(tmp_path):
         )
 
 
-def test_on_the_way_in_is_as_on_disk(tmp_path, monkeypatch, capsys):
+def test_quantizing_at_load_equals_quantizing_on_disk(tmp_path, monkeypatch, capsys):
     from redraft.cli import main  # the command line, in this process
 
     tiny.save_folder(tmp_path / "plain")
-    monkeypatch.setattr("sys.argv", ["redraft", "quantize", str(tmp_path / "plain"), str(tmp_path / "packed")])
+    monkeypatch.setattr("sys.argv", ["redraft", "quantize", str(tmp_path / "plain"), str(tmp_path / "quantized")])
     with pytest.raises(SystemExit) as left:
         main.main()
     assert not left.value.code
-    assert capsys.readouterr().out == f"{tmp_path / 'packed'}\n"
-    sizes = [sum(f.stat().st_size for f in (tmp_path / n).glob("*.safetensors")) for n in ("plain", "packed")]
+    assert capsys.readouterr().out == f"{tmp_path / 'quantized'}\n"
+    sizes = [sum(f.stat().st_size for f in (tmp_path / n).glob("*.safetensors")) for n in ("plain", "quantized")]
     assert sizes[1] < sizes[0]
-    one, other = redraft.load(tmp_path / "plain", quant="fp8"), redraft.load(tmp_path / "packed")
-    assert one.write("Hello", seed=2).ids == other.write("Hello", seed=2).ids
-    assert redraft.load(tmp_path / "packed", quant="fp8").model.config.quant == "fp8"
+    at_load = redraft.load(tmp_path / "plain", quant="fp8")
+    from_disk = redraft.load(tmp_path / "quantized")
+    assert at_load.write("Hello", seed=2).ids == from_disk.write("Hello", seed=2).ids
+    assert redraft.load(tmp_path / "quantized", quant="fp8").model.config.quant == "fp8"

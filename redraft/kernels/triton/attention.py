@@ -1,12 +1,12 @@
 """Attention of new tokens over [KV cache ; new tokens], with each cache read in place. Reference: `kernels/attention.py`.
 
 The kernel gets the memory address of each request's cache, so one launch serves requests with separate caches and nothing is
-copied together. A cache is a ring buffer: position p is in slot p % slots. Query heads that share a key-value head are rows of
-one product. When there are few rows, the keys are split among programs (split-K), and a second kernel combines the partial
-results.
+copied together. A cache is a ring buffer: position p is in slot p % slots. Query heads that share a key-value head are
+rows of one product. When there are few rows, the keys are split among programs (split-K), and a second kernel combines the
+partial results.
 
-A canvas position attends to the whole canvas and to the last `window - 1` cached tokens. A causal token attends to itself and
-the tokens before it, `window` tokens in all. The masks are those of `model/masks.py`.
+A canvas position attends to the whole canvas and to the last `window - 1` cached tokens. A causal token attends to itself
+and the tokens before it, `window` tokens in all. The masks are those of `model/masks.py`.
 
 Shapes: B requests, S new tokens each, H query heads, G key-value heads (H is a multiple of G), K head size, J splits.
 """
@@ -47,7 +47,8 @@ TILES = {
 class KVLocations(NamedTuple):
     """Where one layer's KV caches are in memory.
 
-    Offsets are relative to `base`, a tensor of the same dtype: from a bare address the compiler could not infer an alignment.
+    Offsets are relative to `base`, a tensor of the same dtype: from a bare address the compiler could not infer an
+    alignment.
     """
 
     base: Tensor
@@ -108,7 +109,7 @@ def _attend(
     B, S, H, G, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
     K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows of one request and one key-value head, over one split of the keys. WHOLE: there is one split."""
+    """One tile of query rows of one request and key-value head, over one split of the keys. WHOLE: there is one split."""
     pdl_wait(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(2)

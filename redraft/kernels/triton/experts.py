@@ -1,9 +1,9 @@
 """The experts as two grouped products over tokens sorted by expert. Reference: `kernels/experts.py`.
 
 A canvas gives each expert few tokens (16 on average: 256 tokens, 8 of 128 experts), so loading the weights takes most of the
-time. Each weight is loaded once, by one program per expert and tile of features. The weights are on the M side of the product
-and the few tokens on the N side. Gate and up are one product with interleaved rows, so that both halves of a feature are in
-the registers of one program.
+time. Each weight is loaded once, by one program per expert and tile of features. The weights are on the M side of the
+product and the few tokens on the N side. Gate and up are one product with interleaved rows, so that both halves of a
+feature are in the registers of one program.
 
 Shapes: N tokens, K experts per token, M = N * K (token, expert) pairs, E experts, D model size, F expert size.
 """

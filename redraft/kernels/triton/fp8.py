@@ -30,7 +30,7 @@ def quantize_rows(x_ND: Tensor) -> Fp8Tensor:
 
 
 def data_and_scale(tensor: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the two kernel arguments of a tensor. One that is not fp8 stands in for its scales; the kernel ignores them."""
+    """Returns the two kernel arguments of a tensor. Without scales it is passed twice; the kernel ignores the second."""
     return (tensor.qdata, tensor.scale) if isinstance(tensor, Fp8Tensor) else (tensor, tensor)
 
 

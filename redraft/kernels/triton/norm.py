@@ -66,8 +66,8 @@ def add_mlp_and_norm(
 ) -> tuple[Tensor, Tensor | Fp8Tensor]:
     """Adds the outputs of dense MLP and experts to the residual, and norms the result for the next layer.
 
-    `weights` are the norms after the dense MLP, after the experts, and after their sum. The result is multiplied by the first
-    scalar for the first `causal` tokens, by the second for the others. `to_fp8` quantizes the norm for the next layer.
+    `weights` are the norms after the dense MLP, after the experts, and after their sum. The result is multiplied by the
+    first scalar for the first `causal` tokens, by the second for the others. `to_fp8` quantizes the norm for the next layer.
     """
     n, chosen, size = experts_NKD.shape
     out_ND = torch.empty_like(x_ND)

@@ -1,7 +1,8 @@
 """The sampler's part of a denoising step: random numbers before the model, acceptance and the next canvas after it.
 
-References: `diffusion/rng.py`, and `diffusion/sampler.py` with the released settings (an entropy bound; no quota, no spread, no
-constraints). Each row has its own seed, block, step and settings in device memory, so rows at different steps share a launch.
+References: `diffusion/rng.py`, and `diffusion/sampler.py` with the released settings (an entropy bound; no quota, no
+spread, no constraints). Each row has its own seed, block, step and settings in device memory, so rows at different steps
+share a launch.
 
 Shapes: B rows, C canvas positions, S steps at most.
 """
@@ -73,7 +74,7 @@ def draw_step_inputs(rows: CanvasBatch, vocab: int) -> tuple[Tensor, Tensor, Ten
 
 
 def step_canvases_(rows: CanvasBatch, best_BC: Tensor, entropy_BC: Tensor, sampled_BC: Tensor, noise_BC: Tensor) -> None:
-    """Accepts, renoises and tests each row for its end, in place. Rows that settled or used all their steps do not change."""
+    """Accepts, renoises and tests each row for its end, in place. Rows that settled or used all steps do not change."""
     b, c = rows.ids_BC.shape
     _step_canvases[(b,)](
         best_BC, entropy_BC, sampled_BC, noise_BC,
@@ -142,8 +143,8 @@ def _step_canvases(
         h = tl.load(entropy + offs, mask=mask, other=float("inf"))
         token = tl.load(best + offs, mask=mask, other=0)
         is_same = tl.sum((mask & (token != tl.load(best_out + offs, mask=mask, other=0))).to(tl.int32), axis=0) == 0
-        # A position is accepted if the entropies before it sum to at most the bound. Positions are ordered by entropy, and by
-        # index where entropies are equal.
+        # A position is accepted if the entropies before it sum to at most the bound. Positions are ordered by entropy, and
+        # by index where entropies are equal.
         is_before = (h[None, :] < h[:, None]) | ((h[None, :] == h[:, None]) & (position[None, :] < position[:, None]))
         sum_before = tl.sum(tl.where(is_before & mask[None, :], h[None, :], 0.0), axis=1)
         accepted = mask & (sum_before <= tl.load(bounds + row))

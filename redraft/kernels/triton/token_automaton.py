@@ -107,8 +107,8 @@ def forward_backward_viterbi(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the log weights of the token classes, the most probable matching text, and whether any text matches.
 
-    weights_CK has one column per class that has pairs, and a last column of -inf for the other tokens. Added to the logits of
-    a class's tokens, it gives the marginals of matching texts. The text is ids_C.
+    weights_CK has one column per class that has pairs, and a last column of -inf for the other tokens. Added to the logits
+    of a class's tokens, it gives the marginals of matching texts. The text is ids_C.
     """
     device = logits_CV.device
     count = len(logits_CV)

@@ -1,6 +1,6 @@
 """One pass over the vocabulary: softcap, temperature, argmax, entropy, a sample. Reference: `kernels/vocabulary.py`.
 
-    raw logits -> [1 _reduce_chunks] -> statistics of each chunk -> [2 _combine_chunks] -> argmax, entropy, sample, normaliser
+    raw logits -> [1 _reduce_chunks] -> statistics of chunks -> [2 _combine_chunks] -> argmax, entropy, sample, normaliser
     raw logits -> [3 _compute_probs] -> probabilities, in the same memory -> one product with the embedding
 
 The kernels read the raw logits of the output projection. A sample needs the cumulative weight up to a token: kernel 1 sums
