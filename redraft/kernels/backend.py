@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,8 +63,8 @@ def select_backend(device: torch.device | str) -> Backend:
     if torch.device(device).type != "cuda":
         return Backend(False, "no GPU")
     name = torch.cuda.get_device_name(device)
-    properties = torch.cuda.get_device_properties(device)
-    shared_memory: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack the next attribute
+    shared_memory: int = properties.shared_memory_per_block_optin
     if shared_memory < MIN_SHARED_MEMORY:
         available = f"{name} has {shared_memory // 1024} KiB of shared memory per block"
         return Backend(False, f"{available}, the Triton kernels need {MIN_SHARED_MEMORY // 1024}")
