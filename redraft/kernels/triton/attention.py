@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.triton.pdl import pdl_options, pdl_wait
+from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
 COMBINED_ROWS = 4  # rows per program of `_combine_splits`
 MIN_SPLIT_KEYS = 128  # per program
@@ -110,7 +110,7 @@ def _attend(
     K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one request and key-value head, over one split of the keys. WHOLE: there is one split."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(2)
     request = tl.program_id(1) // G
@@ -192,7 +192,7 @@ def _combine_splits(
     partial, softmax, out, R, K, J: tl.constexpr, K_PADDED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
 ):
     """Combines the splits of some rows. Each split was computed relative to its own maximum."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offs_k = tl.arange(0, K_PADDED)
     mask_row = row < R
@@ -229,7 +229,7 @@ def _write_kv(
     K_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and one key-value head."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     request = tl.program_id(0) // S
     token = tl.program_id(0) % S
     group = tl.program_id(1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.triton.fp8 import data_and_scale, quantize_rows
-from redraft.kernels.triton.pdl import pdl_options, pdl_wait
+from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 from redraft.kernels.triton.routing import sort_by_expert
 
 
@@ -107,7 +107,7 @@ def _gate_up(
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GELU(gate) * up of one expert's tokens, for one tile of features."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     expert = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
@@ -145,7 +145,7 @@ def _down(
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The down product of one expert's tokens, times the router's weights, stored in token order."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     expert = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)

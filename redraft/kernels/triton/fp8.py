@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.fp8 import FP8_DTYPE, FP8_MAX, MIN_SCALE, Fp8Tensor
-from redraft.kernels.triton.pdl import pdl_options, pdl_wait
+from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
 _FP8_MAX = tl.constexpr(FP8_MAX)  # a kernel reads only globals of this type
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
@@ -37,15 +37,15 @@ def data_and_scale(tensor: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _quantize_rows(x, fp8_out, scale_out, D, D_PADDED: tl.constexpr, PDL: tl.constexpr):
     """One row."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, D_PADDED)
     value = tl.load(x + row * D + offs, mask=offs < D, other=0.0).to(tl.float32)
-    store_quantized(value, fp8_out, scale_out, row, offs, D)
+    _store_quantized(value, fp8_out, scale_out, row, offs, D)
 
 
 @triton.jit
-def store_quantized(value, fp8_out, scale_out, row, offs, D):
+def _store_quantized(value, fp8_out, scale_out, row, offs, D):
     """Stores a row of float32 numbers as fp8. Numbers past the row's end must be 0."""
     scale = tl.maximum(tl.max(tl.abs(value), axis=0) / _FP8_MAX, _MIN_SCALE)
     value = tl.minimum(tl.maximum(value / scale, -_FP8_MAX), _FP8_MAX)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.triton.experts import _gelu
-from redraft.kernels.triton.pdl import pdl_options, pdl_wait
+from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
 
 def gelu_and_mul(gate_up_N2F: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def gelu_and_mul(gate_up_N2F: Tensor) -> Tensor:
 @triton.jit
 def _gelu_and_mul(gate_up, out, F, BLOCK_F: tl.constexpr, PDL: tl.constexpr):
     """One block of one token's features."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = offs < F

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.fp8 import Fp8Tensor
-from redraft.kernels.triton.fp8 import data_and_scale, empty_fp8, store_quantized
-from redraft.kernels.triton.pdl import pdl_options, pdl_wait
+from redraft.kernels.triton.fp8 import _store_quantized, data_and_scale, empty_fp8
+from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
@@ -97,7 +97,7 @@ def _divide_by_rms(x, D, EPS):
 
 @triton.jit
 def _rms_norm(x, weight, out, D, HAS_WEIGHT: tl.constexpr, EPS: tl.constexpr, D_PADDED: tl.constexpr, PDL: tl.constexpr):
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, D_PADDED)
     mask = offs < D
@@ -113,7 +113,7 @@ def _add_attention_and_norm(
     out, mlp_out, mlp_scale, moe_out, moe_scale, router_out,
     D, EPS: tl.constexpr, ROUTER_SCALE, TO_FP8: tl.constexpr, D_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, D_PADDED)
     mask = offs < D
@@ -127,8 +127,8 @@ def _add_attention_and_norm(
     mlp_in = (normed * tl.load(mlp_weight + offs, mask=mask, other=0.0).to(tl.float32)).to(dtype)
     moe_in = (normed * tl.load(moe_weight + offs, mask=mask, other=0.0).to(tl.float32)).to(dtype)
     if TO_FP8:
-        store_quantized(mlp_in.to(tl.float32), mlp_out, mlp_scale, row, offs, D)
-        store_quantized(moe_in.to(tl.float32), moe_out, moe_scale, row, offs, D)
+        _store_quantized(mlp_in.to(tl.float32), mlp_out, mlp_scale, row, offs, D)
+        _store_quantized(moe_in.to(tl.float32), moe_out, moe_scale, row, offs, D)
     else:
         tl.store(mlp_out + row_offs, mlp_in, mask=mask)
         tl.store(moe_out + row_offs, moe_in, mask=mask)
@@ -142,7 +142,7 @@ def _add_mlp_and_norm(
     out, next_out, next_scale,
     CAUSAL, D, K: tl.constexpr, EPS: tl.constexpr, TO_FP8: tl.constexpr, D_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, D_PADDED)
     mask = offs < D
@@ -164,6 +164,6 @@ def _add_mlp_and_norm(
     normed = _divide_by_rms(value.to(tl.float32), D, EPS)
     normed = normed * tl.load(next_weight + offs, mask=mask, other=0.0).to(tl.float32)
     if TO_FP8:
-        store_quantized(normed.to(dtype).to(tl.float32), next_out, next_scale, row, offs, D)
+        _store_quantized(normed.to(dtype).to(tl.float32), next_out, next_scale, row, offs, D)
     else:
         tl.store(next_out + row_offs, normed.to(dtype), mask=mask)

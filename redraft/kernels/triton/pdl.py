@@ -23,7 +23,7 @@ def pdl_options() -> dict[str, Any]:
 
 
 @triton.jit
-def pdl_wait(PDL: tl.constexpr):
+def _pdl_wait(PDL: tl.constexpr):
     """Waits until the preceding kernel's writes are visible, then lets the following kernel start."""
     if PDL:
         gdc_wait()

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.triton.pdl import pdl_options, pdl_wait
+from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
 BLOCK_HEADS = 8  # heads of a token per program: they share the angles
 
@@ -43,7 +43,7 @@ def _split_qkv_rope(
     P, P_PADDED: tl.constexpr, BLOCK_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token. The first half of each head is paired with the second half."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     pair = tl.arange(0, P_PADDED)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.triton.pdl import pdl_options, pdl_wait
+from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
 BLOCK_PAIRS = 2048  # pairs per iteration of the sort
 SLICE = 256  # of the model size, per program of the score product
@@ -40,7 +40,7 @@ def _score(
     E_PADDED: tl.constexpr, BLOCK_T: tl.constexpr, SLICE: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A slice of some tokens' product with the router's weight. Without slices there would be too few programs for a GPU."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(1)
     expert = tl.arange(0, E_PADDED)
@@ -63,7 +63,7 @@ def _route(
     J: tl.constexpr, K: tl.constexpr, E_PADDED: tl.constexpr, K_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The top K experts of one token."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs_e = tl.arange(0, E_PADDED)
     offs_k = tl.arange(0, K_PADDED)
@@ -102,7 +102,7 @@ def sort_by_expert(experts_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _sort_by_expert(experts, order, ends, M, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr):
     """One expert: counts the pairs of the experts before it, then stores its own pairs behind them."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     this_expert = tl.program_id(0)
     offs = tl.arange(0, BLOCK_PAIRS)
     position = 0

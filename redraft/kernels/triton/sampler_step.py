@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels import splitmix
-from redraft.kernels.triton.pdl import pdl_options, pdl_wait
+from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _draw_step_inputs(
     C, S, V, C_PADDED: tl.constexpr, SAMPLE: tl.constexpr, NOISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: mixes seed, stream, block, step and position, in the order of `diffusion/rng.py`."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     position = tl.arange(0, C_PADDED)
     mask = position < C
@@ -133,7 +133,7 @@ def _step_canvases(
     limits, bounds, confidences, stabilities, C, C_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     position = tl.arange(0, C_PADDED)
     mask = position < C

@@ -60,11 +60,16 @@ class AutomatonArrays(Protocol):
     class_E: np.ndarray
 
     @property
-    def edge_starts_R(self) -> np.ndarray: ...
+    def edge_starts_R(self) -> np.ndarray:
+        """The index of each pair's first edge."""
+
     @property
-    def tokens_by_class(self) -> tuple[np.ndarray, np.ndarray]: ...
+    def tokens_by_class(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens sorted by class, and the index of each class's first token."""
+
     @property
-    def pairs_by_class(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+    def pairs_by_class(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The pairs sorted by class, the classes that have edges, and the index of each class's first pair."""
 
 
 @lru_cache(maxsize=64)

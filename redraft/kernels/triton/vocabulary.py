@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.triton.pdl import pdl_options, pdl_wait
+from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
 BLOCK = 128  # entries per partial sum when sampling, as in the reference
 CHUNK = 4096  # entries per program
@@ -79,7 +79,7 @@ def _reduce_chunks(
     CHUNK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one position. Stores four statistics: max, sum(exp(z)), sum(exp(z) z), sum(exp(rounded z))."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -107,7 +107,7 @@ def _combine_chunks(
     V, J, cap, J_PADDED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One position: combines its chunks, rescaled to the largest logit, and draws the sample."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, J_PADDED)
     mask = chunk < J
@@ -153,7 +153,7 @@ def _combine_chunks(
 @triton.jit
 def _compute_probs(raw, temperatures, tops, masses, V, cap, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One chunk of one position."""
-    pdl_wait(PDL)
+    _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     mask = column < V
