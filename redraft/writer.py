@@ -452,13 +452,13 @@ class Writer:
         """
         items = [puzzle] if isinstance(puzzle, str) else list(puzzle)
         is_single = isinstance(puzzle, str) or (len(items) > 0 and not hasattr(items[0], "__iter__"))
-        puzzles = [boards.given(item) for item in ([puzzle] if is_single else items)]  # type: ignore[arg-type]
+        puzzles = [boards.to_board(item) for item in ([puzzle] if is_single else items)]  # type: ignore[arg-type]
         events = self.sudoku_events(puzzles, seed=seed if seed is not None else new_seed(), **options)
         solutions = sorted((e for e in events if isinstance(e, Solution)), key=lambda solution: solution.number)
         return solutions[0] if is_single else solutions
 
     def sudoku_events(
         self, puzzles: Sequence[Board], *, seed: int, canvases: int = 64, check: bool = True, **settings: Any
-    ) -> Iterator[solve.Pass | Solution]:
+    ) -> Iterator[solve.SolveStep | Solution]:
         """Yields every denoising step over the boards, and every solution when it is done."""
         return solve.solve(self.model, puzzles, self._sampler_config(**settings), seed=seed, canvases=canvases, check=check)

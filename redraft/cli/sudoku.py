@@ -1,7 +1,7 @@
-"""The command redraft sudoku PUZZLE|FILE.
+"""The command `redraft sudoku PUZZLE|FILE`; `main.py` registers it.
 
-One puzzle is drawn while it is denoised; a file of puzzles runs in batches with a progress bar. The exact solver checks first
-that a puzzle has exactly one solution; the command says so when the model's board is not that solution.
+One puzzle is drawn while it settles; a file of puzzles runs in batches with a progress bar. The exact solver first makes sure
+that every puzzle has exactly one solution, and a board that breaks the rules is reported as wrong.
 """
 
 import csv
@@ -25,7 +25,7 @@ from redraft.cli.terminal import CHANGED, FRAME_SECONDS, NOISE, QUIET, defer_int
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solver
 from redraft.tasks.sudoku.board import Board, BoardError
-from redraft.tasks.sudoku.solve import Pass, Solution
+from redraft.tasks.sudoku.solve import Solution, SolveStep
 from redraft.writer import SUDOKU_MODEL, load, new_seed
 
 COLUMNS = ("puzzle", "board", "solved", "canvases", "forwards", "revisions", "seconds", "seed")
@@ -34,53 +34,52 @@ COLUMNS = ("puzzle", "board", "solved", "canvases", "forwards", "revisions", "se
 def sudoku(
     puzzle: Annotated[str, typer.Argument(help="81 characters (0 . * are open cells), a file of puzzles, or - for stdin.")],
     model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder. [sudoku, in the package]")] = "",
-    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same boards. [a random one]")] = None,
-    canvases: Annotated[int, typer.Option("--canvases", help="Maximum canvases per puzzle.")] = 64,
-    steps: Annotated[int | None, typer.Option("--steps", help="Maximum denoising steps per canvas. [checkpoint's]")] = None,
-    check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Try again when a board breaks the rules of Sudoku.")
-    ] = True,
+    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same boards. [random]")] = None,
+    canvases: Annotated[int, typer.Option("--canvases", help="Maximum number of canvases for a puzzle.")] = 64,
+    steps: Annotated[int | None, typer.Option("--steps", help="Maximum denoising steps of a canvas. [checkpoint's]")] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Attempt again if a board breaks the rules.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per puzzle.")] = False,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Write the results here instead of printing them.")] = None,
     visual: Annotated[
-        bool | None, typer.Option("--visual/--no-visual", help="Draw the board as it settles. [on a terminal]")
+        bool | None, typer.Option("--visual/--no-visual", help="Draw the board while it settles. [on a terminal]")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
 ) -> None:
-    """Solve one Sudoku puzzle and draw its canvas, or solve a file of puzzles."""
-    numbered = given(puzzle)
-    for where, one in numbered:
-        with _named(where):
-            solver.solve(one)  # exactly one solution, or a sentence
+    """Solve Sudoku by diffusion: one puzzle, drawn while it settles, or a file of puzzles."""
+    located_puzzles = read_argument(puzzle)
+    for where, board in located_puzzles:
+        with _prefix_errors(where):
+            solver.solve(board)  # raises BoardError unless there is exactly one solution
     writer = load(model or SUDOKU_MODEL, device=device, dtype=dtype)
-    puzzles = [one for _, one in numbered]
+    puzzles = [board for _, board in located_puzzles]
     seed = seed if seed is not None else new_seed()
     if out and not Path(out).absolute().parent.is_dir():
         raise ValueError(f"there is no folder {str(Path(out).parent)!r} to write {out!r} into")
     events = writer.sudoku_events(puzzles, seed=seed, canvases=canvases, check=check, max_steps=steps)
     console = Console(highlight=False)
-    drawing = not as_json and not out and (console.is_terminal if visual is None else visual)
+    draws_board = not as_json and not out and (console.is_terminal if visual is None else visual)
     if len(puzzles) == 1 and not as_json and not out:
-        found = [_draw(events, puzzles[0], console) if drawing else _last(events)]
-        _print_solution(found[0], drawn=drawing)
+        solution = _draw_steps(events, puzzles[0], console) if draws_board else _last_solution(events)
+        _print_solution(solution, drawn=draws_board)
+        solutions = [solution]
     else:
-        found = _many(events, len(puzzles), as_json, out)
-    if not all(solution.solved for solution in found):
+        solutions = _solve_many(events, len(puzzles), as_json, out)
+    if not all(solution.solved for solution in solutions):
         raise typer.Exit(1)
 
 
-# 1. Read puzzles
+# 1. The argument
 
 
-def given(text: str) -> list[tuple[str, Board]]:
-    """Puzzles of an argument: a file's, stdin's, or the argument itself. Each with where it stands, empty for a lone one."""
+def read_argument(text: str) -> list[tuple[str, Board]]:
+    """Reads puzzles from a file, from stdin, or from the argument itself. Returns (location, puzzle); a lone one has location ""."""
     if text == "-":
-        return _read(sys.stdin.buffer.read(), "stdin")
+        return _read_puzzles(sys.stdin.buffer.read(), "stdin")
     if is_file(text):
-        return _read(Path(text).read_bytes(), text)
+        return _read_puzzles(Path(text).read_bytes(), text)
     try:
-        return [("", boards.checked(text))]
+        return [("", boards.parse_puzzle(text))]
     except BoardError as error:
         if any(character.isalpha() or character == "/" for character in text):
             raise BoardError(f"there is no file {text[:200]!r}, and as a puzzle: {error}") from None
@@ -88,26 +87,27 @@ def given(text: str) -> list[tuple[str, Board]]:
 
 
 def is_file(text: str) -> bool:
-    """Whether something to read lies there; a pipe does, too."""
+    """Whether the text names a file or a pipe. A folder raises BoardError."""
     try:
-        exists, folder = Path(text).exists(), Path(text).is_dir()
-    except (OSError, ValueError):  # no name a file could have
+        exists = Path(text).exists()
+        is_folder = Path(text).is_dir()
+    except (OSError, ValueError):  # not a possible file name
         return False
-    if text and folder:
+    if text and is_folder:
         raise BoardError(f"{text!r} is a folder; give a file of puzzles")
     return bool(text) and exists
 
 
-def _read(raw: bytes, name: str) -> list[tuple[str, Board]]:
-    with _named(name):
-        found = list(boards.read_many(raw.decode("utf-8-sig", errors="replace")))
-        if not found:
+def _read_puzzles(raw: bytes, name: str) -> list[tuple[str, Board]]:
+    with _prefix_errors(name):
+        puzzles = list(boards.read_puzzles(raw.decode("utf-8-sig", errors="replace")))
+        if not puzzles:
             raise BoardError("there is no puzzle in it")
-    return [(f"{name}, line {number}", one) for number, one in found]
+    return [(f"{name}, line {number}", board) for number, board in puzzles]
 
 
 @contextmanager
-def _named(where: str) -> Iterator[None]:
+def _prefix_errors(where: str) -> Iterator[None]:
     try:
         yield
     except BoardError as error:
@@ -117,108 +117,112 @@ def _named(where: str) -> Iterator[None]:
 # 2. One puzzle
 
 
-def _last(events: Iterable[Pass | Solution]) -> Solution:
+def _last_solution(events: Iterable[SolveStep | Solution]) -> Solution:
     *_, last = events
     assert isinstance(last, Solution)
     return last
 
 
-def _draw(events: Iterable[Pass | Solution], puzzle: Board, console: Console) -> Solution:
-    """The first canvas after every pass, then the board that is left."""
+def _draw_steps(events: Iterable[SolveStep | Solution], puzzle: Board, console: Console) -> Solution:
+    """Draws the first canvas after every step, then the final board."""
     before: Board | None = None
-    shown = time.monotonic() - FRAME_SECONDS
+    solution: Solution | None = None
+    last_frame = time.monotonic() - FRAME_SECONDS
     with Live(console=console, auto_refresh=False) as live:
         for event in events:
             if isinstance(event, Solution):
-                live.update(picture(event.board, puzzle), refresh=True)
-                found = event
+                live.update(draw_board(event.board, puzzle), refresh=True)
+                solution = event
                 break
             digits = tuple(event.boards_NC[0].tolist())
-            time.sleep(max(0.0, shown + FRAME_SECONDS - time.monotonic()))  # too quick to be seen otherwise
-            shown = time.monotonic()
-            tried = f" · canvas {event.tries[0] + 1}, {len(event.tries)} at once" if event.tries[0] else ""
-            meter = Text(f"step {event.step}{tried}", QUIET)
+            time.sleep(max(0.0, last_frame + FRAME_SECONDS - time.monotonic()))  # else too quick to see
+            last_frame = time.monotonic()
+            attempt = f" · canvas {event.attempts[0] + 1}, {len(event.attempts)} at once" if event.attempts[0] else ""
+            status = Text(f"step {event.step}{attempt}", QUIET)
             with defer_interrupt():
-                page = picture(digits, puzzle, before, event.accepted_NC[0].tolist())
-                live.update(Group(page, meter), refresh=True)
+                board = draw_board(digits, puzzle, before, event.accepted_NC[0].tolist())
+                live.update(Group(board, status), refresh=True)
             before = digits
     if not console.is_terminal:
         console.print()  # rich leaves the cursor at the end of the last line
-    return found
+    assert solution is not None
+    return solution
 
 
-def picture(board: Board, puzzle: Board, before: Board | None = None, accepted: list[bool] | None = None) -> Text:
-    """A board: clues bold, what changed green, what is not accepted grey, cells that break the rules red."""
-    wrong, page = boards.clashing(board), Text()
+def draw_board(board: Board, puzzle: Board, before: Board | None = None, accepted: list[bool] | None = None) -> Text:
+    """Renders a board: clues bold, changed digits green, digits not accepted grey, conflicting digits red."""
+    conflicting = boards.conflicting_cells(board)
+    text = Text()
     for cell, digit in enumerate(board):
         row, column = divmod(cell, boards.SIZE)
         if column == 0 and row:
-            page.append("\n──────┼───────┼──────\n" if row % 3 == 0 else "\n", QUIET)
+            text.append("\n──────┼───────┼──────\n" if row % 3 == 0 else "\n", QUIET)
         elif column:
-            page.append(" │ " if column % 3 == 0 else " ", QUIET)
+            text.append(" │ " if column % 3 == 0 else " ", QUIET)
         style = ""
         if puzzle[cell]:
-            style = "bold red" if cell in wrong else "bold"
+            style = "bold red" if cell in conflicting else "bold"
         elif accepted is not None and not accepted[cell]:
             style = NOISE
-        elif cell in wrong:
+        elif cell in conflicting:
             style = "red"
         elif before is not None and before[cell] != digit:
             style = f"{CHANGED} reverse"
-        page.append(str(digit) if digit else "·", style)
-    return page
+        text.append(str(digit) if digit else "·", style)
+    return text
 
 
 def _print_solution(solution: Solution, *, drawn: bool) -> None:
-    """Prints the board (unless drawn) and its line to stdout; whether it is right and its statistics to stderr."""
+    """Prints the board, unless it was drawn, and its line to stdout; the summary goes to stderr."""
     if not drawn:
-        print(boards.grid(solution.board))
-    print(boards.line(solution.board))
-    print(sentence(solution), file=sys.stderr)
+        print(boards.to_grid(solution.board))
+    print(boards.to_line(solution.board))
+    print(summarize(solution), file=sys.stderr)
 
 
-def sentence(solution: Solution) -> str:
-    """Right or wrong, and what it took."""
+def summarize(solution: Solution) -> str:
+    """Says whether the board is right, and its cost."""
     state = "solved" if solution.solved else "WRONG: this board breaks the rules"
     canvases = f", {solution.canvases} canvases" if solution.canvases > 1 else ""
     return (
-        f"{state} · {solution.forwards} passes{canvases}, {solution.revisions} revisions, {solution.seconds:.2f} s · "
+        f"{state} · {solution.forwards} steps{canvases}, {solution.revisions} revisions, {solution.seconds:.2f} s · "
         f"seed {solution.seed}"
     )
 
 
-# 3. Many
+# 3. Many puzzles
 
 
-def _many(events: Iterable[Pass | Solution], count: int, as_json: bool, out: str | None) -> list[Solution]:
-    """Results in the order of the puzzles, each as soon as those before it are done; a bar and a summary on stderr."""
+def _solve_many(events: Iterable[SolveStep | Solution], count: int, as_json: bool, out: str | None) -> list[Solution]:
+    """Writes results in the order of the puzzles, each as soon as the ones before it are done; progress goes to stderr."""
     console = Console(stderr=True, highlight=False)
-    found: list[Solution] = []
+    solutions: list[Solution] = []
     waiting: dict[int, Solution] = {}
-    began = time.perf_counter()
-    with _sink(out) as write, _bar(console, count) as bar:
+    start_time = time.perf_counter()
+    with _open_output(out) as write, _progress_bar(console, count) as show:
         if not as_json:
             write(",".join(COLUMNS))
         for event in events:
             if not isinstance(event, Solution):
                 continue
             waiting[event.number] = event
-            while len(found) in waiting:
-                solution = waiting.pop(len(found))
-                found.append(solution)
-                write(_line(solution, as_json))
-            right = sum(s.solved for s in found)
-            bar(len(found) + len(waiting), f"{right} of {len(found)} solved")
-    seconds, right = time.perf_counter() - began, sum(solution.solved for solution in found)
-    passes = sum(solution.forwards for solution in found) / count
-    wrong = f", {count - right} WRONG" if right < count else ""
-    rate = f"{count / seconds:.1f} puzzles a second, {passes:.1f} passes each"
-    print(f"{right} of {count} solved{wrong} · {rate}", file=sys.stderr)
-    return found
+            while len(solutions) in waiting:
+                solution = waiting.pop(len(solutions))
+                solutions.append(solution)
+                write(_format_solution(solution, as_json))
+            solved = sum(solution.solved for solution in solutions)
+            show(len(solutions) + len(waiting), f"{solved} of {len(solutions)} solved")
+    seconds = time.perf_counter() - start_time
+    solved = sum(solution.solved for solution in solutions)
+    steps = sum(solution.forwards for solution in solutions) / count
+    wrong = f", {count - solved} WRONG" if solved < count else ""
+    rate = f"{count / seconds:.1f} puzzles a second, {steps:.1f} steps each"
+    print(f"{solved} of {count} solved{wrong} · {rate}", file=sys.stderr)
+    return solutions
 
 
-def _line(solution: Solution, as_json: bool) -> str:
-    record = asdict(solution) | {"puzzle": boards.line(solution.puzzle), "board": boards.line(solution.board)}
+def _format_solution(solution: Solution, as_json: bool) -> str:
+    record = asdict(solution) | {"puzzle": boards.to_line(solution.puzzle), "board": boards.to_line(solution.board)}
     record["seconds"] = round(solution.seconds, 3)
     if as_json:
         return json.dumps(record)
@@ -228,7 +232,7 @@ def _line(solution: Solution, as_json: bool) -> str:
 
 
 @contextmanager
-def _sink(out: str | None) -> Iterator[Callable[[str], None]]:
+def _open_output(out: str | None) -> Iterator[Callable[[str], None]]:
     if out is None:
         yield lambda text: print(text, flush=True)
         return
@@ -237,7 +241,7 @@ def _sink(out: str | None) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def _bar(console: Console, count: int) -> Iterator[Callable[[int, str], None]]:
+def _progress_bar(console: Console, count: int) -> Iterator[Callable[[int, str], None]]:
     if not console.is_terminal:
         yield lambda done, text: None
         return

@@ -1,13 +1,16 @@
-"""Training text-diffusion models.
+"""Training of text-diffusion models.
 
+loss.py         the objective: noise, self-conditioning, cross-entropies of both halves
+data.py         files to packed rows and batches
+optim.py        Muon and AdamW, learning-rate schedule, moving average
+checkpoints.py  the state of a run on disk
+sudoku_data.py  puzzles to train on
+config.py       TrainConfig: everything that describes a run
+text_task.py    training on text
+sudoku_task.py  training on puzzles
 loop.py         Trainer: the run, its reports, resuming
-loss.py         the objective: noise, self-conditioning, cross entropy of both halves
-data.py         files to packed rows
-text_task.py    learning from text
-sudoku_task.py  learning from puzzles
-optim.py        Muon and AdamW, schedules, averages
-checkpoints.py  state of a run on disk
-recipe.py       finds a recipe and changes it; recipes/ has ours
-plot.py         the picture of a run
-evals/          how good a model is
+recipe.py       finds a recipe by name and changes its settings
+recipes/        the recipes that ship: toy, tiny, sudoku, tiny_sudoku
+plot.py         the picture of a run's metrics
+evals/          scores of a model
 """

@@ -1,9 +1,10 @@
-"""Training checkpoints: a folder for each, whole or not there at all.
+"""Training checkpoints: one folder each, complete or absent.
 
-    OUT/step-00001200/   tensors in torch's distributed format, and state.json: what is not a tensor
+    OUT/step-00001200/        tensors in torch's distributed format, and state.json for everything else
     OUT/step-00001300.part/   being written, or left behind by a run that was killed
 
-A folder gets its name when everything is in it, in one rename, and older ones go after that. Works in one process or many.
+A folder gets its final name in one rename, after everything is in it; older checkpoints are removed after that. Works with one
+process or many.
 """
 
 import json
@@ -22,63 +23,63 @@ STATE = "state.json"
 
 
 def save(out: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], keep: int) -> Path:
-    """Writes a checkpoint, then forgets all but the last `keep`. Every process calls it with its own part of the tensors."""
+    """Writes a checkpoint, then removes all but the last `keep`. Every process calls it with its shards of the tensors."""
     final = out / f"step-{step:08}"
-    part = final.with_name(final.name + ".part")
-    if first():
-        shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed
-        part.mkdir(parents=True)
+    partial = final.with_name(final.name + ".part")
+    if is_main_process():
+        shutil.rmtree(partial, ignore_errors=True)  # left behind by a run that was killed
+        partial.mkdir(parents=True)
     barrier()
-    with _quietly():
-        dcp.save(tensors, checkpoint_id=part, no_dist=not dist.is_initialized())
-    if first():
-        (part / STATE).write_text(json.dumps(state), encoding="utf-8")
-        if final.exists():  # a run that went this way before
-            _forget(final)
-        os.rename(part, final)
-        for old in sorted(_complete(out))[:-keep]:
-            _forget(out / f"step-{old:08}")
+    with _ignore_warnings():
+        dcp.save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
+    if is_main_process():
+        (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
+        if final.exists():  # an earlier run got to this step too
+            _remove(final)
+        os.rename(partial, final)
+        for old_step in sorted(_saved_steps(out))[:-keep]:
+            _remove(out / f"step-{old_step:08}")
     barrier()
     return final
 
 
 def latest(out: Path) -> Path | None:
-    """The newest checkpoint, None where there is none."""
-    steps = _complete(out)
+    """Returns the newest checkpoint, or None."""
+    steps = _saved_steps(out)
     return out / f"step-{max(steps):08}" if steps else None
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Reads tensors in place, whatever number of processes wrote them. Returns the rest."""
-    with _quietly():
+    """Loads tensors in place, whatever number of processes wrote them. Returns the state."""
+    with _ignore_warnings():
         dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
     return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
-def first() -> bool:
-    """Whether this is the process that writes what is written once."""
+def is_main_process() -> bool:
+    """Whether this process writes the files that only one process may write."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def barrier() -> None:
-    """Waits for the other processes, where there are any."""
+    """Waits for the other processes, if there are any."""
     if dist.is_initialized():
         dist.barrier()
 
 
-def _forget(folder: Path) -> None:
-    """Takes the name away first: half a folder must not look like a whole one."""
-    gone = folder.with_name(folder.name + ".old")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.rename(folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+def _remove(folder: Path) -> None:
+    """Removes a checkpoint; renames it first, so that a half-removed folder never looks complete."""
+    renamed = folder.with_name(folder.name + ".old")
+    shutil.rmtree(renamed, ignore_errors=True)
+    os.rename(folder, renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
-def _complete(out: Path) -> list[int]:
+def _saved_steps(out: Path) -> list[int]:
     names = [path.name for path in out.glob("step-*")] if out.is_dir() else []
     return [int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8})", name))]
 
 
-def _quietly() -> warnings.catch_warnings:
-    """The library warns about its own deprecations, and that one process is not many."""
+def _ignore_warnings() -> warnings.catch_warnings:
+    """torch.distributed.checkpoint warns about its own deprecations, and when there is only one process."""
     return warnings.catch_warnings(action="ignore")

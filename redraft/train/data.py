@@ -1,11 +1,11 @@
-"""Text and JSON lines to packed rows with block boundaries: streamed, shuffled by seed, sharded, resumable to the document.
+"""Training data: text and JSON lines become packed rows with canvas boundaries.
 
     sources -> records -> documents (prompt ids, answer ids) -> rows of L tokens -> batches
 
-A record is one of {"text"}, {"prompt", "completion"}, {"messages"}; in a .txt file documents are parted by a line. Sources
-are mixed by share, each going through its files epoch after epoch. An answer
-ends with the stop token and is filled with it to the end of its last block, and the fill is learned: it is how a model says
-that it has nothing more to say. Knows nothing of the model. Shapes: B rows, L tokens of a row.
+The stream is shuffled by seed, sharded, and resumable to the document. A record is one of {"text"}, {"prompt", "completion"},
+{"messages"}; in a .txt file a separator line stands between documents. Sources are mixed by share, and each repeats its files
+epoch after epoch. An answer ends with the stop token, and more stop tokens fill its last canvas. The model learns to predict
+this fill: it is how it ends a text. Shapes: B rows, L tokens of a row.
 """
 
 import gzip
@@ -15,10 +15,10 @@ import multiprocessing
 import queue
 import random
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import numpy as np
 import torch
@@ -31,18 +31,23 @@ from redraft.train.loss import Batch
 
 Record = Mapping[str, Any]
 
-# The first ids of a vocabulary of our own. transformers looks for images wherever their marks stand: no word may have them.
-MARKS = ("<pad>", "<eos>", "<bos>", "<|image>", "<|image|>", "<image|>")
-PAD, STOP = 0, 1
+# The first ids of vocabularies that we train. transformers treats image tokens specially wherever they occur, so no word may
+# have their ids.
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<|image>", "<|image|>", "<image|>")
+PAD_ID = 0
+STOP_ID = 1
 
 
 class BadRecord(ValueError):
-    """A record that cannot be used: which file, which line, why."""
+    """A record that cannot be used; the message names the file, the line and the reason."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """What is given and what is learned, as ids. The answer ends with its stop token unless it goes on elsewhere."""
+    """Token ids of a prompt, which is given, and of an answer, which is learned.
+
+    The answer ends with the stop token unless a later piece continues it.
+    """
 
     prompt: list[int]
     answer: list[int]
@@ -54,33 +59,33 @@ class Source:
 
     files: tuple[str, ...]
     share: float = 1.0  # of the documents, relative to the other sources
-    text: str = "text"  # what JSON records call their text
-    mid_start: float = 0.0  # of text records: begin at a random line instead of the first
-    given: float = 0.0  # of text records: up to a quarter of the text is prompt
+    text: str = "text"  # the key of the text in JSON records
+    mid_start: float = 0.0  # share of text records that start at a random line instead of the first
+    prompt_share: float = 0.0  # share of text records whose beginning, up to a quarter of the text, becomes the prompt
 
     def __post_init__(self) -> None:
         if not self.files:
             raise ValueError("a source has no files")
         if not self.share > 0:
             raise ValueError(f"share must be above 0, got {self.share!r}")
-        for name in ("mid_start", "given"):
+        for name in ("mid_start", "prompt_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which texts, in which order, packed how."""
+    """The texts, their order, and how they are packed."""
 
     sources: tuple[Source, ...]
-    length: int = 512
-    blocks: tuple[int, ...] = (256,)  # row i has blocks of size blocks[i % len(blocks)]
+    length: int = 512  # tokens of a row
+    canvas_lengths: tuple[int, ...] = (256,)  # row i has canvases of canvas_lengths[i % len(canvas_lengths)] tokens
     seed: int = 0
-    short: float = 0.0  # of documents: behind the end, the last block is cut off at random, to spend less on filling
-    lookahead: int = 32  # documents to choose from when a row is filled up
-    shuffle: int = 4096  # records held back at a time to be drawn from; 1 keeps the files' order
+    short_fill: float = 0.0  # share of documents whose last canvas is cut at a random place after its end, to save tokens
+    lookahead: int = 32  # documents to choose from when a row is filled
+    shuffle: int = 4096  # records in the shuffle buffer; 1 keeps the order of the files
     separator: str = "<|endofstory|>"  # the line between documents of a .txt file
-    skip_bad: bool = False  # count records that cannot be used instead of stopping at the first
+    skip_bad: bool = False  # count bad records instead of stopping at the first one
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -88,42 +93,44 @@ class DataConfig:
         for name in ("length", "lookahead", "shuffle"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.short <= 1:
-            raise ValueError(f"short is a share between 0 and 1, got {self.short!r}")
-        if not self.blocks or min(self.blocks) < 1 or max(self.blocks) > self.length:
-            raise ValueError(f"blocks must be between 1 and the row length {self.length}, got {self.blocks}")
+        if not 0 <= self.short_fill <= 1:
+            raise ValueError(f"short_fill is a share between 0 and 1, got {self.short_fill!r}")
+        if not self.canvas_lengths or min(self.canvas_lengths) < 1 or max(self.canvas_lengths) > self.length:
+            raise ValueError(f"canvas_lengths must be between 1 and the row length {self.length}, got {self.canvas_lengths}")
 
 
 # 1. Files to records
 
 
 def open_text(path: str | Path) -> TextIO:
-    """A text file, compressed or not."""
-    openers = {".xz": lzma.open, ".gz": gzip.open}
+    """Opens a text file; .xz and .gz are decompressed."""
+    openers: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
     return openers.get(Path(path).suffix, open)(path, "rt", encoding="utf-8")
 
 
 def read_records(path: str | Path, separator: str) -> Iterator[tuple[str, Record | BadRecord]]:
-    """(file:line, record) of every record; one that is no JSON object comes as the complaint about it."""
-    plain = Path(path).with_suffix("") if Path(path).suffix in (".xz", ".gz") else Path(path)
+    """Yields ("file:line", record) for every record. A line that is no JSON object is yielded as a BadRecord."""
+    uncompressed = Path(path).with_suffix("") if Path(path).suffix in (".xz", ".gz") else Path(path)
     with open_text(path) as file:
-        if plain.suffix == ".jsonl":
+        if uncompressed.suffix == ".jsonl":
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield f"{path}:{number}", _parsed(line, f"{path}:{number}")
+                    yield f"{path}:{number}", _parse_line(line, f"{path}:{number}")
             return
-        begin, lines = 1, []
+        first_line = 1
+        lines: list[str] = []
         for number, line in enumerate(file, 1):
             if line.rstrip("\n") != separator:
                 lines.append(line)
                 continue
-            yield f"{path}:{begin}", {"text": "".join(lines).strip("\n")}
-            begin, lines = number + 1, []
+            yield f"{path}:{first_line}", {"text": "".join(lines).strip("\n")}
+            first_line = number + 1
+            lines = []
         if "".join(lines).strip():
-            yield f"{path}:{begin}", {"text": "".join(lines).strip("\n")}
+            yield f"{path}:{first_line}", {"text": "".join(lines).strip("\n")}
 
 
-def _parsed(line: str, where: str) -> Record | BadRecord:
+def _parse_line(line: str, where: str) -> Record | BadRecord:
     try:
         record = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -131,56 +138,57 @@ def _parsed(line: str, where: str) -> Record | BadRecord:
     return record if isinstance(record, dict) else BadRecord(f"{where}: a JSON {type(record).__name__}, not an object")
 
 
-def ordered(cfg: DataConfig, source: Source, epoch: int) -> Iterator[tuple[str, Record | BadRecord]]:
-    """All records once, in an order that depends on seed and epoch only: files shuffled, then drawn from a buffer."""
+def read_shuffled(cfg: DataConfig, source: Source, epoch: int) -> Iterator[tuple[str, Record | BadRecord]]:
+    """Yields all records once. The order depends on seed and epoch only: files are shuffled, then records pass a buffer."""
     rng = random.Random(f"{cfg.seed} {epoch}")
     files = list(source.files)
     if cfg.shuffle > 1:
         rng.shuffle(files)
-    held: list[tuple[str, Record | BadRecord]] = []
+    buffer: list[tuple[str, Record | BadRecord]] = []
     for file in files:
         for item in read_records(file, cfg.separator):
-            if len(held) < cfg.shuffle:
-                held.append(item)
+            if len(buffer) < cfg.shuffle:
+                buffer.append(item)
                 continue
-            at = rng.randrange(len(held)) if cfg.shuffle > 1 else 0
-            yield held[at]
-            held[at] = item
+            index = rng.randrange(len(buffer)) if cfg.shuffle > 1 else 0
+            yield buffer[index]
+            buffer[index] = item
     if cfg.shuffle > 1:
-        rng.shuffle(held)
-    yield from held
+        rng.shuffle(buffer)
+    yield from buffer
 
 
 # 2. Records to documents
 
 
-def cut(record: Record | BadRecord, source: Source, rng: random.Random) -> Record | BadRecord:
-    """The record under its usual name, its text perhaps begun in the middle."""
+def crop_text(record: Record | BadRecord, source: Source, rng: random.Random) -> Record | BadRecord:
+    """Moves the text to the key "text" and, with probability `mid_start`, starts it at a random line."""
     if isinstance(record, BadRecord):
         return record
     if source.text != "text" and source.text in record:
         record = {**record, "text": record[source.text]}
     text = record.get("text")
     if isinstance(text, str) and rng.random() < source.mid_start:
-        starts = [at + 1 for at, letter in enumerate(text) if letter == "\n"]
-        record = {**record, "text": text[rng.choice([0, *starts]) :].lstrip("\n") or text}
+        line_starts = [index + 1 for index, letter in enumerate(text) if letter == "\n"]
+        record = {**record, "text": text[rng.choice([0, *line_starts]) :].lstrip("\n") or text}
     return record
 
 
 def to_document(record: Record | BadRecord, where: str, tokenizer: Tokenizer, stop: int) -> Document:
-    """A record's ids, or the reason why it has none."""
+    """Tokenizes a record; raises BadRecord if it cannot be used."""
     if isinstance(record, BadRecord):
         raise record
     keys = set(record) & {"text", "prompt", "completion", "messages"}
-    begin = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+    start_ids = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
     try:
         if keys == {"text"}:
-            prompt, answer, end = begin, record["text"], stop
+            prompt, answer, end = start_ids, record["text"], stop
         elif keys == {"prompt", "completion"}:
             prompt, answer, end = tokenizer.encode_prompt(record["prompt"]), record["completion"], stop
         elif keys == {"messages"} and record["messages"] and record["messages"][-1].get("role") == "assistant":
-            *before, last = record["messages"]
-            prompt, answer = tokenizer.encode_chat(before), last["content"]
+            *history, reply = record["messages"]
+            prompt = tokenizer.encode_chat(history)
+            answer = reply["content"]
             end = tokenizer.vocabulary.token_to_id("<turn|>") or stop
         else:
             kinds = "text, prompt and completion, or messages that end with the assistant's"
@@ -194,12 +202,12 @@ def to_document(record: Record | BadRecord, where: str, tokenizer: Tokenizer, st
         raise BadRecord(f"{where}: {error}") from None
 
 
-def give(document: Document, source: Source, rng: random.Random) -> Document:
-    """The document, the beginning of its text perhaps made prompt: a canvas may start anywhere in a sentence."""
-    if rng.random() >= source.given:
+def move_start_to_prompt(document: Document, source: Source, rng: random.Random) -> Document:
+    """Moves a random beginning of the answer to the prompt, with probability `prompt_share`: a canvas may start anywhere."""
+    if rng.random() >= source.prompt_share:
         return document
-    given = rng.randint(0, len(document.answer) // 4)
-    return Document(document.prompt + document.answer[:given], document.answer[given:])
+    count = rng.randint(0, len(document.answer) // 4)
+    return Document(document.prompt + document.answer[:count], document.answer[count:])
 
 
 # 3. Documents to rows
@@ -207,32 +215,35 @@ def give(document: Document, source: Source, rng: random.Random) -> Document:
 
 @dataclass
 class Row:
-    """L tokens and where each stands; grows from the left, padding behind."""
+    """Up to L tokens of packed documents, with the layout of each token."""
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     documents: list[int] = field(default_factory=list)
 
-    def put(self, piece: Document, block: int, room: int, stop: int, fill: int) -> Document | None:
-        """Adds as much of a document as fits in `room`, filled to a whole block by at most `fill`; the rest comes back.
+    def append(self, document: Document, canvas_length: int, room: int, stop: int, max_fill: int) -> Document | None:
+        """Appends the part of a document that fits in `room`, filled to a whole canvas by at most `max_fill` stop tokens.
 
-        What is left is given the end of what went in as its prompt, so that it does not start from nothing.
+        Returns the rest of the document, or None. The rest gets the end of the appended part as its prompt.
         """
-        fits = max(0, (room - len(piece.prompt)) // block * block)
-        taken, left = piece.answer[:fits], piece.answer[fits:]
-        filled = taken + [stop] * (min(fill, -len(taken) % block) if not left else 0)
-        ids = piece.prompt + filled
-        document = max(self.documents, default=-1) + 1
+        capacity = max(0, (room - len(document.prompt)) // canvas_length * canvas_length)
+        answer = document.answer[:capacity]
+        rest = document.answer[capacity:]
+        fill = min(max_fill, -len(answer) % canvas_length) if not rest else 0
+        filled = answer + [stop] * fill
+        ids = document.prompt + filled
+        prompt_length = len(document.prompt)
+        number = max(self.documents, default=-1) + 1
         self.ids += ids
         self.positions += range(len(ids))
-        given = len(piece.prompt)
-        self.starts += [-1] * given + [given + at // block * block for at in range(len(filled))]
-        self.documents += [document] * len(ids)
-        return Document(ids[-(room // 4) :], left) if left else None
+        self.starts += [-1] * prompt_length
+        self.starts += [prompt_length + offset // canvas_length * canvas_length for offset in range(len(filled))]
+        self.documents += [number] * len(ids)
+        return Document(ids[-(room // 4) :], rest) if rest else None
 
     def padded(self, length: int, pad: int) -> "Row":
-        """The row at its full length."""
+        """Returns the row padded to `length` tokens."""
         missing = length - len(self.ids)
         return Row(
             self.ids + [pad] * missing,
@@ -244,28 +255,28 @@ class Row:
 
 @dataclass
 class Position:
-    """Where a stream of rows stands; written into checkpoints. Everything follows from it and the configuration."""
+    """The position of a stream of rows, for checkpoints. It and the configuration determine all later rows."""
 
     epochs: list[int] = field(default_factory=list)  # of each source
-    taken: list[int] = field(default_factory=list)  # records of this epoch that were read, by all shards
+    taken: list[int] = field(default_factory=list)  # records of this epoch that all shards have read, for each source
     documents: int = 0
     rows: int = 0
     bad: int = 0
     waiting: list[Document] = field(default_factory=list)  # read but not yet packed
 
     def to_json(self) -> dict[str, Any]:
-        """A copy that JSON can hold."""
+        """Returns a copy as JSON values."""
         lists = {"epochs": list(self.epochs), "taken": list(self.taken)}
         return {**vars(self), **lists, "waiting": [[document.prompt, document.answer] for document in self.waiting]}
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> "Position":
-        """The position that `to_json` wrote."""
-        return cls(**{**saved, "waiting": [Document(*document) for document in saved["waiting"]]})
+    def from_json(cls, values: Mapping[str, Any]) -> "Position":
+        """Restores the position from the values of `to_json`."""
+        return cls(**{**values, "waiting": [Document(*document) for document in values["waiting"]]})
 
 
 class Rows:
-    """The endless stream of packed rows of one shard. `position` can be saved at any time and given back."""
+    """The endless stream of packed rows of one shard. `position` can be saved at any time and passed back."""
 
     def __init__(
         self,
@@ -280,71 +291,81 @@ class Rows:
     ) -> None:
         if not 0 <= shard < shards:
             raise ValueError(f"shard {shard} of {shards} does not exist")
-        self.cfg, self.tokenizer, self.stop, self.pad = cfg, tokenizer, stop, pad
-        self.shard, self.shards = shard, shards
-        none = [0] * len(cfg.sources)
-        self.position = position if position is not None else Position(epochs=list(none), taken=list(none))
-        if len(self.position.taken) != len(cfg.sources):
-            raise ValueError(f"the position is one of {len(self.position.taken)} sources, the data has {len(cfg.sources)}")
-        self._of_source = [self._read(number) for number in range(len(cfg.sources))]
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.pad = pad
+        self.shard = shard
+        self.shards = shards
+        sources = len(cfg.sources)
+        self.position = position if position is not None else Position(epochs=[0] * sources, taken=[0] * sources)
+        if len(self.position.taken) != sources:
+            raise ValueError(f"the position is one of {len(self.position.taken)} sources, the data has {sources}")
+        self._documents_of = [self._read_source(number) for number in range(sources)]
 
     def _next_document(self) -> Document:
-        """From a source drawn by share; the draw depends on how many came before, so it needs no memory."""
+        """Reads from a source drawn by share. The draw depends only on the number of documents before."""
         rng = random.Random(f"{self.cfg.seed} {self.shard} {self.position.documents}")
         (source,) = rng.choices(range(len(self.cfg.sources)), [source.share for source in self.cfg.sources])
         self.position.documents += 1
-        return next(self._of_source[source])
+        return next(self._documents_of[source])
 
-    def _read(self, number: int) -> Iterator[Document]:
-        """Documents of a source from the position on, epoch after epoch. Records already taken are only counted."""
-        source, position = self.cfg.sources[number], self.position
+    def _read_source(self, number: int) -> Iterator[Document]:
+        """Yields documents of a source from the position on, epoch after epoch. Skips records that were taken before."""
+        source = self.cfg.sources[number]
+        position = self.position
         while True:
-            seen = found = 0
-            for where, record in ordered(self.cfg, source, position.epochs[number]):
+            seen = 0
+            usable = 0
+            for where, record in read_shuffled(self.cfg, source, position.epochs[number]):
                 seen += 1
                 if seen <= position.taken[number]:
-                    found += 1
+                    usable += 1
                     continue
                 position.taken[number] = seen
                 if (seen - 1) % self.shards != self.shard:
                     continue
                 rng = random.Random(f"{self.cfg.seed} {position.epochs[number]} {seen}")
                 try:
-                    document = to_document(cut(record, source, rng), where, self.tokenizer, self.stop)
-                    document = give(document, source, rng)
+                    document = to_document(crop_text(record, source, rng), where, self.tokenizer, self.stop)
+                    document = move_start_to_prompt(document, source, rng)
                 except BadRecord:
                     if not self.cfg.skip_bad:
                         raise
                     position.bad += 1
                     continue
-                found += 1
+                usable += 1
                 yield document
-            if not found:
+            if not usable:
                 raise ValueError(f"there is nothing to learn from in {', '.join(source.files)}")
-            position.epochs[number], position.taken[number] = position.epochs[number] + 1, 0
+            position.epochs[number] += 1
+            position.taken[number] = 0
 
     def __iter__(self) -> Iterator[Row]:
         return self
 
     def __next__(self) -> Row:
-        """The next row: the document that has waited longest, then whatever fills the room best without being cut."""
-        row, waiting = Row(), self.position.waiting
-        block = self.cfg.blocks[self.position.rows % len(self.cfg.blocks)]
+        """Packs the next row: first the document that waited longest, then the largest documents that fit uncut."""
+        row = Row()
+        waiting = self.position.waiting
+        canvas_length = self.cfg.canvas_lengths[self.position.rows % len(self.cfg.canvas_lengths)]
         while True:
             while len(waiting) < self.cfg.lookahead:
                 waiting.append(self._next_document())
             room = self.cfg.length - len(row.ids)
-            sizes = [len(d.prompt) + -(-len(d.answer) // block) * block for d in waiting]
-            fitting = [at for at, size in enumerate(sizes) if size <= room] if row.ids else [0]
+            sizes = [len(d.prompt) + -(-len(d.answer) // canvas_length) * canvas_length for d in waiting]
+            fitting = [index for index, size in enumerate(sizes) if size <= room] if row.ids else [0]
             if not fitting:
                 break
             document = waiting.pop(max(fitting, key=sizes.__getitem__))
-            if len(document.prompt) > room - block:  # of a prompt without end, the end
-                document = Document(document.prompt[len(document.prompt) - (room - block) :], document.answer)
+            max_prompt = room - canvas_length
+            if len(document.prompt) > max_prompt:  # keep the end of a prompt that is too long
+                document = Document(document.prompt[len(document.prompt) - max_prompt :], document.answer)
             rng = random.Random(f"{self.cfg.seed} {self.shard} {self.position.rows} {room}")
-            fill = rng.randint(0, block) if rng.random() < self.cfg.short else block
-            if (left := row.put(document, block, room, self.stop, fill)) is not None:
-                waiting.insert(0, left)
+            max_fill = rng.randint(0, canvas_length) if rng.random() < self.cfg.short_fill else canvas_length
+            rest = row.append(document, canvas_length, room, self.stop, max_fill)
+            if rest is not None:
+                waiting.insert(0, rest)
         self.position.rows += 1
         return row.padded(self.cfg.length, self.pad)
 
@@ -354,47 +375,48 @@ class Rows:
 COLUMNS = ("ids", "positions", "starts", "documents")
 
 
-def stack(rows: Sequence[Row]) -> np.ndarray:
-    """The columns of some rows, [4, B, L]."""
+def stack_rows(rows: Sequence[Row]) -> np.ndarray:
+    """Stacks the columns of rows: [4, B, L]."""
     return np.array([[getattr(row, name) for row in rows] for name in COLUMNS], dtype=np.int32)
 
 
 def to_batch(columns_4BL: np.ndarray) -> Batch:
-    """Columns as tensors."""
-    ids, *places = torch.from_numpy(columns_4BL).long()
-    return Batch(ids, Layout(*places))
+    """Converts stacked columns to tensors."""
+    ids, *layout = torch.from_numpy(columns_4BL).long()
+    return Batch(ids, Layout(*layout))
 
 
 class Batches:
-    """Batches of one stream of rows, each with the position behind it, made in this process."""
+    """Batches of one stream of rows, each with the stream's position after it, made in this process."""
 
     def __init__(self, stream: Rows, rows: int) -> None:
-        self.stream, self.rows = stream, rows
+        self.stream = stream
+        self.rows = rows
 
     def __next__(self) -> tuple[np.ndarray, dict[str, Any]]:
-        """Columns of the next rows, and where to go on after them."""
-        columns_4BL = stack([next(self.stream) for _ in range(self.rows)])
+        """Returns the columns of the next rows and the position after them."""
+        columns_4BL = stack_rows([next(self.stream) for _ in range(self.rows)])
         return columns_4BL, self.stream.position.to_json()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no process is held."""
 
 
-class ReadAhead:
-    """The same batches, made in a process of their own while the GPU works on earlier ones."""
+class PrefetchedBatches:
+    """The same batches, made ahead of time in another process while the GPU works."""
 
     def __init__(self, batches: Batches, depth: int = 4) -> None:
         stream = batches.stream
         names = ("cfg", "tokenizer", "stop", "pad", "shard", "shards", "position")
         context = multiprocessing.get_context("spawn")  # a fork would inherit the GPU
-        self.queue = context.Queue(depth)
+        self.queue = cast(Any, context.Queue(depth))  # Any, because of the private attribute below
         arguments = ({name: getattr(stream, name) for name in names}, batches.rows, self.queue)
         self.process = context.Process(target=_make_batches, args=arguments, daemon=True)
         self.process.start()
-        self.queue._writer.close()  # else a reader that dies in the middle of a batch would be waited for for ever
+        self.queue._writer.close()  # else get() would wait forever after the other process died in the middle of a batch
 
     def __next__(self) -> tuple[np.ndarray, dict[str, Any]]:
-        """The next batch, or the error that ended them."""
+        """Returns the next batch, or raises the error that ended the other process."""
         while True:
             try:
                 item = self.queue.get(timeout=5)
@@ -413,26 +435,26 @@ class ReadAhead:
         self.process.join()
 
 
-class Interleaved:
+class InterleavedBatches:
     """Several streams as one, a row of each in turn: one process alone may be too slow for a GPU."""
 
-    def __init__(self, streams: Sequence[Batches | ReadAhead]) -> None:
+    def __init__(self, streams: Sequence[Batches | PrefetchedBatches]) -> None:
         self.streams = streams
 
     def __next__(self) -> tuple[np.ndarray, list[dict[str, Any]]]:
-        """Columns of the next rows, and the positions of all streams behind them."""
+        """Returns the columns of the next rows and the positions of all streams after them."""
         parts, positions = zip(*(next(stream) for stream in self.streams), strict=True)
         columns_4BSL = np.stack(parts, axis=2)
         return columns_4BSL.reshape(len(COLUMNS), -1, columns_4BSL.shape[-1]), list(positions)
 
     def close(self) -> None:
-        """Ends what the streams hold."""
+        """Closes every stream."""
         for stream in self.streams:
             stream.close()
 
 
 def _make_batches(stream: dict[str, Any], rows: int, out: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the one that trains decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the training process decides
     try:
         batches = Batches(Rows(**stream), rows)
         while True:
@@ -441,20 +463,22 @@ def _make_batches(stream: dict[str, Any], rows: int, out: Any) -> None:
         out.put(error)
 
 
-# 5. A vocabulary
+# 5. Vocabulary
 
 
-def train_tokenizer(texts: Iterator[str], vocab_size: int, marks: Sequence[str]) -> Tokenizer:
-    """A byte-level BPE of these texts, the marks first. Every byte is a token, so nothing is ever unknown."""
+def train_tokenizer(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str]) -> Tokenizer:
+    """Trains a byte-level BPE vocabulary; special tokens get the first ids. Every byte is a token, so no text is unknown."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size < len(marks) + len(alphabet):
-        raise ValueError(f"a vocabulary of {vocab_size} has no room for {len(marks)} marks and {len(alphabet)} bytes")
+    if vocab_size < len(special_tokens) + len(alphabet):
+        raise ValueError(
+            f"a vocabulary of {vocab_size} has no room for {len(special_tokens)} special tokens and {len(alphabet)} bytes"
+        )
     vocabulary = Vocabulary(models.BPE())
     vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     vocabulary.decoder = decoders.ByteLevel()
-    special = [AddedToken(mark, special=True, normalized=False) for mark in marks]
+    added = [AddedToken(token, special=True, normalized=False) for token in special_tokens]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=added, initial_alphabet=alphabet, show_progress=False
     )
     vocabulary.train_from_iterator(texts, trainer)
     return Tokenizer(vocabulary)

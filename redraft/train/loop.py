@@ -1,20 +1,18 @@
 """The training loop: batches in, checkpoints and reports out.
 
-    streams -> batch -> draw -> objective -> gradients -> optimizer -> report, now and then a checkpoint
+    streams -> batch -> noise -> objective -> gradients -> optimizer -> report, sometimes a checkpoint
 
-A step is `microbatches` passes. Each has a stream of rows and a source of chance of its own, numbered through all processes:
-the same seed gives the same losses however the microbatches are spread over them. Nothing random outlives a step, so a
-checkpoint is tensors, positions in the data, and the step. Knows nothing of terminals: it yields events.
+A step runs `microbatches` forwards. Each microbatch has its own stream of rows and its own random seed, numbered over all
+processes, so the same seed gives the same losses however the microbatches are spread over processes. No random state outlives
+a step: a checkpoint holds tensors, positions in the data, and the step. The loop yields events; the caller displays them.
 """
 
-import json
-import math
 import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,81 +23,41 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from redraft import checkpoint
-from redraft.config import ModelConfig, SamplerConfig
+from redraft.config import ModelConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train import checkpoints, data, sudoku_task
-from redraft.train.data import MARKS, DataConfig
-from redraft.train.loss import LossConfig, Losses
-from redraft.train.optim import OptimConfig, Optimizer, rate
-from redraft.train.sudoku_task import Boards, PuzzleConfig
-from redraft.train.text_task import Texts
+from redraft.train import checkpoints, data, sudoku_data
+from redraft.train.config import TrainConfig
+from redraft.train.data import SPECIAL_TOKENS, DataConfig
+from redraft.train.loss import Losses
+from redraft.train.optim import Optimizer, learning_rate_scale
+from redraft.train.sudoku_data import PuzzleConfig
+from redraft.train.sudoku_task import SudokuTask
+from redraft.train.text_task import TextTask
 
-VOCABULARY_BYTES = 40_000_000  # of text that a vocabulary is trained on
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """A whole training run. `recipes/` has functions that return one."""
-
-    model: ModelConfig
-    data: DataConfig | PuzzleConfig
-    sampler: SamplerConfig  # saved with the model
-    loss: LossConfig = field(default_factory=LossConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    tokenizer: str = "bpe"  # "bpe": trained on the data; "bytes"; or a folder that has one
-    init: str = ""  # a checkpoint folder to start from, its tokenizer with it; empty: from nothing
-    steps: int = 1000
-    rows: int = 16  # of a microbatch
-    microbatches: int = 1  # of a step, over all processes
-    seed: int = 0
-    precision: str = "float32"  # of the computation; weights are float32 always. "bfloat16" on GPUs
-    compile: bool = False
-    read_ahead: bool = False  # make batches in processes of their own
-    streams: int = 1  # of rows, for each microbatch; a process each when reading ahead
-    report_every: int = 10
-    save_every: int = 500
-    keep: int = 2
-    max_seconds: float = math.inf  # stop, with a checkpoint, when this call has taken as long
-    by_clock: bool = False  # cool down by the clock: the run, all its calls together, is done after max_seconds
-
-    def __post_init__(self) -> None:
-        if self.streams < 1 or self.rows % self.streams:
-            raise ValueError(f"{self.rows} rows cannot be taken from {self.streams} streams in turn")
-        for name in ("steps", "rows", "microbatches", "report_every", "save_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
-        if self.by_clock and math.isinf(self.max_seconds):
-            raise ValueError("by_clock needs max_seconds")
-        if self.precision not in ("float32", "bfloat16"):
-            raise ValueError(f"precision is float32 or bfloat16, got {self.precision!r}")
-
-    @property
-    def step_tokens(self) -> int:
-        """Clean tokens a step reads, padding included."""
-        return self.rows * self.microbatches * self.data.length
+VOCABULARY_BYTES = 40_000_000  # of text that a BPE vocabulary is trained on
 
 
 @dataclass(frozen=True)
 class Report:
-    """How it goes, averaged since the last report."""
+    """Metrics, averaged over the steps since the last report."""
 
     step: int
     steps: int
     loss: float
     denoiser: float  # nats per token
-    ar: float
-    balance: float  # the busiest expert's share of tokens over its fair share, worst layer
-    idle: float  # the idlest expert's
-    gradient: float
-    rate: float
+    ar: float  # nats per token
+    balance: float  # the busiest expert's share of tokens over an even share, in the worst layer
+    idle: float  # the same for the least used expert
+    gradient: float  # norm before clipping, at the last step
+    rate: float  # factor on the learning rates
     tokens: int
     tokens_per_second: float
     seconds: float
     epoch: int  # of the first source
     bad: int  # records skipped
-    lost: int  # passes of these steps whose loss was not finite: they moved nothing
-    solved: float | None = None  # of puzzles that were given up or solved since the last report
+    lost: int  # microbatches whose loss was not finite; they did not change the weights
+    solved: float | None = None  # share of solved puzzles among those that left their slot
 
 
 @dataclass(frozen=True)
@@ -112,7 +70,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Ended:
-    """The run is over, or was told to stop; the averaged weights lie in `model`, ready to be loaded."""
+    """The run ended. The folder `model` holds the averaged weights, ready to load."""
 
     step: int
     model: Path
@@ -122,50 +80,49 @@ class Ended:
 Event = Report | Saved | Ended
 
 
-# 1. What a run is made of
+# 1. Tokenizer and model
 
 
 def build_tokenizer(cfg: TrainConfig, out: Path) -> Tokenizer:
-    """The vocabulary of a run; one that is trained is kept in the run's folder."""
+    """Returns the tokenizer of a run. A newly trained one is saved in the run's folder."""
     if isinstance(cfg.data, PuzzleConfig):
-        return sudoku_task.tokenizer()
+        return sudoku_data.build_tokenizer()
     if cfg.init or cfg.tokenizer not in ("bpe", "bytes"):
         return Tokenizer.from_folder(cfg.init or cfg.tokenizer)
     if cfg.tokenizer == "bytes":
-        return Tokenizer.byte_level(MARKS)
-    kept = out / "tokenizer"
-    if checkpoints.first() and not (kept / "tokenizer.json").exists():
-        data.train_tokenizer(_sample(cfg.data), cfg.model.vocab_size, MARKS).save(kept)
+        return Tokenizer.byte_level(SPECIAL_TOKENS)
+    folder = out / "tokenizer"
+    if checkpoints.is_main_process() and not (folder / "tokenizer.json").exists():
+        data.train_tokenizer(_sample_texts(cfg.data), cfg.model.vocab_size, SPECIAL_TOKENS).save(folder)
     checkpoints.barrier()
-    return Tokenizer.from_folder(kept)
+    return Tokenizer.from_folder(folder)
 
 
-def _sample(cfg: DataConfig) -> Iterator[str]:
-    """Texts from every source, each about as much."""
+def _sample_texts(cfg: DataConfig) -> Iterator[str]:
+    """Yields texts from every source, about the same amount from each."""
     for source in cfg.sources:
-        left = VOCABULARY_BYTES // len(cfg.sources)
-        for _, record in data.ordered(cfg, source, 0):
-            if left <= 0:
+        remaining = VOCABULARY_BYTES // len(cfg.sources)
+        for _, record in data.read_shuffled(cfg, source, 0):
+            if remaining <= 0:
                 break
-            record = data.cut(record, source, random.Random(0))
+            record = data.crop_text(record, source, random.Random(0))
             if isinstance(record, dict) and isinstance(record.get("text"), str):
-                left -= len(record["text"])
+                remaining -= len(record["text"])
                 yield record["text"]
 
 
 def build_model(cfg: TrainConfig) -> DiffusionGemma:
-    """From a checkpoint, or with fresh weights."""
+    """Loads the initial checkpoint, or initializes random weights."""
     if cfg.init:
         return checkpoint.load_model(cfg.init, dtype=torch.float32).requires_grad_(True)
-    return fresh(cfg.model, cfg.seed)
+    return init_model(cfg.model, cfg.seed)
 
 
-def fresh(config: ModelConfig, seed: int) -> DiffusionGemma:
-    """Random weights under which every layer hands on about what it is given.
+def init_model(config: ModelConfig, seed: int) -> DiffusionGemma:
+    """Initializes random weights under which every layer keeps the scale of its input.
 
-    Norms behind the sublayers start small: with them at one, the residual stream would be made of its last layers. Norms
-    of queries and keys start at what makes their product as large as elsewhere, where it is divided by sqrt(K): at one,
-    attention would begin all but decided, and take long to change its mind.
+    Post-norms start small: at one, the last layers would dominate the residual stream. Query and key norms start at K^-1/4,
+    which gives the usual attention scale of 1/sqrt(K): at one, attention would start almost one-hot and change slowly.
     """
     generator = torch.Generator().manual_seed(seed)
     model = DiffusionGemma(config)
@@ -181,8 +138,8 @@ def fresh(config: ModelConfig, seed: int) -> DiffusionGemma:
     return model
 
 
-def shard(objective: nn.Module, precision: str) -> None:
-    """FSDP2: every layer's weights are spread over the processes and gathered when it is its turn."""
+def shard_objective(objective: nn.Module, precision: str) -> None:
+    """Shards the weights of every layer over the processes with FSDP2, which gathers a layer when it runs."""
     dtype = getattr(torch, precision) if precision != "float32" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     for layer in objective.model.layers:
@@ -190,14 +147,14 @@ def shard(objective: nn.Module, precision: str) -> None:
     fully_shard(objective, mp_policy=policy)
 
 
-def computed_in(objective: nn.Module, precision: str) -> Callable[..., Losses]:
-    """The objective with its float32 weights rounded for the computation; gradients arrive in float32."""
-    named = dict(objective.named_parameters())
+def with_compute_dtype(objective: nn.Module, precision: str) -> Callable[..., Any]:
+    """Returns the objective with its float32 weights cast for the computation; gradients arrive in float32."""
+    weights = dict(objective.named_parameters())
     dtype = getattr(torch, precision)
 
-    def run(*arguments: Any) -> Losses:
-        rounded = {name: p.to(dtype) for name, p in named.items()}
-        return torch.func.functional_call(objective, rounded, arguments)
+    def run(*arguments: Any) -> Any:
+        cast_weights = {name: p.to(dtype) for name, p in weights.items()}
+        return torch.func.functional_call(objective, cast_weights, arguments)
 
     return run
 
@@ -206,34 +163,39 @@ def computed_in(objective: nn.Module, precision: str) -> Callable[..., Losses]:
 
 
 class Trainer:
-    """One run in one folder; begins where the folder's last checkpoint ends."""
+    """One run in one folder. It resumes from the folder's last checkpoint."""
 
     def __init__(self, cfg: TrainConfig, out: str | Path, device: torch.device | str = "cpu") -> None:
-        self.cfg, self.out, self.device = cfg, Path(out), torch.device(device)
+        self.cfg = cfg
+        self.out = Path(out)
+        self.device = torch.device(device)
         if self.device.type == "cuda":
-            torch.set_num_threads(1)  # what is left to the CPU is small, and many threads only wait for one another
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+            torch.set_num_threads(1)  # the CPU's part is small, and more threads only wait for one another
+        self.rank: int = dist.get_rank() if dist.is_initialized() else 0
+        self.world: int = dist.get_world_size() if dist.is_initialized() else 1
         if cfg.microbatches % self.world:
             raise ValueError(f"{cfg.microbatches} microbatches cannot be shared by {self.world} processes: set a multiple")
         self.tokenizer = build_tokenizer(cfg, self.out)
         model = build_model(cfg)
         self.config = model.config
-        kind = Boards if isinstance(cfg.data, PuzzleConfig) else Texts
-        self.task = kind(cfg, self.config, self.tokenizer, self.device, self.mine)
+        task_class = SudokuTask if isinstance(cfg.data, PuzzleConfig) else TextTask
+        self.task = task_class(cfg, self.config, self.tokenizer, self.device, self.microbatches)
         self.objective = self.task.objective(model).to(self.device)
-        self.constants = {name: tensor.clone() for name, tensor in model.named_buffers()}  # as they will be saved
-        for layer in model.layers:  # float32 ones would lift everything behind them to float32
+        self.buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}  # as they will be saved
+        for layer in model.layers:  # a float32 scalar would promote all later activations to float32
             layer.layer_scalar.data = layer.layer_scalar.to(getattr(torch, cfg.precision))
             layer.encoder_layer_scalar.data = layer.encoder_layer_scalar.to(getattr(torch, cfg.precision))
         if self.world > 1:
-            shard(self.objective, cfg.precision)
+            shard_objective(self.objective, cfg.precision)
         self.optimizer = Optimizer(self.objective.model, cfg.optim)
-        plain = cfg.precision == "float32" or self.world > 1
-        self.compute = self.objective if plain else computed_in(self.objective, cfg.precision)
+        needs_cast = cfg.precision != "float32" and self.world == 1  # FSDP casts by its own policy
+        self.compute = with_compute_dtype(self.objective, cfg.precision) if needs_cast else self.objective
         if cfg.compile:
             self.objective.compile(dynamic=False)
-        self.step, self.before = 0, 0.0
-        self.began = time.perf_counter()
+        self.step = 0
+        self.earlier_seconds = 0.0
+        self.start_time = time.perf_counter()
+        self.rate_scale = 0.0
         self._resume()
 
     def _resume(self) -> None:
@@ -243,80 +205,84 @@ class Trainer:
         state = checkpoints.load(folder, self._tensors())
         if state["batch"] != self._batch:
             raise ValueError(f"{folder} was made with {state['batch']}, this run has {self._batch}: give another folder")
-        self.step, self.before, self.task.positions = state["step"], state["seconds"], state["positions"]
+        self.step = state["step"]
+        self.earlier_seconds = state["seconds"]
+        self.task.positions = state["positions"]
 
     def _tensors(self) -> dict[str, Tensor]:
         return self.optimizer.state() | self.task.tensors()
 
     @property
     def seconds(self) -> float:
-        """Of training so far, earlier runs included."""
-        return self.before + time.perf_counter() - self.began
+        """Seconds of training so far, earlier calls included."""
+        return self.earlier_seconds + time.perf_counter() - self.start_time
 
     @property
-    def left(self) -> float:
-        """The share of the run that is left, by steps or by the clock; all processes must agree on it."""
-        left = 1 - self.step / self.cfg.steps
+    def remaining(self) -> float:
+        """The share of the run that is left, by steps or by the clock; the same in all processes."""
+        by_steps = 1 - self.step / self.cfg.steps
         if not self.cfg.by_clock:
-            return left
-        left = min(left, 1 - self.seconds / self.cfg.max_seconds)
-        return -self._most(-left)
+            return by_steps
+        by_time = 1 - self.seconds / self.cfg.max_seconds
+        return -self._max_over_processes(-min(by_steps, by_time))
 
     @property
     def _batch(self) -> dict[str, int]:
-        """What positions in the data depend on."""
+        """The settings that positions in the data depend on."""
         return {name: getattr(self.cfg, name) for name in ("rows", "microbatches", "streams")}
 
     @property
-    def mine(self) -> range:
-        """The microbatches of a step that are this process's."""
+    def microbatches(self) -> range:
+        """The indices of this process's microbatches."""
         return range(self.rank, self.cfg.microbatches, self.world)
 
     def run(self) -> Iterator[Event]:
-        """Trains to the end, to the time limit, or until told to stop; a checkpoint is written in every case."""
+        """Trains to the end, to the time limit, or until a signal; writes a checkpoint in every case."""
         self.task.open()
-        self.began = time.perf_counter()
+        self.start_time = time.perf_counter()
         try:
-            with _told_to_stop() as told:
-                yield from self._steps(told)
+            with _catch_stop_signals() as stop:
+                yield from self._run_steps(stop)
         finally:
             self.task.close()
 
-    def _steps(self, told: dict[str, bool]) -> Iterator[Event]:
-        cfg, meter, saved = self.cfg, Meter(self), self.step
-        while self.step < cfg.steps and not (cfg.by_clock and self.left <= 0):
-            meter.add(*self.one_step())
-            spent = self.seconds if cfg.by_clock else self.seconds - self.before
-            over = self._most(float(bool(told) or spent > cfg.max_seconds)) > 0
-            if self.step % cfg.report_every == 0 or self.step == cfg.steps or over:
+    def _run_steps(self, stop: "StopFlag") -> Iterator[Event]:
+        cfg = self.cfg
+        meter = Meter(self)
+        saved_step = self.step
+        while self.step < cfg.steps and not (cfg.by_clock and self.remaining <= 0):
+            meter.add(*self.train_step())
+            seconds = self.seconds if cfg.by_clock else self.seconds - self.earlier_seconds
+            must_stop = self._max_over_processes(float(stop.is_set or seconds > cfg.max_seconds)) > 0
+            if self.step % cfg.report_every == 0 or self.step == cfg.steps or must_stop:
                 yield meter.report()
-            if over:
+            if must_stop:
                 break
             if self.step % cfg.save_every == 0 and self.step < cfg.steps:
                 yield self._save()
-                saved = self.step
-        if saved != self.step:
+                saved_step = self.step
+        if saved_step != self.step:
             yield self._save()
-        done = self.step >= cfg.steps or (cfg.by_clock and not told)
-        why = "done" if done else "stopped" if told else "out of time"
+        is_done = self.step >= cfg.steps or (cfg.by_clock and not stop.is_set)
+        why = "done" if is_done else "stopped" if stop.is_set else "out of time"
         yield Ended(self.step, self.export(), why)
 
-    def one_step(self) -> tuple[list[Losses], Tensor]:
-        """Gradients of this process's microbatches, then the optimizer's move."""
-        found = []
-        for m in self.mine:
-            chance = random.Random(f"{self.cfg.seed} {self.step} {m}").getrandbits(62)
-            losses = self.task.losses(self.compute, m, torch.Generator().manual_seed(chance))
-            # FSDP averages over processes; what is left is to average over this process's passes.
-            (losses.total / len(self.mine)).backward()
-            found.append(Losses(*(t.detach() for t in losses)))
-        self.share = rate(self.step, self.left, self.cfg.optim)
-        norm = self.optimizer.step(self.step, self.share)
+    def train_step(self) -> tuple[list[Losses], Tensor]:
+        """Computes the gradients of this process's microbatches and updates the weights. Returns losses and gradient norm."""
+        step_losses = []
+        for m in self.microbatches:
+            seed = random.Random(f"{self.cfg.seed} {self.step} {m}").getrandbits(62)
+            losses = self.task.losses(self.compute, m, torch.Generator().manual_seed(seed))
+            # FSDP averages over processes; the division averages over this process's microbatches.
+            (losses.total / len(self.microbatches)).backward()
+            step_losses.append(Losses(*(t.detach() for t in losses)))
+        self.rate_scale = learning_rate_scale(self.step, self.remaining, self.cfg.optim)
+        norm = self.optimizer.step(self.step, self.rate_scale)
         self.step += 1
-        return found, norm
+        return step_losses, norm
 
-    def _most(self, number: float) -> float:
-        """The largest of all processes' numbers: what they do next must not differ."""
+    def _max_over_processes(self, number: float) -> float:
+        """Returns the largest of all processes' numbers, so that all of them decide alike."""
         if self.world == 1:
             return number
         largest = torch.tensor(number, dtype=torch.float64, device=self.device)
@@ -326,20 +292,19 @@ class Trainer:
     def _save(self) -> Saved:
         positions = self.task.positions
         if self.world > 1:
-            everyone: list[Any] = [None] * self.world
-            dist.all_gather_object(everyone, positions)
-            positions = {m: position for part in everyone for m, position in part.items()}
-        state = {"step": self.step, "seconds": self.seconds, "positions": positions}
-        state["batch"] = self._batch
+            gathered: list[Any] = [None] * self.world
+            dist.all_gather_object(gathered, positions)
+            positions = {m: position for part in gathered for m, position in part.items()}
+        state = {"step": self.step, "seconds": self.seconds, "positions": positions, "batch": self._batch}
         return Saved(self.step, checkpoints.save(self.out, self.step, self._tensors(), state, self.cfg.keep))
 
     def export(self) -> Path:
-        """The averaged weights in the published layout, bf16, with tokenizer and sampler settings."""
+        """Writes the averaged weights in the published layout, bf16, with tokenizer and sampler settings."""
         folder = self.out / "model"
-        whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.optimizer.average.items()}
-        if checkpoints.first():
+        average = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.optimizer.average.items()}
+        if checkpoints.is_main_process():
             model = DiffusionGemma(self.config)
-            model.load_state_dict(whole | self.constants)
+            model.load_state_dict(average | self.buffers)
             checkpoint.save(model.to(torch.bfloat16), folder, sampler=self.cfg.sampler)
             self.tokenizer.save(folder)
         checkpoints.barrier()
@@ -347,29 +312,32 @@ class Trainer:
 
 
 class Meter:
-    """Adds up losses where they are, and looks at them only when a report is due: looking makes the GPU wait."""
+    """Collects losses on the device and reads them only for a report, since reading makes the GPU wait."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._clear()
+        self._reset()
 
-    def _clear(self) -> None:
-        self.passes: list[Losses] = []
-        self.norm: Tensor | None = None
-        self.steps, self.since = 0, time.perf_counter()
+    def _reset(self) -> None:
+        self.losses: list[Losses] = []
+        self.norm = torch.zeros(())
+        self.steps = 0
+        self.start_time = time.perf_counter()
 
-    def add(self, passes: list[Losses], norm: Tensor) -> None:
-        """One step's results."""
-        self.passes += passes
-        self.norm, self.steps = norm, self.steps + 1
+    def add(self, losses: list[Losses], norm: Tensor) -> None:
+        """Adds the results of one step."""
+        self.losses += losses
+        self.norm = norm
+        self.steps += 1
 
     def report(self) -> Report:
-        """What was added since the last report. Where no loss was finite the run ends with a sentence."""
-        trainer, cfg = self.trainer, self.trainer.cfg
-        terms = torch.stack([torch.stack(one[:3]) for one in self.passes])
-        good = terms[:, 0].isfinite()
-        sums = torch.cat([terms.where(good[:, None], 0.0).sum(dim=0), good.sum()[None]])
-        share = torch.stack([one.share_E for one in self.passes]).mean(dim=0)
+        """Returns the averages since the last report. Raises ValueError if no loss was finite."""
+        trainer = self.trainer
+        cfg = trainer.cfg
+        terms = torch.stack([torch.stack(losses[:3]) for losses in self.losses])
+        is_finite = terms[:, 0].isfinite()
+        sums = torch.cat([terms.where(is_finite[:, None], 0.0).sum(dim=0), is_finite.sum()[None]])
+        share = torch.stack([losses.share_E for losses in self.losses]).mean(dim=0)
         if trainer.world > 1:
             for tensor in (sums, share):
                 dist.all_reduce(tensor)
@@ -377,53 +345,54 @@ class Meter:
         *totals, finite = sums.tolist()
         if not finite:
             raise ValueError(
-                f"the loss is {float(terms[-1, 0])} at step {trainer.step}: lower the rates, or look at the data"
+                f"the loss is {float(terms[-1, 0])} at step {trainer.step}: lower the learning rates, or check the data"
             )
         loss, denoiser, ar = (total / finite for total in totals)
-        fair = share * share.shape[1]
-        tokens = cfg.step_tokens
+        relative_share = share * share.shape[1]
         report = Report(
             step=trainer.step,
             steps=cfg.steps,
             loss=loss,
             denoiser=denoiser,
             ar=ar,
-            balance=float(fair.max()),
-            idle=float(fair.min()),
+            balance=float(relative_share.max()),
+            idle=float(relative_share.min()),
             gradient=float(self.norm),
-            rate=trainer.share,
-            tokens=trainer.step * tokens,
-            tokens_per_second=self.steps * tokens / (time.perf_counter() - self.since),
+            rate=trainer.rate_scale,
+            tokens=trainer.step * cfg.step_tokens,
+            tokens_per_second=self.steps * cfg.step_tokens / (time.perf_counter() - self.start_time),
             seconds=trainer.seconds,
             lost=self.steps * cfg.microbatches - int(finite),
-            **trainer.task.told(),
+            **trainer.task.report_fields(),
         )
-        self._clear()
+        self._reset()
         return report
 
 
-@contextmanager
-def _told_to_stop() -> Iterator[dict[str, bool]]:
-    """Holds Ctrl-C and SIGTERM back until a checkpoint is written; a second one is obeyed at once."""
-    told: dict[str, bool] = {}
-    before = {}
+@dataclass
+class StopFlag:
+    """Whether a signal asked the run to stop."""
 
-    def note(number: int, frame: Any) -> None:
-        told["stop"] = True
-        signal.signal(number, before[number])
+    is_set: bool = False
+
+
+@contextmanager
+def _catch_stop_signals() -> Iterator[StopFlag]:
+    """Turns the first Ctrl-C or SIGTERM into a flag, so that a checkpoint is written; a second one acts at once."""
+    flag = StopFlag()
+    old_handlers: dict[int, Any] = {}
+
+    def set_flag(number: int, frame: Any) -> None:
+        flag.is_set = True
+        signal.signal(number, old_handlers[number])
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, note)
+            old_handlers[number] = signal.signal(number, set_flag)
     except ValueError:
-        pass  # not in the main thread: whoever runs us there has other ways to stop
+        pass  # signals can be caught in the main thread only; a caller in another thread closes the generator instead
     try:
-        yield told
+        yield flag
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def describe(cfg: TrainConfig) -> str:
-    """The whole configuration as JSON, for the run's folder."""
-    return json.dumps(asdict(cfg), indent=2, default=str) + "\n"
+        for caught, handler in old_handlers.items():
+            signal.signal(caught, handler)

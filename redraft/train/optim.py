@@ -1,8 +1,8 @@
-"""Who moves which weight and how fast: Muon for matrices, AdamW for the rest, a schedule, a running average.
+"""Optimizers: Muon for matrices, AdamW for all other weights, a learning-rate schedule, an exponential moving average.
 
-Weights are float32 whatever the model computes in. Experts are stacked matrices, which Muon cannot see as such: it is given
-each expert's matrix, gate and up apart, as a view into the stack. State is a flat dictionary of tensors by name, updated
-in place, so that checkpoints can be read straight into it. Knows nothing of losses, data or files.
+Weights are float32 whatever precision the model computes in. Expert weights are stacks of matrices; Muon gets each expert's
+matrix, gate and up separately, as a view into the stack. The state is a flat dictionary of named tensors that are updated in
+place, so a checkpoint loads directly into it.
 """
 
 import math
@@ -20,16 +20,16 @@ from redraft.kernels.backend import has_bf16
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Rates and their schedule."""
+    """Learning rates and their schedule."""
 
-    muon_lr: float = 2.5e-3  # in units of AdamW's: updates are scaled to the same root mean square
+    muon_lr: float = 2.5e-3  # updates are scaled to AdamW's root mean square, so both rates have the same unit
     adamw_lr: float = 2e-3
     weight_decay: float = 0.05
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0  # largest norm of the gradient
-    warmup: int = 100  # steps to full rate
-    cooldown: float = 0.4  # last share of the steps: the rate falls to zero
+    clip: float = 1.0  # the largest gradient norm
+    warmup: int = 100  # steps to the full learning rate
+    cooldown: float = 0.4  # over this last share of the run the learning rate falls to zero
     ema: float = 0.998
 
     def __post_init__(self) -> None:
@@ -44,69 +44,75 @@ class OptimConfig:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
 
 
-def rate(step: int, left: float, cfg: OptimConfig) -> float:
-    """The share of the full rate at a step (0 is the first) with this share of the run left: up, along, down to zero."""
-    up = (step + 1) / (cfg.warmup + 1)
-    down = left / cfg.cooldown if cfg.cooldown else 1.0
-    return max(0.0, min(1.0, up, down))
+def learning_rate_scale(step: int, remaining: float, cfg: OptimConfig) -> float:
+    """Returns the factor on the learning rates: linear warmup, constant, linear cooldown.
+
+    `step` counts from 0; `remaining` is the share of the run that is left.
+    """
+    warmup = (step + 1) / (cfg.warmup + 1)
+    cooldown = remaining / cfg.cooldown if cfg.cooldown else 1.0
+    return max(0.0, min(1.0, warmup, cooldown))
 
 
-def is_matrix(name: str, weight: Tensor) -> bool:
-    """Whether Muon moves it: maps between hidden states. Embedding, router and norms are AdamW's."""
+def uses_muon(name: str, weight: Tensor) -> bool:
+    """Whether Muon updates this weight. AdamW updates the embedding, the router and the norms."""
     return weight.dim() >= 2 and "embed_tokens" not in name and "router" not in name
 
 
-def matrices(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The matrices of a weight, each with a name of its own. Under sharding a stack holds only this process's experts."""
+def split_matrices(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the named matrices of a weight. A sharded stack yields only this process's experts."""
     if weight.dim() == 2:
         yield name, weight
         return
-    first, stack = 0, weight
+    first_expert = 0
+    stack = weight
     if isinstance(weight, DTensor):
-        first, stack = _first_here(weight), weight.to_local()
-    for expert, matrix in enumerate(stack, first):
+        first_expert = _first_local_row(weight)
+        stack = weight.to_local()
+    for expert, matrix in enumerate(stack, first_expert):
         halves = matrix.chunk(2) if name.endswith("gate_up_proj") else (matrix,)
         for part, half in enumerate(halves):
             yield f"{name}.{expert}.{part}", half
 
 
-def _first_here(weight: DTensor) -> int:
-    """The index of this process's first row of a weight that is sharded along its first axis."""
+def _first_local_row(weight: DTensor) -> int:
+    """Returns the index of this process's first row of a weight that is sharded along its first axis."""
     mesh = weight.device_mesh
-    each = -(-weight.shape[0] // mesh.size())
-    return min(mesh.get_local_rank() * each, weight.shape[0])
+    rows_per_process = -(-weight.shape[0] // mesh.size())
+    return min(mesh.get_local_rank() * rows_per_process, weight.shape[0])
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, all matrices of one shape at a time: one by one, a hundred small products leave a GPU waiting.
+    """torch's Muon with all matrices of one shape in one batch: a hundred small products would leave a GPU idle.
 
-    Steps are sized to AdamW's ("match_rms_adamw") and momentum is Nesterov's, whatever the constructor was told otherwise.
-    Sharded matrices are gathered for it, so that every process finds the same move and makes its own part of it.
+    Updates always match AdamW's root mean square ("match_rms_adamw") and use Nesterov momentum, whatever the constructor got.
+    Sharded matrices are gathered first, so that every process computes the same update and applies its own part.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """The move of torch's own, in the same arithmetic."""
+        """Updates the weights with the same arithmetic as torch's own step."""
         for group in self.param_groups:
-            moved = [p for p in group["params"] if p.grad is not None]
-            weights, gradients = [_local(p) for p in moved], [_local(p.grad) for p in moved]
-            momenta = [_local(self.state[p]["momentum_buffer"]) for p in moved]
+            params = [p for p in group["params"] if p.grad is not None]
+            weights = [_to_local(p) for p in params]
+            gradients = [_to_local(p.grad) for p in params]
+            momenta = [_to_local(self.state[p]["momentum_buffer"]) for p in params]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            alike: dict[torch.Size, list[int]] = {}
-            for at, p in enumerate(moved):
-                alike.setdefault(p.shape, []).append(at)
-            for shape, members in alike.items():
-                stack = torch.stack([_gathered(updates[at], moved[at]) for at in members])
-                turned = orthogonal(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                parts = [_part(matrix, moved[at]) for matrix, at in zip(turned.float(), members, strict=True)]
-                size = group["lr"] * 0.2 * math.sqrt(max(shape))
-                torch._foreach_add_([weights[at] for at in members], parts, alpha=-size)
+            indices_of_shape: dict[torch.Size, list[int]] = {}
+            for index, p in enumerate(params):
+                indices_of_shape.setdefault(p.shape, []).append(index)
+            for shape, indices in indices_of_shape.items():
+                stack = torch.stack([_gather(updates[i], params[i]) for i in indices])
+                orthogonal = orthogonalize(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                parts = [_local_part(matrix, params[i]) for matrix, i in zip(orthogonal.float(), indices, strict=True)]
+                step_size = group["lr"] * 0.2 * math.sqrt(max(shape))
+                torch._foreach_add_([weights[i] for i in indices], parts, alpha=-step_size)
 
 
-def orthogonal(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Each matrix of a stack with its singular values brought near one, by Newton and Schulz, in bf16 where there is one."""
+def orthogonalize(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Brings the singular values of each matrix near one by Newton-Schulz iterations, in bf16 where the device has it."""
     a, b, c = coefficients
     x = stack.bfloat16() if has_bf16(stack.device) else stack.float()
     tall = x.shape[1] > x.shape[2]
@@ -118,96 +124,97 @@ def orthogonal(stack: Tensor, coefficients: tuple[float, float, float], steps: i
     return x.mT if tall else x
 
 
-def clip(gradients: list[Tensor], most: float) -> Tensor:
-    """Shrinks gradients to a norm of at most `most`; returns what it was. Summed in float64: the same however sharded.
+def clip_gradients(gradients: list[Tensor], max_norm: float) -> Tensor:
+    """Scales gradients to a norm of at most `max_norm`; returns the norm before. Sums in float64: sharding changes nothing.
 
-    Gradients that are not finite become zero: one bad pass costs a step, not the run.
+    Gradients that are not finite become zero: one bad batch costs a step, not the run.
     """
-    here = [_local(gradient) for gradient in gradients]
-    squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in here]).square().sum()
+    local = [_to_local(gradient) for gradient in gradients]
+    squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in local]).square().sum()
     if isinstance(gradients[0], DTensor):
         dist.all_reduce(squares)
     norm = squares.sqrt()
-    torch._foreach_mul_(here, (most / norm.clamp(min=most)).float())
-    for gradient in here:
+    torch._foreach_mul_(local, (max_norm / norm.clamp(min=max_norm)).float())
+    for gradient in local:
         gradient.masked_fill_(~norm.isfinite(), 0.0)
     return norm
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _gathered(update: Tensor, like: Tensor) -> Tensor:
+def _gather(update: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return update
     whole = {"shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(update, like.device_mesh, like.placements, run_check=False, **whole).full_tensor()
 
 
-def _part(matrix: Tensor, like: Tensor) -> Tensor:
+def _local_part(matrix: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return matrix
-    first = _first_here(like)
+    first = _first_local_row(like)
     return matrix[first : first + like.to_local().shape[0]]
 
 
 class Optimizer:
-    """Both optimizers and the average of one model."""
+    """Muon, AdamW and the moving average of one model."""
 
     def __init__(self, model: nn.Module, cfg: OptimConfig) -> None:
         self.cfg = cfg
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = named
-        self.stacks = [(n, p) for n, p in named.items() if is_matrix(n, p) and p.dim() > 2]
-        self.pieces = {n: m.detach() for name, p in self.stacks for n, m in matrices(name, p)}
-        flat = {n: p for n, p in named.items() if is_matrix(n, p) and p.dim() == 2}
-        self.of_muon = {**flat, **self.pieces}
-        self.of_adamw = {n: p for n, p in named.items() if not is_matrix(n, p)}
+        self.stacks = [(n, p) for n, p in named.items() if uses_muon(n, p) and p.dim() > 2]
+        self.expert_matrices = {n: m.detach() for name, p in self.stacks for n, m in split_matrices(name, p)}
+        plain_matrices = {n: p for n, p in named.items() if uses_muon(n, p) and p.dim() == 2}
+        self.muon_weights = {**plain_matrices, **self.expert_matrices}
+        self.adamw_weights = {n: p for n, p in named.items() if not uses_muon(n, p)}
         decay = {"weight_decay": cfg.weight_decay}
         self.muon = Muon(
-            self.of_muon.values(), lr=cfg.muon_lr, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw", **decay
+            self.muon_weights.values(), lr=cfg.muon_lr, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw", **decay
         )
-        still = [p for p in self.of_adamw.values() if p.dim() < 2]  # norms are not pulled towards zero
-        moved = [p for p in self.of_adamw.values() if p.dim() >= 2]
-        groups = [{"params": moved, **decay}, {"params": still, "weight_decay": 0.0}]
+        norms = [p for p in self.adamw_weights.values() if p.dim() < 2]  # without weight decay
+        others = [p for p in self.adamw_weights.values() if p.dim() >= 2]
+        groups = [{"params": others, **decay}, {"params": norms, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.adamw_lr, betas=cfg.betas)
         self.average = {name: p.detach().clone() for name, p in named.items()}
-        self._begin()
+        self._init_state()
 
-    def _begin(self) -> None:
-        """State that both would otherwise make at their first step, so that a checkpoint finds where to go."""
-        for p in self.of_muon.values():
+    def _init_state(self) -> None:
+        """Creates the state that both optimizers would create at their first step, so that a checkpoint can load into it."""
+        for p in self.muon_weights.values():
             self.muon.state[p]["momentum_buffer"] = torch.zeros_like(p.detach())
-        for p in self.of_adamw.values():
+        for p in self.adamw_weights.values():
             zeros = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
             self.adamw.state[p] = {"step": torch.tensor(0.0), **zeros}
 
-    def step(self, number: int, share: float) -> Tensor:
-        """One step at this share of the full rates. Returns the gradient's norm before clipping; clears the gradients."""
-        norm = clip([p.grad for p in self.weights.values() if p.grad is not None], self.cfg.clip)
+    def step(self, step: int, scale: float) -> Tensor:
+        """Updates the weights with learning rates times `scale`. Returns the gradient norm before clipping; clears gradients."""
+        norm = clip_gradients([p.grad for p in self.weights.values() if p.grad is not None], self.cfg.clip)
         for name, p in self.stacks:
             if p.grad is not None:
-                for piece, gradient in matrices(name, p.grad):
-                    self.pieces[piece].grad = gradient
+                for matrix_name, gradient in split_matrices(name, p.grad):
+                    self.expert_matrices[matrix_name].grad = gradient
         for optimizer, lr in ((self.muon, self.cfg.muon_lr), (self.adamw, self.cfg.adamw_lr)):
             for group in optimizer.param_groups:
-                group["lr"] = lr * share
+                group["lr"] = lr * scale
             optimizer.step()
             optimizer.zero_grad()
         for p in self.weights.values():
             p.grad = None
         with torch.no_grad():
-            averages, now = list(self.average.values()), [p.detach() for p in self.weights.values()]
-            young = (1 + number) / (10 + number)  # else the average would remember the random beginning
-            get_ema_multi_avg_fn(min(self.cfg.ema, young))(averages, now, None)
+            averages = list(self.average.values())
+            weights = [p.detach() for p in self.weights.values()]
+            early_decay = (1 + step) / (10 + step)  # else the average would keep the random initial weights for long
+            get_ema_multi_avg_fn(min(self.cfg.ema, early_decay))(averages, weights, None)
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a checkpoint must hold, by name; the tensors themselves, not copies."""
-        found = {f"weight.{name}": p.detach() for name, p in self.weights.items()}
-        found |= {f"average.{name}": tensor for name, tensor in self.average.items()}
-        for kind, optimizer, named in (("muon", self.muon, self.of_muon), ("adamw", self.adamw, self.of_adamw)):
+        """Returns every tensor that a checkpoint must hold, by name; the tensors themselves, not copies."""
+        state = {f"weight.{name}": p.detach() for name, p in self.weights.items()}
+        state |= {f"average.{name}": tensor for name, tensor in self.average.items()}
+        for kind, optimizer, named in (("muon", self.muon, self.muon_weights), ("adamw", self.adamw, self.adamw_weights)):
             for name, p in named.items():
-                found |= {f"{kind}.{name}.{what}": tensor for what, tensor in optimizer.state[p].items()}
-        return found
+                state |= {f"{kind}.{name}.{key}": tensor for key, tensor in optimizer.state[p].items()}
+        return state

@@ -1,11 +1,11 @@
-"""A run's metrics as a picture: losses, rate and speed over tokens."""
+"""Plots the metrics of a run: losses, learning rate and expert balance over tokens."""
 
 import json
 from pathlib import Path
 
 
-def draw(metrics: Path, picture: Path) -> None:
-    """Reads the JSON lines of a run and writes a PNG. Needs matplotlib, which comes with redraft[train]."""
+def draw_metrics(metrics: Path, picture: Path) -> None:
+    """Reads the JSON lines of a run and writes a PNG. Needs matplotlib, which the extra redraft[train] installs."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -23,11 +23,11 @@ def draw(metrics: Path, picture: Path) -> None:
     losses.set_yscale("log")
     losses.legend()
     losses.grid(alpha=0.3)
-    schedule.plot(tokens, [line["rate"] for line in lines], color="tab:green", label="share of the full rate")
-    schedule.plot(tokens, [line["balance"] for line in lines], color="tab:red", label="busiest expert, times its share")
+    schedule.plot(tokens, [line["rate"] for line in lines], color="tab:green", label="factor on the learning rate")
+    schedule.plot(tokens, [line["balance"] for line in lines], color="tab:red", label="busiest expert, times an even share")
     if lines[-1].get("solved") is not None:
         solved = [line["solved"] or 0.0 for line in lines]
-        schedule.plot(tokens, solved, color="tab:blue", label="puzzles solved, of those that left")
+        schedule.plot(tokens, solved, color="tab:blue", label="share of puzzles solved")
     schedule.set_xlabel("million tokens")
     schedule.legend()
     schedule.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Recipes: a file with a function `recipe(folder)` that returns a TrainConfig, found by name, changed by key=value."""
+"""Recipes: Python files with a function `recipe(folder)` that returns a TrainConfig; settings are changed by key=value."""
 
 import importlib.util
 import json
@@ -7,14 +7,14 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.train.loop import TrainConfig
+from redraft.train.config import TrainConfig
 
-FOLDERS = (Path("recipes"), Path(__file__).with_name("recipes"))  # the ones of the user, and ours
+FOLDERS = (Path("recipes"), Path(__file__).with_name("recipes"))  # the user's, then those that ship
 
 
 def load_recipe(name: str, out: Path, changes: Sequence[str] = ()) -> TrainConfig:
-    """The configuration of a recipe, given by name or by path, with changes such as "optim.warmup=20"."""
-    path = _find(name)
+    """Runs a recipe, given by name or by path, and applies changes such as "optim.warmup=20"."""
+    path = _find_recipe(name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
@@ -28,39 +28,39 @@ def load_recipe(name: str, out: Path, changes: Sequence[str] = ()) -> TrainConfi
     return config
 
 
-def _find(name: str) -> Path:
+def _find_recipe(name: str) -> Path:
     if name.endswith(".py") or "/" in name:
         if not Path(name).is_file():
             raise ValueError(f"there is no recipe {name}")
         return Path(name)
-    known = {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("[!_]*.py"))}
-    if name not in known:
-        raise ValueError(f"there is no recipe {name!r}; known are {', '.join(sorted(known)) or 'none'}, or give a path")
-    return known[name]
+    paths = {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("[!_]*.py"))}
+    if name not in paths:
+        raise ValueError(f"there is no recipe {name!r}; known are {', '.join(sorted(paths)) or 'none'}, or give a path")
+    return paths[name]
 
 
 def change_setting(config: Any, change: str) -> Any:
-    """The configuration with one value replaced: "steps=100", "optim.warmup=20", "data.blocks=[32, 64]"."""
+    """Returns the configuration with one value replaced: "steps=100", "optim.warmup=20", "data.canvas_lengths=[32, 64]"."""
     key, equals, text = change.partition("=")
     if not equals:
         raise ValueError(f"--set wants key=value, got {change!r}")
-    return _replaced(config, key.strip().split("."), text.strip(), change)
+    return _replace_value(config, key.strip().split("."), text.strip(), change)
 
 
-def _replaced(config: Any, path: list[str], text: str, change: str) -> Any:
-    known = [f.name for f in fields(config)]
-    if path[0] not in known:
-        raise ValueError(f"--set {change}: there is no {path[0]!r} here; known are {', '.join(known)}")
+def _replace_value(config: Any, path: list[str], text: str, change: str) -> Any:
+    names = [f.name for f in fields(config)]
+    if path[0] not in names:
+        raise ValueError(f"--set {change}: there is no {path[0]!r} here; known are {', '.join(names)}")
     old = getattr(config, path[0])
     if len(path) > 1:
         if not is_dataclass(old):
             raise ValueError(f"--set {change}: {path[0]!r} has no parts")
-        return replace(config, **{path[0]: _replaced(old, path[1:], text, change)})
-    return replace(config, **{path[0]: _value(text, old, change)})
+        return replace(config, **{path[0]: _replace_value(old, path[1:], text, change)})
+    return replace(config, **{path[0]: _parse_value(text, old, change)})
 
 
-def _value(text: str, old: Any, change: str) -> Any:
-    """The text as a value of the old one's kind."""
+def _parse_value(text: str, old: Any, change: str) -> Any:
+    """Parses the text as a value of the same type as the old value."""
     if isinstance(old, str):
         return text
     try:
@@ -69,9 +69,8 @@ def _value(text: str, old: Any, change: str) -> Any:
         raise ValueError(f"--set {change}: {text!r} is no JSON value") from None
     if isinstance(old, tuple) and isinstance(value, list):
         return tuple(value)
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if isinstance(old, bool) != isinstance(value, bool) or not (
-        isinstance(value, type(old)) or (type(old) is float and whole)
-    ):
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    has_same_type = isinstance(value, type(old)) and isinstance(value, bool) == isinstance(old, bool)
+    if not has_same_type and not (type(old) is float and is_integer):
         raise ValueError(f"--set {change}: {text} is no {type(old).__name__}")
     return value

@@ -1,11 +1,11 @@
-"""What a run needs to learn from texts: streams of packed rows, and the objective of `loss.py` on each.
+"""Training on text: streams of packed rows, and the objective of `loss.py` on each.
 
-A task, as the loop knows it, has an objective for a model, `open` and `close`, `losses` of a microbatch, what a checkpoint
-must hold of it (`positions` as JSON, `tensors`), and what it has to tell in a report. `boards.py` has the other one.
+A task provides to the training loop: `objective(model)`, `open` and `close`, `losses` of a microbatch, its part of a checkpoint
+(`positions` as JSON, `tensors`), and its fields of a Report. `sudoku_task.py` has the other task.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,76 +15,91 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.masks import Layout
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import data
-from redraft.train.data import PAD, STOP, Batches, Interleaved, Position, ReadAhead, Rows
-from redraft.train.loss import Batch, Losses, Noise, Objective, SparseMasks, dense_masks, draw, first_rows
-
-if TYPE_CHECKING:
-    from redraft.train.loop import TrainConfig
+from redraft.train.config import TrainConfig
+from redraft.train.data import PAD_ID, STOP_ID, Batches, DataConfig, InterleavedBatches, Position, PrefetchedBatches, Rows
+from redraft.train.loss import Batch, Losses, Masks, Noise, Objective, SparseMasks, dense_masks, draw_noise, slice_masks
 
 
-class Texts:
+class TextTask:
     """The task of a run whose data are texts."""
 
     def __init__(
-        self, cfg: "TrainConfig", config: ModelConfig, tokenizer: Tokenizer, device: torch.device, numbers: Iterable[int]
+        self,
+        cfg: TrainConfig,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        microbatches: Iterable[int],
     ) -> None:
+        assert isinstance(cfg.data, DataConfig)
         if tokenizer.size > config.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.size} tokens, the model {config.vocab_size}")
         if cfg.loss.noise == "mask" and tokenizer.size == config.vocab_size:
             raise ValueError(f"mask noise needs a token that no text uses; all {config.vocab_size} are taken")
-        self.cfg, self.config, self.tokenizer, self.device = cfg, config, tokenizer, device
-        self.numbers = numbers
+        self.cfg = cfg
+        self.data = cfg.data
+        self.config = config
+        self.tokenizer = tokenizer
+        self.device = device
+        self.microbatches = microbatches
         self.sparse = SparseMasks(config, cfg.rows, cfg.data.length, device) if device.type == "cuda" else None
         self.positions: dict[str, Any] = {}
-        self.streams: dict[int, Interleaved] = {}
+        self.streams: dict[int, InterleavedBatches] = {}
 
     def objective(self, model: DiffusionGemma) -> nn.Module:
-        """What is compiled, sharded and differentiated."""
+        """Returns the module that is compiled, sharded and differentiated."""
         return Objective(model, self.cfg.loss)
 
     def open(self) -> None:
-        """Starts the streams of its microbatches, each where its position is."""
-        self.streams = {m: self._stream(m) for m in self.numbers}
+        """Starts the streams of this process's microbatches, each at its position."""
+        self.streams = {m: self._open_stream(m) for m in self.microbatches}
 
-    def _stream(self, m: int) -> Interleaved:
-        cfg, saved = self.cfg, self.positions.get(str(m), [None] * self.cfg.streams)
-        marks = {"stop": STOP, "pad": PAD}
+    def _open_stream(self, m: int) -> InterleavedBatches:
+        cfg = self.cfg
+        stop, pad = STOP_ID, PAD_ID
         if cfg.init:
-            marks = {"stop": self.config.eos_token_ids[0], "pad": self.config.pad_token_id}
-        parts = []
-        for number, position in enumerate(saved):
-            shards = {"shard": m * cfg.streams + number, "shards": cfg.microbatches * cfg.streams}
-            position = Position.from_json(position) if position is not None else None
-            rows = Rows(cfg.data, self.tokenizer, **marks, **shards, position=position)
-            parts.append(Batches(rows, cfg.rows // cfg.streams))
-        return Interleaved([ReadAhead(part) if cfg.read_ahead else part for part in parts])
+            stop, pad = self.config.eos_token_ids[0], self.config.pad_token_id
+        batches: list[Batches | PrefetchedBatches] = []
+        for number, saved in enumerate(self.positions.get(str(m), [None] * cfg.streams)):
+            rows = Rows(
+                self.data,
+                self.tokenizer,
+                stop=stop,
+                pad=pad,
+                shard=m * cfg.streams + number,
+                shards=cfg.microbatches * cfg.streams,
+                position=Position.from_json(saved) if saved is not None else None,
+            )
+            stream = Batches(rows, cfg.rows // cfg.streams)
+            batches.append(PrefetchedBatches(stream) if cfg.prefetch else stream)
+        return InterleavedBatches(batches)
 
     def close(self) -> None:
-        """Ends the processes that read ahead."""
+        """Ends the processes that prefetch."""
         for stream in self.streams.values():
             stream.close()
 
     def losses(self, compute: Callable[..., Losses], m: int, generator: torch.Generator) -> Losses:
-        """The objective on the next batch of microbatch m."""
+        """Computes the objective on the next batch of microbatch m."""
         columns, self.positions[str(m)] = next(self.streams[m])
         batch = data.to_batch(columns)
-        noise = draw(batch, self.cfg.loss, self.config.vocab_size, generator)
-        noise = Noise(*(self._onto(t) for t in vars(noise).values()))
-        batch = Batch(self._onto(batch.ids_BL), Layout(*(self._onto(t) for t in vars(batch.layout).values())))
-        mask_of = self.sparse(batch.layout) if self.sparse else dense_masks(self.config, batch.layout)
-        return compute(batch, noise, mask_of, first_rows(mask_of, len(noise.temperature_R)))
+        noise = draw_noise(batch, self.cfg.loss, self.config.vocab_size, generator)
+        noise = Noise(*(self._to_device(t) for t in vars(noise).values()))
+        batch = Batch(self._to_device(batch.ids_BL), Layout(*(self._to_device(t) for t in vars(batch.layout).values())))
+        mask_of: Masks = self.sparse(batch.layout) if self.sparse else dense_masks(self.config, batch.layout)
+        return compute(batch, noise, mask_of, slice_masks(mask_of, len(noise.temperature_R)))
 
-    def _onto(self, tensor: Tensor) -> Tensor:
-        """To the device without waiting for it."""
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """Copies to the device without waiting for it."""
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """Nothing: positions are numbers."""
+        """Returns nothing: the task's state is in `positions`."""
         return {}
 
-    def told(self) -> dict[str, Any]:
-        """How often the first source was read, and how many records were skipped."""
-        positions = [position for one in self.positions.values() for position in one]
+    def report_fields(self) -> dict[str, Any]:
+        """Returns this task's fields of a Report: epochs of the first source, and records skipped."""
+        positions = [position for streams in self.positions.values() for position in streams]
         return {
             "epoch": min(position["epochs"][0] for position in positions),
             "bad": sum(position["bad"] for position in positions),

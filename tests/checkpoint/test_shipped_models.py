@@ -12,7 +12,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 import redraft
 from redraft.diffusion.generate import Finished, generate
-from redraft.train.evals import measures
+from redraft.train.evals import likelihood
 from redraft.writer import DEFAULT_MODEL
 
 CARD = (DEFAULT_MODEL / "README.md").read_text(encoding="utf-8")
@@ -66,10 +66,10 @@ def test_stories_are_made_of_words(writer):
     assert all(answer.stats.tokens_per_forward >= 4 for answer in answers)
 
 
-def test_noised_words_are_restored_and_the_others_kept(writer):
-    kept, restored = measures.repair(writer.model, writer.tokenizer, [STORY], 64)[0.3]
+def test_struck_words_are_mended_and_the_others_kept(writer):
+    kept, repaired = likelihood.repair(writer.model, writer.tokenizer, [STORY], 64)[0.3]
     assert kept > 0.9
-    assert restored > 0.5
+    assert repaired > 0.5
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -1,4 +1,4 @@
-"""redraft sudoku with the packaged model: one puzzle, a file, a terminal, user errors."""
+"""redraft sudoku on the command line, with the model that ships: one puzzle, a file, a terminal, mistakes."""
 
 import contextlib
 import csv
@@ -21,11 +21,11 @@ from redraft.cli import main, sudoku
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import generate
 from redraft.tasks.sudoku import board as boards
-from redraft.tasks.sudoku import encoding, generator, text_encoding
+from redraft.tasks.sudoku import encoding, generator, solve
 from redraft.tasks.sudoku.board import BoardError
 from redraft.tasks.sudoku.solve import FORBIDDEN
 from redraft.train.evals import sudoku_lists
-from redraft.train.sudoku_task import left_to_right
+from redraft.train.sudoku_task import autoregressive_ids
 from redraft.writer import DEFAULT_MODEL, SUDOKU_MODEL
 
 PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
@@ -52,8 +52,8 @@ def _run(monkeypatch, capsys):
 
 def easy(count: int) -> list[str]:
     chance = torch.Generator().manual_seed(5)
-    puzzles = generator.dig(generator.full_boards(count, chance), torch.full((count,), 34), chance)
-    return [boards.line(tuple(board)) for board in puzzles.tolist()]
+    puzzles = generator.remove_clues(generator.full_boards(count, chance), torch.full((count,), 34), chance)
+    return [boards.to_line(tuple(board)) for board in puzzles.tolist()]
 
 
 def test_the_model_is_small(writer):
@@ -63,28 +63,29 @@ def test_the_model_is_small(writer):
 
 def test_one_puzzle(run):
     code, out, err = run(PUZZLE, "--seed", "1")
-    assert (code, out) == (0, boards.grid(boards.parse(SOLVED)) + "\n" + SOLVED + "\n")
+    assert (code, out) == (0, boards.to_grid(boards.parse(SOLVED)) + "\n" + SOLVED + "\n")
     assert err.startswith("solved · ")
     assert "revisions" in err
     assert "seed 1" in err
-    drawn = boards.grid(boards.parse(PUZZLE))
+    drawn = boards.to_grid(boards.parse(PUZZLE))
     assert run("-", "--seed", "1", stdin=drawn)[1] == out
     code, out, _ = run(PUZZLE, "--seed", "1", "--json")
     record = json.loads(out)
     assert (record["board"], record["solved"], record["canvases"], record["seed"]) == (SOLVED, True, 1, 1)
 
 
-def test_a_file_of_puzzles_comes_back_in_its_order(run, tmp_path, writer):
-    puzzles = easy(66)  # more than a batch
+def test_a_file_of_puzzles_comes_back_in_its_order(run, tmp_path, writer, monkeypatch):
+    monkeypatch.setitem(solve.solve.__kwdefaults__, "rows", 4)
+    puzzles = easy(10)  # three batches
     (tmp_path / "many.txt").write_text("\n".join(puzzles))
     code, out, err = run(str(tmp_path / "many.txt"), "--seed", "3")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert code == 0
     assert [row["puzzle"] for row in rows] == puzzles
-    assert all(boards.solves(boards.parse(row["board"]), boards.parse(row["puzzle"])) for row in rows)
-    assert err.startswith("66 of 66 solved · ")
+    assert all(boards.is_solution(boards.parse(row["board"]), boards.parse(row["puzzle"])) for row in rows)
+    assert err.startswith("10 of 10 solved · ")
     found = writer.solve_sudoku(puzzles, seed=3)
-    assert [boards.line(solution.board) for solution in found] == [row["board"] for row in rows]
+    assert [boards.to_line(solution.board) for solution in found] == [row["board"] for row in rows]
     assert writer.solve_sudoku(boards.parse(puzzles[0]), seed=3).board == found[0].board
     code, out, _ = run(str(tmp_path / "many.txt"), "--seed", "3", "--json", "--out", str(tmp_path / "out.jsonl"))
     assert (code, out) == (0, "")
@@ -92,12 +93,12 @@ def test_a_file_of_puzzles_comes_back_in_its_order(run, tmp_path, writer):
     assert [json.loads(line)["board"] for line in lines] == [row["board"] for row in rows]
 
 
-def test_a_wrong_board_is_said_to_be_wrong(run, tmp_path):
+def test_a_wrong_board_is_reported_as_wrong(run, tmp_path):
     hard = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."  # often called the hardest
     code, out, err = run(hard, "--seed", "1", "--no-check", "--steps", "1")
     assert code == 1
     assert err.startswith("WRONG: this board breaks the rules")
-    assert not boards.solves(boards.parse(out.splitlines()[-1]), boards.parse(hard))
+    assert not boards.is_solution(boards.parse(out.splitlines()[-1]), boards.parse(hard))
     (tmp_path / "two.txt").write_text(f"{PUZZLE}\n{hard}\n")
     code, out, err = run(str(tmp_path / "two.txt"), "--seed", "1", "--canvases", "1", "--steps", "3")
     assert code == 1
@@ -146,14 +147,14 @@ def test_mistakes_in_a_file_name_their_line(run, tmp_path):
     assert "at least one canvas" in run(PUZZLE, "--canvases", "0", "--out", str(tmp_path / "old.csv"))[2]
     assert (tmp_path / "old.csv").read_text() == "old"
     assert "there is no folder" in run(PUZZLE, "--out", str(tmp_path / "no" / "out.csv"))[2]
-    assert "was not made for boards" in run(PUZZLE, "-m", "tiny")[2]
+    assert "was not made for Sudoku boards" in run(PUZZLE, "-m", "tiny")[2]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=100) | st.text(alphabet="0123456789.*|\n- ", max_size=200))
-def test_whatever_is_typed_is_a_puzzle_or_a_sentence(text):
+def test_any_argument_is_a_puzzle_or_gives_a_one_sentence_error(text):
     with contextlib.suppress(BoardError):
-        ((_, board),) = sudoku.given(text.replace("-", ".") if text == "-" else text)
+        ((_, board),) = sudoku.read_argument(text.replace("-", ".") if text == "-" else text)
         assert len(board) == 81
 
 
@@ -163,24 +164,24 @@ def test_a_terminal_shows_the_board_settle(writer):
     console = Console(file=written, force_terminal=True, width=60, height=20, color_system="standard")
     puzzle = boards.parse(PUZZLE)
     events = list(writer.sudoku_events([puzzle], seed=1))
-    solution = sudoku._draw(iter(events), puzzle, console)
+    solution = sudoku._draw_steps(iter(events), puzzle, console)
     stream.feed(written.getvalue().replace("\n", "\r\n"))
     shown = [line.rstrip() for line in screen.display if line.strip()]
     assert "".join(c for line in shown for c in line if c.isdigit()) == SOLVED
-    assert boards.line(solution.board) == SOLVED
+    assert boards.to_line(solution.board) == SOLVED
     assert "step 1" in written.getvalue()
     assert screen.buffer[0][0].bold  # a clue
     assert not screen.buffer[0][4].bold
-    clash = sudoku.picture((5, 5, *puzzle[2:]), puzzle, puzzle, [True] * 81)
+    clash = sudoku.draw_board((5, 5, *puzzle[2:]), puzzle, puzzle, [True] * 81)
     styles = [str(span.style) for span in clash.spans]
     assert "bold red" in styles
-    changed = sudoku.picture((*puzzle[:2], 4, *puzzle[3:]), puzzle, puzzle, [True] * 81)
+    changed = sudoku.draw_board((*puzzle[:2], 4, *puzzle[3:]), puzzle, puzzle, [True] * 81)
     assert "green reverse" in [str(span.style) for span in changed.spans]
 
 
-def test_easy_puzzles_are_solved_on_one_canvas_in_a_few_passes(writer):
-    listed = sudoku_lists.generated(60)
-    found = sudoku_lists.score(writer.model, listed, writer.sampler, canvases=1, rows=64, tell=lambda done: None)
+def test_easy_puzzles_are_solved_on_one_canvas_in_a_few_steps(writer):
+    listed = sudoku_lists.generate_list(60)
+    found = sudoku_lists.score(writer.model, listed, writer.sampler, canvases=1, rows=64, progress=lambda done: None)
     assert (found["one_canvas"], found["clues_kept"], found["cells"]) == (1.0, 1.0, 1.0)
     assert found["forwards_one_canvas_most"] <= 16
     assert found["right_after"][15] == 1.0
@@ -189,42 +190,43 @@ def test_easy_puzzles_are_solved_on_one_canvas_in_a_few_passes(writer):
 
 
 @pytest.mark.parametrize("wrong", [None, 5, [1, 2], [[1] * 81, None], torch.zeros(81), ["x"], [1.5] * 81, [10] * 81])
-def test_what_is_no_puzzle_is_said_to_be_none(writer, wrong):
+def test_what_is_no_puzzle_is_refused(writer, wrong):
     with pytest.raises((BoardError, TypeError)) as caught:
         writer.solve_sudoku(wrong)
     assert isinstance(caught.value, BoardError) or not hasattr(wrong, "__iter__")
 
 
-def test_left_to_right_is_what_it_says(writer):
-    """Cell after cell from everything before it, without a cache."""
-    listed = sudoku_lists.generated(2)
-    found = sudoku_lists.spoken(writer.model, listed, rows=1)
-    right = []
-    for puzzle, solution in zip(listed.puzzles, listed.solutions, strict=True):
-        said = []
-        for cell in range(81):
-            ids = left_to_right(torch.tensor([puzzle]), torch.tensor([said], dtype=torch.long), 2)
-            with torch.inference_mode():
-                hidden = writer.model.encode(ids, writer.model.new_cache(1, ids.shape[1]))
-                logits = writer.model.head(hidden[0, -1])[encoding.DIGITS.start : encoding.DIGITS.stop]
-            said.append(puzzle[cell] or int(logits.argmax()) + 1)
-        right.append(sum(a == b for a, b in zip(said, solution, strict=True)) / 81)
-    assert abs(found["cells"] - sum(right) / 2) < 1e-6
-    assert found["exact"] == 0.0  # it was not trained for that
+def test_the_autoregressive_score_equals_the_plain_loop(writer):
+    """The plain loop has no KV cache: it encodes everything again for each cell."""
+    listed = sudoku_lists.generate_list(2)
+    scores = sudoku_lists.score_autoregressive(writer.model, listed, rows=1)
+    puzzles = torch.tensor(listed.puzzles)
+    digits = puzzles[:, :0]
+    for cell in range(81):
+        ids = autoregressive_ids(puzzles, digits, 2)
+        with torch.inference_mode():
+            hidden = writer.model.encode(ids, writer.model.new_cache(2, ids.shape[1]))
+            logits = writer.model.head(hidden[:, -1])[:, encoding.DIGITS.start : encoding.DIGITS.stop]
+        digit = torch.where(puzzles[:, cell] > 0, puzzles[:, cell], logits.argmax(dim=-1) + 1)
+        digits = torch.cat([digits, digit[:, None]], dim=1)
+    right_cells = float((digits == torch.tensor(listed.solutions)).float().mean())
+    assert abs(scores["cells"] - right_cells) < 1e-6
+    assert scores["exact"] == 0.0  # it was not trained for that
 
 
-def test_written_boards_are_read_and_compared(monkeypatch):
-    listed, reader = sudoku_lists.generated(3), redraft.Tokenizer.from_folder(DEFAULT_MODEL)
-    answers = [text_encoding.answer(listed.solutions[0]), "no board", text_encoding.answer(listed.solutions[1])]
+def test_boards_written_as_text_are_parsed_and_compared(monkeypatch):
+    listed = sudoku_lists.generate_list(3)
+    reader = redraft.Tokenizer.from_folder(DEFAULT_MODEL)
+    answers = [encoding.board_text(listed.solutions[0]), "no board", encoding.board_text(listed.solutions[1])]
 
     def pretend(model, prompts, cfg, *, seeds):
-        assert [reader.decode(ids) for ids in prompts] == [text_encoding.prompt(puzzle) for puzzle in listed.puzzles]
+        assert [reader.decode(ids) for ids in prompts] == [encoding.prompt_text(puzzle) for puzzle in listed.puzzles]
         ids = [reader.encode(text) for text in answers]
         padded = torch.tensor([row + [0] * (200 - len(row)) for row in ids])
         yield SimpleNamespace(ids_BT=padded, stats=[SimpleNamespace(steps=n) for n in (4, 5, 6)])
 
     monkeypatch.setattr(sudoku_lists, "generate", pretend)
-    found = sudoku_lists.written(None, reader, listed, None, 8)
+    found = sudoku_lists.score_text(None, reader, listed, None, 8)
     assert found == {"puzzles": 3, "boards": 2 / 3, "clues_kept": 1 / 3, "exact": 1 / 3, "steps": 5.0}
 
 

@@ -74,12 +74,12 @@ def test_the_loss_and_its_gradients_agree_with_the_dense_mask_on_the_cpu():
     results = []
     for device in ("cpu", "cuda"):
         model = tiny.build(config).to(device).requires_grad_(True)
-        cfg = loss.LossConfig(self_condition=0.5, on_policy=1.0, holes=0.5)
-        noise = loss.draw(loss.Batch(ids, layout), cfg, tiny.VOCAB, torch.Generator().manual_seed(1)).to(device)
+        cfg = loss.LossConfig(self_condition=0.5, on_policy=1.0, span_noise=0.5)
+        noise = loss.draw_noise(loss.Batch(ids, layout), cfg, tiny.VOCAB, torch.Generator().manual_seed(1)).to(device)
         batch = loss.Batch(ids.to(device), layout.to(device))
         sparse = loss.SparseMasks(config, 2, 160, device) if device == "cuda" else None
         mask_of = sparse(batch.layout) if sparse else loss.dense_masks(config, batch.layout)
-        result = loss.Objective(model, cfg)(batch, noise, mask_of, loss.first_rows(mask_of, 1))
+        result = loss.Objective(model, cfg)(batch, noise, mask_of, loss.slice_masks(mask_of, 1))
         result.total.backward()
         gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
         results.append((result.denoiser.item(), result.ar.item(), gradients))

@@ -14,13 +14,13 @@ from redraft.train.data import (
     BadRecord,
     Batches,
     DataConfig,
-    Interleaved,
+    InterleavedBatches,
     Position,
-    ReadAhead,
+    PrefetchedBatches,
     Rows,
     Source,
     read_records,
-    stack,
+    stack_rows,
     to_batch,
     train_tokenizer,
 )
@@ -50,22 +50,22 @@ def rows(files, count, position=None, source=None, **changes):
     source = source or {}
     cfg = DataConfig(
         sources=(Source(files=files, **source),),
-        **{"length": 64, "blocks": (8, 16), "shuffle": 7, "lookahead": 3, **changes},
+        **{"length": 64, "canvas_lengths": (8, 16), "shuffle": 7, "lookahead": 3, **changes},
     )
     stream = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, position=position)
     return [next(stream) for _ in range(count)], stream
 
 
 def answers(found) -> str:
-    """Everything learned, in order, fill and marks left out."""
+    """The learned text in order, without fill and special tokens."""
     ids = [i for row in found for i, start in zip(row.ids, row.starts, strict=True) if start >= 0]
     return TOKENIZER.decode([i for i in ids if i not in (STOP, 5)])
 
 
-@pytest.mark.parametrize("blocks", [(8,), (8, 16, 64), (5,), (1,)])
-def test_every_document_is_packed_once_and_whole(files, blocks):
+@pytest.mark.parametrize("canvas_lengths", [(8,), (8, 16, 64), (5,), (1,)])
+def test_every_document_is_packed_exactly_once(files, canvas_lengths):
     paths, texts = files
-    found, stream = rows(paths, 1, blocks=blocks, shuffle=1)
+    found, stream = rows(paths, 1, canvas_lengths=canvas_lengths, shuffle=1)
     while stream.position.epochs == [0]:
         found.append(next(stream))
     waiting = "".join(TOKENIZER.decode(document.answer) for document in stream.position.waiting)
@@ -76,12 +76,12 @@ def test_every_document_is_packed_once_and_whole(files, blocks):
     assert sum(text in learned for text in texts) >= 25
 
 
-def test_little_is_left_empty(files):
+def test_rows_have_little_padding(files):
     found, _ = rows(files[0], 40, length=512, lookahead=32)
     assert sum(d == -1 for row in found for d in row.documents) < 0.1 * 40 * 512
 
 
-def test_a_row_says_where_everything_stands(files):
+def test_a_row_has_the_layout_of_its_tokens(files):
     found, _ = rows(files[0], 60)
     for number, row in enumerate(found):
         block = (8, 16)[number % 2]
@@ -113,8 +113,8 @@ def test_resumed_equals_unbroken(tmp_path_factory, cut, shuffle):
     assert resumed == unbroken[cut:]
 
 
-def test_shards_share_the_records_out(files):
-    cfg = DataConfig(sources=(Source(files=files[0]),), length=256, blocks=(8,), shuffle=5, lookahead=1)
+def test_shards_partition_the_records(files):
+    cfg = DataConfig(sources=(Source(files=files[0]),), length=256, canvas_lengths=(8,), shuffle=5, lookahead=1)
     learned = []
     for shard in range(3):
         stream = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, shard=shard, shards=3)
@@ -141,20 +141,20 @@ def test_epochs_differ_and_seeds_do(files):
     assert [next(stream) for _ in range(10)] != first
 
 
-def test_a_last_block_may_be_cut_short_behind_the_end(files):
-    whole, _ = rows(files[0], 40, blocks=(16,), length=512)
-    cut, stream = rows(files[0], 40, blocks=(16,), length=512, short=0.5)
-    fills = [sum(i == STOP for row in found for i in row.ids) for found in (whole, cut)]
+def test_the_last_canvas_may_be_cut_after_the_end(files):
+    whole, _ = rows(files[0], 40, canvas_lengths=(16,), length=512)
+    short, stream = rows(files[0], 40, canvas_lengths=(16,), length=512, short_fill=0.5)
+    fills = [sum(i == STOP for row in found for i in row.ids) for found in (whole, short)]
     assert fills[1] < 0.9 * fills[0]
     lengths = set()
-    for row in cut:
+    for row in short:
         for document in set(row.documents) - {-1}:
             ids = [i for i, d, s in zip(row.ids, row.documents, row.starts, strict=True) if d == document and s >= 0]
             lengths.add(len(ids) % 16)
-            assert {STOP, 5} & set(ids) or len(ids) % 16 == 0  # cut behind the end, never before
+            assert {STOP, 5} & set(ids) or len(ids) % 16 == 0  # cut after the end, never before it
     assert len(lengths) > 10
     saved = Position.from_json(json.loads(json.dumps(stream.position.to_json())))
-    again, _ = rows(files[0], 5, position=saved, blocks=(16,), length=512, short=0.5)
+    again, _ = rows(files[0], 5, position=saved, canvas_lengths=(16,), length=512, short_fill=0.5)
     assert again == [next(stream) for _ in range(5)]
 
 
@@ -163,7 +163,7 @@ def test_sources_are_mixed_by_share_and_repeat_at_their_own_pace(tmp_path):
     (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"text": "y" * 9}) for _ in range(500)))
     few = Source(files=(str(tmp_path / "few.jsonl"),), share=1.0, text="code")
     many = Source(files=(str(tmp_path / "many.jsonl"),), share=3.0)
-    cfg = DataConfig(sources=(few, many), length=64, blocks=(10,))
+    cfg = DataConfig(sources=(few, many), length=64, canvas_lengths=(10,))
     stream = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD)
     learned = answers([next(stream) for _ in range(100)])
     assert 0.2 < learned.count("x") / len(learned) < 0.3
@@ -172,12 +172,12 @@ def test_sources_are_mixed_by_share_and_repeat_at_their_own_pace(tmp_path):
     resumed = Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, position=saved)
     assert [next(resumed) for _ in range(20)] == [next(stream) for _ in range(20)]
     with pytest.raises(ValueError, match="position is one of 2 sources"):
-        Rows(DataConfig(sources=(few,), length=64, blocks=(10,)), TOKENIZER, stop=STOP, pad=PAD, position=saved)
+        Rows(DataConfig(sources=(few,), length=64, canvas_lengths=(10,)), TOKENIZER, stop=STOP, pad=PAD, position=saved)
 
 
-def test_a_text_may_begin_at_any_of_its_lines(tmp_path):
+def test_a_text_may_start_at_any_of_its_lines(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\nthree")
-    found, _ = rows((str(tmp_path / "a.txt"),), 60, source={"mid_start": 1.0}, blocks=(16,))
+    found, _ = rows((str(tmp_path / "a.txt"),), 60, source={"mid_start": 1.0}, canvas_lengths=(16,))
     texts = set()
     for row in found:
         for document in set(row.documents) - {-1}:
@@ -205,7 +205,7 @@ def test_a_bad_record_is_named_and_stops_the_run_or_is_counted(tmp_path, line):
     assert set(answers(found)) == set("good")
 
 
-def test_nothing_to_learn_from_is_said(tmp_path):
+def test_an_empty_source_is_refused(tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(ValueError, match="nothing to learn"):
         rows((str(tmp_path / "empty.txt"),), 1)
@@ -213,7 +213,7 @@ def test_nothing_to_learn_from_is_said(tmp_path):
         rows((str(tmp_path / "none.txt"),), 1)
 
 
-def test_text_files_are_parted_by_a_line(tmp_path):
+def test_a_separator_line_splits_text_files(tmp_path):
     (tmp_path / "s.txt").write_text("One\ntwo\n<|endofstory|>\nThree\n\n<|endofstory|>\nFour")
     got = list(read_records(tmp_path / "s.txt", "<|endofstory|>"))
     assert [record["text"] for _, record in got] == ["One\ntwo", "Three", "Four"]
@@ -222,16 +222,16 @@ def test_text_files_are_parted_by_a_line(tmp_path):
 
 def test_rows_become_a_batch(files):
     found, _ = rows(files[0], 4)
-    batch = to_batch(stack(found))
+    batch = to_batch(stack_rows(found))
     assert batch.ids_BL.shape == (4, 64)
     assert int(batch.canvas_BL.sum()) == sum(start >= 0 for row in found for start in row.starts)
     assert batch.ids_BL.tolist() == [row.ids for row in found]
 
 
-def test_read_ahead_gives_the_same_batches(files):
-    cfg = DataConfig(sources=(Source(files=files[0]),), length=64, blocks=(8,))
+def test_prefetch_gives_the_same_batches(files):
+    cfg = DataConfig(sources=(Source(files=files[0]),), length=64, canvas_lengths=(8,))
     here = Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 3)
-    there = ReadAhead(Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 3))
+    there = PrefetchedBatches(Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 3))
     try:
         for _ in range(8):
             (a, position), (b, other) = next(here), next(there)
@@ -242,28 +242,28 @@ def test_read_ahead_gives_the_same_batches(files):
 
 
 def test_streams_are_interleaved(files):
-    cfg = DataConfig(sources=(Source(files=files[0]),), length=64, blocks=(8,))
+    cfg = DataConfig(sources=(Source(files=files[0]),), length=64, canvas_lengths=(8,))
     streams = [[Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD, shard=s, shards=2), 3) for s in range(2)] for _ in range(2)]
-    columns, positions = next(Interleaved(streams[0]))
+    columns, positions = next(InterleavedBatches(streams[0]))
     for number, stream in enumerate(streams[1]):
         alone, position = next(stream)
         assert (columns[:, number::2] == alone).all()
         assert positions[number] == position
 
 
-def test_read_ahead_passes_errors_on(tmp_path):
+def test_prefetch_raises_the_readers_error(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{")
-    cfg = DataConfig(sources=(Source(files=(str(tmp_path / "bad.jsonl"),)),), length=64, blocks=(8,))
-    there = ReadAhead(Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 3))
+    cfg = DataConfig(sources=(Source(files=(str(tmp_path / "bad.jsonl"),)),), length=64, canvas_lengths=(8,))
+    there = PrefetchedBatches(Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 3))
     with pytest.raises(BadRecord, match=r"bad\.jsonl:1"):
         next(there)
     there.close()
 
 
-def test_a_reader_that_is_killed_is_not_waited_for(tmp_path):
+def test_a_killed_reader_raises_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 50)
-    cfg = DataConfig(sources=(Source(files=(str(tmp_path / "a.txt"),)),), length=4096, blocks=(8,))
-    there = ReadAhead(Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 32))
+    cfg = DataConfig(sources=(Source(files=(str(tmp_path / "a.txt"),)),), length=4096, canvas_lengths=(8,))
+    there = PrefetchedBatches(Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 32))
     next(there)
     there.process.kill()
 
@@ -276,16 +276,16 @@ def test_a_reader_that_is_killed_is_not_waited_for(tmp_path):
     there.close()
 
 
-def test_the_beginning_of_a_text_may_be_given(tmp_path):
+def test_the_start_of_a_text_may_become_prompt(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 40)
-    found, _ = rows((str(tmp_path / "a.txt"),), 40, source={"given": 0.5}, blocks=(16,))
-    given = {sum(start == -1 for start in row.starts[: row.documents.count(0)]) - 1 for row in found}
-    assert min(given) == 0
-    assert 5 <= max(given) <= 10
-    assert len(given) > 3
+    found, _ = rows((str(tmp_path / "a.txt"),), 40, source={"prompt_share": 0.5}, canvas_lengths=(16,))
+    prompt_lengths = {sum(start == -1 for start in row.starts[: row.documents.count(0)]) - 1 for row in found}
+    assert min(prompt_lengths) == 0
+    assert 5 <= max(prompt_lengths) <= 10
+    assert len(prompt_lengths) > 3
 
 
-def test_a_trained_vocabulary_spells_everything(tmp_path):
+def test_a_trained_vocabulary_encodes_every_text(tmp_path):
     texts = ["the cat sat on the mat, " * 20, "naïve café 🦙 " * 20]
     tokenizer = train_tokenizer(iter(texts), 300, ["<pad>", "<eos>", "<bos>"])
     assert 259 < tokenizer.size <= 300
@@ -297,7 +297,9 @@ def test_a_trained_vocabulary_spells_everything(tmp_path):
         train_tokenizer(iter(texts), 100, [])
 
 
-@pytest.mark.parametrize("change", [{"sources": ()}, {"length": 0}, {"blocks": (100,)}, {"blocks": ()}, {"shuffle": 0}])
+@pytest.mark.parametrize(
+    "change", [{"sources": ()}, {"length": 0}, {"canvas_lengths": (100,)}, {"canvas_lengths": ()}, {"shuffle": 0}]
+)
 def test_nonsense_is_refused(change):
     with pytest.raises(ValueError):
         DataConfig(**{"sources": (Source(files=("x",)),), "length": 64, **change})

@@ -1,4 +1,4 @@
-"""Records told in words: they satisfy their schemas, schemas grow, answers under one are valid, all is counted."""
+"""JSON extraction: records satisfy their schemas, schemas grow, answers under a schema are valid, scores count right."""
 
 import json
 
@@ -9,28 +9,29 @@ from redraft.train.evals import extraction
 
 
 def test_records_satisfy_their_schemas_which_grow():
-    records = extraction.told(40)
-    assert [len(one.values) for one in records] == sorted(len(one.values) for one in records)
-    assert {len(one.values) for one in records} == set(range(1, 9))
-    for one in records:
-        jsonschema.validate(one.values, one.schema)
-        assert all(name in one.prompt for name in one.values)
-    assert extraction.told(40) == records != extraction.told(40, seed=1)
+    records = extraction.make_records(40)
+    assert [len(record.values) for record in records] == sorted(len(record.values) for record in records)
+    assert {len(record.values) for record in records} == set(range(1, 9))
+    for record in records:
+        jsonschema.validate(record.values, record.schema)
+        assert all(name in record.prompt for name in record.values)
+    assert extraction.make_records(40) == records != extraction.make_records(40, seed=1)
 
 
 def test_fields_are_counted_one_by_one():
-    records = [one for one in extraction.told(24) if len(one.values) == 2][:2]
+    records = [record for record in extraction.make_records(24) if len(record.values) == 2][:2]
     first = {**records[0].values, next(iter(records[0].values)): "something else"}
-    found = extraction._counted(records, [json.dumps(first), "no json"])
+    found = extraction.score_answers(records, [json.dumps(first), "no json"])
     assert found == {"valid": 0.0, "fields_right": 0.25, "valid_of_2": 0.0}
-    assert extraction._counted(records, [json.dumps(one.values) for one in records])["valid"] == 1.0
+    assert extraction.score_answers(records, [json.dumps(record.values) for record in records])["valid"] == 1.0
 
 
 def test_answers_under_a_schema_are_valid():
-    records, told = extraction.told(8)[:3], []
+    records = extraction.make_records(8)[:3]
+    messages = []
     sampler = tiny.sampler(canvas_length=96, max_new_tokens=96, max_steps=2)
-    found = extraction.score(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), sampler, records, told.append)
+    found = extraction.score(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), sampler, records, messages.append)
     assert found["schema"]["valid"] == 1.0
     assert found["free"]["valid"] == 0.0
     assert found["schemas"] == 3
-    assert told[-1] == "free: 3 of 3"
+    assert messages[-1] == "free: 3 of 3"

@@ -1,4 +1,4 @@
-"""Scores against what they mean: the bound is tight where it should be, batched = alone, holes are the lines they were."""
+"""Scores equal their definitions: the bound is tight where it should be, batched = alone, gaps are the lines removed."""
 
 import math
 
@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from redraft.diffusion.generate import generate
-from redraft.train.evals import measures
-from redraft.train.evals.measures import Hole, Sampled
+from redraft.train.evals import code_lines, likelihood, samples
+from redraft.train.evals.code_lines import LineGap
+from redraft.train.evals.samples import Samples
 from redraft.train.loss import dense_masks
 
 TOKENIZER = tiny.byte_tokenizer()
@@ -17,19 +18,19 @@ TEXTS = ["One day a fox", "the cat sat on the mat and slept", "hi", "a longer te
 
 
 def test_the_bound_is_the_entropy_where_the_model_is_perfect():
-    """A single token of known distribution: what the others say about it is that distribution, and the bound is tight."""
+    """A single token of known distribution: the denoiser knows the distribution, so the bound is tight."""
     vocab = 5
     prior = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.double)
     entropy = float(-(prior * prior.log()).sum())
     clean, noisy = (t.flatten() for t in torch.meshgrid(torch.arange(vocab), torch.arange(vocab), indexing="ij"))
-    total, levels = 0.0, 4000
+    total, levels = 0.0, 1000
     for level in range(levels):
         t = (level + 0.5) / levels
         a = 1 - t
         weight = prior[clean] * (t / vocab + a * (clean == noisy))
-        # What a denoiser that sees the token itself believes: prior times likelihood.
+        # A denoiser that sees the token itself predicts prior times likelihood.
         logits = prior.log() + F.one_hot(noisy, vocab) * math.log1p(vocab * a / t)
-        total += float((weight * measures.bound(logits, noisy, clean, t)).sum()) / levels
+        total += float((weight * likelihood.nelbo_integrand(logits, noisy, clean, t)).sum()) / levels
     assert total == pytest.approx(entropy, rel=1e-3)
 
 
@@ -41,7 +42,7 @@ def test_the_bound_is_above_the_entropy_for_any_other_model():
         t = (level + 0.5) / 400
         weight = prior[clean] * (t / vocab + (1 - t) * (clean == noisy))
         logits = wrong.log() + F.one_hot(noisy, vocab) * math.log1p(vocab * (1 - t) / t)
-        total += float((weight * measures.bound(logits, noisy, clean, t)).sum()) / 400
+        total += float((weight * likelihood.nelbo_integrand(logits, noisy, clean, t)).sum()) / 400
     assert total == pytest.approx(math.log(4), rel=1e-2)  # the cross-entropy of a uniform guess
 
 
@@ -53,49 +54,49 @@ def test_next_token_loss_is_the_plain_sum_however_batched():
         logits = model.head(model.encode(ids, model.new_cache(1, ids.shape[1])))
         nats += float(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
         tokens += ids.shape[1] - 1
-    found = measures.autoregressive(model, TOKENIZER, TEXTS)
+    found = likelihood.autoregressive(model, TOKENIZER, TEXTS)
     assert found.nats == pytest.approx(nats, rel=1e-5)
     assert found.tokens == tokens
     assert found.nats_per_token == pytest.approx(nats / tokens, rel=1e-5)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / sum(map(len, TEXTS)), rel=1e-5)
 
 
-def test_a_second_look_is_told_what_the_first_believed():
+def test_a_second_step_is_conditioned_on_the_first():
     model = tiny.build(tiny.BASE)
-    batch = measures.rows_of([TOKENIZER.encode_prompt(text) for text in TEXTS], 8, model.device)
-    noisy = measures.strike(batch, 0.5, tiny.VOCAB, torch.Generator().manual_seed(0))
+    batch = likelihood.to_rows([TOKENIZER.encode_prompt(text) for text in TEXTS], 8, model.device)
+    noisy = likelihood.add_noise(batch, 0.5, tiny.VOCAB, torch.Generator().manual_seed(0))
     assert torch.equal(noisy[~batch.canvas_BL], batch.ids_BL[~batch.canvas_BL])
-    first, second = measures.look(model, batch, noisy, dense_masks(model.config, batch.layout), 2)
+    first, second = likelihood.denoise_steps(model, batch, noisy, dense_masks(model.config, batch.layout), 2)
     ids, cache = TOKENIZER.encode_prompt(TEXTS[0]), model.new_cache(1, 64)
     model.encode(torch.tensor([ids[:9]]), cache)  # the start token and the first block of eight
     plain = model.denoise(noisy[:1, 9 : len(ids)], None, cache)
     assert torch.allclose(first[:1, 9 : len(ids)], plain, atol=1e-4)
-    told = model.denoise(noisy[:1, 9 : len(ids)], model.soft_embed(plain), cache)
-    assert torch.allclose(second[:1, 9 : len(ids)], told, atol=1e-3)
+    conditioned = model.denoise(noisy[:1, 9 : len(ids)], model.soft_embed(plain), cache)
+    assert torch.allclose(second[:1, 9 : len(ids)], conditioned, atol=1e-3)
 
 
 def test_the_bound_of_a_model_is_finite_and_seeded():
     model = tiny.build(tiny.BASE)
-    first, again = (measures.nelbo(model, TOKENIZER, TEXTS, 8, levels=4) for _ in range(2))
+    first, again = (likelihood.nelbo(model, TOKENIZER, TEXTS, 8, levels=4) for _ in range(2))
     assert first == again
     assert math.isfinite(first.nats)
-    assert first.tokens == measures.autoregressive(model, TOKENIZER, TEXTS).tokens
+    assert first.tokens == likelihood.autoregressive(model, TOKENIZER, TEXTS).tokens
 
 
 @pytest.mark.parametrize(("answer", "expected"), [("clean", (1.0, 1.0)), ("noisy", (1.0, 0.0))])
-def test_repair_counts_what_is_kept_and_what_is_mended(monkeypatch, answer, expected):
-    def look(model, batch, noisy_BL, mask_of, looks):
+def test_repair_counts_tokens_kept_and_repaired(monkeypatch, answer, expected):
+    def denoise_steps(model, batch, noisy_BL, mask_of, steps):
         yield F.one_hot(batch.ids_BL if answer == "clean" else noisy_BL, tiny.VOCAB).float()
 
-    monkeypatch.setattr(measures, "look", look)
-    found = measures.repair(tiny.build(tiny.BASE), TOKENIZER, TEXTS * 4, 8)
-    assert list(found) == list(measures.LEVELS)
+    monkeypatch.setattr(likelihood, "denoise_steps", denoise_steps)
+    found = likelihood.repair(tiny.build(tiny.BASE), TOKENIZER, TEXTS * 4, 8)
+    assert list(found) == list(likelihood.LEVELS)
     assert set(found.values()) == {expected}
 
 
-def test_drafted_samples_are_what_users_get():
+def test_diffusion_samples_equal_generate():
     model, sampler = tiny.decided(tiny.BASE), tiny.sampler(max_new_tokens=32)
-    found = measures.drafted(model, TOKENIZER, "Hi", 3, sampler, seed=7)
+    found = samples.sample_diffusion(model, TOKENIZER, "Hi", 3, sampler, seed=7)
     *_, end = generate(model, [TOKENIZER.encode_prompt("Hi")], sampler, seeds=[8])
     kept = [i for i in end.ids_BT[0, : end.stats[0].new_tokens].tolist() if i not in sampler.eos_token_ids]
     assert found.ids[1] == kept
@@ -103,9 +104,9 @@ def test_drafted_samples_are_what_users_get():
     assert found.tokens_per_forward > 0
 
 
-def test_cold_speech_is_the_likeliest_token_after_token():
+def test_autoregressive_samples_at_low_temperature_are_greedy():
     model, sampler = tiny.build(tiny.BASE), tiny.sampler(max_new_tokens=6)
-    found = measures.spoken(model, TOKENIZER, "Hi", 2, sampler, temperature=1e-3)
+    found = samples.sample_autoregressive(model, TOKENIZER, "Hi", 2, sampler, temperature=1e-3)
     ids = TOKENIZER.encode_prompt("Hi")
     for _ in range(6):
         row = torch.tensor([ids])
@@ -114,81 +115,84 @@ def test_cold_speech_is_the_likeliest_token_after_token():
             break
     expected = [i for i in ids[len(TOKENIZER.encode_prompt("Hi")) :] if i not in sampler.eos_token_ids]
     assert found.ids == [expected, expected]
-    warm = measures.spoken(model, TOKENIZER, "Hi", 8, sampler, temperature=1.0, seed=3)
+    warm = samples.sample_autoregressive(model, TOKENIZER, "Hi", 8, sampler, temperature=1.0, seed=3)
     assert len({tuple(ids) for ids in warm.ids}) > 1
 
 
 def test_samples_are_compared_at_the_same_entropy():
-    def generate_autoregressive(temperature: float) -> Sampled:
-        return Sampled([f"{temperature}"], [varied(round(80 * temperature))], 1.0)
+    def sample_at(temperature: float) -> Samples:
+        return Samples([f"{temperature}"], [varied(round(80 * temperature))], 1.0)
 
-    pages = Sampled(["pages"], [varied(74)], 6.0)  # between 1.0 and 0.85, which have 80 and 68
-    found = measures.compare(pages, "", judged, generate_autoregressive)
-    low, at, high = (Sampled([""], [varied(count)], 1.0).entropy for count in (68, 74, 80))
-    assert found.spoken == pytest.approx(math.exp(0.85 + 0.15 * (at - low) / (high - low)))
-    assert found.ratio == pytest.approx(9.0 / found.spoken)
-    assert [point[0] for point in found.curve] == list(measures.TEMPERATURES)
-    for strange in (varied(2), [1, 2, 3]):  # more alike than any speech, and too short to say
-        assert measures.compare(Sampled(["pages"], [strange], 6.0), "", judged, generate_autoregressive).ratio is None
+    diffusion = Samples(["diffusion"], [varied(74)], 6.0)  # between 1.0 and 0.85, which have 80 and 68
+    comparison = samples.compare(diffusion, "", judged, sample_at)
+    low, at, high = (Samples([""], [varied(count)], 1.0).entropy for count in (68, 74, 80))
+    assert comparison.autoregressive == pytest.approx(math.exp(0.85 + 0.15 * (at - low) / (high - low)))
+    assert comparison.ratio == pytest.approx(9.0 / comparison.autoregressive)
+    assert [point[0] for point in comparison.curve] == list(samples.TEMPERATURES)
+    for strange in (varied(2), [1, 2, 3]):  # lower entropy than every autoregressive sample, and too short
+        assert samples.compare(Samples(["diffusion"], [strange], 6.0), "", judged, sample_at).ratio is None
 
 
 def judged(texts):
-    return 9.0 if texts == ["pages"] else math.exp(float(texts[0]))
+    return 9.0 if texts == ["diffusion"] else math.exp(float(texts[0]))
 
 
 def varied(count):
     """A text of WINDOW tokens and more, `count` different ones in its window."""
-    return [min(at, count - 1) for at in range(measures.WINDOW)] + [*range(1000, 1020)]
+    return [min(at, count - 1) for at in range(samples.WINDOW)] + [*range(1000, 1020)]
 
 
 def test_entropy_is_of_as_many_tokens_of_every_text():
-    same, two = [1] * measures.WINDOW, [1, 2] * (measures.WINDOW // 2)
-    assert Sampled([""], [same], 1.0).entropy == 0
-    assert Sampled([""] * 2, [same, [2] * measures.WINDOW], 1.0).entropy == pytest.approx(math.log(2))  # taken together
-    assert Sampled([""] * 3, [two, two + [3] * 50, [4, 5, 6]], 1.0).entropy == pytest.approx(math.log(2))
-    assert Sampled([""], [[1, 2]], 1.0).entropy is None
-    assert Sampled([""] * 2, [[1, 2], [1] * 6], 1.0).length == 4
+    same, two = [1] * samples.WINDOW, [1, 2] * (samples.WINDOW // 2)
+    assert Samples([""], [same], 1.0).entropy == 0
+    assert Samples([""] * 2, [same, [2] * samples.WINDOW], 1.0).entropy == pytest.approx(math.log(2))  # taken together
+    assert Samples([""] * 3, [two, two + [3] * 50, [4, 5, 6]], 1.0).entropy == pytest.approx(math.log(2))
+    assert Samples([""], [[1, 2]], 1.0).entropy is None
+    assert Samples([""] * 2, [[1, 2], [1] * 6], 1.0).length == 4
 
 
 CODE = "def f(x):\n    'what it does'\n    y = x + 1\n    if y:\n        return y\n    return None\n"
 
 
-def test_a_hole_is_a_line_and_what_stands_around_it():
+def test_a_gap_is_one_line_and_the_text_around_it():
     seen = set()
     for seed in range(30):
-        (hole,) = measures.holes(TOKENIZER, [CODE], longest=64, seed=seed)
-        assert [*hole.before, *hole.line, *hole.after] == TOKENIZER.encode(CODE)
-        seen.add(TOKENIZER.decode(hole.line))
+        (gap,) = code_lines.remove_lines(TOKENIZER, [CODE], max_tokens=64, seed=seed)
+        assert [*gap.before, *gap.line, *gap.after] == TOKENIZER.encode(CODE)
+        seen.add(TOKENIZER.decode(gap.line))
     assert seen == {"y = x + 1", "if y:", "return y"}  # no signature, no words, not the last
-    assert {TOKENIZER.decode(measures.holes(TOKENIZER, [CODE], 6, s)[0].line) for s in range(9)} == {"if y:"}
+    assert {TOKENIZER.decode(code_lines.remove_lines(TOKENIZER, [CODE], 6, s)[0].line) for s in range(9)} == {"if y:"}
     assert (
-        measures.holes(TOKENIZER, ["one line", "x\n\n.\ny", "def f():\n    'only words'\n", "x = 1\ny = 2\nz = 3"], 64) == []
+        code_lines.remove_lines(
+            TOKENIZER, ["one line", "x\n\n.\ny", "def f():\n    'only words'\n", "x = 1\ny = 2\nz = 3"], 64
+        )
+        == []
     )
-    assert measures.first_statement("    def f(self):\n        pass") == 2
+    assert code_lines.first_statement("    def f(self):\n        pass") == 2
 
 
 @pytest.mark.parametrize("length", [1, 60])
-def test_filling_keeps_everything_around_and_the_length(length):
+def test_infilling_keeps_the_text_around_the_gap_and_its_length(length):
     model, sampler = tiny.decided(tiny.BASE), tiny.sampler(canvas_length=32, max_steps=4)
     text = TOKENIZER.encode("a" * length)
-    hole = Hole(text, TOKENIZER.encode("12345"), TOKENIZER.encode("z" * length))
-    plan = measures._on_canvas(hole, sampler)
-    assert plan.given == (0 if length == 1 else 60 - 13)
-    assert {plan.pins[at] for at in range(plan.first)} == {text[0]}
-    (answer,) = measures.filled(model, TOKENIZER, [hole], sampler)
+    gap = LineGap(text, TOKENIZER.encode("12345"), TOKENIZER.encode("z" * length))
+    plan = code_lines._plan_canvas(gap, sampler)
+    assert plan.prompt_length == (0 if length == 1 else 60 - 13)
+    assert {plan.pins[at] for at in range(plan.gap_start)} == {text[0]}
+    (answer,) = code_lines.fill_gaps(model, TOKENIZER, [gap], sampler)
     assert len(answer) == 5
-    assert measures.exact([answer, hole.line], [hole, hole]) >= 0.5
+    assert code_lines.exact_share([answer, gap.line], [gap, gap]) >= 0.5
 
 
-def test_left_to_right_stops_at_the_newline():
+def test_greedy_continuation_stops_at_the_newline():
     model = tiny.build(tiny.BASE)
-    hole = Hole(TOKENIZER.encode("def"), TOKENIZER.encode("abc"), TOKENIZER.encode("\nx"))
-    (said,) = measures.continued(model, TOKENIZER, [hole])
-    assert len(said) <= 2 * 3 + 8
+    gap = LineGap(TOKENIZER.encode("def"), TOKENIZER.encode("abc"), TOKENIZER.encode("\nx"))
+    (ids_after,) = code_lines.continue_before(model, TOKENIZER, [gap])
+    assert len(ids_after) <= 2 * 3 + 8
     newline = TOKENIZER.encode("\n")[0]
-    assert newline not in said
-    ids = [*TOKENIZER.encode_prompt(""), *hole.before]
-    for token in said:
+    assert newline not in ids_after
+    ids = [*TOKENIZER.encode_prompt(""), *gap.before]
+    for token in ids_after:
         row = torch.tensor([ids])
         assert int(model.head(model.encode(row, model.new_cache(1, len(ids))))[0, -1].argmax()) == token
         ids.append(token)

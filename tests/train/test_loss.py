@@ -1,4 +1,4 @@
-"""The objective: its mask cell by cell, its pass equal to encode and denoise, its noise as promised, its loss by hand."""
+"""The objective: its mask cell by cell, its forward equal to encode and denoise, its noise as documented, its loss by hand."""
 
 import itertools
 from dataclasses import replace
@@ -66,7 +66,7 @@ def test_the_training_mask_cell_by_cell(window):
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_one_pass_equals_encoding_and_denoising_block_by_block(name):
+def test_the_training_forward_equals_encode_and_denoise_canvas_by_canvas(name):
     model = tiny.build(tiny.CONFIGS[name])
     data, noisy = batch(), batch(1).ids_BL
     soft = torch.randn(2, LENGTH, model.config.hidden_size)
@@ -100,7 +100,7 @@ def test_flex_attention_agrees_with_the_dense_mask_batch_after_batch():
         with torch.no_grad():
             pairs = [model.forward_train(data.ids_BL, data.ids_BL, None, layout.positions, m)[:2] for m in both]
             firsts = [
-                model.forward_train(data.ids_BL[:1], data.ids_BL[:1], None, layout.positions[:1], loss.first_rows(m, 1))[:2]
+                model.forward_train(data.ids_BL[:1], data.ids_BL[:1], None, layout.positions[:1], loss.slice_masks(m, 1))[:2]
                 for m in both
             ]
         for a, b in (*zip(*pairs, strict=True), *zip(*firsts, strict=True)):
@@ -112,9 +112,9 @@ def many(rows: int) -> Batch:
     return Batch(torch.randint(0, tiny.VOCAB, (rows, LENGTH), generator=generator()), layout)
 
 
-def test_blocks_are_numbered_through_the_batch():
+def test_canvases_are_numbered_over_the_batch():
     data = many(4)
-    index, count = loss.number_blocks(data.layout)
+    index, count = loss.number_canvases(data.layout)
     seen = {}
     for b, i in itertools.product(range(4), range(LENGTH)):
         key = (b, *(int(getattr(data.layout, n)[b, i]) for n in ("starts", "documents")))
@@ -137,20 +137,23 @@ def test_noise_levels_are_stratified_and_sometimes_full():
 
 
 @pytest.mark.parametrize("t", [1e-4, 0.3, 1.0])
-def test_noise_strikes_a_share_t_of_the_canvas_and_nothing_else(t):
+def test_noise_replaces_a_share_t_of_the_canvas_and_nothing_else(t):
     data = many(600)
-    index, count = loss.number_blocks(data.layout)
-    hit = loss.struck(data.layout, torch.full((count,), t), index, 0.0, generator())
+    index, count = loss.number_canvases(data.layout)
+    hit = loss.select_noised(data.layout, torch.full((count,), t), index, 0.0, generator())
     assert abs(hit[data.canvas_BL].float().mean() - t) < 0.02
     assert not hit[~data.canvas_BL].any()
 
 
-def test_holes_are_stretches_of_a_block_and_still_a_share_t_of_it():
+def test_span_noise_hits_spans_of_a_canvas_and_still_a_share_t_of_it():
     positions = torch.arange(3 + 2 * 64).repeat(200, 1)
     starts = torch.where(positions < 3, -1, 3 + (positions - 3) // 64 * 64)
     layout = Layout(positions, starts, torch.zeros_like(positions))
-    index, count = loss.number_blocks(layout)
-    hits = [loss.struck(layout, torch.full((count,), 0.4), index, holes, generator(1)) for holes in (0.0, 0.5, 1.0)]
+    index, count = loss.number_canvases(layout)
+    hits = [
+        loss.select_noised(layout, torch.full((count,), 0.4), index, span_noise, generator(1))
+        for span_noise in (0.0, 0.5, 1.0)
+    ]
     for hit in hits:
         assert abs(hit[:, 3:].float().mean() - 0.4) < 0.05
         assert not hit[:, :3].any()
@@ -161,24 +164,26 @@ def test_holes_are_stretches_of_a_block_and_still_a_share_t_of_it():
     assert max(runs) >= 32
 
 
-def test_a_belief_is_at_its_rows_temperature():
+def test_soft_embeddings_use_the_temperature_of_their_row():
     model = tiny.build(tiny.BASE)
     hidden = torch.randn(2, 3, tiny.BASE.hidden_size, generator=generator())
-    told = loss.believed(model, hidden, torch.tensor([0.5, 1.0]))
-    assert torch.allclose(told[0], model.soft_embed(model.head(hidden[0]) * 2), atol=1e-6)
-    assert torch.allclose(told[1], model.soft_embed(model.head(hidden[1])), atol=1e-6)
+    soft = loss.predict_soft_embedding(model, hidden, torch.tensor([0.5, 1.0]))
+    assert torch.allclose(soft[0], model.soft_embed(model.head(hidden[0]) * 2), atol=1e-6)
+    assert torch.allclose(soft[1], model.soft_embed(model.head(hidden[1])), atol=1e-6)
 
 
-def test_what_is_drawn_is_noise_where_it_struck_and_text_elsewhere():
+def test_drawn_ids_are_noise_where_selected_and_clean_elsewhere():
     data = many(40)
-    noise = loss.draw(data, LossConfig(self_condition=0.5, on_policy=0.25, full_noise=1.0), tiny.VOCAB, generator())
+    noise = loss.draw_noise(data, LossConfig(self_condition=0.5, on_policy=0.25, full_noise=1.0), tiny.VOCAB, generator())
     changed = (noise.noisy_BL != data.ids_BL)[data.canvas_BL].float().mean()
     assert abs(changed - (1 - 1 / tiny.VOCAB)) < 0.02
     assert torch.equal(noise.noisy_BL[~data.canvas_BL], data.ids_BL[~data.canvas_BL])
     assert (len(noise.temperature_R), len(noise.uniform_OL)) == (20, 5)
     assert 0.4 <= noise.temperature_R.min() <= 0.5
     assert 0.9 <= noise.temperature_R.max() <= 1
-    shares = [len(loss.draw(many(2), LossConfig(self_condition=0.25), 9, generator(i)).temperature_R) for i in range(200)]
+    shares = [
+        len(loss.draw_noise(many(2), LossConfig(self_condition=0.25), 9, generator(i)).temperature_R) for i in range(200)
+    ]
     assert set(shares) == {0, 1}
     assert 0.35 < sum(shares) / 200 < 0.65  # a quarter of two rows, rounded by chance
 
@@ -189,8 +194,8 @@ NAMES = ("positions", "starts", "documents")
 def test_the_losses_are_the_plain_means():
     model, data = tiny.build(tiny.BASE), batch()
     cfg = LossConfig(self_condition=0.0, ar_weight=0.5, balance_weight=0.1)
-    got = loss.losses(model, data, cfg, generator(3))
-    noisy = loss.draw(data, cfg, tiny.VOCAB, generator(3)).noisy_BL
+    got = loss.compute_losses(model, data, cfg, generator(3))
+    noisy = loss.draw_noise(data, cfg, tiny.VOCAB, generator(3)).noisy_BL
     mask_of = loss.dense_masks(model.config, data.layout)
     noisy_BLD, clean_BLD, routings = model.forward_train(noisy, data.ids_BL, None, data.layout.positions, mask_of)
     per_token = F.cross_entropy(model.head(noisy_BLD).transpose(1, 2), data.ids_BL, reduction="none")
@@ -199,7 +204,7 @@ def test_the_losses_are_the_plain_means():
     ar = ahead[data.next_BL[:, :-1]].mean()
     assert torch.allclose(got.denoiser, denoiser, rtol=1e-5)
     assert torch.allclose(got.ar, ar, rtol=1e-5)
-    assert torch.allclose(got.total, denoiser + 0.5 * ar + 0.1 * loss.imbalance(routings)[0], rtol=1e-5)
+    assert torch.allclose(got.total, denoiser + 0.5 * ar + 0.1 * loss.load_balance(routings)[0], rtol=1e-5)
     assert not data.next_BL[1, TWO[0] - 1]  # the last token of a document predicts nothing
 
 
@@ -207,9 +212,9 @@ def test_logits_in_pieces_give_the_same_loss_and_gradients(monkeypatch):
     model, data = tiny.build(tiny.BASE).requires_grad_(True), batch()
     cfg, found = LossConfig(self_condition=1.0, on_policy=0.5), []
     for at_once in (2**28, 7 * tiny.VOCAB):
-        monkeypatch.setattr(loss, "HEAD_LOGITS", at_once)
+        monkeypatch.setattr(loss, "MAX_LOGITS", at_once)
         model.zero_grad()
-        total = loss.losses(model, data, cfg, generator(3)).total
+        total = loss.compute_losses(model, data, cfg, generator(3)).total
         total.backward()
         found.append([total.detach(), *(p.grad for p in model.parameters())])
     for whole, pieces in zip(*found, strict=True):
@@ -217,13 +222,13 @@ def test_logits_in_pieces_give_the_same_loss_and_gradients(monkeypatch):
 
 
 def test_gradients_agree_with_a_plain_reference():
-    """The definition by hand: block by block through a cache that keeps its gradients, every loss its own forward pass."""
+    """The definition by hand: canvas by canvas through a cache that keeps its gradients, each loss with its own forward."""
     model, data = tiny.build(tiny.CONFIGS["every expert"]).requires_grad_(True), batch()
     cfg = LossConfig(self_condition=0.0, balance_weight=0.0)
-    loss.losses(model, data, cfg, generator(4)).total.backward()
+    loss.compute_losses(model, data, cfg, generator(4)).total.backward()
     got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    noisy = loss.draw(data, cfg, tiny.VOCAB, generator(4)).noisy_BL
+    noisy = loss.draw_noise(data, cfg, tiny.VOCAB, generator(4)).noisy_BL
     denoiser, ar = [], []
     for row, document in ((0, 0), (1, 0), (1, 1)):
         at = (data.layout.documents[row] == document).nonzero().flatten()
@@ -246,7 +251,7 @@ def test_gradients_agree_with_a_plain_reference():
 
 
 class PrefixCache:
-    """A cache of plain concatenations, through which gradients flow: the plainest there is."""
+    """A KV cache of concatenations, through which gradients flow."""
 
     def __init__(self, model) -> None:
         self.config, self.length, self.pairs = model.config, 0, {}
@@ -274,11 +279,11 @@ class PrefixCache:
         self.length += counts[0]
 
 
-def test_the_second_pass_is_told_what_the_first_believed():
+def test_the_training_forward_gets_the_self_conditioning_forwards_prediction():
     model, data = tiny.build(tiny.BASE), batch()
     mask_of = loss.dense_masks(model.config, data.layout)
     noise = loss.Noise(data.ids_BL, torch.tensor([1.0]), torch.zeros(0), torch.zeros(0, LENGTH))
-    soft, noisy = loss.first_look(model, data, noise, data.canvas_BL, loss.first_rows(mask_of, 1))
+    soft, noisy = loss.self_conditioning_forward(model, data, noise, data.canvas_BL, loss.slice_masks(mask_of, 1))
     hidden, _, _ = model.forward_train(data.ids_BL, data.ids_BL, None, data.layout.positions, mask_of)
     expected = model.soft_embed(model.head(hidden)) * data.canvas_BL[..., None]
     close(soft[:1], expected[:1])
@@ -286,12 +291,12 @@ def test_the_second_pass_is_told_what_the_first_believed():
     assert torch.equal(noisy, data.ids_BL)
 
 
-def test_on_policy_rows_carry_the_models_surest_samples_where_noise_had_struck():
+def test_on_policy_rows_replace_noise_by_low_entropy_samples():
     model, data = tiny.decided(tiny.BASE), batch()
     mask_of = loss.dense_masks(model.config, data.layout)
-    noise = loss.draw(data, LossConfig(self_condition=1.0, on_policy=0.5), tiny.VOCAB, generator(1))
+    noise = loss.draw_noise(data, LossConfig(self_condition=1.0, on_policy=0.5), tiny.VOCAB, generator(1))
     noise = replace(noise, nats_O=torch.tensor([1.0]), temperature_R=torch.ones(2))
-    _, own = loss.first_look(model, data, noise, data.canvas_BL, mask_of)
+    _, own = loss.self_conditioning_forward(model, data, noise, data.canvas_BL, mask_of)
     struck = noise.noisy_BL != data.ids_BL
     assert torch.equal(own[~struck], data.ids_BL[~struck])
     assert torch.equal(own[1], noise.noisy_BL[1])  # half of two rows
@@ -305,13 +310,13 @@ def test_on_policy_rows_carry_the_models_surest_samples_where_noise_had_struck()
     assert ranks.float().mean() < 0.05 * tiny.VOCAB  # noise would lie in the middle
 
 
-def test_masks_hide_tokens_and_only_they_are_learned():
+def test_with_mask_noise_only_masked_tokens_have_a_loss():
     model, data = tiny.build(tiny.BASE), many(8)
     cfg = LossConfig(noise="mask", self_condition=0.0)
-    noisy = loss.draw(data, cfg, tiny.VOCAB, generator()).noisy_BL
+    noisy = loss.draw_noise(data, cfg, tiny.VOCAB, generator()).noisy_BL
     hidden = noisy != data.ids_BL
     assert set(noisy[hidden].tolist()) == {tiny.VOCAB - 1}
-    got = loss.losses(model, data, cfg, generator())
+    got = loss.compute_losses(model, data, cfg, generator())
     mask_of = loss.dense_masks(model.config, data.layout)
     noisy_BLD, _, _ = model.forward_train(noisy, data.ids_BL, None, data.layout.positions, mask_of)
     per_token = F.cross_entropy(model.head(noisy_BLD).transpose(1, 2), data.ids_BL, reduction="none")
@@ -322,7 +327,7 @@ def test_masks_hide_tokens_and_only_they_are_learned():
         LossConfig(noise="gauss")
 
 
-def test_what_masked_diffusion_writes_stays_written(monkeypatch):
+def test_masked_diffusion_never_changes_an_accepted_token(monkeypatch):
     model, cfg = tiny.decided(tiny.BASE), tiny.sampler(max_steps=5, entropy_bound=0.5)
     seen, denoise = [], model.denoise
 
@@ -343,26 +348,26 @@ def test_what_masked_diffusion_writes_stays_written(monkeypatch):
 
 def test_balance_is_one_when_even_and_experts_when_collapsed():
     even = Routing(torch.arange(8).view(4, 2) % 4, torch.ones(4, 2), torch.full((4, 4), 0.25))
-    assert torch.allclose(loss.imbalance([even])[0], torch.tensor(1.0))
-    assert torch.allclose(loss.imbalance([even])[1], torch.full((1, 4), 0.25))
+    assert torch.allclose(loss.load_balance([even])[0], torch.tensor(1.0))
+    assert torch.allclose(loss.load_balance([even])[1], torch.full((1, 4), 0.25))
     one = Routing(
         torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1), F.one_hot(torch.zeros(4, dtype=torch.long), 4).float()
     )
-    assert torch.allclose(loss.imbalance([one])[0], torch.tensor(4.0))
+    assert torch.allclose(loss.load_balance([one])[0], torch.tensor(4.0))
 
 
 def test_the_same_seed_gives_the_same_loss_and_gradients_reach_every_weight():
     model, data = tiny.build(tiny.CONFIGS["every expert"]).requires_grad_(True), batch()
     cfg = LossConfig(self_condition=1.0, on_policy=0.5)
-    first = loss.losses(model, data, cfg, generator(5)).total
-    assert torch.equal(loss.losses(model, data, cfg, generator(5)).total, first)
-    assert not torch.equal(loss.losses(model, data, cfg, generator(6)).total, first)
+    first = loss.compute_losses(model, data, cfg, generator(5)).total
+    assert torch.equal(loss.compute_losses(model, data, cfg, generator(5)).total, first)
+    assert not torch.equal(loss.compute_losses(model, data, cfg, generator(6)).total, first)
     first.backward()
     assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
 
 
 def test_a_few_steps_learn_a_sentence():
-    """The loss falls, and the model then repairs a corrupted page: the whole objective points the right way."""
+    """The loss falls, and the model then repairs a noisy canvas: the whole objective points the right way."""
     torch.manual_seed(0)
     text = tiny.byte_tokenizer().encode("the cat sat on the mat. ")
     ids = torch.tensor([text[:LENGTH]] * 4)
@@ -373,7 +378,7 @@ def test_a_few_steps_learn_a_sentence():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rng, history = generator(0), []
     for _ in range(60):
-        result = loss.losses(model, data, LossConfig(), rng)
+        result = loss.compute_losses(model, data, LossConfig(), rng)
         optimizer.zero_grad()
         result.total.backward()
         optimizer.step()

@@ -1,16 +1,16 @@
-"""Batched Muon = torch's Muon, and every weight is moved by exactly one of the two optimizers."""
+"""Batched Muon = torch's Muon, and exactly one of the two optimizers updates each weight."""
 
 import pytest
 import tiny
 import torch
 
 from redraft.train import optim
-from redraft.train.optim import Muon, OptimConfig, Optimizer, clip, matrices, rate
+from redraft.train.optim import Muon, OptimConfig, Optimizer, clip_gradients, learning_rate_scale, split_matrices
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (16, 16), (5, 40)]
 
 
-def test_muon_moves_as_torchs_own(monkeypatch):
+def test_muon_equals_torchs_muon(monkeypatch):
     monkeypatch.setattr(optim, "has_bf16", lambda device: True)  # torch's computes in bf16 wherever it is
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -29,19 +29,19 @@ def test_muon_moves_as_torchs_own(monkeypatch):
         assert (p - q).norm() < 0.01 * (q - before).norm()
 
 
-def test_every_weight_has_one_mover_and_stacks_are_taken_apart():
+def test_every_weight_has_one_optimizer_and_stacks_are_split():
     model = tiny.build(tiny.BASE).requires_grad_(True)
     optimizer = Optimizer(model, OptimConfig())
-    moved = sum(p.numel() for p in [*optimizer.of_muon.values(), *optimizer.of_adamw.values()])
+    moved = sum(p.numel() for p in [*optimizer.muon_weights.values(), *optimizer.adamw_weights.values()])
     assert moved == sum(p.numel() for p in model.parameters())
-    assert not any("embed" in n or "router" in n or "norm" in n for n in optimizer.of_muon)
+    assert not any("embed" in n or "router" in n or "norm" in n for n in optimizer.muon_weights)
     stack = model.layers[0].experts.gate_up_proj
-    pieces = dict(matrices("gate_up_proj", stack))
+    pieces = dict(split_matrices("gate_up_proj", stack))
     assert len(pieces) == 2 * tiny.BASE.num_experts
     assert torch.equal(torch.cat([pieces["gate_up_proj.3.0"], pieces["gate_up_proj.3.1"]]), stack[3])
 
 
-def test_a_step_moves_every_weight_and_the_average_follows():
+def test_a_step_updates_every_weight_and_the_average():
     model = tiny.build(tiny.BASE).requires_grad_(True)
     optimizer = Optimizer(model, OptimConfig())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -63,13 +63,13 @@ def test_gradients_are_clipped_as_torch_does():
         for p, t in zip(theirs, start, strict=True):
             p.grad = t.clone()
         expected = torch.nn.utils.clip_grad_norm_(theirs, most)
-        assert torch.allclose(clip(ours, most).float(), expected)
+        assert torch.allclose(clip_gradients(ours, most).float(), expected)
         for t, p in zip(ours, theirs, strict=True):
             assert torch.allclose(t, p.grad, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_gradient_costs_its_step_alone(bad):
+def test_a_gradient_that_is_not_finite_costs_one_step(bad):
     model = tiny.build(tiny.BASE).requires_grad_(True)
     optimizer = Optimizer(model, OptimConfig(weight_decay=0.0))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -95,8 +95,8 @@ def test_rates_and_decay_reach_the_right_weights():
 @pytest.mark.parametrize(
     ("step", "expected"), [(0, 1 / 11), (9, 10 / 11), (10, 1.0), (59, 1.0), (80, 0.5), (99, 0.025), (100, 0)]
 )
-def test_the_rate_goes_up_along_and_down(step, expected):
-    assert rate(step, 1 - step / 100, OptimConfig(warmup=10, cooldown=0.4)) == pytest.approx(expected)
+def test_the_learning_rate_warms_up_and_cools_down(step, expected):
+    assert learning_rate_scale(step, 1 - step / 100, OptimConfig(warmup=10, cooldown=0.4)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("change", [{"muon_lr": 0.0}, {"clip": -1.0}, {"cooldown": 1.5}, {"ema": -0.1}, {"warmup": -1}])

@@ -1,10 +1,9 @@
-"""Sudoku.
+"""Sudoku puzzles, and a diffusion model that solves them.
 
-board.py          puzzles as people write them
-solver.py         exact search
-generator.py      thousands of puzzles at once
-encoding.py       a board as tokens of the small vocabulary of the `sudoku` model
-text_encoding.py  a board as text, for models that read anything
-views.py          a board under symmetries
-solve.py          solving by diffusion: batches of canvases, check, restarts
+board.py      parse, check and print puzzles
+solver.py     exact solver for one puzzle
+generator.py  exact solver and puzzle generator for thousands of boards at once; symmetries of boards
+encoding.py   boards as token ids of the `sudoku` model, and as text for general models
+symmetry.py   one random symmetry per board, applied to boards, ids, logits and probabilities
+solve.py      solving by diffusion: batches of canvases, rule check, restarts
 """

@@ -1,6 +1,6 @@
-"""Boards: 81 digits, row after row, 0 where a cell is open. Reading what people write, and saying what is wrong with it.
+"""Sudoku boards: parsing, checking and printing.
 
-Rows, columns and boxes count from 1 in every message, as people count them.
+A board is a tuple of 81 digits in reading order; 0 marks an open cell. Messages count rows, columns and boxes from 1.
 """
 
 import operator
@@ -9,7 +9,8 @@ from itertools import combinations
 
 Board = tuple[int, ...]
 
-CELLS, SIZE = 81, 9
+CELLS = 81
+SIZE = 9
 ROW = [cell // SIZE for cell in range(CELLS)]
 COLUMN = [cell % SIZE for cell in range(CELLS)]
 BOX = [row // 3 * 3 + column // 3 for row, column in zip(ROW, COLUMN, strict=True)]
@@ -17,121 +18,128 @@ UNITS = [[cell for cell in range(CELLS) if kind[cell] == number] for kind in (RO
 UNIT_NAMES = [f"{kind} {number + 1}" for kind in ("row", "column", "box") for number in range(SIZE)]
 PEERS = [sorted({peer for unit in UNITS if cell in unit for peer in unit} - {cell}) for cell in range(CELLS)]
 
-OPEN = "0.*_?"
-DRAWING = "|+-─│┼┌┐└┘├┤┬┴═║╬╔╗╚╝╠╣╦╩ \t\r\n"  # what grids are drawn with
+OPEN_CHARACTERS = "0.*_?"
+GRID_CHARACTERS = "|+-─│┼┌┐└┘├┤┬┴═║╬╔╗╚╝╠╣╦╩ \t\r\n"  # ignored: people draw grids with them
 
 
 class BoardError(ValueError):
-    """A puzzle that cannot be read, or breaks the constraints."""
+    """The input is not a board, or its clues break the rules of Sudoku."""
 
 
 def parse(text: str) -> Board:
-    """One puzzle: a line of 81 characters, or a grid with whatever it is drawn with."""
-    lone = len(text.split()) == 1
+    """Parses one puzzle: a line of 81 characters, or a drawn grid. Does not check the clues."""
+    is_one_word = len(text.split()) == 1
     digits: list[int] = []
     for number, line in enumerate(text.splitlines() or [""], 1):
-        for at, character in enumerate(line, 1):
-            if character in OPEN:
+        for column, character in enumerate(line, 1):
+            if character in OPEN_CHARACTERS:
                 digits.append(0)
             elif character in "123456789":
                 digits.append(int(character))
-            elif lone or character not in DRAWING:
-                where = f"character {at}" if lone else f"line {number}, character {at}"
+            elif is_one_word or character not in GRID_CHARACTERS:
+                where = f"character {column}" if is_one_word else f"line {number}, character {column}"
                 raise BoardError(f"{character!r} ({where}) is neither a digit nor an open cell (0, ., *, _ or ?)")
     if len(digits) != CELLS:
         raise BoardError(f"a puzzle has 81 cells, this one has {len(digits)}")
     return tuple(digits)
 
 
-def checked(text: str) -> Board:
-    """A puzzle whose clues obey the constraints."""
+def parse_puzzle(text: str) -> Board:
+    """Parses one puzzle and raises BoardError if two clues contradict each other."""
     board = parse(text)
-    if wrong := conflicts(board):
-        raise BoardError(f"the clues contradict one another: {wrong[0]}")
+    conflicts = describe_conflicts(board)
+    if conflicts:
+        raise BoardError(f"the clues contradict one another: {conflicts[0]}")
     return board
 
 
-def given(puzzle: str | Iterable[int]) -> Board:
-    """A puzzle as a program hands it over: text, or 81 whole numbers."""
+def to_board(puzzle: str | Iterable[int]) -> Board:
+    """Converts a puzzle given as text or as 81 integers, and checks its clues."""
     if isinstance(puzzle, str):
-        return checked(puzzle)
+        return parse_puzzle(puzzle)
     try:
         digits = [operator.index(digit) for digit in puzzle]
     except TypeError:
         raise BoardError(f"a puzzle is text or 81 whole numbers, got {str(puzzle)[:60]!r}") from None
-    if wrong := [digit for digit in digits if not 0 <= digit <= SIZE]:
-        raise BoardError(f"a cell has 0 to 9, got {wrong[0]}")
-    return checked(line(tuple(digits)))
+    out_of_range = [digit for digit in digits if not 0 <= digit <= SIZE]
+    if out_of_range:
+        raise BoardError(f"a cell has 0 to 9, got {out_of_range[0]}")
+    return parse_puzzle(to_line(tuple(digits)))
 
 
-def conflicts(board: Board) -> list[str]:
-    """Every pair of equal digits that may not be, in words."""
-    found = {}
+def describe_conflicts(board: Board) -> list[str]:
+    """Describes every pair of equal digits in one row, column or box."""
+    messages: dict[tuple[int, int], str] = {}
     for name, unit in zip(UNIT_NAMES, UNITS, strict=True):
         for first, second in combinations(unit, 2):
             if board[first] and board[first] == board[second]:
-                found.setdefault((first, second), f"{board[first]} stands twice in {name}, at {at(first)} and {at(second)}")
-    return list(found.values())
+                message = f"{board[first]} stands twice in {name}, at {cell_name(first)} and {cell_name(second)}"
+                messages.setdefault((first, second), message)
+    return list(messages.values())
 
 
-def clashing(board: Board) -> set[int]:
-    """The cells whose digit stands twice in a row, column or box."""
+def conflicting_cells(board: Board) -> set[int]:
+    """Returns the cells whose digit appears twice in a row, column or box."""
     return {cell for cell in range(CELLS) if board[cell] and any(board[peer] == board[cell] for peer in PEERS[cell])}
 
 
-def at(cell: int) -> str:
-    """A cell's place as people say it."""
+def cell_name(cell: int) -> str:
+    """Names a cell by row and column."""
     return f"row {ROW[cell] + 1} column {COLUMN[cell] + 1}"
 
 
-def solves(solution: Board, puzzle: Board) -> bool:
-    """Whether it is a full board by the constraints that keeps every clue."""
-    whole = len(solution) == CELLS and all(sorted(solution[cell] for cell in unit) == list(range(1, 10)) for unit in UNITS)
-    return whole and all(clue in (0, digit) for clue, digit in zip(puzzle, solution, strict=True))
+def is_solution(solution: Board, puzzle: Board) -> bool:
+    """Whether `solution` is a complete valid board that keeps every clue of `puzzle`."""
+    if len(solution) != CELLS:
+        return False
+    has_valid_units = all(sorted(solution[cell] for cell in unit) == list(range(1, 10)) for unit in UNITS)
+    return has_valid_units and all(clue in (0, digit) for clue, digit in zip(puzzle, solution, strict=True))
 
 
-def line(board: Board) -> str:
-    """81 characters."""
+def to_line(board: Board) -> str:
+    """Formats a board as 81 characters."""
     return "".join(map(str, board))
 
 
-def grid(board: Board) -> str:
-    """A board as people draw it."""
+def to_grid(board: Board) -> str:
+    """Formats a board as a grid with lines between the boxes."""
     rows = [board[begin : begin + SIZE] for begin in range(0, CELLS, SIZE)]
-    drawn = [" | ".join(" ".join(str(d) if d else "." for d in row[b : b + 3]) for b in (0, 3, 6)) for row in rows]
-    return "\n------+-------+------\n".join("\n".join(drawn[b : b + 3]) for b in (0, 3, 6))
+    lines = [" | ".join(" ".join(str(d) if d else "." for d in row[b : b + 3]) for b in (0, 3, 6)) for row in rows]
+    return "\n------+-------+------\n".join("\n".join(lines[b : b + 3]) for b in (0, 3, 6))
 
 
-def read_many(text: str) -> Iterator[tuple[int, Board]]:
-    """The puzzles of a file, each with the line it stands on; what cannot be read is named by its line.
+def read_puzzles(text: str) -> Iterator[tuple[int, Board]]:
+    """Yields (line number, puzzle) for every puzzle of a file. Errors name the line.
 
-    One a line, the first column of a CSV, or grids with a blank line between them.
+    Accepts one puzzle per line, the first column of a CSV file, or grids separated by blank lines.
     """
     lines = text.splitlines()
-    filled = [(number, one) for number, one in enumerate(lines, 1) if one.strip() and not one.startswith("#")]
-    if filled and not any(len(one.split(",")[0].strip()) >= CELLS - 1 for _, one in filled):
-        yield from _grids(lines)
+    nonempty = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+    if nonempty and not any(len(line.split(",")[0].strip()) >= CELLS - 1 for _, line in nonempty):
+        yield from _read_grids(lines)
         return
-    for number, one in filled:
-        first = one.split(",")[0].strip().strip('"')
-        if number == filled[0][0] and first.lower() in ("puzzle", "quizzes", "question"):
-            continue
-        yield number, _named(first, number)
+    for number, line in nonempty:
+        first_column = line.split(",")[0].strip().strip('"')
+        is_header = number == nonempty[0][0] and first_column.lower() in ("puzzle", "quizzes", "question")
+        if not is_header:
+            yield number, _parse_at_line(first_column, number)
 
 
-def _grids(lines: list[str]) -> Iterator[tuple[int, Board]]:
-    begin, part = 0, []
-    for number, one in enumerate([*lines, ""], 1):
-        if one.strip() and not one.startswith("#"):
-            begin = begin if part else number
-            part.append(one)
-        elif part:
-            yield begin, _named("\n".join(part), begin)
-            part = []
+def _read_grids(lines: list[str]) -> Iterator[tuple[int, Board]]:
+    first_number = 0
+    grid: list[str] = []
+    for number, line in enumerate([*lines, ""], 1):
+        if line.strip() and not line.startswith("#"):
+            if not grid:
+                first_number = number
+            grid.append(line)
+        elif grid:
+            yield first_number, _parse_at_line("\n".join(grid), first_number)
+            grid = []
 
 
-def _named(text: str, number: int) -> Board:
+def _parse_at_line(text: str, number: int) -> Board:
     try:
-        return checked(text)
+        return parse_puzzle(text)
     except BoardError as error:
         raise BoardError(f"line {number}: {error}") from None

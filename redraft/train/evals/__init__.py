@@ -1,10 +1,14 @@
-"""How good a model is.
+"""Scores of a model.
 
-tasks.py       one function for each task of `redraft eval`
-measures.py    likelihood, repair, samples, holes
-infill.py      missing lines and words
-extraction.py  JSON extraction by schema
-sudoku_lists.pylists of puzzles
-judge.py       a Llama that judges stories
-masked.py      masked diffusion, for comparison
+likelihood.py    next-token loss, the denoiser's bound, repair of noised tokens
+samples.py       texts by diffusion against autoregressive texts, under a judge
+judge.py         the judge: a Llama checkpoint
+code_lines.py    removed lines of Python functions
+infill.py        removed lines, words and sentences; HumanEval infilling
+sandbox.py       runs code that a model wrote, isolated from the machine
+edit_repair.py   random errors in a text, repaired by an edit
+extraction.py    JSON extraction under a schema
+sudoku_lists.py  lists of puzzles
+masked.py        masked diffusion, for comparison
+tasks.py         the tasks of `redraft eval`, one function each
 """

@@ -1,8 +1,8 @@
-"""Records told in words, asked for as JSON under a schema, and without: how many answers are valid, right, and how slow.
+"""JSON extraction: records in words, answered as JSON with a schema constraint and without.
 
-    values -> "name is Tom, age is 7." and a schema of as many fields -> an answer -> valid? which fields are right?
+    values -> "name is Tom, age is 7." and a schema with these fields -> an answer -> valid? which fields are right?
 
-Schemas grow from one field to as many as there are kinds of them. Everything is seeded.
+Scores valid answers, right fields, and milliseconds per step. Schemas have one to eight fields. Everything is seeded.
 """
 
 import importlib.util
@@ -31,32 +31,34 @@ FIELDS: dict[str, dict[str, Any]] = {
     "friend": {"type": "object", "properties": {"name": {"type": "string", "enum": ["Amy", "Joe"]}}, "required": ["name"]},
     "day": {"type": "string", "pattern": "^(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day$"},
 }
-PETS, DAYS = ("dog", "cat", "bird", "fish"), ("Monday", "Tuesday", "Friday", "Sunday")
+PETS = ("dog", "cat", "bird", "fish")
+DAYS = ("Monday", "Tuesday", "Friday", "Sunday")
 
 
 @dataclass(frozen=True)
-class Told:
-    """A record in words, and its schema."""
+class Record:
+    """A record in words, its schema and its values."""
 
     prompt: str
     schema: dict[str, Any]
     values: dict[str, Any]
 
 
-def told(count: int, seed: int = 0) -> list[Told]:
-    """Records of one field, of two, and so on, as many of each."""
-    rng, found = random.Random(seed), []
+def make_records(count: int, seed: int = 0) -> list[Record]:
+    """Makes records of one field, of two, and so on, the same number of each."""
+    rng = random.Random(seed)
+    records = []
     for number in range(count):
         size = 1 + number * len(FIELDS) // count
         names = rng.sample(sorted(FIELDS), size)
-        values = {name: _value(name, rng) for name in names}
-        said = ", ".join(f"{name} is {_words(values[name])}" for name in names)
+        values = {name: _draw_value(name, rng) for name in names}
+        sentence = ", ".join(f"{name} is {_to_words(values[name])}" for name in names)
         schema = {"type": "object", "properties": {name: FIELDS[name] for name in names}, "required": names}
-        found.append(Told(f"The {said}.\n", schema, values))
-    return found
+        records.append(Record(f"The {sentence}.\n", schema, values))
+    return records
 
 
-def _value(name: str, rng: random.Random) -> Any:
+def _draw_value(name: str, rng: random.Random) -> Any:
     match FIELDS[name]:
         case {"enum": choices}:
             return rng.choice(choices)
@@ -71,62 +73,74 @@ def _value(name: str, rng: random.Random) -> Any:
     return rng.choice(PETS if name == "pet" else DAYS)
 
 
-def _words(value: Any) -> str:
-    if isinstance(value, list):
-        return " and ".join(value)
-    return value["name"] if isinstance(value, dict) else str(value).lower() if isinstance(value, bool) else str(value)
+def _to_words(value: Any) -> str:
+    match value:
+        case list():
+            return " and ".join(value)
+        case dict():
+            return value["name"]
+        case bool():
+            return str(value).lower()
+    return str(value)
 
 
 def score(
     model: DiffusionGemma,
     tokenizer: Tokenizer,
     sampler: SamplerConfig,
-    records: Sequence[Told],
-    tell: Callable[[str], None],
+    records: Sequence[Record],
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """With the schema and without: valid answers, by number of fields too, right fields, milliseconds of a step."""
+    """Scores answers with the schema and without: valid answers, also by number of fields, right fields, time per step."""
     if not importlib.util.find_spec("jsonschema"):
-        raise ValueError("answers are scored with jsonschema, which is not installed: pip install jsonschema")
+        raise ValueError("scoring needs jsonschema, which is not installed: pip install jsonschema")
     missing = model.config.vocab_size - tokenizer.size
-    words = AutomatonCompiler((*tokenizer.token_bytes, *[None] * missing), sampler.eos_token_ids)
-    engine, found = Engine(model), {}
-    began = time.perf_counter()
-    patterns = [words.compile(json_schema.build_regex(one.schema)) for one in records]
-    compiled = time.perf_counter() - began
-    for way in ("schema", "free"):
-        answers, seconds, steps = [], 0.0, 0
-        for number, (one, pattern) in enumerate(zip(records, patterns, strict=True)):
-            constraints = Constraints(automaton=pattern if way == "schema" else None)
-            request = engine.add(tokenizer.encode_prompt(one.prompt), sampler, seed=number, constraints=constraints)
-            began = time.perf_counter()
-            end = engine.run([request])[request]
-            seconds, steps = seconds + time.perf_counter() - began, steps + end.stats[0].steps
-            ids = end.ids_BT[0].tolist()
-            stop = next((at for at, token in enumerate(ids) if token in sampler.eos_token_ids), len(ids))
+    compiler = AutomatonCompiler((*tokenizer.token_bytes, *[None] * missing), sampler.eos_token_ids)
+    engine = Engine(model)
+    scores: dict[str, dict[str, Any]] = {}
+    start_time = time.perf_counter()
+    patterns = [compiler.compile(json_schema.build_regex(record.schema)) for record in records]
+    compile_seconds = time.perf_counter() - start_time
+    for mode in ("schema", "free"):
+        answers = []
+        seconds = 0.0
+        steps = 0
+        for number, (record, pattern) in enumerate(zip(records, patterns, strict=True)):
+            constraints = Constraints(automaton=pattern if mode == "schema" else None)
+            request = engine.add(tokenizer.encode_prompt(record.prompt), sampler, seed=number, constraints=constraints)
+            start_time = time.perf_counter()
+            finished = engine.run([request])[request]
+            seconds += time.perf_counter() - start_time
+            steps += finished.stats[0].steps
+            ids = finished.ids_BT[0].tolist()
+            stop = next((position for position, token in enumerate(ids) if token in sampler.eos_token_ids), len(ids))
             answers.append(tokenizer.decode(ids[:stop]))
-            tell(f"{way}: {number + 1} of {len(records)}")
-        found[way] = _counted(records, answers) | {"ms_a_step": 1e3 * seconds / max(1, steps), "steps": steps / len(records)}
-    overhead = found["schema"]["ms_a_step"] / found["free"]["ms_a_step"] - 1
-    return {"schemas": len(records), **found, "overhead": overhead, "ms_to_compile": 1e3 * compiled / len(records)}
+            progress(f"{mode}: {number + 1} of {len(records)}")
+        speed = {"ms_a_step": 1e3 * seconds / max(1, steps), "steps": steps / len(records)}
+        scores[mode] = score_answers(records, answers) | speed
+    overhead = scores["schema"]["ms_a_step"] / scores["free"]["ms_a_step"] - 1
+    return {"schemas": len(records), **scores, "overhead": overhead, "ms_to_compile": 1e3 * compile_seconds / len(records)}
 
 
-def _counted(records: Sequence[Told], answers: Sequence[str]) -> dict[str, Any]:
+def score_answers(records: Sequence[Record], answers: Sequence[str]) -> dict[str, Any]:
+    """Returns the shares of valid answers, of right fields, and of valid answers by number of fields."""
     from jsonschema import Draft202012Validator
 
     valid = right = fields = 0
-    sizes: dict[int, list[bool]] = {}
-    for one, answer in zip(records, answers, strict=True):
-        value = _parsed(answer)
-        fits = value is not None and Draft202012Validator(one.schema).is_valid(value)
-        valid, fields = valid + fits, fields + len(one.values)
-        told_ = value if isinstance(value, dict) else {}
-        right += sum(json.dumps(told_.get(name)) == json.dumps(known) for name, known in one.values.items())
-        sizes.setdefault(len(one.values), []).append(fits)
-    by_size = {f"valid_of_{size}": sum(some) / len(some) for size, some in sorted(sizes.items())}
+    valid_by_size: dict[int, list[bool]] = {}
+    for record, answer in zip(records, answers, strict=True):
+        value = _parse_json(answer)
+        is_valid = value is not None and Draft202012Validator(record.schema).is_valid(value)
+        valid += is_valid
+        fields += len(record.values)
+        answered = value if isinstance(value, dict) else {}
+        right += sum(json.dumps(answered.get(name)) == json.dumps(expected) for name, expected in record.values.items())
+        valid_by_size.setdefault(len(record.values), []).append(is_valid)
+    by_size = {f"valid_of_{size}": sum(flags) / len(flags) for size, flags in sorted(valid_by_size.items())}
     return {"valid": valid / max(1, len(records)), "fields_right": right / max(1, fields), **by_size}
 
 
-def _parsed(answer: str) -> Any:
+def _parse_json(answer: str) -> Any:
     try:
         return json.loads(answer)
     except ValueError:

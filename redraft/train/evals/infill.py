@@ -1,19 +1,17 @@
-"""Texts with a part taken out, put back: with its length known, with its length to be found, and with what follows hidden.
+"""Infilling: a part of a text is removed and predicted again, in three ways.
 
-    lines, words    one line of each Python function; one to four words of one
+    lines, words    one line of each Python function; one to four words of a line
     sentences       one sentence of each story
-    single, spans   HumanEval's infilling tasks; whether the function then passes its tests is found by running them
+    single, spans   HumanEval's infilling tasks; the completed function is run against its tests (sandbox.py)
 
-The hidden way is the same weights left to right, greedily: what a model without a canvas has to say. Everything is seeded.
+"known" infills by diffusion with the length of the gap known, "unknown" finds the length too, "hidden" generates greedily and
+autoregressively with the same weights, which do not see the text after the gap. Everything is seeded.
 """
 
 import difflib
 import json
 import random
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,152 +24,139 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tasks.infill import Infiller, Template
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.data import open_text
-from redraft.train.evals.measures import first_statement, greedy
+from redraft.train.evals import sandbox
+from redraft.train.evals.code_lines import first_statement, generate_until
 
-LONGEST = 32  # tokens of a part that is taken out, and of a hole of unknown length
-END = r"[.!?]+[\"']?(?=\s)"  # of a sentence
-SECONDS = 5  # that a program may take
-LIMITS = f"""import resource as _r
-for _what, _most in ((_r.RLIMIT_CPU, {SECONDS}), (_r.RLIMIT_AS, 1 << 30), (_r.RLIMIT_FSIZE, 0), (_r.RLIMIT_NOFILE, 32)):
-    _r.setrlimit(_what, (_most, _most))
-"""
-WELL = 42  # a program that has come to its end says so: leaving early is no success
-ENDED = f"\nimport os as _o; _o._exit({WELL})\n"
+MAX_GAP_TOKENS = 32  # of a removed part, and of a gap of unknown length
+SENTENCE_END = r"[.!?]+[\"']?(?=\s)"
 
 
 @dataclass(frozen=True)
-class Missing:
-    """A text with a part taken out."""
+class Gap:
+    """A text with a part removed."""
 
     before: str
     part: str
     after: str
-    check: str = ""  # a program that fails, behind the whole text, if that is wrong
-    ends: str = ""  # an expression: what the part ends with, where that is not its line's end
+    check: str = ""  # code that is appended to the text and fails if the text is wrong
+    end_pattern: str = ""  # regular expression for the end of the part, where that is not the end of a line
 
     def passes(self, part: str) -> bool:
-        """Whether the text with this part does what its check asks."""
-        return runs(self.before + part + self.after + self.check)
+        """Whether the text with this part runs and passes its check, in the sandbox."""
+        return sandbox.passes(self.before + part + self.after + self.check)
 
 
-# 1. What is missing
+# 1. Gaps
 
 
-def lines(texts: Sequence[str], seed: int = 0) -> Iterator[Missing]:
-    """One line of the code of each function, its indentation left: neither signature, docstring nor last line."""
+def remove_lines(texts: Sequence[str], seed: int = 0) -> Iterator[Gap]:
+    """Removes one line of each function's code, without its indentation: not the signature, docstring or last line."""
     for number, text in enumerate(texts):
-        if fit := _statements(text):
-            start, end = random.Random(f"{seed} {number}").choice(fit)
-            yield Missing(text[:start], text[start:end], text[end:])
+        statements = _find_statements(text)
+        if statements:
+            start, end = random.Random(f"{seed} {number}").choice(statements)
+            yield Gap(text[:start], text[start:end], text[end:])
 
 
-def words(texts: Sequence[str], seed: int = 0) -> Iterator[Missing]:
-    """One to four words of such a line, names and signs alike: what follows them on the line stays."""
+def remove_words(texts: Sequence[str], seed: int = 0) -> Iterator[Gap]:
+    """Removes one to four words or operators of such a line; the rest of the line stays."""
     for number, text in enumerate(texts):
-        if fit := _statements(text):
+        statements = _find_statements(text)
+        if statements:
             rng = random.Random(f"{seed} {number}")
-            start, end = rng.choice(fit)
-            found = [one.span() for one in re.finditer(r"\w+|[^\w\s]+", text[start:end])]
-            first = rng.randrange(len(found))
-            last = min(first + rng.randrange(4), len(found) - 1)
-            low, high = start + found[first][0], start + found[last][1]
-            yield Missing(text[:low], text[low:high], text[high:])
+            start, end = rng.choice(statements)
+            words = [match.span() for match in re.finditer(r"\w+|[^\w\s]+", text[start:end])]
+            first = rng.randrange(len(words))
+            last = min(first + rng.randrange(4), len(words) - 1)
+            gap_start = start + words[first][0]
+            gap_end = start + words[last][1]
+            yield Gap(text[:gap_start], text[gap_start:gap_end], text[gap_end:])
 
 
-def _statements(text: str) -> list[tuple[int, int]]:
-    """Where lines of a function's code begin and end, without signature, docstring and last line."""
-    rows, at, fit = text.rstrip("\n").split("\n"), 0, []
-    begin = first_statement(text)
-    for count, row in enumerate(rows[:-1], 1):
-        if count >= begin and sum(map(str.isalnum, row)) >= 3:
-            fit.append((at + len(row) - len(row.lstrip()), at + len(row.rstrip())))
-        at += len(row) + 1
-    return fit
+def _find_statements(text: str) -> list[tuple[int, int]]:
+    """Returns (start, end) of the lines of a function's code, without signature, docstring and last line."""
+    statements = []
+    first_line = first_statement(text)
+    line_start = 0
+    for count, line in enumerate(text.rstrip("\n").split("\n")[:-1], 1):
+        if count >= first_line and sum(map(str.isalnum, line)) >= 3:
+            statements.append((line_start + len(line) - len(line.lstrip()), line_start + len(line.rstrip())))
+        line_start += len(line) + 1
+    return statements
 
 
-def sentences(texts: Sequence[str], seed: int = 0) -> Iterator[Missing]:
-    """One sentence of each text, neither its first nor its last."""
+def remove_sentences(texts: Sequence[str], seed: int = 0) -> Iterator[Gap]:
+    """Removes one sentence of each text, neither the first nor the last."""
     for number, text in enumerate(texts):
-        ends = [found.end() for found in re.finditer(END, text)]
-        inner = [(a + 1, b) for a, b in pairwise(ends)]
-        if inner:
-            start, end = random.Random(f"{seed} {number}").choice(inner)
-            yield Missing(text[:start], text[start:end], text[end:], ends=END)
+        ends = [match.end() for match in re.finditer(SENTENCE_END, text)]
+        sentences = [(previous_end + 1, end) for previous_end, end in pairwise(ends)]
+        if sentences:
+            start, end = random.Random(f"{seed} {number}").choice(sentences)
+            yield Gap(text[:start], text[start:end], text[end:], end_pattern=SENTENCE_END)
 
 
-def humaneval(path: Path) -> Iterator[Missing]:
-    """The tasks of one file."""
+def read_humaneval(path: Path) -> Iterator[Gap]:
+    """Reads the tasks of one HumanEval infilling file."""
     with open_text(path) as file:
         for task in map(json.loads, file):
             check = f"\n{task['test']}\ncheck({task['entry_point']})\n"
-            yield Missing(task["prompt"], task["canonical_solution"], task["suffix"], check)
+            yield Gap(task["prompt"], task["canonical_solution"], task["suffix"], check)
 
 
-def runs(program: str) -> bool:
-    """Whether a program ends well, in a process of its own, in an empty folder, with little time and memory and no files."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-I", "-B", "-"]
-        try:
-            ended = subprocess.run(
-                command,
-                input=(LIMITS + program + ENDED).encode(),
-                cwd=folder,
-                env={},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=2 * SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            return False
-    return ended.returncode == WELL
+# 2. Methods
 
 
-# 2. Ways to put it back
+Method = Callable[[Gap, int], str]  # a gap and its index -> the predicted part
 
 
-Way = Callable[[Missing, int], str]  # of a missing part and its number
+def infill_methods(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, seed: int = 0) -> dict[str, Method]:
+    """Returns the three methods by name."""
+    infiller = Infiller(Engine(model), tokenizer)
+    cfg = sampler.changed(t_min=0.2, t_max=0.2)  # low: only one answer is right
 
-
-def ways(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, seed: int = 0) -> dict[str, Way]:
-    """By name."""
-    infiller, settings = Infiller(Engine(model), tokenizer), sampler.changed(t_min=0.2, t_max=0.2)  # one answer is right
-
-    def filled(one: Missing, number: int, length: int | None) -> str:
-        template = Template((one.before, one.after), (length,), is_fim=length is None)
-        return infiller.infill(template, settings, seed=seed + number, longest=LONGEST)[0].gaps[0]
+    def infill(gap: Gap, number: int, length: int | None) -> str:
+        template = Template((gap.before, gap.after), (length,), is_fim=length is None)
+        return infiller.infill(template, cfg, seed=seed + number, longest=MAX_GAP_TOKENS)[0].gaps[0]
 
     return {
-        "known": lambda one, number: filled(one, number, max(1, len(tokenizer.encode(one.part)))),
-        "unknown": lambda one, number: filled(one, number, None),
-        "hidden": lambda one, number: spoken(model, tokenizer, one),
+        "known": lambda gap, number: infill(gap, number, max(1, len(tokenizer.encode(gap.part)))),
+        "unknown": lambda gap, number: infill(gap, number, None),
+        "hidden": lambda gap, number: continue_before(model, tokenizer, gap),
     }
 
 
-def spoken(model: DiffusionGemma, tokenizer: Tokenizer, one: Missing) -> str:
-    """What the same weights say left to right: as many lines as are missing, in at most twice as many tokens."""
-    space = one.before[-1:] in (" ", "\t")  # it belongs to the first word that is missing, as `filling.py` tells
-    ids, most = tokenizer.encode_prompt(one.before[:-1] if space else one.before), 2 * len(tokenizer.encode(one.part)) + 8
+def continue_before(model: DiffusionGemma, tokenizer: Tokenizer, gap: Gap) -> str:
+    """Generates the part autoregressively: as many lines as were removed, in at most about twice as many tokens."""
+    # A space before the gap belongs to the first missing word's token, as in tasks/infill.py.
+    has_space = gap.before[-1:] in (" ", "\t")
+    prompt = tokenizer.encode_prompt(gap.before[:-1] if has_space else gap.before)
+    max_tokens = 2 * len(tokenizer.encode(gap.part)) + 8
 
-    def over(said: list[int]) -> bool:
-        text = tokenizer.decode_fragment(said)
-        return text.count("\n") > one.part.count("\n") or bool(one.ends and re.search(one.ends, text))
+    def is_end(ids: list[int]) -> bool:
+        text = tokenizer.decode_fragment(ids)
+        return text.count("\n") > gap.part.count("\n") or bool(gap.end_pattern and re.search(gap.end_pattern, text))
 
-    return tokenizer.decode_fragment(greedy(model, ids, most, over))[int(space) :]
+    return tokenizer.decode_fragment(generate_until(model, prompt, max_tokens, is_end))[int(has_space) :]
 
 
 # 3. Scores
 
 
-def score(taken: Sequence[Missing], way: Way, tokenizer: Tokenizer, tell: Callable[[int], None]) -> dict[str, Any]:
-    """TopProbs put back exactly and running, how alike, how many tokens too long or short; spaces around do not count."""
-    exact = alike = off = passed = 0.0
-    for number, one in enumerate(taken):
-        part = way(one, number)
-        exact += part.strip() == one.part.strip()
-        alike += difflib.SequenceMatcher(None, part, one.part, autojunk=False).ratio()
-        off += abs(len(tokenizer.encode(part)) - len(tokenizer.encode(one.part)))
-        passed += bool(one.check) and one.passes(part)
-        tell(number + 1)
-    count = max(1, len(taken))
-    found = {"exact": exact / count, "similarity": alike / count, "tokens_off": off / count}
-    return found | ({"passes": passed / count} if taken and taken[0].check else {})
+def score(gaps: Sequence[Gap], method: Method, tokenizer: Tokenizer, progress: Callable[[int], None]) -> dict[str, Any]:
+    """Returns the shares of parts predicted exactly and of programs that pass, the similarity, and the error in length.
+
+    Spaces around a part do not count.
+    """
+    exact = similarity = tokens_off = passed = 0.0
+    for number, gap in enumerate(gaps):
+        part = method(gap, number)
+        exact += part.strip() == gap.part.strip()
+        similarity += difflib.SequenceMatcher(None, part, gap.part, autojunk=False).ratio()
+        tokens_off += abs(len(tokenizer.encode(part)) - len(tokenizer.encode(gap.part)))
+        passed += bool(gap.check) and gap.passes(part)
+        progress(number + 1)
+    count = max(1, len(gaps))
+    scores = {"exact": exact / count, "similarity": similarity / count, "tokens_off": tokens_off / count}
+    if gaps and gaps[0].check:
+        scores["passes"] = passed / count
+    return scores

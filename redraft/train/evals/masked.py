@@ -1,6 +1,7 @@
-"""Masked diffusion, the other school, for comparison only: noise is one extra token, and what is written stays written.
+"""Masked diffusion, for comparison only: the noise is one extra token, and an accepted token is never renoised.
 
-Train with `--set loss.noise=mask`; the mask is the last id of a vocabulary that has one to spare. Shapes as in `sampler.py`.
+Train with `--set loss.noise=mask`; the mask is the vocabulary's last id, which must be unused. Shapes as in
+`diffusion/sampler.py`.
 """
 
 import torch
@@ -17,24 +18,25 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 
 @torch.inference_mode()
 def fill_masks(model: DiffusionGemma, prompts: list[list[int]], cfg: SamplerConfig, seeds: list[int]) -> tuple[Tensor, int]:
-    """One canvas for every prompt, ids_BC, and the steps it took: each step commits the surest masks, for good."""
-    mask, length = model.config.vocab_size - 1, cfg.canvas_length
+    """Generates one canvas per prompt; each step accepts the positions of lowest entropy for good. Returns ids_BC and steps."""
+    mask_id = model.config.vocab_size - 1
+    length = cfg.canvas_length
     cache = model.new_cache(len(prompts), max(map(len, prompts)), rewind=0)
     prefill(model, prompts, cache)
     draws = rng.draws(seeds, 0, model.device)
-    canvas_BC = torch.full((len(prompts), length), mask, device=model.device)
+    canvas_BC = torch.full((len(prompts), length), mask_id, device=model.device)
     soft_BCD = None
     for step in range(cfg.max_steps):
-        open_BC = canvas_BC == mask
+        open_BC = canvas_BC == mask_id
         if not open_BC.any():
             return canvas_BC, step
         logits_BCV = model.denoise(canvas_BC, soft_BCD, cache)
-        logits_BCV[..., mask] = NEVER
-        shaped_BCV = logits_BCV / temperature(step, cfg)
-        belief = argmax_entropy_sample(shaped_BCV, draws.uniform(step + 1, length))
-        doubt_BC = torch.where(open_BC, belief.entropy_BC, torch.inf)
-        least_B = -(-open_BC.sum(dim=-1) // (cfg.max_steps - step))  # shared out over the steps left
-        chosen_BC = accept_by_entropy(doubt_BC, cfg.entropy_bound, least_B) & open_BC
-        canvas_BC = torch.where(chosen_BC, belief.sampled_BC, canvas_BC)
-        soft_BCD = model.soft_embed(shaped_BCV)
+        logits_BCV[..., mask_id] = NEVER
+        scaled_BCV = logits_BCV / temperature(step, cfg)
+        prediction = argmax_entropy_sample(scaled_BCV, draws.uniform(step + 1, length))
+        entropy_BC = torch.where(open_BC, prediction.entropy_BC, torch.inf)
+        min_accepted_B = -(-open_BC.sum(dim=-1) // (cfg.max_steps - step))  # open positions spread over the steps left
+        accepted_BC = accept_by_entropy(entropy_BC, cfg.entropy_bound, min_accepted_B) & open_BC
+        canvas_BC = torch.where(accepted_BC, prediction.sampled_BC, canvas_BC)
+        soft_BCD = model.soft_embed(scaled_BCV)
     return canvas_BC, cfg.max_steps

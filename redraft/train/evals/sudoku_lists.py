@@ -1,7 +1,7 @@
-"""How many puzzles a model solves: by list and by how many guesses they need, on one canvas and with check and restarts.
+"""Sudoku scores: the share of puzzles a model solves, by list and by difficulty, on one canvas and with check and restarts.
 
-A model that reads from left to right, of the same size and from the same puzzles, is asked for comparison: it writes the
-solution cell after cell, the likeliest digit each time, clues copied for it. Shapes: B puzzles, C = 81 cells.
+For comparison, an autoregressive model of the same size and trained on the same puzzles writes the solution cell by cell, the
+likeliest digit each time; clues are copied for it. Shapes: B puzzles, C = 81 cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,156 +15,173 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.diffusion.generate import generate
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.tasks.sudoku import encoding, generator, solve, solver, text_encoding
-from redraft.tasks.sudoku.board import CELLS, Board, solves
+from redraft.tasks.sudoku import encoding, generator, solve, solver
+from redraft.tasks.sudoku.board import CELLS, Board, is_solution
 from redraft.tasks.sudoku.solve import Solution
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train.sudoku_task import left_to_right, read_puzzles
+from redraft.train.sudoku_data import read_puzzles
+from redraft.train.sudoku_task import autoregressive_ids
 
 LISTS = ("17clue", "diabolical", "top1465", "hardest11")
-GENERATED = "generated"  # puzzles of 30 clues and more
-SEED = 20_261_115  # of the generated ones; not the training's
-BINS = (0, 1, 10, 100)  # guesses, from
+SEED = 20_261_115  # of the generated puzzles; training uses another
+GUESS_BINS = (0, 1, 10, 100)  # lower bounds of the difficulty classes, in guesses of the exact solver
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A list of puzzles with their solutions."""
+class PuzzleList:
+    """A named list of puzzles with their solutions."""
 
     name: str
     puzzles: list[Board]
     solutions: list[Board]
 
 
-def generated(count: int, most: int = 45) -> Listed:
-    """Puzzles of 30 clues and more."""
-    chance = torch.Generator().manual_seed(SEED)
-    full_NC = generator.full_boards(count, chance)
-    clues_N = torch.randint(30, most + 1, (count,), generator=chance)
-    puzzles_NC = generator.dig(full_NC, clues_N, chance)
-    return Listed(GENERATED, [tuple(board) for board in puzzles_NC.tolist()], [tuple(board) for board in full_NC.tolist()])
+def generate_list(count: int, max_clues: int = 45) -> PuzzleList:
+    """Generates puzzles of 30 to `max_clues` clues."""
+    rng = torch.Generator().manual_seed(SEED)
+    full_NC = generator.full_boards(count, rng)
+    clues_N = torch.randint(30, max_clues + 1, (count,), generator=rng)
+    puzzles_NC = generator.remove_clues(full_NC, clues_N, rng)
+    return PuzzleList("generated", [tuple(b) for b in puzzles_NC.tolist()], [tuple(b) for b in full_NC.tolist()])
 
 
-def read(folder: Path, name: str, count: int) -> Listed:
-    """The first puzzles of an evaluation list."""
+def read_list(folder: Path, name: str, count: int) -> PuzzleList:
+    """Reads the first puzzles of an evaluation list."""
     puzzles, solutions = (column[:count].tolist() for column in read_puzzles(str(folder / f"{name}_eval.csv.xz")))
-    return Listed(name, [tuple(board) for board in puzzles], [tuple(board) for board in solutions])
+    return PuzzleList(name, [tuple(board) for board in puzzles], [tuple(board) for board in solutions])
 
 
 def score(
-    model: DiffusionGemma, listed: Listed, sampler: SamplerConfig, *, canvases: int, rows: int, tell: Callable[[int], None]
+    model: DiffusionGemma,
+    puzzle_list: PuzzleList,
+    sampler: SamplerConfig,
+    *,
+    canvases: int,
+    rows: int,
+    progress: Callable[[int], None],
 ) -> dict[str, Any]:
-    """One list: one canvas without check, check and restarts, forwards, by guesses, and how many were right at each pass.
+    """Scores one list: one canvas without symmetries, which is what `generate` computes; one canvas; check and restarts.
 
-    Before that one canvas that is seen the same way throughout, which is what `generate` does, here or elsewhere.
+    Also the forwards, the scores by difficulty, and the share of right boards after each step of the first canvas.
     """
-    straight = solve.solve(model, listed.puzzles, sampler, seed=0, check=False, turn=0, rows=rows)
-    still = sum(event.solved for event in straight if isinstance(event, Solution))
-    solutions_NC = torch.tensor(listed.solutions, device=model.device)
-    right_at = torch.zeros(len(listed.puzzles), sampler.max_steps + 1, dtype=torch.bool, device=model.device)
-    cells, first_steps, found = torch.zeros(len(listed.puzzles)), torch.zeros(len(listed.puzzles)), []
-    events = solve.solve(model, listed.puzzles, sampler, seed=0, canvases=canvases, check=canvases > 1, rows=rows)
-    for event in events:
+    puzzles = puzzle_list.puzzles
+    plain_events = solve.solve(model, puzzles, sampler, seed=0, check=False, symmetry_every=0, rows=rows)
+    solved_plain = sum(event.solved for event in plain_events if isinstance(event, Solution))
+    solutions_NC = torch.tensor(puzzle_list.solutions, device=model.device)
+    is_right_after = torch.zeros(len(puzzles), sampler.max_steps + 1, dtype=torch.bool, device=model.device)
+    right_cells = torch.zeros(len(puzzles))
+    first_steps = torch.zeros(len(puzzles))
+    solutions: list[Solution] = []
+    for event in solve.solve(model, puzzles, sampler, seed=0, canvases=canvases, check=canvases > 1, rows=rows):
         if isinstance(event, Solution):
-            found.append(event)
-            tell(len(found))
+            solutions.append(event)
+            progress(len(solutions))
             continue
-        first = [row for row, attempt in enumerate(event.tries) if attempt == 0]
-        if first:
-            whose = torch.tensor([event.numbers[row] for row in first], device=model.device)
-            same = event.boards_NC[first] == solutions_NC[whose]
-            right_at[whose, event.step :] = same.all(dim=-1)[:, None]  # what it is when it leaves, it stays
-            cells[whose.cpu()] = same.float().mean(dim=-1).cpu()
-            first_steps[whose.cpu()] = float(event.step)
-    found.sort(key=lambda solution: solution.number)
-    whole = _summary(listed, found, right_at.float().mean(dim=0)[1:].tolist(), cells, first_steps)
-    return {"puzzles": len(found), "one_canvas_not_turned": still / len(found), **whole}
+        first_rows = [row for row, attempt in enumerate(event.attempts) if attempt == 0]
+        if first_rows:
+            numbers = torch.tensor([event.numbers[row] for row in first_rows], device=model.device)
+            is_right_NC = event.boards_NC[first_rows] == solutions_NC[numbers]
+            is_right_after[numbers, event.step :] = is_right_NC.all(dim=-1)[:, None]  # a finished canvas stays as it is
+            right_cells[numbers.cpu()] = is_right_NC.float().mean(dim=-1).cpu()
+            first_steps[numbers.cpu()] = float(event.step)
+    solutions.sort(key=lambda solution: solution.number)
+    right_after = is_right_after.float().mean(dim=0)[1:].tolist()
+    summary = _summarize(solutions, right_after, right_cells, first_steps)
+    return {"puzzles": len(solutions), "one_canvas_not_turned": solved_plain / len(solutions), **summary}
 
 
-def _summary(
-    listed: Listed, found: Sequence[Solution], by_pass: list[float], cells: Tensor, steps: Tensor
+def _summarize(
+    solutions: Sequence[Solution], right_after: list[float], right_cells: Tensor, first_steps: Tensor
 ) -> dict[str, Any]:
-    count = len(found)
-    guesses = [solver.rating(solution.puzzle) for solution in found]
-    bins = {}
-    for low, high in zip(BINS, (*BINS[1:], None), strict=True):
-        inside = [s for s, g in zip(found, guesses, strict=True) if g >= low and (high is None or g < high)]
+    count = len(solutions)
+    keeps_clues = [all(c in (0, d) for c, d in zip(s.puzzle, s.board, strict=True)) for s in solutions]
+    return {
+        "puzzles": count,
+        "one_canvas": sum(s.at_first for s in solutions) / count,
+        "cells": float(right_cells.mean()),
+        "clues_kept": sum(keeps_clues) / count,
+        "forwards_one_canvas": float(first_steps.mean()),
+        "forwards_one_canvas_most": int(first_steps.max()),
+        "checked": sum(is_solution(s.board, s.puzzle) for s in solutions) / count,
+        "canvases": sum(s.canvases for s in solutions) / count,
+        "forwards_checked": sum(s.forwards for s in solutions) / count,
+        "by_guesses": _score_by_guesses(solutions),
+        "right_after": [round(share, 4) for share in right_after],
+    }
+
+
+def _score_by_guesses(solutions: Sequence[Solution]) -> dict[str, dict[str, Any]]:
+    """Scores by the number of guesses that the exact solver needs."""
+    guesses = [solver.count_guesses(solution.puzzle) for solution in solutions]
+    scores = {}
+    for low, high in zip(GUESS_BINS, (*GUESS_BINS[1:], None), strict=True):
+        inside = [s for s, g in zip(solutions, guesses, strict=True) if g >= low and (high is None or g < high)]
         if inside:
-            name = f"{low}" if high == low + 1 else f"{low} to {high - 1}" if high else f"{low} and more"
-            bins[name] = {
+            name = f"{low} and more" if high is None else f"{low}" if high == low + 1 else f"{low} to {high - 1}"
+            scores[name] = {
                 "puzzles": len(inside),
                 "one_canvas": sum(s.at_first for s in inside) / len(inside),
                 "checked": sum(s.solved for s in inside) / len(inside),
             }
-    kept = sum(all(c in (0, d) for c, d in zip(s.puzzle, s.board, strict=True)) for s in found)
-    return {
-        "puzzles": count,
-        "one_canvas": sum(s.at_first for s in found) / count,
-        "cells": float(cells.mean()),
-        "clues_kept": kept / count,
-        "forwards_one_canvas": float(steps.mean()),
-        "forwards_one_canvas_most": int(steps.max()),
-        "checked": sum(solves(s.board, s.puzzle) for s in found) / count,
-        "canvases": sum(s.canvases for s in found) / count,
-        "forwards_checked": sum(s.forwards for s in found) / count,
-        "by_guesses": bins,
-        "right_after": [round(share, 4) for share in by_pass],
-    }
+    return scores
 
 
 @torch.inference_mode()
-def spoken(model: DiffusionGemma, listed: Listed, rows: int) -> dict[str, Any]:
-    """The same list by a model that was trained left to right: the likeliest digit in every open cell, in reading order."""
-    right, cells = 0, 0.0
+def score_autoregressive(model: DiffusionGemma, puzzle_list: PuzzleList, rows: int) -> dict[str, Any]:
+    """Scores the list with an autoregressive model: the likeliest digit in every open cell, in reading order."""
+    exact = 0
+    right_cells = 0.0
     digits = slice(encoding.DIGITS.start, encoding.DIGITS.stop)
-    for begin in range(0, len(listed.puzzles), rows):
-        puzzle_BC = torch.tensor(listed.puzzles[begin : begin + rows], device=model.device)
-        solution_BC = torch.tensor(listed.solutions[begin : begin + rows], device=model.device)
-        ids_BS = left_to_right(puzzle_BC, puzzle_BC[:, :0], model.config.bos_token_id)
+    for begin in range(0, len(puzzle_list.puzzles), rows):
+        puzzle_BC = torch.tensor(puzzle_list.puzzles[begin : begin + rows], device=model.device)
+        solution_BC = torch.tensor(puzzle_list.solutions[begin : begin + rows], device=model.device)
+        ids_BS = autoregressive_ids(puzzle_BC, puzzle_BC[:, :0], model.config.bos_token_id)
         cache = model.new_cache(len(puzzle_BC), ids_BS.shape[1] + CELLS)
-        hidden_BSD, said = model.encode(ids_BS, cache), []
+        hidden_BSD = model.encode(ids_BS, cache)
+        columns = []
         for cell in range(CELLS):
             best_B = model.head(hidden_BSD[:, -1])[:, digits].argmax(dim=-1) + 1
             digit_B = torch.where(puzzle_BC[:, cell] > 0, puzzle_BC[:, cell], best_B)
-            said.append(digit_B)
+            columns.append(digit_B)
             hidden_BSD = model.encode(digit_B[:, None] + (encoding.DIGITS.start - 1), cache)
-        same_BC = torch.stack(said, dim=1) == solution_BC
-        right, cells = right + int(same_BC.all(dim=-1).sum()), cells + float(same_BC.float().mean(dim=-1).sum())
-    count = len(listed.puzzles)
-    return {"puzzles": count, "exact": right / count, "cells": cells / count, "forwards": CELLS}
+        is_right_BC = torch.stack(columns, dim=1) == solution_BC
+        exact += int(is_right_BC.all(dim=-1).sum())
+        right_cells += float(is_right_BC.float().mean(dim=-1).sum())
+    count = len(puzzle_list.puzzles)
+    return {"puzzles": count, "exact": exact / count, "cells": right_cells / count, "forwards": CELLS}
 
 
-def written(
-    model: DiffusionGemma, tokenizer: Tokenizer, listed: Listed, sampler: SamplerConfig, rows: int
+def score_text(
+    model: DiffusionGemma, tokenizer: Tokenizer, puzzle_list: PuzzleList, sampler: SamplerConfig, rows: int
 ) -> dict[str, Any]:
-    """The same list by a model that writes: the puzzle as a prompt, the solution as text. Clues are not held."""
-    right = kept = read = 0
+    """Scores the list with a text model: the puzzle is the prompt, the answer is the solution as text. No clue is pinned."""
+    readable = keeping_clues = exact = 0
     steps: list[int] = []
-    for begin in range(0, len(listed.puzzles), rows):
-        puzzles, solutions = listed.puzzles[begin : begin + rows], listed.solutions[begin : begin + rows]
-        prompts = [tokenizer.encode_prompt(text_encoding.prompt(puzzle)) for puzzle in puzzles]
-        seeds = range(begin, begin + len(puzzles))
-        *_, last = generate(model, prompts, sampler, seeds=list(seeds))
+    for begin in range(0, len(puzzle_list.puzzles), rows):
+        puzzles = puzzle_list.puzzles[begin : begin + rows]
+        solutions = puzzle_list.solutions[begin : begin + rows]
+        prompts = [tokenizer.encode_prompt(encoding.prompt_text(puzzle)) for puzzle in puzzles]
+        *_, finished = generate(model, prompts, sampler, seeds=list(range(begin, begin + len(puzzles))))
         for row, (puzzle, solution) in enumerate(zip(puzzles, solutions, strict=True)):
-            board = text_encoding.read(tokenizer.decode(last.ids_BT[row].tolist()))
-            read += board is not None
-            right += board == solution
-            kept += board is not None and all(c in (0, d) for c, d in zip(puzzle, board, strict=True))
-            steps.append(last.stats[row].steps)
-    count = len(listed.puzzles)
-    shares = {"boards": read / count, "clues_kept": kept / count, "exact": right / count}
+            board = encoding.board_from_text(tokenizer.decode(finished.ids_BT[row].tolist()))
+            readable += board is not None
+            keeping_clues += board is not None and all(c in (0, d) for c, d in zip(puzzle, board, strict=True))
+            exact += board == solution
+            steps.append(finished.stats[row].steps)
+    count = len(puzzle_list.puzzles)
+    shares = {"boards": readable / count, "clues_kept": keeping_clues / count, "exact": exact / count}
     return {"puzzles": count, **shares, "steps": sum(steps) / count}
 
 
-def draw(found: dict[str, dict[str, Any]], picture: Path) -> None:
-    """Boards right against forwards, one canvas, a line for each list."""
+def draw_scores(scores_of: dict[str, dict[str, Any]], picture: Path) -> None:
+    """Plots the share of right boards against forwards of one canvas, one line per list."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("the picture needs matplotlib: pip install 'redraft[train]'") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for name, scores in found.items():
+    for name, scores in scores_of.items():
         shares = scores["right_after"]
         axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], label=name)
     axes.set_xscale("log", base=2)

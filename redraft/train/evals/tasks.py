@@ -1,4 +1,4 @@
-"""The scores of a model card, a task each: which texts, which protocol, which numbers. What they mean is in `measures.py`."""
+"""The tasks of `redraft eval`: each function loads its texts, runs the measurement and returns named scores."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -11,16 +11,17 @@ from redraft.config import SamplerConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.data import open_text
-from redraft.train.evals import extraction, measures, sudoku_lists
+from redraft.train.evals import code_lines, edit_repair, extraction, likelihood, sandbox, sudoku_lists
 from redraft.train.evals import infill as infill_cases
+from redraft.train.evals import samples as story_samples
 from redraft.train.evals.judge import LlamaJudge
 
-PROMPT = "Once upon a time"
+STORY_PROMPT = "Once upon a time"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the tasks can be told."""
+    """Settings of the tasks."""
 
     data: Path
     judge: str
@@ -29,175 +30,214 @@ class Options:
     canvas: int | None
     canvases: int = 64
     picture: Path | None = None
-    tell: Callable[[str], None] = lambda text: None
+    allow_code_execution: bool = False
+    progress: Callable[[str], None] = lambda text: None
+
+
+Task = Callable[[DiffusionGemma, Tokenizer, SamplerConfig, Options], dict[str, Any]]
 
 
 def stories(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """Likelihood and repair on real TinyStories: paragraphs of more than 300 characters, each alone."""
-    texts = paragraphs(options.data / "stories/tinystories_val_a.txt.xz", options.count)
-    block = options.canvas or 64
-    spoken = measures.autoregressive(model, tokenizer, texts)
-    denoised = measures.nelbo(model, tokenizer, texts, block, options.levels)
-    found = {
+    """Likelihood and repair on TinyStories: paragraphs of more than 300 characters, each alone."""
+    texts = read_paragraphs(options.data / "stories/tinystories_val_a.txt.xz", options.count)
+    canvas_length = options.canvas or 64
+    autoregressive = likelihood.autoregressive(model, tokenizer, texts)
+    denoiser = likelihood.nelbo(model, tokenizer, texts, canvas_length, options.levels)
+    scores = {
         "texts": len(texts),
-        "block": block,
-        "ar_bits_per_byte": spoken.bits_per_byte,
-        "ar_nats_per_token": spoken.nats_per_token,
-        "nelbo_bits_per_byte": denoised.bits_per_byte,
-        "nelbo_over_ar": denoised.nats / spoken.nats,
+        "block": canvas_length,
+        "ar_bits_per_byte": autoregressive.bits_per_byte,
+        "ar_nats_per_token": autoregressive.nats_per_token,
+        "nelbo_bits_per_byte": denoiser.bits_per_byte,
+        "nelbo_over_ar": denoiser.nats / autoregressive.nats,
     }
-    for looks in (1, 2):
-        for level, (kept, mended) in measures.repair(model, tokenizer, texts, block, looks).items():
-            found |= {f"kept_{level}_look{looks}": kept, f"mended_{level}_look{looks}": mended}
-    return found
+    for steps in (1, 2):
+        for level, (kept, repaired) in likelihood.repair(model, tokenizer, texts, canvas_length, steps).items():
+            scores |= {f"kept_{level}_look{steps}": kept, f"mended_{level}_look{steps}": repaired}
+    return scores
 
 
-def paragraphs(path: Path, count: int) -> list[str]:
-    """The first paragraphs longer than 300 characters."""
+def read_paragraphs(path: Path, count: int) -> list[str]:
+    """Reads the first paragraphs of more than 300 characters."""
     with open_text(path) as file:
         return [text for text in file.read().split("\n\n") if len(text) > 300][:count]
 
 
 def samples(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """Drafted stories beside spoken ones of the same weights and the same entropy, under a judge."""
+    """Stories by diffusion against autoregressive stories of the same weights and the same entropy, under a judge."""
     sampler = sampler.changed(canvas_length=options.canvas)
     judge = LlamaJudge(options.judge, model.device)
-    pages = measures.drafted(model, tokenizer, PROMPT, options.count, sampler)
+    diffusion = story_samples.sample_diffusion(model, tokenizer, STORY_PROMPT, options.count, sampler)
 
-    def generate_autoregressive(temperature: float) -> measures.Sampled:
-        return measures.spoken(model, tokenizer, PROMPT, options.count, sampler, temperature)
+    def sample_at(temperature: float) -> story_samples.Samples:
+        return story_samples.sample_autoregressive(model, tokenizer, STORY_PROMPT, options.count, sampler, temperature)
 
-    found = measures.compare(pages, PROMPT, judge, generate_autoregressive)
+    comparison = story_samples.compare(diffusion, STORY_PROMPT, judge, sample_at)
     return {
         "samples": options.count,
         "canvas": sampler.canvas_length,
-        "perplexity": found.drafted,
-        "perplexity_left_to_right": found.spoken,
-        "ratio": found.ratio,
-        "entropy": pages.entropy,
-        "length": pages.length,
-        "tokens_per_forward": pages.tokens_per_forward,
-        "left_to_right": [[number and round(number, 4) for number in point] for point in found.curve],
-        "first": pages.texts[0],
+        "perplexity": comparison.diffusion,
+        "perplexity_left_to_right": comparison.autoregressive,
+        "ratio": comparison.ratio,
+        "entropy": diffusion.entropy,
+        "length": diffusion.length,
+        "tokens_per_forward": diffusion.tokens_per_forward,
+        "left_to_right": [[number and round(number, 4) for number in point] for point in comparison.curve],
+        "first": diffusion.texts[0],
     }
 
 
 def code(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """Lines of Python functions put back, with what follows in sight and without.
+    """Removed lines of Python functions, infilled with the code after them in sight, and generated without it.
 
-    Packages copy from one another: a hole is new if no training function has its line between the same two neighbours.
+    Packages copy from one another: a line is new if no training function has it between the same two neighbours. The code is
+    compared, never run.
     """
     sampler = sampler.changed(canvas_length=options.canvas)
-    taken = measures.holes(tokenizer, functions(options.data / "code/pyfuncs_eval.jsonl.xz"), longest=32)[: options.count]
-    known = {three for text in functions(options.data / "code/pyfuncs_train.jsonl.xz") for three in threes(text)}
-    new = [place(tokenizer, hole) not in known for hole in taken]
-    found = {"holes": len(taken), "new": sum(new), "canvas": sampler.canvas_length}
-    ways = {
-        "filled": measures.filled(model, tokenizer, taken, sampler),
-        "left_to_right": measures.continued(model, tokenizer, taken),
+    functions = read_functions(options.data / "code/pyfuncs_eval.jsonl.xz")
+    gaps = code_lines.remove_lines(tokenizer, functions, max_tokens=32)[: options.count]
+    training = read_functions(options.data / "code/pyfuncs_train.jsonl.xz")
+    training_triples = {triple for text in training for triple in line_triples(text)}
+    is_new = [gap_triple(tokenizer, gap) not in training_triples for gap in gaps]
+    scores: dict[str, Any] = {"holes": len(gaps), "new": sum(is_new), "canvas": sampler.canvas_length}
+    answers_of = {
+        "filled": code_lines.fill_gaps(model, tokenizer, gaps, sampler),
+        "left_to_right": code_lines.continue_before(model, tokenizer, gaps),
     }
-    for way, answers in ways.items():
-        found[way] = measures.exact(answers, taken)
-        found[f"{way}_new"] = measures.exact(list(compress(answers, new)), list(compress(taken, new)))
-    return found
+    for name, answers in answers_of.items():
+        scores[name] = code_lines.exact_share(answers, gaps)
+        scores[f"{name}_new"] = code_lines.exact_share(list(compress(answers, is_new)), list(compress(gaps, is_new)))
+    return scores
 
 
 def infill(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """Lines, words, sentences and HumanEval's holes put back: length known, to be found, and with what follows hidden."""
+    """Removed lines, words and sentences, and HumanEval's infilling tasks, whose programs are run in a sandbox."""
+    require_code_execution(options)
     folder = options.data / "code"
-    code = functions(folder / "pyfuncs_eval.jsonl.xz")
-    sets = {
-        "lines": list(infill_cases.lines(code)),
-        "words": list(infill_cases.words(code)),
-        "sentences": list(
-            infill_cases.sentences(paragraphs(options.data / "stories/tinystories_val_a.txt.xz", 4 * options.count))
-        ),
-        "single": list(infill_cases.humaneval(folder / "HumanEval-SingleLineInfilling.jsonl.gz")),
-        "spans": list(infill_cases.humaneval(folder / "HumanEval-RandomSpanInfillingLight.jsonl.gz")),
+    functions = read_functions(folder / "pyfuncs_eval.jsonl.xz")
+    paragraphs = read_paragraphs(options.data / "stories/tinystories_val_a.txt.xz", 4 * options.count)
+    gaps_of = {
+        "lines": infill_cases.remove_lines(functions),
+        "words": infill_cases.remove_words(functions),
+        "sentences": infill_cases.remove_sentences(paragraphs),
+        "single": infill_cases.read_humaneval(folder / "HumanEval-SingleLineInfilling.jsonl.gz"),
+        "spans": infill_cases.read_humaneval(folder / "HumanEval-RandomSpanInfillingLight.jsonl.gz"),
     }
-    found: dict[str, Any] = {}
-    for name, parts in sets.items():
-        fit = (one for one in parts if len(tokenizer.encode(one.part)) <= infill_cases.LONGEST)
-        taken = list(islice(fit, options.count))
-        found[name] = {"holes": len(taken)}
-        for way, put_back in infill_cases.ways(model, tokenizer, sampler).items():
-            tell = _counted(f"{name}, {way}", len(taken), options)
-            found[name][way] = infill_cases.score(taken, put_back, tokenizer, tell)
-    return found
+    chosen = {}
+    for name, all_gaps in gaps_of.items():
+        fitting = (gap for gap in all_gaps if len(tokenizer.encode(gap.part)) <= infill_cases.MAX_GAP_TOKENS)
+        chosen[name] = list(islice(fitting, options.count))
+    methods = infill_cases.infill_methods(model, tokenizer, sampler)
+    scores: dict[str, Any] = {}
+    for name, gaps in chosen.items():
+        scores[name] = {"holes": len(gaps)}
+        for method_name, method in methods.items():
+            progress = _count_progress(f"{name}, {method_name}", len(gaps), options)
+            scores[name][method_name] = infill_cases.score(gaps, method, tokenizer, progress)
+    return scores
+
+
+def require_code_execution(options: Options) -> None:
+    """Raises ValueError unless the user allowed that code of a model is run, and it can be isolated."""
+    if not options.allow_code_execution:
+        raise ValueError("this task runs code that the model writes: allow that with --allow-code-execution")
+    try:
+        sandbox.check_isolation()
+    except sandbox.IsolationError as error:
+        raise ValueError(str(error)) from None
 
 
 def schema(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """Records told in words, answered as JSON under schemas of one to eight fields, and without them."""
+    """Records in words, answered as JSON under schemas of one to eight fields, and without a schema."""
     size = options.canvas or min(128, sampler.canvas_length)
-    settings = sampler.changed(canvas_length=size, max_new_tokens=size)
-    return extraction.score(model, tokenizer, settings, extraction.told(options.count), options.tell)
+    cfg = sampler.changed(canvas_length=size, max_new_tokens=size)
+    return extraction.score(model, tokenizer, cfg, extraction.make_records(options.count), options.progress)
 
 
 def edit(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """One token in twenty struck in paragraphs of real TinyStories, then edited: repaired, and spoiled on the way."""
-    texts = paragraphs(options.data / "stories/tinystories_val_a.txt.xz", options.count)
-    found = measures.mended(model, tokenizer, texts, sampler.changed(canvas_length=options.canvas))
-    return {"texts": len(texts), **asdict(found)}
+    """Paragraphs of TinyStories with one token in twenty replaced, then edited: tokens repaired, and tokens spoiled."""
+    texts = read_paragraphs(options.data / "stories/tinystories_val_a.txt.xz", options.count)
+    scores = edit_repair.score_edits(model, tokenizer, texts, sampler.changed(canvas_length=options.canvas))
+    return {"texts": len(texts), **asdict(scores)}
 
 
 def sudoku(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """Puzzles solved, list by list, on one canvas and with check and restarts; a picture of it where one is asked for."""
-    rows, found = _rows(model), {}
-    for listed in list(puzzle_lists(options)):  # a list that is not there is noticed before anything is scored
-        found[listed.name] = sudoku_lists.score(
+    """Puzzles solved, list by list, on one canvas and with check and restarts; draws a picture if one was asked for."""
+    puzzle_lists = list(read_puzzle_lists(options))  # a missing list is reported before anything is scored
+    scores = {}
+    for puzzle_list in puzzle_lists:
+        scores[puzzle_list.name] = sudoku_lists.score(
             model,
-            listed,
+            puzzle_list,
             sampler,
             canvases=options.canvases,
-            rows=rows,
-            tell=_counted(listed.name, len(listed.puzzles), options),
+            rows=_batch_rows(model),
+            progress=_count_progress(puzzle_list.name, len(puzzle_list.puzzles), options),
         )
     if options.picture:
-        sudoku_lists.draw(found, options.picture)
-    return found
+        sudoku_lists.draw_scores(scores, options.picture)
+    return scores
 
 
-def sudoku_spoken(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """The same lists by a model that was trained to solve them left to right."""
-    return {listed.name: sudoku_lists.spoken(model, listed, _rows(model)) for listed in puzzle_lists(options)}
+def sudoku_autoregressive(
+    model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options
+) -> dict[str, Any]:
+    """The same lists, with a model that was trained to solve them autoregressively."""
+    rows = _batch_rows(model)
+    return {puzzles.name: sudoku_lists.score_autoregressive(model, puzzles, rows) for puzzles in read_puzzle_lists(options)}
 
 
 def sudoku_written(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """Generated puzzles of 30 to 40 clues as prompts, for a model that writes text."""
-    listed = sudoku_lists.generated(options.count, most=40)
-    return sudoku_lists.written(model, tokenizer, listed, sampler.changed(canvas_length=options.canvas), _rows(model))
+    """Generated puzzles of 30 to 40 clues as prompts, for a text model."""
+    puzzles = sudoku_lists.generate_list(options.count, max_clues=40)
+    return sudoku_lists.score_text(
+        model, tokenizer, puzzles, sampler.changed(canvas_length=options.canvas), _batch_rows(model)
+    )
 
 
-def _rows(model: DiffusionGemma) -> int:
-    """Boards at once."""
+TASKS: dict[str, Task] = {
+    "stories": stories,
+    "samples": samples,
+    "code": code,
+    "infill": infill,
+    "edit": edit,
+    "schema": schema,
+    "sudoku": sudoku,
+    "sudoku-autoregressive": sudoku_autoregressive,
+    "sudoku-written": sudoku_written,
+}
+
+
+def _batch_rows(model: DiffusionGemma) -> int:
+    """Boards in a batch."""
     return 1024 if model.device.type == "cuda" else 64
 
 
-def puzzle_lists(options: Options) -> Iterator[sudoku_lists.Listed]:
-    """The generated puzzles, then the lists at hand."""
-    yield sudoku_lists.generated(options.count)
+def read_puzzle_lists(options: Options) -> Iterator[sudoku_lists.PuzzleList]:
+    """Yields the generated puzzles, then the evaluation lists."""
+    yield sudoku_lists.generate_list(options.count)
     for name in sudoku_lists.LISTS:
-        yield sudoku_lists.read(options.data / "sudoku", name, options.count)
+        yield sudoku_lists.read_list(options.data / "sudoku", name, options.count)
 
 
-def _counted(what: str, count: int, options: Options) -> Callable[[int], None]:
-    """Tells how many of them are done."""
-    return lambda done: options.tell(f"{what}: {done} of {count}")
+def _count_progress(name: str, count: int, options: Options) -> Callable[[int], None]:
+    """Returns a function that reports how many items are done."""
+    return lambda done: options.progress(f"{name}: {done} of {count}")
 
 
-def functions(path: Path) -> list[str]:
-    """The texts of a file of functions."""
+def read_functions(path: Path) -> list[str]:
+    """Reads the texts of a file of functions."""
     with open_text(path) as file:
         return [json.loads(line)["t"] for line in file]
 
 
-def threes(text: str) -> Iterator[tuple[str, str, str]]:
-    """Every three lines that follow one another, indentation and blank lines apart."""
+def line_triples(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yields every three consecutive lines, without indentation and blank lines."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     return zip(lines, lines[1:], lines[2:], strict=False)
 
 
-def place(tokenizer: Tokenizer, hole: measures.Hole) -> tuple[str, str, str]:
-    """The line of a hole between its neighbours."""
-    before, line, after = (tokenizer.decode(ids).strip() for ids in (hole.before, hole.line, hole.after))
+def gap_triple(tokenizer: Tokenizer, gap: code_lines.LineGap) -> tuple[str, str, str]:
+    """Returns the removed line between its two neighbours."""
+    before, line, after = (tokenizer.decode(ids).strip() for ids in (gap.before, gap.line, gap.after))
     return before.split("\n")[-1].strip(), line, after.split("\n")[0].strip()

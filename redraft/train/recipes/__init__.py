@@ -1,1 +1,7 @@
-"""Whole training configurations, one file each with a function `recipe(folder)`: toy, tiny, sudoku, tiny_sudoku."""
+"""The recipes that ship: one file each, with a function `recipe(folder)` that returns a TrainConfig.
+
+toy.py          a byte-level model of 14 words, half a minute on a CPU
+tiny.py         the model in redraft/weights/tiny
+sudoku.py       the model in redraft/weights/sudoku
+tiny_sudoku.py  `tiny`, fine-tuned on Sudoku puzzles as text
+"""

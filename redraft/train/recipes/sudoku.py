@@ -1,8 +1,8 @@
-"""The model that ships in redraft/weights/sudoku: 3.9M parameters that solve Sudoku, and nothing else.
+"""Trains the model in redraft/weights/sudoku: 3.9M parameters that solve Sudoku and nothing else.
 
-Reads the puzzles of REDRAFT_DATA (default: data), sudoku/{17clue,diabolical,hardest11}_train.csv.xz, and makes as many of
-its own, which stay in the run's folder. Cost: the weights that ship took two runs on one H200, 13 minutes as it stands here
-and 17 more from there with three passes together (benchmarks/results/train_sudoku_together_h200_202611.md has the command).
+Reads puzzles from the folder REDRAFT_DATA (default: data), sudoku/{17clue,diabolical,hardest11}_train.csv.xz, and generates
+120,000 more, which it caches in the run's folder. Cost: the weights that ship took two runs on one H200, 13 minutes with these
+settings and 17 more from those weights with three unrolled steps (benchmarks/results/train_sudoku_together_h200_202611.md).
 """
 
 import os
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
 from redraft.tasks.sudoku import encoding
-from redraft.train.loop import TrainConfig
+from redraft.train.config import TrainConfig
 from redraft.train.optim import OptimConfig
-from redraft.train.sudoku_task import PuzzleConfig
+from redraft.train.sudoku_data import PuzzleConfig
 
 
 def recipe(folder: Path) -> TrainConfig:
-    """The whole configuration."""
-    lists = Path(os.environ.get("REDRAFT_DATA", "data")) / "sudoku"
+    """Returns the configuration; generated puzzles are cached in `folder`."""
+    puzzles = Path(os.environ.get("REDRAFT_DATA", "data")) / "sudoku"
     model = ModelConfig(
-        vocab_size=encoding.SIZE,
+        vocab_size=encoding.VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=384,
         moe_intermediate_size=32,
@@ -51,10 +51,10 @@ def recipe(folder: Path) -> TrainConfig:
         model=model,
         sampler=sampler,
         data=PuzzleConfig(
-            files=tuple(str(lists / f"{name}_train.csv.xz") for name in ("17clue", "diabolical", "hardest11")),
-            top_probs=(0.25, 0.3, 0.15),
+            files=tuple(str(puzzles / f"{name}_train.csv.xz") for name in ("17clue", "diabolical", "hardest11")),
+            shares=(0.25, 0.3, 0.15),
             generated=120_000,
-            kept=str(folder / "puzzles.npz"),
+            cache_file=str(folder / "puzzles.npz"),
         ),
         optim=OptimConfig(muon_lr=5e-3, adamw_lr=2.5e-3, ema=0.999),
         steps=20_000,

@@ -1,29 +1,32 @@
-"""The model that ships in redraft/weights/tiny: 16M parameters, mixture of experts, stories and Python functions.
+"""Trains the model in redraft/weights/tiny: 16M parameters, mixture of experts, stories and Python functions.
 
-Reads the data from the folder in REDRAFT_DATA (default: data): stories/*.txt.xz, stories/ccby_storybooks.jsonl.xz and
-code/pyfuncs_train.jsonl.xz. A step is 104,448 tokens. Cost: 0.535M tokens/s on one H200 behind two and a half minutes of
-compiling. The weights that ship were trained by the clock, 6,887 steps in 25 minutes
-(benchmarks/results/train_tiny_h200_202611.md); the 5,000 steps below take 19.
+Reads data from the folder REDRAFT_DATA (default: data): stories/*.txt.xz, stories/ccby_storybooks.jsonl.xz and
+code/pyfuncs_train.jsonl.xz. A step has 104,448 tokens. Cost: 0.535M tokens/s on one H200, after two and a half minutes of
+compilation. The weights that ship were trained by the clock, 6,887 steps in 25 minutes
+(benchmarks/results/train_tiny_h200_202611.md); the 5,000 steps below take 19 minutes.
 """
 
 import os
 from pathlib import Path
 
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
+from redraft.train.config import TrainConfig
 from redraft.train.data import DataConfig, Source
-from redraft.train.loop import TrainConfig
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
 
 
 def recipe(folder: Path) -> TrainConfig:
-    """The whole configuration."""
+    """Returns the configuration."""
     texts = Path(os.environ.get("REDRAFT_DATA", "data"))
     stories = Source(
-        files=tuple(str(texts / f"stories/stories_{n:02}.txt.xz") for n in range(8)), share=0.77, mid_start=0.5, given=0.3
+        files=tuple(str(texts / f"stories/stories_{n:02}.txt.xz") for n in range(8)),
+        share=0.77,
+        mid_start=0.5,
+        prompt_share=0.3,
     )
-    books = Source(files=(str(texts / "stories/ccby_storybooks.jsonl.xz"),), share=0.01, mid_start=0.5, given=0.3)
-    functions = Source(files=(str(texts / "code/pyfuncs_train.jsonl.xz"),), share=0.22, text="t", given=0.3)
+    books = Source(files=(str(texts / "stories/ccby_storybooks.jsonl.xz"),), share=0.01, mid_start=0.5, prompt_share=0.3)
+    functions = Source(files=(str(texts / "code/pyfuncs_train.jsonl.xz"),), share=0.22, text="t", prompt_share=0.3)
     model = ModelConfig(
         vocab_size=4096,
         hidden_size=384,
@@ -61,16 +64,20 @@ def recipe(folder: Path) -> TrainConfig:
         model=model,
         sampler=sampler,
         data=DataConfig(
-            sources=(stories, books, functions), length=1088, short=0.3, skip_bad=True, blocks=(64, 256, 32, 128)
+            sources=(stories, books, functions),
+            length=1088,
+            short_fill=0.3,
+            skip_bad=True,
+            canvas_lengths=(64, 256, 32, 128),
         ),
-        loss=LossConfig(t_power=1.5, holes=0.2),
+        loss=LossConfig(t_power=1.5, span_noise=0.2),
         optim=OptimConfig(muon_lr=5e-3, adamw_lr=2.5e-3),
         steps=5000,
         rows=96,
         streams=2,
         precision="bfloat16",
         compile=True,
-        read_ahead=True,
+        prefetch=True,
         report_every=50,
         save_every=1000,
     )

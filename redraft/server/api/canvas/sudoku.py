@@ -26,13 +26,13 @@ class SudokuSolver:
 
     def stream(self, body: SudokuRequest, stop: threading.Event) -> Events:
         """Yields the last attempt's board, and which of its cells are accepted, at every step."""
-        puzzle = boards.given(body.puzzle)
+        puzzle = boards.to_board(body.puzzle)
         seed = seed_of(body.seed)
         with exclusive(stop):
             self._load_model()
             yield {"type": "begin", "seed": seed, "puzzle": list(puzzle), "prefix": "", "eos_token_ids": []}
             if body.autoregressive:
-                events = solve.in_reading_order(self._model, puzzle, seed=seed)
+                events = solve.solve_in_reading_order(self._model, puzzle, seed=seed)
             else:
                 options: dict[str, Any] = {"seed": seed, "canvases": body.canvases, "check": body.check}
                 events = solve.solve(self._model, [puzzle], self._sampler, **options)
@@ -42,20 +42,20 @@ class SudokuSolver:
                 yield _end_event(event) if isinstance(event, Solution) else _board_event(event)
 
     def _load_model(self) -> None:
-        if solve.fits(self._model):
+        if solve.is_sudoku_model(self._model):
             return
         folder = checkpoint.find(SUDOKU_MODEL)
         self._sampler = checkpoint.read_sampler_config(folder, checkpoint.read_model_config(folder))
         self._model = checkpoint.load_model(folder, dtype=select_dtype(self._device), device=self._device)
 
 
-def _board_event(event: solve.Pass) -> dict[str, Any]:
+def _board_event(event: solve.SolveStep) -> dict[str, Any]:
     board = event.boards_NC[-1].tolist()
     accepted = event.accepted_NC[-1].int().tolist()
     return {
         "type": "board",
-        "attempt": event.tries[-1],
-        "canvases": len(event.tries),
+        "attempt": event.attempts[-1],
+        "canvases": len(event.attempts),
         "step": event.step,
         "board": board,
         "accepted": accepted,
@@ -66,14 +66,14 @@ def _board_event(event: solve.Pass) -> dict[str, Any]:
 def conflicting_cells(board: Sequence[int], accepted: Sequence[int]) -> list[int]:
     """Returns accepted cells that contradict one another."""
     accepted_digits = tuple(digit if is_accepted else 0 for digit, is_accepted in zip(board, accepted, strict=True))
-    return sorted(boards.clashing(accepted_digits))
+    return sorted(boards.conflicting_cells(accepted_digits))
 
 
 def _end_event(solution: Solution) -> dict[str, Any]:
     return {
         "type": "end",
         "finish_reason": "stop",
-        "text": boards.line(solution.board),
+        "text": boards.to_line(solution.board),
         "board": list(solution.board),
         "seconds": round(solution.seconds, 4),
         "solved": solution.solved,

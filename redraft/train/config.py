@@ -1,0 +1,57 @@
+"""TrainConfig: the frozen record that describes one training run."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+
+from redraft.config import ModelConfig, SamplerConfig
+from redraft.train.data import DataConfig
+from redraft.train.loss import LossConfig
+from redraft.train.optim import OptimConfig
+from redraft.train.sudoku_data import PuzzleConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run. `recipes/` has functions that return one."""
+
+    model: ModelConfig
+    data: DataConfig | PuzzleConfig
+    sampler: SamplerConfig  # saved with the model
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    tokenizer: str = "bpe"  # "bpe": trained on the data; "bytes"; or a folder that holds one
+    init: str = ""  # checkpoint folder with the initial weights and tokenizer; empty: random weights
+    steps: int = 1000
+    rows: int = 16  # of a microbatch
+    microbatches: int = 1  # of a step, over all processes
+    seed: int = 0
+    precision: str = "float32"  # of the computation; weights are always float32. "bfloat16" on GPUs
+    compile: bool = False
+    prefetch: bool = False  # make batches in separate processes
+    streams: int = 1  # of rows, for each microbatch; one process each with prefetch
+    report_every: int = 10
+    save_every: int = 500
+    keep: int = 2  # checkpoints on disk
+    max_seconds: float = math.inf  # stop with a checkpoint when this call has run as long
+    by_clock: bool = False  # the learning rate cools down by time: the run, over all its calls, ends after max_seconds
+
+    def __post_init__(self) -> None:
+        if self.streams < 1 or self.rows % self.streams:
+            raise ValueError(f"{self.rows} rows cannot be taken from {self.streams} streams in turn")
+        for name in ("steps", "rows", "microbatches", "report_every", "save_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
+        if self.by_clock and math.isinf(self.max_seconds):
+            raise ValueError("by_clock needs max_seconds")
+        if self.precision not in ("float32", "bfloat16"):
+            raise ValueError(f"precision is float32 or bfloat16, got {self.precision!r}")
+
+    @property
+    def step_tokens(self) -> int:
+        """Clean tokens of one step, padding included."""
+        return self.rows * self.microbatches * self.data.length
+
+    def to_json(self) -> str:
+        """Returns the whole configuration as JSON, for the run's folder."""
+        return json.dumps(asdict(self), indent=2, default=str) + "\n"
