@@ -158,7 +158,7 @@ def test_a_packages_docstring_lists_its_files(contents):
     docstring = ast.get_docstring(ast.parse(contents.read_text(encoding="utf-8"))) or ""
     entries = {path.stem for path in contents.parent.glob("*.py")} - {"__init__", "__main__"}
     entries |= {path.parent.name for path in contents.parent.glob("*/__init__.py")}
-    listed = set(re.findall(r"^ *(\w+)(?:\.py|/)? ", docstring, re.MULTILINE))
+    listed = {*re.findall(r"^ *(\w+)/? ", docstring, re.MULTILINE), *re.findall(r"\b(\w+)\.py\b", docstring)}
     assert entries <= listed, f"{contents.relative_to(ROOT)} does not list {sorted(entries - listed)}"
 
 
