@@ -29,6 +29,8 @@ from redraft.cli.terminal import CanvasView, Painter, column_after, defer_interr
 from redraft.diffusion.generate import Committed, Draft
 from redraft.tasks.text_events import TextCommitted
 
+SILENT_SECONDS = 300  # a command that writes nothing for so long hangs, on a busy machine too
+
 
 @pytest.fixture(name="folder", scope="module")
 def _folder(tmp_path_factory):
@@ -226,10 +228,12 @@ def on_terminal(
     if pid == 0:
         run_in_child(args)
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-    written, shots, deadline = b"", [], time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if not select.select([fd], [], [], 1)[0]:
-            continue
+    written = b""
+    shots = []
+    while True:
+        if not select.select([fd], [], [], SILENT_SECONDS)[0]:
+            os.kill(pid, signal.SIGKILL)
+            break
         try:
             data = os.read(fd, 65536)
         except OSError:
@@ -244,8 +248,6 @@ def on_terminal(
             interrupt_at = None
         if typing and typing[0][0] in written:
             os.write(fd, typing.pop(0)[1])
-    else:
-        os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(fd)
     above = ["".join(line[x].data for x in range(columns)) for line in screen.history.top]
