@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import tiny
@@ -29,6 +29,15 @@ def served(writer: Writer, **changes) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(30)
+
+
+def wait_until(condition: Callable[[], bool], checks: int = 6000) -> bool:
+    """Checks a condition every hundredth of a second until it holds; False when it never does. Reads no clock."""
+    for _ in range(checks):
+        if condition():
+            return True
+        time.sleep(0.01)
+    return condition()
 
 
 NO_END = {"1": -100, "5": -100}  # a logit_bias that forbids the stop tokens

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from serving import NO_END, make, served
+from serving import NO_END, make, served, wait_until
 
 from redraft.cli import serve
 from redraft.server.api.canvas.exclusive import LOCK
@@ -64,24 +64,17 @@ def in_threads(tasks, apart: float = 0.0) -> list:
     return found
 
 
-def until(true, seconds: float = 10.0) -> bool:
-    ends = time.monotonic() + seconds
-    while not true() and time.monotonic() < ends:
-        time.sleep(0.01)
-    return true()
-
-
 def test_disconnected_clients_are_dropped_and_the_newest_infill_wins():
     writer = make()
     body = {"prompt": "ab", "max_tokens": 400, "logit_bias": NO_END}
     with slow(writer), served(writer, requests=3) as url, httpx.Client(base_url=url, timeout=30) as client:
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=body, timeout=0.4)
-        assert until(lambda: writer.engine.is_idle)
+        assert wait_until(lambda: writer.engine.is_idle)
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             assert next(response.iter_lines()).startswith("data: ")
             assert not writer.engine.is_idle
-        assert until(lambda: writer.engine.is_idle)
+        assert wait_until(lambda: writer.engine.is_idle)
         asked = {"input_prefix": "a", "input_suffix": "b", "n_predict": 32}
         older, newer = in_threads([lambda: httpx.post(f"{url}/infill", json=asked, timeout=60)] * 2, apart=0.3)
         assert (older.status_code, newer.status_code) == (409, 200)
@@ -99,7 +92,7 @@ def test_running_requests_finish_when_the_server_shuts_down():
         body = {"prompt": "ab", "max_tokens": 64, "logit_bias": NO_END}
         thread = threading.Thread(target=lambda: found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60)))
         thread.start()
-        assert until(lambda: not writer.engine.is_idle)
+        assert wait_until(lambda: not writer.engine.is_idle)
     thread.join()
     assert found[0].status_code == 200
     assert len(found[0].json()["choices"][0]["text"]) > 10
@@ -216,7 +209,7 @@ def test_a_client_that_leaves_while_it_waits_for_the_lock_frees_its_slot(one_slo
     with LOCK:
         with pytest.raises(httpx.ReadTimeout):
             one_slot.post(path, json={**body, "stream": stream}, timeout=0.3)
-        assert until(lambda: status() == 200)  # 429 while the slot is taken
+        assert wait_until(lambda: status() == 200)  # 429 while the slot is taken
     assert not LOCK.locked()
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 import tiny
-from serving import NO_END
+from serving import NO_END, wait_until
 
 LONG = {"prompt": "ab", "max_tokens": 400, "seed": 3, "logit_bias": NO_END, "diffusion_max_steps": 24}
 CLIENT = """
@@ -78,10 +78,7 @@ def test_a_killed_client_does_not_disturb_others(folder):
             client.communicate()
         other.join()
         assert texts == [alone]
-        ends = time.monotonic() + 10
-        while active(url) and time.monotonic() < ends:
-            time.sleep(0.02)
-        assert active(url) == 0
+        assert wait_until(lambda: active(url) == 0)
         assert completion(url) == alone
 
 
