@@ -2,8 +2,8 @@
 
     python benchmarks/bench_patterns.py [--steps 16] [--rounds 3] [--released]
 
-`--released` instead measures the time that a schema of about 200 states adds to a step, at the released vocabulary of 262,144
-tokens (random words) and canvas of 256 positions, on a GPU if there is one.
+`--released` instead measures the time that a schema of about 200 states adds to a step, at the released vocabulary of
+262,144 tokens (random words) and canvas of 256 positions, on a GPU if there is one.
 """
 
 import argparse

@@ -285,7 +285,7 @@ def _shape_table(config: ModelConfig) -> Table:
 
 
 def _memory_table(config: ModelConfig, stored: int | None) -> Table:
-    """Memory of the weights by format. Embedding, norms, router and self-conditioning stay bf16 in every published format."""
+    """Memory of the weights by format. Embedding, norms, router and self-conditioning stay bf16 in all published formats."""
     counts = config.parameter_counts()
     kept = sum(counts[name] for name in ("embedding", "router", "self-conditioning", "norms and scalars"))
     linear = counts["total"] - kept

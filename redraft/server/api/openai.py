@@ -1,4 +1,4 @@
-"""OpenAI's wire format: chat completions, completions, FIM and edits, whole and streamed, in the shapes its clients parse."""
+"""OpenAI's wire format: chat completions, completions, FIM and edits, whole and streamed, as its clients parse them."""
 
 import json
 import threading
@@ -363,7 +363,7 @@ class OpenAIRoutes:
         return await self._infill(request, body, gaps, builder, paragraph=False)
 
     async def fim(self, request: Request) -> Response:
-        """POST /v1/fim/completions: infills between prompt and suffix, in the shapes of both Mistral's and OpenAI's clients."""
+        """POST /v1/fim/completions: infills between prompt and suffix, for Mistral's and for OpenAI's clients."""
         body = await read_body(request, CompletionRequest)
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         gaps = [find_gap(prompt, body.suffix) or Gap(prompt, "") for prompt in prompts]

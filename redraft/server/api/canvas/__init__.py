@@ -1,4 +1,4 @@
-"""Our own wire format: a canvas at every denoising step, with the probabilities of its tokens; it can be steered and resumed.
+"""Our own wire format: a canvas at every denoising step, with the probabilities of its tokens; runs can be changed.
 
 /v1/canvas                 events.py: what all endpoints share; write.py: continues a text, answers messages, fills gaps
 /v1/canvas/edit            edit.py: redrafts a text in place
