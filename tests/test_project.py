@@ -123,17 +123,12 @@ def definitions(path: Path):
                 pending += node.body
 
 
-def is_triton_function(node: ast.FunctionDef) -> bool:
-    """Whether Triton compiles it: its parameters are pointers and blocks, which have no types in Python."""
-    return any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
-
-
 @pytest.mark.parametrize("path", [*MODULES, *(ROOT / "benchmarks").glob("*.py")], ids=str)
 def test_everything_public_has_a_docstring_and_types(path):
     assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} has no docstring"
     for node in definitions(path):
         assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
-        if isinstance(node, ast.FunctionDef) and not is_triton_function(node):
+        if isinstance(node, ast.FunctionDef):
             parameters = [*node.args.args, *node.args.kwonlyargs, *node.args.posonlyargs]
             untyped = [a.arg for a in parameters if a.annotation is None and a.arg not in ("self", "cls")]
             assert not untyped, f"{path.name}: {node.name} has no types for {untyped}"
