@@ -19,6 +19,8 @@ from redraft.train.config import TrainConfig
 from redraft.train.data import PAD_ID, STOP_ID, Batches, DataConfig, InterleavedBatches, Position, PrefetchedBatches, Rows
 from redraft.train.loss import Batch, Losses, Masks, Noise, Objective, SparseMasks, dense_masks, draw_noise, slice_masks
 
+FLEX_BLOCK = 128  # FlexAttention finds no kernel on a GPU for rows shorter than a block; these get dense masks
+
 
 class TextTask:
     """The task of a run whose data are texts."""
@@ -42,7 +44,8 @@ class TextTask:
         self.tokenizer = tokenizer
         self.device = device
         self.microbatches = microbatches
-        self.sparse = SparseMasks(config, cfg.rows, cfg.data.length, device) if device.type == "cuda" else None
+        uses_flex = device.type == "cuda" and 2 * cfg.data.length >= FLEX_BLOCK
+        self.sparse = SparseMasks(config, cfg.rows, cfg.data.length, device) if uses_flex else None
         self.positions: dict[str, Any] = {}
         self.streams: dict[int, InterleavedBatches] = {}
 
