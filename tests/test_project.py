@@ -250,8 +250,7 @@ def test_links_files_and_names_in_documents_exist():
         for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
         for name in re.findall(r"`([\w/]+\.(?:py|js|md|jinja))`", text):
-            is_own_example = name == "recipes/mine.py"
-            assert is_own_example or any(file.endswith(f"/{name}") for file in files), f"{page.name} names {name}"
+            assert any(file.endswith(f"/{name}") for file in files), f"{page.name} names {name}"
     numerics = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w/]+\.py)` (\w+)", numerics, re.MULTILINE)
     assert len(rows) >= 10

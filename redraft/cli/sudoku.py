@@ -1,7 +1,7 @@
 """The command `redraft sudoku PUZZLE|FILE`; `main.py` registers it.
 
-One puzzle is drawn while it settles; a file of puzzles runs in batches with a progress bar. The exact solver first makes sure
-that every puzzle has exactly one solution, and a board that breaks the rules is reported as wrong.
+One puzzle is drawn while it settles; a file of puzzles runs in batches with a progress bar. The exact solver first makes
+sure that every puzzle has exactly one solution, and a board that breaks the rules is reported as wrong.
 """
 
 import csv
@@ -73,7 +73,10 @@ def sudoku(
 
 
 def read_argument(text: str) -> list[tuple[str, Board]]:
-    """Reads puzzles from a file, from stdin, or from the argument itself. Returns (location, puzzle); a lone one has location ""."""
+    """Reads puzzles from a file, from stdin, or from the argument itself.
+
+    Returns (location, puzzle); a lone one has location "".
+    """
     if text == "-":
         return _read_puzzles(sys.stdin.buffer.read(), "stdin")
     if is_file(text):

@@ -65,7 +65,7 @@ def _join_processes(device: str | None) -> Iterator[tuple[str, bool]]:
 
 
 def _run_trainer(trainer: Any, folder: Path, is_main: bool) -> None:
-    """Runs a trainer to its end: a progress bar on a terminal, lines elsewhere, metrics in the folder, a picture at the end."""
+    """Runs a trainer to its end: a progress bar on a terminal, lines elsewhere, metrics in the folder, a plot at the end."""
     from redraft.train import plot
     from redraft.train.loop import Ended, Report, Saved
 

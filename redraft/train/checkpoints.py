@@ -3,8 +3,8 @@
     OUT/step-00001200/        tensors in torch's distributed format, and state.json for everything else
     OUT/step-00001300.part/   being written, or left behind by a run that was killed
 
-A folder gets its final name in one rename, after everything is in it; older checkpoints are removed after that. Works with one
-process or many.
+A folder gets its final name in one rename, after everything is in it; older checkpoints are removed after that. Works with
+one process or many.
 """
 
 import json

@@ -3,8 +3,9 @@
     streams -> batch -> noise -> objective -> gradients -> optimizer -> report, sometimes a checkpoint
 
 A step runs `microbatches` forwards. Each microbatch has its own stream of rows and its own random seed, numbered over all
-processes, so the same seed gives the same losses however the microbatches are spread over processes. No random state outlives
-a step: a checkpoint holds tensors, positions in the data, and the step. The loop yields events; the caller displays them.
+processes, so the same seed gives the same losses however the microbatches are spread over processes. No random state
+outlives a step: a checkpoint holds tensors, positions in the data, and the step. The loop yields events; the caller displays
+them.
 """
 
 import random
@@ -268,7 +269,10 @@ class Trainer:
         yield Ended(self.step, self.export(), why)
 
     def train_step(self) -> tuple[list[Losses], Tensor]:
-        """Computes the gradients of this process's microbatches and updates the weights. Returns losses and gradient norm."""
+        """Computes the gradients of this process's microbatches and updates the weights.
+
+        Returns losses and gradient norm.
+        """
         step_losses = []
         for m in self.microbatches:
             seed = random.Random(f"{self.cfg.seed} {self.step} {m}").getrandbits(62)

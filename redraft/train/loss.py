@@ -1,8 +1,9 @@
 """The training objective: one forward over [noisy | clean], two cross-entropies.
 
-The noisy half replaces tokens of every canvas by uniform noise, and the model learns to predict the clean token at every canvas
-position, noised or not, so it learns to repair errors and to keep correct tokens. The clean half learns next-token prediction,
-which keeps the encoder a language model. The loss has no weight by noise level, no term for prompt tokens, no time input.
+The noisy half replaces tokens of every canvas by uniform noise, and the model learns to predict the clean token at every
+canvas position, noised or not, so it learns to repair errors and to keep correct tokens. The clean half learns next-token
+prediction, which keeps the encoder a language model. The loss has no weight by noise level, no term for prompt tokens, no
+time input.
 
     batch -> [1 noise levels] -> t -> [2 noise] -> Noise       all random choices, made once before the forward
     layout -> [3 attention masks]
@@ -197,8 +198,10 @@ def dense_masks(config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
 
 
 class SparseMasks:
-    """Makes FlexAttention block masks. The spans stay at fixed addresses, so code compiled for one batch serves all batches of
-    the same size."""
+    """Makes FlexAttention block masks.
+
+    The spans stay at fixed addresses, so code compiled for one batch serves all batches of the same size.
+    """
 
     def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device | str) -> None:
         self.config = config
@@ -272,8 +275,8 @@ def self_conditioning_forward(
 ) -> tuple[Tensor, Tensor]:
     """Runs the first R rows without gradient. Returns the soft embeddings and the ids that the training forward reads.
 
-    The soft embeddings soft_BLD are zero for the other rows and outside canvases. In on-policy rows, samples with low entropy
-    replace noise, as on a canvas between two steps: the errors left there are plausible ones.
+    The soft embeddings soft_BLD are zero for the other rows and outside canvases. In on-policy rows, samples with low
+    entropy replace noise, as on a canvas between two steps: the errors left there are plausible ones.
     """
     rows = len(noise.temperature_R)
     on_policy = len(noise.uniform_OL)

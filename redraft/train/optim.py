@@ -85,8 +85,8 @@ def _first_local_row(weight: DTensor) -> int:
 class Muon(torch.optim.Muon):
     """torch's Muon with all matrices of one shape in one batch: a hundred small products would leave a GPU idle.
 
-    Updates always match AdamW's root mean square ("match_rms_adamw") and use Nesterov momentum, whatever the constructor got.
-    Sharded matrices are gathered first, so that every process computes the same update and applies its own part.
+    Updates always match AdamW's root mean square ("match_rms_adamw") and use Nesterov momentum, whatever the constructor
+    got. Sharded matrices are gathered first, so that every process computes the same update and applies its own part.
     """
 
     @torch.no_grad()
@@ -190,7 +190,10 @@ class Optimizer:
             self.adamw.state[p] = {"step": torch.tensor(0.0), **zeros}
 
     def step(self, step: int, scale: float) -> Tensor:
-        """Updates the weights with learning rates times `scale`. Returns the gradient norm before clipping; clears gradients."""
+        """Updates the weights with learning rates times `scale`.
+
+        Returns the gradient norm before clipping; clears gradients.
+        """
         norm = clip_gradients([p.grad for p in self.weights.values() if p.grad is not None], self.cfg.clip)
         for name, p in self.stacks:
             if p.grad is not None:

@@ -1,9 +1,10 @@
 """Training on Sudoku puzzles: the model learns from its own half-solved boards.
 
 Every row of a batch is a slot that holds one puzzle. A training step runs one denoising forward over all slots with the
-probabilities of the step before as self-conditioning, and the loss asks for the solution in every open cell. Then each canvas
-advances as the sampler would advance it, and symmetries transform some boards. A puzzle leaves its slot after two correct steps
-in a row, or after `max_steps`; a new one replaces it. So hard puzzles get more steps, and the model sees its own errors.
+probabilities of the step before as self-conditioning, and the loss asks for the solution in every open cell. Then each
+canvas advances as the sampler would advance it, and symmetries transform some boards. A puzzle leaves its slot after two
+correct steps in a row, or after `max_steps`; a new one replaces it. So hard puzzles get more steps, and the model sees its
+own errors.
 
 For comparison an autoregressive model can be trained on the same puzzles: the puzzle, then the solution, cell by cell.
 Shapes: B slots, C = 81 cells, G = 9 digits, S prompt tokens, D hidden size.
@@ -191,7 +192,7 @@ class BoardObjective(nn.Module):
         return board_losses(logits_BCG, puzzle_BC, solution_BC, routings, self.balance_weight), logits_BCG
 
     def _soft_embed(self, probs_BCG: Tensor, puzzle_BC: Tensor) -> Tensor:
-        """The expected embedding of the digits; the clue's own embedding where a clue stands; zeros before the first step."""
+        """The expected embedding of the digits; the clue's embedding where a clue stands; zeros before the first step."""
         table_VD = self.model.embed_tokens.weight.detach()
         soft_BCD = probs_BCG.to(self.model.dtype) @ table_VD[encoding.DIGITS.start : encoding.DIGITS.stop]
         has_probs_B11 = probs_BCG.detach().flatten(1).any(dim=-1)[:, None, None]
@@ -200,7 +201,7 @@ class BoardObjective(nn.Module):
 
 
 class CausalObjective(nn.Module):
-    """The autoregressive objective: the 81 cells of the puzzle, then each digit of the solution from everything before it."""
+    """The autoregressive objective: the 81 cells of the puzzle, then each digit of the solution from all before it."""
 
     def __init__(self, model: DiffusionGemma, balance_weight: float) -> None:
         super().__init__()
@@ -305,7 +306,10 @@ class SudokuTask:
         return losses
 
     def _unrolled_losses(self, compute: Callable[..., Any], slots: Slots, rng: torch.Generator) -> Losses:
-        """Returns the mean over some denoising steps. Each step's gradient reaches the step before through its probabilities."""
+        """Returns the mean over some denoising steps.
+
+        Each step's gradient reaches the step before through its probabilities.
+        """
         step_losses = []
         probs_BCG = slots.probs_BCG.clone()  # the backward pass needs it after the slots were updated in place
         for _ in range(self.data.unrolled_steps):

@@ -1,7 +1,7 @@
 """Training on text: streams of packed rows, and the objective of `loss.py` on each.
 
-A task provides to the training loop: `objective(model)`, `open` and `close`, `losses` of a microbatch, its part of a checkpoint
-(`positions` as JSON, `tensors`), and its fields of a Report. `sudoku_task.py` has the other task.
+A task provides to the training loop: `objective(model)`, `open` and `close`, `losses` of a microbatch, its part of a
+checkpoint (`positions` as JSON, `tensors`), and its fields of a Report. `sudoku_task.py` has the other task.
 """
 
 from collections.abc import Callable, Iterable

@@ -178,7 +178,10 @@ def test_a_model_that_copies_its_input_gives_the_same_boards_under_every_symmetr
 
 
 def test_the_symmetry_changes_every_few_steps(monkeypatch):
-    """A first attempt starts with the identity. Later draws, and all draws of later attempts, depend on seed and step only."""
+    """A first attempt starts with the identity.
+
+    Later draws, and all draws of later attempts, depend on seed and step only.
+    """
     shown = []
     monkeypatch.setattr(Symmetry, "apply_to_ids", lambda self, ids: (shown.append(self.from_NC.clone()), ids)[1])
     cfg = CFG.changed(confidence_threshold=1e-9, max_steps=5)

@@ -1,4 +1,4 @@
-"""The objective: its mask cell by cell, its forward equal to encode and denoise, its noise as documented, its loss by hand."""
+"""The objective: its mask cell by cell, its forward equal to encode and denoise, its documented noise, its loss by hand."""
 
 import itertools
 from dataclasses import replace

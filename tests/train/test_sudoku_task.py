@@ -197,7 +197,7 @@ def test_gradients_flow_between_unrolled_steps(puzzles):
 
 
 def test_symmetries_transform_probabilities_with_their_boards(puzzles):
-    """For half of the boards: canvas and probabilities follow the cells and digits, and probabilities keep their gradient."""
+    """For half of the boards: canvas and probabilities follow the cells and digits; probabilities keep their gradient."""
     task = SudokuTask(
         config(replace(puzzles, unrolled_steps=2, symmetry_share=0.5)),
         CONFIG,

@@ -1,8 +1,9 @@
 """Boards as token ids and as text.
 
-Token ids, for the `sudoku` model: the vocabulary has 112 tokens. The prompt names the 81 cells in order; the canvas holds one
-token per cell in the same order, so a cell's name always stands 81 positions before its digit. A clue and a predicted digit
-are different tokens, so the model can tell them apart. The BLANK token is for autoregressive models that read the puzzle.
+Token ids, for the `sudoku` model: the vocabulary has 112 tokens. The prompt names the 81 cells in order; the canvas holds
+one token per cell in the same order, so a cell's name always stands 81 positions before its digit. A clue and a predicted
+digit are different tokens, so the model can tell them apart. The BLANK token is for autoregressive models that read the
+puzzle.
 
 Text, for general models: nine lines of nine digits. A space and a digit form one token in most vocabularies.
 """

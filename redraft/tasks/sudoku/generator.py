@@ -1,8 +1,8 @@
 """Batched exact solver, puzzle generator and board symmetries, on a CPU or a GPU.
 
 The search is the one of `solver.py`, one round at a time for all boards: remove candidates; where nothing changes, guess and
-push the alternative on a stack; where a cell or digit has no candidate left, pop the last alternative. Candidates are zeros and
-ones, units and peers are matrices, so a round is three matrix products.
+push the alternative on a stack; where a cell or digit has no candidate left, pop the last alternative. Candidates are zeros
+and ones, units and peers are matrices, so a round is three matrix products.
 
 Shapes: N boards, C = 81 cells, G = 9 digits, U = 27 units.
 """

@@ -6,8 +6,8 @@ and a finished canvas leaves it.
 
 With `check`, a finished board is tested against the rules of Sudoku. The test is not the model's work and is reported
 separately. A wrong board is attempted again on a growing number of canvases, up to a limit. New attempts start from noise or
-from the wrong board with part of its cells noised, and pin one or two digits in cells where the first canvas was uncertain: a
-wrong guess cannot settle, a right one helps.
+from the wrong board with part of its cells noised, and pin one or two digits in cells where the first canvas was uncertain:
+a wrong guess cannot settle, a right one helps.
 
 Shapes: N canvases in the batch, C = 81 cells, G = 9 digits, V vocabulary.
 """
@@ -189,8 +189,10 @@ class _PuzzleState:
         return bool(self.outcomes) and is_solution(self.outcomes[-1].board, self.puzzle)
 
     def next_attempts(self, max_canvases: int) -> list[Attempt]:
-        """One attempt at first, then as many as were made before. Every second one starts from a wrong board, the others from
-        noise; most pin guesses."""
+        """One attempt at first, then as many as were made before.
+
+        Every second one starts from a wrong board, the others from noise; most pin guesses.
+        """
         count = min(max(1, self.attempted), max_canvases - self.attempted)
         attempts = []
         for index in range(self.attempted, self.attempted + count):

@@ -1,7 +1,7 @@
 """Exact solver for one puzzle: constraint propagation, then depth-first search.
 
-Propagation finds naked and hidden singles. The search guesses in the cell with the fewest candidates. Candidates of a cell are
-nine bits. A hard puzzle takes tens of milliseconds; `generator.py` runs the same search on thousands of puzzles at once.
+Propagation finds naked and hidden singles. The search guesses in the cell with the fewest candidates. Candidates of a cell
+are nine bits. A hard puzzle takes tens of milliseconds; `generator.py` runs the same search on thousands of puzzles at once.
 """
 
 import math

@@ -4,8 +4,8 @@
     sentences       one sentence of each story
     single, spans   HumanEval's infilling tasks; the completed function is run against its tests (sandbox.py)
 
-"known" infills by diffusion with the length of the gap known, "unknown" finds the length too, "hidden" generates greedily and
-autoregressively with the same weights, which do not see the text after the gap. Everything is seeded.
+"known" infills by diffusion with the length of the gap known, "unknown" finds the length too, "hidden" generates greedily
+and autoregressively with the same weights, which do not see the text after the gap. Everything is seeded.
 """
 
 import difflib

@@ -18,7 +18,10 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 
 @torch.inference_mode()
 def fill_masks(model: DiffusionGemma, prompts: list[list[int]], cfg: SamplerConfig, seeds: list[int]) -> tuple[Tensor, int]:
-    """Generates one canvas per prompt; each step accepts the positions of lowest entropy for good. Returns ids_BC and steps."""
+    """Generates one canvas per prompt; each step accepts the positions of lowest entropy for good.
+
+    Returns ids_BC and steps.
+    """
     mask_id = model.config.vocab_size - 1
     length = cfg.canvas_length
     cache = model.new_cache(len(prompts), max(map(len, prompts)), rewind=0)

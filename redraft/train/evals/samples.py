@@ -37,8 +37,8 @@ class Samples:
     def entropy(self) -> float | None:
         """Unigram entropy in nats of the first WINDOW tokens, over all texts of that length together.
 
-        It falls when a text repeats itself and when all texts are alike. Inside one text it hardly falls with the temperature,
-        because a story at low temperature is an ordinary story, not a repetitive one.
+        It falls when a text repeats itself and when all texts are alike. Inside one text it hardly falls with the
+        temperature, because a story at low temperature is an ordinary story, not a repetitive one.
         """
         counts = Counter(token for ids in self.ids if len(ids) >= WINDOW for token in ids[:WINDOW])
         total = counts.total()
@@ -121,7 +121,8 @@ class Comparison:
 def compare(samples: Samples, prompt: str, judge: Judge, sample_at: Callable[[float], Samples]) -> Comparison:
     """Compares the perplexity of diffusion samples with that of autoregressive samples at equal entropy.
 
-    Autoregressive samples at falling temperatures give a curve of entropy and log perplexity, which is interpolated linearly.
+    Autoregressive samples at falling temperatures give a curve of entropy and log perplexity, which is interpolated
+    linearly.
     """
     curve = []
     for temperature in TEMPERATURES:

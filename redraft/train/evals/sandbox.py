@@ -9,9 +9,9 @@ The program runs in a Python process of its own that first gives up these rights
 The environment is empty, and root's capabilities are dropped. Reading files is allowed: nothing that was read can leave the
 process, which answers with an exit code only.
 
-Landlock and seccomp need no privileges and also work inside containers, where namespaces are often forbidden. Where one of them
-is missing, nothing is run: `check_isolation` raises an error that says why. It tests the isolation itself with a program that
-tries to break out. This file runs as a script in the child process and imports the standard library only.
+Landlock and seccomp need no privileges and also work inside containers, where namespaces are often forbidden. Where one of
+them is missing, nothing is run: `check_isolation` raises an error that says why. It tests the isolation itself with a
+program that tries to break out. This file runs as a script in the child process and imports the standard library only.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Sudoku scores: the share of puzzles a model solves, by list and by difficulty, on one canvas and with check and restarts.
 
-For comparison, an autoregressive model of the same size and trained on the same puzzles writes the solution cell by cell, the
-likeliest digit each time; clues are copied for it. Shapes: B puzzles, C = 81 cells.
+For comparison, an autoregressive model of the same size and trained on the same puzzles writes the solution cell by cell,
+the likeliest digit each time; clues are copied for it. Shapes: B puzzles, C = 81 cells.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,9 @@
 """Trains the model in redraft/weights/sudoku: 3.9M parameters that solve Sudoku and nothing else.
 
 Reads puzzles from the folder REDRAFT_DATA (default: data), sudoku/{17clue,diabolical,hardest11}_train.csv.xz, and generates
-120,000 more, which it caches in the run's folder. Cost: the weights that ship took two runs on one H200, 13 minutes with these
-settings and 17 more from those weights with three unrolled steps (benchmarks/results/train_sudoku_together_h200_202611.md).
+120,000 more, which it caches in the run's folder. Cost: the weights that ship took two runs on one H200, 13 minutes with
+these settings and 17 more from those weights with three unrolled steps
+(benchmarks/results/train_sudoku_together_h200_202611.md).
 """
 
 import os

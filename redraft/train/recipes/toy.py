@@ -1,9 +1,9 @@
 """Trains a byte-level model of 0.1M parameters that writes sentences like "the big fox saw our old hen."
 
-Cost: about half a minute on two CPU cores, 140 steps. The next-token loss then is 0.26 nats per byte, which is the entropy of
-the grammar, the denoiser's loss is below 0.65, and three of four words it writes are words of the grammar. The recipe makes the
-sentences itself, from 14 words of three letters. In each word class no two words share a letter at the same place, so a single
-letter identifies its word.
+Cost: about half a minute on two CPU cores, 140 steps. The next-token loss then is 0.26 nats per byte, which is the entropy
+of the grammar, the denoiser's loss is below 0.65, and three of four words it writes are words of the grammar. The recipe
+makes the sentences itself, from 14 words of three letters. In each word class no two words share a letter at the same place,
+so a single letter identifies its word.
 """
 
 import itertools
