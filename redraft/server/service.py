@@ -83,10 +83,10 @@ class Service:
             message = f"{len(params)} completions in one request are more than the server's limit of {self.worker.limit}"
             raise BadRequestError(message, "n")
 
-        def run(one: CompletionParams) -> Stream[Chunk]:
-            return self.worker.run(lambda stop: stream_completion(self.writer, one, stop))
+        def run(single: CompletionParams) -> Stream[Chunk]:
+            return self.worker.run(lambda stop: stream_completion(self.writer, single, stop))
 
-        chunks = self._count_finished(merge_streams([run(one) for one in params]))
+        chunks = self._count_finished(merge_streams([run(single) for single in params]))
         await next_until_disconnected(request, chunks)  # Started
         return chunks
 
@@ -137,10 +137,10 @@ class Service:
 
 def timings_of(stats: Sequence[Stats]) -> dict[str, Any]:
     """Returns speeds over wall time, counts of steps and canvases, and whether all canvases settled."""
-    seconds = max((one.seconds for one in stats), default=0.0)
-    new_tokens = sum(one.new_tokens for one in stats)
-    steps = sum(one.steps for one in stats)
-    canvases = sum(one.canvases for one in stats)
+    seconds = max((row.seconds for row in stats), default=0.0)
+    new_tokens = sum(row.new_tokens for row in stats)
+    steps = sum(row.steps for row in stats)
+    canvases = sum(row.canvases for row in stats)
     return {
         "predicted_n": new_tokens,
         "predicted_ms": round(1e3 * seconds, 3),
@@ -148,8 +148,8 @@ def timings_of(stats: Sequence[Stats]) -> dict[str, Any]:
         "diffusion": True,
         "diffusion_blocks": canvases,
         "diffusion_steps": steps,
-        "diffusion_forwards": sum(one.forwards for one in stats),
-        "diffusion_settled": sum(one.settled for one in stats) == canvases,
+        "diffusion_forwards": sum(row.forwards for row in stats),
+        "diffusion_settled": sum(row.settled for row in stats) == canvases,
         "diffusion_wall_ms": round(1e3 * seconds, 3),
         "diffusion_output_tok_s": round(new_tokens / seconds, 3) if seconds else 0.0,
         "diffusion_steps_per_second": round(steps / seconds, 3) if seconds else 0.0,

@@ -435,20 +435,20 @@ class OpenAIRoutes:
     ) -> Response:
         """Runs n completions of every prompt, each with a seed of its own, and sends them whole or streamed."""
         first_seed = body.seed if body.seed is not None else new_seed()
-        repeated = [one for one in params for _ in range(body.n or 1)]
-        numbered = [replace(one, seed=first_seed + number) for number, one in enumerate(repeated)]
+        repeated = [single for single in params for _ in range(body.n or 1)]
+        numbered = [replace(single, seed=first_seed + number) for number, single in enumerate(repeated)]
         if body.stream:
             chunks = self._stream_chunks(await self.service.start(request, numbered), body, builder, numbered)
             return sse_response(end_with_error(chunks, error))
         completions = await self.service.complete(request, numbered)
         choices = []
-        for index, (completion, one) in enumerate(zip(completions, numbered, strict=True)):
+        for index, (completion, single) in enumerate(zip(completions, numbered, strict=True)):
             choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason_of(completion.finish)}
-            choice["logprobs"] = self._logprobs(builder, one, completion.tokens)
+            choice["logprobs"] = self._logprobs(builder, single, completion.tokens)
             if builder.is_chat:
                 choice["message"] = message_of(completion)
             else:
-                choice["text"] = f"{one.prompt}{completion.text}" if getattr(body, "echo", False) else completion.text
+                choice["text"] = f"{single.prompt}{completion.text}" if getattr(body, "echo", False) else completion.text
             choices.append(choice)
         stats = [completion.finish.stats for completion in completions]
         return JSONResponse(builder.response(choices, group_by_prompt(stats, body.n or 1), warnings_of(body)))
@@ -467,11 +467,11 @@ class OpenAIRoutes:
         call_counts = [0] * len(params)
         warnings = warnings_of(body)
         last_fields = {"warnings": warnings} if warnings else {}
-        for index, one in enumerate(params):
+        for index, single in enumerate(params):
             if builder.is_chat:
                 yield builder.chunk(index, {"role": "assistant", "content": ""})
             elif getattr(body, "echo", False):
-                yield builder.chunk(index, {"content": one.prompt})
+                yield builder.chunk(index, {"content": single.prompt})
         async for index, chunk in chunks:
             match chunk:
                 case Frame():

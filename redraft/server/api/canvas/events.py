@@ -82,7 +82,8 @@ def _positioned_ids(tokenizer: Tokenizer, tokens: Sequence[PositionedToken], par
 def replay_of(tokenizer: Tokenizer, body: ReplayRequest) -> Replay:
     """Returns the committed canvases and the interventions of a run that is resumed."""
     interventions = [
-        Intervention(one.block, one.step, constraint_edit(tokenizer, one, one.free)) for one in body.interventions
+        Intervention(request.block, request.step, constraint_edit(tokenizer, request, request.free))
+        for request in body.interventions
     ]
     return Replay(tuple(map(tuple, body.canvases)), tuple(interventions))
 
