@@ -10,7 +10,7 @@ demo: $(READY)
 	$(VENV)/bin/redraft "Once upon a time"
 
 test: lint
-	$(VENV)/bin/python -m pytest -n 2 -m "not soak"
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not soak"
 
 soak: $(READY)
 	$(VENV)/bin/python -m pytest -m soak

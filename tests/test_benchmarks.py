@@ -16,12 +16,14 @@ def last_line(*arguments: str) -> dict:
     return json.loads(run.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.soak
 def test_a_step_is_timed_beside_transformers():
     result = last_line("benchmarks/bench_step.py", "--rounds", "1", "--steps", "2")
     assert 29e6 < result["parameters"] < 31e6
     assert result["ratio"] > 0
 
 
+@pytest.mark.soak
 def test_a_start_is_timed_beside_the_import_of_torch():
     seconds = last_line("benchmarks/bench_start.py", "--repeat", "1")["seconds"]
     assert 0 < seconds["first frame"] <= seconds["finished story"]

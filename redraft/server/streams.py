@@ -29,6 +29,7 @@ async def next_until_disconnected(request: Request, items: Stream[T]) -> T | Any
     finally:
         if not task.done():
             task.cancel()
+            await asyncio.wait({task})  # until it has left the stream, which the caller closes next
     return task.result()
 
 
