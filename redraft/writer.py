@@ -231,7 +231,7 @@ class Writer:
         finally:
             for request in requests:
                 self.engine.cancel(request)
-        if options.stop is not None and options.stop.is_set():
+        if len(ends) < len(requests):  # cancelled, by `stop` or because the engine's thread has ended
             raise Stopped
         return [self._build_answer(ends[request], 0, is_chat, cfg) for request in requests]
 
@@ -333,6 +333,7 @@ class Writer:
         with self.engine.reserve(len(ids), stop=stop) as cache:
             prefill(model, [ids], cache)
             logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
+        del cache  # its memory is the engine's again
         log_probs = []
         for choice in choices:
             if stop is not None and stop.is_set():

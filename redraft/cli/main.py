@@ -28,6 +28,7 @@ from redraft.cli.terminal import CanvasView, strip_control_characters, summary
 from redraft.cli.warm import show_builds, show_builds_until_first
 from redraft.config import ModelConfig
 from redraft.diffusion.generate import Finished
+from redraft.engine import EngineError
 from redraft.kernels import backend
 from redraft.tasks.generation import GenerationOptions
 from redraft.tasks.text_events import TextCommitted, TextEvent
@@ -204,11 +205,12 @@ def chat(
                 raise
             answer = getattr(interrupt, "committed", "")
             console.print("[bright_black](stopped)")
-        except ValueError as error:
+        except (ValueError, EngineError) as error:
             if not console.is_terminal:
                 raise
+            sentence = _explain_fault(error) if isinstance(error, EngineError) else str(error)
             # The conversation continues without this message.
-            console.print(strip_control_characters(str(error)), style="red", markup=False)
+            console.print(strip_control_characters(sentence), style="red", markup=False)
             continue
         messages = [*request, {"role": "assistant", "content": answer}]
 
@@ -440,12 +442,22 @@ def main() -> None:
         _exit_with_error(
             f"out of GPU memory: {str(error).split('. ')[0]}; try a smaller model, a shorter prompt, or --device cpu"
         )
+    except EngineError as error:  # the log has its trace
+        if os.environ.get("REDRAFT_DEBUG"):
+            raise
+        _exit_with_error(_explain_fault(error))
     except (ValueError, OSError) as error:
         if os.environ.get("REDRAFT_DEBUG"):
             raise
         if isinstance(error, OSError) and error.filename is not None and error.strerror:
             _exit_with_error(f"{error.filename}: {error.strerror}")
         _exit_with_error(str(error))
+
+
+def _explain_fault(error: EngineError) -> str:
+    if "OutOfMemoryError" in str(error):
+        return "out of GPU memory; try a smaller model, a shorter prompt, or --device cpu"
+    return str(error)
 
 
 def _exit_with_error(sentence: str) -> NoReturn:

@@ -10,6 +10,7 @@ The user's own choice wins: OMP_NUM_THREADS, MKL_NUM_THREADS, `--threads`, or a 
 """
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -27,7 +28,9 @@ class ThreadGovernor:
     def __init__(self) -> None:
         self.is_fixed = any(os.environ.get(name) for name in VARIABLES)
         self.most = torch.get_num_threads()
-        self._set = self.most
+        self._target = self.most
+        self._lock = threading.Lock()
+        self._of_thread = threading.local()  # PyTorch keeps the count per thread: what was set in each
         self._last = None if self.is_fixed else read_load()
 
     def fix(self, threads: int) -> None:
@@ -42,20 +45,23 @@ class ThreadGovernor:
         threads = torch.get_num_threads()
         if self.is_fixed or self.most == 1:
             return threads
-        if threads not in (self._set, self.most):  # somebody called torch.set_num_threads
+        if threads not in (getattr(self._of_thread, "count", self.most), self.most):  # a call of torch.set_num_threads
             self.is_fixed = True
             return threads
-        if self._last is None or time.monotonic() - self._last[0] >= WINDOW:
-            now = read_load()
-            if now is None:
-                self.is_fixed = True
-                return threads
-            if self._last is not None:
-                self._set = free_cores(self._last, now, core_count(), self.most)
-            self._last = now
-        if threads != self._set:  # also when another thread of this process makes the step: the count is kept per thread
-            torch.set_num_threads(self._set)
-        return self._set
+        with self._lock:
+            if self._last is None or time.monotonic() - self._last[0] >= WINDOW:
+                now = read_load()
+                if now is None:
+                    self.is_fixed = True
+                    return threads
+                if self._last is not None:
+                    self._target = free_cores(self._last, now, core_count(), self.most)
+                self._last = now
+            target = self._target
+        if threads != target:
+            torch.set_num_threads(target)
+        self._of_thread.count = target
+        return target
 
 
 def free_cores(before: tuple[float, float, float], after: tuple[float, float, float], cores: int, most: int) -> int:

@@ -88,11 +88,12 @@ def text_of_content(content: Any, param: str) -> str:
     """Returns the text of a message's content, which may come in parts. Images and audio are a bad request."""
     if isinstance(content, str):
         return content
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type", "text") if isinstance(part, dict) else part
-        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if not isinstance(part, dict) or kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
             raise BadRequestError(f"only text input is supported, got a part of type {kind!r}", param)
-    return "".join(part["text"] for part in content)
+    return "".join(part["text"] for part in parts)
 
 
 def template_message(message: ChatMessage) -> Message:

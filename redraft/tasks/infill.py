@@ -202,7 +202,7 @@ class Infiller:
         finally:
             for request in requests:
                 self.engine.cancel(request)
-        if stop is not None and stop.is_set():
+        if len(ends) < len(requests):  # cancelled, by `stop` or because the engine's thread has ended
             raise Stopped
         return [ends[request] for request in requests]
 

@@ -47,7 +47,7 @@ import socket, sys
 def refuse(*a): raise SystemExit("a connection was opened")
 socket.socket.connect = socket.getaddrinfo = refuse
 import redraft
-print(redraft.load().write("Once upon a time", seed=1, max_tokens=64).text)
+print(redraft.load().write("Once upon a time", max_steps=12, seed=1, max_tokens=64).text)
 """
 
 
@@ -57,9 +57,10 @@ def test_it_writes_without_a_network(tmp_path):
     assert len(run.stdout.split()) > 20
 
 
-def test_stories_are_made_of_words(writer):
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_stories_are_made_of_words(writer, count):
     known = set(re.findall(r"[a-z]+", (STORY + CARD).lower()))
-    answers = writer.write(["Once upon a time"] * 4, seed=0)
+    answers = writer.write(["Once upon a time"] * count, seed=0)
     words = [word for answer in answers for word in re.findall(r"[a-z]+", answer.text.lower())]
     assert len(words) > 200
     assert sum(word in known for word in words) / len(words) > 0.4  # a few hundred words make up most of a story

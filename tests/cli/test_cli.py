@@ -27,6 +27,7 @@ import redraft
 from redraft.cli import main
 from redraft.cli.terminal import CanvasView, Painter, column_after, defer_interrupt, strip_control_characters, summary
 from redraft.diffusion.generate import Committed, Draft
+from redraft.engine import EngineError
 from redraft.tasks.text_events import TextCommitted
 
 SILENT_SECONDS = 300  # a command that writes nothing for so long hangs, on a busy machine too
@@ -470,3 +471,20 @@ def test_frames_are_limited(folder, monkeypatch):
             clock[0] += 0.01
             list(view.show(iter([event])))
     assert 15 <= len(frames) <= 20
+
+
+def test_a_fault_of_the_engine_is_one_line_and_lack_of_memory_says_what_to_try(monkeypatch, capsys):
+    lines = {
+        "the engine failed: OutOfMemoryError: CUDA out of memory.": "out of GPU memory; try a smaller model",
+        "the engine failed: IndexError: 3": "the engine failed: IndexError: 3",
+    }
+    for message, line in lines.items():
+
+        def fail(*_, message=message, **__):
+            raise EngineError(message)
+
+        monkeypatch.setattr(main, "app", fail)
+        with pytest.raises(SystemExit) as left:
+            main.main()
+        assert left.value.code == 2
+        assert capsys.readouterr().err.startswith(f"redraft: {line}")

@@ -7,6 +7,7 @@ import pytest
 import tiny
 from rich.console import Console
 
+import redraft
 from redraft.cli import warm
 from redraft.kernels import builds
 
@@ -88,3 +89,8 @@ def test_every_kind_of_request_is_run(monkeypatch):
     warm.launch_kernels(tiny.writer())
     assert [len(prompt) for prompt, _ in batches if not isinstance(prompt, str)] == [1, 2, 4, 8]
     assert [more["regex"] for prompt, more in batches if isinstance(prompt, str)] == ["[a-z ]+"]
+
+
+def test_a_model_that_takes_no_text_is_not_in_the_way():
+    """`redraft serve -m sudoku` on a GPU launches kernels, too."""
+    warm.launch_kernels(redraft.load("sudoku", device="cpu"))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -91,6 +92,23 @@ def test_a_fixed_count_and_a_call_of_torch_are_respected(load):
     assert counts[-1] == 2
     with pytest.raises(ValueError, match="must be 1 or more, got 0"):
         governor.fix(0)
+
+
+def test_threads_of_one_process_do_not_take_each_other_for_the_user(load, monkeypatch):
+    """PyTorch keeps the count per thread: a count that the governor set in one thread lies behind in the other."""
+    _, second_passes = load
+    per_thread = threading.local()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: getattr(per_thread, "count", 4))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: setattr(per_thread, "count", count))
+    governor = ThreadGovernor()
+    second_passes(1.0)
+    assert governor.adapt() == 3
+    second_passes(2.0)
+    other = threading.Thread(target=governor.adapt)
+    other.start()
+    other.join()
+    assert governor.adapt() == 2
+    assert not governor.is_fixed
 
 
 def test_where_linux_does_not_tell_the_load_nothing_changes(load, monkeypatch):

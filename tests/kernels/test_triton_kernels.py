@@ -250,6 +250,7 @@ def test_canvas_steps_equal_the_sampler():
     assert [bool(state.settled_B[0]) for state in states] == [True, False, False]
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton comes with its compiler on Linux")
 def test_every_kernel_compiles_for_an_h200(tmp_path, request):
     """Needs no GPU. The compiler checks types, shapes and shared memory, which the interpreter does not.

@@ -12,8 +12,8 @@ from serving import NO_END, make, served, wait_until
 
 from redraft.cli import serve
 from redraft.server.api.canvas.exclusive import LOCK
-from redraft.server.completion import Started
-from redraft.server.errors import ServerClosingError
+from redraft.server.completion import Started, text_of_content
+from redraft.server.errors import BadRequestError, ServerClosingError
 from redraft.server.middleware import Limits
 from redraft.server.streams import merge_streams
 from redraft.server.worker import Worker
@@ -288,3 +288,12 @@ def test_a_mistake_of_the_user_in_a_stream_is_not_logged_as_a_fault(caplog):
     assert streamed.status_code == 200
     assert '"code":400' in streamed.text
     assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_content_is_text_or_a_bad_request():
+    part = {"type": "text", "text": "Hello"}
+    for content in ("Hello", part, [part]):
+        assert text_of_content(content, "messages") == "Hello"
+    for content in (["text"], [3], 7, [{"type": "image"}], [{"type": "text", "text": 3}]):
+        with pytest.raises(BadRequestError, match="only text input is supported"):
+            text_of_content(content, "messages")

@@ -105,6 +105,15 @@ def test_no_process_can_be_signalled():
 
 
 @isolated
+def test_the_kernel_sends_no_signal_for_it_and_no_folder_is_made():
+    assert sandbox.passes("import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_GETFD)")
+    for command in ("F_SETOWN", "F_SETSIG"):
+        assert not sandbox.passes(f"import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.{command}, os.getppid())")
+    assert not sandbox.passes("import os; os.mkdir('folder')")
+    assert not sandbox.passes("import socket; socket.socketpair()")
+
+
+@isolated
 def test_memory_and_time_are_limited(monkeypatch):
     assert not sandbox.passes("x = bytearray(3 << 30)")
     assert not sandbox.passes("x = []\nwhile True: x.append(bytearray(1 << 20))")

@@ -4,7 +4,7 @@ The program runs in a Python process of its own that first gives up these rights
     network      seccomp: no socket can be created, no io_uring
     files        Landlock: no file outside the process's temporary folder can be created, changed or removed;
                  seccomp: no mode, owner, time or extended attribute can be changed
-    processes    seccomp: no fork, no thread, no exec, no signal, no ptrace
+    processes    seccomp: no fork, no thread, no exec, no signal (also not by fcntl), no ptrace
     resources    rlimits: CPU time, memory, file size, open files; the parent enforces a wall-clock limit
 The environment is empty, and root's capabilities are dropped. Reading files is allowed: nothing that was read can leave the
 process, which answers with an exit code only.
@@ -27,11 +27,11 @@ from pathlib import Path
 CPU_SECONDS = 5
 WALL_SECONDS = 10.0
 MEMORY_BYTES = 1 << 30
-EXIT_PASSED = 42  # the child's exit code if the program ran to its end; an early exit is no success
+EXIT_PASSED = 42  # the child's exit code if the program ran to its end; an ordinary early exit (0 or 1) is no success
 
 # Denied system calls: (x86_64, aarch64) numbers; None where the architecture has no such call.
 DENIED_CALLS: dict[str, tuple[int | None, int | None]] = {
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
     "clone": (56, 220), "clone3": (435, 435), "fork": (57, None), "vfork": (58, None),
     "execve": (59, 221), "execveat": (322, 281),
@@ -48,14 +48,20 @@ DENIED_CALLS: dict[str, tuple[int | None, int | None]] = {
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
     "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
     "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "unshare": (272, 97), "setns": (308, 268),
-    "shmget": (29, 194), "shmctl": (31, 195), "semget": (64, 190), "semctl": (66, 191),
-    "msgget": (68, 186), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "ioprio_set": (251, 30),
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
+    "semget": (64, 190), "semop": (65, 193), "semtimedop": (220, 192), "semctl": (66, 191),
+    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),
+    "mq_open": (240, 180), "mq_unlink": (241, 181),
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
     "sethostname": (170, 161), "setdomainname": (171, 162), "reboot": (169, 142), "kexec_load": (246, 104),
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
 }  # fmt: skip
+FCNTL = (72, 25)
+FCNTL_DENIED = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: the kernel would send signals on behalf of the program
 FIRST_UNKNOWN_CALL = 452  # this and every newer system call is denied: what it can do is not known here
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, AUDIT_ARCH constant
 
@@ -64,6 +70,7 @@ SIGKILL, EPERM, ENOSYS = 9, 1, 38
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 LANDLOCK_MIN_ABI = 3  # Linux 6.2; older versions let a program truncate any file
 LANDLOCK_WRITE = (1 << 1) | sum(1 << bit for bit in range(4, 15))  # write, remove, make, rename, truncate
+LANDLOCK_MAKE_DIR = 1 << 7  # denied in the folder too: a deep tree could not be removed any more
 LANDLOCK_IOCTL_DEV = 1 << 15  # from ABI 5 on
 CAPSET = {"x86_64": 126, "aarch64": 91}
 CAPABILITY_VERSION_3 = 0x20080522
@@ -117,7 +124,7 @@ def check_isolation() -> None:
 
 # Runs to its end only if every attempt is denied.
 BREAK_OUT = """
-import os, socket
+import fcntl, os, socket
 def is_denied(action):
     try:
         action()
@@ -134,6 +141,9 @@ assert is_denied(lambda: os.chmod(target, 0o777))
 assert is_denied(lambda: os.truncate(target, 0))
 assert is_denied(os.fork)
 assert is_denied(lambda: os.kill(os.getppid(), 0))
+assert is_denied(lambda: fcntl.fcntl(os.pipe()[0], 8, os.getppid()))
+assert is_denied(lambda: os.mkdir("folder"))
+open("file", "w").close()
 """
 
 
@@ -185,7 +195,7 @@ def _restrict_files(libc: ctypes.CDLL, folder: str) -> None:
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     _check(ruleset, "landlock_create_ruleset")
     folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-    rule = struct.pack("=Qi", LANDLOCK_WRITE, folder_fd)  # packed, as the kernel's struct is
+    rule = struct.pack("=Qi", LANDLOCK_WRITE & ~LANDLOCK_MAKE_DIR, folder_fd)  # packed, as the kernel's struct is
     _check(libc.syscall(LANDLOCK_ADD_RULE, ruleset, 1, rule, 0), "landlock_add_rule")
     _check(libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
     os.close(folder_fd)
@@ -212,6 +222,10 @@ def _deny_system_calls(libc: ctypes.CDLL) -> None:
         (jump_greater_equal, 0, 1, FIRST_UNKNOWN_CALL),
         (give, 0, 0, errno | ENOSYS),
     ]
+    program += [(jump_equal, 0, 2 + 2 * len(FCNTL_DENIED), FCNTL[column]), (load, 0, 0, 24)]  # the command of fcntl
+    for command in FCNTL_DENIED:
+        program += [(jump_equal, 0, 1, command), (give, 0, 0, errno | EPERM)]
+    program.append((give, 0, 0, allow))
     for number in denied:
         program += [(jump_equal, 0, 1, number), (give, 0, 0, errno | EPERM)]
     program.append((give, 0, 0, allow))
