@@ -6,7 +6,8 @@ for it: a story that takes 7 s on two idle cores took 102 s beside a busy progra
 count follows the load: `adapt_threads` compares how long the cores were busy with how long this process used them, and
 leaves the cores that other programs use to those programs.
 
-The user's own choice wins: OMP_NUM_THREADS, MKL_NUM_THREADS, `--threads`, or a call of torch.set_num_threads.
+The user's own choice wins: OMP_NUM_THREADS, MKL_NUM_THREADS, `--threads`, or a call of torch.set_num_threads with a count
+that redraft has not set itself.
 """
 
 import os
@@ -30,7 +31,7 @@ class ThreadGovernor:
         self.most = torch.get_num_threads()
         self._target = self.most
         self._lock = threading.Lock()
-        self._of_thread = threading.local()  # PyTorch keeps the count per thread: what was set in each
+        self._own_counts = {self.most}  # PyTorch keeps the count per thread: another thread may still have an older one
         self._last = None if self.is_fixed else read_load()
 
     def fix(self, threads: int) -> None:
@@ -45,7 +46,7 @@ class ThreadGovernor:
         threads = torch.get_num_threads()
         if self.is_fixed or self.most == 1:
             return threads
-        if threads not in (getattr(self._of_thread, "count", self.most), self.most):  # a call of torch.set_num_threads
+        if threads not in self._own_counts:  # a call of torch.set_num_threads
             self.is_fixed = True
             return threads
         with self._lock:
@@ -58,9 +59,9 @@ class ThreadGovernor:
                     self._target = free_cores(self._last, now, core_count(), self.most)
                 self._last = now
             target = self._target
+            self._own_counts.add(target)
         if threads != target:
             torch.set_num_threads(target)
-        self._of_thread.count = target
         return target
 
 

@@ -95,11 +95,17 @@ def test_a_fixed_count_and_a_call_of_torch_are_respected(load):
 
 
 def test_threads_of_one_process_do_not_take_each_other_for_the_user(load, monkeypatch):
-    """PyTorch keeps the count per thread: a count that the governor set in one thread lies behind in the other."""
+    """PyTorch keeps the count per thread, and a new thread starts with the count that was set last in any of them."""
     _, second_passes = load
     per_thread = threading.local()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: getattr(per_thread, "count", 4))
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: setattr(per_thread, "count", count))
+    last = [4]
+
+    def set_num_threads(count):
+        per_thread.count = count
+        last.append(count)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: getattr(per_thread, "count", last[-1]))
+    monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
     governor = ThreadGovernor()
     second_passes(1.0)
     assert governor.adapt() == 3
