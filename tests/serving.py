@@ -50,12 +50,12 @@ def user(text):
 class EchoWriter(Writer):
     """Answers a message "say: TEXT" with TEXT, by pinning its tokens."""
 
-    def stream(self, prompt, **options):
+    def stream(self, prompt, options=None, **keywords):
         message = "" if is_text_prompt(prompt) else prompt[-1]["content"]
         if message.startswith("say: "):
             ids = [*self.tokenizer.encode(message.removeprefix("say: ")), 5]
-            options["constraints"] = Constraints(pins=dict(enumerate(ids)))
-        return super().stream(prompt, **options)
+            keywords["constraints"] = Constraints(pins=dict(enumerate(ids)))
+        return super().stream(prompt, options, **keywords)
 
 
 def make(canvas: int = 16) -> Writer:

@@ -20,6 +20,7 @@ from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.frames import Frame, FrameBuilder
 from redraft.server.logprobs import LogprobCollector, TokenLogprob
 from redraft.server.schema import ChatMessage
+from redraft.tasks.generation import GenerationOptions
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
@@ -207,8 +208,7 @@ def submit(writer: Writer, params: CompletionParams, seed: int, stop: threading.
     """Submits a request to the engine and returns its events. The engine checks the request here."""
     candidates = 0 if params.logprobs is None else params.logprobs or 1
     has_constraints = bool(params.pins or params.forbidden)
-    return writer.stream(
-        params.prompt,
+    options = GenerationOptions(
         tools=params.tools,
         think=params.think,
         max_tokens=params.max_tokens,
@@ -218,10 +218,10 @@ def submit(writer: Writer, params: CompletionParams, seed: int, stop: threading.
         draft=params.draft,
         drafts=params.include_frames,
         candidates=max(int(params.include_frames), candidates),
-        **temperature_settings(writer.sampler, params.temperature),
-        **params.sampler_settings,
+        sampler={**temperature_settings(writer.sampler, params.temperature), **params.sampler_settings},
         **params.pattern,
     )
+    return writer.stream(params.prompt, options)
 
 
 def check_logprobs(tokenizer: Tokenizer, params: CompletionParams) -> None:

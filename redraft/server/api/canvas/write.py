@@ -28,6 +28,7 @@ from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.frames import FrameBuilder
 from redraft.server.schema import CanvasRequest
 from redraft.tasks import infill
+from redraft.tasks.generation import GenerationOptions
 from redraft.tasks.infill import Filled, Infiller
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.writer import Prompt, Writer, is_text_prompt
@@ -84,8 +85,7 @@ def stream_text(writer: Writer, body: CanvasRequest, stop: threading.Event) -> E
         plan = _plan(writer, body)
         if body.think and is_text_prompt(plan.prompt):
             raise BadRequestError("think needs messages and a model with a chat template: leave think out", "think")
-        events = writer.stream(
-            plan.prompt,
+        options = GenerationOptions(
             seed=seed,
             max_tokens=plan.max_tokens,
             constraints=plan.constraints.apply_edit(constraint_edit(writer.tokenizer, body)),
@@ -98,8 +98,9 @@ def stream_text(writer: Writer, body: CanvasRequest, stop: threading.Event) -> E
             regex=body.regex,
             schema=body.schema_,
             choices=body.choices,
-            **plan.settings,
+            sampler=plan.settings,
         )
+        events = writer.stream(plan.prompt, options)
     cfg = writer.sampler.changed(max_new_tokens=plan.max_tokens, **plan.settings)
     limits = {"canvas_length": cfg.canvas_length, "max_steps": cfg.max_steps, "max_tokens": cfg.max_new_tokens}
     yield begin_event(writer, seed, plan.prefix, **limits)
