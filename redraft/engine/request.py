@@ -67,7 +67,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     cancel_requested: bool = False  # the engine's thread cancels the request at its next step
     failure: Failure | None = None  # why the status is FAILED
-    events: deque[Event] | None = None  # events that its stream has not read yet; None: nobody streams it
+    events: deque[Event] | None = None  # events that its stream has not read yet; None without a stream
 
     cache: KVCache | None = None
     context: list[int] = field(default_factory=list)  # the tokens that the cache holds

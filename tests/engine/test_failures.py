@@ -1,4 +1,4 @@
-"""Faults: a user's mistake and a fault of the engine are told apart, and cost only the requests they belong to."""
+"""Faults: a user's mistake differs from a fault of the engine, and either ends only the requests it belongs to."""
 
 import gc
 import logging
