@@ -4,6 +4,7 @@ A model with plain random weights never settles, and a rounding error grows tenf
 and sharpens the head: canvases settle, rows stop at different steps, and rounding errors vanish.
 """
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,3 +101,16 @@ def save_folder(folder: Path, config: ModelConfig = BASE, seed: int = 0) -> Path
     checkpoint.save(decided(config, seed), folder, sampler=sampler(max_new_tokens=32))
     byte_tokenizer().save(folder)
     return folder
+
+
+def wait_until_gone(pid: int) -> bool:
+    """Waits until a process has ended; False when it never does."""
+    for _ in range(3000):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.01)
+    return False

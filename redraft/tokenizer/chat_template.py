@@ -1,15 +1,51 @@
-"""Chat templates: compiled in jinja2's sandbox, with the extensions and functions that transformers gives to templates.
+"""Chat templates: rendered in jinja2's sandbox, with the extensions and functions that transformers gives to templates.
 
+A template that comes with a checkpoint is a stranger's program. The sandbox keeps it from files and from Python; a helper
+process limits its time and memory, and its output has a limit too. Our own template, chat.jinja, needs no helper process.
 A module of its own because jinja2 takes long to import and many uses of a tokenizer render no conversation.
 """
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
+from typing import Any
 
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from redraft.tokenizer.helper_process import HelperDiedError, HelperProcess, HelperTimeoutError, answer_calls
+
+MODULE = "redraft.tokenizer.chat_template"  # what the helper process runs
+RENDER_SECONDS = 5.0
+MAX_OUTPUT = 16_000_000  # characters; more than a request's body can hold
+
+
+class TemplateError(ValueError):
+    """A template that cannot be rendered; the message says why."""
+
+
+def render_own(source: str, variables: Mapping[str, Any]) -> str:
+    """Renders a template that ships with redraft, in this process."""
+    try:
+        return compile_template(source).render(variables)
+    except Exception as error:  # a template is a program and can fail in any way
+        raise TemplateError(str(error)) from None
+
+
+def render_foreign(source: str, variables: Mapping[str, Any]) -> str:
+    """Renders a checkpoint's template in the helper process, within its limits."""
+    message = json.dumps({"source": source, "variables": variables}, default=_to_json).encode()
+    try:
+        answer = json.loads(_helper().call(message))
+    except HelperTimeoutError:
+        raise TemplateError(f"it takes longer than {RENDER_SECONDS:g} s") from None
+    except HelperDiedError:
+        raise TemplateError("it needs more memory than a template may use") from None
+    if "error" in answer:
+        raise TemplateError(answer["error"])
+    return answer["text"]
 
 
 class _Generation(jinja2.ext.Extension):
@@ -35,3 +71,37 @@ def compile_template(source: str) -> jinja2.Template:
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+@lru_cache(maxsize=1)
+def _helper() -> HelperProcess:
+    return HelperProcess(MODULE, seconds=RENDER_SECONDS)
+
+
+def _to_json(value: Any) -> Any:
+    """What json does not know: other mappings and sequences, and values that only have a text."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if hasattr(value, "__iter__") else str(value)
+
+
+def answer_render_call(message: bytes) -> bytes:
+    """In the helper process: renders one template."""
+    call = json.loads(message)
+    try:
+        pieces = []
+        room = MAX_OUTPUT
+        for piece in compile_template(call["source"]).generate(call["variables"]):
+            room -= len(piece)
+            if room < 0:
+                raise TemplateError(f"it writes more than {MAX_OUTPUT:,} characters")
+            pieces.append(piece)
+        return json.dumps({"text": "".join(pieces)}).encode()
+    except MemoryError:
+        return json.dumps({"error": "it needs more memory than a template may use"}).encode()
+    except Exception as error:  # a template is a program and can fail in any way
+        return json.dumps({"error": str(error)[:2000]}).encode()
+
+
+if __name__ == "__main__":
+    answer_calls(answer_render_call)

@@ -1,7 +1,7 @@
 """Tokenizer: text to ids and back, and messages to the ids of a prompt. It does not know the model.
 
 The vocabulary is the checkpoint's tokenizer.json, read by the `tokenizers` library. The chat template is the checkpoint's
-own, or ours (chat.jinja). It is rendered in jinja2's sandbox, because a template comes with the weights and is not trusted.
+own, or ours (chat.jinja). A checkpoint's template is not trusted: it is rendered in jinja2's sandbox, in a helper process.
 """
 
 import json
@@ -20,6 +20,7 @@ FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 DEFAULT_TEMPLATE = Path(__file__).with_name("chat.jinja")
+LONG_TEXT = 20_000  # characters; a longer text is tokenized so that other threads can run meanwhile
 ROLES = ("system", "developer", "user", "assistant", "model", "tool")
 
 Message = Mapping[str, Any]
@@ -150,13 +151,35 @@ class Tokenizer:
         """Whether the checkpoint is made for chat: it has a chat template, or the special token <|turn> of our template."""
         return self.template is not None or self.vocabulary.token_to_id("<|turn>") is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text. Special tokens such as <|turn> are recognised, none is added. Lone surrogates become "?"."""
-        return self.vocabulary.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
+        """Ids of a text. Special tokens such as <|turn> are recognised, none is added. Lone surrogates become "?".
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text to be continued: the BOS token, if there is one, then the text."""
-        return [*([self.bos_id] if self.bos_id is not None else []), *self.encode(text)]
+        A text that clearly has more than `limit` tokens is refused before all of it is tokenized.
+        """
+        text = text.encode("utf-8", "replace").decode()
+        if len(text) <= LONG_TEXT:
+            return self.vocabulary.encode(text, add_special_tokens=False).ids
+        if limit is not None:
+            self._refuse_longer(text, limit)
+        return self._encode_long(text)
+
+    def _encode_long(self, text: str) -> list[int]:
+        """As a batch of one text, because `encode_batch_fast` releases the interpreter's lock and `encode` does not."""
+        return self.vocabulary.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def _refuse_longer(self, text: str, limit: int) -> None:
+        """Counts tokens piece by piece. A cut between pieces changes a few tokens; twice the limit leaves room for them."""
+        tokens = 0
+        for start in range(0, len(text), LONG_TEXT):
+            tokens += len(self._encode_long(text[start : start + LONG_TEXT]))
+            if tokens > 2 * limit:
+                raise TokenizerError(
+                    f"the text of {len(text):,} characters has more than {limit:,} tokens, the model's limit: shorten it"
+                )
+
+    def encode_prompt(self, text: str, limit: int | None = None) -> list[int]:
+        """Ids of a text to be continued: the BOS token, if there is one, then the text. `limit` as in `encode`."""
+        return [*([self.bos_id] if self.bos_id is not None else []), *self.encode(text, limit)]
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
@@ -185,9 +208,10 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         think: bool = False,
+        limit: int | None = None,
     ) -> list[int]:
-        """Ids of a conversation, up to the start of the model's turn."""
-        return self.encode(self.render(messages, tools=tools, think=think))
+        """Ids of a conversation, up to the start of the model's turn. `limit` as in `encode`."""
+        return self.encode(self.render(messages, tools=tools, think=think), limit)
 
     def render(
         self,
@@ -201,9 +225,8 @@ class Tokenizer:
         check_tools(tools)
         if not self.can_chat:
             raise TokenizerError("this tokenizer has no special token <|turn>, so it cannot chat; continue a text instead")
-        from redraft.tokenizer.chat_template import compile_template  # jinja2 takes long to import
+        from redraft.tokenizer import chat_template  # jinja2 takes long to import
 
-        source = self.template if self.template is not None else DEFAULT_TEMPLATE.read_text(encoding="utf-8")
         variables = {
             "messages": _prepare_messages(messages),
             "tools": list(tools) if tools else None,
@@ -212,8 +235,10 @@ class Tokenizer:
             **self.template_tokens,
         }
         try:
-            return compile_template(source).render(variables)
-        except Exception as error:  # a template is a program and can fail in any way
+            if self.template is None:
+                return chat_template.render_own(DEFAULT_TEMPLATE.read_text(encoding="utf-8"), variables)
+            return chat_template.render_foreign(self.template, variables)
+        except chat_template.TemplateError as error:
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
 
 

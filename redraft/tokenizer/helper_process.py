@@ -1,0 +1,189 @@
+"""Helper process: runs a stranger's work (a chat template, a pattern) where it can be stopped and has a memory limit.
+
+    HelperProcess.call(message) -> [python -m MODULE: answer_calls(handle)] -> answer
+
+A thread cannot be stopped, and Python code in one thread slows down all others, which wait for the interpreter's lock. A
+process can be killed. It runs at the lowest priority, so that the engine keeps the cores it needs. It imports no PyTorch.
+Messages are bytes, sent through pipes with their length in front.
+"""
+
+import atexit
+import os
+import queue
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import BinaryIO
+
+HEADER = struct.Struct("<q")  # the length of a message
+READY = b"ready"  # the first message of a process: its imports are done
+START_SECONDS = 120.0  # for the imports, on a machine that is busy
+POLL_SECONDS = 0.02  # how often a caller checks its stop event
+LOWEST_PRIORITY = 19
+MEMORY_BYTES = 1 << 30  # of address space
+BUSY_LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # one thread: each would take address space
+
+
+class HelperError(RuntimeError):
+    """A helper process gave no answer."""
+
+
+class HelperTimeoutError(HelperError):
+    """The work took longer than its time limit and was killed."""
+
+
+class HelperStoppedError(HelperError):
+    """The caller's stop event was set, and the work was killed."""
+
+
+class HelperDiedError(HelperError):
+    """The process ended in the middle of the work, as it does when memory runs out."""
+
+
+class HelperProcess:
+    """One process that answers one call at a time. It starts with the first call, and again after it was killed.
+
+    `setup` is a message that a new process receives first and does not answer.
+    """
+
+    def __init__(self, module: str, *, seconds: float, setup: bytes | None = None) -> None:
+        self.module = module
+        self.seconds = seconds
+        self.setup = setup
+        self.starts = 0  # how many processes were started
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+
+    def call(self, message: bytes, stop: threading.Event | None = None) -> bytes:
+        """Sends a message and waits for its answer. Kills the process when time is up or `stop` is set."""
+        while not self._lock.acquire(timeout=POLL_SECONDS):
+            _check_stop(stop)
+        try:
+            process = self._running_process(stop)
+            assert process.stdin is not None
+            try:
+                write_message(process.stdin, message)
+            except OSError as error:
+                raise HelperDiedError(f"{self.module} has ended") from error
+            return self._wait_for_answer(self.seconds, stop)
+        except BaseException:
+            self._kill()  # what it still does nobody wants
+            raise
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Ends the process. A call in another thread raises HelperDiedError."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def _running_process(self, stop: threading.Event | None) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            self._kill()
+            environment = {**os.environ, **dict.fromkeys(BUSY_LIBRARIES, "1")}
+            command = [sys.executable, "-m", self.module]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+            atexit.register(self._kill)
+            self.starts += 1
+            self._answers = queue.SimpleQueue()
+            assert self._process.stdout is not None
+            reader = threading.Thread(
+                target=_read_answers, args=(self._process.stdout, self._answers), name="redraft-helper", daemon=True
+            )
+            reader.start()
+            ready = self._wait_for_answer(START_SECONDS, stop)
+            assert ready == READY
+            if self.setup is not None:
+                assert self._process.stdin is not None
+                write_message(self._process.stdin, self.setup)
+        return self._process
+
+    def _wait_for_answer(self, seconds: float, stop: threading.Event | None) -> bytes:
+        deadline = time.monotonic() + seconds
+        while True:
+            _check_stop(stop)
+            with suppress(queue.Empty):
+                answer = self._answers.get(timeout=POLL_SECONDS)
+                if answer is None:
+                    raise HelperDiedError(f"{self.module} has ended")
+                return answer
+            if time.monotonic() > deadline:
+                raise HelperTimeoutError(f"{self.module} took longer than {seconds:g} s")
+
+    def _kill(self) -> None:
+        process = self._process
+        self._process = None
+        if process is not None:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+            atexit.unregister(self._kill)
+
+
+def _check_stop(stop: threading.Event | None) -> None:
+    if stop is not None and stop.is_set():
+        raise HelperStoppedError("the caller has stopped waiting")
+
+
+def _read_answers(pipe: BinaryIO, answers: "queue.SimpleQueue[bytes | None]") -> None:
+    """Reads answers until the pipe ends, then adds None. A thread, because a pipe cannot be read with a time limit."""
+    with pipe:
+        while (answer := read_message(pipe)) is not None:
+            answers.put(answer)
+    answers.put(None)
+
+
+def write_message(pipe: BinaryIO, message: bytes) -> None:
+    """Writes a message with its length in front."""
+    pipe.write(HEADER.pack(len(message)))
+    pipe.write(message)
+    pipe.flush()
+
+
+def read_message(pipe: BinaryIO) -> bytes | None:
+    """Reads a message; None at the end of the pipe."""
+    header = pipe.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (length,) = HEADER.unpack(header)
+    message = pipe.read(length)
+    return message if len(message) == length else None
+
+
+def answer_calls(handle: Callable[[bytes], bytes]) -> None:
+    """The main function of a helper process: answers messages until its parent closes the pipe or dies."""
+    _limit_resources()
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    sys.stdout = sys.stderr  # a print of the work must not look like an answer
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        while (message := read_message(sys.stdin.buffer)) is not None:
+            messages.put(message)
+        os._exit(0)  # the parent has gone: whatever the main thread does, nobody waits for it
+
+    threading.Thread(target=read, daemon=True).start()
+    with suppress(KeyboardInterrupt):  # Ctrl-C goes to the whole process group; the parent decides
+        write_message(answers, READY)
+        while True:
+            write_message(answers, handle(messages.get()))
+
+
+def _limit_resources() -> None:
+    with suppress(OSError):
+        os.nice(LOWEST_PRIORITY)
+    try:
+        import resource
+    except ModuleNotFoundError:  # not on Windows
+        return
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

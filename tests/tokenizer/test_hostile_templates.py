@@ -1,0 +1,125 @@
+"""Chat templates that want too much time, memory or output are refused; harmless ones go on working."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import tiny
+
+from redraft.tokenizer import chat_template
+from redraft.tokenizer.helper_process import HelperDiedError, HelperProcess, HelperStoppedError, HelperTimeoutError
+from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
+
+HELLO = [{"role": "user", "content": "hello"}]
+HARMLESS = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+BOMBS = {
+    "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "nested ranges with output": "{% for a in range(99999) %}{% for b in range(99999) %}ab{% endfor %}{% endfor %}",
+    "lipsum": "{{ lipsum(10**8) }}",
+    "a long text": "{{ 'a' * 10**9 }}",
+    "a long list": "{{ [0] * 10**9 }}",
+    "a power": "{{ (10**(10**9)) % 7 }}",
+    "a wide field": "{{ 'a'|center(10**9) }}",
+    "a format": "{{ '%01000000000d' % 1 }}",
+    "doubling": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+}
+
+
+def tokenizer(template: str) -> Tokenizer:
+    return Tokenizer(tiny.byte_tokenizer().vocabulary, template=template)
+
+
+@pytest.fixture
+def short_time(monkeypatch):
+    """A time limit that a test can wait for."""
+    helper = HelperProcess(chat_template.MODULE, seconds=1.0)
+    monkeypatch.setattr(chat_template, "_helper", lambda: helper)
+    yield helper
+    helper.close()
+
+
+@pytest.mark.parametrize("template", BOMBS.values(), ids=BOMBS)
+def test_a_bomb_is_refused_and_the_next_conversation_is_rendered(template, short_time):
+    with pytest.raises(TokenizerError, match="the chat template refuses this conversation: "):
+        tokenizer(template).render(HELLO)
+    assert tokenizer(HARMLESS).render(HELLO) == "<user>hello"
+
+
+def test_the_limits_are_named(short_time):
+    with pytest.raises(TokenizerError, match="it writes more than 16,000,000 characters"):
+        tokenizer("{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}").render(HELLO)
+    with pytest.raises(TokenizerError, match="it takes longer than"):
+        tokenizer(BOMBS["nested ranges"]).render(HELLO)
+    with pytest.raises(TokenizerError, match="it needs more memory than a template may use"):
+        tokenizer("{{ ('a' * 2000000000)|length }}").render(HELLO)
+
+
+def test_one_process_renders_many_conversations(short_time):
+    for text in ("hello", "\ud800 lone", 'quote " and \\ and \n'):
+        assert tokenizer(HARMLESS).render([{"role": "user", "content": text}]) == f"<user>{text}"
+    assert short_time.starts == 1
+
+
+def test_a_template_gives_the_same_text_in_both_processes():
+    source = "{{ messages|tojson }}{{ tools|tojson }}{{ enable_thinking }}{% generation %}x{% endgeneration %}"
+    variables = {"messages": HELLO, "tools": None, "enable_thinking": True}
+    assert chat_template.render_foreign(source, variables) == chat_template.render_own(source, variables)
+
+
+def test_an_exception_of_the_template_is_told():
+    with pytest.raises(TokenizerError, match="roles must alternate"):
+        tokenizer("{{ raise_exception('roles must alternate') }}").render(HELLO)
+
+
+def test_a_stopped_call_kills_its_process():
+    helper = HelperProcess(chat_template.MODULE, seconds=600)
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    with pytest.raises(HelperStoppedError):
+        helper.call(b'{"source": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", '
+                    b'"variables": {}}', stop)  # fmt: skip
+    assert helper.call(b'{"source": "x", "variables": {}}') == b'{"text": "x"}'
+    assert helper.starts == 2
+    helper.close()
+
+
+def test_a_process_that_ends_is_started_again():
+    helper = HelperProcess(chat_template.MODULE, seconds=60)
+    with pytest.raises(HelperDiedError):
+        helper.call(b"this is not JSON")  # an exception of the helper's own ends it
+    assert helper.call(b'{"source": "x", "variables": {}}') == b'{"text": "x"}'
+    helper.close()
+
+
+def test_a_process_ends_with_its_parent():
+    code = (
+        "import os, threading\n"
+        "from redraft.tokenizer import chat_template\n"
+        "bomb = '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}'\n"
+        "chat_template.render_foreign('x', {})\n"
+        "print(chat_template._helper()._process.pid, flush=True)\n"
+        "threading.Timer(0.5, os._exit, [0]).start()\n"
+        "chat_template.render_foreign(bomb, {})\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    helper_pid = int(child.stdout)
+    assert tiny.wait_until_gone(helper_pid)
+
+
+def test_a_timeout_is_an_error_of_its_own(short_time):
+    with pytest.raises(HelperTimeoutError):
+        short_time.call(b'{"source": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", '
+                        b'"variables": {}}')  # fmt: skip
+
+
+def test_a_long_text_is_refused_before_all_of_it_is_tokenized(monkeypatch):
+    words = tiny.byte_tokenizer()
+    encoded = []
+    real = words._encode_long
+    monkeypatch.setattr(words, "_encode_long", lambda text: encoded.append(len(text)) or real(text))
+    with pytest.raises(TokenizerError, match="8,000,000 characters has more than 4,096 tokens"):
+        words.encode("a" * 8_000_000, 4096)
+    assert sum(encoded) <= 20_000
+    text = "short " * 5000
+    assert words.encode(text, 100_000) == words.vocabulary.encode(text, add_special_tokens=False).ids
