@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import tiny
 import uvicorn
+from tiny import wait_until
 
 from redraft.constraints.constraints import Constraints
 from redraft.server.app import ServerConfig, make_app
@@ -31,15 +32,7 @@ def served(writer: Writer, **changes) -> Iterator[str]:
         thread.join(30)
 
 
-def wait_until(condition: Callable[[], bool], checks: int = 6000) -> bool:
-    """Checks a condition every hundredth of a second until it holds; False when it never does. Reads no clock."""
-    for _ in range(checks):
-        if condition():
-            return True
-        time.sleep(0.01)
-    return condition()
-
-
+__all__ = ["NO_END", "EchoWriter", "make", "served", "user", "wait_until"]
 NO_END = {"1": -100, "5": -100}  # a logit_bias that forbids the stop tokens
 
 

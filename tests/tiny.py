@@ -5,6 +5,7 @@ and sharpens the head: canvases settle, rows stop at different steps, and roundi
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,14 +104,18 @@ def save_folder(folder: Path, config: ModelConfig = BASE, seed: int = 0) -> Path
     return folder
 
 
-def wait_until_gone(pid: int) -> bool:
-    """Waits until a process has ended; False when it never does."""
-    for _ in range(3000):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
+def wait_until(condition: Callable[[], bool], checks: int = 6000) -> bool:
+    """Checks a condition every hundredth of a second until it holds; False when it never does. Reads no clock."""
+    for _ in range(checks):
+        if condition():
             return True
         time.sleep(0.01)
-    return False
+    return condition()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

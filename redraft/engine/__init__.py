@@ -6,6 +6,7 @@ In reading order:
     replay             Replay, Intervention: a run that is repeated, with changed constraints from some step on
     errors             RequestError (the user's mistake), EngineError (ours), Stopped
     scheduler          Scheduler: which requests run, within the memory budget
+    fair_share         FairShare: whose turn it is, when several clients have requests
     prefix_cache       PrefixCache: KV caches of finished requests, for prompts that begin alike
     runner             Runner: forward passes for batches of requests, in plain PyTorch
     batched_cache      BatchedCache: the KV caches of several requests as one
@@ -16,7 +17,7 @@ In reading order:
 from redraft.engine.engine import Engine
 from redraft.engine.errors import EngineError, ReplayError, RequestError, Stopped
 from redraft.engine.replay import Intervention, Replay
-from redraft.engine.request import Request, RequestStatus
+from redraft.engine.request import Request, RequestStatus, StopEvent
 
 __all__ = [
     "Engine",
@@ -27,5 +28,6 @@ __all__ = [
     "Request",
     "RequestError",
     "RequestStatus",
+    "StopEvent",
     "Stopped",
 ]

@@ -54,6 +54,7 @@ class Engine:
         )
         self.fault = ""  # the engine's own failure in the last step, as text; empty when there was none
         self.has_thread = False  # whether a background thread makes the steps
+        self.max_unread: int | None = None  # events a stream may leave unread before its request pauses; None: any number
         self._lock = threading.RLock()  # held during a step
         self._changed = threading.Condition()  # notified after steps, and when work arrives or leaves
 
@@ -184,17 +185,22 @@ class Engine:
             self._changed.wait_for(lambda: reservation.is_granted, timeout=POLL_SECONDS)
 
     @contextmanager
-    def run_in_background(self) -> Iterator[None]:
-        """Inside the block a thread of the engine makes all steps. At its end, requests that still run are cancelled."""
+    def run_in_background(self, max_unread: int | None = None) -> Iterator[None]:
+        """Inside the block a thread of the engine makes all steps. At its end, requests that still run are cancelled.
+
+        A request pauses while its stream has left `max_unread` events unread, so that a slow reader fills no memory.
+        """
         if self.has_thread:
             raise RuntimeError("the engine runs in a thread already: leave the first run_in_background() block before")
         self.has_thread = True
+        self.max_unread = max_unread
         thread = threading.Thread(target=self._work, name="redraft-engine", daemon=True)
         thread.start()
         try:
             yield
         finally:
             self.has_thread = False
+            self.max_unread = None
             self.notify()
             thread.join()
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
@@ -214,9 +220,10 @@ class Engine:
 
     def _has_work(self) -> bool:
         """Whether a step would do something. A waiting request may have to wait until a reservation is released."""
-        if self.scheduler.running or self.scheduler.can_admit:
+        running = list(self.scheduler.running)
+        if any(not request.has_unread(self.max_unread) for request in running) or self.scheduler.can_admit:
             return True
-        return any(request.is_unwanted for request in list(self.scheduler.waiting))
+        return any(request.is_unwanted for request in (*running, *list(self.scheduler.waiting)))
 
     @property
     def is_idle(self) -> bool:
@@ -267,28 +274,26 @@ class Engine:
             if request.is_unwanted:
                 self._cancel(request)
         self._admit()
-        self._prefill()
-        for request in self._running(RequestStatus.REPLAYING):
+        chosen = self.scheduler.choose_for_step(self.max_unread, by_share=device.type == "cpu")
+        self._prefill(with_status(chosen, RequestStatus.PREFILLING))
+        for request in with_status(chosen, RequestStatus.REPLAYING):
             with contain_failure(request):
                 emitted += self._emit(request, request.replay_canvas(device))
-        self.runner.encode_canvases(self._running(RequestStatus.COMMITTING))
-        for request in self._running(RequestStatus.DENOISING):
+        self.runner.encode_canvases(with_status(chosen, RequestStatus.COMMITTING))
+        for request in with_status(chosen, RequestStatus.DENOISING):
             if request.canvas is None:
                 with contain_failure(request):
                     request.start_canvas(vocab_size, device)
-        denoising = self._running(RequestStatus.DENOISING)
+        denoising = with_status(chosen, RequestStatus.DENOISING)
         if denoising:
             self.runner.step(denoising)
         for request in denoising:
+            self.scheduler.fair_share.charge(request.client, request.tokens_per_step)
             if not request.is_over:
                 with contain_failure(request):
                     emitted += self._emit(request, [request.draft])
                     emitted += self._settle(request)
         return emitted
-
-    def _running(self, status: RequestStatus) -> list[Request]:
-        """Running requests with this status."""
-        return [request for request in self.scheduler.running if request.status is status]
 
     def _admit(self) -> None:
         """Gives admitted requests a KV cache: one from the prefix cache, or an empty one."""
@@ -301,13 +306,15 @@ class Engine:
                     context, cache = cached
                     request.start(cache.with_capacity(request.capacity), context)
 
-    def _prefill(self) -> None:
+    def _prefill(self, requests: Sequence[Request]) -> None:
         """Prefills at most about one chunk of tokens a step, so that requests in work do not wait for long prompts."""
         tokens_left = self.config.prefill_chunk
-        for request in self._running(RequestStatus.PREFILLING):
+        for request in requests:
             if tokens_left > 0:
                 with contain_failure(request):
-                    tokens_left -= self.runner.prefill(request)
+                    count = self.runner.prefill(request)
+                    self.scheduler.fair_share.charge(request.client, count)
+                    tokens_left -= count
 
     def _emit(self, request: Request, events: list[Event]) -> Emitted:
         """Hands events to the request's stream, and returns them for the caller of `step`."""
@@ -391,7 +398,11 @@ class Stream:
         while not events and not self.request.is_over:
             self.engine.wait_for_event(self.request)
         if events:
-            return events.popleft()
+            event = events.popleft()
+            max_unread = self.engine.max_unread
+            if max_unread is not None and len(events) == max_unread - 1:
+                self.engine.notify()  # the request goes on
+            return event
         if self.request.failure is not None:
             raise self.request.failure.to_exception()
         raise StopIteration
@@ -402,6 +413,11 @@ class Stream:
 
     def __del__(self) -> None:
         self.close()
+
+
+def with_status(requests: Sequence[Request], status: RequestStatus) -> list[Request]:
+    """The requests that have this status now."""
+    return [request for request in requests if request.status is status]
 
 
 def make_runner(model: DiffusionGemma, prefill_chunk: int) -> Runner:

@@ -30,6 +30,19 @@ from redraft.model.kv_cache import KVCache
 LOG = logging.getLogger("redraft.engine")
 
 
+class StopEvent(threading.Event):
+    """A stop event that also names the client who waits. Clients share the engine evenly; "" is the client of a program."""
+
+    def __init__(self, client: str = "") -> None:
+        super().__init__()
+        self.client = client
+
+
+def client_of(stop: threading.Event | None) -> str:
+    """The client's name; "" for a plain event and for None."""
+    return stop.client if isinstance(stop, StopEvent) else ""
+
+
 class RequestStatus(Enum):
     """What the engine does next with a request."""
 
@@ -93,9 +106,23 @@ class Request:
         return self.cancel_requested or (self.stop is not None and self.stop.is_set())
 
     @property
+    def client(self) -> str:
+        """The client that asked for it."""
+        return client_of(self.stop)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """What a denoising step costs, in tokens through the model. The sums of an automaton count as a second pass."""
+        return self.cfg.canvas_length * (2 if self.constraints.automaton is not None else 1)
+
+    @property
     def capacity(self) -> int:
         """Tokens its KV cache must hold: the prompt and all canvases but the last, which is never encoded."""
         return len(self.prompt) + (self.cfg.max_canvases - 1) * self.cfg.canvas_length
+
+    def has_unread(self, count: int | None) -> bool:
+        """Whether its stream has left this many events unread. None means any number may be."""
+        return count is not None and self.events is not None and len(self.events) >= count
 
     @property
     def has_intervention_now(self) -> bool:

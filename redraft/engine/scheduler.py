@@ -3,14 +3,18 @@
 Memory is counted in bytes of KV cache. A request states its bytes before it starts, so the budget is never exceeded. Work
 beside the engine (ranking of infills, scoring of edits) takes its caches from the same budget through a `Reservation`.
 Entries of the prefix cache use the memory that is left, and are evicted when a request or a reservation needs it.
+
+Clients are treated alike. The next request is one of the client that has the fewest running. A client without a running
+request gets a slot even when all slots are taken; the steps then rotate among the requests.
 """
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from redraft.engine.errors import RequestError
+from redraft.engine.fair_share import FairShare
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.request import Request
 
@@ -41,6 +45,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.reservations: deque[Reservation] = deque()  # waiting and granted ones
+        self.fair_share = FairShare()
         self._numbers = itertools.count()
 
     def next_number(self) -> int:
@@ -77,10 +82,31 @@ class Scheduler:
             if isinstance(candidate, Reservation):
                 candidate.is_granted = True
                 continue
-            self.waiting.popleft()
+            self.waiting.remove(candidate)
             self.running.append(candidate)
             admitted.append(candidate)
         return admitted
+
+    def choose_for_step(self, max_unread: int | None, *, by_share: bool) -> list[Request]:
+        """The running requests that the next step works on, at most `max_running`, oldest first.
+
+        A request with `max_unread` unread events waits for its reader. With `by_share`, clients that are ahead of others
+        wait too: on a CPU a step takes as long as all its rows together, so a row of one client delays all others.
+        """
+        ready = [request for request in self.running if not request.is_over and not request.has_unread(max_unread)]
+        clients = {request.client for request in ready}
+        turns = self.fair_share.choose(clients)
+        if by_share:
+            ready = [request for request in ready if request.client in turns]
+        if len(ready) > self.max_running:
+            rank: dict[str, int] = {}  # how many requests of the client come before
+            order = []
+            for request in ready:
+                rank[request.client] = rank.get(request.client, -1) + 1
+                order.append((request.client not in turns, rank[request.client], request.number))
+            chosen = {number for _, _, number in sorted(order)[: self.max_running]}
+            ready = [request for request in ready if request.number in chosen]
+        return ready
 
     def remove(self, request: Request) -> None:
         """Takes a request out of the running or the waiting ones."""
@@ -90,13 +116,24 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _next_in_line(self) -> Request | Reservation | None:
-        """The oldest request or reservation that waits. Without a free slot, requests let reservations pass."""
-        request = self.waiting[0] if self.waiting and len(self.running) < self.max_running else None
+        """The request or reservation that is next. Without a free slot, requests let reservations pass."""
+        request = self._next_request()
         ungranted = (r for r in list(self.reservations) if not r.is_granted and not r.is_released)
         reservation = next(ungranted, None)
         if request is None or reservation is None:
             return request or reservation
         return request if request.number < reservation.number else reservation
+
+    def _next_request(self) -> Request | None:
+        """The oldest waiting request of the client that has the fewest running; None if it must wait for a slot."""
+        waiting = list(self.waiting)
+        if not waiting:
+            return None
+        running = Counter(request.client for request in self.running)
+        request = min(waiting, key=lambda request: (running[request.client], request.number))
+        has_slot = len(self.running) < self.max_running
+        is_first_of_client = not running[request.client] and len(self.running) < 2 * self.max_running
+        return request if has_slot or is_first_of_client else None
 
     def _bytes_of(self, candidate: Request | Reservation) -> int:
         return candidate.nbytes if isinstance(candidate, Reservation) else self.cost(candidate)

@@ -14,7 +14,7 @@ from redraft.config import FULL, SLIDING, ConfigError, EngineConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, Finished, generate
-from redraft.engine import Engine
+from redraft.engine import Engine, StopEvent
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.model.kv_cache import KVCache
 
@@ -69,7 +69,7 @@ def same(ours, theirs) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
-    """Requests arrive at any step and some are cancelled; the events of the others are those of a run alone."""
+    """Requests of two clients come at any step and some are cancelled; the events of the others are those of a run alone."""
     subject = engine(max_running=data.draw(st.integers(1, 4)), prefix_cache_entries=data.draw(st.sampled_from([0, 1, 4])))
     wanted = data.draw(st.lists(asked(), min_size=1, max_size=4))
     waiting, running, cancelled, events = list(wanted), {}, set(), {}
@@ -77,7 +77,8 @@ def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
         if waiting and (subject.is_idle or data.draw(st.booleans())):
             one = waiting.pop()
             prompt, cfg, seed, constraints, first = one
-            request = subject.add(prompt, cfg, seed=seed, constraints=constraints, first_canvas_1C=first)
+            stop = StopEvent(data.draw(st.sampled_from(["", "another"])))
+            request = subject.add(prompt, cfg, seed=seed, constraints=constraints, first_canvas_1C=first, stop=stop)
             running[request], events[request] = one, []
         if running and data.draw(st.integers(0, 19)) == 0:
             gone = data.draw(st.sampled_from(sorted(running, key=lambda request: request.number)))

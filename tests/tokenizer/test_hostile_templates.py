@@ -104,7 +104,7 @@ def test_a_process_ends_with_its_parent():
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     helper_pid = int(child.stdout)
-    assert tiny.wait_until_gone(helper_pid)
+    assert tiny.wait_until(lambda: tiny.has_ended(helper_pid))
 
 
 def test_a_timeout_is_an_error_of_its_own(short_time):

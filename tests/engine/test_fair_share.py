@@ -1,0 +1,132 @@
+"""Clients share the engine evenly, and a reader that is slow pauses its own request only."""
+
+import threading
+from collections import Counter
+
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redraft.config import EngineConfig
+from redraft.diffusion.generate import Draft, Finished, generate
+from redraft.engine import Engine, StopEvent
+from redraft.engine.fair_share import FairShare
+
+CFG = tiny.sampler(canvas_length=16, max_new_tokens=16, max_steps=6, entropy_bound=1e-6, confidence_threshold=1e-9)
+MODEL = tiny.decided(tiny.BASE)
+
+
+def engine(**changes) -> Engine:
+    return Engine(MODEL, EngineConfig(**{"cache_bytes": 2**26, "max_running": 4, **changes}))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=2, max_size=6), st.integers(1, 200))
+def test_clients_with_unequal_steps_get_equal_work(costs, steps):
+    share = FairShare()
+    clients = {str(number): cost for number, cost in enumerate(costs)}
+    done = Counter()
+    for _ in range(steps):
+        chosen = share.choose(clients)
+        assert chosen
+        for client in chosen:
+            share.charge(client, clients[client])
+            done[client] += clients[client]
+    assert max(done[client] for client in clients) - min(done[client] for client in clients) <= max(costs)
+
+
+def test_work_of_a_client_that_was_alone_is_no_debt():
+    share = FairShare()
+    for _ in range(100):
+        assert share.choose({"early"}) == {"early"}
+        share.charge("early", 256)
+    assert share.choose({"late", "early"}) == {"late"}  # early's last step
+    share.charge("late", 256)
+    assert share.choose({"late", "early"}) == {"late", "early"}
+
+
+def test_leaving_and_coming_back_does_not_help():
+    share = FairShare()
+    share.choose({"greedy", "honest"})
+    share.charge("greedy", 1000)
+    share.charge("honest", 10)
+    assert share.choose({"honest"}) == {"honest"}
+    assert share.choose({"greedy", "honest"}) == {"honest"}
+
+
+def test_many_requests_of_one_client_take_half_of_the_work():
+    """Rows are counted while the honest request runs: the other client had at most one row more than it."""
+    subject = engine()
+    greedy = [subject.add([2, 30 + n], CFG, seed=n, stop=StopEvent("greedy")) for n in range(8)]
+    subject.step()
+    honest = subject.add([2, 99], CFG, seed=7, stop=StopEvent("honest"))
+    rows = Counter()
+    while not honest.is_over:
+        for request, event in subject.step():
+            rows[request.client] += isinstance(event, Draft)
+    assert rows["honest"] == CFG.max_steps
+    assert rows["greedy"] <= rows["honest"] + subject.config.max_running
+    assert not all(request.is_over for request in greedy)
+    subject.run(greedy)
+
+
+def test_a_client_without_a_slot_gets_one_at_once():
+    subject = engine(max_running=2)
+    for number in range(6):
+        subject.add([2, 30 + number], CFG, seed=number, stop=StopEvent("greedy"))
+    subject.step()
+    assert len(subject.scheduler.running) == 2
+    honest = subject.add([2, 99], CFG, seed=7, stop=StopEvent("honest"))
+    subject.step()
+    assert honest in subject.scheduler.running
+    steps = [[request for request, _ in subject.step()] for _ in range(8)]
+    assert all(len(set(requests)) <= 2 for requests in steps)
+
+
+def test_a_full_gpu_step_rotates_among_clients():
+    """Without `by_share` no client waits while rows are free; with more requests than rows, every client has a row."""
+    subject = engine(max_running=2)
+    requests = [subject.add([2, 30 + n], CFG, seed=n, stop=StopEvent(client)) for n, client in enumerate("aabc")]
+    subject._admit()
+    assert [request.client for request in subject.scheduler.running] == ["a", "b", "c"]
+    seen = Counter()
+    for _ in range(6):
+        chosen = subject.scheduler.choose_for_step(None, by_share=False)
+        assert len(chosen) == 2
+        for request in chosen:
+            seen[request.client] += 1
+            subject.scheduler.fair_share.charge(request.client, 16)
+    assert max(seen.values()) - min(seen.values()) <= 1
+    for request in requests:
+        subject.cancel(request)
+
+
+def test_an_unread_stream_pauses_its_request_and_no_other():
+    subject = engine()
+    slow_cfg = CFG.changed(max_new_tokens=64)
+    with subject.run_in_background(max_unread=3):
+        slow = subject.add([2, 40], slow_cfg, seed=1, stop=StopEvent("slow"))
+        stream = subject.stream(slow)
+        quick = subject.add([2, 50], CFG, seed=2, stop=StopEvent("quick"))
+        quick_end = [event for event in subject.stream(quick) if isinstance(event, Finished)]
+        assert tiny.wait_until(lambda: len(slow.events) >= 3)
+        threading.Event().wait(0.1)
+        assert len(slow.events) <= 5  # a step adds at most a draft, a canvas and the end
+        assert not slow.is_over
+        slow_end = [event for event in stream if isinstance(event, Finished)]
+    for (end,), prompt, cfg, seed in ((quick_end, [2, 50], CFG, 2), (slow_end, [2, 40], slow_cfg, 1)):
+        *_, expected = generate(MODEL, [prompt], cfg, seeds=[seed])
+        assert torch.equal(end.ids_BT, expected.ids_BT)
+
+
+def test_a_paused_request_can_be_stopped():
+    subject = engine()
+    stop = StopEvent("slow")
+    with subject.run_in_background(max_unread=2):
+        request = subject.add([2, 40], CFG.changed(max_new_tokens=64), seed=1, stop=stop)
+        assert tiny.wait_until(lambda: len(request.events) >= 2)
+        stop.set()
+        subject.notify()
+        assert tiny.wait_until(lambda: request.is_over)
+        assert subject.is_idle
