@@ -331,8 +331,10 @@ class Writer:
         check_inputs(model.config, [ids], cfg, [seed], [Constraints()], None)
         noise_1C = rng.draws([seed], 0, model.device).noise(0, length, model.config.vocab_size)
         with self.engine.reserve(len(ids), stop=stop) as cache:
-            prefill(model, [ids], cache)
-            logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
+            with self.engine.take_turn(len(ids), stop):
+                prefill(model, [ids], cache)
+            with self.engine.take_turn(length, stop):
+                logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
         del cache  # its memory is the engine's again
         log_probs = []
         for choice in choices:

@@ -11,16 +11,23 @@ from redraft.diffusion import rng
 from redraft.kernels import argmax_entropy_sample
 from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.kv_cache import KVCache
 
 
 @torch.inference_mode()
 def generate_autoregressive(
-    model: DiffusionGemma, ids: Sequence[int], max_tokens: int, *, temperature: float = 0.0, seed: int = 0
+    model: DiffusionGemma,
+    ids: Sequence[int],
+    max_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    cache: KVCache | None = None,
 ) -> Iterator[int]:
     """Yields at most `max_tokens` tokens after the prompt `ids`; a stop token ends it and is yielded too.
 
     Temperature 0 takes the argmax; above that, tokens are sampled. A prompt that does not fit the context together with
-    `max_tokens` loses its beginning.
+    `max_tokens` loses its beginning. `cache` is an empty KV cache for prompt and tokens; without it, one is made.
     """
     context = model.config.max_position_embeddings
     if max_tokens >= context:
@@ -31,7 +38,7 @@ def generate_autoregressive(
     if not ids:
         raise ValueError("a prompt needs at least one token")
     ids = ids[-(context - max_tokens) :]
-    cache = model.new_cache(1, len(ids) + max_tokens, rewind=0)
+    cache = cache if cache is not None else model.new_cache(1, len(ids) + max_tokens, rewind=0)
     draws = rng.draws([seed], 0, model.device)
     hidden_1SD = model.encode(torch.tensor([ids], device=model.device), cache)
     for step in range(max_tokens):

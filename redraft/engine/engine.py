@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -25,9 +25,9 @@ from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inpu
 from redraft.engine.errors import USER_ERRORS, Failure, RequestError, Stopped
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.replay import Replay
-from redraft.engine.request import LOG, Request, RequestStatus, contain_failure
+from redraft.engine.request import LOG, Request, RequestStatus, client_of, contain_failure
 from redraft.engine.runner import Runner
-from redraft.engine.scheduler import Reservation, Scheduler
+from redraft.engine.scheduler import Reservation, Scheduler, Turn
 from redraft.kernels.backend import select_backend
 from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -170,6 +170,41 @@ class Engine:
             reservation.is_released = True
             self.notify()
 
+    @contextmanager
+    def take_turn(self, tokens: int, stop: threading.Event | None = None) -> Iterator[None]:
+        """Inside the block no step runs: for a forward of work beside the engine.
+
+            with engine.take_turn(len(ids), stop):
+                model.encode(ids_1S, cache)
+
+        Two forwards at once would take the cores from each other. Waits until the client is not ahead of others; `tokens`
+        counts as its work. Raises Stopped once `stop` is set while it waits. Do not wait for a request inside the block.
+        """
+        turn = Turn(client_of(stop), tokens)
+        self.scheduler.turns.append(turn)
+        try:
+            self.notify()
+            while self.has_thread and not turn.is_granted:
+                if stop is not None and stop.is_set():
+                    raise Stopped
+                with self._changed:
+                    self._changed.wait_for(lambda: turn.is_granted or not self.has_thread, timeout=POLL_SECONDS)
+            with self._lock if not turn.is_granted else nullcontext():
+                yield
+        finally:
+            turn.is_done = True
+            with suppress(ValueError):
+                self.scheduler.turns.remove(turn)
+            self.notify()
+
+    def _grant_turns(self) -> None:
+        """Lets work beside the engine make forwards, one after another, as long as it is its turn."""
+        while (turn := self.scheduler.next_turn()) is not None:
+            with self._changed:
+                turn.is_granted = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda turn=turn: turn.is_done)  # type: ignore[misc]
+
     def _wait_for_grant(self, reservation: Reservation) -> None:
         """Waits a moment for memory. Without a background thread, this thread makes the steps that free it."""
         if not self.has_thread:
@@ -215,6 +250,7 @@ class Engine:
             with self._changed:
                 self._changed.wait_for(lambda: not self.has_thread or self._has_work())
             if self.has_thread:
+                self._grant_turns()
                 self._step_for_streams()
                 self.notify()
 
@@ -222,6 +258,8 @@ class Engine:
         """Whether a step would do something. A waiting request may have to wait until a reservation is released."""
         running = list(self.scheduler.running)
         if any(not request.has_unread(self.max_unread) for request in running) or self.scheduler.can_admit:
+            return True
+        if self.scheduler.turns:
             return True
         return any(request.is_unwanted for request in (*running, *list(self.scheduler.waiting)))
 

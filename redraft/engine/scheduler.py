@@ -34,6 +34,16 @@ class Reservation:
         return self.is_granted and not self.is_released
 
 
+@dataclass(eq=False)
+class Turn:
+    """A forward of work beside the engine, which wants to run between two steps."""
+
+    client: str
+    tokens: int
+    is_granted: bool = False
+    is_done: bool = False
+
+
 class Scheduler:
     """Admits requests and reservations in the order of their arrival, within `budget` bytes."""
 
@@ -45,6 +55,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.reservations: deque[Reservation] = deque()  # waiting and granted ones
+        self.turns: deque[Turn] = deque()  # of work beside the engine, waiting
         self.fair_share = FairShare()
         self._numbers = itertools.count()
 
@@ -95,18 +106,29 @@ class Scheduler:
         """
         ready = [request for request in self.running if not request.is_over and not request.has_unread(max_unread)]
         clients = {request.client for request in ready}
-        turns = self.fair_share.choose(clients)
+        furthest_behind = self.fair_share.choose(clients | {turn.client for turn in list(self.turns)})
         if by_share:
-            ready = [request for request in ready if request.client in turns]
+            ready = [request for request in ready if request.client in furthest_behind]
         if len(ready) > self.max_running:
             rank: dict[str, int] = {}  # how many requests of the client come before
             order = []
             for request in ready:
                 rank[request.client] = rank.get(request.client, -1) + 1
-                order.append((request.client not in turns, rank[request.client], request.number))
+                order.append((request.client not in furthest_behind, rank[request.client], request.number))
             chosen = {number for _, _, number in sorted(order)[: self.max_running]}
             ready = [request for request in ready if request.number in chosen]
         return ready
+
+    def next_turn(self) -> Turn | None:
+        """The oldest turn of a client that is not ahead of others; it waits no longer and is charged."""
+        turns = list(self.turns)
+        clients = {request.client for request in self.running} | {turn.client for turn in turns}
+        furthest_behind = self.fair_share.choose(clients)
+        turn = next((turn for turn in turns if turn.client in furthest_behind), None)
+        if turn is not None:
+            self.turns.remove(turn)
+            self.fair_share.charge(turn.client, turn.tokens)
+        return turn
 
     def remove(self, request: Request) -> None:
         """Takes a request out of the running or the waiting ones."""

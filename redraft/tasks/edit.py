@@ -160,14 +160,18 @@ def score_canvases(
     if not begins:
         return
     with engine.reserve(len(prompt) + begins[-1], stop=stop) as cache:
-        prefill(model, [prompt], cache)
+        with engine.take_turn(len(prompt), stop):
+            prefill(model, [prompt], cache)
         for begin in begins:
             if stop is not None and stop.is_set():
                 raise Stopped
             canvas_1C = torch.tensor([ids[begin : begin + size]], device=model.device)
-            yield begin, model.denoise(canvas_1C, None, cache)[0].float().log_softmax(dim=-1)
+            with engine.take_turn(canvas_1C.shape[1], stop):
+                logprobs_CV = model.denoise(canvas_1C, None, cache)[0].float().log_softmax(dim=-1)
+            yield begin, logprobs_CV
             if begin != begins[-1]:
-                model.encode(canvas_1C, cache)
+                with engine.take_turn(canvas_1C.shape[1], stop):
+                    model.encode(canvas_1C, cache)
 
 
 def check_context(model: DiffusionGemma, prompt_tokens: int, text_tokens: int) -> None:

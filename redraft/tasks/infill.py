@@ -342,12 +342,14 @@ def sequence_logprobs(
     logprobs = []
     with engine.reserve(len(prompt) + longest, rewind=longest + 1, stop=stop) as cache:
         if len(prompt) > 1:
-            prefill(model, [prompt[:-1]], cache)
+            with engine.take_turn(len(prompt), stop):
+                prefill(model, [prompt[:-1]], cache)
         for sequence in sequences:
             if stop is not None and stop.is_set():
                 raise Stopped
             ids_1S = torch.tensor([[prompt[-1], *sequence]], device=model.device)
-            logprobs_SV = model.head(model.encode(ids_1S, cache)[0, :-1]).float().log_softmax(dim=-1)
+            with engine.take_turn(1 + len(sequence), stop):
+                logprobs_SV = model.head(model.encode(ids_1S, cache)[0, :-1]).float().log_softmax(dim=-1)
             logprobs.append(float(logprobs_SV.gather(1, ids_1S[0, 1:, None]).sum()) if sequence else 0.0)
             cache.rewind([len(prompt) - 1])
     return logprobs

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO
+from typing import IO
 
 HEADER = struct.Struct("<q")  # the length of a message
 READY = b"ready"  # the first message of a process: its imports are done
@@ -133,7 +133,7 @@ def _check_stop(stop: threading.Event | None) -> None:
         raise HelperStoppedError("the caller has stopped waiting")
 
 
-def _read_answers(pipe: BinaryIO, answers: "queue.SimpleQueue[bytes | None]") -> None:
+def _read_answers(pipe: IO[bytes], answers: "queue.SimpleQueue[bytes | None]") -> None:
     """Reads answers until the pipe ends, then adds None. A thread, because a pipe cannot be read with a time limit."""
     with pipe:
         while (answer := read_message(pipe)) is not None:
@@ -141,14 +141,14 @@ def _read_answers(pipe: BinaryIO, answers: "queue.SimpleQueue[bytes | None]") ->
     answers.put(None)
 
 
-def write_message(pipe: BinaryIO, message: bytes) -> None:
+def write_message(pipe: IO[bytes], message: bytes) -> None:
     """Writes a message with its length in front."""
     pipe.write(HEADER.pack(len(message)))
     pipe.write(message)
     pipe.flush()
 
 
-def read_message(pipe: BinaryIO) -> bytes | None:
+def read_message(pipe: IO[bytes]) -> bytes | None:
     """Reads a message; None at the end of the pipe."""
     header = pipe.read(HEADER.size)
     if len(header) < HEADER.size:

@@ -5,7 +5,6 @@
 /v1/canvas/sudoku          sudoku.py: solves a puzzle
 /v1/canvas/decide          decide.py: the probability of each of several answers, from one forward
 /v1/canvas/autoregressive  autoregressive.py: the same weights one token after another, for comparison
-exclusive.py               a lock for work that runs beside the engine
 routes.py                  the routes
 
 Every endpoint answers with events: begin, then frame, token or board, canvas, at last end. The server keeps no state: to

@@ -2,15 +2,19 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from itertools import islice
 
 from redraft.diffusion.autoregressive import generate_autoregressive
 from redraft.diffusion.generate import Stats
-from redraft.engine import Stopped
+from redraft.engine import Engine
 from redraft.server.api.canvas.events import Events, begin_event, check_one_input, end_event, prompt_of, seed_of
-from redraft.server.api.canvas.exclusive import check_cache_fits, exclusive
 from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.schema import AutoregressiveRequest
 from redraft.writer import Writer, cut_at_stop
+
+TOKENS_PER_TURN = 8  # between two steps of the engine
+COST_PER_TOKEN = 16  # a forward of one token reads all weights and costs about as much as one of 16 tokens
 
 
 def stream_autoregressive(writer: Writer, body: AutoregressiveRequest, stop: threading.Event) -> Events:
@@ -24,16 +28,14 @@ def stream_autoregressive(writer: Writer, body: AutoregressiveRequest, stop: thr
         if len(ids) + body.max_tokens > limit:
             message = f"{len(ids)} prompt tokens and max_tokens {body.max_tokens} do not fit the context of {limit}"
             raise BadRequestError(message, "max_tokens")
-        check_cache_fits(writer, len(ids) + body.max_tokens, "max_tokens")
     scale = 1.0 if body.temperature is None else body.temperature
     temperature = scale * writer.sampler.t_min  # 0 is greedy
     yield begin_event(writer, seed, prompt if isinstance(prompt, str) else "")
     generated: list[int] = []
-    with exclusive(stop):
+    with writer.engine.reserve(len(ids) + body.max_tokens, stop=stop) as cache:
         began = time.perf_counter()
-        for token in generate_autoregressive(writer.model, ids, body.max_tokens, temperature=temperature, seed=seed):
-            if stop.is_set():
-                raise Stopped
+        tokens = generate_autoregressive(writer.model, ids, body.max_tokens, temperature=temperature, seed=seed, cache=cache)
+        for token in take_turns(writer.engine, tokens, len(ids), stop):
             generated.append(token)
             yield {"type": "token", "id": token, "t": writer.tokenizer.token_text(token)}
     shown, stopped = cut_at_stop(generated, writer.sampler, len(generated))
@@ -49,3 +51,15 @@ def stream_autoregressive(writer: Writer, body: AutoregressiveRequest, stop: thr
         prefill_seconds=0.0,
     )
     yield end_event("stop" if stopped else "length", writer.tokenizer.decode(shown), stats)
+
+
+def take_turns(engine: Engine, tokens: Iterator[int], prompt_tokens: int, stop: threading.Event) -> Iterator[int]:
+    """Generates tokens between the engine's steps, a few at a time."""
+    cost = prompt_tokens + TOKENS_PER_TURN * COST_PER_TOKEN
+    while True:
+        with engine.take_turn(cost, stop):
+            some = list(islice(tokens, TOKENS_PER_TURN))
+        if not some:
+            return
+        yield from some
+        cost = len(some) * COST_PER_TOKEN

@@ -5,7 +5,6 @@ import time
 
 from redraft.diffusion.generate import Stats
 from redraft.server.api.canvas.events import Events, begin_event, check_one_input, end_event, prompt_of
-from redraft.server.api.canvas.exclusive import check_cache_fits, exclusive
 from redraft.server.errors import checking_request
 from redraft.server.schema import DecideRequest
 from redraft.writer import Writer
@@ -19,8 +18,7 @@ def stream_decision(writer: Writer, body: DecideRequest, stop: threading.Event) 
     with checking_request():
         prompt = prompt_of(writer, body)
         prompt_tokens = len(writer.encode_prompt(prompt))
-        check_cache_fits(writer, prompt_tokens, "prompt")
-    with exclusive(stop), checking_request():  # `decide` checks its prompt and makes its one forward in the same call
+    with checking_request():  # `decide` checks its prompt and makes its one forward in the same call
         probabilities = writer.decide(prompt, body.choices, seed=seed, stop=stop)
     yield begin_event(writer, seed, prompt if isinstance(prompt, str) else "")
     ranked = sorted(probabilities.items(), key=lambda pair: -pair[1])

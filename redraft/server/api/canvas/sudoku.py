@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from redraft import checkpoint
-from redraft.engine import Stopped
 from redraft.kernels.backend import select_dtype
 from redraft.server.api.canvas.events import Events, seed_of
-from redraft.server.api.canvas.exclusive import exclusive
 from redraft.server.schema import SudokuRequest
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solve
@@ -22,24 +20,29 @@ class SudokuSolver:
     def __init__(self, writer: Writer) -> None:
         self._model = writer.model
         self._sampler = writer.sampler
+        self._engine = writer.engine
         self._device = writer.model.device
+        self._loading = threading.Lock()
 
     def stream(self, body: SudokuRequest, stop: threading.Event) -> Events:
         """Yields the last attempt's board, and which of its cells are accepted, at every step."""
         puzzle = boards.to_board(body.puzzle)
         seed = seed_of(body.seed)
-        with exclusive(stop):
+        with self._loading:
             self._load_model()
-            yield {"type": "begin", "seed": seed, "puzzle": list(puzzle), "prefix": "", "eos_token_ids": []}
-            if body.autoregressive:
-                events = solve.solve_in_reading_order(self._model, puzzle, seed=seed)
-            else:
-                options: dict[str, Any] = {"seed": seed, "canvases": body.canvases, "check": body.check}
-                events = solve.solve(self._model, [puzzle], self._sampler, **options)
-            for event in events:
-                if stop.is_set():
-                    raise Stopped
-                yield _end_event(event) if isinstance(event, Solution) else _board_event(event)
+        yield {"type": "begin", "seed": seed, "puzzle": list(puzzle), "prefix": "", "eos_token_ids": []}
+        if body.autoregressive:
+            events = solve.solve_in_reading_order(self._model, puzzle, seed=seed)
+        else:
+            options: dict[str, Any] = {"seed": seed, "canvases": body.canvases, "check": body.check}
+            events = solve.solve(self._model, [puzzle], self._sampler, **options)
+        tokens = boards.CELLS * (1 if body.autoregressive else body.canvases)
+        while True:
+            with self._engine.take_turn(tokens, stop):
+                event = next(events, None)
+            if event is None:
+                return
+            yield _end_event(event) if isinstance(event, Solution) else _board_event(event)
 
     def _load_model(self) -> None:
         if solve.is_sudoku_model(self._model):
