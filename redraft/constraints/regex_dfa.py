@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from redraft.constraints.budget import Budget
+from redraft.constraints.compiled_cache import CompiledCache
+from redraft.constraints.errors import PatternError, shorten
+
 MAX_NFA_STATES = 20_000
 MAX_DFA_STATES = 5_000
 MAX_WORK = 3_000_000  # NFA states visited by the subset construction: a second or two
@@ -25,10 +29,6 @@ LAST_CODE_POINT = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]  # of code points or of bytes, both ends included, in ascending order
 
 
-class PatternError(ValueError):
-    """A pattern or schema that cannot constrain an answer; the message says why."""
-
-
 class DFA(NamedTuple):
     """A deterministic finite automaton over bytes. State 0 is dead: no transition leaves it."""
 
@@ -36,12 +36,27 @@ class DFA(NamedTuple):
     accepting_Q: np.ndarray  # whether a match may end in the state
     start: int
 
+    @property
+    def bytes(self) -> int:
+        """The size of the tables."""
+        return self.transitions_Q256.nbytes + self.accepting_Q.nbytes
 
-@lru_cache(maxsize=64)
-def compile_dfa(pattern: str) -> DFA:
-    """Compiles a pattern to a DFA."""
+
+COMPILED: CompiledCache[DFA] = CompiledCache(64, 32 * 2**20, lambda dfa: dfa.bytes)
+
+
+def compile_dfa(pattern: str, budget: Budget | None = None) -> DFA:
+    """Compiles a pattern to a DFA. It spends from `budget`; a pattern in the cache costs nothing."""
     if not isinstance(pattern, str):
-        raise PatternError(f"a pattern is a text, got {pattern!r}")
+        raise PatternError(f"a pattern is a text, got {shorten(pattern)}")
+    dfa = COMPILED.get(pattern)
+    if dfa is None:
+        dfa = _compile(pattern, budget if budget is not None else Budget())
+        COMPILED.put(pattern, dfa)
+    return dfa
+
+
+def _compile(pattern: str, budget: Budget) -> DFA:
     nfa = _NFA(pattern)
     try:
         with warnings.catch_warnings():
@@ -49,9 +64,9 @@ def compile_dfa(pattern: str) -> DFA:
             tree = parser.parse(pattern)
         start, end = nfa.add_sequence(tree, tree.state.flags, (True, True))
     except (re.error, OverflowError) as error:
-        raise PatternError(f"the pattern {_shorten(pattern)} is not a regular expression: {error}") from None
+        raise PatternError(f"the pattern {shorten(pattern)} is not a regular expression: {error}") from None
     except RecursionError:
-        raise PatternError(f"the pattern {_shorten(pattern)} is nested too deeply") from None
+        raise PatternError(f"the pattern {shorten(pattern)} is nested too deeply") from None
     return minimize(_determinize(nfa, start, end))
 
 
@@ -73,7 +88,7 @@ class _NFA:
     def add_state(self) -> int:
         if len(self.byte_edges) >= MAX_NFA_STATES:
             raise PatternError(
-                f"the pattern {_shorten(self.pattern)} has more than {MAX_NFA_STATES:,} parts: repeat less often"
+                f"the pattern {shorten(self.pattern)} has more than {MAX_NFA_STATES:,} parts: repeat less often"
             )
         self.byte_edges.append([])
         self.epsilon_edges.append([])
@@ -121,7 +136,7 @@ class _NFA:
             op.ASSERT_NOT: "looks around",
         }
         reason = reasons.get(kind, f"uses {kind}")
-        raise PatternError(f"the pattern {self.pattern!r} {reason}, which a finite automaton cannot express")
+        raise PatternError(f"the pattern {shorten(self.pattern)} {reason}, which a finite automaton cannot express")
 
     def _add_repeat(self, least: int, most: Any, items: Sequence, flags: int) -> tuple[int, int]:
         start = end = self.add_state()
@@ -164,7 +179,7 @@ class _NFA:
         ends = anchor in (op.AT_END, op.AT_END_STRING)
         if not (starts and is_first) and not (ends and is_last):
             raise PatternError(
-                f"the pattern {self.pattern!r} has an anchor inside (^, $ or \\b), which is not supported: remove it"
+                f"the pattern {shorten(self.pattern)} has an anchor inside (^, $ or \\b), which is not supported: remove it"
             )
 
 
@@ -318,7 +333,7 @@ def _determinize(nfa: _NFA, start: int, end: int) -> DFA:
             work = _check_work(work + len(target), nfa.pattern)
             if target and target not in numbers:
                 if len(numbers) > MAX_DFA_STATES:
-                    raise PatternError(f"the pattern {_shorten(nfa.pattern)} has more than {MAX_DFA_STATES:,} states")
+                    raise PatternError(f"the pattern {shorten(nfa.pattern)} has more than {MAX_DFA_STATES:,} states")
                 numbers[target] = len(numbers)
                 waiting.append(target)
             row[low:high] = numbers[target]
@@ -329,7 +344,7 @@ def _determinize(nfa: _NFA, start: int, end: int) -> DFA:
 def _check_work(work: int, pattern: str) -> int:
     if work > MAX_WORK:
         raise PatternError(
-            f"the pattern {_shorten(pattern)} is too intricate: repeat less often, or fewer things inside repeats"
+            f"the pattern {shorten(pattern)} is too intricate: repeat less often, or fewer things inside repeats"
         )
     return work
 
@@ -389,7 +404,3 @@ def _find_equivalent_states(next_Q256: np.ndarray, accepting_Q: np.ndarray) -> n
         if refined_Q.max() <= class_Q.max():
             return refined_Q
         class_Q = refined_Q
-
-
-def _shorten(pattern: str) -> str:
-    return repr(pattern if len(pattern) <= 60 else pattern[:57] + "...")

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from redraft.config import SamplerConfig
 from redraft.constraints import json_schema, regex_dfa
+from redraft.constraints.canvas_automaton import CanvasAutomaton
 from redraft.constraints.constraints import Constraints
-from redraft.constraints.regex_dfa import PatternError
-from redraft.constraints.token_automaton import AutomatonCompiler, CanvasAutomaton
+from redraft.constraints.errors import PatternError
+from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion.generate import Committed, generate
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.writer import Writer, cut_at_stop
