@@ -6,8 +6,8 @@ the DFA, tokens of the vocabulary. The compiler counts before it computes, so a 
 
 from redraft.constraints.errors import BudgetError
 
-MAX_WORK = 3_000_000
-MAX_CHARACTERS = 200_000
+MAX_WORK = 20_000_000
+MAX_CHARACTERS = 100_000
 
 
 class Budget:
@@ -23,8 +23,8 @@ class Budget:
         """Counts work that is about to be done; `what` names it in the error message."""
         if self.work + work > self.max_work:
             raise BudgetError(
-                f"{what} would take the work on this request's pattern to {self.work + work:,} units, "
-                f"at most {self.max_work:,} are allowed: make it simpler"
+                f"{what} would exceed the {self.max_work:,} units of work that one request may use: "
+                "make it simpler, with fewer repeats and alternatives"
             )
         self.work += work
 
@@ -32,7 +32,15 @@ class Budget:
         """Counts characters of a regular expression that is about to be built or parsed."""
         if self.characters + characters > self.max_characters:
             raise BudgetError(
-                f"{what} would take this request's pattern to {self.characters + characters:,} characters, "
-                f"at most {self.max_characters:,} are allowed: make it shorter"
+                f"{what} would exceed the {self.max_characters:,} characters of regular expressions that one request may "
+                "use: make it shorter"
             )
         self.characters += characters
+
+    def check_length(self, characters: int, what: str) -> None:
+        """Refuses a regular expression of so many characters before it is built."""
+        if characters > self.max_characters:
+            raise BudgetError(
+                f"{what} makes a pattern of {characters:,} characters, at most {self.max_characters:,} are supported: "
+                "make it shorter"
+            )

@@ -8,7 +8,7 @@ Shapes: V vocabulary, N tokens with bytes, Q states, K token classes, R pairs of
 (a pair and a class whose tokens make the transition).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -18,14 +18,14 @@ import numpy as np
 from redraft.constraints import regex_dfa
 from redraft.constraints.budget import Budget
 from redraft.constraints.compiled_cache import CompiledCache
-from redraft.constraints.errors import PatternError, shorten
+from redraft.constraints.errors import BudgetError, PatternError, shorten
+from redraft.constraints.graph import UNREACHABLE, distances_to
 from redraft.constraints.regex_dfa import DFA
+from redraft.constraints.token_trie import build_trie
 
 MAX_EDGES = 100_000
-MAX_WORK = 400_000_000  # DFA states times tokens: a few seconds
-CHUNK = 2**24  # DFA states times tokens that are walked at once
+VOCABULARY_WORK = 3  # units of the budget for each token: several sorted copies of the vocabulary's classes
 MAX_CACHED_BYTES = 128 * 2**20
-UNREACHABLE = 1 << 30
 ARRAYS = ("classes_V", "from_R", "to_R", "pair_E", "class_E", "final_Q")  # fields of a TokenAutomaton
 
 
@@ -66,14 +66,7 @@ class TokenAutomaton:
     @cached_property
     def distance_Q(self) -> np.ndarray:
         """The fewest tokens from each state to the end of a match, stop token not counted."""
-        distance_Q = np.where(self.final_Q, 0, UNREACHABLE)
-        while True:
-            relaxed_Q = distance_Q.copy()
-            np.minimum.at(relaxed_Q, self.from_R, distance_Q[self.to_R] + 1)
-            relaxed_Q = np.minimum(relaxed_Q, UNREACHABLE)
-            if (relaxed_Q == distance_Q).all():
-                return distance_Q
-            distance_Q = relaxed_Q
+        return distances_to(self.final_Q, self.from_R, self.to_R)
 
     @cached_property
     def tokens_by_class(self) -> tuple[np.ndarray, np.ndarray]:
@@ -103,15 +96,27 @@ class TokenAutomaton:
         order_E = np.argsort(self.class_E, kind="stable")
         return self.pair_E[order_E], *np.unique(self.class_E[order_E], return_index=True)
 
+    @cached_property
+    def edges_by_class(self) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs of all edges sorted by class, and the start of each class, with the end of the last one."""
+        order_E = np.argsort(self.class_E, kind="stable")
+        return self.pair_E[order_E], np.searchsorted(self.class_E[order_E], np.arange(len(self.sizes_K) + 1))
+
+    def pairs_of_token(self, token: int) -> np.ndarray:
+        """The pairs of states between which a token leads."""
+        pairs_E, begins_K = self.edges_by_class
+        token_class = self.classes_V[token]
+        return pairs_E[begins_K[token_class] : begins_K[token_class + 1]]
+
     def step_back(self, ends_Q: np.ndarray, count: int, pins: Mapping[int, int]) -> np.ndarray:
         """The states from which `count` tokens can lead to one of `ends_Q`, with pinned tokens at some of the positions."""
         for position in range(count - 1, -1, -1):
-            usable_R = ends_Q[self.to_R]
-            if position in pins:
-                pinned_pairs = self.pair_E[self.class_E == self.classes_V[pins[position]]]
-                usable_R = usable_R & np.isin(np.arange(len(usable_R)), pinned_pairs)
-            ends_Q = np.zeros_like(ends_Q)
-            ends_Q[self.from_R[usable_R]] = True
+            pairs = self.pairs_of_token(pins[position]) if position in pins else slice(None)
+            before_Q = np.zeros_like(ends_Q)
+            before_Q[self.from_R[pairs][ends_Q[self.to_R[pairs]]]] = True
+            if position not in pins and (before_Q == ends_Q).all():  # it stays so up to the next pin
+                return self.step_back(ends_Q, 1 + max((pin for pin in pins if pin < position), default=-1), pins)
+            ends_Q = before_Q
         return ends_Q
 
     def advance(self, state: int, ids: Sequence[int]) -> int:
@@ -119,8 +124,8 @@ class TokenAutomaton:
         for token in ids:
             if state == self.states - 1:
                 break
-            pairs = self.pair_E[self.class_E == self.classes_V[token]]
-            targets = self.to_R[pairs][self.from_R[pairs] == state]
+            pairs = self.pairs_of_token(token)
+            targets = self.to_R[pairs[self.from_R[pairs] == state]]
             if not len(targets):
                 raise PatternError(f"token {token} does not fit the pattern {shorten(self.pattern)}")
             state = int(targets[0])
@@ -138,13 +143,9 @@ class AutomatonCompiler:
         self.size = len(token_bytes)
         self.stops = tuple(stops)
         stop_set = set(stops)
-        usable = [(token, text) for token, text in enumerate(token_bytes) if text and token not in stop_set]
-        self.tokens_N = np.array([token for token, _ in usable], dtype=np.int64)
-        self.lengths_N = np.array([len(text) for _, text in usable], dtype=np.int64)
-        self.longest = int(self.lengths_N.max(initial=0))
-        self.bytes_NL = np.zeros((len(usable), self.longest), dtype=np.uint8)
-        for row, (_, text) in enumerate(usable):
-            self.bytes_NL[row, : len(text)] = np.frombuffer(text, dtype=np.uint8)
+        usable = {token: text for token, text in enumerate(token_bytes) if text and token not in stop_set}
+        self.tokens_N = np.array(list(usable), dtype=np.int64)
+        self.trie, self.nodes_N = build_trie(list(usable.values()))
 
     def compile(self, pattern: str, budget: Budget | None = None) -> TokenAutomaton:
         """The token automaton of a regular expression. It spends from `budget`; a pattern in the cache costs nothing."""
@@ -159,27 +160,19 @@ class AutomatonCompiler:
     def _compile(self, pattern: str, budget: Budget) -> TokenAutomaton:
         dfa = regex_dfa.compile_dfa(pattern, budget)
         states = len(dfa.accepting_Q)
-        work = states * len(self.tokens_N)
-        if work > MAX_WORK:
-            raise PatternError(
-                f"the pattern has {states:,} states and the vocabulary {len(self.tokens_N):,} tokens: "
-                f"{work:,} transitions to compute, at most {MAX_WORK:,} are supported: make it simpler"
-            )
-        classes_V, edges_E3 = self._classify_tokens(dfa)
-        if len(edges_E3) > MAX_EDGES:
-            raise PatternError(
-                f"the pattern has {len(edges_E3):,} transitions, at most {MAX_EDGES:,} are supported: make it simpler"
-            )
-        pairs_R2, pair_E = np.unique(edges_E3[:, :2], axis=0, return_inverse=True)
+        budget.spend(self.size * VOCABULARY_WORK, "the vocabulary")
+        classes_V, edges_E3 = self._classify_tokens(dfa, budget)
+        pair_keys, pair_E = np.unique(edges_E3[:, 0] * (states + 1) + edges_E3[:, 1], return_inverse=True)
         pair_E = pair_E.ravel()
         order_E = np.argsort(pair_E, kind="stable")
+        from_R, to_R = np.divmod(pair_keys, states + 1)
         automaton = TokenAutomaton(
             pattern=pattern,
             stops=self.stops,
             start=dfa.start,
             classes_V=classes_V,
-            from_R=pairs_R2[:, 0],
-            to_R=pairs_R2[:, 1],
+            from_R=from_R,
+            to_R=to_R,
             pair_E=pair_E[order_E],
             class_E=edges_E3[order_E, 2],
             final_Q=np.append(dfa.accepting_Q, True),
@@ -188,27 +181,13 @@ class AutomatonCompiler:
             raise PatternError(f"no text of this vocabulary matches {shorten(pattern)}")
         return automaton
 
-    def _walk_tokens(self, transitions_Q256: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The state after each token (a row of `bytes_NL`) from every state, [Q, rows]; 0 where the token does not fit."""
-        state_QN = np.repeat(np.arange(len(transitions_Q256), dtype=np.int32)[:, None], len(rows), axis=1)
-        for position in range(int(self.lengths_N[rows].max(initial=0))):
-            longer = np.flatnonzero(self.lengths_N[rows] > position)
-            state_QN[:, longer] = transitions_Q256[state_QN[:, longer], self.bytes_NL[rows[longer], position]]
-        return state_QN
-
-    def _classify_tokens(self, dfa: DFA) -> tuple[np.ndarray, np.ndarray]:
+    def _classify_tokens(self, dfa: DFA, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
         """The class of every token, classes_V, and edges_E3 with columns from, to, class.
 
         Tokens are in the same class if a 64-bit hash of all their transitions is the same; hash 0 means no transition.
         """
         states = len(dfa.accepting_Q)
-        factors_Q = np.random.default_rng(0).integers(1, 2**63, size=(states,), dtype=np.uint64) | 1
-        hashes = [np.zeros(0, dtype=np.uint64)]
-        with np.errstate(over="ignore"):
-            for rows in np.array_split(np.arange(len(self.tokens_N)), 1 + states * len(self.tokens_N) // CHUNK):
-                target_QN = self._walk_tokens(dfa.transitions_Q256, rows).astype(np.uint64)
-                hashes.append((_mix_bits(target_QN * factors_Q[:, None]) * (target_QN > 0)).sum(axis=0, dtype=np.uint64))
-        hash_N = np.concatenate(hashes)
+        hash_N = self._hash_transitions(dfa, budget)[self.nodes_N]
         _, first_row, class_N = np.unique(hash_N, return_index=True, return_inverse=True)
         class_N = np.where(hash_N == 0, 0, class_N.ravel() + 1)
         class_names, class_N = np.unique(np.append(class_N, 0), return_inverse=True)  # renumbers: class 0 always exists
@@ -217,15 +196,33 @@ class AutomatonCompiler:
         classes_V = np.zeros(self.size, dtype=np.int64)
         classes_V[self.tokens_N] = class_N.ravel()[:-1]
         classes_V[list(self.stops)] = stop_class
-        target_QK = self._walk_tokens(dfa.transitions_Q256, first_row)
-        source, column = np.nonzero(target_QK)
-        text_edges = np.stack([source, target_QK[source, column], column + 1], axis=1)
         # A stop token leads from the end of a match to the state behind it, and from there to itself.
         stop_sources = np.append(np.flatnonzero(dfa.accepting_Q), states)
         stop_edges = np.stack(
             [stop_sources, np.full(len(stop_sources), states), np.full(len(stop_sources), stop_class)], axis=1
         )
-        return classes_V, np.concatenate([text_edges, stop_edges])
+        return classes_V, np.concatenate([*self._find_edges(dfa, self.nodes_N[first_row], budget), stop_edges])
+
+    def _hash_transitions(self, dfa: DFA, budget: Budget) -> np.ndarray:
+        """A hash of the transitions of every node of the trie: one number that all pairs of states contribute to."""
+        factors_Q = np.random.default_rng(0).integers(1, 2**63, size=(len(dfa.accepting_Q),), dtype=np.uint64) | 1
+        hash_M = np.zeros(self.trie.size, dtype=np.uint64)
+        with np.errstate(over="ignore"):
+            for source, target, node in self.trie.walk(dfa.transitions_Q256, budget):
+                np.add.at(hash_M, node, _mix_bits(target.astype(np.uint64) * factors_Q[source]))
+        return hash_M
+
+    def _find_edges(self, dfa: DFA, nodes_K: np.ndarray, budget: Budget) -> Iterator[np.ndarray]:
+        """Edges with columns from, to, class, in pieces. `nodes_K` are the nodes of one token of each class but class 0."""
+        class_M = np.zeros(self.trie.size, dtype=np.int64)
+        class_M[nodes_K] = np.arange(1, 1 + len(nodes_K))
+        count = 0
+        for source, target, node in self.trie.keep_ancestors(nodes_K).walk(dfa.transitions_Q256, budget):
+            is_edge = class_M[node] > 0
+            count += int(is_edge.sum())
+            if count > MAX_EDGES:
+                raise BudgetError(f"the pattern has more than {MAX_EDGES:,} transitions between states: make it simpler")
+            yield np.stack([source[is_edge], target[is_edge], class_M[node[is_edge]]], axis=1).astype(np.int64)
 
 
 def _mix_bits(x: np.ndarray) -> np.ndarray:
