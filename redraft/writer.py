@@ -17,6 +17,7 @@ from torch import Tensor
 
 from redraft import checkpoint
 from redraft.config import SamplerConfig
+from redraft.constraints.budget import Budget
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng
@@ -302,10 +303,12 @@ class Writer:
 
     def _constraints(self, options: GenerationOptions) -> Constraints | None:
         """The constraints of the options, with the automaton of their regex, schema or choices."""
-        pattern = options.pattern()
+        budget = Budget()
+        pattern = options.pattern(budget)
         if pattern is None:
             return options.constraints
-        return replace(options.constraints or Constraints(), automaton=self.automaton_compiler.compile(pattern))
+        automaton = self.automaton_compiler.compile(pattern, budget)
+        return replace(options.constraints or Constraints(), automaton=automaton)
 
     @cached_property
     def automaton_compiler(self) -> AutomatonCompiler:

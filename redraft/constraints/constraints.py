@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from redraft.constraints.token_automaton import CanvasAutomaton, TokenAutomaton
+from redraft.constraints.canvas_automaton import CanvasAutomaton
+from redraft.constraints.errors import shorten
+from redraft.constraints.token_automaton import TokenAutomaton
 from redraft.kernels.backend import select_backend
 
 # The logit of an impossible token: far below any soft-capped logit, so its probability is exactly 0, and still finite after
@@ -121,9 +123,9 @@ class Constraints:
             raise ValueError("a pattern decides which tokens may stand where: give no forbidden or first tokens with it")
         shortest = automaton.distance_Q[automaton.start]
         if shortest > answer_length:
-            raise ValueError(f"a match of {pattern!r} takes {shortest} tokens, the answer may have {answer_length}")
+            raise ValueError(f"a match of {shorten(pattern)} takes {shortest} tokens, the answer may have {answer_length}")
         if self.pins and not automaton.step_back(automaton.final_Q, answer_length, self.pins)[automaton.start]:
-            raise ValueError(f"no answer of {answer_length} tokens that has these pins matches {pattern!r}")
+            raise ValueError(f"no answer of {answer_length} tokens that has these pins matches {shorten(pattern)}")
 
     def check_canvas(self, ids: Sequence[int], begin: int) -> None:
         """Refuses a given canvas that starts at answer position `begin` and violates a pin or a ban."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from redraft.constraints import regex_dfa
-from redraft.constraints.regex_dfa import PatternError
+from redraft.constraints.budget import Budget
+from redraft.constraints.errors import PatternError
 
 MAX_DIGITS = 15  # of an integer: all integers of 15 digits are exact as floating-point numbers
 MAX_REGEX_LENGTH = 200_000
@@ -58,8 +59,8 @@ KEYWORDS_OF_TYPE: dict[str, set[str]] = {
 Builder = Callable[[Mapping[str, Any], str, tuple[str, ...]], str]
 
 
-def build_regex(schema: Mapping[str, Any] | str) -> str:
-    """The regular expression of a schema, given as an object or as JSON text."""
+def build_regex(schema: Mapping[str, Any] | str, budget: Budget | None = None) -> str:
+    """The regular expression of a schema, given as an object or as JSON text. It spends from `budget`."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)

@@ -5,7 +5,7 @@ A server answers a RequestError (or a PatternError of the constraints) with 400 
 
 from dataclasses import dataclass
 
-from redraft.constraints.regex_dfa import PatternError
+from redraft.constraints.errors import PatternError
 
 
 class RequestError(ValueError):

@@ -12,8 +12,9 @@ from typing import Any
 
 from redraft.config import SamplerConfig
 from redraft.constraints import json_schema
+from redraft.constraints.budget import Budget
 from redraft.constraints.constraints import Constraints
-from redraft.constraints.regex_dfa import PatternError
+from redraft.constraints.errors import PatternError, shorten
 from redraft.engine import Replay
 from redraft.tokenizer.tokenizer import Message
 
@@ -62,20 +63,20 @@ class GenerationOptions:
         """Applies temperature, max_tokens and sampler fields to a checkpoint's settings; a field given by name wins."""
         return base.with_temperature(self.temperature).changed(max_new_tokens=self.max_tokens, **self.sampler)
 
-    def pattern(self) -> str | None:
-        """The regular expression of `regex`, `schema` or `choices`; None without any of them."""
+    def pattern(self, budget: Budget | None = None) -> str | None:
+        """The regular expression of `regex`, `schema` or `choices`; None without any of them. It spends from `budget`."""
         if self.choices is not None:
             return "|".join(re.escape(choice) for choice in self.choices)
-        return json_schema.build_regex(self.schema) if self.schema is not None else self.regex
+        return json_schema.build_regex(self.schema, budget) if self.schema is not None else self.regex
 
 
 def check_choices(choices: Sequence[str]) -> None:
     """Refuses anything but a list of different, non-empty strings."""
     is_list = isinstance(choices, list | tuple)
     if not is_list or not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise PatternError(f"choices must be a list of non-empty strings, got {choices!r}")
+        raise PatternError(f"choices must be a list of non-empty strings, got {shorten(choices)}")
     if len(set(choices)) < len(choices):
-        raise PatternError(f"choices must differ from one another, got {list(choices)!r}")
+        raise PatternError(f"choices must differ from one another, got {shorten(choices)}")
 
 
 def is_text_prompt(prompt: Prompt) -> bool:

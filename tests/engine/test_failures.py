@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from redraft.config import EngineConfig
-from redraft.constraints.regex_dfa import PatternError
+from redraft.constraints.errors import PatternError
 from redraft.diffusion import sampler
 from redraft.diffusion.generate import Finished, generate
 from redraft.engine import Engine, EngineError, RequestError, RequestStatus

@@ -18,7 +18,7 @@ from interpreted import DEVICE, GPU
 
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints, forward_backward_viterbi_on_gpu
-from redraft.constraints.regex_dfa import PatternError
+from redraft.constraints.errors import PatternError
 from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng, sampler
 from redraft.kernels import Prediction, apply_rope, attend, gated_experts, rms_norm, rope_frequencies, rope_table

@@ -1,6 +1,6 @@
 """A regular-expression constraint on a canvas: the marginals of matching texts, and the most probable matching text.
 
-Reference: `CanvasAutomaton` in `constraints/token_automaton.py`, which explains the mathematics.
+Reference: `CanvasAutomaton` in `constraints/canvas_automaton.py`, which explains the mathematics.
 
     logits -> [_segment_reduce, three times] pieces of token classes -> token classes -> pairs of states
     pairs -> [_mark_live_states] -> [_forward_backward_viterbi: two programs, one for each algorithm] -> token classes
@@ -28,7 +28,7 @@ BLOCK_INDICES = 64  # indices per iteration of `_segment_reduce`
 BLOCK_PAIRS = 1024  # per iteration
 BLOCK_STATES = 256  # per iteration
 MIN_LOG_PROB = tl.constexpr(-300.0)  # nats below the best token: the floor for allowed tokens
-FORBIDDEN = tl.constexpr(-1e7)  # nats below the best token: forbidden. Both as in `constraints/token_automaton.py`
+FORBIDDEN = tl.constexpr(-1e7)  # nats below the best token: forbidden. Both as in `constraints/canvas_automaton.py`
 
 
 class IndexSegments(NamedTuple):

@@ -1,0 +1,116 @@
+"""TokenTrie: the bytes of a vocabulary's tokens as a trie, and the walk of a DFA over it.
+
+Tokens with a common start share its nodes, and the walk ends where no state is left, so it takes about as long as the
+transitions that it finds. Shapes: M nodes (node 0 is the root), N tokens, Q states of the DFA.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from redraft.constraints.budget import Budget
+from redraft.constraints.graph import expand_segments
+
+CHUNK = 2**20  # DFA states times nodes that are walked at once: bounds the memory
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTrie:
+    """Nodes in the order of their depth; the children of a node are neighbours."""
+
+    parents_M: np.ndarray
+    bytes_M: np.ndarray  # the byte that leads to the node
+    begins_M: np.ndarray  # the first child of each node
+    ends_M: np.ndarray  # the child behind the last one
+
+    @property
+    def size(self) -> int:
+        """The number of nodes."""
+        return len(self.parents_M)
+
+    def keep_ancestors(self, nodes: np.ndarray) -> "PartialTrie":
+        """The part of the trie that leads to these nodes."""
+        kept_M = np.zeros(self.size, dtype=bool)
+        while len(nodes):
+            kept_M[nodes] = True
+            nodes = np.unique(self.parents_M[nodes])
+            nodes = nodes[~kept_M[nodes]]
+        children = np.flatnonzero(kept_M)
+        children = children[children > 0]
+        return PartialTrie(
+            children,
+            self.bytes_M[children],
+            np.searchsorted(children, self.begins_M),
+            np.searchsorted(children, self.ends_M),
+        )
+
+    def walk(self, transitions_Q256: np.ndarray, budget: Budget) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Source states, target states and nodes, wherever the bytes of a node lead from one state to another."""
+        whole = PartialTrie(np.arange(1, self.size), self.bytes_M[1:], self.begins_M - 1, self.ends_M - 1)
+        return whole.walk(transitions_Q256, budget)
+
+
+@dataclass(frozen=True, eq=False)
+class PartialTrie:
+    """Some nodes of a TokenTrie, with all their ancestors."""
+
+    nodes_P: np.ndarray  # their numbers in the whole trie, without the root
+    bytes_P: np.ndarray
+    begins_M: np.ndarray  # an index of `nodes_P` for each node of the whole trie
+    ends_M: np.ndarray
+
+    def walk(self, transitions_Q256: np.ndarray, budget: Budget) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Source states, target states and nodes, wherever the bytes of a node lead from one state to another.
+
+        Each byte that a state reads is one unit of the budget.
+        """
+        states = np.arange(1, len(transitions_Q256), dtype=np.int32)
+        for chunk in np.array_split(states, 1 + len(states) * len(self.nodes_P) // CHUNK):
+            source = chunk
+            state = chunk
+            node = np.zeros(len(chunk), dtype=np.int32)
+            while len(node):
+                begins = self.begins_M[node]
+                ends = self.ends_M[node]
+                budget.spend(int((ends - begins).sum()), "running the vocabulary through the pattern")
+                parents = np.repeat(np.arange(len(node)), ends - begins)
+                child = expand_segments(begins, ends)
+                state = transitions_Q256[state[parents], self.bytes_P[child]]
+                alive = np.flatnonzero(state)
+                state = state[alive]
+                source = source[parents[alive]]
+                node = self.nodes_P[child[alive]]
+                yield source, state, node
+
+
+def build_trie(texts: Sequence[bytes]) -> tuple[TokenTrie, np.ndarray]:
+    """The trie of these texts, and the node at which each text ends, nodes_N."""
+    order_N = sorted(range(len(texts)), key=texts.__getitem__)
+    lengths_N = np.array([len(texts[index]) for index in order_N], dtype=np.int64)
+    longest = int(lengths_N.max(initial=0))
+    bytes_NL = np.zeros((len(texts), longest), dtype=np.uint8)
+    for row, index in enumerate(order_N):
+        bytes_NL[row, : len(texts[index])] = np.frombuffer(texts[index], dtype=np.uint8)
+    node_N = np.zeros(len(texts), dtype=np.int64)  # of the first `depth` bytes of each sorted text
+    is_new_N = np.arange(len(texts)) == 0  # whether they differ from those of the text before
+    parents = [np.zeros(1, dtype=np.int64)]
+    bytes_ = [np.zeros(1, dtype=np.uint8)]
+    size = 1
+    for depth in range(1, longest + 1):
+        column_N = bytes_NL[:, depth - 1]
+        is_new_N = is_new_N | (lengths_N < depth) | np.append(True, column_N[1:] != column_N[:-1])
+        is_new_N = is_new_N | np.append(False, lengths_N[:-1] < depth)
+        first = np.flatnonzero(is_new_N & (lengths_N >= depth))
+        parents.append(node_N[first])
+        bytes_.append(column_N[first])
+        longer = np.flatnonzero(lengths_N >= depth)
+        node_N[longer] = size + np.searchsorted(first, longer, side="right") - 1
+        size += len(first)
+    parents_M = np.concatenate(parents).astype(np.int32)
+    begins_M = 1 + np.searchsorted(parents_M[1:], np.arange(size), side="left")
+    ends_M = 1 + np.searchsorted(parents_M[1:], np.arange(size), side="right")
+    trie = TokenTrie(parents_M, np.concatenate(bytes_), begins_M.astype(np.int32), ends_M.astype(np.int32))
+    nodes_N = np.empty_like(node_N)
+    nodes_N[order_N] = node_N
+    return trie, nodes_N
