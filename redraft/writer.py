@@ -4,7 +4,6 @@ The Writer turns text into token ids, runs the engine, and turns the ids back in
 is a text to continue, or a conversation (a list of messages) to answer, which goes through the chat template.
 """
 
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from redraft import checkpoint
 from redraft.config import SamplerConfig
-from redraft.constraints.budget import Budget
 from redraft.constraints.constraints import Constraints
-from redraft.constraints.token_automaton import AutomatonCompiler
+from redraft.constraints.pattern_compiler import LocalCompiler, Pattern, PatternCompiler
+from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Finished, Stats, check_inputs, generate, prefill
 from redraft.engine import Engine, Request, Stopped
@@ -44,6 +43,7 @@ from redraft.tasks.sudoku.board import Board
 from redraft.tasks.sudoku.solve import Solution
 from redraft.tasks.text_events import TextAssembler, TextEvent, add_text, feed_streamer
 from redraft.tokenizer.chat_parser import Parsed, ToolCall, parse_chat
+from redraft.tokenizer.helper_process import HelperStoppedError
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 DEFAULT_MODEL = checkpoint.PACKAGED / "tiny"
@@ -151,6 +151,8 @@ class Writer:
         self.tokenizer = tokenizer
         self.sampler = sampler
         self.engine = Engine(model)
+        # A server sets a compiler that runs in helper processes.
+        self.pattern_compiler: PatternCompiler = LocalCompiler(lambda: self.automaton_compiler)
 
     # 1. Generate
 
@@ -187,7 +189,7 @@ class Writer:
     ) -> Answer:
         """Answers a conversation. A string is a conversation of one user message."""
         options = GenerationOptions.from_keywords(options, **keywords)
-        ids = self.tokenizer.encode_chat(to_messages(messages), tools=options.tools, think=options.think)
+        ids = self.encode_prompt(to_messages(messages), options.tools, options.think)
         return self._answer_prompts([ids], True, options, streamer)[0]
 
     def stream(self, prompt: Prompt, options: GenerationOptions | None = None, **keywords: Any) -> Iterator[TextEvent]:
@@ -209,10 +211,16 @@ class Writer:
     ) -> list[int]:
         """Token ids of a text to continue (which may be ids already) or of a conversation."""
         if not is_text_prompt(prompt):
-            return self.tokenizer.encode_chat(to_messages(prompt), tools=tools, think=think)
+            return self.tokenizer.encode_chat(to_messages(prompt), tools=tools, think=think, limit=self._context)
         if tools or think:
             raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
-        return self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
+        if isinstance(prompt, str):
+            return self.tokenizer.encode_prompt(prompt, self._context)
+        return list(prompt)  # type: ignore[arg-type]
+
+    @property
+    def _context(self) -> int:
+        return self.model.config.max_position_embeddings
 
     def _answer_prompts(
         self, prompts: Sequence[Sequence[int]], is_chat: bool, options: GenerationOptions, streamer: Any
@@ -303,19 +311,27 @@ class Writer:
 
     def _constraints(self, options: GenerationOptions) -> Constraints | None:
         """The constraints of the options, with the automaton of their regex, schema or choices."""
-        budget = Budget()
-        pattern = options.pattern(budget)
-        if pattern is None:
+        if options.pattern is None:
             return options.constraints
-        automaton = self.automaton_compiler.compile(pattern, budget)
+        (automaton,) = self._compile([options.pattern], options.stop)
         return replace(options.constraints or Constraints(), automaton=automaton)
+
+    def _compile(self, patterns: Sequence[Pattern], stop: threading.Event | None) -> list[TokenAutomaton]:
+        try:
+            return self.pattern_compiler.compile(patterns, stop)
+        except HelperStoppedError:
+            raise Stopped from None
 
     @cached_property
     def automaton_compiler(self) -> AutomatonCompiler:
         """Compiles regular expressions to automata over this model's vocabulary."""
+        return AutomatonCompiler(self.token_bytes, self.sampler.eos_token_ids)
+
+    @property
+    def token_bytes(self) -> tuple[bytes | None, ...]:
+        """The bytes of every id of the model; None for special tokens and for ids that only the model has."""
         token_bytes = self.tokenizer.token_bytes
-        missing = self.model.config.vocab_size - len(token_bytes)
-        return AutomatonCompiler((*token_bytes, *[None] * missing), self.sampler.eos_token_ids)
+        return (*token_bytes, *[None] * (self.model.config.vocab_size - len(token_bytes)))
 
     @torch.inference_mode()
     def decide(
@@ -332,6 +348,7 @@ class Writer:
         length = cfg.canvas_length
         model = self.model
         check_inputs(model.config, [ids], cfg, [seed], [Constraints()], None)
+        automata = self._compile([Pattern(choices=[choice]) for choice in choices], stop)
         noise_1C = rng.draws([seed], 0, model.device).noise(0, length, model.config.vocab_size)
         with self.engine.reserve(len(ids), stop=stop) as cache:
             with self.engine.take_turn(len(ids), stop):
@@ -340,10 +357,10 @@ class Writer:
                 logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
         del cache  # its memory is the engine's again
         log_probs = []
-        for choice in choices:
+        for compiled in automata:
             if stop is not None and stop.is_set():
                 raise Stopped
-            constraints = Constraints(automaton=self.automaton_compiler.compile(re.escape(choice)))
+            constraints = Constraints(automaton=compiled)
             constraints.validate(model.config.vocab_size, length, cfg.eos_token_ids)
             automaton = constraints.canvas_automaton(constraints.initial_state, 0, length, length)
             assert automaton is not None
@@ -419,7 +436,7 @@ class Writer:
         do not change. `edited.diff()` shows the changes. Raises Stopped once `stop` is set. `settings` are `temperature`
         and fields of SamplerConfig.
         """
-        prompt = [] if instruction is None else self.tokenizer.encode_chat(to_messages(f"{instruction}\n\n{text}"))
+        prompt = [] if instruction is None else self.encode_prompt(to_messages(f"{instruction}\n\n{text}"))
         return edit.edit(
             self.engine,
             self.tokenizer,

@@ -11,13 +11,17 @@ from tiny import wait_until
 
 from redraft.constraints.constraints import Constraints
 from redraft.server.app import ServerConfig, make_app
+from redraft.server.connections import uvicorn_config
 from redraft.writer import Writer, is_text_prompt
 
 
 @contextmanager
 def served(writer: Writer, **changes) -> Iterator[str]:
     """Serves a writer and yields its address."""
-    config = uvicorn.Config(make_app(writer, ServerConfig(**changes)), port=0, log_level="warning", lifespan="on")
+    settings = ServerConfig(**changes)
+    app = make_app(writer, settings)
+    limits = settings.limits.connections
+    config = uvicorn_config(app, limits, drain_seconds=settings.drain_seconds, port=0, lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from redraft import writer
-from redraft.cli.options import Device, Dtype, Model, Threads, option, parse_int
+from redraft.cli.options import Device, Dtype, Model, Threads, option, parse_float, parse_int
 from redraft.cli.warm import launch_kernels, show_builds
 from redraft.kernels.backend import select_backend
 
@@ -35,6 +35,23 @@ def serve(
     requests: Annotated[
         int, option("--requests", help="Maximum requests running or waiting; more are answered 429.", parser=parse_int)
     ] = 72,
+    connections: Annotated[
+        int, option("--connections", help="Maximum connections; one client gets half of them.", parser=parse_int)
+    ] = 512,
+    max_body: Annotated[int, option("--max-body", help="Maximum size of a request body, in MiB.", parser=parse_int)] = 8,
+    body_seconds: Annotated[
+        float, option("--body-seconds", help="Maximum time for a request body to arrive.", parser=parse_float)
+    ] = 60.0,
+    compile_seconds: Annotated[
+        float, option("--compile-seconds", help="Maximum time to compile a request's pattern.", parser=parse_float)
+    ] = 10.0,
+    drain_seconds: Annotated[
+        float, option("--drain-seconds", help="Time for running requests to finish at shutdown.", parser=parse_float)
+    ] = 30.0,
+    proxies: Annotated[
+        list[str] | None,
+        typer.Option("--trusted-proxy", help="Address of a reverse proxy that names the client; may be repeated."),
+    ] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     device: Device = None,
     threads: Threads = None,
@@ -46,26 +63,54 @@ def serve(
         raise ValueError(f"{host} can be reached from other machines: set --api-key to listen there")
     if not 0 < port < 65536 or requests < 1:
         raise ValueError(f"a port is between 1 and 65535 and requests are at least 1, got {port} and {requests}")
+    for flag, value in (("connections", connections), ("max-body", max_body), ("body-seconds", body_seconds)):
+        if not value > 0:
+            raise ValueError(f"--{flag} must be above 0, got {value}")
+    if not compile_seconds > 0 or not 0 <= drain_seconds <= 86_400:
+        raise ValueError(
+            f"--compile-seconds must be above 0 and --drain-seconds from 0, got {compile_seconds}, {drain_seconds}"
+        )
     try:
         import uvicorn
 
-        from redraft.server.app import Limits, ServerConfig, make_app
+        from redraft.server.app import ServerConfig, make_app
+        from redraft.server.connections import uvicorn_config
+        from redraft.server.middleware import BodyLimits, ConnectionLimits, Limits
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
     with show_builds(Console(stderr=True, highlight=False), message="loading"):
         subject = writer.load(model or writer.DEFAULT_MODEL, device=device, dtype=dtype, quant=quant)
         if select_backend(subject.model.device).uses_triton:
             launch_kernels(subject)  # now, so that the first requests do not wait
-    limits = Limits(hosts=(host, *(hosts or ())), key=key)
-    config = ServerConfig(name=name or Path(model or writer.DEFAULT_MODEL).name, limits=limits, requests=requests)
+    limits = Limits(
+        hosts=(host, *(hosts or ())),
+        key=key,
+        bodies=BodyLimits(body_bytes=max_body * 2**20, body_seconds=body_seconds),
+        connections=ConnectionLimits(connections=connections, connections_per_client=max(1, connections // 2)),
+    )
+    config = ServerConfig(
+        name=name or Path(model or writer.DEFAULT_MODEL).name,
+        limits=limits,
+        requests=requests,
+        compile_seconds=compile_seconds,
+        drain_seconds=drain_seconds,
+    )
     log_to(Console(stderr=True, highlight=False))
     url_host = f"[{host}]" if ":" in host else host
     Console(stderr=True, highlight=False).print(f"{config.name} at http://{url_host}:{port} (Ctrl-C stops it)")
     if open_page:
         threading.Timer(BROWSER_DELAY, webbrowser.open, [f"http://{url_host}:{port}"]).start()
-    drain_seconds = int(config.drain_seconds)
     app = make_app(subject, config)
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=drain_seconds)
+    uvicorn.Server(
+        uvicorn_config(
+            app,
+            limits.connections,
+            drain_seconds=drain_seconds,
+            trusted_proxies=tuple(proxies or ()),
+            host=host,
+            port=port,
+        )
+    ).run()
 
 
 def is_local(host: str) -> bool:

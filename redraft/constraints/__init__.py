@@ -9,6 +9,7 @@ regex_dfa.py         compiles a regular expression to a DFA over bytes
 json_schema.py       compiles a JSON schema to a regular expression
 token_trie.py        the bytes of a vocabulary's tokens as a trie
 token_automaton.py   turns the DFA into an automaton over tokens
+pattern_compiler.py  compiles the patterns of a request, in this process or in a helper process
 canvas_automaton.py  forward-backward and Viterbi on a canvas of logits
 constraints.py       Constraints of a request, and CanvasConstraints of one canvas as tensors
 

@@ -2,8 +2,11 @@
 
 app.py         builds the FastAPI app: routes, middleware, error handlers
 errors.py      errors of a request, and the HTTP status of each
-middleware.py  access: hosts, origins, API key, body size, metrics, one log line per request
+connections.py limits on connections: how many, and how long they may take
+bodies.py      limits on request bodies
+middleware.py  access: hosts, origins, API key, bodies, metrics, one log line per request
 worker.py      a bounded pool of threads that run requests against the engine
+compiler_pool.py  compiles patterns in helper processes
 streams.py     async streams: merge several, stop when the client disconnects, write server-sent events
 service.py     what every route uses: read a body, start a completion, stream it, count it
 completion.py  CompletionParams and the chunks of a completion, independent of the wire format

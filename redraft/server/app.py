@@ -3,6 +3,7 @@
 Every error is JSON with one sentence, in the shape that clients of the path read. `errors.py` has the status codes.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from redraft.constraints.pattern_compiler import COMPILE_SECONDS, CompilerProcess
 from redraft.server import page
 from redraft.server.api import anthropic, canvas, llamacpp, ollama, openai
+from redraft.server.compiler_pool import CompilerPool
 from redraft.server.errors import STATUS_CODES, ServerBusyError, log_fault, message_of, status_of
 from redraft.server.middleware import AccessMiddleware, Limits, Metrics
 from redraft.server.service import Service
@@ -30,6 +33,7 @@ class ServerConfig:
     name: str = "redraft"  # the model's name, as clients see it
     limits: Limits = field(default_factory=Limits)
     requests: int = 72  # that run or wait at once; more are answered with 429
+    compile_seconds: float = COMPILE_SECONDS  # for the patterns of one request
     drain_seconds: float = 30.0  # for running requests when the server shuts down
 
 
@@ -38,18 +42,27 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
     config = config or ServerConfig()
     metrics = Metrics()
     worker = Worker(writer, config.requests)
+    pool = CompilerPool(
+        lambda: CompilerProcess(writer.token_bytes, writer.sampler.eos_token_ids, config.compile_seconds),
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        own_compiler = writer.pattern_compiler
+        writer.pattern_compiler = pool
         worker.start()
         try:
             yield
         finally:
             await worker.close(config.drain_seconds)
+            pool.close()
+            writer.pattern_compiler = own_compiler
 
     app = FastAPI(title="redraft", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(AccessMiddleware, limits=config.limits, metrics=metrics, error_body=error_body)
     app.state.worker = worker
+    app.state.limits = config.limits
+    app.state.parsing = asyncio.Lock()  # held while a long body is parsed
     metrics.active.set_function(lambda: worker.active)
     add_error_handlers(app)
     service = Service(writer, worker, metrics, config.name)
@@ -76,7 +89,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}, "application/x-ndjson": {}}},
     **{
         status: {"content": {"application/json": {"schema": ERROR_SCHEMA}}}
-        for status in (400, 401, 403, 409, 413, 429, 500, 503)
+        for status in (400, 401, 403, 408, 409, 413, 429, 500, 503)
     },
 }
 

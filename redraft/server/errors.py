@@ -33,12 +33,26 @@ class BodyTooLargeError(Exception):
         super().__init__(f"a request body may have {max_bytes:,} bytes at most")
 
 
-class ServerBusyError(RuntimeError):
-    """The server already has as many requests as it accepts. `retry_after` is in seconds."""
+class BodyTimeoutError(RuntimeError):
+    """The body did not come in time."""
 
-    def __init__(self, active: int, retry_after: int = 1) -> None:
-        super().__init__(f"the server already has {active} requests running or waiting: try again in {retry_after} s")
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the request body did not come within {seconds:g} s")
+
+
+class ServerBusyError(RuntimeError):
+    """The server, or this client's share of it, is taken. `retry_after` is in seconds."""
+
+    def __init__(self, taken: str, retry_after: int = 1) -> None:
+        super().__init__(f"{taken}: try again in {retry_after} s")
         self.retry_after = retry_after
+
+
+class TooManyBytesError(ServerBusyError):
+    """The server already receives as many bytes of request bodies as it accepts."""
+
+    def __init__(self) -> None:
+        super().__init__("the server already receives as many bytes as it accepts, or as it accepts from one client")
 
 
 class ServerClosingError(RuntimeError):
@@ -53,6 +67,7 @@ BAD_REQUESTS = (BadRequestError, PatternError, ConfigError, TokenizerError, Boar
 STATUS_CODES: dict[type[Exception], int] = {
     **dict.fromkeys(BAD_REQUESTS, 400),
     Stopped: 409,
+    BodyTimeoutError: 408,
     BodyTooLargeError: 413,
     ServerBusyError: 429,
     ClientDisconnected: 499,

@@ -8,23 +8,24 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hmac import compare_digest
 from typing import Any
-from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from redraft.server.errors import LOG, BodyTooLargeError
+from redraft.server.bodies import BodyCounter, BodyLimits, Receive
+from redraft.server.connections import ConnectionLimits, name_client
+from redraft.server.errors import LOG, BodyTooLargeError, ServerBusyError, message_of, status_of
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 KEYLESS_PATHS = ("/health", "/")  # need no API key
 PAGE_FILES = "/page/"  # nor do the files of the web page, which asks for the key
 UNKNOWN_FIELDS = "redraft.unknown_fields"  # scope key: names of body fields that the route does not know
 MAX_NAMED_FIELDS = 20
+HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*\.?)(?::[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
@@ -34,7 +35,8 @@ class Limits:
 
     hosts: tuple[str, ...] = ()  # names of this machine besides the local ones
     key: str | None = None
-    body_bytes: int = 8 * 2**20
+    bodies: BodyLimits = field(default_factory=BodyLimits)
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
 
 class Metrics:
@@ -62,6 +64,7 @@ class AccessMiddleware:
         self.metrics = metrics
         self.error_body = error_body
         self.hosts = {*LOCAL_HOSTS, *(host.lower() for host in limits.hosts)}
+        self.bodies = BodyCounter(limits.bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses a request, or passes it on."""
@@ -71,19 +74,41 @@ class AccessMiddleware:
         began = time.perf_counter()
         status = 500
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        is_body_complete = not self._has_body(headers)
 
         async def send_and_note_status(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *_unknown_fields_header(scope)]
+                if not is_body_complete:  # the rest of the body is not read
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
+
+        async def receive_and_note_end() -> MutableMapping[str, Any]:
+            nonlocal is_body_complete
+            message = await receive()
+            is_body_complete |= not message.get("more_body", False)
+            return message
+
+        async def refuse(status: int, text: str, *headers: tuple[bytes, bytes]) -> None:
+            await _send_json(send_and_note_status, status, self.error_body(scope["path"], status, text), *headers)
 
         try:
             if refusal := self._refusal(scope, headers):
-                await _send_json(send_and_note_status, refusal[0], self.error_body(scope["path"], *refusal))
-            else:
-                await self.app(scope, self._limit_body(receive), send_and_note_status)
+                await refuse(*refusal)
+                return
+            length = headers.get("content-length", "0")
+            announced = int(length) if length.isascii() and length.isdigit() and len(length) < 20 else 0
+            client = name_client(scope["client"][0] if scope.get("client") else None)
+            try:
+                body = self.bodies.count(receive_and_note_end, client, announced)
+            except (BodyTooLargeError, ServerBusyError) as error:
+                retry = [(b"retry-after", b"1")] if isinstance(error, ServerBusyError) else []
+                await refuse(status_of(error), message_of(error), *retry)
+                return
+            with body:
+                await self.app(scope, body.receive, send_and_note_status)
         finally:
             route = getattr(scope.get("route"), "path", "none")
             taken = time.perf_counter() - began
@@ -93,36 +118,28 @@ class AccessMiddleware:
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
         """Returns status and message if the request is not allowed."""
+        for name in (b"host", b"origin"):
+            if sum(header.lower() == name for header, _ in scope["headers"]) > 1:
+                return 400, f"the request has more than one {name.decode().capitalize()} header"
         if (host := _host_name(headers.get("host", ""))) not in self.hosts:
+            if host is None:
+                return 400, f"the Host header {headers.get('host', '')[:100]!r} is not HOST or HOST:PORT"
             return 403, f"this server does not answer to the host {host!r}; start it with --allow-host {host} if it is yours"
-        if (origin := headers.get("origin")) is not None and _host_name(origin.partition("://")[2]) not in self.hosts:
-            return 403, f"pages from {origin!r} may not use this server; start it with --allow-host if they are yours"
+        if (origin := headers.get("origin")) is not None and _origin_host(origin) not in self.hosts:
+            return 403, f"pages from {origin[:100]!r} may not use this server; start it with --allow-host if they are yours"
         path = scope["path"]
         needs_key = self.limits.key is not None and path not in KEYLESS_PATHS and not path.startswith(PAGE_FILES)
         if needs_key and not self._has_key(headers):
             return 401, "this server needs its API key: Authorization: Bearer KEY, or x-api-key: KEY"
-        length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self.limits.body_bytes:
-            return 413, str(BodyTooLargeError(self.limits.body_bytes))
         return None
+
+    def _has_body(self, headers: dict[str, str]) -> bool:
+        return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
     def _has_key(self, headers: dict[str, str]) -> bool:
         expected = str(self.limits.key).encode()
         given = (headers.get("authorization", "").removeprefix("Bearer ").strip(), headers.get("x-api-key", ""))
         return any(compare_digest(key.encode(), expected) for key in given)
-
-    def _limit_body(self, receive: Receive) -> Receive:
-        received = 0
-
-        async def receive_and_count() -> MutableMapping[str, Any]:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.limits.body_bytes:
-                raise BodyTooLargeError(self.limits.body_bytes)
-            return message
-
-        return receive_and_count
 
 
 def _unknown_fields_header(scope: Scope) -> Iterable[tuple[bytes, bytes]]:
@@ -132,15 +149,19 @@ def _unknown_fields_header(scope: Scope) -> Iterable[tuple[bytes, bytes]]:
     return [(b"x-redraft-unknown-fields", ", ".join(safe_names).encode("ascii"))] if safe_names else []
 
 
-def _host_name(netloc: str) -> str:
-    """Returns the host of host:port, without the brackets of IPv6."""
-    try:
-        return (urlsplit(f"//{netloc}").hostname or "").lower()
-    except ValueError:
-        return ""
+def _host_name(value: str) -> str | None:
+    """Returns the host of HOST or HOST:PORT, without the brackets of IPv6; None for anything else."""
+    match = HOST.fullmatch(value)
+    return match[1].strip("[]").lower() if match else None
 
 
-async def _send_json(send: Send, status: int, body: Any) -> None:
-    headers: Iterable[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]
+def _origin_host(origin: str) -> str | None:
+    """Returns the host of http://HOST:PORT or https://HOST:PORT; None for anything else."""
+    scheme, separator, rest = origin.partition("://")
+    return _host_name(rest) if separator and scheme.lower() in ("http", "https") else None
+
+
+async def _send_json(send: Send, status: int, body: Any, *more_headers: tuple[bytes, bytes]) -> None:
+    headers: Iterable[tuple[bytes, bytes]] = [(b"content-type", b"application/json"), *more_headers]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})

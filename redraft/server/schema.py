@@ -1,6 +1,7 @@
 """Request bodies, field by field.
 
-Unknown fields are ignored and named in a response header; fields that cannot be honoured are a bad request.
+Unknown fields are ignored and named in a response header; fields that cannot be honoured are a bad request. Lists have a
+limit, and their validation ends at the first mistake (`fail_fast`): a list of millions of mistakes would take seconds.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,8 +14,9 @@ Temperature = Annotated[float, Field(ge=0, le=2)]
 Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]  # likely tokens that come with each token
+Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=4096)]  # of a message's content
 StopString = Annotated[str, Field(max_length=2000)]
-Stop = StopString | Annotated[list[StopString], Field(max_length=64)] | None
+Stop = StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=64)] | None
 
 
 class Body(BaseModel):
@@ -36,10 +38,12 @@ class CanvasOptions(Body):
 
     diffusion_canvas_length: Annotated[int, Field(ge=1, le=4096)] | None = None
     diffusion_max_steps: Annotated[int, Field(ge=1, le=4096)] | None = None
-    diffusion_seed_canvas: Annotated[list[int], Field(max_length=4096)] | None = (
+    diffusion_seed_canvas: Annotated[list[int], Field(fail_fast=True, max_length=4096)] | None = (
         None  # token ids the first canvas starts from
     )
-    diffusion_pinned: Annotated[list[int], Field(max_length=4096)] | None = None  # positions of it that do not change
+    diffusion_pinned: Annotated[list[int], Field(fail_fast=True, max_length=4096)] | None = (
+        None  # positions of it that do not change
+    )
     diffusion_read_only: bool = False  # one canvas is the whole completion; stop tokens are forbidden
     diffusion_constrained: bool = False
 
@@ -55,13 +59,13 @@ class SamplingOptions(CanvasOptions):
     seed: Seed | None = None
     stop: Stop = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None  # token id -> -100; checked where it is used
     stream: bool = False
     stream_options: StreamOptions | None = None
     diffusing: bool = False  # stream a frame per denoising step
     vllm_xargs: dict[str, Any] | None = None  # vLLM's own clients put the canvas options here
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True, max_length=4096)] | None = None
     guided_json: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
 
@@ -85,9 +89,9 @@ class ChatMessage(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Parts | None = None
     name: str | None = None
-    tool_calls: list[ToolCallRequest] | None = None
+    tool_calls: Annotated[list[ToolCallRequest], Field(fail_fast=True, max_length=256)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -96,16 +100,16 @@ class PredictedOutput(Body):
     """A text that the completion is expected to resemble."""
 
     type: Literal["content"] = "content"
-    content: str | list[dict[str, Any]]
+    content: str | Parts
 
 
 class ChatRequest(SamplingOptions):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=2048)]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=256)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=256)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -117,7 +121,7 @@ class ChatRequest(SamplingOptions):
 class CompletionRequest(SamplingOptions):
     """POST /v1/completions and /v1/fim/completions."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=64)]
+    prompt: str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=64)]
     suffix: str | None = None
     max_tokens: Tokens | None = None
     logprobs: bool | TopLogprobs | None = None
@@ -128,7 +132,7 @@ class CompletionRequest(SamplingOptions):
 class EditRequest(Body):
     """POST /v1/edit/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=64)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=64)]
     max_tokens: Tokens | None = None
     temperature: Temperature | None = None
     seed: Seed | None = None
@@ -147,7 +151,7 @@ class InfillRequest(Body):
 
     input_prefix: str = ""
     input_suffix: str = ""
-    input_extra: Annotated[list[ExtraFile], Field(max_length=256)] = []
+    input_extra: Annotated[list[ExtraFile], Field(fail_fast=True, max_length=256)] = []
     prompt: str = ""
     n_predict: Annotated[int, Field(ge=-1, le=100_000)] = 128
     n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -156,14 +160,14 @@ class InfillRequest(Body):
     seed: Seed | None = None
     temperature: Temperature | None = None
     t_max_predict_ms: Annotated[float, Field(ge=0)] | None = None
-    response_fields: list[str] | None = None
+    response_fields: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
     id_slot: int = 0
     stream: bool = False
 
 
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 CanvasSize = Annotated[int, Field(ge=1, le=4096)]
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=2048)]
 
 
 class PositionedToken(Body):
@@ -177,8 +181,10 @@ class PositionedToken(Body):
 class ConstraintFields(Body):
     """Pins and bans."""
 
-    pins: Annotated[list[PositionedToken], Field(max_length=512)] = []
-    bans: Annotated[list[PositionedToken], Field(max_length=512)] = []  # tokens that must not stand at a position
+    pins: Annotated[list[PositionedToken], Field(fail_fast=True, max_length=512)] = []
+    bans: Annotated[
+        list[PositionedToken], Field(fail_fast=True, max_length=512)
+    ] = []  # tokens that must not stand at a position
 
 
 class InterventionRequest(ConstraintFields):
@@ -186,7 +192,7 @@ class InterventionRequest(ConstraintFields):
 
     block: Count
     step: Count
-    free: Annotated[list[Count], Field(max_length=4096)] = []  # positions that lose their pins and bans
+    free: Annotated[list[Count], Field(fail_fast=True, max_length=4096)] = []  # positions that lose their pins and bans
 
 
 class CanvasStep(Body):
@@ -209,8 +215,10 @@ class WatchedRequest(Body):
 class ReplayRequest(WatchedRequest):
     """A run that may be resumed: its committed canvases, its interventions, and the last step the client has seen."""
 
-    canvases: Annotated[list[Annotated[list[Count], Field(max_length=4096)]], Field(max_length=4096)] = []
-    interventions: Annotated[list[InterventionRequest], Field(max_length=64)] = []
+    canvases: Annotated[
+        list[Annotated[list[Count], Field(fail_fast=True, max_length=4096)]], Field(fail_fast=True, max_length=4096)
+    ] = []
+    interventions: Annotated[list[InterventionRequest], Field(fail_fast=True, max_length=64)] = []
     resume_at: CanvasStep | None = None  # frames up to this step are not sent again
 
 
@@ -223,11 +231,13 @@ class CanvasRequest(ReplayRequest, ConstraintFields):
     max_tokens: Tokens | None = None
     canvas_length: CanvasSize | None = None
     think: bool = False
-    forbidden: Annotated[list[Count], Field(max_length=4096)] = []
+    forbidden: Annotated[list[Count], Field(fail_fast=True, max_length=4096)] = []
     regex: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    choices: Annotated[list[str], Field(max_length=4096)] | None = None
-    draft: str | Annotated[list[Count], Field(max_length=4096)] | None = None  # what the first canvas starts from
+    choices: Annotated[list[str], Field(fail_fast=True, max_length=4096)] | None = None
+    draft: str | Annotated[list[Count], Field(fail_fast=True, max_length=4096)] | None = (
+        None  # what the first canvas starts from
+    )
 
 
 class CanvasEditRequest(ReplayRequest):
@@ -236,7 +246,7 @@ class CanvasEditRequest(ReplayRequest):
     text: str
     instruction: str | None = None
     strength: Annotated[float, Field(ge=0, le=1)] = DEFAULT_EDIT_STRENGTH
-    keep: Annotated[list[tuple[Count, Count]], Field(max_length=4096)] = []
+    keep: Annotated[list[tuple[Count, Count]], Field(fail_fast=True, max_length=4096)] = []
 
 
 class SudokuRequest(Body):
@@ -266,6 +276,6 @@ class DecideRequest(Body):
 
     prompt: str | None = None
     messages: Messages | None = None
-    choices: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=32)]
+    choices: Annotated[list[Annotated[str, Field(max_length=100)]], Field(fail_fast=True, max_length=32)]
     seed: Seed | None = None
     stream: bool = True

@@ -3,6 +3,7 @@
 Wire formats (`api/`) build on this and know nothing of threads or of one another.
 """
 
+import asyncio
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
@@ -11,10 +12,13 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from redraft.diffusion.generate import Stats
+from redraft.server.bodies import check_json_size
 from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, stream_completion
-from redraft.server.errors import BadRequestError
+from redraft.server.connections import name_client
+from redraft.server.errors import BadRequestError, ClientDisconnected
 from redraft.server.fim import Gap
 from redraft.server.infill import Infill, infill_gap
 from redraft.server.logprobs import TokenLogprob
@@ -24,6 +28,7 @@ from redraft.server.worker import Stream, Worker
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.writer import Writer
 
+LONG_BODY = 64 * 2**10  # bytes
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 
@@ -84,7 +89,11 @@ class Service:
             raise BadRequestError(message, "n")
 
         def run(single: CompletionParams) -> Stream[Chunk]:
-            return self.worker.run(lambda stop: stream_completion(self.writer, single, stop))
+            return self.worker.run(
+                lambda stop: stream_completion(self.writer, single, stop),
+                client=client_of(request),
+                compiles=bool(single.pattern),
+            )
 
         chunks = self._count_finished(merge_streams([run(single) for single in params]))
         await next_until_disconnected(request, chunks)  # Started
@@ -123,7 +132,7 @@ class Service:
         self, request: Request, work: Callable[[threading.Event], Iterator[T]], latest: Hashable | None = None
     ) -> T:
         """Runs work that yields one item, and returns it."""
-        item = await next_until_disconnected(request, self.worker.run(work, latest))
+        item = await next_until_disconnected(request, self.worker.run(work, latest, client=client_of(request)))
         assert item is not END
         return item
 
@@ -158,19 +167,42 @@ def timings_of(stats: Sequence[Stats]) -> dict[str, Any]:
 
 
 def client_of(request: Request) -> str:
-    """Identifies the client: its address and its program."""
-    return f"{request.client.host if request.client else ''} {request.headers.get('user-agent', '')}"
+    """The name of the client, among whom slots and steps are shared."""
+    return name_client(request.client.host if request.client else None)
+
+
+def program_of(request: Request) -> str:
+    """Identifies the program that asks: the client and its User-Agent."""
+    return f"{client_of(request)} {request.headers.get('user-agent', '')}"
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
-    """Parses the body of a request, and notes the names of unknown fields for the response header."""
-    raw = await request.body()
+    """Parses the body of a request, and notes the names of unknown fields for the response header.
+
+    Long bodies are parsed one at a time, and other work of the event loop has its turn between two of them.
+    """
+    state = request.app.state
     try:
-        body = kind.model_validate_json(raw)
-    except ValidationError as error:
-        raise bad_request_from(error) from None
+        raw = b"".join([piece async for piece in request.stream()])  # request.body() would keep it
+    except ClientDisconnect:
+        raise ClientDisconnected("the client has disconnected") from None
+    if len(raw) <= LONG_BODY:
+        body = parse_body(raw, kind, state.limits.bodies.json_values)
+    else:
+        async with state.parsing:
+            await asyncio.sleep(0)
+            body = parse_body(raw, kind, state.limits.bodies.json_values)
     request.scope[UNKNOWN_FIELDS] = unknown_fields(body)
     return body
+
+
+def parse_body(raw: bytes, kind: type[B], max_values: int) -> B:
+    """Parses JSON; a mistake in it becomes a BadRequestError."""
+    check_json_size(raw, max_values)
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise bad_request_from(error) from None
 
 
 def unknown_fields(body: BaseModel, path: str = "") -> list[str]:

@@ -65,24 +65,25 @@ async def stream_list(chunks: Sequence[T]) -> Stream[T]:
 async def merge_streams(streams: Sequence[Stream[T]]) -> Stream[tuple[int, T]]:
     """Yields (stream number, item) of several streams as items come.
 
-    The first item is a Started, when all streams have started; items that came earlier follow it.
+    The first item is a Started, when all streams have started. A slow reader holds the streams up.
     """
-    queue: asyncio.Queue[Any] = asyncio.Queue()
+    queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=len(streams))
+    all_started = asyncio.Event()
 
     async def pump(index: int, stream: Stream[T]) -> None:
         try:
             async for item in stream:
-                queue.put_nowait((index, item, None))
+                await queue.put((index, item, None))
+                if isinstance(item, Started):
+                    await all_started.wait()
         except Exception as error:
-            queue.put_nowait((index, None, error))
-        finally:
-            queue.put_nowait(None)
+            await queue.put((index, None, error))
+        await queue.put(None)
 
     tasks = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
     try:
         open_streams = len(tasks)
         started = 0
-        early: list[tuple[int, T]] = []  # items that came before the last stream had started
         while open_streams:
             entry = await queue.get()
             if entry is None:
@@ -91,14 +92,12 @@ async def merge_streams(streams: Sequence[Stream[T]]) -> Stream[tuple[int, T]]:
             index, item, error = entry
             if error is not None:
                 raise error
-            started += isinstance(item, Started)
-            if started < len(tasks):
-                early += [] if isinstance(item, Started) else [(index, item)]
-                continue
+            if isinstance(item, Started):
+                started += 1
+                if started < len(tasks):
+                    continue
+                all_started.set()
             yield index, item
-            for early_entry in early:
-                yield early_entry
-            early = []
     finally:
         for task in tasks:
             task.cancel()

@@ -3,17 +3,22 @@
     route -> Worker.run(work) -> [thread: work(stop) yields items] -> queue -> route
 
 Every request has a thread that reads its events; the engine's own thread makes the steps for all of them. When a
-coroutine stops listening, the request's stop event is set and the engine drops the request at its next step.
-This file knows nothing of HTTP.
+coroutine stops listening, the request's stop event is set and the engine drops the request at its next step. A coroutine
+that listens slowly holds its thread up, and the engine pauses the request: nothing piles up.
+
+Requests are admitted by what they cost. Those that compile a pattern need a second slot until they have started, and no
+client gets all slots of a kind. This file knows nothing of HTTP.
 """
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
 
+from redraft.engine import StopEvent
 from redraft.server.errors import ServerBusyError, ServerClosingError
 from redraft.writer import Writer
 
@@ -21,6 +26,39 @@ T = TypeVar("T")
 Work = Callable[[threading.Event], Iterator[T]]
 Stream = AsyncGenerator[T, None]
 CLOSE_POLL_SECONDS = 0.02
+QUEUE_POLL_SECONDS = 0.05
+MAX_QUEUED = 32  # items of a request that wait for their reader
+MAX_UNREAD = 32  # events of a request that wait in the engine; more pause it
+MAX_COMPILING = 16  # requests that compile a pattern or wait to
+
+
+class Slots:
+    """A number of slots, of which one client gets at most eight ninths: others always find room."""
+
+    def __init__(self, count: int, what: str) -> None:
+        self.count = count
+        self.per_client = count - count // 9
+        self.what = what
+        self._taken: Counter[str] = Counter()
+
+    @property
+    def taken(self) -> int:
+        """The number of slots in use."""
+        return self._taken.total()
+
+    def take(self, client: str) -> None:
+        """Takes a slot. Raises ServerBusyError if there is none for this client."""
+        if self.taken >= self.count:
+            raise ServerBusyError(f"the server already has {self.taken} requests {self.what}")
+        if self._taken[client] >= self.per_client:
+            raise ServerBusyError(f"this client already has {self._taken[client]} requests {self.what}")
+        self._taken[client] += 1
+
+    def release(self, client: str) -> None:
+        """Gives a slot back."""
+        self._taken[client] -= 1
+        if not self._taken[client]:
+            del self._taken[client]
 
 
 class Worker:
@@ -30,8 +68,10 @@ class Worker:
         self.writer = writer
         self.limit = limit
         self.closing = False
-        self._stops: set[threading.Event] = set()
-        self._latest: dict[Hashable, threading.Event] = {}
+        self.slots = Slots(limit, "running or waiting")
+        self.compile_slots = Slots(MAX_COMPILING, "whose patterns are being compiled")
+        self._stops: set[StopEvent] = set()
+        self._latest: dict[Hashable, StopEvent] = {}
         self._threads = ThreadPoolExecutor(limit, thread_name_prefix="redraft-request")
         self._engine_running = ExitStack()
 
@@ -42,7 +82,7 @@ class Worker:
 
     def start(self) -> None:
         """Starts the engine's own thread."""
-        self._engine_running.enter_context(self.writer.engine.run_in_background())
+        self._engine_running.enter_context(self.writer.engine.run_in_background(MAX_UNREAD))
 
     async def close(self, drain_seconds: float) -> None:
         """Accepts nothing new, waits at most `drain_seconds` for running requests, then stops them."""
@@ -57,47 +97,80 @@ class Worker:
         await asyncio.to_thread(self._engine_running.close)
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def run(self, work: Work[T], latest: Hashable | None = None) -> Stream[T]:
-        """Yields the items of `work` as they come. A newer request with the same `latest` key stops the older one."""
+    async def run(
+        self, work: Work[T], latest: Hashable | None = None, *, client: str = "", compiles: bool = False
+    ) -> Stream[T]:
+        """Yields the items of `work` as they come. A newer request with the same `latest` key stops the older one.
+
+        With `compiles`, the work first compiles a pattern, and then yields its first item.
+        """
         if self.closing:
             raise ServerClosingError("the server is shutting down")
-        stop = threading.Event()
+        self._stop_older(latest)
+        stop = StopEvent(client)
+        with ExitStack() as compile_slot:
+            if compiles:
+                self.compile_slots.take(client)
+                compile_slot.callback(self.compile_slots.release, client)
+            self.slots.take(client)
+            self._stops.add(stop)
+            if latest is not None:
+                self._latest[latest] = stop
+            try:
+                async with aclosing(self._run_in_thread(work, stop)) as items:
+                    async for item in items:
+                        compile_slot.close()
+                        yield item
+            finally:
+                self._stop(stop)
+                if latest is not None and self._latest.get(latest) is stop:
+                    del self._latest[latest]
+
+    async def _run_in_thread(self, work: Work[T], stop: StopEvent) -> Stream[T]:
+        """Runs the work in a thread of the pool and yields its items. The thread waits while MAX_QUEUED are unread."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        older = self._latest.get(latest) if latest is not None else None
-        if older is not None:
-            self._stop(older)
-        if self.active - (older is not None) >= self.limit:
-            raise ServerBusyError(self.active)
-        if latest is not None:
-            self._latest[latest] = stop
-        self._stops.add(stop)
+        room = threading.Semaphore(MAX_QUEUED)
 
         def put(entry: Any) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, entry)
 
+        def put_when_there_is_room(entry: Any) -> None:
+            while not room.acquire(timeout=QUEUE_POLL_SECONDS):
+                if stop.is_set():
+                    return
+            put(entry)
+
         def run_in_thread() -> None:
             try:
                 for item in work(stop):
-                    put((item, None))
+                    put_when_there_is_room((item, None))
             except BaseException as error:  # raised again in the coroutine that waits
                 put((None, error))
             finally:
                 put(None)
-                loop.call_soon_threadsafe(self._stops.discard, stop)
+                loop.call_soon_threadsafe(self._release, stop)
 
         self._threads.submit(run_in_thread)
-        try:
-            while (entry := await queue.get()) is not None:
-                item, error = entry
-                if error is not None:
-                    raise error
-                yield item
-        finally:
-            self._stop(stop)
-            if latest is not None and self._latest.get(latest) is stop:
-                del self._latest[latest]
+        while (entry := await queue.get()) is not None:
+            item, error = entry
+            if error is not None:
+                raise error
+            room.release()
+            yield item
 
-    def _stop(self, stop: threading.Event) -> None:
+    def _stop_older(self, latest: Hashable | None) -> None:
+        """Stops the older request with this key; its slot is free for the newer one."""
+        older = self._latest.get(latest) if latest is not None else None
+        if older is not None:
+            self._stop(older)
+            self._release(older)
+
+    def _release(self, stop: StopEvent) -> None:
+        if stop in self._stops:
+            self._stops.discard(stop)
+            self.slots.release(stop.client)
+
+    def _stop(self, stop: StopEvent) -> None:
         stop.set()
         self.writer.engine.notify()

@@ -3,7 +3,6 @@
 `GenerationOptions` is the record that Python (`Writer.write`, `chat`, `stream`), the command line and the server share.
 """
 
-import re
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
@@ -11,10 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from redraft.config import SamplerConfig
-from redraft.constraints import json_schema
-from redraft.constraints.budget import Budget
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.errors import PatternError, shorten
+from redraft.constraints.pattern_compiler import Pattern
 from redraft.engine import Replay
 from redraft.tokenizer.tokenizer import Message
 
@@ -63,11 +61,12 @@ class GenerationOptions:
         """Applies temperature, max_tokens and sampler fields to a checkpoint's settings; a field given by name wins."""
         return base.with_temperature(self.temperature).changed(max_new_tokens=self.max_tokens, **self.sampler)
 
-    def pattern(self, budget: Budget | None = None) -> str | None:
-        """The regular expression of `regex`, `schema` or `choices`; None without any of them. It spends from `budget`."""
-        if self.choices is not None:
-            return "|".join(re.escape(choice) for choice in self.choices)
-        return json_schema.build_regex(self.schema, budget) if self.schema is not None else self.regex
+    @property
+    def pattern(self) -> Pattern | None:
+        """The pattern of `regex`, `schema` or `choices`; None without any of them."""
+        if all(getattr(self, name) is None for name in PATTERNS):
+            return None
+        return Pattern(regex=self.regex, schema=self.schema, choices=self.choices)
 
 
 def check_choices(choices: Sequence[str]) -> None:

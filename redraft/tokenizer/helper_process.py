@@ -158,8 +158,11 @@ def read_message(pipe: IO[bytes]) -> bytes | None:
     return message if len(message) == length else None
 
 
-def answer_calls(handle: Callable[[bytes], bytes]) -> None:
-    """The main function of a helper process: answers messages until its parent closes the pipe or dies."""
+def answer_calls(handle: Callable[[bytes], bytes], set_up: Callable[[bytes], None] | None = None) -> None:
+    """The main function of a helper process: answers messages until its parent closes the pipe or dies.
+
+    `set_up` takes the first message, which has no answer.
+    """
     _limit_resources()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     sys.stdout = sys.stderr  # a print of the work must not look like an answer
@@ -173,6 +176,8 @@ def answer_calls(handle: Callable[[bytes], bytes]) -> None:
     threading.Thread(target=read, daemon=True).start()
     with suppress(KeyboardInterrupt):  # Ctrl-C goes to the whole process group; the parent decides
         write_message(answers, READY)
+        if set_up is not None:
+            set_up(messages.get())
         while True:
             write_message(answers, handle(messages.get()))
 

@@ -1,6 +1,7 @@
 """Anthropic's wire format: messages, whole and streamed, with events in the order and with the fields that clients need."""
 
-import asyncio
+import threading
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -9,16 +10,16 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from redraft.diffusion.generate import Stats
-from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, text_of_content
+from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, join_messages, text_of_content
 from redraft.server.errors import BadRequestError, checking_request
-from redraft.server.schema import Body, Seed, Temperature, Tokens
+from redraft.server.schema import Body, Parts, Seed, Temperature, Tokens
 from redraft.server.service import Completion, Route, Service, read_body
 from redraft.server.streams import end_with_error, sse_response, to_json
 from redraft.server.worker import Stream
 from redraft.tokenizer.tokenizer import Message
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "deadline": "max_tokens", "tool_calls": "tool_use"}
-Content = str | list[dict[str, Any]]
+Content = str | Parts
 
 
 class InputMessage(Body):
@@ -31,13 +32,13 @@ class InputMessage(Body):
 class MessagesRequest(Body):
     """POST /v1/messages."""
 
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=2048)]
+    messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=2048)]
     max_tokens: Tokens | None = None
     system: Content | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
     temperature: Temperature | None = None
     seed: Seed | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=256)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=256)] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     stream: bool = False
@@ -76,7 +77,11 @@ class AnthropicRoutes:
     async def count_tokens(self, request: Request) -> dict[str, int]:
         """POST /v1/messages/count_tokens."""
         params = params_of(await read_body(request, MessagesRequest))
-        return {"input_tokens": await asyncio.to_thread(self._count_tokens, params)}
+
+        def work(stop: threading.Event) -> Iterator[int]:
+            yield self._count_tokens(params)
+
+        return {"input_tokens": await self.service.run_single(request, work)}
 
     def _count_tokens(self, params: CompletionParams) -> int:
         writer = self.service.writer
@@ -84,7 +89,7 @@ class AnthropicRoutes:
             if writer.tokenizer.can_chat:
                 return len(writer.encode_prompt(params.prompt, params.tools, params.think))
             assert not isinstance(params.prompt, str)
-            return sum(len(writer.tokenizer.encode(str(message["content"]))) for message in params.prompt)
+            return len(writer.encode_prompt(join_messages(params.prompt)))
 
 
 async def stream_events(chunks: Stream[tuple[int, Chunk]], head: dict[str, Any]) -> Stream[dict[str, Any]]:

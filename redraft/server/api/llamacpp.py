@@ -13,7 +13,7 @@ from redraft.server.completion import as_stop_strings
 from redraft.server.fim import Gap
 from redraft.server.infill import Infill
 from redraft.server.schema import ExtraFile, InfillRequest
-from redraft.server.service import Route, Service, client_of, read_body
+from redraft.server.service import Route, Service, program_of, read_body
 from redraft.server.streams import sse_response, stream_list
 
 
@@ -42,7 +42,7 @@ class LlamaCppRoutes:
         infills = await self.service.infill(
             request,
             gap,
-            ("infill", client_of(request), body.id_slot),
+            ("infill", program_of(request), body.id_slot),
             count=body.n_cmpl,
             max_tokens=body.n_predict if body.n_predict > 0 else None,
             temperature=body.temperature,

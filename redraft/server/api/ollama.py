@@ -60,7 +60,7 @@ class GenerateRequest(OllamaRequest):
     suffix: str | None = None
     system: str | None = None
     raw: bool = False
-    images: list[str] | None = None
+    images: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
 
 
 class OllamaMessage(Body):
@@ -68,16 +68,16 @@ class OllamaMessage(Body):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
-    images: list[str] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    images: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=256)] | None = None
     tool_name: str | None = None
 
 
 class OllamaChatRequest(OllamaRequest):
     """POST /api/chat."""
 
-    messages: Annotated[list[OllamaMessage], Field(max_length=2048)] = Field(default_factory=list)
-    tools: Annotated[list[dict[str, Any]], Field(max_length=256)] | None = None
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=2048)] = Field(default_factory=list)
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=256)] | None = None
 
 
 class ShowRequest(Body):

@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
+from redraft.constraints.errors import shorten
 from redraft.diffusion.generate import Stats
 from redraft.server.completion import (
     JSON_OBJECT_SCHEMA,
@@ -29,7 +30,7 @@ from redraft.server.frames import Frame
 from redraft.server.infill import MAX_GAP_TOKENS, Infill, rewrite_region
 from redraft.server.logprobs import TokenLogprob, logprobs_of
 from redraft.server.schema import CanvasOptions, ChatRequest, CompletionRequest, EditRequest, SamplingOptions
-from redraft.server.service import Completion, Route, Service, bad_request_from, client_of, read_body, timings_of
+from redraft.server.service import Completion, Route, Service, bad_request_from, program_of, read_body, timings_of
 from redraft.server.streams import end_with_error, sse_response, stream_list
 from redraft.server.worker import Stream
 from redraft.tokenizer.chat_parser import ToolCall
@@ -50,6 +51,7 @@ UNSUPPORTED = (
     "structured_outputs",
 )
 FORBIDDING_BIAS = -100.0
+MAX_TOKEN_DIGITS = 9
 RESPONSE_FORMATS = "text, json_object, json_schema, regex or choice"
 # Fields of CompletionParams that infill does not support, and the client's name for each.
 NOT_FOR_INFILL = {
@@ -165,12 +167,15 @@ def warnings_of(body: SamplingOptions) -> list[str]:
     return [f"{name} has no meaning for a canvas and was not applied" for name in given]
 
 
-def forbidden_ids(logit_bias: Mapping[str, float] | None) -> tuple[int, ...]:
+def forbidden_ids(logit_bias: Mapping[str, Any] | None) -> tuple[int, ...]:
     """Returns the tokens that a bias of -100 forbids. Other biases are a bad request."""
     ids = []
     for token, bias in (logit_bias or {}).items():
-        if bias > FORBIDDING_BIAS or not token.isdigit():
-            raise BadRequestError(f"logit_bias can forbid a token with -100, got {token!r}: {bias!r}", "logit_bias")
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        is_token = token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS
+        if not is_token or not is_number or bias > FORBIDDING_BIAS:
+            message = f"logit_bias can forbid a token with -100, got {shorten(token)}: {shorten(bias)}"
+            raise BadRequestError(message, "logit_bias")
         ids.append(int(token))
     return tuple(ids)
 
@@ -381,7 +386,7 @@ class OpenAIRoutes:
         def work(stop: threading.Event) -> Iterator[Infill]:
             yield rewrite_region(self.service.writer, region, stop, seed=body.seed, temperature=body.temperature)
 
-        infill = await self.service.run_single(request, work, ("edit", client_of(request)))
+        infill = await self.service.run_single(request, work, ("edit", program_of(request)))
         self.service.count_stats(infill.stats)
         reply = {"role": "assistant", "content": f"```\n{infill.text}\n```"}
         builder = ResponseBuilder("edit.completion", self.service.name)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -15,7 +16,7 @@ from redraft.server.api.canvas.events import Events, memory_of
 from redraft.server.api.canvas.sudoku import SudokuSolver
 from redraft.server.api.canvas.write import stream_canvas
 from redraft.server.schema import AutoregressiveRequest, CanvasEditRequest, CanvasRequest, DecideRequest, SudokuRequest
-from redraft.server.service import Route, Service, read_body
+from redraft.server.service import Route, Service, client_of, read_body
 from redraft.server.streams import end_with_error, next_until_disconnected, sse_response, until_disconnected
 from redraft.server.worker import Stream
 
@@ -42,7 +43,9 @@ class CanvasRoutes:
     async def canvas(self, request: Request) -> Response:
         """POST /v1/canvas."""
         body = await read_body(request, CanvasRequest)
-        return await self._respond(request, body.stream, lambda stop: stream_canvas(self.service.writer, body, stop))
+        compiles = body.regex is not None or body.schema_ is not None or body.choices is not None
+        work = partial(stream_canvas, self.service.writer, body)
+        return await self._respond(request, body.stream, work, compiles=compiles)
 
     async def edit(self, request: Request) -> Response:
         """POST /v1/canvas/edit."""
@@ -57,15 +60,18 @@ class CanvasRoutes:
     async def decide(self, request: Request) -> Response:
         """POST /v1/canvas/decide."""
         body = await read_body(request, DecideRequest)
-        return await self._respond(request, body.stream, lambda stop: stream_decision(self.service.writer, body, stop))
+        work = partial(stream_decision, self.service.writer, body)
+        return await self._respond(request, body.stream, work, compiles=True)
 
     async def autoregressive(self, request: Request) -> Response:
         """POST /v1/canvas/autoregressive."""
         body = await read_body(request, AutoregressiveRequest)
         return await self._respond(request, body.stream, lambda stop: stream_autoregressive(self.service.writer, body, stop))
 
-    async def _respond(self, request: Request, stream: bool, work: Callable[[threading.Event], Events]) -> Response:
-        events = self._finish_events(self.service.worker.run(work))
+    async def _respond(
+        self, request: Request, stream: bool, work: Callable[[threading.Event], Events], *, compiles: bool = False
+    ) -> Response:
+        events = self._finish_events(self.service.worker.run(work, client=client_of(request), compiles=compiles))
         if not stream:
             return JSONResponse({"events": [event async for event in until_disconnected(request, events)]})
         first = await next_until_disconnected(request, events)  # a bad request raises here, before the response starts
