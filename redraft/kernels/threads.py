@@ -4,7 +4,8 @@ PyTorch splits every operation into one part per thread and waits for the slowes
 such operations. When another program takes one of the cores, the thread on that core is preempted, and every operation waits
 for it: a story that takes 7 s on two idle cores took 102 s beside a busy program, and 12 s with one thread. So the thread
 count follows the load: `adapt_threads` compares how long the cores were busy with how long this process used them, and
-leaves the cores that other programs use to those programs.
+leaves the cores that other programs use to those programs. Programs of a lower priority (`nice`) do not count: they give
+the core back at once.
 
 The user's own choice wins: OMP_NUM_THREADS, MKL_NUM_THREADS, `--threads`, or a call of torch.set_num_threads with a count
 that redraft has not set itself.
@@ -85,13 +86,16 @@ def read_load() -> tuple[float, float, float] | None:
         lines = STAT.read_text(encoding="ascii").splitlines()
     except (OSError, ValueError):
         return None
+    has_lower_priority = os.getpriority(os.PRIO_PROCESS, 0) > 0
     mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     ticks = 0
     for line in lines:
         name, *fields = line.split()
         if name in mine and len(fields) >= 8:
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
-            ticks += user + nice + system + irq + softirq + steal
+            ticks += user + system + irq + softirq + steal
+            if has_lower_priority:  # then other niced programs do not give way to this one
+                ticks += nice
     return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 

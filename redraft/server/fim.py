@@ -87,8 +87,8 @@ def find_region(prompt: str) -> Region | None:
         suffix = suffix.partition("<|/code_to_edit|>")[2]
     else:  # the region comes after the file: search for it in the file
         file = file.replace("<|cursor|>", "")
-        match = re.search(rf"^{re.escape(region)}$", file, re.MULTILINE)
-        prefix, suffix = (file[: match.start()], file[match.end() :]) if match else (file, "")
+        begin = f"\n{file}\n".find(f"\n{region}\n")  # whole lines; `find` takes linear time, a regular expression may not
+        prefix, suffix = (file[:begin], file[begin + len(region) :]) if begin >= 0 else (file, "")
     prefix = re.sub(r"\A\s*current_file_path:[^\n]*\n", "", prefix)
     sections = (_between_tags(prompt, "recently_viewed_code_snippets"), _between_tags(prompt, "edit_diff_history"))
     texts = [re.sub(r"<\|/?[a-z_]+\|>", "", section).strip() for section in sections if section and section.strip()]

@@ -126,6 +126,9 @@ def surrounding_text(writer: Writer, region: Region) -> tuple[str, str]:
     before = region.context + region.prefix
     after = region.suffix
     limit = writer.model.config.max_position_embeddings - 1  # one position for the start token
+    reach = limit * writer.tokenizer.longest_token  # characters; more can never fit
+    before = before[-reach:]
+    after = after[:reach]
     while (size := len(writer.tokenizer.encode(before + region.text + after))) > limit and before + after:
         share = 0.9 * limit / size
         before = before[len(before) - int(share * len(before)) :]

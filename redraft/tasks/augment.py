@@ -120,7 +120,8 @@ def variants(
 
 def check_text(engine: Engine, tokenizer: Tokenizer, text: str) -> None:
     """Refuses a text that does not fit the context or that holds special tokens."""
-    check_context(engine.model, len(start_tokens(tokenizer)), len(TokenizedText(tokenizer, text).ids))
+    tokens = TokenizedText(tokenizer, text, engine.model.config.max_position_embeddings)
+    check_context(engine.model, len(start_tokens(tokenizer)), len(tokens.ids))
 
 
 class _Job:

@@ -12,11 +12,12 @@ import difflib
 import math
 import re
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,8 +82,9 @@ class Suggestion:
 class TokenizedText:
     """A text as tokens, with the byte offset of each. Token ranges are (first, end), end exclusive."""
 
-    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        self.ids = tokenizer.encode(text)
+    def __init__(self, tokenizer: Tokenizer, text: str, limit: int | None = None) -> None:
+        """`limit` as in `Tokenizer.encode`."""
+        self.ids = tokenizer.encode(text, limit)
         self.bytes = text.encode("utf-8", "replace")
         token_bytes = tokenizer.token_bytes
         pieces = []
@@ -97,24 +99,25 @@ class TokenizedText:
         self.offsets = [0]
         for piece in pieces:
             self.offsets.append(self.offsets[-1] + len(piece))
-        starts_character = [True, *((byte & 0xC0) != 0x80 for byte in self.bytes[1:]), True]
-        self.starts_character = [starts_character[offset] for offset in self.offsets]  # of each token
+        starts_character = np.ones(len(self.bytes) + 1, dtype=bool)
+        starts_character[:-1] = np.frombuffer(self.bytes, dtype=np.uint8) & 0xC0 != 0x80
+        self.character_starts = np.flatnonzero(starts_character)  # the byte offset of every character, and the end
+        self.starts_character = starts_character[self.offsets].tolist()  # of each token
 
     def positions_in(self, spans: Sequence[Span], text: str) -> set[int]:
         """Positions of the tokens that have a character in one of the spans."""
-        positions = set()
+        is_inside = np.zeros(len(self.ids), dtype=bool)
         for span in spans:
             if not isinstance(span, Sequence) or len(span) != 2:
                 raise RequestError(f"a span is a pair of a start and an end, got {span!r}")
             start, end = span
             if not 0 <= start <= end <= len(text):
                 raise RequestError(f"the span {start} to {end} is outside of the text, which has {len(text)} characters")
-            first_byte = len(text[:start].encode("utf-8", "replace"))
-            end_byte = len(text[:end].encode("utf-8", "replace"))
-            for position, (begin, next_begin) in enumerate(pairwise(self.offsets)):
-                if begin < end_byte and next_begin > first_byte:
-                    positions.add(position)
-        return positions
+            first = bisect_right(self.offsets, self.character_starts[start]) - 1
+            last = bisect_left(self.offsets, self.character_starts[end])
+            if start < end:
+                is_inside[first:last] = True
+        return set(np.flatnonzero(is_inside).tolist())
 
     def runs(self, is_changed: Sequence[bool]) -> Iterator[tuple[int, int]]:
         """Ranges of adjacent changed tokens, widened to whole characters."""
@@ -139,8 +142,8 @@ class TokenizedText:
 
     def to_characters(self, first: int, end: int) -> Span:
         """The characters of a token range."""
-        start = len(self.bytes[: self.offsets[first]].decode())
-        return start, start + len(self.bytes[self.offsets[first] : self.offsets[end]].decode())
+        start, stop = np.searchsorted(self.character_starts, [self.offsets[first], self.offsets[end]]).tolist()
+        return start, stop
 
 
 # 2. Score
@@ -202,7 +205,7 @@ def suggest(
     """Tokens for which another is at least `least` times as likely, each with at most `most` alternatives."""
     if not least >= 1 or most < 1:
         raise RequestError(f"least and most must be at least 1, got {least} and {most}")
-    tokens = TokenizedText(tokenizer, text)
+    tokens = TokenizedText(tokenizer, text, engine.model.config.max_position_embeddings)
     suggestions = []
     for begin, logprobs_CV in score_canvases(engine, start_tokens(tokenizer), tokens.ids, cfg.canvas_length):
         canvas = tokens.ids[begin : begin + len(logprobs_CV)]
@@ -248,7 +251,7 @@ def stream_edit(
     `keep`. `prompt` (an instruction, for instance) precedes the text. Raises Stopped once `stop` is set. `candidates` as
     in `Engine.add`. A `replay` resumes an earlier edit, or adds interventions to it.
     """
-    tokens = TokenizedText(tokenizer, text)
+    tokens = TokenizedText(tokenizer, text, engine.model.config.max_position_embeddings)
     events = stream_redraft(
         engine,
         tokens.ids,

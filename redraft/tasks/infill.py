@@ -35,7 +35,8 @@ RANKED_SUFFIX_TOKENS = 32  # tokens after a gap whose likelihood counts in the r
 TOKEN_BONUS = 0.5  # nats per token of a gap: without it, the ranking prefers short gaps, which are likelier
 SEED_STRIDE = 1 << 20  # between the seeds of two gaps
 MIN_OVERLAP = 4  # characters that a gap and the suffix share to be cut: fewer may be chance
-GAP = re.compile(r"\[\[[ \t]*(?:(\d+)[ \t]*)?\]\]")
+GAP = re.compile(r"\[\[[ \t]*(?:(\d{1,9})[ \t]*)?\]\]")
+MAX_GAPS = 256
 
 
 # 1. Texts and gaps
@@ -145,7 +146,7 @@ class Infiller:
         settled = True
         for number, length in enumerate(template.lengths):
             is_last = number + 1 == len(template.lengths)
-            context = _GapContext(self.tokenizer, template, number, text, cfg.eos_token_ids)
+            context = _GapContext(self.tokenizer, template, number, text, cfg.eos_token_ids, self._reach)
             lengths = [length] if length else [option for option in LENGTHS if option < longest] + [longest]
             repeats = -(-count // len(lengths)) if is_last else 1
             tries = [option for option in lengths for _ in range(repeats)]
@@ -230,11 +231,18 @@ class Infiller:
     def _check_lengths(self, template: Template) -> None:
         """Refuses gaps that do not fit the context, before any list of that length is built."""
         limit = self.engine.model.config.max_position_embeddings
+        if len(template.lengths) > MAX_GAPS:
+            raise RequestError(f"the text has {len(template.lengths):,} gaps, at most {MAX_GAPS} are filled at once")
         lengths = [length or 0 for length in template.lengths]
         if sum(lengths) >= limit:
             raise RequestError(
                 f"a gap of {max(lengths)} tokens does not fit the model's context of {limit} with all other gaps"
             )
+
+    @property
+    def _reach(self) -> int:
+        """The most characters that the model's context can hold."""
+        return self.engine.model.config.max_position_embeddings * self.tokenizer.longest_token
 
     def build_request(self, template: Template, cfg: SamplerConfig) -> tuple[str, list[int], SamplerConfig, Constraints]:
         """One request for all gaps at once, each of its given length: the text before it, prompt, settings, constraints."""
@@ -243,7 +251,7 @@ class Infiller:
             raise RequestError("a canvas with all gaps needs the length of each: write it as [[ 8 ]]")
         self._check_lengths(template)
         text = template.texts[0]
-        context = _GapContext(self.tokenizer, template, 0, text, cfg.eos_token_ids)
+        context = _GapContext(self.tokenizer, template, 0, text, cfg.eos_token_ids, self._reach)
         before = text.encode("utf-8", "replace").removesuffix(context.healed).decode("utf-8", "replace")
         return before, *self._canvas_request(context, lengths[0], lengths[0] + len(context.suffix), cfg)
 
@@ -279,18 +287,23 @@ class Infiller:
 
 
 class _GapContext:
-    """The tokens around one gap: the prompt before it, the healed bytes it begins with, the suffix after it."""
+    """The tokens around one gap: the prompt before it, the healed bytes it begins with, the suffix after it.
 
-    def __init__(self, tokenizer: Tokenizer, template: Template, number: int, text: str, stops: Sequence[int]) -> None:
+    Text further than `reach` characters away cannot be within the model's context and is not tokenized.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: Template, number: int, text: str, stops: Sequence[int], reach: int
+    ) -> None:
         start = tokenizer.encode_prompt("")
-        before = tokenizer.encode(text)
+        before = tokenizer.encode(text[-reach:])
         if not start and not before:
             raise RequestError("this tokenizer has no start token: the text cannot begin with a gap")
         self.healed = b""  # bytes that moved from the prompt to the canvas
         self.healed_tokens = 0  # tokens that the canvas is longer for it: a space is part of the next word's token
         self.allowed_first: tuple[int, ...] = ()  # tokens that begin with the healed bytes
-        shorter = tokenizer.encode(text[:-1])
-        if text[-1:] in (" ", "\t") and start + shorter:
+        shorter = tokenizer.encode(text[-reach:-1]) if text[-1:] in (" ", "\t") else []
+        if start + shorter and text[-1:] in (" ", "\t"):
             self.healed = text[-1:].encode()
             before = shorter
         elif before and start + before[:-1] and re.search(r"\w\Z", text):
@@ -301,14 +314,16 @@ class _GapContext:
             token_bytes = enumerate(tokenizer.token_bytes)
             self.allowed_first = tuple(token for token, piece in token_bytes if piece and piece.startswith(self.healed))
         self.prompt = [*start, *before]
-        self.suffix = self._encode_suffix(tokenizer, template, number, stops)
+        self.suffix = self._encode_suffix(tokenizer, template, number, stops, reach)
 
     @staticmethod
-    def _encode_suffix(tokenizer: Tokenizer, template: Template, number: int, stops: Sequence[int]) -> list[int | None]:
+    def _encode_suffix(
+        tokenizer: Tokenizer, template: Template, number: int, stops: Sequence[int], reach: int
+    ) -> list[int | None]:
         """The tokens after the gap; None at the positions of later gaps."""
         suffix: list[int | None] = []
         for later, text in enumerate(template.texts[number + 1 :], number + 1):
-            suffix += tokenizer.encode(text)
+            suffix += tokenizer.encode(text[:reach])
             if later < len(template.lengths):
                 suffix += [None] * (template.lengths[later] or ASSUMED_LENGTH)
         if not template.is_fim:

@@ -100,6 +100,11 @@ class Tokenizer:
         return max(self._vocab.values()) + 1
 
     @cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token stands for."""
+        return max(map(len, self._vocab))
+
+    @cached_property
     def special_tokens(self) -> dict[int, str]:
         """The text of every special token, by id."""
         added = self.vocabulary.get_added_tokens_decoder()

@@ -115,14 +115,14 @@ def test_a_gap_in_an_indented_block_stays_in_it():
 
 
 def test_a_canvas_begins_with_the_healed_bytes():
-    context = infill._GapContext(WRITER.tokenizer, infill.parse_template("hap[[ ]]y"), 0, "hap", (1,))
+    context = infill._GapContext(WRITER.tokenizer, infill.parse_template("hap[[ ]]y"), 0, "hap", (1,), 1000)
     spelled = WRITER.tokenizer.token_bytes
     assert context.healed == b"p"
     assert all(spelled[token].startswith(b"p") for token in context.allowed_first)
     assert context.prompt == WRITER.tokenizer.encode_prompt("ha")
-    context = infill._GapContext(WRITER.tokenizer, infill.parse_template("the  [[ ]]y"), 0, "the  ", (1,))
+    context = infill._GapContext(WRITER.tokenizer, infill.parse_template("the  [[ ]]y"), 0, "the  ", (1,), 1000)
     assert (context.healed, context.prompt, context.healed_tokens) == (b" ", WRITER.tokenizer.encode_prompt("the "), 0)
-    assert infill._GapContext(WRITER.tokenizer, infill.parse_template("a.[[ ]]"), 0, "a.", (1,)).allowed_first == ()
+    assert infill._GapContext(WRITER.tokenizer, infill.parse_template("a.[[ ]]"), 0, "a.", (1,), 1000).allowed_first == ()
 
 
 def test_an_answer_begins_with_one_of_the_first_tokens():
