@@ -21,7 +21,7 @@ from redraft.constraints.compiled_cache import CompiledCache
 from redraft.constraints.errors import BudgetError, PatternError, shorten
 from redraft.constraints.graph import UNREACHABLE, distances_to
 from redraft.constraints.regex_dfa import DFA
-from redraft.constraints.token_trie import build_trie
+from redraft.constraints.token_trie import TokenTrie, build_trie
 
 MAX_EDGES = 100_000
 VOCABULARY_WORK = 3  # units of the budget for each token: several sorted copies of the vocabulary's classes
@@ -187,7 +187,10 @@ class AutomatonCompiler:
         Tokens are in the same class if a 64-bit hash of all their transitions is the same; hash 0 means no transition.
         """
         states = len(dfa.accepting_Q)
-        hash_N = self._hash_transitions(dfa, budget)[self.nodes_N]
+        trie, number_M = self.trie.merge_bytes(dfa.transitions_Q256, budget)
+        nodes_N = number_M[self.nodes_N]  # -1 for a token that fits nowhere
+        hash_M = _hash_transitions(trie, dfa, budget)
+        hash_N = np.where(nodes_N >= 0, hash_M[nodes_N], np.uint64(0))
         _, first_row, class_N = np.unique(hash_N, return_index=True, return_inverse=True)
         class_N = np.where(hash_N == 0, 0, class_N.ravel() + 1)
         class_names, class_N = np.unique(np.append(class_N, 0), return_inverse=True)  # renumbers: class 0 always exists
@@ -201,28 +204,30 @@ class AutomatonCompiler:
         stop_edges = np.stack(
             [stop_sources, np.full(len(stop_sources), states), np.full(len(stop_sources), stop_class)], axis=1
         )
-        return classes_V, np.concatenate([*self._find_edges(dfa, self.nodes_N[first_row], budget), stop_edges])
+        return classes_V, np.concatenate([*_find_edges(trie, nodes_N[first_row], dfa, budget), stop_edges])
 
-    def _hash_transitions(self, dfa: DFA, budget: Budget) -> np.ndarray:
-        """A hash of the transitions of every node of the trie: one number that all pairs of states contribute to."""
-        factors_Q = np.random.default_rng(0).integers(1, 2**63, size=(len(dfa.accepting_Q),), dtype=np.uint64) | 1
-        hash_M = np.zeros(self.trie.size, dtype=np.uint64)
-        with np.errstate(over="ignore"):
-            for source, target, node in self.trie.walk(dfa.transitions_Q256, budget):
-                np.add.at(hash_M, node, _mix_bits(target.astype(np.uint64) * factors_Q[source]))
-        return hash_M
 
-    def _find_edges(self, dfa: DFA, nodes_K: np.ndarray, budget: Budget) -> Iterator[np.ndarray]:
-        """Edges with columns from, to, class, in pieces. `nodes_K` are the nodes of one token of each class but class 0."""
-        class_M = np.zeros(self.trie.size, dtype=np.int64)
-        class_M[nodes_K] = np.arange(1, 1 + len(nodes_K))
-        count = 0
-        for source, target, node in self.trie.keep_ancestors(nodes_K).walk(dfa.transitions_Q256, budget):
-            is_edge = class_M[node] > 0
-            count += int(is_edge.sum())
-            if count > MAX_EDGES:
-                raise BudgetError(f"the pattern has more than {MAX_EDGES:,} transitions between states: make it simpler")
-            yield np.stack([source[is_edge], target[is_edge], class_M[node[is_edge]]], axis=1).astype(np.int64)
+def _hash_transitions(trie: TokenTrie, dfa: DFA, budget: Budget) -> np.ndarray:
+    """A hash of the transitions of every node of the trie: one number that all pairs of states contribute to."""
+    factors_Q = np.random.default_rng(0).integers(1, 2**63, size=(len(dfa.accepting_Q),), dtype=np.uint64) | 1
+    hash_M = np.zeros(trie.size, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for source, target, node in trie.walk(dfa.transitions_Q256, budget):
+            np.add.at(hash_M, node, _mix_bits(target.astype(np.uint64) * factors_Q[source]))
+    return hash_M
+
+
+def _find_edges(trie: TokenTrie, nodes_K: np.ndarray, dfa: DFA, budget: Budget) -> Iterator[np.ndarray]:
+    """Edges with columns from, to, class, in pieces. `nodes_K` are the nodes of one token of each class but class 0."""
+    class_M = np.zeros(trie.size, dtype=np.int64)
+    class_M[nodes_K] = np.arange(1, 1 + len(nodes_K))
+    count = 0
+    for source, target, node in trie.keep_ancestors(nodes_K).walk(dfa.transitions_Q256, budget):
+        is_edge = class_M[node] > 0
+        count += int(is_edge.sum())
+        if count > MAX_EDGES:
+            raise BudgetError(f"the pattern has more than {MAX_EDGES:,} transitions between states: make it simpler")
+        yield np.stack([source[is_edge], target[is_edge], class_M[node[is_edge]]], axis=1).astype(np.int64)
 
 
 def _mix_bits(x: np.ndarray) -> np.ndarray:

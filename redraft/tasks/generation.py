@@ -66,6 +66,8 @@ class GenerationOptions:
     def pattern(self, budget: Budget | None = None) -> str | None:
         """The regular expression of `regex`, `schema` or `choices`; None without any of them. It spends from `budget`."""
         if self.choices is not None:
+            budget = budget if budget is not None else Budget()
+            budget.check_length(sum(map(len, self.choices)) + len(self.choices) - 1, "the list of choices")
             return "|".join(re.escape(choice) for choice in self.choices)
         return json_schema.build_regex(self.schema, budget) if self.schema is not None else self.regex
 
