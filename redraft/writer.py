@@ -48,6 +48,7 @@ from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 DEFAULT_MODEL = checkpoint.PACKAGED / "tiny"
 SUDOKU_MODEL = checkpoint.PACKAGED / "sudoku"
+DECISION_WORK = 100  # units of the budget for each position of a choice's canvas
 
 
 @dataclass(frozen=True)
@@ -317,6 +318,18 @@ class Writer:
         missing = self.model.config.vocab_size - len(token_bytes)
         return AutomatonCompiler((*token_bytes, *[None] * missing), self.sampler.eos_token_ids)
 
+    def _constrain_choices(self, choices: Sequence[str], length: int) -> list[Constraints]:
+        """One pattern for each choice, on a canvas of this length. They share one budget."""
+        budget = Budget()
+        patterns = []
+        for choice in choices:
+            automaton = self.automaton_compiler.compile(re.escape(choice), budget)
+            budget.spend(length * (DECISION_WORK + automaton.operations), "the list of choices")
+            constraints = Constraints(automaton=automaton)
+            constraints.validate(self.model.config.vocab_size, length, self.sampler.eos_token_ids)
+            patterns.append(constraints)
+        return patterns
+
     @torch.inference_mode()
     def decide(
         self, prompt: Prompt, choices: Sequence[str], *, seed: int = 0, stop: threading.Event | None = None
@@ -331,21 +344,21 @@ class Writer:
         cfg = self.sampler.changed(max_new_tokens=self.sampler.canvas_length)
         length = cfg.canvas_length
         model = self.model
-        check_inputs(model.config, [ids], cfg, [seed], [Constraints()], None)
+        check_inputs(model, [ids], cfg, [seed], [Constraints()], None)
         noise_1C = rng.draws([seed], 0, model.device).noise(0, length, model.config.vocab_size)
+        patterns = self._constrain_choices(choices, length)
         with self.engine.reserve(len(ids), stop=stop) as cache:
             prefill(model, [ids], cache)
-            logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
+            logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu()
         del cache  # its memory is the engine's again
+        log_totals_C = logits_CV.double().logsumexp(dim=1).numpy()
         log_probs = []
-        for choice in choices:
+        for constraints in patterns:
             if stop is not None and stop.is_set():
                 raise Stopped
-            constraints = Constraints(automaton=self.automaton_compiler.compile(re.escape(choice)))
-            constraints.validate(model.config.vocab_size, length, cfg.eos_token_ids)
             automaton = constraints.canvas_automaton(constraints.initial_state, 0, length, length)
             assert automaton is not None
-            log_probs.append(automaton.log_match_probability(logits_CV))
+            log_probs.append(automaton.log_match_probability(logits_CV.numpy(), log_totals_C))
         probabilities = torch.tensor(log_probs, dtype=torch.float64).softmax(dim=0).tolist()
         return dict(zip(choices, probabilities, strict=True))
 

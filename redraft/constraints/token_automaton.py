@@ -24,7 +24,7 @@ from redraft.constraints.regex_dfa import DFA
 from redraft.constraints.token_trie import TokenTrie, build_trie
 
 MAX_EDGES = 100_000
-VOCABULARY_WORK = 3  # units of the budget for each token: several sorted copies of the vocabulary's classes
+VOCABULARY_WORK = 1  # unit of the budget for each token: the tokens are sorted by class
 MAX_CACHED_BYTES = 128 * 2**20
 ARRAYS = ("classes_V", "from_R", "to_R", "pair_E", "class_E", "final_Q")  # fields of a TokenAutomaton
 
@@ -57,6 +57,11 @@ class TokenAutomaton:
     def states(self) -> int:
         """The number of states."""
         return len(self.final_Q)
+
+    @property
+    def operations(self) -> int:
+        """What one position of a canvas costs: its edges, pairs and states, which the sums visit."""
+        return len(self.pair_E) + len(self.from_R) + self.states
 
     @property
     def bytes(self) -> int:
@@ -110,12 +115,21 @@ class TokenAutomaton:
 
     def step_back(self, ends_Q: np.ndarray, count: int, pins: Mapping[int, int]) -> np.ndarray:
         """The states from which `count` tokens can lead to one of `ends_Q`, with pinned tokens at some of the positions."""
-        for position in range(count - 1, -1, -1):
-            pairs = self.pairs_of_token(pins[position]) if position in pins else slice(None)
+        pinned = sorted(position for position in pins if position < count)
+        position = count
+        while position > 0:
+            position -= 1
+            is_pinned = bool(pinned) and pinned[-1] == position
+            from_R = self.from_R
+            to_R = self.to_R
+            if is_pinned:
+                pairs = self.pairs_of_token(pins[pinned.pop()])
+                from_R = from_R[pairs]
+                to_R = to_R[pairs]
             before_Q = np.zeros_like(ends_Q)
-            before_Q[self.from_R[pairs][ends_Q[self.to_R[pairs]]]] = True
-            if position not in pins and (before_Q == ends_Q).all():  # it stays so up to the next pin
-                return self.step_back(ends_Q, 1 + max((pin for pin in pins if pin < position), default=-1), pins)
+            before_Q[from_R[ends_Q[to_R]]] = True
+            if not is_pinned and (before_Q == ends_Q).all():  # nothing changes up to the next pin
+                position = pinned[-1] + 1 if pinned else 0
             ends_Q = before_Q
         return ends_Q
 

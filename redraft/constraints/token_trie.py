@@ -14,7 +14,9 @@ from redraft.constraints.budget import Budget
 from redraft.constraints.graph import expand_segments
 
 CHUNK = 2**20  # DFA states times nodes that are walked at once: bounds the memory
-MERGE_WORK = 3  # units of the budget for each node
+NODES_PER_UNIT = 10  # nodes that are removed, per unit of the budget
+MERGE_WORK = 3  # units of the budget for each node that is kept
+VOCABULARY = "running the vocabulary through the pattern"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,7 @@ class TokenTrie:
 
         A node with a byte that the DFA reads in no state is removed, with all below it; its number is -1.
         """
-        budget.spend(MERGE_WORK * self.size, "merging the vocabulary's bytes")
+        budget.spend(self.size // NODES_PER_UNIT, VOCABULARY)
         columns = [column.tobytes() for column in np.ascontiguousarray(transitions_Q256.T)]
         first_byte = {column: byte for byte, column in reversed(list(enumerate(columns)))}
         merged_256 = np.array([first_byte[column] for column in columns])
@@ -60,6 +62,7 @@ class TokenTrie:
             parent = number_M[self.parents_M[begin:end]]
             byte = self.bytes_M[begin:end]
             kept = np.flatnonzero((parent >= 0) & is_read_256[byte])
+            budget.spend(MERGE_WORK * len(kept), VOCABULARY)
             keys, inverse = np.unique(parent[kept] * 256 + merged_256[byte[kept]], return_inverse=True)
             number_M[begin + kept] = size + inverse.ravel()
             parents.append(keys // 256)
@@ -111,7 +114,7 @@ class PartialTrie:
             while len(node):
                 begins = self.begins_M[node]
                 ends = self.ends_M[node]
-                budget.spend(int((ends - begins).sum()), "running the vocabulary through the pattern")
+                budget.spend(int((ends - begins).sum()), VOCABULARY)
                 parents = np.repeat(np.arange(len(node)), ends - begins)
                 child = expand_segments(begins, ends)
                 state = transitions_Q256[state[parents], self.bytes_P[child]]
