@@ -16,6 +16,7 @@ from torch import Tensor
 
 from redraft import checkpoint
 from redraft.config import SamplerConfig
+from redraft.constraints.budget import Budget
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.pattern_compiler import LocalCompiler, Pattern, PatternCompiler
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
@@ -48,6 +49,7 @@ from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 DEFAULT_MODEL = checkpoint.PACKAGED / "tiny"
 SUDOKU_MODEL = checkpoint.PACKAGED / "sudoku"
+DECISION_WORK = 100  # units of the budget for each position of a choice's canvas
 
 
 @dataclass(frozen=True)
@@ -333,6 +335,17 @@ class Writer:
         token_bytes = self.tokenizer.token_bytes
         return (*token_bytes, *[None] * (self.model.config.vocab_size - len(token_bytes)))
 
+    def _constrain_choices(self, choices: Sequence[str], length: int, stop: threading.Event | None) -> list[Constraints]:
+        """One pattern for each choice, on a canvas of this length."""
+        budget = Budget()
+        patterns = []
+        for automaton in self._compile([Pattern(choices=[choice]) for choice in choices], stop):
+            budget.spend(length * (DECISION_WORK + automaton.operations), "the list of choices")
+            constraints = Constraints(automaton=automaton)
+            constraints.validate(self.model.config.vocab_size, length, self.sampler.eos_token_ids)
+            patterns.append(constraints)
+        return patterns
+
     @torch.inference_mode()
     def decide(
         self, prompt: Prompt, choices: Sequence[str], *, seed: int = 0, stop: threading.Event | None = None
@@ -347,24 +360,23 @@ class Writer:
         cfg = self.sampler.changed(max_new_tokens=self.sampler.canvas_length)
         length = cfg.canvas_length
         model = self.model
-        check_inputs(model.config, [ids], cfg, [seed], [Constraints()], None)
-        automata = self._compile([Pattern(choices=[choice]) for choice in choices], stop)
+        check_inputs(model, [ids], cfg, [seed], [Constraints()], None)
         noise_1C = rng.draws([seed], 0, model.device).noise(0, length, model.config.vocab_size)
+        patterns = self._constrain_choices(choices, length, stop)
         with self.engine.reserve(len(ids), stop=stop) as cache:
             with self.engine.take_turn(len(ids), stop):
                 prefill(model, [ids], cache)
             with self.engine.take_turn(length, stop):
-                logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu().numpy()
+                logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu()
         del cache  # its memory is the engine's again
+        log_totals_C = logits_CV.double().logsumexp(dim=1).numpy()
         log_probs = []
-        for compiled in automata:
+        for constraints in patterns:
             if stop is not None and stop.is_set():
                 raise Stopped
-            constraints = Constraints(automaton=compiled)
-            constraints.validate(model.config.vocab_size, length, cfg.eos_token_ids)
             automaton = constraints.canvas_automaton(constraints.initial_state, 0, length, length)
             assert automaton is not None
-            log_probs.append(automaton.log_match_probability(logits_CV))
+            log_probs.append(automaton.log_match_probability(logits_CV.numpy(), log_totals_C))
         probabilities = torch.tensor(log_probs, dtype=torch.float64).softmax(dim=0).tolist()
         return dict(zip(choices, probabilities, strict=True))
 

@@ -5,6 +5,7 @@ budget.py            the work and memory that compiling one request's pattern ma
 compiled_cache.py    the automata that were compiled last
 graph.py             distances between the states of an automaton
 characters.py        code points of a regular expression's characters, and their UTF-8 bytes
+dfa.py               a DFA over bytes, and its minimization
 regex_dfa.py         compiles a regular expression to a DFA over bytes
 json_schema.py       compiles a JSON schema to a regular expression
 token_trie.py        the bytes of a vocabulary's tokens as a trie

@@ -6,8 +6,11 @@ the DFA, tokens of the vocabulary. The compiler counts before it computes, so a 
 
 from redraft.constraints.errors import BudgetError
 
+# A unit is at most about 100 ns of one core and at most 6 bytes. Each part of the compiler says how many units it takes per
+# state, edge or token. Measured with the hostile inputs of tests/hostile.py, one after another: those that use the whole
+# budget take 50 to 110 ns a unit (1.0 to 2.2 s), and no compilation has allocated more than 22 MB at its peak.
 MAX_WORK = 20_000_000
-MAX_CHARACTERS = 100_000
+MAX_CHARACTERS = 100_000  # Python's parser takes 1 to 4 us and up to 170 bytes a character
 
 
 class Budget:

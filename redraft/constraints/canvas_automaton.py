@@ -9,7 +9,7 @@ Shapes: C canvas positions, V vocabulary, Q states, K token classes, R pairs of 
 (a pair and a class whose tokens make the transition).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,6 +22,7 @@ from redraft.constraints.token_automaton import TokenAutomaton
 # In nats below the best token. Log-probabilities are clamped at MIN_LOG_PROB, except that a token below FORBIDDEN has none.
 MIN_LOG_PROB = -300.0
 FORBIDDEN = -1e7
+BLOCK_VALUES = 2**19  # values of edges or tokens that are computed at once: 4 MB as float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,28 +40,12 @@ class CanvasAutomaton:
         Adding a class's log weight to the logits of its tokens gives the marginals of the matching texts, up to a constant.
         """
         automaton = self.automaton
-        logits_CV, nonempty_K = self._sort_by_class(logits_CV)
-        starts = automaton.tokens_by_class[1][nonempty_K]
-        sizes = automaton.sizes_K[nonempty_K]
-        sums_CK = np.zeros((len(logits_CV), len(nonempty_K)))
-        best_CK = np.full(sums_CK.shape, -np.inf, dtype=np.float32)
-        top_CK = np.maximum.reduceat(logits_CV, starts, axis=1)
-        best_CK[:, nonempty_K] = top_CK
-        relative_CV = torch.from_numpy(logits_CV - np.repeat(top_CK, sizes, axis=1)).exp_().numpy()  # to the class's best
-        below_CK = (top_CK - top_CK.max(axis=1, keepdims=True)).astype(np.float64)
-        # At any temperature, a token that is not forbidden keeps some probability: it may be the only one that matches.
-        top_prob_CK = np.where(below_CK < FORBIDDEN, 0.0, np.exp(np.maximum(below_CK, MIN_LOG_PROB)))
-        sums_CK[:, nonempty_K] = np.add.reduceat(relative_CV, starts, axis=1, dtype=np.float64) * top_prob_CK
-        weights_CR = np.add.reduceat(sums_CK[:, automaton.class_E], automaton.edge_starts_R, axis=1)
-        live = self._find_live_states(weights_CR > 0)
+        sums_CK, best_CK = self._reduce_classes(logits_CV)
+        live = self._find_live_states(sums_CK > 0)
         if not live[0][self.state]:
             raise self.no_match_error()
-        through_CR = self._run_forward_backward(weights_CR, live)
-        pairs_E, classes, starts = automaton.pairs_by_class
-        through_CK = np.zeros_like(sums_CK)
-        through_CK[:, classes] = np.add.reduceat(through_CR[:, pairs_E], starts, axis=1)
-        with np.errstate(divide="ignore"):
-            return np.log(through_CK), self._run_viterbi(logits_CV, best_CK, live)
+        log_weights_CK = self._run_forward_backward(PairRows(automaton, sums_CK, np.add), live)
+        return log_weights_CK, self._run_viterbi(logits_CV, best_CK, live)
 
     def accepts(self, ids: Sequence[int]) -> bool:
         """Whether a canvas with these tokens can begin a matching answer."""
@@ -73,13 +58,17 @@ class CanvasAutomaton:
         """The error for a canvas on which no text matches."""
         return PatternError(f"no text of this length can match {shorten(self.automaton.pattern)} here")
 
-    def log_match_probability(self, logits_CV: np.ndarray) -> float:
-        """The log probability that a text matches if every position is sampled on its own."""
+    def log_match_probability(self, logits_CV: np.ndarray, log_totals_C: np.ndarray) -> float:
+        """The log probability that a text matches if every position is sampled on its own.
+
+        `log_totals_C` is the logsumexp of each position, which all patterns share.
+        """
         automaton = self.automaton
-        logits_CV, nonempty_K = self._sort_by_class(logits_CV[: self.room])
-        logs_CV = torch.from_numpy(logits_CV).double().log_softmax(dim=1).numpy()
-        logs_CK = np.full((len(logs_CV), len(nonempty_K)), -np.inf)
-        logs_CK[:, nonempty_K] = np.logaddexp.reduceat(logs_CV, automaton.tokens_by_class[1][nonempty_K], axis=1)
+        order_V, bounds_K = automaton.tokens_by_class
+        tokens = order_V[bounds_K[1] :]  # without class 0
+        logs_CV = logits_CV[: self.room, tokens].astype(np.float64) - log_totals_C[: self.room, None]
+        logs_CK = np.full((self.room, len(bounds_K)), -np.inf)
+        logs_CK[:, 1:] = np.logaddexp.reduceat(logs_CV, bounds_K[1:] - bounds_K[1], axis=1)
         from_E = automaton.from_R[automaton.pair_E]
         to_E = automaton.to_R[automaton.pair_E]
         score_Q = np.full(automaton.states, -np.inf)
@@ -90,62 +79,89 @@ class CanvasAutomaton:
             score_Q = next_Q
         return float(np.logaddexp.reduce(score_Q[self.ends_Q]))
 
-    def _sort_by_class(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Logits with the tokens sorted by class, and which classes have tokens."""
-        order_V = torch.from_numpy(self.automaton.tokens_by_class[0])
-        return torch.from_numpy(logits_CV).index_select(1, order_V).numpy(), self.automaton.sizes_K > 0
+    def _reduce_classes(self, logits_CV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each class's probability relative to the position's best token, sums_CK, and its best logit, best_CK."""
+        automaton = self.automaton
+        order_V, bounds_K = automaton.tokens_by_class
+        nonempty_K = automaton.sizes_K > 0
+        starts = bounds_K[nonempty_K]
+        sizes = automaton.sizes_K[nonempty_K]
+        sums_CK = np.zeros((len(logits_CV), len(nonempty_K)))
+        best_CK = np.full(sums_CK.shape, -np.inf, dtype=np.float32)
+        tokens = torch.from_numpy(order_V)
+        for block in split_positions(len(logits_CV), logits_CV.shape[1]):
+            sorted_BV = torch.from_numpy(logits_CV[block]).index_select(1, tokens).numpy()
+            top_BK = np.maximum.reduceat(sorted_BV, starts, axis=1)
+            best_CK[block, nonempty_K] = top_BK
+            relative_BV = (
+                torch.from_numpy(sorted_BV - np.repeat(top_BK, sizes, axis=1)).exp_().numpy()
+            )  # to the class's best
+            below_BK = (top_BK - top_BK.max(axis=1, keepdims=True)).astype(np.float64)
+            # At any temperature, a token that is not forbidden keeps some probability: it may be the only one that matches.
+            top_prob_BK = np.where(below_BK < FORBIDDEN, 0.0, np.exp(np.maximum(below_BK, MIN_LOG_PROB)))
+            sums_CK[block, nonempty_K] = np.add.reduceat(relative_BV, starts, axis=1, dtype=np.float64) * top_prob_BK
+        return sums_CK, best_CK
 
-    def _find_live_states(self, possible_CR: np.ndarray) -> np.ndarray:
+    # 1. Forward-backward
+
+    def _find_live_states(self, possible_CK: np.ndarray) -> np.ndarray:
         """The states from which a match can still be reached, [C + 1, Q], by position."""
         automaton = self.automaton
-        live = np.zeros((len(possible_CR) + 1, automaton.states), dtype=bool)
+        possible = PairRows(automaton, possible_CK, np.logical_or)
+        live = np.zeros((len(possible_CK) + 1, automaton.states), dtype=bool)
         live[-1] = self.ends_Q
-        for position in range(len(possible_CR) - 1, -1, -1):
-            usable_R = possible_CR[position] & live[position + 1].take(automaton.to_R)
+        for position in range(len(possible_CK) - 1, -1, -1):
+            usable_R = possible[position] & live[position + 1].take(automaton.to_R)
             live[position][automaton.from_R[usable_R]] = True
         return live
 
-    def _run_forward_backward(self, weights_CR: np.ndarray, live: np.ndarray) -> np.ndarray:
-        """The probability mass of matching texts through each pair at each position, without the pair's own weight."""
+    def _run_forward_backward(self, weights: "PairRows", live: np.ndarray) -> np.ndarray:
+        """The log of the probability mass of matching texts through each class, without the class's own weight."""
         automaton = self.automaton
+        count = len(live) - 1
         forward = np.zeros(live.shape)
         forward[0][self.state] = 1.0
-        for position, weights_R in enumerate(weights_CR):
-            mass_R = forward[position].take(automaton.from_R) * weights_R
+        for position in range(count):
+            mass_R = forward[position].take(automaton.from_R) * weights[position]
             mass_Q = np.bincount(automaton.to_R, mass_R, automaton.states) * live[position + 1]
             forward[position + 1] = mass_Q / np.add.reduce(mass_Q)
-        reached = forward > 0
         backward = np.zeros(live.shape)
-        backward[-1] = live[-1] & reached[-1]
-        for position in range(len(weights_CR) - 1, -1, -1):
-            mass_R = backward[position + 1].take(automaton.to_R) * weights_CR[position]
-            mass_Q = np.bincount(automaton.from_R, mass_R, automaton.states) * reached[position]
+        backward[-1] = live[-1] & (forward[-1] > 0)
+        for position in range(count - 1, -1, -1):
+            mass_R = backward[position + 1].take(automaton.to_R) * weights[position]
+            mass_Q = np.bincount(automaton.from_R, mass_R, automaton.states) * (forward[position] > 0)
             backward[position] = mass_Q / np.maximum.reduce(mass_Q)
-        return forward[:-1].take(automaton.from_R, axis=1) * backward[1:].take(automaton.to_R, axis=1)
+        pairs_E, classes, starts = automaton.pairs_by_class
+        through_CK = np.zeros((count, len(automaton.sizes_K)))
+        for block in split_positions(count, len(pairs_E)):
+            after = slice(block.start + 1, block.stop + 1)
+            through_BR = forward[block].take(automaton.from_R, axis=1) * backward[after].take(automaton.to_R, axis=1)
+            through_CK[block, classes] = np.add.reduceat(through_BR[:, pairs_E], starts, axis=1)
+        with np.errstate(divide="ignore"):
+            return np.log(through_CK)
 
     # 2. Viterbi
 
     def _run_viterbi(self, logits_CV: np.ndarray, best_CK: np.ndarray, live: np.ndarray) -> np.ndarray:
-        """The tokens of the most probable matching text. Logits are sorted by class."""
+        """The tokens of the most probable matching text."""
         automaton = self.automaton
         count = len(logits_CV)
         order_R, targets, starts = automaton.pairs_by_target
-        best_CR = np.maximum.reduceat(best_CK[:, automaton.class_E], automaton.edge_starts_R, axis=1)[:, order_R]
+        best = PairRows(automaton, best_CK, np.maximum, order_R)
         from_R = automaton.from_R[order_R]
         scores = np.full((count + 1, automaton.states), -np.inf)
         scores[0][self.state] = 0.0
-        dead_penalty = np.where(live, 0.0, -np.inf)
         for position in range(count):
-            candidates_R = scores[position].take(from_R) + best_CR[position]
+            candidates_R = scores[position].take(from_R) + best[position]
             scores[position + 1][targets] = np.maximum.reduceat(candidates_R, starts)
-            scores[position + 1] += dead_penalty[position + 1]
+            scores[position + 1][~live[position + 1]] = -np.inf
         pairs_of_target = dict(zip(targets.tolist(), pairwise([*starts.tolist(), len(order_R)]), strict=True))
         pairs_C = np.empty(count, dtype=np.int64)
         state = int(np.argmax(np.where(self.ends_Q, scores[-1], -np.inf)))
         for position in range(count - 1, -1, -1):
             low, high = pairs_of_target[state]
             if high - low > 1:
-                low += int((scores[position].take(from_R[low:high]) + best_CR[position, low:high]).argmax())
+                low += int((scores[position].take(from_R[low:high]) + best[position][low:high]).argmax())
             pairs_C[position] = order_R[low]
             state = int(from_R[low])
         return self._pick_tokens(pairs_C, logits_CV, best_CK)
@@ -165,6 +181,47 @@ class CanvasAutomaton:
                 token_class = classes[best_CK[position].take(classes).argmax()]
             begin = bounds_K[token_class]
             size = automaton.sizes_K[token_class]
-            offset = logits_CV[position, begin : begin + size].argmax() if size > 1 else 0
+            offset = logits_CV[position].take(order_V[begin : begin + size]).argmax() if size > 1 else 0
             ids_C[position] = order_V[begin + offset]
         return ids_C
+
+
+class PairRows:
+    """The values of token classes, combined over the edges of each pair, position by position.
+
+    Some positions are computed at once and kept until others are needed, because the array of all positions may have
+    gigabytes.
+    """
+
+    def __init__(
+        self, automaton: TokenAutomaton, values_CK: np.ndarray, combine: np.ufunc, order_R: np.ndarray | None = None
+    ) -> None:
+        self.automaton = automaton
+        self.values_CK = values_CK
+        self.combine = combine
+        self.order_R = order_R  # of the pairs in a row
+        self.length = positions_per_block(len(automaton.class_E))
+        self.begin = -self.length  # the first position of the block
+        self.block_BR = np.zeros((0, 0))
+
+    def __getitem__(self, position: int) -> np.ndarray:
+        """The values of all pairs at one position."""
+        if not self.begin <= position < self.begin + self.length:
+            self.begin = position - position % self.length
+            values_BE = self.values_CK[self.begin : self.begin + self.length, self.automaton.class_E]
+            self.block_BR = self.combine.reduceat(values_BE, self.automaton.edge_starts_R, axis=1)
+            if self.order_R is not None:
+                self.block_BR = self.block_BR[:, self.order_R]
+        return self.block_BR[position - self.begin]
+
+
+def positions_per_block(width: int) -> int:
+    """The number of positions that are computed at once, for so many values per position."""
+    return max(1, BLOCK_VALUES // max(1, width))
+
+
+def split_positions(count: int, width: int) -> Iterator[slice]:
+    """Splits `count` positions into blocks."""
+    length = positions_per_block(width)
+    for begin in range(0, count, length):
+        yield slice(begin, min(begin + length, count))

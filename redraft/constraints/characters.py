@@ -1,12 +1,12 @@
 """Characters of a regular expression: the code points that an item matches, and their UTF-8 bytes."""
 
-import _sre  # type: ignore[import-not-found]  # the functions by which `re` ignores case
+import _sre  # the functions by which `re` ignores case
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from re import _constants as op  # type: ignore[attr-defined]  # not in typeshed
-from re._casefix import _EXTRA_CASES  # type: ignore[import-not-found]
+from re._casefix import _EXTRA_CASES
 from typing import Any, NamedTuple
 
 from redraft.constraints.budget import Budget

@@ -10,10 +10,21 @@ from typing import Any
 
 from redraft.constraints import regex_dfa
 from redraft.constraints.budget import Budget
-from redraft.constraints.errors import PatternError
+from redraft.constraints.errors import MAX_SHOWN, BudgetError, PatternError, shorten
 
 MAX_DIGITS = 15  # of an integer: all integers of 15 digits are exact as floating-point numbers
-MAX_REGEX_LENGTH = 200_000
+MAX_BOUND_DIGITS = 20  # of `minimum` and `maximum`
+MAX_REPEAT = 20_000  # `minLength`, `maxLength`, `minItems`, `maxItems`
+MAX_SCHEMA_CHARACTERS = 1_000_000  # of JSON text
+MAX_PATH = 120  # characters of a path in an error message
+
+# Units of the budget (see budget.py for the unit) for each ...
+NODE_WORK = 200  # subschema
+KEYWORD_WORK = 10  # keyword of a subschema, part of a reference
+VALUE_WORK = 60  # value of an enum, name of a property
+ESCAPE_WORK = 1  # character of them
+INTEGER_WORK = 5_000  # range of integers
+COPY_WORK = 1  # character of a regular expression that is kept
 CHARACTER = r'(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt])'
 STRING = f'"{CHARACTER}*"'
 INTEGER = f"-?(?:0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})"
@@ -56,66 +67,113 @@ KEYWORDS_OF_TYPE: dict[str, set[str]] = {
     "array": {"items", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
-Builder = Callable[[Mapping[str, Any], str, tuple[str, ...]], str]
+ESCAPES = str.maketrans({character: f"\\{character}" for character in r"\.^$*+?{}[]|()-"})
+Builder = Callable[[Mapping[str, Any], str], str]
 
 
 def build_regex(schema: Mapping[str, Any] | str, budget: Budget | None = None) -> str:
     """The regular expression of a schema, given as an object or as JSON text. It spends from `budget`."""
     if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise PatternError(f"the schema is not JSON: {error}") from None
+        schema = _parse_schema(schema)
     try:
-        return _RegexBuilder(schema).build(schema, "", ())
+        return _RegexBuilder(schema, budget if budget is not None else Budget()).build(schema, "")
     except RecursionError:
         raise PatternError("the schema is nested too deeply") from None
 
 
-class _RegexBuilder:
-    """Builds the regular expression of one schema.
+def _parse_schema(text: str) -> Any:
+    if len(text) > MAX_SCHEMA_CHARACTERS:
+        raise BudgetError(f"the schema has {len(text):,} characters, at most {MAX_SCHEMA_CHARACTERS:,} are supported")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise PatternError("the schema is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise PatternError(f"the schema is not JSON: {error}") from None
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise PatternError("the schema has an integer with thousands of digits: make it smaller") from None
 
-    Every builder takes a subschema, its path in the whole schema (for error messages) and the references that led to it.
+
+class _RegexBuilder:
+    """Builds the regular expression of one schema, every subschema once.
+
+    Every builder takes a subschema and its path in the whole schema, for error messages. Lengths are checked before texts
+    are concatenated, because a text repeats what its references contain.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, budget: Budget) -> None:
         self.root = root
+        self.budget = budget
+        self.built: dict[int, tuple[Any, str]] = {}  # id of a subschema -> the subschema, so that it lives, and its regex
+        self.unfinished: set[int] = set()  # ids of the subschemas that contain the current one
         self.combining_builders: dict[str, Builder] = {  # keywords that define a schema without a type
             "$ref": self._build_reference,
             "enum": self._build_enum,
-            "const": lambda schema, path, references: _escape_json(schema["const"]),
-            "anyOf": lambda schema, path, references: self._build_any(schema["anyOf"], f"{path}/anyOf", references),
+            "const": lambda schema, path: self._escape_json(schema["const"], f"{path}/const"),
+            "anyOf": lambda schema, path: self._build_any(schema["anyOf"], f"{path}/anyOf"),
             "oneOf": self._build_one_of,
             "allOf": self._build_all_of,
         }
         self.type_builders: dict[str, Builder] = {
             "string": self._build_string,
             "integer": self._build_integer,
-            "number": lambda schema, path, references: NUMBER,
-            "boolean": lambda schema, path, references: "(?:true|false)",
-            "null": lambda schema, path, references: "null",
+            "number": lambda schema, path: NUMBER,
+            "boolean": lambda schema, path: "(?:true|false)",
+            "null": lambda schema, path: "null",
             "array": self._build_array,
             "object": self._build_object,
         }
 
-    def build(self, schema: Any, path: str, references: tuple[str, ...]) -> str:
+    def build(self, schema: Any, path: str) -> str:
+        """The regular expression of a subschema."""
+        if len(path) > MAX_PATH:  # nested paths would grow without limit
+            path = f"...{path[-MAX_PATH:]}"
+        if id(schema) not in self.built:
+            self.unfinished.add(id(schema))
+            self.built[id(schema)] = (schema, self._build_new(schema, path))
+            self.unfinished.remove(id(schema))
+        return self.built[id(schema)][1]
+
+    def _build_new(self, schema: Any, path: str) -> str:
         where = _name_path(path)
         if not isinstance(schema, Mapping):
-            raise PatternError(f"{where} must be an object, got {json.dumps(schema)[:60]}")
+            raise PatternError(f"{where} must be an object, got {shorten(schema)}")
+        self.budget.spend(NODE_WORK + KEYWORD_WORK * len(schema), where)
         keywords = {keyword for keyword in schema if keyword not in ANNOTATION_KEYWORDS}
         for keyword, builder in self.combining_builders.items():
             if keyword in keywords:
                 allowed = {keyword, "type"} if keyword in ("enum", "const") else {keyword}
                 _refuse_other_keywords(keywords, allowed, where)
-                return builder(schema, path, references)
+                return builder(schema, path)
         types = self._find_types(schema, keywords, where)
         _refuse_other_keywords(keywords, {"type"}.union(*(KEYWORDS_OF_TYPE[name] for name in types)), where)
-        regex = _join_alternatives([self.type_builders[name](schema, path, references) for name in types])
-        if len(regex) > MAX_REGEX_LENGTH:
-            raise PatternError(
-                f"{where} makes a pattern of {len(regex):,} characters, at most {MAX_REGEX_LENGTH:,} are supported"
-            )
-        return regex
+        return self._join_alternatives([self.type_builders[name](schema, path) for name in types], path)
+
+    def _concatenate(self, parts: Sequence[str], path: str) -> str:
+        """The parts one after another, if they are not too long together."""
+        length = sum(map(len, parts))
+        self.budget.check_length(length, _name_path(path))
+        self.budget.spend(len(parts) + length * COPY_WORK, _name_path(path))
+        return "".join(parts)
+
+    def _join_alternatives(self, parts: Sequence[str], path: str) -> str:
+        """One of the parts; parts that are equal are one alternative."""
+        different = list(dict.fromkeys(parts))
+        if len(different) == 1:
+            return different[0]
+        separators = ["(?:", *["|"] * (len(different) - 1)]
+        pieces = [piece for pair in zip(separators, different, strict=True) for piece in pair]
+        return self._concatenate([*pieces, ")"], path)
+
+    def _escape_json(self, value: Any, path: str) -> str:
+        """A regular expression that matches the JSON of exactly this value."""
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError):  # NaN, an integer of thousands of digits, an object that contains itself
+            raise PatternError(f"{_name_path(path)} has {shorten(value)}, which JSON cannot express") from None
+        self.budget.check_length(len(text), _name_path(path))
+        self.budget.spend(VALUE_WORK + len(text) * ESCAPE_WORK, _name_path(path))
+        return text.translate(ESCAPES)
 
     def _find_types(self, schema: Mapping[str, Any], keywords: set[str], where: str) -> list[str]:
         """The types that a schema names, or the type that its keywords imply."""
@@ -123,67 +181,84 @@ class _RegexBuilder:
         if types is None:
             types = [name for name in ("object", "array", "string") if keywords & KEYWORDS_OF_TYPE[name]]
             if len(types) != 1:
-                problem = f"has {min(keywords)!r}, which is not supported" if keywords else "allows anything; name a type"
+                problem = (
+                    f"has {shorten(min(keywords, key=str))}, which is not supported"
+                    if keywords
+                    else "allows anything; name a type"
+                )
                 raise PatternError(f"{where} {problem}")
         types = types if isinstance(types, list) else [types]
+        self.budget.spend(KEYWORD_WORK * len(types), where)
         if not types or not all(isinstance(name, str) and name in KEYWORDS_OF_TYPE for name in types):
             known = ", ".join(KEYWORDS_OF_TYPE)
-            raise PatternError(f"{where} has the type {schema.get('type')!r}; known are {known}")
-        return types
+            raise PatternError(f"{where} has the type {shorten(schema.get('type'))}; known are {known}")
+        return list(dict.fromkeys(types))
 
-    def _build_reference(self, schema: Mapping[str, Any], path: str, references: tuple[str, ...]) -> str:
+    def _build_reference(self, schema: Mapping[str, Any], path: str) -> str:
         where = _name_path(path)
         name = schema["$ref"]
         if not isinstance(name, str) or not name.startswith("#"):
-            raise PatternError(f"{where} refers to {name!r}; only references inside the schema (#/...) are supported")
-        if name in references or name == "#":
-            raise PatternError(f"the schema refers to itself ({name}), which is not supported: its nesting has no limit")
+            raise PatternError(f"{where} refers to {shorten(name)}; only references inside the schema (#/...) are supported")
         target = self.root
-        for part in name.removeprefix("#").strip("/").split("/"):
+        parts = name.removeprefix("#").strip("/").split("/") if name != "#" else []
+        self.budget.spend(KEYWORD_WORK * len(parts), where)
+        for part in parts:
             key = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(target, Mapping) or key not in target:
-                raise PatternError(f"{where} refers to {name!r}, which is not there")
+                raise PatternError(f"{where} refers to {shorten(name)}, which is not there")
             target = target[key]
-        return self.build(target, name, (*references, name))
+        if id(target) in self.unfinished:
+            raise PatternError(
+                f"the schema refers to itself ({shorten(name)}), which is not supported: its nesting has no limit"
+            )
+        return self.build(target, name[:MAX_SHOWN])
 
-    def _build_enum(self, schema: Mapping[str, Any], path: str, references: tuple[str, ...]) -> str:
-        return _join_alternatives([_escape_json(value) for value in _check_list(schema["enum"], f"{path}/enum")])
+    def _build_enum(self, schema: Mapping[str, Any], path: str) -> str:
+        path = f"{path}/enum"
+        values = _check_list(schema["enum"], path)
+        self.budget.check_length(2 * len(values) + 3, path)  # a character and a separator at the least
+        return self._join_alternatives([self._escape_json(value, path) for value in values], path)
 
-    def _build_any(self, branches: Any, path: str, references: tuple[str, ...]) -> str:
+    def _build_any(self, branches: Any, path: str) -> str:
         checked = _check_list(branches, path)
-        return _join_alternatives([self.build(branch, f"{path}/{n}", references) for n, branch in enumerate(checked)])
+        self.budget.spend(KEYWORD_WORK * len(checked), path)
+        return self._join_alternatives([self.build(branch, f"{path}/{n}") for n, branch in enumerate(checked)], path)
 
-    def _build_one_of(self, schema: Mapping[str, Any], path: str, references: tuple[str, ...]) -> str:
+    def _build_one_of(self, schema: Mapping[str, Any], path: str) -> str:
         branches = _check_list(schema["oneOf"], f"{path}/oneOf")
-        regex = self._build_any(branches, f"{path}/oneOf", references)
+        regex = self._build_any(branches, f"{path}/oneOf")
         types: list[Any] = []
         for branch in branches:
             named = branch.get("type") if isinstance(branch, Mapping) else None
             types += named if isinstance(named, list) else [named]
-        if None in types or len(set(types)) < len(types) or {"integer", "number"} <= set(types):
+        if (
+            not all(isinstance(name, str) for name in types)
+            or len(set(types)) < len(types)
+            or {"integer", "number"} <= set(types)
+        ):
             raise PatternError(f"{_name_path(path)} has 'oneOf' with branches that may overlap; use 'anyOf'")
         return regex
 
-    def _build_all_of(self, schema: Mapping[str, Any], path: str, references: tuple[str, ...]) -> str:
+    def _build_all_of(self, schema: Mapping[str, Any], path: str) -> str:
         branches = _check_list(schema["allOf"], f"{path}/allOf")
         if len(branches) > 1:
             raise PatternError(f"{_name_path(path)} has 'allOf' with {len(branches)} parts; only one is supported")
-        return self.build(branches[0], f"{path}/allOf/0", references)
+        return self.build(branches[0], f"{path}/allOf/0")
 
-    def _build_string(self, schema: Mapping[str, Any], path: str, references: tuple[str, ...]) -> str:
+    def _build_string(self, schema: Mapping[str, Any], path: str) -> str:
         keywords = set(schema) - ANNOTATION_KEYWORDS
         if "format" in schema:
             _refuse_other_keywords(keywords, {"type", "format"}, _name_path(path))
             if not isinstance(schema["format"], str) or schema["format"] not in FORMATS:
-                raise PatternError(f"{path}/format is {schema['format']!r}; known are {', '.join(sorted(FORMATS))}")
+                raise PatternError(f"{path}/format is {shorten(schema['format'])}; known are {', '.join(sorted(FORMATS))}")
             return f'"{FORMATS[schema["format"]]}"'
         if "pattern" in schema:
             _refuse_other_keywords(keywords, {"type", "pattern"}, _name_path(path))
-            return f'"(?:{_check_string_pattern(schema["pattern"], path)})"'
+            return f'"(?:{_check_string_pattern(schema["pattern"], path, self.budget)})"'
         least, most = _read_bounds(schema, "minLength", "maxLength", path)
         return f'"{CHARACTER}{_format_repeat(least, most)}"'
 
-    def _build_integer(self, schema: Mapping[str, Any], path: str, references: tuple[str, ...]) -> str:
+    def _build_integer(self, schema: Mapping[str, Any], path: str) -> str:
         limit = 10**MAX_DIGITS - 1
         low = _read_integer(schema, "minimum", -limit, path)
         high = _read_integer(schema, "maximum", limit, path)
@@ -192,47 +267,55 @@ class _RegexBuilder:
         if (low, high) == (-limit, limit):
             return INTEGER
         if low > high:
-            raise PatternError(f"{_name_path(path)} has no whole number between {low} and {high}")
+            raise PatternError(f"{_name_path(path)} has no whole number between {shorten(low)} and {shorten(high)}")
+        self.budget.spend(INTEGER_WORK, _name_path(path))
         return integers_between(low, high)
 
-    def _build_array(self, schema: Mapping[str, Any], path: str, references: tuple[str, ...]) -> str:
+    def _build_array(self, schema: Mapping[str, Any], path: str) -> str:
         if "items" not in schema:
             raise PatternError(f"{_name_path(path)} is an array without 'items': say what it holds")
-        item = self.build(schema["items"], f"{path}/items", references)
+        item = self.build(schema["items"], f"{path}/items")
         least, most = _read_bounds(schema, "minItems", "maxItems", path)
         if most == 0:
             return r"\[\]"
         repeat = _format_repeat(max(0, least - 1), most - 1 if most is not None else None)
-        nonempty = rf"\[{item}(?:, {item}){repeat}\]"
+        nonempty = self._concatenate([r"\[", item, "(?:, ", item, f"){repeat}", r"\]"], path)
         return nonempty if least else rf"(?:\[\]|{nonempty})"
 
-    def _build_object(self, schema: Mapping[str, Any], path: str, references: tuple[str, ...]) -> str:
+    def _build_object(self, schema: Mapping[str, Any], path: str) -> str:
         where = _name_path(path)
         properties = schema.get("properties", {})
         required = schema.get("required", [])
         additional = schema.get("additionalProperties", True)
         if not isinstance(properties, Mapping) or not isinstance(required, list):
             raise PatternError(f"{where}: properties must be an object and required a list")
+        self.budget.spend(KEYWORD_WORK * (len(properties) + len(required)), where)
         if not all(isinstance(name, str) for name in required):
-            raise PatternError(f"{where}: required must be a list of names, got {required!r}")
+            raise PatternError(f"{where}: required must be a list of names, got {shorten(required)}")
         if missing := [name for name in required if name not in properties]:
-            raise PatternError(f"{where} requires {missing[0]!r}, which is not among its properties")
+            raise PatternError(f"{where} requires {shorten(missing[0])}, which is not among its properties")
         if not isinstance(additional, bool) and (properties or not isinstance(additional, Mapping)):
             raise PatternError(
                 f"{path}/additionalProperties may be true or false beside properties, or a schema without them"
             )
         if properties:
-            entries = []
-            for name, value in properties.items():
-                entry = f"{_escape_json(name)}: {self.build(value, f'{path}/properties/{name}', references)}"
-                entries.append((entry, name in required))
-            return rf"\{{{_join_entries(entries)}\}}"
+            return self._build_properties(properties, set(required), path)
         if isinstance(additional, Mapping):
-            entry = f"{STRING}: {self.build(additional, f'{path}/additionalProperties', references)}"
-            return rf"\{{(?:{entry}(?:, {entry})*)?\}}"
+            entry = f"{STRING}: {self.build(additional, f'{path}/additionalProperties')}"
+            return self._concatenate([r"\{(?:", entry, "(?:, ", entry, r")*)?\}"], path)
         if "properties" not in schema and additional:
             raise PatternError(f"{where} is an object without 'properties': say what it holds")
         return r"\{\}"
+
+    def _build_properties(self, properties: Mapping[str, Any], required: set[str], path: str) -> str:
+        entries = []
+        for name, value in properties.items():
+            if not isinstance(name, str):
+                raise PatternError(f"{path}/properties must have names, got {shorten(name)}")
+            key = self._escape_json(name, f"{path}/properties")
+            regex = self.build(value, f"{path}/properties/{name[:MAX_SHOWN]}")
+            entries.append((self._concatenate([key, ": ", regex], path), name in required))
+        return self._concatenate([r"\{", *_join_entries(entries), r"\}"], path)
 
 
 def _name_path(path: str) -> str:
@@ -240,27 +323,39 @@ def _name_path(path: str) -> str:
 
 
 def _refuse_other_keywords(keywords: set[str], allowed: set[str], where: str) -> None:
-    if other := sorted(keywords - allowed):
-        raise PatternError(f"{where} has {other[0]!r}, which is not supported here")
+    if other := sorted(keywords - allowed, key=str):
+        raise PatternError(f"{where} has {shorten(other[0])}, which is not supported here")
 
 
-def _join_entries(entries: Sequence[tuple[str, bool]]) -> str:
-    """The entries of an object in order, with commas between those that are present. The flag says which are required."""
-    if not entries:
-        return ""
-    rest = "".join(f", {entry}" if is_required else f"(?:, {entry})?" for entry, is_required in entries[1:])
-    first, is_required = entries[0]
-    return first + rest if is_required else f"(?:{first}{rest}|{_join_entries(entries[1:])})"
+def _join_entries(entries: Sequence[tuple[str, bool]]) -> list[str]:
+    """The entries of an object in order, with commas between those that are present. The flag says which are required.
+
+    Returns the parts of a regular expression. Every entry occurs once if one is required: those before it have a comma
+    behind them, those after it a comma before them.
+    """
+    first_required = next((number for number, (_, is_required) in enumerate(entries) if is_required), None)
+    if first_required is None:
+        return ["(?:", *_join_optional([entry for entry, _ in entries]), ")?"]
+    parts: list[str] = []
+    for entry, _ in entries[:first_required]:
+        parts += ["(?:", entry, ", )?"]
+    parts.append(entries[first_required][0])
+    for entry, is_required in entries[first_required + 1 :]:
+        parts += [", ", entry] if is_required else ["(?:, ", entry, ")?"]
+    return parts
 
 
-def _join_alternatives(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
+def _join_optional(entries: Sequence[str]) -> list[str]:
+    """At least one of the entries, in order, with commas between them.
 
-
-def _escape_json(value: Any) -> str:
-    """A regular expression that matches the JSON of exactly this value."""
-    text = json.dumps(value, ensure_ascii=False)
-    return "".join(f"\\{c}" if c in r"\.^$*+?{}[]|()-" else c for c in text)
+    Either one of the first half is present, and the second half follows with commas, or the second half stands alone. An
+    entry occurs about log2(n) times.
+    """
+    if len(entries) == 1:
+        return [entries[0]]
+    half = len(entries) // 2
+    followers = [part for entry in entries[half:] for part in ("(?:, ", entry, ")?")]
+    return ["(?:", *_join_optional(entries[:half]), *followers, "|", *_join_optional(entries[half:]), ")"]
 
 
 def _check_list(value: Any, path: str) -> list:
@@ -278,7 +373,9 @@ def _read_bounds(schema: Mapping[str, Any], low: str, high: str, path: str) -> t
     most = schema.get(high)
     for name, value in ((low, least), (high, 0 if most is None else most)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise PatternError(f"{path}/{name} must be a whole number, 0 or more, got {value!r}")
+            raise PatternError(f"{path}/{name} must be a whole number, 0 or more, got {shorten(value)}")
+        if value > MAX_REPEAT:
+            raise BudgetError(f"{path}/{name} is {shorten(value)}, at most {MAX_REPEAT:,} is supported")
     if most is not None and least > most:
         raise PatternError(f"{_name_path(path)}: {low} is {least}, {high} is {most}")
     return least, most
@@ -287,20 +384,24 @@ def _read_bounds(schema: Mapping[str, Any], low: str, high: str, path: str) -> t
 def _read_integer(schema: Mapping[str, Any], name: str, default: int, path: str) -> int:
     value = schema.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
-        raise PatternError(f"{path}/{name} must be a whole number, got {value!r}")
+        raise PatternError(f"{path}/{name} must be a whole number, got {shorten(value)}")
+    if abs(value) >= 10**MAX_BOUND_DIGITS:
+        raise PatternError(f"{path}/{name} is {shorten(value)}, at most {MAX_BOUND_DIGITS} digits are supported")
     return int(value)
 
 
-def _check_string_pattern(pattern: Any, path: str) -> str:
+def _check_string_pattern(pattern: Any, path: str, budget: Budget) -> str:
     """The inside of a string's `pattern`, ^...$. It must match no character that JSON would write as an escape."""
     if not isinstance(pattern, str):
-        raise PatternError(f"{path}/pattern must be a text, got {pattern!r}")
+        raise PatternError(f"{path}/pattern must be a text, got {shorten(pattern)}")
     backslashes = len(pattern) - 1 - len(pattern[:-1].rstrip("\\"))  # directly before the last character
     if not (pattern.startswith("^") and pattern.endswith("$")) or backslashes % 2:
-        raise PatternError(f"{path}/pattern is {pattern!r}; only patterns of the whole text, ^...$, are supported")
-    dfa = regex_dfa.compile_dfa(pattern)
+        raise PatternError(f"{path}/pattern is {shorten(pattern)}; only patterns of the whole text, ^...$, are supported")
+    dfa = regex_dfa.compile_dfa(pattern, budget)
     if dfa.transitions_Q256[1:, [*range(32), ord('"'), ord("\\"), 127]].any():
-        raise PatternError(f"{path}/pattern {pattern!r} matches quotes, backslashes or control characters; leave them out")
+        raise PatternError(
+            f"{path}/pattern {shorten(pattern)} matches quotes, backslashes or control characters; leave them out"
+        )
     return pattern.removeprefix("^")[:-1]
 
 
@@ -311,7 +412,7 @@ def integers_between(low: int, high: int) -> str:
         parts += [f"-{part}" for part in _split_into_digit_ranges(max(1, -high), -low)]
     if high >= 0:
         parts += _split_into_digit_ranges(max(0, low), high)
-    return _join_alternatives(parts)
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
 
 
 def _split_into_digit_ranges(low: int, high: int) -> list[str]:

@@ -41,7 +41,7 @@ class Pattern:
         if self.schema is not None:
             return json_schema.build_regex(self.schema, budget)
         if self.choices is not None:
-            budget.spend_characters(sum(map(len, self.choices)), "the choices")
+            budget.check_length(sum(map(len, self.choices)) + len(self.choices) - 1, "the list of choices")
             return "|".join(re.escape(choice) for choice in self.choices)
         if not isinstance(self.regex, str):
             raise PatternError(f"a pattern is a text, got {shorten(self.regex)}")

@@ -1,6 +1,6 @@
 """Regular expressions compiled to DFAs over UTF-8 bytes. A DFA accepts the texts that `re.fullmatch` accepts.
 
-    pattern -> [Python's own parser] -> syntax tree -> [1 NFA] -> [2 subset construction] -> [3 minimization] -> DFA
+    pattern -> [Python's own parser] -> syntax tree -> [1 NFA] -> [2 subset construction] -> [minimization, dfa.py] -> DFA
 
 Python's parser reads the pattern, so syntax and meaning are those of `re`. Constructs that are not regular, or not supported
 (back-references, lookaround, word boundaries), are refused by name. Shapes: Q states.
@@ -12,19 +12,18 @@ from collections import deque
 from collections.abc import Sequence
 from re import _constants as op  # type: ignore[attr-defined]  # not in typeshed
 from re import _parser as parser  # type: ignore[attr-defined]
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from redraft.constraints.budget import Budget
 from redraft.constraints.characters import character_ranges, utf8_trie
 from redraft.constraints.compiled_cache import CompiledCache
+from redraft.constraints.dfa import DFA, minimize
 from redraft.constraints.errors import BudgetError, PatternError, shorten
-from redraft.constraints.graph import UNREACHABLE, distances_to
 
 MAX_NFA_STATES = 20_000
 MAX_DFA_STATES = 5_000
-MAX_MINIMIZED = 512  # a DFA with more states keeps its equivalent states
 MAX_REASON = 120  # characters of Python's own error message
 CHARACTER_TYPES = int(re.ASCII | re.UNICODE | re.LOCALE)
 
@@ -37,24 +36,8 @@ STORED_WORK = 10  # member of a set of states that is kept
 SUBSET_WORK = 4  # member of a subset that is expanded
 CLOSURE_WORK = 4  # closure in a union; each of its members takes one more unit
 DFA_STATE_WORK = 250  # state of the DFA
-TABLE_WORK = 150  # state of the DFA: 256 transitions are copied several times
-ROUND_WORK = 500  # round of the minimization; each CELLS_PER_UNIT transitions take one more unit
-CELLS_PER_UNIT = 10
 DETERMINIZATION = "making the pattern deterministic"
 CLOSURES = "the pattern's optional parts"
-
-
-class DFA(NamedTuple):
-    """A deterministic finite automaton over bytes. State 0 is dead: no transition leaves it."""
-
-    transitions_Q256: np.ndarray  # the next state for each state and byte
-    accepting_Q: np.ndarray  # whether a match may end in the state
-    start: int
-
-    @property
-    def bytes(self) -> int:
-        """The size of the tables."""
-        return self.transitions_Q256.nbytes + self.accepting_Q.nbytes
 
 
 COMPILED: CompiledCache[DFA] = CompiledCache(64, 32 * 2**20, lambda dfa: dfa.bytes)
@@ -276,47 +259,3 @@ def _epsilon_closures(nfa: _NFA, end: int) -> list[frozenset[int]]:
         nfa.budget.spend(STORED_WORK * len(closure), CLOSURES)
         closures.append(frozenset([state for state in closure if nfa.byte_edges[state] or state == end]))
     return closures
-
-
-# 3. Minimization
-
-
-def minimize(dfa: DFA, budget: Budget) -> DFA:
-    """Merges states that lead to no match into state 0, and merges equivalent states (Moore's algorithm, by hashes).
-
-    A DFA with more than MAX_MINIMIZED states keeps its equivalent states: finding them takes as many rounds as the longest
-    match has bytes.
-    """
-    accepting_Q = dfa.accepting_Q
-    states = len(accepting_Q)
-    budget.spend(states * TABLE_WORK, "the pattern's table of states")
-    columns = set(map(bytes, np.ascontiguousarray(dfa.transitions_Q256.T)))
-    next_QB = np.stack([np.frombuffer(column, dtype=np.int32) for column in sorted(columns)], axis=1)  # bytes that differ
-    pair_keys = np.unique(np.arange(states)[:, None] * states + next_QB)  # one number per (from, to)
-    live_Q = distances_to(accepting_Q, *np.divmod(pair_keys, states)) < UNREACHABLE
-    class_Q = np.where(live_Q, np.arange(states), 0)
-    if states <= MAX_MINIMIZED:
-        class_Q = _find_equivalent_states(np.where(live_Q[next_QB], next_QB, 0), accepting_Q, budget)
-    _, first, class_Q = np.unique(class_Q, return_index=True, return_inverse=True)
-    class_Q = class_Q.ravel()
-    order = np.argsort(np.arange(len(first)) != class_Q[0], kind="stable")  # the dead state first
-    rank = np.empty(len(first), dtype=np.int32)
-    rank[order] = np.arange(len(first))
-    rank_Q = np.where(live_Q, rank[class_Q], 0).astype(np.int32)
-    return DFA(rank_Q[dfa.transitions_Q256[first[order]]], accepting_Q[first[order]], int(rank_Q[dfa.start]))
-
-
-def _find_equivalent_states(next_QB: np.ndarray, accepting_Q: np.ndarray, budget: Budget) -> np.ndarray:
-    """Numbers the states so that equivalent states have the same number. B: bytes with different transitions."""
-    class_Q = accepting_Q.astype(np.int64)
-    factors = np.random.default_rng(0).integers(1, 2**63, size=(MAX_MINIMIZED + 257,), dtype=np.uint64)
-    byte_factors = factors[: next_QB.shape[1]]
-    class_factors = factors[257:]
-    while True:
-        budget.spend(ROUND_WORK + next_QB.size // CELLS_PER_UNIT, "merging the pattern's equivalent states")
-        hash_Q = (class_factors[class_Q[next_QB]] * byte_factors).sum(axis=1, dtype=np.uint64)
-        hash_Q += factors[256] * class_Q.astype(np.uint64)
-        refined_Q = np.unique(hash_Q, return_inverse=True)[1].ravel()
-        if refined_Q.max() <= class_Q.max():
-            return refined_Q
-        class_Q = refined_Q

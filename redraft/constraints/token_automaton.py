@@ -21,10 +21,10 @@ from redraft.constraints.compiled_cache import CompiledCache
 from redraft.constraints.errors import BudgetError, PatternError, shorten
 from redraft.constraints.graph import UNREACHABLE, distances_to
 from redraft.constraints.regex_dfa import DFA
-from redraft.constraints.token_trie import build_trie
+from redraft.constraints.token_trie import TokenTrie, build_trie
 
 MAX_EDGES = 100_000
-VOCABULARY_WORK = 3  # units of the budget for each token: several sorted copies of the vocabulary's classes
+VOCABULARY_WORK = 1  # unit of the budget for each token: the tokens are sorted by class
 MAX_CACHED_BYTES = 128 * 2**20
 ARRAYS = ("classes_V", "from_R", "to_R", "pair_E", "class_E", "final_Q")  # fields of a TokenAutomaton
 
@@ -57,6 +57,11 @@ class TokenAutomaton:
     def states(self) -> int:
         """The number of states."""
         return len(self.final_Q)
+
+    @property
+    def operations(self) -> int:
+        """What one position of a canvas costs: its edges, pairs and states, which the sums visit."""
+        return len(self.pair_E) + len(self.from_R) + self.states
 
     @property
     def bytes(self) -> int:
@@ -110,12 +115,21 @@ class TokenAutomaton:
 
     def step_back(self, ends_Q: np.ndarray, count: int, pins: Mapping[int, int]) -> np.ndarray:
         """The states from which `count` tokens can lead to one of `ends_Q`, with pinned tokens at some of the positions."""
-        for position in range(count - 1, -1, -1):
-            pairs = self.pairs_of_token(pins[position]) if position in pins else slice(None)
+        pinned = sorted(position for position in pins if position < count)
+        position = count
+        while position > 0:
+            position -= 1
+            is_pinned = bool(pinned) and pinned[-1] == position
+            from_R = self.from_R
+            to_R = self.to_R
+            if is_pinned:
+                pairs = self.pairs_of_token(pins[pinned.pop()])
+                from_R = from_R[pairs]
+                to_R = to_R[pairs]
             before_Q = np.zeros_like(ends_Q)
-            before_Q[self.from_R[pairs][ends_Q[self.to_R[pairs]]]] = True
-            if position not in pins and (before_Q == ends_Q).all():  # it stays so up to the next pin
-                return self.step_back(ends_Q, 1 + max((pin for pin in pins if pin < position), default=-1), pins)
+            before_Q[from_R[ends_Q[to_R]]] = True
+            if not is_pinned and (before_Q == ends_Q).all():  # nothing changes up to the next pin
+                position = pinned[-1] + 1 if pinned else 0
             ends_Q = before_Q
         return ends_Q
 
@@ -187,7 +201,10 @@ class AutomatonCompiler:
         Tokens are in the same class if a 64-bit hash of all their transitions is the same; hash 0 means no transition.
         """
         states = len(dfa.accepting_Q)
-        hash_N = self._hash_transitions(dfa, budget)[self.nodes_N]
+        trie, number_M = self.trie.merge_bytes(dfa.transitions_Q256, budget)
+        nodes_N = number_M[self.nodes_N]  # -1 for a token that fits nowhere
+        hash_M = _hash_transitions(trie, dfa, budget)
+        hash_N = np.where(nodes_N >= 0, hash_M[nodes_N], np.uint64(0))
         _, first_row, class_N = np.unique(hash_N, return_index=True, return_inverse=True)
         class_N = np.where(hash_N == 0, 0, class_N.ravel() + 1)
         class_names, class_N = np.unique(np.append(class_N, 0), return_inverse=True)  # renumbers: class 0 always exists
@@ -201,28 +218,30 @@ class AutomatonCompiler:
         stop_edges = np.stack(
             [stop_sources, np.full(len(stop_sources), states), np.full(len(stop_sources), stop_class)], axis=1
         )
-        return classes_V, np.concatenate([*self._find_edges(dfa, self.nodes_N[first_row], budget), stop_edges])
+        return classes_V, np.concatenate([*_find_edges(trie, nodes_N[first_row], dfa, budget), stop_edges])
 
-    def _hash_transitions(self, dfa: DFA, budget: Budget) -> np.ndarray:
-        """A hash of the transitions of every node of the trie: one number that all pairs of states contribute to."""
-        factors_Q = np.random.default_rng(0).integers(1, 2**63, size=(len(dfa.accepting_Q),), dtype=np.uint64) | 1
-        hash_M = np.zeros(self.trie.size, dtype=np.uint64)
-        with np.errstate(over="ignore"):
-            for source, target, node in self.trie.walk(dfa.transitions_Q256, budget):
-                np.add.at(hash_M, node, _mix_bits(target.astype(np.uint64) * factors_Q[source]))
-        return hash_M
 
-    def _find_edges(self, dfa: DFA, nodes_K: np.ndarray, budget: Budget) -> Iterator[np.ndarray]:
-        """Edges with columns from, to, class, in pieces. `nodes_K` are the nodes of one token of each class but class 0."""
-        class_M = np.zeros(self.trie.size, dtype=np.int64)
-        class_M[nodes_K] = np.arange(1, 1 + len(nodes_K))
-        count = 0
-        for source, target, node in self.trie.keep_ancestors(nodes_K).walk(dfa.transitions_Q256, budget):
-            is_edge = class_M[node] > 0
-            count += int(is_edge.sum())
-            if count > MAX_EDGES:
-                raise BudgetError(f"the pattern has more than {MAX_EDGES:,} transitions between states: make it simpler")
-            yield np.stack([source[is_edge], target[is_edge], class_M[node[is_edge]]], axis=1).astype(np.int64)
+def _hash_transitions(trie: TokenTrie, dfa: DFA, budget: Budget) -> np.ndarray:
+    """A hash of the transitions of every node of the trie: one number that all pairs of states contribute to."""
+    factors_Q = np.random.default_rng(0).integers(1, 2**63, size=(len(dfa.accepting_Q),), dtype=np.uint64) | 1
+    hash_M = np.zeros(trie.size, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for source, target, node in trie.walk(dfa.transitions_Q256, budget):
+            np.add.at(hash_M, node, _mix_bits(target.astype(np.uint64) * factors_Q[source]))
+    return hash_M
+
+
+def _find_edges(trie: TokenTrie, nodes_K: np.ndarray, dfa: DFA, budget: Budget) -> Iterator[np.ndarray]:
+    """Edges with columns from, to, class, in pieces. `nodes_K` are the nodes of one token of each class but class 0."""
+    class_M = np.zeros(trie.size, dtype=np.int64)
+    class_M[nodes_K] = np.arange(1, 1 + len(nodes_K))
+    count = 0
+    for source, target, node in trie.keep_ancestors(nodes_K).walk(dfa.transitions_Q256, budget):
+        is_edge = class_M[node] > 0
+        count += int(is_edge.sum())
+        if count > MAX_EDGES:
+            raise BudgetError(f"the pattern has more than {MAX_EDGES:,} transitions between states: make it simpler")
+        yield np.stack([source[is_edge], target[is_edge], class_M[node[is_edge]]], axis=1).astype(np.int64)
 
 
 def _mix_bits(x: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ transitions that it finds. Shapes: M nodes (node 0 is the root), N tokens, Q sta
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from redraft.constraints.budget import Budget
 from redraft.constraints.graph import expand_segments
 
 CHUNK = 2**20  # DFA states times nodes that are walked at once: bounds the memory
+NODES_PER_UNIT = 10  # nodes that are removed, per unit of the budget
+MERGE_WORK = 3  # units of the budget for each node that is kept
+VOCABULARY = "running the vocabulary through the pattern"
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +27,48 @@ class TokenTrie:
     bytes_M: np.ndarray  # the byte that leads to the node
     begins_M: np.ndarray  # the first child of each node
     ends_M: np.ndarray  # the child behind the last one
+    levels: tuple[int, ...]  # the first node of each depth, and the number of nodes
+
+    @classmethod
+    def from_parents(cls, parents: Sequence[np.ndarray], bytes_: Sequence[np.ndarray]) -> "TokenTrie":
+        """The trie of these nodes, given level by level; the parents are in ascending order."""
+        parents_M = np.concatenate(parents).astype(np.int32)
+        begins_M = 1 + np.searchsorted(parents_M[1:], np.arange(len(parents_M)), side="left")
+        ends_M = 1 + np.searchsorted(parents_M[1:], np.arange(len(parents_M)), side="right")
+        levels = (0, *np.cumsum([len(level) for level in parents]).tolist())
+        return cls(parents_M, np.concatenate(bytes_), begins_M.astype(np.int32), ends_M.astype(np.int32), levels)
 
     @property
     def size(self) -> int:
         """The number of nodes."""
         return len(self.parents_M)
+
+    def merge_bytes(self, transitions_Q256: np.ndarray, budget: Budget) -> tuple["TokenTrie", np.ndarray]:
+        """The trie with one node for all bytes that a DFA does not tell apart, and the new number of each node.
+
+        A node with a byte that the DFA reads in no state is removed, with all below it; its number is -1.
+        """
+        budget.spend(self.size // NODES_PER_UNIT, VOCABULARY)
+        columns = [column.tobytes() for column in np.ascontiguousarray(transitions_Q256.T)]
+        first_byte = {column: byte for byte, column in reversed(list(enumerate(columns)))}
+        merged_256 = np.array([first_byte[column] for column in columns])
+        is_read_256 = np.asarray(transitions_Q256.any(axis=0))
+        number_M = np.full(self.size, -1, dtype=np.int64)
+        number_M[0] = 0
+        parents = [np.zeros(1, dtype=np.int64)]
+        bytes_ = [np.zeros(1, dtype=np.uint8)]
+        size = 1
+        for begin, end in pairwise(self.levels[1:]):
+            parent = number_M[self.parents_M[begin:end]]
+            byte = self.bytes_M[begin:end]
+            kept = np.flatnonzero((parent >= 0) & is_read_256[byte])
+            budget.spend(MERGE_WORK * len(kept), VOCABULARY)
+            keys, inverse = np.unique(parent[kept] * 256 + merged_256[byte[kept]], return_inverse=True)
+            number_M[begin + kept] = size + inverse.ravel()
+            parents.append(keys // 256)
+            bytes_.append((keys % 256).astype(np.uint8))
+            size += len(keys)
+        return TokenTrie.from_parents(parents, bytes_), number_M
 
     def keep_ancestors(self, nodes: np.ndarray) -> "PartialTrie":
         """The part of the trie that leads to these nodes."""
@@ -73,7 +114,7 @@ class PartialTrie:
             while len(node):
                 begins = self.begins_M[node]
                 ends = self.ends_M[node]
-                budget.spend(int((ends - begins).sum()), "running the vocabulary through the pattern")
+                budget.spend(int((ends - begins).sum()), VOCABULARY)
                 parents = np.repeat(np.arange(len(node)), ends - begins)
                 child = expand_segments(begins, ends)
                 state = transitions_Q256[state[parents], self.bytes_P[child]]
@@ -107,10 +148,6 @@ def build_trie(texts: Sequence[bytes]) -> tuple[TokenTrie, np.ndarray]:
         longer = np.flatnonzero(lengths_N >= depth)
         node_N[longer] = size + np.searchsorted(first, longer, side="right") - 1
         size += len(first)
-    parents_M = np.concatenate(parents).astype(np.int32)
-    begins_M = 1 + np.searchsorted(parents_M[1:], np.arange(size), side="left")
-    ends_M = 1 + np.searchsorted(parents_M[1:], np.arange(size), side="right")
-    trie = TokenTrie(parents_M, np.concatenate(bytes_), begins_M.astype(np.int32), ends_M.astype(np.int32))
     nodes_N = np.empty_like(node_N)
     nodes_N[order_N] = node_N
-    return trie, nodes_N
+    return TokenTrie.from_parents(parents, bytes_), nodes_N

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from redraft.config import ModelConfig, SamplerConfig
-from redraft.constraints.constraints import CanvasConstraints, Constraints, build_canvas_constraints
+from redraft.config import SamplerConfig
+from redraft.constraints.constraints import CanvasConstraints, Constraints, StepCost, build_canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.kernels import TopProbs
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -121,7 +121,7 @@ def generate(
     Rows do not influence one another: a row gives the same tokens alone and in a batch.
     """
     constraints = constraints if constraints is not None else [Constraints()] * len(prompts)
-    check_inputs(model.config, prompts, cfg, seeds, constraints, first_canvas_BC)
+    check_inputs(model, prompts, cfg, seeds, constraints, first_canvas_BC)
     rows = len(prompts)
     length = cfg.canvas_length
     vocab_size = model.config.vocab_size
@@ -206,7 +206,7 @@ def constrain_canvas(
 
 
 def check_inputs(
-    model: ModelConfig,
+    model: DiffusionGemma,
     prompts: Sequence[Sequence[int]],
     cfg: SamplerConfig,
     seeds: Sequence[int],
@@ -214,6 +214,7 @@ def check_inputs(
     first_canvas_BC: Tensor | None,
 ) -> None:
     """Refuses inputs that cannot be generated from, before anything is computed."""
+    config = model.config
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
     if not len(prompts) == len(seeds) == len(constraints):
@@ -223,26 +224,36 @@ def check_inputs(
             raise ValueError(f"a seed must be a whole number, got {seed!r}")
     for prompt in prompts:
         for token in prompt:
-            if not 0 <= token < model.vocab_size:
-                raise ValueError(f"prompt token {token} is outside the vocabulary of {model.vocab_size}")
-    if not 0 <= cfg.pad_token_id < model.vocab_size:
-        raise ValueError(f"pad token {cfg.pad_token_id} is outside the vocabulary of {model.vocab_size}")
+            if not 0 <= token < config.vocab_size:
+                raise ValueError(f"prompt token {token} is outside the vocabulary of {config.vocab_size}")
+    if not 0 <= cfg.pad_token_id < config.vocab_size:
+        raise ValueError(f"pad token {cfg.pad_token_id} is outside the vocabulary of {config.vocab_size}")
     longest = max(map(len, prompts))
     answer = cfg.max_canvases * cfg.canvas_length
-    if longest + answer > model.max_position_embeddings:
+    if longest + answer > config.max_position_embeddings:
         raise ValueError(
             f"the prompt has {longest} tokens and the answer may take {answer} (canvases of {cfg.canvas_length}); "
-            f"the model's context is {model.max_position_embeddings}: shorten the prompt, max_tokens or the canvas"
+            f"the model's context is {config.max_position_embeddings}: shorten the prompt, max_tokens or the canvas"
         )
+    step = step_cost(model, cfg)
     for row_constraints in constraints:
-        row_constraints.validate(model.vocab_size, cfg.max_new_tokens, cfg.eos_token_ids)
+        row_constraints.validate(config.vocab_size, cfg.max_new_tokens, cfg.eos_token_ids, step)
     if first_canvas_BC is not None:
         shape = tuple(first_canvas_BC.shape)
         expected = (len(prompts), cfg.canvas_length)
         if shape != expected:
             raise ValueError(f"the first canvas has shape {shape}; the prompts and canvas_length need {expected}")
-        if first_canvas_BC.min() < 0 or first_canvas_BC.max() >= model.vocab_size:
-            raise ValueError(f"the first canvas has a token outside the vocabulary of {model.vocab_size}")
+        if first_canvas_BC.min() < 0 or first_canvas_BC.max() >= config.vocab_size:
+            raise ValueError(f"the first canvas has a token outside the vocabulary of {config.vocab_size}")
+
+
+def step_cost(model: DiffusionGemma, cfg: SamplerConfig) -> StepCost:
+    """What a step of this model costs, against which the sums of a pattern are compared."""
+    on_gpu = model.device.type == "cuda"
+    return StepCost(
+        canvas_length=cfg.canvas_length,
+        multiplications=None if on_gpu else model.config.parameter_counts()["active"],
+    )
 
 
 def make_draft(block: int, canvas: sampler.Canvas, cfg: SamplerConfig, constraints: CanvasConstraints | None) -> Draft:

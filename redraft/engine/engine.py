@@ -97,7 +97,7 @@ class Engine:
         constraints = constraints or Constraints()
         replay = replay or Replay()
         try:
-            check_inputs(self.model.config, [prompt], cfg, [seed], [constraints], first_canvas_1C)
+            check_inputs(self.model, [prompt], cfg, [seed], [constraints], first_canvas_1C)
             plan = replay.plan(cfg, self.model.config.vocab_size, constraints)
         except USER_ERRORS:
             raise

@@ -1,0 +1,113 @@
+"""DFA: a deterministic finite automaton over bytes, and its minimization.
+
+Shapes: Q states, B bytes that the automaton tells apart, T transitions (a state and one of these bytes).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from redraft.constraints.budget import Budget
+from redraft.constraints.graph import UNREACHABLE, distances_to, expand_segments
+
+# Units of the budget (see budget.py for the unit) for each ...
+TABLE_WORK = 200  # state: its 256 transitions are copied and sorted
+ROUND_WORK = 800  # round of the minimization
+SPLIT_WORK = 30  # state that gets a new class
+TRANSITIONS_PER_UNIT = 4  # transitions into such states
+
+
+class DFA(NamedTuple):
+    """A deterministic finite automaton over bytes. State 0 is dead: no transition leaves it."""
+
+    transitions_Q256: np.ndarray  # the next state for each state and byte
+    accepting_Q: np.ndarray  # whether a match may end in the state
+    start: int
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tables."""
+        return self.transitions_Q256.nbytes + self.accepting_Q.nbytes
+
+
+def minimize(dfa: DFA, budget: Budget) -> DFA:
+    """Merges states that lead to no match into state 0, and merges equivalent states."""
+    accepting_Q = dfa.accepting_Q
+    states = len(accepting_Q)
+    budget.spend(states * TABLE_WORK, "the pattern's table of states")
+    columns = set(map(bytes, np.ascontiguousarray(dfa.transitions_Q256.T)))
+    next_QB = np.stack([np.frombuffer(column, dtype=np.int32) for column in sorted(columns)], axis=1)
+    pair_keys = np.unique(np.arange(states)[:, None] * states + next_QB)  # one number per (from, to)
+    live_Q = distances_to(accepting_Q, *np.divmod(pair_keys, states)) < UNREACHABLE
+    class_Q = _find_equivalent_states(np.where(live_Q[next_QB], next_QB, 0), accepting_Q, budget)
+    _, first, class_Q = np.unique(class_Q, return_index=True, return_inverse=True)
+    class_Q = class_Q.ravel()
+    order = np.argsort(np.arange(len(first)) != class_Q[0], kind="stable")  # the dead state first
+    rank = np.empty(len(first), dtype=np.int32)
+    rank[order] = np.arange(len(first))
+    rank_Q = rank[class_Q]
+    return DFA(rank_Q[dfa.transitions_Q256[first[order]]], accepting_Q[first[order]], int(rank_Q[dfa.start]))
+
+
+def _find_equivalent_states(next_QB: np.ndarray, accepting_Q: np.ndarray, budget: Budget) -> np.ndarray:
+    """Numbers the states so that equivalent states have the same number.
+
+    Moore's algorithm: states are in one class until their transitions lead to different classes. A 64-bit hash stands for
+    the classes of a state's transitions. It is a sum, so a round updates only the states with a transition to a state that
+    changed its class.
+    """
+    states, width = next_QB.shape
+    rng = np.random.default_rng(0)
+    class_factors: np.ndarray = rng.integers(0, 2**63, size=states + 2, dtype=np.uint64)
+    byte_factors: np.ndarray = rng.integers(0, 2**63, size=width, dtype=np.uint64) | 1
+    order_T = np.argsort(next_QB, axis=None, kind="stable")  # transitions by their target
+    begins_Q = np.searchsorted(next_QB.ravel()[order_T], np.arange(states + 1))
+    sources_T = (order_T // width).astype(np.int32)
+    factors_T = byte_factors[order_T % width]
+    class_Q = accepting_Q.astype(np.int64)
+    hash_Q = np.add.reduce(class_factors[class_Q[next_QB]] * byte_factors, axis=1)
+    hashes = [int(hash_Q[class_Q == number][:1].sum()) for number in (0, 1)]  # of the states that are in each class to stay
+    sizes = np.bincount(class_Q, minlength=2).tolist()
+    touched = np.arange(states)
+    while len(touched):
+        budget.spend(ROUND_WORK + SPLIT_WORK * len(touched), "merging the pattern's equivalent states")
+        moved, old = _split_classes(touched, class_Q, hash_Q, hashes, sizes)
+        transitions = expand_segments(begins_Q[moved], begins_Q[moved + 1])
+        budget.spend(len(transitions) // TRANSITIONS_PER_UNIT, "merging the pattern's equivalent states")
+        change = class_factors[class_Q[moved]] - class_factors[old]
+        change_T = np.repeat(change, begins_Q[moved + 1] - begins_Q[moved]) * factors_T[transitions]
+        np.add.at(hash_Q, sources_T[transitions], change_T)
+        touched = np.unique(sources_T[transitions])
+    return class_Q
+
+
+def _split_classes(
+    touched: np.ndarray, class_Q: np.ndarray, hash_Q: np.ndarray, hashes: list[int], sizes: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gives new classes to the touched states whose hash is no longer that of their class.
+
+    Returns these states and their old classes. If all states of a class changed their hash, the largest group keeps the
+    class.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for state, number, value in zip(touched.tolist(), class_Q[touched].tolist(), hash_Q[touched].tolist(), strict=True):
+        if value != hashes[number]:
+            groups.setdefault((number, value), []).append(state)
+    leaving: dict[int, int] = {}
+    for (number, _), members in groups.items():
+        leaving[number] = leaving.get(number, 0) + len(members)
+    emptied = {number for number, count in leaving.items() if count == sizes[number]}
+    moved: list[int] = []
+    old: list[int] = []
+    for (number, value), members in sorted(groups.items(), key=lambda group: -len(group[1])):
+        if number in emptied:  # the largest group comes first
+            emptied.remove(number)
+            hashes[number] = value
+            continue
+        class_Q[members] = len(sizes)
+        moved += members
+        old += [number] * len(members)
+        sizes[number] -= len(members)
+        hashes.append(value)
+        sizes.append(len(members))
+    return np.array(moved, dtype=np.int64), np.array(old, dtype=np.int64)
