@@ -131,7 +131,10 @@ def body_attacks() -> dict[str, Callable[[str], str]]:
     megabytes = {
         "a prompt of 8M characters": ("/v1/completions", {"prompt": "ab " * 2_700_000}),
         "a conversation of 8M characters": ("/v1/messages", {"messages": [{"role": "user", "content": "a " * 4_000_000}]}),
-        "8M characters to count": ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a" * 8_000_000}]}),
+        "8M characters to count": (
+            "/v1/messages/count_tokens",
+            {"messages": [{"role": "user", "content": "a" * 8_000_000}]},
+        ),
         "a prefix of 8M characters": ("/infill", {"input_prefix": "x = 1\n" * 1_300_000, "input_suffix": "y"}),
         "a text of 8M characters to edit": ("/v1/canvas/edit", {"text": "word " * 1_600_000, "stream": False}),
         "100,000 gaps": ("/v1/canvas", {"text": "a [[ ]] " * 100_000, "stream": False}),

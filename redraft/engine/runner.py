@@ -19,6 +19,8 @@ from redraft.engine.request import Request, contain_failure
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
+MAX_ROWS = 4  # in one forward of the reference: more save no time on a CPU, and their logits take memory
+
 
 class Runner:
     """Runs one model."""
@@ -49,7 +51,7 @@ class Runner:
 
     def step(self, requests: Sequence[Request]) -> None:
         """One denoising step of each request's canvas."""
-        for batch in group_by_length(requests):
+        for batch in group_by_length(requests, MAX_ROWS):
             with contain_failure(*batch):
                 logits_BCV = self.denoise(batch)
                 for request, logits_1CV in zip(batch, logits_BCV.split(1), strict=True):
@@ -72,10 +74,15 @@ class Runner:
         return torch.cat([soft if soft is not None else zeros_1CD for soft in softs])
 
 
-def group_by_length(requests: Sequence[Request]) -> list[list[Request]]:
-    """Batches of requests with the same canvas length, shortest first."""
+def group_by_length(requests: Sequence[Request], max_rows: int | None = None) -> list[list[Request]]:
+    """Batches of at most `max_rows` requests with the same canvas length, shortest first."""
     ordered = sorted(requests, key=lambda request: request.cfg.canvas_length)
-    return [list(batch) for _, batch in groupby(ordered, key=lambda request: request.cfg.canvas_length)]
+    max_rows = max_rows or max(1, len(ordered))
+    batches = []
+    for _, group in groupby(ordered, key=lambda request: request.cfg.canvas_length):
+        rows = list(group)
+        batches += [rows[start : start + max_rows] for start in range(0, len(rows), max_rows)]
+    return batches
 
 
 def cache_of(request: Request) -> KVCache:

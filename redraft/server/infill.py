@@ -95,7 +95,8 @@ def rewrite_region(
     """Redrafts the least likely tokens of a region; the model reads the file around it, which does not change."""
     began = time.perf_counter()
     seed = seed if seed is not None else new_seed()
-    prefix, suffix = surrounding_text(writer, region)
+    with checking_request():
+        prefix, suffix = surrounding_text(writer, region)
     text = prefix + region.text + suffix
     region_end = len(prefix) + len(region.text)
     with checking_request():
@@ -127,6 +128,7 @@ def surrounding_text(writer: Writer, region: Region) -> tuple[str, str]:
     after = region.suffix
     limit = writer.model.config.max_position_embeddings - 1  # one position for the start token
     reach = limit * writer.tokenizer.longest_token  # characters; more can never fit
+    writer.tokenizer.encode(region.text, limit)  # refuses a region that is clearly too long
     before = before[-reach:]
     after = after[:reach]
     while (size := len(writer.tokenizer.encode(before + region.text + after))) > limit and before + after:

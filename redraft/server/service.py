@@ -26,9 +26,11 @@ from redraft.server.middleware import UNKNOWN_FIELDS, Metrics
 from redraft.server.streams import END, merge_streams, next_until_disconnected, until_disconnected
 from redraft.server.worker import Stream, Worker
 from redraft.tokenizer.chat_parser import ToolCall
+from redraft.tokenizer.helper_process import return_free_memory
 from redraft.writer import Writer
 
 LONG_BODY = 64 * 2**10  # bytes
+TRIM_SECONDS = 1.0  # after a long body
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 
@@ -191,9 +193,19 @@ async def read_body(request: Request, kind: type[B]) -> B:
     else:
         async with state.parsing:
             await asyncio.sleep(0)
-            body = parse_body(raw, kind, state.limits.bodies.json_values)
+            try:
+                body = parse_body(raw, kind, state.limits.bodies.json_values)
+            finally:
+                del raw
+                asyncio.get_running_loop().call_later(TRIM_SECONDS, trim_memory, state)
     request.scope[UNKNOWN_FIELDS] = unknown_fields(body)
     return body
+
+
+def trim_memory(state: Any) -> None:
+    """Returns the memory of long bodies to the operating system, in a thread, when none is being parsed."""
+    if not state.parsing.locked():
+        asyncio.get_running_loop().run_in_executor(None, return_free_memory)
 
 
 def parse_body(raw: bytes, kind: type[B], max_values: int) -> B:

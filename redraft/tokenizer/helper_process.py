@@ -8,6 +8,7 @@ Messages are bytes, sent through pipes with their length in front.
 """
 
 import atexit
+import ctypes
 import os
 import queue
 import struct
@@ -180,6 +181,14 @@ def answer_calls(handle: Callable[[bytes], bytes], set_up: Callable[[bytes], Non
             set_up(messages.get())
         while True:
             write_message(answers, handle(messages.get()))
+            return_free_memory()
+
+
+def return_free_memory() -> None:
+    """Gives memory that was freed back to the operating system; the C library would keep much of it. glibc only."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def _limit_resources() -> None:

@@ -1,0 +1,445 @@
+"""Limits of the server: connections, bodies, slots, patterns. Each refusal is one sentence, and others are not disturbed."""
+
+import asyncio
+import json
+import socket
+import threading
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+import pytest
+from adversary import head
+from serving import NO_END, make, served, wait_until
+
+from redraft.constraints.errors import BudgetError, PatternError
+from redraft.constraints.pattern_compiler import CompilerProcess, LocalCompiler, Pattern
+from redraft.engine import StopEvent
+from redraft.server.bodies import BodyCounter, BodyLimits, check_json_size, count_json_values
+from redraft.server.compiler_pool import CompilerPool
+from redraft.server.connections import ConnectionLimits, name_client
+from redraft.server.errors import BadRequestError, ServerBusyError, TooManyBytesError
+from redraft.server.middleware import Limits
+from redraft.server.worker import MAX_QUEUED, Slots, Worker
+from redraft.tokenizer.helper_process import HelperStoppedError
+
+PLAIN = {"prompt": "ab", "max_tokens": 4, "seed": 1}
+
+
+def raw_socket(url: str) -> socket.socket:
+    parts = httpx.URL(url)
+    return socket.create_connection((parts.host, parts.port), timeout=60)
+
+
+def exchange(url: str, *pieces: bytes) -> bytes:
+    """Sends bytes; returns everything that comes until the server closes."""
+    with raw_socket(url) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+        answer = b""
+        try:
+            while piece := connection.recv(65536):
+                answer += piece
+        except ConnectionError:
+            pass
+        return answer
+
+
+@pytest.fixture(scope="module")
+def strict():
+    """A server with small limits."""
+    bodies = BodyLimits(body_bytes=200_000, received_bytes=300_000, free_bytes=1000, body_seconds=0.5, json_values=2000)
+    connections = ConnectionLimits(connections=40, connections_per_client=20, head_seconds=0.5, reader_seconds=0.5)
+    writer = make()
+    with served(writer, limits=Limits(bodies=bodies, connections=connections)) as url:
+        yield url, writer
+
+
+# 1. Connections
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("Host: evil.com@127.0.0.1",),
+        ("Host: localhost:abc",),
+        ("Host: localhost:123456",),
+        ("Host: localhost/",),
+        ("Host: [::1",),
+        ("Host: localhost, evil.com",),
+        ("Host: localhost", "Origin: http://localhost", "Origin: http://evil.com"),
+        ("Host: localhost", "Origin: http://localhost", "Origin: http://localhost"),
+        ("Host: localhost", "Origin: http://localhost/path"),
+        ("Host: localhost", "Origin: http://user@localhost"),
+        ("Host: localhost", "Origin: localhost"),
+        ("Host: localhost", "Origin: ftp://localhost"),
+    ],
+)
+def test_hosts_and_origins_are_read_strictly(strict, lines):
+    answer = exchange(strict[0], head("/v1/completions", *lines, "Connection: close", "Content-Length: 0"))
+    assert answer.split()[1] in (b"400", b"403")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:65535", "[::1]", "[::1]:80"])
+def test_names_of_this_machine_are_accepted(strict, host):
+    answer = exchange(strict[0], f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    assert answer.split()[1] == b"200"
+
+
+@pytest.mark.parametrize("piece", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"])
+def test_a_head_that_does_not_come_is_not_waited_for(strict, piece):
+    assert exchange(strict[0], piece) == b""
+
+
+def test_a_head_that_stops_behind_a_whole_request_is_not_waited_for(strict):
+    answer = exchange(strict[0], b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTT")
+    assert answer.count(b"HTTP/1.1 200") == 1
+
+
+def test_a_client_has_a_limited_number_of_connections(strict):
+    connections = [raw_socket(strict[0]) for _ in range(25)]
+    try:
+        answers = []
+        for connection in connections[20:]:
+            connection.settimeout(60)
+            answers.append(connection.recv(1000))
+        assert all(answer.startswith(b"HTTP/1.1 503") for answer in answers)
+        assert b"too many connections" in answers[0]
+        other = httpx.HTTPTransport(local_address="127.0.0.9")
+        with httpx.Client(base_url=strict[0], transport=other) as client:
+            assert client.get("/health").status_code == 200
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def test_a_body_in_tiny_chunks_is_cut_off(strict):
+    start = head("/v1/completions", "Host: localhost", "Transfer-Encoding: chunked")
+    assert exchange(strict[0], start, b"1\r\n \r\n" * 1000) == b""
+    body = json.dumps(PLAIN).encode()
+    pieces = (
+        b"".join(b"%x\r\n%s\r\n" % (len(body[n : n + 9]), body[n : n + 9]) for n in range(0, len(body), 9)) + b"0\r\n\r\n"
+    )
+    start = head("/v1/completions", "Host: localhost", "Transfer-Encoding: chunked", "Connection: close")
+    assert b"HTTP/1.1 200" in exchange(strict[0], start, pieces)
+
+
+def test_a_client_that_does_not_read_is_let_go(strict):
+    url, writer = strict
+    body = {**PLAIN, "max_tokens": 4000, "stream": True, "diffusing": True, "logit_bias": NO_END, "diffusion_max_steps": 40}
+    content = json.dumps({**body, "diffusion_canvas_length": 64}).encode()
+    with raw_socket(url) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.sendall(head("/v1/completions", "Host: localhost", f"Content-Length: {len(content)}") + content)
+        assert wait_until(lambda: bool(writer.engine.scheduler.running))
+        assert wait_until(lambda: writer.engine.is_idle)
+
+
+def test_clients_are_told_apart_by_address_and_network():
+    assert name_client("127.0.0.1") == name_client("::ffff:127.0.0.1") == "127.0.0.1"
+    assert name_client("2001:db8::1") == name_client("2001:db8::ffff%eth0") != name_client("2001:db8:0:1::1")
+    assert name_client(None) == ""
+    assert name_client("not an address") == "not an address"
+
+
+def test_a_client_cannot_name_itself(strict):
+    """X-Forwarded-For counts only from a trusted proxy."""
+    url, _ = strict
+    with httpx.Client(base_url=url, headers={"X-Forwarded-For": "9.9.9.9", "X-Forwarded-Proto": "https"}) as client:
+        assert client.get("/health").status_code == 200
+    connections = [raw_socket(url) for _ in range(20)]
+    try:
+        assert wait_until(lambda: is_refused(url))
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def is_refused(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", headers={"X-Forwarded-For": "9.9.9.9"}).status_code == 503
+    except httpx.TransportError:
+        return True
+
+
+# 2. Bodies
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(strict):
+    answer = exchange(strict[0], head("/v1/completions", "Host: localhost", "Content-Length: 100"), b"{")
+    assert b"HTTP/1.1 408" in answer
+    assert b"did not come within 0.5 s" in answer
+
+
+def test_a_body_that_is_announced_too_large_is_not_received(strict):
+    answer = exchange(strict[0], head("/api/chat", "Host: localhost", "Content-Length: 999999999"))
+    assert b"HTTP/1.1 413" in answer
+    assert b"200,000 bytes at most" in answer
+
+
+def test_bytes_that_are_being_received_are_limited_by_client(strict):
+    first = raw_socket(strict[0])
+    try:
+        first.sendall(head("/v1/completions", "Host: localhost", "Content-Length: 150000"))
+        assert wait_until(lambda: post(strict[0], b" " * 150_000).status_code == 429)
+        refused = post(strict[0], b" " * 150_000)
+        if refused.status_code == 429:  # the first body may have timed out by now
+            assert refused.headers["retry-after"] == "1"
+            assert "as many bytes as it accepts" in refused.text
+        assert post(strict[0], json.dumps(PLAIN).encode()).status_code == 200  # a small body goes through
+    finally:
+        first.close()
+    assert wait_until(lambda: post(strict[0], b" " * 150_000).status_code == 400)
+
+
+def post(url: str, content: bytes) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", content=content, timeout=60)
+
+
+def test_bytes_are_counted_while_a_body_is_received_and_not_longer():
+    counter = BodyCounter(BodyLimits(body_bytes=100, received_bytes=100, free_bytes=10))
+
+    async def pieces():
+        for size, more in ((20, True), (20, False)):
+            yield {"type": "http.request", "body": b"x" * size, "more_body": more}
+
+    async def receive_all(announced: int) -> list[int]:
+        source = pieces()
+        counts = []
+        with counter.count(lambda: anext(source), "a", announced) as body:
+            counts.append(counter.by_client.total())
+            for _ in range(2):
+                await body.receive()
+                counts.append(counter.by_client.total())
+        return counts
+
+    assert asyncio.run(receive_all(40)) == [40, 40, 0]
+    assert asyncio.run(receive_all(0)) == [0, 20, 0]
+    with counter.count(None, "a", 40), counter.count(None, "a", 10), pytest.raises(TooManyBytesError):
+        counter.count(None, "a", 11)
+    with counter.count(None, "a", 50), counter.count(None, "b", 50), pytest.raises(TooManyBytesError):
+        counter.count(None, "c", 11)
+    assert not counter.by_client
+
+
+@pytest.mark.parametrize(
+    ("raw", "values"),
+    [
+        (b'{"a": [1, 2, {"b": "c"}]}', 7),
+        (b'{"a": "[,,,:{"}', 2),
+        (rb'{"a": "\"[,,,:{\\"}', 2),
+        (rb'{"a\\": "\\\\\"", "b": ",,"}', 4),
+        (b"", 0),
+        (b'"', 0),
+    ],
+)
+def test_values_are_counted_outside_of_strings(raw, values):
+    assert count_json_values(raw) == values
+
+
+def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(strict, monkeypatch):
+    check_json_size(b'{"prompt": "' + b"," * 5000 + b'"}', 2000)
+    with pytest.raises(BadRequestError, match=r"about 3,00\d JSON values, at most 2,000"):
+        check_json_size(b"[" + b"1," * 3000 + b"1]", 2000)
+    refused = post(strict[0], b'{"prompt": "a", "guided_choice": [' + b"1," * 3000 + b"1]}")
+    assert (refused.status_code, "JSON values" in refused.text) == (400, True)
+    refused = post(strict[0], b'{"prompt": "a", "guided_choice": [' + b"1," * 500 + b"1]}")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_choice.0")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b'"seed": ' + b"9" * 5000,
+        b'"logit_bias": {"' + b"9" * 5000 + b'": -100}',
+        b'"logit_bias": {"1": "x"}',
+        b'"logit_bias": {"1": true}',
+        b'"guided_json": {"type": "integer", "minimum": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_odd_numbers_are_a_sentence(strict, fields):
+    refused = post(strict[0], b'{"prompt": "a", ' + fields + b"}")
+    assert refused.status_code == 400
+    assert len(refused.json()["error"]["message"]) < 300
+
+
+# 3. Slots
+
+
+def test_slots_leave_room_for_other_clients():
+    slots = Slots(18, "running")
+    for _ in range(16):
+        slots.take("greedy")
+    with pytest.raises(ServerBusyError, match="this client already has 16 requests running"):
+        slots.take("greedy")
+    slots.take("honest")
+    slots.take("another")
+    with pytest.raises(ServerBusyError, match="the server already has 18 requests running"):
+        slots.take("a third")
+    slots.release("greedy")
+    slots.take("a third")
+    assert slots.taken == 18
+
+
+def test_a_single_client_may_use_all_of_a_few_slots():
+    slots = Slots(3, "running")
+    for _ in range(3):
+        slots.take("only")
+
+
+def test_a_slow_listener_holds_its_work_up():
+    produced = []
+    ended = threading.Event()
+
+    def work(stop):
+        try:
+            for number in range(10_000):
+                produced.append(number)
+                yield number
+        finally:
+            ended.set()
+
+    async def listen_slowly():
+        worker = Worker(make(), 2)
+        worker.start()
+        stream = worker.run(work)
+        assert await anext(stream) == 0
+        await asyncio.sleep(0.3)
+        assert len(produced) <= MAX_QUEUED + 3
+        assert await anext(stream) == 1
+        await stream.aclose()
+        assert await asyncio.to_thread(ended.wait, 60)
+        assert len(produced) <= MAX_QUEUED + 5
+        await worker.close(0)
+        assert worker.slots.taken == worker.compile_slots.taken == 0
+
+    asyncio.run(listen_slowly())
+
+
+def test_requests_that_compile_have_slots_of_their_own():
+    async def compile_many():
+        worker = Worker(make(), 40)
+        worker.start()
+        gate = threading.Event()
+
+        def work(stop):
+            gate.wait(60)
+            yield "started"
+            yield "text"
+
+        waiting = [asyncio.ensure_future(anext(worker.run(work, client="greedy", compiles=True))) for _ in range(15)]
+        await asyncio.sleep(0.1)
+        with pytest.raises(ServerBusyError, match="15 requests whose patterns are being compiled"):
+            await anext(worker.run(work, client="greedy", compiles=True))
+        honest = asyncio.ensure_future(anext(worker.run(work, client="honest", compiles=True)))
+        plain = asyncio.ensure_future(anext(worker.run(work, client="greedy")))
+        gate.set()
+        assert await honest == await plain == "started"
+        await asyncio.gather(*waiting)
+        await worker.close(0)
+        assert worker.compile_slots.taken == 0
+
+    asyncio.run(compile_many())
+
+
+# 4. Patterns
+
+SLOW = Pattern(regex=r"(?:\w|\d|\s|[^a]){1,400}")
+
+
+@contextmanager
+def pool(size: int = 2, seconds: float = 60):
+    writer = make()
+    created = CompilerPool(lambda: CompilerProcess(writer.token_bytes, writer.sampler.eos_token_ids, seconds), size)
+    try:
+        yield created, LocalCompiler(lambda: writer.automaton_compiler)
+    finally:
+        created.close()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Pattern(regex="[a-z]{2,5}x?"),
+        Pattern(choices=["yes", "no", "it (depends)"]),
+        Pattern(schema={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+        Pattern(schema='{"enum": ["a", 1]}'),
+    ],
+)
+def test_a_helper_process_compiles_the_same_automaton(pattern):
+    with pool() as (created, local):
+        (ours,) = created.compile([pattern])
+        (expected,) = local.compile([pattern])
+    assert (ours.pattern, ours.stops) == (expected.pattern, expected.stops)
+    for name, array in expected.to_arrays().items():
+        assert np.array_equal(ours.to_arrays()[name], array), name
+
+
+def test_errors_of_a_pattern_come_back_as_they_are():
+    with pool() as (created, local):
+        for pattern in (Pattern(regex="("), Pattern(regex="a{99999999}"), Pattern(schema={"type": "x"}), Pattern(regex=5)):
+            with pytest.raises(PatternError) as expected:
+                local.compile([pattern])
+            with pytest.raises(type(expected.value)) as error:
+                created.compile([pattern])
+            assert str(error.value) == str(expected.value)
+        with pytest.raises(PatternError, match="a schema is a JSON object"):
+            created.compile([Pattern(schema={"a": object()})])
+
+
+def test_a_compiled_pattern_is_kept_and_costs_no_process(monkeypatch):
+    with pool() as (created, _):
+        (first,) = created.compile([Pattern(regex="ab+")])
+        monkeypatch.setattr(created, "_acquire", None)
+        assert created.compile([Pattern(regex="ab+")]) == [first]
+
+
+def test_a_client_has_one_process_and_leaves_the_others():
+    """While one client's pattern waits for ever, another client's is compiled; stopping kills the first process."""
+    with pool() as (created, _):
+        stop = StopEvent("greedy")
+        results = []
+
+        def compile_slowly():
+            try:
+                created.compile([Pattern(regex="a")], stop)
+            except HelperStoppedError:
+                results.append("stopped")
+
+        held = created._acquire("greedy", None)  # as if a compilation of this client was under way
+        threads = [threading.Thread(target=compile_slowly) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        assert created.compile([Pattern(regex="b")], StopEvent("honest"))
+        assert results == []
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+        assert results == ["stopped"] * 3
+        assert held not in created._free
+
+
+def test_time_ends_a_compilation(monkeypatch):
+    with pool(seconds=0.0) as (created, _), pytest.raises(BudgetError, match="longer to compile than the 0 s"):
+        created.compile([SLOW])
+
+
+def test_a_closed_pool_compiles_nothing():
+    with pool(size=1) as (created, _):
+        created.close()
+        with pytest.raises(HelperStoppedError):
+            created.compile([Pattern(regex="a")], StopEvent("late"))
+
+
+def test_the_server_compiles_in_helper_processes_and_ends_them():
+    writer = make()
+    usual = writer.pattern_compiler
+    with served(writer) as url:
+        answer = post(url, json.dumps({**PLAIN, "guided_choice": ["yes", "no"]}).encode()).json()
+        assert answer["choices"][0]["text"] in ("yes", "no")
+        created = writer.pattern_compiler
+        assert isinstance(created, CompilerPool)
+        process = created._processes[0].process._process
+        assert process.poll() is None
+    assert process.wait(60) is not None
+    assert writer.pattern_compiler is usual
