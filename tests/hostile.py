@@ -151,12 +151,12 @@ def hostile_schemas() -> st.SearchStrategy[dict[str, Any] | str]:
         st.builds(lambda low, high: {"type": "string", "minLength": low, "maxLength": high}, numbers, numbers),
         st.builds(lambda low, high: {"type": "integer", "minimum": low, "maximum": high}, numbers, numbers),
         st.builds(lambda regex: {"type": "string", "pattern": f"^{regex}$"}, hostile_regexes()),
-        st.builds(lambda count: {"enum": [f"word {number}" for number in range(count)]}, st.integers(1, 3_000)),
+        st.builds(lambda count: {"enum": [f"word {number}" for number in range(count)]}, st.integers(1, 1_000)),
     )
 
     def extend(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         return st.one_of(
-            st.builds(lambda schema, count: {"anyOf": [schema] * count}, inner, st.integers(1, 500)),
+            st.builds(lambda schema, count: {"anyOf": [schema] * count}, inner, st.integers(1, 40)),
             st.builds(lambda schema, most: {"type": "array", "items": schema, "maxItems": most}, inner, numbers),
             st.builds(
                 lambda schema, count, length: {
@@ -164,8 +164,8 @@ def hostile_schemas() -> st.SearchStrategy[dict[str, Any] | str]:
                     "properties": {f"{number}".ljust(length, "x"): schema for number in range(count)},
                 },
                 inner,
-                st.integers(1, 300),
-                st.integers(1, 3_000),
+                st.integers(1, 40),
+                st.integers(1, 200),
             ),
             st.builds(lambda schema: {"type": "object", "additionalProperties": schema}, inner),
         )

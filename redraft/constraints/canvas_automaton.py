@@ -107,11 +107,14 @@ class CanvasAutomaton:
     def _find_live_states(self, possible_CK: np.ndarray) -> np.ndarray:
         """The states from which a match can still be reached, [C + 1, Q], by position."""
         automaton = self.automaton
+        is_any_impossible = not possible_CK[:, automaton.pairs_by_class[1]].all()
         possible = PairRows(automaton, possible_CK, np.logical_or)
         live = np.zeros((len(possible_CK) + 1, automaton.states), dtype=bool)
         live[-1] = self.ends_Q
         for position in range(len(possible_CK) - 1, -1, -1):
-            usable_R = possible[position] & live[position + 1].take(automaton.to_R)
+            usable_R = live[position + 1].take(automaton.to_R)
+            if is_any_impossible:
+                usable_R &= possible[position]
             live[position][automaton.from_R[usable_R]] = True
         return live
 

@@ -58,8 +58,8 @@ def _find_equivalent_states(next_QB: np.ndarray, accepting_Q: np.ndarray, budget
     """
     states, width = next_QB.shape
     rng = np.random.default_rng(0)
-    class_factors: np.ndarray = rng.integers(0, 2**63, size=states + 2, dtype=np.uint64)
-    byte_factors: np.ndarray = rng.integers(0, 2**63, size=width, dtype=np.uint64) | 1
+    class_factors = rng.integers(0, 2**63, size=(states + 2,), dtype=np.uint64)
+    byte_factors = rng.integers(0, 2**63, size=(width,), dtype=np.uint64)
     order_T = np.argsort(next_QB, axis=None, kind="stable")  # transitions by their target
     begins_Q = np.searchsorted(next_QB.ravel()[order_T], np.arange(states + 1))
     sources_T = (order_T // width).astype(np.int32)
@@ -84,30 +84,30 @@ def _find_equivalent_states(next_QB: np.ndarray, accepting_Q: np.ndarray, budget
 def _split_classes(
     touched: np.ndarray, class_Q: np.ndarray, hash_Q: np.ndarray, hashes: list[int], sizes: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Gives new classes to the touched states whose hash is no longer that of their class.
+    """Gives new classes to the states whose hash differs from that of most states of their class.
 
-    Returns these states and their old classes. If all states of a class changed their hash, the largest group keeps the
-    class.
+    The untouched states of a class have the hash of the class. Returns the states with new classes, and their old classes.
+    Only the smaller parts of a class get a new one, so a state gets few of them.
     """
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[int, dict[int, np.ndarray | list[int]]] = {}  # class -> hash -> states
     for state, number, value in zip(touched.tolist(), class_Q[touched].tolist(), hash_Q[touched].tolist(), strict=True):
         if value != hashes[number]:
-            groups.setdefault((number, value), []).append(state)
-    leaving: dict[int, int] = {}
-    for (number, _), members in groups.items():
-        leaving[number] = leaving.get(number, 0) + len(members)
-    emptied = {number for number, count in leaving.items() if count == sizes[number]}
-    moved: list[int] = []
-    old: list[int] = []
-    for (number, value), members in sorted(groups.items(), key=lambda group: -len(group[1])):
-        if number in emptied:  # the largest group comes first
-            emptied.remove(number)
-            hashes[number] = value
-            continue
-        class_Q[members] = len(sizes)
-        moved += members
-        old += [number] * len(members)
-        sizes[number] -= len(members)
-        hashes.append(value)
-        sizes.append(len(members))
-    return np.array(moved, dtype=np.int64), np.array(old, dtype=np.int64)
+            groups.setdefault(number, {}).setdefault(value, []).append(state)  # type: ignore[union-attr]
+    moved: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+    old: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+    for number, parts in groups.items():
+        largest = max(parts, key=lambda value: len(parts[value]))
+        rest = sizes[number] - sum(map(len, parts.values()))
+        if rest < len(parts[largest]):  # the largest part keeps the class
+            if rest:
+                parts[hashes[number]] = np.flatnonzero((class_Q == number) & (hash_Q == np.uint64(hashes[number])))
+            hashes[number] = largest
+            del parts[largest]
+        for value, members in parts.items():
+            class_Q[members] = len(sizes)
+            moved.append(np.asarray(members))
+            old.append(np.full(len(members), number))
+            sizes[number] -= len(members)
+            sizes.append(len(members))
+            hashes.append(value)
+    return np.concatenate(moved), np.concatenate(old)

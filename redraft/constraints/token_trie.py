@@ -13,7 +13,7 @@ import numpy as np
 from redraft.constraints.budget import Budget
 from redraft.constraints.graph import expand_segments
 
-CHUNK = 2**20  # DFA states times nodes that are walked at once: bounds the memory
+CHUNK = 2**18  # DFA states times nodes that are walked at once: bounds the memory
 NODES_PER_UNIT = 10  # nodes that are removed, per unit of the budget
 MERGE_WORK = 3  # units of the budget for each node that is kept
 VOCABULARY = "running the vocabulary through the pattern"

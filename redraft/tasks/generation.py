@@ -72,6 +72,8 @@ class GenerationOptions:
 def check_choices(choices: Sequence[str]) -> None:
     """Refuses anything but a list of different, non-empty strings."""
     is_list = isinstance(choices, list | tuple)
+    if is_list:
+        Budget().check_length(2 * len(choices) - 1, "the list of choices")  # a character and a separator at the least
     if not is_list or not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise PatternError(f"choices must be a list of non-empty strings, got {shorten(choices)}")
     if len(set(choices)) < len(choices):

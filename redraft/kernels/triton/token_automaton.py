@@ -72,7 +72,7 @@ class AutomatonArrays(Protocol):
         """The pairs sorted by class, the classes that have edges, and the index of each class's first pair."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)  # an automaton over 262,144 tokens takes about 10 MB here and on the device
 def upload_automaton(automaton: AutomatonArrays, device: torch.device) -> DeviceAutomaton:
     """Copies an automaton to a device, once."""
 
