@@ -1,5 +1,6 @@
 """A server in a thread, on a free port, for tests with real clients."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from redraft.writer import Writer, is_text_prompt
 
 
 @contextmanager
-def served(writer: Writer, **changes) -> Iterator[str]:
-    """Serves a writer and yields its address."""
+def served(writer: Writer, send_buffer: int | None = None, **changes) -> Iterator[str]:
+    """Serves a writer and yields its address. `send_buffer` is what the system buffers for a client that does not read."""
     settings = ServerConfig(**changes)
     app = make_app(writer, settings)
     limits = settings.limits.connections
@@ -28,7 +29,10 @@ def served(writer: Writer, **changes) -> Iterator[str]:
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    listening = server.servers[0].sockets[0]
+    if send_buffer is not None:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    port = listening.getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

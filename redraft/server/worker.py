@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
 
-from redraft.engine import StopEvent
+from redraft.engine import StopEvent, Stopped
 from redraft.server.errors import ServerBusyError, ServerClosingError
 from redraft.writer import Writer
 
@@ -135,16 +135,16 @@ class Worker:
         def put(entry: Any) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, entry)
 
-        def put_when_there_is_room(entry: Any) -> None:
+        def wait_for_room() -> None:
             while not room.acquire(timeout=QUEUE_POLL_SECONDS):
                 if stop.is_set():
-                    return
-            put(entry)
+                    raise Stopped
 
         def run_in_thread() -> None:
             try:
                 for item in work(stop):
-                    put_when_there_is_room((item, None))
+                    wait_for_room()
+                    put((item, None))
             except BaseException as error:  # raised again in the coroutine that waits
                 put((None, error))
             finally:

@@ -4,13 +4,13 @@ import asyncio
 import json
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 import numpy as np
 import pytest
 from adversary import head
-from serving import NO_END, make, served, wait_until
+from serving import make, served, wait_until
 
 from redraft.constraints.errors import BudgetError, PatternError
 from redraft.constraints.pattern_compiler import CompilerProcess, LocalCompiler, Pattern
@@ -20,7 +20,7 @@ from redraft.server.compiler_pool import CompilerPool
 from redraft.server.connections import ConnectionLimits, name_client
 from redraft.server.errors import BadRequestError, ServerBusyError, TooManyBytesError
 from redraft.server.middleware import Limits
-from redraft.server.worker import MAX_QUEUED, Slots, Worker
+from redraft.server.worker import MAX_QUEUED, MAX_UNREAD, Slots, Worker
 from redraft.tokenizer.helper_process import HelperStoppedError
 
 PLAIN = {"prompt": "ab", "max_tokens": 4, "seed": 1}
@@ -51,7 +51,7 @@ def strict():
     bodies = BodyLimits(body_bytes=200_000, received_bytes=300_000, free_bytes=1000, body_seconds=0.5, json_values=2000)
     connections = ConnectionLimits(connections=40, connections_per_client=20, head_seconds=0.5, reader_seconds=0.5)
     writer = make()
-    with served(writer, limits=Limits(bodies=bodies, connections=connections)) as url:
+    with served(writer, send_buffer=4096, limits=Limits(bodies=bodies, connections=connections)) as url:
         yield url, writer
 
 
@@ -126,13 +126,21 @@ def test_a_body_in_tiny_chunks_is_cut_off(strict):
 
 def test_a_client_that_does_not_read_is_let_go(strict):
     url, writer = strict
-    body = {**PLAIN, "max_tokens": 4000, "stream": True, "diffusing": True, "logit_bias": NO_END, "diffusion_max_steps": 40}
-    content = json.dumps({**body, "diffusion_canvas_length": 64}).encode()
-    with raw_socket(url) as connection:
+    body = {"prompt": "ab", "max_tokens": 400, "canvas_length": 16, "candidates": 20, "forbidden": [1, 5]}
+    content = json.dumps(body).encode()
+    with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.sendall(head("/v1/completions", "Host: localhost", f"Content-Length: {len(content)}") + content)
-        assert wait_until(lambda: bool(writer.engine.scheduler.running))
+        connection.connect((httpx.URL(url).host, httpx.URL(url).port))
+        connection.sendall(head("/v1/canvas", "Host: localhost", f"Content-Length: {len(content)}") + content)
+        assert wait_until(lambda: not writer.engine.is_idle)
+        assert wait_until(lambda: any(request.has_unread(MAX_UNREAD) for request in writer.engine.scheduler.running))
         assert wait_until(lambda: writer.engine.is_idle)
+        connection.settimeout(60)
+        received = b""
+        with suppress(ConnectionError):
+            while piece := connection.recv(65536):
+                received += piece
+        assert b'"type":"end"' not in received
 
 
 def test_clients_are_told_apart_by_address_and_network():
