@@ -168,7 +168,7 @@ def test_damaged_checkpoints_are_one_sentence_too(run, tmp_path):
         ("tokenizer.json", b"{}", "not a readable tokenizer"),
         ("generation_config.json", b'{"max_denoising_steps": -2}', "got -2"),
     ):
-        folder = tiny.save_folder(tmp_path / name)
+        folder = tiny.remove_manifest(tiny.save_folder(tmp_path / name))
         (folder / name).write_bytes(content)
         code, _, err = run("hi", "-m", str(folder))
         assert code == 2
@@ -285,7 +285,8 @@ def _restless(tmp_path_factory):
     """A model that never settles nor stops: there is time to interrupt it. One layer: its 200 steps are quick."""
     folder = tiny.save_folder(tmp_path_factory.mktemp("restless"), tiny.CONFIGS["one layer"])
     never = tiny.sampler(confidence_threshold=1e-9, eos_token_ids=(), max_steps=200, max_new_tokens=400)
-    redraft.save(redraft.load(folder).model, folder, sampler=never)
+    writer = redraft.load(folder)
+    redraft.save(writer.model, folder, tokenizer=writer.tokenizer, sampler=never, force=True)
     return str(folder)
 
 
