@@ -124,6 +124,6 @@ def _refuse_unknown_tensors(tensors: Mapping[str, Tensor], available: set[str], 
             continue
         original = tied_name(name)
         if original is None or original not in expected:
-            raise CheckpointError(f"the checkpoint has a tensor that this model does not have: {name}")
+            raise CheckpointError(f"the checkpoint has a tensor that this model does not have: {name[:200]}")
         if original in available and not torch.equal(tensors[name], tensors[original]):
             raise CheckpointError(f"{name} differs from {original}, which it should repeat; redraft runs tied weights only")
