@@ -326,8 +326,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
 def replace_file(path: str | Path, *, keep_unfinished: bool = False) -> Iterator[TextIO]:
     """Yields a new text file beside `path`, which takes its place in one rename: nobody sees half of it.
 
-    After an exception the old file is as it was. The new one is removed, unless it should be kept for its part of the
-    content. A symbolic link stays a link, and permissions stay. A pipe or a device is written directly.
+    After an exception the old file is as it was. The new one is removed, unless `keep_unfinished` and it has some content.
+    A symbolic link stays a link, and permissions stay. A pipe or a device is written directly.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         with open(path, "w", encoding="utf-8", newline="") as file:
@@ -344,7 +344,7 @@ def replace_file(path: str | Path, *, keep_unfinished: bool = False) -> Iterator
             os.fsync(file.fileno())  # a rename may reach the disk before the content, and then the power may fail
         os.replace(part, path)
     except BaseException:
-        if not keep_unfinished:
+        if not keep_unfinished or not part.stat().st_size:
             part.unlink(missing_ok=True)
         raise
 

@@ -50,8 +50,10 @@ def replace_folder(folder: str | Path, *, force: bool = False) -> Iterator[Path]
     part.mkdir()
     try:
         with _locked(part):
+            if target.exists():
+                shutil.copymode(target, part)  # before anything is written: the old folder may be private
             yield part
-            check_target(folder, force=force)  # again: the work may have taken long
+            check_target(target, force=force)  # again: the work may have taken long
             _keep_files(target, part)
             sync_files(part)
             put_in_place(part, target)

@@ -204,14 +204,14 @@ def _solve_many(events: Iterable[SolveStep | Solution], count: int, as_json: boo
     waiting: dict[int, Solution] = {}
     start_time = time.perf_counter()
     with _open_output(out) as write, _progress_bar(console, count) as show:
-        if not as_json:
-            write(",".join(COLUMNS))
         for event in events:
             if not isinstance(event, Solution):
                 continue
             waiting[event.number] = event
             while len(solutions) in waiting:
                 solution = waiting.pop(len(solutions))
+                if not solutions and not as_json:
+                    write(",".join(COLUMNS))
                 solutions.append(solution)
                 write(_format_solution(solution, as_json))
             solved = sum(solution.solved for solution in solutions)
@@ -244,8 +244,9 @@ def _open_output(out: str | None) -> Iterator[Callable[[str], None]]:
     with replace_file(out, keep_unfinished=True) as file:
         try:
             yield lambda text: print(text, file=file, flush=True)
-        except KeyboardInterrupt:
-            print(f"interrupted: the results so far are in {file.name}", file=sys.stderr)
+        except BaseException:
+            if file.tell():
+                print(f"the results so far are in {file.name}", file=sys.stderr)
             raise
 
 

@@ -16,6 +16,7 @@ import redraft
 from redraft import checkpoint
 from redraft.checkpoint import CheckpointError, atomic_folder
 from redraft.cli import main
+from redraft.config import write_text
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import load_checkpoint
 
@@ -366,3 +367,43 @@ def test_a_failed_save_of_a_tokenizer_leaves_no_mixture(tmp_path, monkeypatch):
     assert Tokenizer.from_folder(tmp_path).template == f"template {NEW_SEED}"
     assert len(outcomes) > 5
     assert not any(outcomes)  # without tokenizer.json, a folder does not load
+
+
+# Single files
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_text(path, "old")
+    for module, name in ((os, "fsync"), (os, "replace")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+            with pytest.raises(OSError, match="disk full"):
+                write_text(path, "new")
+        assert path.read_text() == "old"
+        assert os.listdir(tmp_path) == ["file"]
+
+
+def test_links_permissions_and_line_ends_stay(tmp_path):
+    real = tmp_path / "real"
+    real.write_text("old")
+    real.chmod(0o600)
+    (tmp_path / "link").symlink_to("real")
+    write_text(tmp_path / "link", "a\r\nb\n")
+    assert (tmp_path / "link").is_symlink()
+    assert real.read_bytes() == b"a\r\nb\n"
+    assert real.stat().st_mode & 0o777 == 0o600
+    folder = save(tmp_path / "model", OLD_SEED)
+    folder.chmod(0o700)
+    save(folder, NEW_SEED)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_device_is_written_and_never_replaced(tmp_path):
+    write_text("/dev/null", "x")
+    assert not Path("/dev/null").is_file()
+    reading, writing = os.pipe()
+    write_text(f"/dev/fd/{writing}", "x")
+    os.close(writing)
+    assert os.read(reading, 9) == b"x"
+    os.close(reading)

@@ -395,10 +395,11 @@ def test_colours_follow_what_happened_to_each_token():
 
 
 def test_nothing_a_checkpoint_holds_can_steer_the_terminal(run, tmp_path, folder):
-    spiteful = tiny.save_folder(tmp_path)
+    spiteful = tiny.remove_manifest(tiny.save_folder(tmp_path))
     (spiteful / "chat_template.jinja").write_text('{{ raise_exception("\\x1b[31mred\\nsecond line") }}')
     code, _, err = run("hi", "-m", str(spiteful))
     assert code == 2
+    assert "the chat template refuses this conversation" in err
     assert "\x1b" not in err
     assert err.count("\n") == 1
     _, written, _, _ = on_terminal(["Hello", "-m", folder, "--no-visual", "--seed", "3", "-n", "30"])

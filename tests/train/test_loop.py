@@ -184,6 +184,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_one_sentence(tmp_path):
         list(trainer.run())
 
 
+def test_an_export_replaces_that_of_an_earlier_run_and_nothing_else(tmp_path):
+    out = tmp_path / "run"
+    trainer = Trainer(config(tmp_path), out)
+    trainer.export()
+    trainer.export()
+    (out / "model" / "thesis.txt").write_text("x")
+    with pytest.raises(checkpoint.CheckpointError, match=r"holds 'thesis\.txt', which is no file of a checkpoint"):
+        Trainer(config(tmp_path), out)
+
+
 KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
