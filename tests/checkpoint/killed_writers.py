@@ -250,7 +250,6 @@ def check_writer(name: str, folder: Path, kills: int, rng: random.Random) -> lis
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # a pool of threads does not survive a fork
     base, kill_count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     random_moments = random.Random(seed)
     names = sys.argv[4:] or list(WRITERS)
