@@ -138,8 +138,7 @@ def write_tokenizer(folder: Path, vocabulary: Path) -> None:
 
 
 def make(folder: Path, shape: str, vocabulary: Path, device: str) -> None:
-    """Writes the whole checkpoint."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes the whole checkpoint, in place of an earlier one."""
     vision = VISION if shape == "released" else SMALL_VISION
     config = replace(SHAPES[shape], vision=vision)
     with torch.device("meta"):
@@ -147,10 +146,11 @@ def make(folder: Path, shape: str, vocabulary: Path, device: str) -> None:
     shapes = {checkpoint.published_name(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     shapes |= vision_shapes(vision, config.hidden_size)
     began = time.perf_counter()
-    total = write_weights(folder, shapes, device, 5 * 10**9 if shape == "released" else 10**7)
-    published = publish(config, vision)
-    (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
-    write_tokenizer(folder, vocabulary)
+    with checkpoint.replace_folder(folder, force=True) as part:
+        total = write_weights(part, shapes, device, 5 * 10**9 if shape == "released" else 10**7)
+        published = publish(config, vision)
+        (part / "config.json").write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
+        write_tokenizer(part, vocabulary)
     print(f"{len(shapes)} tensors, {total:,} bytes in {time.perf_counter() - began:.0f} s")
 
 

@@ -1,14 +1,20 @@
 """Configuration records: ModelConfig, EngineConfig and SamplerConfig. They are frozen and refuse values that cannot run.
 
 `ModelConfig()` and `SamplerConfig()` without arguments describe the released 26B-A4B checkpoint. The package `checkpoint`
-reads them from published files and writes them.
+reads them from published files and writes them. The last section reads and writes single files: an untrusted file can
+neither stall its reader nor fill the memory, and a killed writer leaves the old content or the new.
 """
 
 import json
-from collections.abc import Mapping
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 COLDEST_TEMPERATURE_SCALE = 0.02  # of the checkpoint's schedule; a temperature of 0 means this
 SLIDING = "sliding_attention"
@@ -28,28 +34,54 @@ SMALLEST_VISION: dict[str, Any] = {
 }
 
 
+# The largest values that ModelConfig takes, far above those of any model that exists. A file with larger ones is refused
+# before anything is built from it.
+LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "moe_intermediate_size": 2**20,
+    "num_experts": 2**14,
+    "top_k_experts": 2**14,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "num_global_key_value_heads": 2**12,
+    "head_dim": 2**14,
+    "global_head_dim": 2**14,
+    "canvas_length": 2**20,
+}
+MOST_LAYERS = 10_000
+MAX_FILE_BYTES = 64 * 2**20  # of a file that is read whole; Gemma's tokenizer.json has half of it
+
+
 class ConfigError(ValueError):
     """A configuration cannot be run. The message names the value and, where there is one, the way out."""
+
+
+def show_value(value: Any) -> str:
+    """A value as an error message shows it: a long one is cut, since it may come from an untrusted file."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def require_int(name: str, value: Any, low: int = 1, high: int = 2**31 - 1) -> int:
     """Returns the value if it is a whole number from `low` to `high`, else raises ConfigError."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
+        raise ConfigError(f"{name} must be a whole number from {low} to {high}, got {show_value(value)}")
     return value
 
 
 def require_number(name: str, value: Any, low: float = 0.0) -> float:
     """Returns the value if it is a finite number above `low`, else raises ConfigError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= 1e30:
-        raise ConfigError(f"{name} must be a number above {low:g}, got {value!r}")
+        raise ConfigError(f"{name} must be a number above {low:g}, got {show_value(value)}")
     return float(value)
 
 
 def require_object(name: str, value: Any) -> Mapping[str, Any]:
     """Returns the value if it is a JSON object, an empty one for None, else raises ConfigError."""
     if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{name} must be an object, got {value!r}")
+        raise ConfigError(f"{name} must be an object, got {show_value(value)}")
     return value or {}
 
 
@@ -93,12 +125,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             if f.type is int and not f.name.endswith("token_id"):
-                require_int(f.name, getattr(self, f.name))
+                require_int(f.name, getattr(self, f.name), 1, LARGEST.get(f.name, 2**31 - 1))
             elif f.type is float:
                 require_number(f.name, getattr(self, f.name))
         require_int("sliding_window", self.sliding_window, 2)  # a window of 1 would leave the cache of a layer empty
         if not self.layer_types or any(kind not in (SLIDING, FULL) for kind in self.layer_types):
-            raise ConfigError(f"layer_types may hold {SLIDING!r} and {FULL!r}, got {list(self.layer_types)!r}")
+            raise ConfigError(f"layer_types may hold {SLIDING!r} and {FULL!r}, got {show_value(self.layer_types)}")
+        require_int("num_hidden_layers", len(self.layer_types), 1, MOST_LAYERS)
         if self.layer_types[-1] != FULL:
             raise ConfigError(f"the last layer must be {FULL!r}, got {self.layer_types[-1]!r}")
         for heads in (self.num_key_value_heads, self.num_global_key_value_heads):
@@ -249,14 +282,74 @@ class SamplerConfig:
         return replace(self, t_min=self.t_min * scale, t_max=self.t_max * scale)
 
 
+# Files
+
+
+def require_regular_file(path: str | Path) -> None:
+    """Refuses a pipe, a socket, a device or a folder before it is opened: opening a pipe waits for its other end."""
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, but redraft needs a regular file there")
+
+
+def read_file(path: str | Path) -> bytes:
+    """Reads a regular file of at most MAX_FILE_BYTES."""
+    require_regular_file(path)
+    with open(path, "rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB, too much for a file of its kind")
+    return content
+
+
 def read_json(path: str | Path) -> dict[str, Any]:
     """Reads a JSON file that holds an object."""
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = json.loads(read_file(path).decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; a checkpoint folder needs it") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path} is not readable JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not readable JSON: it is nested too deeply") from None
+    except ConfigError:
+        raise
+    except ValueError:  # Python limits the digits of a whole number, and its message is for programmers
+        raise ConfigError(f"{path} is not readable JSON: it holds a number with thousands of digits") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a JSON {type(raw).__name__}, not an object")
     return raw
+
+
+@contextmanager
+def replace_file(path: str | Path, *, keep_unfinished: bool = False) -> Iterator[TextIO]:
+    """Yields a new text file beside `path`, which takes its place in one rename: nobody sees half of it.
+
+    After an exception the old file is as it was. The new one is removed, unless `keep_unfinished` and it has some content.
+    A symbolic link stays a link, and permissions stay. A pipe or a device is written directly.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            yield file
+        return
+    path = Path(path).resolve()
+    part = path.with_name(f".{path.name}.part-{secrets.token_hex(4)}")
+    try:
+        with open(part, "x", encoding="utf-8", newline="") as file:
+            if path.exists():
+                shutil.copymode(path, part)  # before anything is written: the old file may be private
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # a rename may reach the disk before the content, and then the power may fail
+        os.replace(part, path)
+    except BaseException:
+        if not keep_unfinished or not part.stat().st_size:
+            part.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Replaces a file as a whole: it has the old or the new content, never a part."""
+    with replace_file(path) as file:
+        file.write(text)

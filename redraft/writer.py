@@ -100,15 +100,16 @@ def load_checkpoint(
         raise ValueError(f"there is no quantization {quant!r}; try {FP8}")
     device = _device(device)
     folder = checkpoint.find(path_or_id)
-    config = checkpoint.read_model_config(folder)
-    tokenizer = Tokenizer.from_folder(folder)
-    if tokenizer.size > config.vocab_size:
-        raise TokenizerError(
-            f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, but the model has a vocabulary of "
-            f"{config.vocab_size}: use the tokenizer of this checkpoint"
-        )
-    sampler = checkpoint.read_sampler_config(folder, config)
-    model = checkpoint.load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device)
+    with checkpoint.verify_files(folder):
+        config = checkpoint.read_model_config(folder)
+        tokenizer = Tokenizer.from_folder(folder)
+        if tokenizer.size > config.vocab_size:
+            raise TokenizerError(
+                f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, but the model has a vocabulary of "
+                f"{config.vocab_size}: use the tokenizer of this checkpoint"
+            )
+        sampler = checkpoint.read_sampler_config(folder, config)
+        model = checkpoint.load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device)
     if quant == FP8 and not model.config.quant:
         model = quantize_fp8(model)
     elif not has_bf16(device):

@@ -4,6 +4,7 @@ A model with plain random weights never settles, and a rounding error grows tenf
 and sharpens the head: canvases settle, rows stop at different steps, and rounding errors vanish.
 """
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,8 +100,16 @@ def writer(seed: int = 0) -> Writer:
 
 def save_folder(folder: Path, config: ModelConfig = BASE, seed: int = 0) -> Path:
     """Saves a whole checkpoint folder: configuration, weights, tokenizer."""
-    checkpoint.save(decided(config, seed), folder, sampler=sampler(max_new_tokens=32))
-    byte_tokenizer().save(folder)
+    return checkpoint.save(
+        decided(config, seed), folder, tokenizer=byte_tokenizer(), sampler=sampler(max_new_tokens=32), force=True
+    )
+
+
+def remove_manifest(folder: Path) -> Path:
+    """Makes a folder like a published one: its files may be changed one by one."""
+    raw = json.loads((folder / "redraft.json").read_text(encoding="utf-8"))
+    raw.pop("files", None)
+    (folder / "redraft.json").write_text(json.dumps(raw), encoding="utf-8")
     return folder
 
 

@@ -5,12 +5,16 @@ names.py             file names, and our tensor names -> the published ones
 published_config.py  the JSON files <-> ModelConfig and SamplerConfig
 find.py              a folder, a packaged model or a hub id -> the folder of the checkpoint
 tensors.py           the tensors of a folder, memory-mapped
+manifest.py          checks that the files of a folder were saved together
 load.py              tensors -> model
+atomic_folder.py     replaces a folder as a whole
 save.py              model -> folder
 """
 
+from redraft.checkpoint.atomic_folder import check_target, put_in_place, replace_folder, sync_files
 from redraft.checkpoint.find import PACKAGED, find
 from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model
+from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.checkpoint.published_config import (
     parse_model_config,
@@ -20,13 +24,14 @@ from redraft.checkpoint.published_config import (
     read_model_config,
     read_sampler_config,
 )
-from redraft.checkpoint.save import save, write_text
+from redraft.checkpoint.save import save
 from redraft.checkpoint.tensors import folder_with_vision
 
 __all__ = [
     "PACKAGED",
     "PRECISIONS",
     "CheckpointError",
+    "check_target",
     "find",
     "folder_with_vision",
     "from_state_dict",
@@ -37,8 +42,11 @@ __all__ = [
     "publish_model_config",
     "publish_sampler_config",
     "published_name",
+    "put_in_place",
     "read_model_config",
     "read_sampler_config",
+    "replace_folder",
     "save",
-    "write_text",
+    "sync_files",
+    "verify_files",
 ]

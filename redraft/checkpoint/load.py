@@ -4,12 +4,14 @@ The model is built on the "meta" device, without memory, and takes the tensors o
 mapped file. On a GPU each is copied from the mapped file and converted there, so the host never holds a second copy.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.names import DECODER, ENCODER, VISION, CheckpointError, published_name, tied_name
 from redraft.checkpoint.published_config import read_model_config
 from redraft.checkpoint.tensors import CheckpointTensors
@@ -18,6 +20,7 @@ from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.model import quant
 from redraft.model.diffusion_gemma import DiffusionGemma
 
+LAYER_NAME = re.compile(re.escape(DECODER) + r"layers\.(\d{1,9})\.")
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -25,11 +28,34 @@ def load_model(
     folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> DiffusionGemma:
     """Loads the model of a folder. Without a dtype, weights keep the precision they are stored in."""
-    config = read_model_config(folder)
-    tensors: Mapping[str, Tensor] = CheckpointTensors(Path(folder), device)
-    if config.quant:
-        tensors = quant.StackedExpertTensors(tensors)  # on the device already, where stacking is fast
+    with verify_files(folder):
+        config = read_model_config(folder)
+        stored = CheckpointTensors(Path(folder), device)
+    _compare_sizes(config, stored)
+    # Experts are stacked on the device already, where it is fast.
+    tensors: Mapping[str, Tensor] = quant.StackedExpertTensors(stored) if config.quant else stored
     return from_state_dict(config, tensors, dtype=dtype, device=device)
+
+
+def _compare_sizes(config: ModelConfig, tensors: CheckpointTensors) -> None:
+    """Compares config.json with the headers of the weights, before a model is built: 9,999 layers would take a minute.
+
+    Other differences are found later, where each tensor is fetched.
+    """
+    layer_numbers = [int(match[1]) for name in tensors if (match := LAYER_NAME.match(name))]
+    stored = {"num_hidden_layers": max(layer_numbers, default=-1) + 1}
+    for name, fields in (
+        ("embed_tokens.weight", ("vocab_size", "hidden_size")),
+        ("layers.0.router.proj.weight", ("num_experts", "hidden_size")),
+    ):
+        if published_name(name) in tensors:
+            stored |= zip(fields, tensors.shape(published_name(name)), strict=False)
+    for field, number in stored.items():
+        if getattr(config, field) != number:
+            raise CheckpointError(
+                f"config.json and the weights in {tensors.folder} are not of the same model: {field} is "
+                f"{getattr(config, field)} in config.json and {number} in the weights"
+            )
 
 
 def lay_out_for_cpu(model: DiffusionGemma) -> DiffusionGemma:
@@ -98,6 +124,6 @@ def _refuse_unknown_tensors(tensors: Mapping[str, Tensor], available: set[str], 
             continue
         original = tied_name(name)
         if original is None or original not in expected:
-            raise CheckpointError(f"the checkpoint has a tensor that this model does not have: {name}")
+            raise CheckpointError(f"the checkpoint has a tensor that this model does not have: {name[:200]}")
         if original in available and not torch.equal(tensors[name], tensors[original]):
             raise CheckpointError(f"{name} differs from {original}, which it should repeat; redraft runs tied weights only")

@@ -4,11 +4,15 @@ Our names are the published ones without their prefix. Only the layer scalars ex
 decoder) and once for `encode` (the published encoder); all other text weights of the encoder are tied to the decoder's.
 """
 
+import re
+
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 REDRAFT_CONFIG = "redraft.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 DECODER = "model.decoder."
 ENCODER = "model.encoder.language_model."
 VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")

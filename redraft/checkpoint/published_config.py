@@ -16,6 +16,7 @@ from typing import Any
 from redraft.checkpoint.names import CONFIG, GENERATION_CONFIG, REDRAFT_CONFIG
 from redraft.config import (
     FULL,
+    MOST_LAYERS,
     SLIDING,
     SMALLEST_VISION,
     ConfigError,
@@ -26,6 +27,7 @@ from redraft.config import (
     require_int,
     require_number,
     require_object,
+    show_value,
 )
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
@@ -145,7 +147,9 @@ def parse_sampler_config(
     sampler = require_object(f"{GENERATION_CONFIG}: sampler_config", generation.get("sampler_config"))
     class_name = sampler.get("_cls_name", ENTROPY_BOUND_SAMPLER)
     if class_name != ENTROPY_BOUND_SAMPLER:
-        raise ConfigError(f"{GENERATION_CONFIG} names the sampler {class_name!r}; redraft has {ENTROPY_BOUND_SAMPLER} only")
+        raise ConfigError(
+            f"{GENERATION_CONFIG} names the sampler {show_value(class_name)}; redraft has {ENTROPY_BOUND_SAMPLER} only"
+        )
     if "entropy_bound" in sampler:
         settings["entropy_bound"] = sampler["entropy_bound"]
     settings.setdefault("pad_token_id", model.pad_token_id)
@@ -190,7 +194,7 @@ def _refuse_other_models(raw: Mapping[str, Any], source: str) -> None:
     architectures = architectures if isinstance(architectures, list) else [architectures]
     if raw.get("model_type") != "diffusion_gemma" and ARCHITECTURE not in architectures:
         described = architectures[0] if architectures else raw.get("model_type", "nothing")
-        raise ConfigError(f"{source} describes {described!r}; redraft runs {ARCHITECTURE!r}")
+        raise ConfigError(f"{source} describes {show_value(described)}; redraft runs {ARCHITECTURE!r}")
 
 
 def _refuse_variants(text: Mapping[str, Any], source: str) -> None:
@@ -205,7 +209,7 @@ def _refuse_variants(text: Mapping[str, Any], source: str) -> None:
     }
     for name, values in allowed.items():
         if text.get(name) not in values:
-            raise ConfigError(f"{source}: {name} is {text[name]!r}; redraft runs {values[-1]!r} only")
+            raise ConfigError(f"{source}: {name} is {show_value(text[name])}; redraft runs {values[-1]!r} only")
 
 
 def _parse_quantization(raw: Mapping[str, Any], source: str) -> str | None:
@@ -230,10 +234,10 @@ def _parse_quantization(raw: Mapping[str, Any], source: str) -> str | None:
 
 
 def _parse_layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:
-    count = require_int("num_hidden_layers", _require(text, "num_hidden_layers", source), 1, 10_000)
+    count = require_int("num_hidden_layers", _require(text, "num_hidden_layers", source), 1, MOST_LAYERS)
     layer_types = text.get("layer_types") or [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(count)]
     if not isinstance(layer_types, list):
-        raise ConfigError(f"{source}: layer_types must be a list, got {layer_types!r}")
+        raise ConfigError(f"{source}: layer_types must be a list, got {show_value(layer_types)}")
     if len(layer_types) != count:
         raise ConfigError(f"{source} lists {len(layer_types)} layer_types for {count} layers")
     return (*layer_types[:-1], FULL)  # the last layer is forced to be full, as in transformers

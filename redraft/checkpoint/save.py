@@ -1,14 +1,16 @@
-"""Writes checkpoints in the published layout, which transformers loads. Files are replaced as a whole, config.json last."""
+"""Writes checkpoints in the published layout, which transformers loads. The folder is replaced as a whole."""
 
 import json
-import os
-import re
+import secrets
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from redraft.checkpoint.atomic_folder import replace_folder
+from redraft.checkpoint.manifest import FILES, describe_files, verify_files
 from redraft.checkpoint.names import CONFIG, GENERATION_CONFIG, INDEX, REDRAFT_CONFIG, VISION, WEIGHTS, published_name
 from redraft.checkpoint.published_config import (
     parse_sampler_config,
@@ -17,9 +19,10 @@ from redraft.checkpoint.published_config import (
     read_model_config,
 )
 from redraft.checkpoint.tensors import CheckpointTensors
-from redraft.config import SMALLEST_VISION, SamplerConfig
+from redraft.config import SMALLEST_VISION, SamplerConfig, write_text
 from redraft.model import quant
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.tokenizer.tokenizer import Tokenizer
 
 SHARD_BYTES = 5 * 10**9
 
@@ -28,35 +31,47 @@ def save(
     model: DiffusionGemma,
     folder: str | Path,
     *,
+    tokenizer: Tokenizer | None = None,
     sampler: SamplerConfig | None = None,
     vision_from: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    force: bool = False,
 ) -> Path:
-    """Writes a checkpoint that transformers loads.
+    """Writes a checkpoint that transformers loads. A folder that holds one already is replaced with `force` only.
 
-    Vision weights are copied from the checkpoint `vision_from`; without it, an empty vision tower is written. A file is
-    written under another name and renamed, so it is never half there; config.json comes last.
+    Vision weights are copied from the checkpoint `vision_from`, which may be the folder that is replaced; without it, an
+    empty vision tower is written. A killed save leaves the old folder or the new one.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    with replace_folder(folder, force=force) as part:
+        config, tensors = _publish(model, vision_from)
+        _write_weights(tensors, part, shard_bytes)
+        generation, ours = publish_sampler_config(sampler or parse_sampler_config({}, model.config))
+        _write_json(part / CONFIG, config)
+        _write_json(part / GENERATION_CONFIG, generation)
+        if tokenizer is not None:
+            tokenizer.save(part)
+        _write_json(part / REDRAFT_CONFIG, ours | {FILES: describe_files(part)})
+    return Path(folder)
+
+
+def _publish(model: DiffusionGemma, vision_from: str | Path | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The content of config.json, and the tensors by their published names."""
     tensors = {published_name(name): tensor for name, tensor in model.state_dict().items()}
     tensors = quant.split_experts(tensors) if model.config.quant else tensors
     config = publish_model_config(model.config, str(model.dtype).removeprefix("torch."))
     if model.config.quant:
         config["quantization_config"] = quant.quantization_config(model.config.num_hidden_layers)
-    if vision_from is not None:
-        source = CheckpointTensors(Path(vision_from))
-        tensors |= {name: source[name] for name in source if name.startswith(VISION)}
-        config["vision_config"] = dict(read_model_config(vision_from).vision)
-    else:
+    if vision_from is None:
         config["vision_config"] = dict(SMALLEST_VISION)
-        tensors |= _smallest_vision(model.config.hidden_size, model.dtype)
-    _write_weights(tensors, folder, shard_bytes)
-    sampler = sampler or parse_sampler_config({}, model.config)
-    generation, ours = publish_sampler_config(sampler)
-    for file_name, content in ((GENERATION_CONFIG, generation), (REDRAFT_CONFIG, ours), (CONFIG, config)):
-        write_text(folder / file_name, json.dumps(content, indent=2) + "\n")
-    return folder
+        return config, tensors | _smallest_vision(model.config.hidden_size, model.dtype)
+    with verify_files(vision_from):
+        source = CheckpointTensors(Path(vision_from))
+        config["vision_config"] = dict(read_model_config(vision_from).vision)
+    return config, tensors | {name: source[name] for name in source if name.startswith(VISION)}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def _smallest_vision(hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -76,19 +91,14 @@ def _write_weights(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -
     file_names = [WEIGHTS]
     if len(shards) > 1:
         file_names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    save_id = secrets.token_hex(16)  # tells the headers of two saves apart: see manifest.py
     for file_name, names in zip(file_names, shards, strict=True):
         shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
-        save_file(shard, folder / (file_name + ".part"), metadata={"format": "pt"})
-        os.replace(folder / (file_name + ".part"), folder / file_name)
+        save_file(shard, folder / file_name, metadata={"format": "pt", "save_id": save_id})
     weight_map = {name: file_name for file_name, names in zip(file_names, shards, strict=True) for name in names}
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
     if len(shards) > 1:
-        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    else:
-        (folder / INDEX).unlink(missing_ok=True)
-    for old in folder.glob("model*.safetensors"):
-        if old.name not in file_names and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name):
-            old.unlink()  # a shard of an earlier save, which no index lists any more
+        total_size = sum(tensor.nbytes for tensor in tensors.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def _plan_shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[list[str]]:
@@ -102,10 +112,3 @@ def _plan_shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[list[str]
         shards[-1].append(name)
         filled += tensor.nbytes
     return shards
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file as a whole: it has the old or the new content, never a part."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from redraft.checkpoint.names import INDEX, VISION, WEIGHTS, CheckpointError
-from redraft.config import read_json
+from redraft.config import read_json, require_regular_file, show_value
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -26,6 +26,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
         self._file_of: dict[str, str] = {}  # tensor name -> file name
         for file in self._list_files():
             try:
+                require_regular_file(folder / file)
                 self._files[file] = safe_open(folder / file, framework="pt")
             except FileNotFoundError:
                 raise CheckpointError(f"{folder / file} is missing") from None
@@ -41,11 +42,17 @@ class CheckpointTensors(Mapping[str, Tensor]):
         files: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
         for file in files:
             if not isinstance(file, str) or file != Path(file).name:
-                raise CheckpointError(f"{self.folder / INDEX} is not an index of files in its folder: it names {file!r}")
+                raise CheckpointError(
+                    f"{self.folder / INDEX} is not an index of files in its folder: it names {show_value(file)}"
+                )
         return sorted(set(files))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._files[self._file_of[name]].get_tensor(name).to(self.device)
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a tensor, from the header of its file: its values are not read."""
+        return list(self._files[self._file_of[name]].get_slice(name).get_shape())
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of  # Mapping's own version would read the tensor

@@ -136,7 +136,7 @@ def find_resume_point(path: Path, texts: Sequence[str], plan: Plan) -> tuple[int
             replaced = [tuple(span) for span in origin["spans"]]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} was not written by redraft augment (line {number}): name another output") from None
-        is_ours = last_record <= record < len(texts) and seed in plan.seeds(record)
+        is_ours = isinstance(record, int) and last_record <= record < len(texts) and seed in plan.seeds(record)
         if not is_ours or replaced != choose_spans(texts[record], plan, seed):
             raise ValueError(f"line {number} of {path} comes from other records or other options: name another output")
         if record > last_record:

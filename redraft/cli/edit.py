@@ -1,9 +1,7 @@
 """The commands redraft fill FILE|- (infilling) and redraft edit FILE|- (editing in place)."""
 
 import json
-import os
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +13,7 @@ from rich.text import Text
 from redraft import writer
 from redraft.cli.options import Device, Model, Seed, Threads, option, parse_float, parse_int
 from redraft.cli.terminal import CanvasView, strip_control_characters
+from redraft.config import write_text
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, check_strength
 from redraft.tasks.infill import Filled, parse_template
 
@@ -46,7 +45,7 @@ def fill(
         watch = view.watch if status_console.is_terminal else None
         infills = subject.fill(text, count=count, longest=longest, seed=seed, seconds=seconds, watch=watch)
     if write:
-        replace_file(Path(file), infills[0].text)
+        write_text(file, infills[0].text)
     if as_json:
         print(json.dumps([asdict(filled) for filled in infills] if count > 1 else asdict(infills[0])))
         return
@@ -91,7 +90,7 @@ def edit(
     with Console(stderr=True).status("editing"):
         edited = subject.edit(text, instruction, strength=strength, seed=seed)
     if write:
-        replace_file(Path(file), edited.text)
+        write_text(file, edited.text)
     if as_json:
         print(json.dumps(asdict(edited)))
     elif console.is_terminal:
@@ -109,20 +108,6 @@ def read_text(file: str, write: bool) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}") from None
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replaces a file atomically: writes a temporary file beside it, then renames it; permissions stay."""
-    path = path.resolve()  # a symbolic link stays a link
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text.encode("utf-8"))
-        os.chmod(name, path.stat().st_mode & 0o7777)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def colour_gaps(texts: tuple[str, ...], filled: Filled) -> Text:

@@ -249,16 +249,18 @@ def info(
 def quantize(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id OWNER/NAME.")],
     out: Annotated[str, typer.Argument(help="Folder to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace the checkpoint that the folder holds.")] = False,
     device: Device = None,
     threads: Threads = None,
 ) -> None:
     """Write a checkpoint with fp8 layers in the compressed-tensors format: about half the size."""
+    checkpoint.check_target(out, force=force)  # before the model is loaded
     source = checkpoint.find(model)
     with show_builds(_stderr(), message="quantizing"):
         stored = checkpoint.load_model(source).dtype  # weights outside the fp8 layers keep this precision
         quantized, tokenizer, sampler = load_checkpoint(source, device=device, dtype=stored, quant="fp8")
-        checkpoint.save(quantized, out, sampler=sampler, vision_from=checkpoint.folder_with_vision(source))
-        tokenizer.save(out)
+        vision = checkpoint.folder_with_vision(source)
+        checkpoint.save(quantized, out, tokenizer=tokenizer, sampler=sampler, vision_from=vision, force=force)
     print(out)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from redraft.cli.terminal import CHANGED, DRAFT, NOISE, Painter, meter, strip_control_characters, summary
+from redraft.config import write_text
 from redraft.diffusion.generate import Draft, Finished
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -56,7 +57,7 @@ class Recording:
         """Writes the SVG file."""
         if not self.frames:
             raise ValueError("nothing was recorded: the run has no events")
-        Path(path).write_text(svg(self.frames), encoding="utf-8")
+        write_text(path, svg(self.frames))
 
 
 def _pieces(line: Text) -> Line:

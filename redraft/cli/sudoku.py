@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from redraft.cli.terminal import CHANGED, FRAME_SECONDS, NOISE, QUIET, defer_interrupt
+from redraft.config import replace_file
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solver
 from redraft.tasks.sudoku.board import Board, BoardError
@@ -203,14 +204,14 @@ def _solve_many(events: Iterable[SolveStep | Solution], count: int, as_json: boo
     waiting: dict[int, Solution] = {}
     start_time = time.perf_counter()
     with _open_output(out) as write, _progress_bar(console, count) as show:
-        if not as_json:
-            write(",".join(COLUMNS))
         for event in events:
             if not isinstance(event, Solution):
                 continue
             waiting[event.number] = event
             while len(solutions) in waiting:
                 solution = waiting.pop(len(solutions))
+                if not solutions and not as_json:
+                    write(",".join(COLUMNS))
                 solutions.append(solution)
                 write(_format_solution(solution, as_json))
             solved = sum(solution.solved for solution in solutions)
@@ -236,11 +237,17 @@ def _format_solution(solution: Solution, as_json: bool) -> str:
 
 @contextmanager
 def _open_output(out: str | None) -> Iterator[Callable[[str], None]]:
+    """Yields a function that writes a line. A file gets its name when all lines are in it."""
     if out is None:
         yield lambda text: print(text, flush=True)
         return
-    with Path(out).open("w", encoding="utf-8") as file:
-        yield lambda text: print(text, file=file, flush=True)
+    with replace_file(out, keep_unfinished=True) as file:
+        try:
+            yield lambda text: print(text, file=file, flush=True)
+        except BaseException:
+            if file.tell():
+                print(f"the results so far are in {file.name}", file=sys.stderr)
+            raise
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from redraft.config import write_text
+
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 CONFIG = "recipe.json"
@@ -40,7 +42,7 @@ def train(
         trainer = Trainer(config, folder, local_device)
         if is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / CONFIG).write_text(config.to_json(), encoding="utf-8")
+            write_text(folder / CONFIG, config.to_json())
         _run_trainer(trainer, folder, is_main)
 
 
@@ -98,11 +100,11 @@ def _run_trainer(trainer: Any, folder: Path, is_main: bool) -> None:
 
 
 def drop_later_reports(metrics: Path, step: int) -> None:
-    """Removes reports of steps that will be repeated after a resume."""
+    """Removes reports of steps that will be repeated after a resume, and a last line that a killed run did not finish."""
     if metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines()
+        lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]
         kept = [line for line in lines if line.strip() and json.loads(line)["step"] <= step]
-        metrics.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        write_text(metrics, "".join(line + "\n" for line in kept))
 
 
 @contextmanager
@@ -194,7 +196,7 @@ def evaluate(
     text = json.dumps({"model": model, "task": task, "quant": quant, "changes": changes or [], **scores})
     print(text)
     if out:
-        Path(out).write_text(text + "\n", encoding="utf-8")
+        write_text(out, text + "\n")
 
 
 def flatten_scores(scores: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Vocabulary
 
-from redraft.config import read_json
+from redraft.config import read_file, read_json, show_value, write_text
 
 FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -57,14 +57,15 @@ class Tokenizer:
         folder = Path(folder)
         if not (folder / FILE).exists():
             raise TokenizerError(f"{folder / FILE} does not exist; a checkpoint folder needs it")
+        content = read_file(folder / FILE)
         try:
-            vocabulary = Vocabulary.from_file(str(folder / FILE))
+            vocabulary = Vocabulary.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{folder / FILE} is not a readable tokenizer: {error}") from None
         settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
         template = _read_template(settings.pop("chat_template", None))
         if (folder / TEMPLATE).exists():
-            template = (folder / TEMPLATE).read_text(encoding="utf-8", errors="replace")
+            template = read_file(folder / TEMPLATE).decode("utf-8", errors="replace")
         return cls(vocabulary, template=template, settings={k: v for k, v in settings.items() if v is not None})
 
     @classmethod
@@ -79,15 +80,22 @@ class Tokenizer:
         return cls(vocabulary)
 
     def save(self, folder: str | Path) -> None:
-        """Writes the files that `from_folder` reads; transformers reads them too."""
+        """Writes the files that `from_folder` reads; transformers reads them too.
+
+        The old tokenizer.json goes first and the new one comes last: a killed save leaves the old files, the new ones, or a
+        folder without tokenizer.json, which does not load. It never leaves a mixture.
+        """
         folder = Path(folder)
+        vocabulary = self.vocabulary.to_str(pretty=True)
+        settings = json.dumps(self.settings, indent=2) + "\n"
         folder.mkdir(parents=True, exist_ok=True)
-        self.vocabulary.save(str(folder / FILE))
-        (folder / SETTINGS).write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+        (folder / FILE).unlink(missing_ok=True)
+        write_text(folder / SETTINGS, settings)
         if self.template is not None:
-            (folder / TEMPLATE).write_text(self.template, encoding="utf-8")
+            write_text(folder / TEMPLATE, self.template)
         else:
             (folder / TEMPLATE).unlink(missing_ok=True)
+        write_text(folder / FILE, vocabulary)
 
     @cached_property
     def _vocab(self) -> dict[str, int]:
@@ -261,7 +269,7 @@ def _read_special_token(value: Any) -> str:
     """The text of a special token in tokenizer_config.json: a string, or an object with `content`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     if not isinstance(text, str):
-        raise TokenizerError(f"{SETTINGS} has a special token that is not a text: {value!r}")
+        raise TokenizerError(f"{SETTINGS} has a special token that is not a text: {show_value(value)}")
     return text
 
 
@@ -271,7 +279,7 @@ def _read_template(value: Any) -> str | None:
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, Mapping)}
         value = named.get("default")
     if value is not None and not isinstance(value, str):
-        raise TokenizerError(f"{SETTINGS} has a chat_template that is not a text: {value!r}")
+        raise TokenizerError(f"{SETTINGS} has a chat_template that is not a text: {show_value(value)}")
     return value
 
 

@@ -3,8 +3,8 @@
     OUT/step-00001200/        tensors in torch's distributed format, and state.json for everything else
     OUT/step-00001300.part/   being written, or left behind by a run that was killed
 
-A folder gets its final name in one rename, after everything is in it; older checkpoints are removed after that. Works with
-one process or many.
+A folder gets its final name in one rename, after everything is in it and on the disk; older checkpoints are removed after
+that. Works with one process or many.
 """
 
 import json
@@ -18,6 +18,9 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+
+from redraft import checkpoint
+from redraft.config import read_json, write_text
 
 STATE = "state.json"
 
@@ -33,10 +36,10 @@ def save(out: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any]
     with _ignore_warnings():
         dcp.save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
     if is_main_process():
-        (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
-        if final.exists():  # an earlier run got to this step too
-            _remove(final)
-        os.rename(partial, final)
+        write_text(partial / STATE, json.dumps(state))
+        checkpoint.sync_files(partial)
+        checkpoint.put_in_place(partial, final)
+        shutil.rmtree(partial, ignore_errors=True)  # an earlier run got to this step too: its checkpoint is there now
         for old_step in sorted(_saved_steps(out))[:-keep]:
             _remove(out / f"step-{old_step:08}")
     barrier()
@@ -53,7 +56,7 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Loads tensors in place, whatever number of processes wrote them. Returns the state."""
     with _ignore_warnings():
         dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+    return read_json(folder / STATE)
 
 
 def is_main_process() -> bool:

@@ -36,6 +36,7 @@ from redraft.train.sudoku_data import PuzzleConfig
 from redraft.train.sudoku_task import SudokuTask
 from redraft.train.text_task import TextTask
 
+EXPORT = "model"  # the folder of the averaged weights, in the run's folder
 VOCABULARY_BYTES = 40_000_000  # of text that a BPE vocabulary is trained on
 
 
@@ -176,6 +177,7 @@ class Trainer:
         self.world: int = dist.get_world_size() if dist.is_initialized() else 1
         if cfg.microbatches % self.world:
             raise ValueError(f"{cfg.microbatches} microbatches cannot be shared by {self.world} processes: set a multiple")
+        checkpoint.check_target(self.out / EXPORT, force=True)  # now, and not after days of training
         self.tokenizer = build_tokenizer(cfg, self.out)
         model = build_model(cfg)
         self.config = model.config
@@ -303,14 +305,17 @@ class Trainer:
         return Saved(self.step, checkpoints.save(self.out, self.step, self._tensors(), state, self.cfg.keep))
 
     def export(self) -> Path:
-        """Writes the averaged weights in the published layout, bf16, with tokenizer and sampler settings."""
-        folder = self.out / "model"
+        """Writes the averaged weights in the published layout, bf16, with tokenizer and sampler settings.
+
+        An earlier export of the run is replaced as a whole.
+        """
+        folder = self.out / EXPORT
         average = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.optimizer.average.items()}
         if checkpoints.is_main_process():
             model = DiffusionGemma(self.config)
             model.load_state_dict(average | self.buffers)
-            checkpoint.save(model.to(torch.bfloat16), folder, sampler=self.cfg.sampler)
-            self.tokenizer.save(folder)
+            model.to(torch.bfloat16)
+            checkpoint.save(model, folder, tokenizer=self.tokenizer, sampler=self.cfg.sampler, force=True)
         checkpoints.barrier()
         return folder
 

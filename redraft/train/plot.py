@@ -1,6 +1,7 @@
 """Plots the metrics of a run: losses, learning rate and expert balance over tokens."""
 
 import json
+import os
 from pathlib import Path
 
 
@@ -31,4 +32,6 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
     schedule.set_xlabel("million tokens")
     schedule.legend()
     schedule.grid(alpha=0.3)
-    figure.savefig(picture, dpi=110)
+    part = picture.with_name(picture.name + ".part")
+    figure.savefig(part, dpi=110, format="png")
+    os.replace(part, picture)

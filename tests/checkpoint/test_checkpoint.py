@@ -1,6 +1,7 @@
 """Loading and saving: saved = loaded, sharded = whole, little memory; an error names the damaged file or tensor."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 
 def rewrite(folder: Path, change) -> None:
-    """Loads all tensors, changes them, writes them back."""
+    """Loads all tensors, changes them, writes them back, as somebody else would."""
+    tiny.remove_manifest(folder)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -45,17 +47,25 @@ def test_saved_equals_loaded(folder):
     assert loaded.config == model.config
     assert not any(p.requires_grad for p in loaded.parameters())
     assert checkpoint.read_sampler_config(folder, loaded.config) == tiny.sampler(max_new_tokens=32)
-    assert not list(folder.glob("*.part"))
+    assert os.listdir(folder.parent) == ["model"]
+    assert sorted(os.listdir(folder)) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "redraft.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
 def test_sharded_equals_whole_and_old_shards_are_deleted(folder):
     model = checkpoint.load_model(folder, dtype=torch.float32)
-    checkpoint.save(model, folder, shard_bytes=30_000)
+    checkpoint.save(model, folder, shard_bytes=30_000, force=True)
     shards = sorted(f.name for f in folder.glob("*.safetensors"))
     assert len(shards) > 3
     assert shards[0].startswith("model-00001-of-")
     assert same(model, checkpoint.load_model(folder))
-    checkpoint.save(model, folder)
+    checkpoint.save(model, folder, force=True)
     assert [f.name for f in folder.glob("*.safetensors*")] == ["model.safetensors"]
     assert same(model, checkpoint.load_model(folder))
 
@@ -143,6 +153,7 @@ def cut(path: Path, keep: float) -> None:
     ],
 )
 def test_an_error_names_the_damaged_file_or_tensor(folder, damage, words):
+    tiny.remove_manifest(folder)
     damage(folder)
     with pytest.raises(ValueError) as caught:
         checkpoint.load_model(folder)
@@ -187,25 +198,6 @@ def test_a_connection_that_breaks_is_one_sentence(monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     with pytest.raises(CheckpointError, match=r"did not deliver it: peer closed connection$"):
         checkpoint.find("owner/model")
-
-
-def test_saving_leaves_other_files_alone(folder):
-    other_files = ["model_lora.safetensors", "model2.safetensors", "model-fp32-backup.safetensors"]
-    for name in other_files:
-        (folder / name).write_bytes(b"x")
-    checkpoint.save(tiny.decided(tiny.BASE), folder)
-    assert all((folder / name).exists() for name in other_files)
-
-
-def test_a_failed_save_leaves_the_old_weights(folder, monkeypatch):
-    def failing(tensors, path, metadata):
-        Path(path).write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(sys.modules["redraft.checkpoint.save"], "save_file", failing)
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.save(tiny.decided(tiny.BASE, seed=9), folder)
-    assert same(tiny.decided(tiny.BASE), checkpoint.load_model(folder))
 
 
 MEASURE = """

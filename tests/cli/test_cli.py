@@ -168,7 +168,7 @@ def test_damaged_checkpoints_are_one_sentence_too(run, tmp_path):
         ("tokenizer.json", b"{}", "not a readable tokenizer"),
         ("generation_config.json", b'{"max_denoising_steps": -2}', "got -2"),
     ):
-        folder = tiny.save_folder(tmp_path / name)
+        folder = tiny.remove_manifest(tiny.save_folder(tmp_path / name))
         (folder / name).write_bytes(content)
         code, _, err = run("hi", "-m", str(folder))
         assert code == 2
@@ -285,7 +285,8 @@ def _restless(tmp_path_factory):
     """A model that never settles nor stops: there is time to interrupt it. One layer: its 200 steps are quick."""
     folder = tiny.save_folder(tmp_path_factory.mktemp("restless"), tiny.CONFIGS["one layer"])
     never = tiny.sampler(confidence_threshold=1e-9, eos_token_ids=(), max_steps=200, max_new_tokens=400)
-    redraft.save(redraft.load(folder).model, folder, sampler=never)
+    writer = redraft.load(folder)
+    redraft.save(writer.model, folder, tokenizer=writer.tokenizer, sampler=never, force=True)
     return str(folder)
 
 
@@ -394,10 +395,11 @@ def test_colours_follow_what_happened_to_each_token():
 
 
 def test_nothing_a_checkpoint_holds_can_steer_the_terminal(run, tmp_path, folder):
-    spiteful = tiny.save_folder(tmp_path)
+    spiteful = tiny.remove_manifest(tiny.save_folder(tmp_path))
     (spiteful / "chat_template.jinja").write_text('{{ raise_exception("\\x1b[31mred\\nsecond line") }}')
     code, _, err = run("hi", "-m", str(spiteful))
     assert code == 2
+    assert "the chat template refuses this conversation" in err
     assert "\x1b" not in err
     assert err.count("\n") == 1
     _, written, _, _ = on_terminal(["Hello", "-m", folder, "--no-visual", "--seed", "3", "-n", "30"])

@@ -93,6 +93,26 @@ def test_a_file_of_puzzles_comes_back_in_its_order(run, tmp_path, writer, monkey
     assert [json.loads(line)["board"] for line in lines] == [row["board"] for row in rows]
 
 
+def test_an_interrupted_run_keeps_the_old_file_and_the_results_so_far(run, tmp_path, monkeypatch):
+    puzzles = easy(3)
+    (tmp_path / "many.txt").write_text("\n".join(puzzles))
+    (tmp_path / "out.csv").write_text("old")
+    format_solution = sudoku._format_solution
+
+    def interrupt_at_the_third(solution, as_json):
+        if solution.number == 2:
+            raise KeyboardInterrupt
+        return format_solution(solution, as_json)
+
+    monkeypatch.setattr(sudoku, "_format_solution", interrupt_at_the_third)
+    code, _, err = run(str(tmp_path / "many.txt"), "--seed", "3", "--out", str(tmp_path / "out.csv"))
+    assert code == 130
+    assert (tmp_path / "out.csv").read_text() == "old"
+    (part,) = tmp_path.glob(".out.csv.part-*")
+    assert f"the results so far are in {part}" in err
+    assert [row["puzzle"] for row in csv.DictReader(io.StringIO(part.read_text()))] == puzzles[:2]
+
+
 def test_a_wrong_board_is_reported_as_wrong(run, tmp_path):
     hard = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."  # often called the hardest
     code, out, err = run(hard, "--seed", "1", "--no-check", "--steps", "1")
@@ -146,6 +166,7 @@ def test_mistakes_in_a_file_name_their_line(run, tmp_path):
     (tmp_path / "old.csv").write_text("old")
     assert "at least one canvas" in run(PUZZLE, "--canvases", "0", "--out", str(tmp_path / "old.csv"))[2]
     assert (tmp_path / "old.csv").read_text() == "old"
+    assert not list(tmp_path.glob(".*"))
     assert "there is no folder" in run(PUZZLE, "--out", str(tmp_path / "no" / "out.csv"))[2]
     assert "was not made for Sudoku boards" in run(PUZZLE, "-m", "tiny")[2]
 

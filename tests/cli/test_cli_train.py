@@ -15,6 +15,7 @@ import tiny
 import torch
 
 from redraft.cli import main
+from redraft.cli.train import drop_later_reports
 from redraft.train.evals import judge, tasks
 from redraft.train.loop import Report, Trainer
 
@@ -77,6 +78,13 @@ def test_a_run_resumes_where_it_stopped(run, recipe, tmp_path):
     assert [line["step"] for line in metrics(parts)] == [1]
     run("train", recipe, "--out", str(parts), "--set", "steps=6", "--device", "cpu")
     assert [line["loss"] for line in metrics(parts)] == [line["loss"] for line in metrics(whole)]
+
+
+def test_a_line_that_a_killed_run_did_not_finish_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n\n{"step": 2}\n{"step": 3}\n{"st')
+    drop_later_reports(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_ctrl_c_writes_a_checkpoint(recipe, tmp_path):

@@ -110,6 +110,7 @@ def test_other_quantizations_are_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             checkpoint.parse_model_config(raw | {"quantization_config": raw["quantization_config"] | change})
+    tiny.remove_manifest(tmp_path)
     del raw["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="a tensor that this model does not"):

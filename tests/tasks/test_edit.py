@@ -248,7 +248,7 @@ def test_a_file_is_replaced_atomically(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(cli_edit.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        cli_edit.replace_file(file, "new")
+        cli_edit.write_text(file, "new")
     assert (file.read_text(), os.listdir(tmp_path)) == ("old", ["a.txt"])

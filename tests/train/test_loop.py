@@ -184,6 +184,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_one_sentence(tmp_path):
         list(trainer.run())
 
 
+def test_an_export_replaces_that_of_an_earlier_run_and_nothing_else(tmp_path):
+    out = tmp_path / "run"
+    trainer = Trainer(config(tmp_path), out)
+    trainer.export()
+    trainer.export()
+    (out / "model" / "thesis.txt").write_text("x")
+    with pytest.raises(checkpoint.CheckpointError, match=r"holds 'thesis\.txt', which is no file of a checkpoint"):
+        Trainer(config(tmp_path), out)
+
+
 KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
@@ -207,7 +217,7 @@ def one_life(out, at):
     sys.addaudithook(watch)
     for tensor in tensors.values():
         tensor.fill_(2.0)
-    checkpoints.save(out, 2, tensors, {"value": 2.0}, 1)
+    checkpoints.save(out, int(sys.argv[2]), tensors, {"value": 2.0}, 1)
 
 
 at, status = 0, -1
@@ -222,9 +232,11 @@ while status:
 """
 
 
-def test_a_killed_run_leaves_no_checkpoint_that_loads_wrongly(tmp_path):
+@pytest.mark.parametrize("step", [2, 1], ids=["the next step", "the same step again"])
+def test_a_killed_run_leaves_no_checkpoint_that_loads_wrongly(tmp_path, step):
     """Killed before every single change to the file system in turn, until it survives them all."""
-    run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(step)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     codes, outcomes = [int(line) for line in run.stdout.split()], []
     assert codes == [-signal.SIGKILL] * (len(codes) - 1) + [0], run.stderr
     for at in range(1, len(codes) + 1):

@@ -22,7 +22,7 @@ FP8 = "fp8"
 SCALE_DTYPE = torch.bfloat16  # as published
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # stacked name -> published names
 STACKED_NAME = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale)?")
-PER_EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|weight_scale)")
+PER_EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d{1,9})\.(gate_proj|up_proj|down_proj)\.(weight|weight_scale)")
 
 
 # 1. Quantized layers

@@ -10,7 +10,7 @@ import itertools
 import random
 from pathlib import Path
 
-from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
+from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig, write_text
 from redraft.train.config import TrainConfig
 from redraft.train.data import DataConfig, Source
 from redraft.train.loss import LossConfig
@@ -34,7 +34,7 @@ def recipe(folder: Path) -> TrainConfig:
     texts = folder / "sentences.txt"
     if not texts.exists():
         texts.parent.mkdir(parents=True, exist_ok=True)
-        texts.write_text("\n<|endofstory|>\n".join(sentences()), encoding="utf-8")
+        write_text(texts, "\n<|endofstory|>\n".join(sentences()))
     model = ModelConfig(
         vocab_size=264,
         hidden_size=64,

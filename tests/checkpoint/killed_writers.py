@@ -1,0 +1,261 @@
+"""Kills every writer of files with SIGKILL at random moments; after each kill, reads what is left. A program for a test.
+
+A child process saves one content after another, in an endless loop, so that a kill falls into a save at a random place.
+After each save it writes a byte into a pipe. If there are n bytes, what is left must be exactly save n, or exactly the next
+one. Contents repeat after VARIANTS saves. Usage: killed_writers.py FOLDER KILLS SEED [WRITER]. Prints JSON: for each kill of
+a writer, 0 if the last completed save was left and 1 if the next one was.
+"""
+
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import tiny
+import torch
+
+from redraft import checkpoint
+from redraft.cli import augment as cli_augment
+from redraft.cli import main
+from redraft.cli.train import drop_later_reports
+from redraft.config import write_text
+from redraft.model import quant
+from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
+from redraft.train import checkpoints
+from redraft.train.loop import Trainer
+from redraft.writer import Writer, load_checkpoint
+
+VARIANTS = 3
+ANY = None  # what is left is right, whichever save it is of
+
+
+class FileWriter(NamedTuple):
+    """A writer of files: `write` makes save number n, `read` returns n modulo VARIANTS, or fails."""
+
+    write: Callable[[int], None]
+    read: Callable[[], int | None]
+    longest_wait: float = 0.15  # seconds from the first completed save to the kill: a few times the length of a save
+
+
+def make_tokenizer(variant: int) -> Tokenizer:
+    tokenizer = Tokenizer.byte_level([*tiny.SPECIAL_TOKENS[:-1], f"<special {variant}>"])
+    tokenizer.template = f"template {variant}"
+    tokenizer.settings["variant"] = variant
+    return tokenizer
+
+
+def variant_of(tokenizer: Tokenizer) -> int:
+    variant = tokenizer.settings["variant"]
+    assert tokenizer.template == f"template {variant}"
+    assert f"<special {variant}>" in tokenizer.special_tokens.values()
+    return variant
+
+
+TOKENIZERS = [make_tokenizer(variant) for variant in range(VARIANTS)]
+MODELS = [
+    tiny.decided(replace(tiny.BASE, rms_norm_eps=1e-6 * (variant + 1)), variant).to(torch.bfloat16)
+    for variant in range(VARIANTS)
+]
+SAMPLERS = [tiny.sampler(max_new_tokens=32 + variant) for variant in range(VARIANTS)]
+
+
+def save_variant(folder: Path, variant: int) -> None:
+    parts = {"tokenizer": TOKENIZERS[variant], "sampler": SAMPLERS[variant]}
+    checkpoint.save(MODELS[variant], folder, **parts, shard_bytes=40_000, force=True)
+
+
+def read_variant(folder: Path, models: list[torch.nn.Module]) -> int:
+    """Which save a folder holds. Its model, tokenizer and sampler settings must all be of that save."""
+    model, tokenizer, sampler = load_checkpoint(folder, dtype=models[0].dtype)
+    variant = variant_of(tokenizer)
+    assert sampler == SAMPLERS[variant]
+    expected = models[variant].state_dict()
+    assert model.config == models[variant].config
+    assert all(torch.equal(tensor.float(), expected[name].float()) for name, tensor in model.state_dict().items())
+    return variant
+
+
+def writes_checkpoint(folder: Path) -> FileWriter:
+    return FileWriter(
+        lambda number: save_variant(folder / "model", number % VARIANTS), lambda: read_variant(folder / "model", MODELS)
+    )
+
+
+def writes_quantized(folder: Path) -> FileWriter:
+    for variant in range(VARIANTS):
+        save_variant(folder / f"source {variant}", variant)
+    quantized = [quant.quantize_fp8(checkpoint.load_model(folder / f"source {v}")) for v in range(VARIANTS)]
+    out = folder / "out"
+    return FileWriter(
+        lambda number: main.quantize(str(folder / f"source {number % VARIANTS}"), str(out), force=True, device="cpu"),
+        lambda: read_variant(out, quantized),
+    )
+
+
+def writes_export(folder: Path) -> FileWriter:
+    def write(number: int) -> None:
+        variant = number % VARIANTS
+        model = MODELS[variant]
+        buffers = dict(model.named_buffers())
+        average = {name: tensor for name, tensor in model.state_dict().items() if name not in buffers}
+        run = SimpleNamespace(out=folder, config=model.config, tokenizer=TOKENIZERS[variant], buffers=buffers)
+        run.optimizer = SimpleNamespace(average=average)
+        run.cfg = SimpleNamespace(sampler=SAMPLERS[variant])
+        Trainer.export(run)
+
+    return FileWriter(write, lambda: read_variant(folder / "model", MODELS))
+
+
+def writes_training_state(folder: Path, *, same_step: bool) -> FileWriter:
+    def write(number: int) -> None:
+        tensors = {"a": torch.full((5000,), float(number)), "b": torch.full((3, 3), float(number))}
+        checkpoints.save(folder, 1 if same_step else number + 1, tensors, {"number": number}, keep=1)
+
+    def read() -> int:
+        latest = checkpoints.latest(folder)
+        assert latest is not None, os.listdir(folder)
+        tensors = {"a": torch.zeros(5000), "b": torch.zeros(3, 3)}
+        number = checkpoints.load(latest, tensors)["number"]
+        assert all((tensor == number).all() for tensor in tensors.values())
+        return number % VARIANTS
+
+    return FileWriter(write, read)
+
+
+def writes_tokenizer(folder: Path) -> FileWriter:
+    def read() -> int | None:
+        try:
+            return variant_of(Tokenizer.from_folder(folder))
+        except TokenizerError:  # it does not load: it is no mixture
+            assert not (folder / "tokenizer.json").exists()
+            return ANY
+
+    return FileWriter(lambda number: TOKENIZERS[number % VARIANTS].save(folder), read)
+
+
+def writes_file(folder: Path) -> FileWriter:
+    def read() -> int:
+        text = (folder / "scores.json").read_text(encoding="utf-8")
+        assert text == text[0] * 300_000
+        return int(text[0])
+
+    return FileWriter(lambda number: write_text(folder / "scores.json", str(number % VARIANTS) * 300_000), read)
+
+
+def writes_metrics(folder: Path) -> FileWriter:
+    path = folder / "metrics.jsonl"
+
+    def write(number: int) -> None:
+        with path.open("a", encoding="utf-8") as metrics:  # as the command does
+            for step in range(number * 50, (number + 1) * 50):
+                metrics.write(json.dumps({"step": step, "loss": "x" * 100}) + "\n")
+                metrics.flush()
+        drop_later_reports(path, (number + 1) * 50)
+
+    def read() -> None:
+        drop_later_reports(path, 10**9)  # as a resumed run does
+        steps = [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()]
+        numbers = sorted(set(steps))
+        assert numbers == list(range(len(numbers)))
+
+    return FileWriter(write, read)
+
+
+def writes_variants(folder: Path) -> FileWriter:
+    subject = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=2))
+    cli_augment.writer.load = lambda *args, **kwargs: subject
+    records = folder / "in.jsonl"
+    records.write_text("".join(json.dumps({"text": f"record {n} has six words"}) + "\n" for n in range(12)))
+    options = {"count": 2, "share": "50%", "seed": 1}
+    whole = folder / "whole.jsonl"
+    cli_augment.augment(str(records), str(whole), **options)
+    out = folder / "out.jsonl"
+
+    def write(number: int) -> None:
+        out.unlink(missing_ok=True)
+        cli_augment.augment(str(records), str(out), **options)
+
+    def read() -> None:
+        cli_augment.augment(str(records), str(out), resume=True, **options)
+        assert out.read_bytes() == whole.read_bytes()
+
+    return FileWriter(write, read, longest_wait=0.6)
+
+
+WRITERS = {
+    "checkpoint.save": writes_checkpoint,
+    "redraft quantize": writes_quantized,
+    "export of a training run": writes_export,
+    "training checkpoint": lambda folder: writes_training_state(folder, same_step=False),
+    "training checkpoint of the same step": lambda folder: writes_training_state(folder, same_step=True),
+    "Tokenizer.save": writes_tokenizer,
+    "write_text": writes_file,
+    "metrics.jsonl": writes_metrics,
+    "redraft augment": writes_variants,
+}
+
+
+def kill_during_saves(writer: FileWriter, number: int, wait: float) -> int:
+    """Lets a child save number + 1, number + 2, ... and kills it. Returns how many saves it completed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            for next_number in itertools.count(number + 1):
+                writer.write(next_number)
+                os.write(writing, b"x")
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        first = pipe.read(1)  # the child has started; from here on it is always writing
+        time.sleep(wait)
+        os.kill(child, signal.SIGKILL)
+        completed = len(first + pipe.read())
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "the writer failed"
+    return completed
+
+
+def check_writer(name: str, folder: Path, kills: int, rng: random.Random) -> list[int]:
+    """Kills one writer again and again. Fails if anything but the last completed save or the next one is left."""
+    folder.mkdir()
+    writer = WRITERS[name](folder)
+    number = 0
+    writer.write(number)
+    outcomes = []
+    for _ in range(kills):
+        number += kill_during_saves(writer, number, rng.uniform(0, writer.longest_wait))
+        variant = writer.read()
+        allowed = [n for n in (number, number + 1) if variant is ANY or n % VARIANTS == variant]
+        assert allowed, f"{name}: after save {number}, something else is left: {variant}"
+        outcomes.append(allowed[0] - number)
+        number = allowed[0]
+    writer.write(number + 1)  # what was left behind is in nobody's way
+    assert writer.read() in (ANY, (number + 1) % VARIANTS)
+    leftovers = [entry for entry in os.listdir(folder) if (folder / entry).is_dir() and ".part" in entry]
+    assert not leftovers, leftovers
+    return outcomes
+
+
+if __name__ == "__main__":
+    base, kill_count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    random_moments = random.Random(seed)
+    names = sys.argv[4:] or list(WRITERS)
+    share, rest = divmod(kill_count, len(names))
+    results = {}
+    for index, writer_name in enumerate(names):
+        count = share + (index < rest)
+        results[writer_name] = check_writer(writer_name, base / str(index), count, random_moments)
+    sys.stdout.write("\n" + json.dumps(results) + "\n")
