@@ -22,8 +22,9 @@ REFUSAL = (
     b'{"error": {"message": "this client has too many connections open: close some, or start the server with a higher '
     b'--connections", "type": "server_error", "code": null, "param": null}}'
 )
-FREE_CHUNKS = 256  # chunks in one piece of data that may be of any size
-MIN_CHUNK = 64  # bytes that the chunks beyond those have on average, with their own lines
+HEAD_PIECE = 4096  # bytes that are parsed at once until the head of a request is complete
+FREE_CHUNKS = 256  # chunks of a body that may be of any size
+MIN_CHUNK = 64  # bytes of a chunk with its lines, on average, in a body of more chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,8 @@ class GuardedProtocol(H11Protocol):
         super().__init__(*args, **options)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._client_name = ""
+        self._line_breaks = 0
+        self._chunked_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Counts the connection; refuses it if its client has too many."""
@@ -80,12 +83,14 @@ class GuardedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Passes data on. Until it completes the head of a request, the timer runs."""
-        if self.transport.is_closing():
-            return
-        if self._is_body_in_tiny_chunks(data):
-            self.transport.abort()
-            return
-        super().data_received(data)
+        while data and not self.transport.is_closing():
+            size = HEAD_PIECE if self._is_between_requests else len(data)  # behind a head, a body may begin
+            piece = data[:size]
+            data = data[size:]
+            if self._is_body_in_tiny_chunks(piece):
+                self.transport.abort()
+                return
+            super().data_received(piece)
         if self._is_between_requests:
             if "head" not in self._timers:
                 self._start_timer("head", self.limits.head_seconds)
@@ -112,10 +117,15 @@ class GuardedProtocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _is_body_in_tiny_chunks(self, data: bytes) -> bool:
-        if self._is_between_requests or (b"transfer-encoding", b"chunked") not in self.headers:
+        """Counts the chunks of a body. A chunk has a line with its size, and a line break behind it."""
+        if self._is_between_requests or all(name != b"transfer-encoding" for name, _ in self.headers):
+            self._line_breaks = 0
+            self._chunked_bytes = 0
             return False
-        chunks = data.count(b"\r\n") // 2  # a chunk has a line with its size, and a line break behind it
-        return chunks > FREE_CHUNKS and len(data) < chunks * MIN_CHUNK
+        self._line_breaks += data.count(b"\r\n")
+        self._chunked_bytes += len(data)
+        chunks = self._line_breaks // 2
+        return chunks > FREE_CHUNKS and self._chunked_bytes < chunks * MIN_CHUNK
 
     def _start_timer(self, name: str, seconds: float) -> None:
         self._stop_timer(name)
