@@ -6,6 +6,9 @@ answered, how much memory the server and its helper processes took, how each att
 end after SIGTERM with attacks under way. The last line is JSON.
 
     python benchmarks/bench_adversary.py [--model FOLDER] [--generated 2000] [--tokens 256] [--answers 4]
+
+The model computes in float32, in which an answer does not depend on the other requests to the bit. The attackers are a
+process of their own, at a low priority: on real machines they would have cores of their own.
 """
 
 import argparse
@@ -42,7 +45,7 @@ def serve(model: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = ["--port", str(port), "--body-seconds", "10", "--drain-seconds", str(DRAIN_SECONDS)]
+    flags = ["--port", str(port), "--body-seconds", "10", "--drain-seconds", str(DRAIN_SECONDS), "--dtype", "float32"]
     command = [sys.executable, "-m", "redraft.cli", "serve", *(["-m", model] if model else []), *flags]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
@@ -59,10 +62,10 @@ def serve(model: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         server.wait()
 
 
-def memory_of(pid: int) -> int:
+def memory_of(pid: int, *, with_children: bool = True) -> int:
     """Bytes that a process and its children hold in memory."""
     children = set()
-    for thread in Path(f"/proc/{pid}/task").iterdir():
+    for thread in Path(f"/proc/{pid}/task").iterdir() if with_children else ():
         with suppress(OSError):
             children |= set((thread / "children").read_text().split())
     own_command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -82,7 +85,7 @@ class Watch:
         self.url = url
         self.pid = pid
         self.seconds: list[float] = []
-        self.memory: list[int] = []
+        self.memory: list[tuple[int, int]] = []  # all processes; the server alone
         self.failures: list[str] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -106,7 +109,7 @@ class Watch:
                 except httpx.HTTPError as error:
                     self.failures.append(repr(error))
                 self.seconds.append(time.perf_counter() - began)
-                self.memory.append(memory_of(self.pid))
+                self.memory.append((memory_of(self.pid), memory_of(self.pid, with_children=False)))
                 self._is_over.wait(0.1)
 
 
@@ -129,7 +132,7 @@ def generated_attacks(count: int) -> dict[str, Callable[[str], str]]:
     def attack(pattern: dict[str, Any], seconds: float) -> Callable[[str], str]:
         return lambda url: adversary.post(url, "/v1/completions", {**adversary.SMALL, **pattern}, seconds=seconds)
 
-    return {f"generated {n}": attack(pattern, 0.2 if n % 5 == 0 else 30) for n, pattern in enumerate(patterns)}
+    return {f"generated {n}": attack(pattern, 0.2 if n % 5 == 0 else 60) for n, pattern in enumerate(patterns)}
 
 
 def time_answers(url: str, body: dict[str, Any], answers: int) -> tuple[list[float], dict[int, str]]:
@@ -168,25 +171,40 @@ EXPECTED: dict[int, str] = {}
 SECONDS: list[float] = []
 
 
-def attack(url: str, body: dict[str, Any], seeds: range, generated: int) -> tuple[list[str], Counter[str]]:
-    """Runs all attacks beside the honest clients. Returns what went wrong, and how the attacks ended."""
+def write_beside(url: str, body: dict[str, Any], seeds: range, generated: int) -> tuple[list[str], Counter[str]]:
+    """Lets the honest clients write while the attackers' process runs. Returns what went wrong, and the attacks' ends."""
+    command = [sys.executable, "-W", "ignore", __file__, "--generated", str(generated), "--attack", url]
+    attackers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert attackers.stdin is not None
+    assert attackers.stdout is not None
+    attackers.stdout.readline()  # the attacks are prepared
     clients = [TimedClient(url, address, body) for address in adversary.HONEST]
     is_over = threading.Event()
     threads = [threading.Thread(target=client.ask_until, args=(is_over, seeds)) for client in clients]
     for thread in threads:
         thread.start()
+    output, _ = attackers.communicate("go\n")
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    wrong, outcomes = json.loads(output.splitlines()[-1])
+    return [*wrong, *(error for client in clients for error in client.errors)], Counter(outcomes)
+
+
+def attack(url: str, generated: int) -> None:
+    """The attackers' process: prepares all attacks, waits for a line, runs them, prints their ends as JSON."""
+    os.nice(10)
+    sys.set_int_max_str_digits(0)  # for hostile integers
+    phases = (adversary.catalogue(), generated_attacks(generated))
+    print("prepared", flush=True)
+    sys.stdin.readline()
     wrong: list[str] = []
-    outcomes: dict[str, str] = {}
-    try:
-        for attacks in (adversary.catalogue(), generated_attacks(generated)):
-            outcomes |= adversary.run_all(url, attacks, at_once=8)
-    except adversary.WrongEnd as error:
-        wrong.append(str(error))
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
-    return [*wrong, *(error for client in clients for error in client.errors)], Counter(outcomes.values())
+    outcomes: Counter[str] = Counter()
+    for attacks in phases:
+        ends, errors = adversary.run_all(url, attacks, at_once=8)
+        outcomes.update(ends.values())
+        wrong += errors
+    print(json.dumps([wrong, outcomes]))
 
 
 def end_under_attack(url: str, server: subprocess.Popen[bytes]) -> float:
@@ -215,7 +233,11 @@ def main() -> None:
     parser.add_argument("--generated", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--answers", type=int, default=4)
+    parser.add_argument("--attack", metavar="URL", help="only attack this server")
     options = parser.parse_args()
+    if options.attack:
+        attack(options.attack, options.generated)
+        return
     body = {"prompt": "Once upon a time", "max_tokens": options.tokens}
     with serve(options.model) as (url, server):
         alone, texts = time_answers(url, body, options.answers)
@@ -223,7 +245,7 @@ def main() -> None:
         memory = memory_of(server.pid)
         began = time.perf_counter()
         with Watch(url, server.pid) as watch:
-            wrong, outcomes = attack(url, body, range(options.answers), options.generated)
+            wrong, outcomes = write_beside(url, body, range(options.answers), options.generated)
         lasted = time.perf_counter() - began
         end_seconds = end_under_attack(url, server)
     health = sorted(watch.seconds)
@@ -241,7 +263,8 @@ def main() -> None:
         "health_p99": round(health[int(0.99 * (len(health) - 1))], 4),
         "health_max": round(health[-1], 4),
         "memory_start_mb": round(memory / 1e6),
-        "memory_more_mb": round((max(watch.memory) - memory) / 1e6),
+        "memory_more_mb": round((max(watch.memory)[0] - memory) / 1e6),
+        "memory_server_alone_mb": round(max(server for _, server in watch.memory) / 1e6),
         "sigterm_seconds": round(end_seconds, 2),
         "attack_seconds": round(lasted, 1),
     }

@@ -28,6 +28,7 @@ from redraft.kernels import TopProbs, compute_top_probs
 from redraft.model.kv_cache import KVCache
 
 LOG = logging.getLogger("redraft.engine")
+MIN_STEP_TOKENS = 32  # a forward of few tokens reads all weights and costs about as much as one of 32
 
 
 class StopEvent(threading.Event):
@@ -113,7 +114,7 @@ class Request:
     @property
     def tokens_per_step(self) -> int:
         """What a denoising step costs, in tokens through the model. The sums of an automaton count as a second pass."""
-        return self.cfg.canvas_length * (2 if self.constraints.automaton is not None else 1)
+        return max(self.cfg.canvas_length, MIN_STEP_TOKENS) * (2 if self.constraints.automaton is not None else 1)
 
     @property
     def capacity(self) -> int:

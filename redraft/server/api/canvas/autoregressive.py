@@ -14,7 +14,7 @@ from redraft.server.schema import AutoregressiveRequest
 from redraft.writer import Writer, cut_at_stop
 
 TOKENS_PER_TURN = 8  # between two steps of the engine
-COST_PER_TOKEN = 16  # a forward of one token reads all weights and costs about as much as one of 16 tokens
+COST_PER_TOKEN = 32  # a forward of one token reads all weights and costs about as much as one of 32 tokens
 
 
 def stream_autoregressive(writer: Writer, body: AutoregressiveRequest, stop: threading.Event) -> Events:
