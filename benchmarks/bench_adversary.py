@@ -6,6 +6,7 @@ answered, how much memory the server and its helper processes took, how each att
 end after SIGTERM with attacks under way. The last line is JSON.
 
     python benchmarks/bench_adversary.py [--model FOLDER] [--generated 2000] [--tokens 256] [--answers 4]
+        [--attackers 1]
 
 The model computes in float32, in which an answer does not depend on the other requests to the bit. The attackers are a
 process of their own, at a low priority: on real machines they would have cores of their own.
@@ -113,8 +114,8 @@ class Watch:
                 self._is_over.wait(0.1)
 
 
-def generated_attacks(count: int) -> dict[str, Callable[[str], str]]:
-    """Requests under generated schemas and regular expressions. Some clients leave after a moment."""
+def generated_attacks(count: int, attackers: int) -> dict[str, Callable[[str], str]]:
+    """Requests of some clients under generated schemas and regular expressions. Some leave after a moment."""
     patterns: list[dict[str, Any]] = []
 
     def collect(strategy: Any, name: str, most: int) -> None:
@@ -129,10 +130,13 @@ def generated_attacks(count: int) -> dict[str, Callable[[str], str]]:
     collect(hostile.hostile_schemas(), "guided_json", count // 2)
     collect(hostile.hostile_regexes(), "guided_regex", count - count // 2)
 
-    def attack(pattern: dict[str, Any], seconds: float) -> Callable[[str], str]:
-        return lambda url: adversary.post(url, "/v1/completions", {**adversary.SMALL, **pattern}, seconds=seconds)
+    def attack(number: int, pattern: dict[str, Any]) -> Callable[[str], str]:
+        body = {**adversary.SMALL, **pattern}
+        seconds = 0.2 if number % 5 == 0 else 60
+        address = adversary.ATTACKERS[number % attackers]
+        return lambda url: adversary.post(url, "/v1/completions", body, seconds=seconds, address=address)
 
-    return {f"generated {n}": attack(pattern, 0.2 if n % 5 == 0 else 60) for n, pattern in enumerate(patterns)}
+    return {f"generated {number}": attack(number, pattern) for number, pattern in enumerate(patterns)}
 
 
 def time_answers(url: str, body: dict[str, Any], answers: int) -> tuple[list[float], dict[int, str]]:
@@ -171,9 +175,12 @@ EXPECTED: dict[int, str] = {}
 SECONDS: list[float] = []
 
 
-def write_beside(url: str, body: dict[str, Any], seeds: range, generated: int) -> tuple[list[str], Counter[str]]:
+def write_beside(
+    url: str, body: dict[str, Any], seeds: range, generated: int, attackers_count: int
+) -> tuple[list[str], Counter[str]]:
     """Lets the honest clients write while the attackers' process runs. Returns what went wrong, and the attacks' ends."""
-    command = [sys.executable, "-W", "ignore", __file__, "--generated", str(generated), "--attack", url]
+    counts = ["--generated", str(generated), "--attackers", str(attackers_count)]
+    command = [sys.executable, "-W", "ignore", __file__, *counts, "--attack", url]
     attackers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert attackers.stdin is not None
     assert attackers.stdout is not None
@@ -191,11 +198,11 @@ def write_beside(url: str, body: dict[str, Any], seeds: range, generated: int) -
     return [*wrong, *(error for client in clients for error in client.errors)], Counter(outcomes)
 
 
-def attack(url: str, generated: int) -> None:
+def attack(url: str, generated: int, attackers: int) -> None:
     """The attackers' process: prepares all attacks, waits for a line, runs them, prints their ends as JSON."""
     os.nice(10)
     sys.set_int_max_str_digits(0)  # for hostile integers
-    phases = (adversary.catalogue(), generated_attacks(generated))
+    phases = (adversary.catalogue(), generated_attacks(generated, attackers))
     print("prepared", flush=True)
     sys.stdin.readline()
     wrong: list[str] = []
@@ -233,10 +240,11 @@ def main() -> None:
     parser.add_argument("--generated", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--answers", type=int, default=4)
+    parser.add_argument("--attackers", type=int, default=1, choices=(1, 2))
     parser.add_argument("--attack", metavar="URL", help="only attack this server")
     options = parser.parse_args()
     if options.attack:
-        attack(options.attack, options.generated)
+        attack(options.attack, options.generated, options.attackers)
         return
     body = {"prompt": "Once upon a time", "max_tokens": options.tokens}
     with serve(options.model) as (url, server):
@@ -245,7 +253,8 @@ def main() -> None:
         memory = memory_of(server.pid)
         began = time.perf_counter()
         with Watch(url, server.pid) as watch:
-            wrong, outcomes = write_beside(url, body, range(options.answers), options.generated)
+            seeds = range(options.answers)
+            wrong, outcomes = write_beside(url, body, seeds, options.generated, options.attackers)
         lasted = time.perf_counter() - began
         end_seconds = end_under_attack(url, server)
     health = sorted(watch.seconds)

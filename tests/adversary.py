@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 ATTACKER = "127.0.0.66"
+ATTACKERS = (ATTACKER, "127.0.0.67")
 HONEST = ("127.0.0.11", "127.0.0.12")
 OUTCOMES = ("refused", "answered", "closed", "left")
 SMALL = {"prompt": "a", "max_tokens": 8, "diffusion_canvas_length": 8, "diffusion_max_steps": 2}
@@ -47,11 +48,18 @@ def judge(response: httpx.Response, is_right: Callable[[Any], bool] = lambda bod
     raise WrongEnd(f"{response.status_code} {response.text[:300]}")
 
 
-def post(url: str, path: str, body: Any, is_right: Callable[[Any], bool] = lambda body: True, seconds: float = 120) -> str:
+def post(
+    url: str,
+    path: str,
+    body: Any,
+    is_right: Callable[[Any], bool] = lambda body: True,
+    seconds: float = 120,
+    address: str = ATTACKER,
+) -> str:
     """Sends one request; a client that waits longer than `seconds` leaves."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        with client(ATTACKER, url, seconds) as attacker:
+        with client(address, url, seconds) as attacker:
             return judge(attacker.post(path, content=content, headers={"content-type": "application/json"}), is_right)
     except httpx.TimeoutException:
         return "left"

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,3 +40,17 @@ def test_the_server_bears_many_clients_some_of_which_leave():
     assert min(found["completions"], found["disconnected"]) > 20
     before, after = found["memory_mib"]
     assert after < 1.1 * before
+
+
+@pytest.mark.soak
+def test_an_adversary_stalls_nobody(tmp_path):
+    """The catalogue and 2,000 generated requests: every one refused or answered, honest answers as if asked alone."""
+    folder = tiny.save_folder(tmp_path / "model")
+    options = {"model": folder, "generated": 2000, "tokens": 32, "answers": 4, "attackers": 2}
+    found = last_line("benchmarks/bench_adversary.py", *(f"--{name}={value}" for name, value in options.items()))
+    assert found["wrong"] == []
+    assert found["attacks"] > 2000
+    assert found["outcomes"]["refused"] > 500
+    assert found["outcomes"]["answered"] > 500
+    assert found["honest_answers"] >= 8
+    assert found["memory_more_mb"] < 300
