@@ -36,7 +36,7 @@ def serve(
         int, option("--requests", help="Maximum requests running or waiting; more are answered 429.", parser=parse_int)
     ] = 72,
     connections: Annotated[
-        int, option("--connections", help="Maximum connections; one client gets half of them.", parser=parse_int)
+        int, option("--connections", help="Maximum open connections; one client gets half.", parser=parse_int)
     ] = 512,
     max_body: Annotated[int, option("--max-body", help="Maximum size of a request body, in MiB.", parser=parse_int)] = 8,
     body_seconds: Annotated[
@@ -85,7 +85,7 @@ def serve(
     limits = Limits(
         hosts=(host, *(hosts or ())),
         key=key,
-        bodies=BodyLimits(body_bytes=max_body * 2**20, body_seconds=body_seconds),
+        bodies=BodyLimits(body_bytes=max_body * 2**20, received_bytes=8 * max_body * 2**20, body_seconds=body_seconds),
         connections=ConnectionLimits(connections=connections, connections_per_client=max(1, connections // 2)),
     )
     config = ServerConfig(

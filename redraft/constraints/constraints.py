@@ -158,6 +158,11 @@ class Constraints:
         shortest = automaton.distance_Q[automaton.start]
         if shortest > answer_length:
             raise ValueError(f"a match of {shorten(pattern)} takes {shortest} tokens, the answer may have {answer_length}")
+        if self.pins and answer_length * len(automaton.from_R) > MAX_CANVAS_SUMS:
+            raise ValueError(
+                f"pins under a pattern of {len(automaton.from_R):,} transitions allow an answer of at most "
+                f"{MAX_CANVAS_SUMS // len(automaton.from_R):,} tokens, got {answer_length:,}: shorten max_tokens"
+            )
         if self.pins and not automaton.step_back(automaton.final_Q, answer_length, self.pins)[automaton.start]:
             raise ValueError(f"no answer of {answer_length} tokens that has these pins matches {shorten(pattern)}")
 

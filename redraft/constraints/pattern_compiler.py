@@ -21,7 +21,7 @@ from redraft.constraints import json_schema
 from redraft.constraints.budget import Budget
 from redraft.constraints.errors import BudgetError, PatternError, shorten
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
-from redraft.tokenizer.helper_process import HelperDiedError, HelperProcess, HelperTimeoutError, answer_calls
+from redraft.tokenizer.helper_process import HelperMemoryError, HelperProcess, HelperTimeoutError, answer_calls
 
 MODULE = "redraft.constraints.pattern_compiler"  # what the helper process runs
 COMPILE_SECONDS = 10.0
@@ -85,7 +85,7 @@ class CompilerProcess:
             raise BudgetError(
                 f"the pattern takes longer to compile than the {self.seconds:g} s that one request may use: make it simpler"
             ) from None
-        except HelperDiedError:
+        except HelperMemoryError:
             raise BudgetError("the pattern needs more memory than one request may use: make it simpler") from None
         return unpack_automata(answer, self.stops)
 
@@ -179,11 +179,8 @@ class CallHandler:
         assert self.compiler is not None
         try:
             return pack_automata(self.compiler.compile([Pattern(**fields) for fields in json.loads(message)]))
-        except MemoryError:
-            error = ["BudgetError", "the pattern needs more memory than one request may use: make it simpler"]
         except PatternError as reason:
-            error = [type(reason).__name__, str(reason)]
-        return _pack({"error": _text_array(error)})
+            return _pack({"error": _text_array([type(reason).__name__, str(reason)])})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Connections: limits that hold before a request reaches a route, for uvicorn's HTTP protocol.
 
-    too many connections of one client        -> 503, closed
+    too many connections, or of one client    -> 503, closed
     no complete request head in time          -> closed
     a body in tiny chunks                     -> closed: each chunk costs time on the event loop, whatever its size
     a client that does not read its response  -> closed
 
-The middleware limits bodies; `worker.py` limits requests.
+The middleware limits bodies; `worker.py` limits requests. uvicorn's own `limit_concurrency` is not used: it refuses requests
+on connections that are open already.
 """
 
 import asyncio
@@ -19,8 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\nretry-after: 1\r\n\r\n"
-    b'{"error": {"message": "this client has too many connections open: close some, or start the server with a higher '
-    b'--connections", "type": "server_error", "code": null, "param": null}}'
+    b'{"error": {"message": "too many connections are open: close some, or start the server with a higher --connections", '
+    b'"type": "server_error", "code": null, "param": null}}'
 )
 HEAD_PIECE = 4096  # bytes that are parsed at once until the head of a request is complete
 FREE_CHUNKS = 256  # chunks of a body that may be of any size
@@ -52,6 +53,7 @@ class GuardedProtocol(H11Protocol):
     """uvicorn's protocol with limits. `make_protocol` binds the limits and the counts of one server."""
 
     limits: ClassVar[ConnectionLimits]
+    trusted_proxies: ClassVar[frozenset[str]]
     open_connections: ClassVar[Counter[str]]
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -66,7 +68,9 @@ class GuardedProtocol(H11Protocol):
         super().connection_made(transport)
         self._client_name = name_client(self.client[0] if self.client else None)
         self.open_connections[self._client_name] += 1
-        if self.open_connections[self._client_name] > self.limits.connections_per_client:
+        is_proxy = self._client_name in self.trusted_proxies
+        has_too_many = self.open_connections[self._client_name] > self.limits.connections_per_client and not is_proxy
+        if has_too_many or self.open_connections.total() > self.limits.connections:
             self.transport.write(REFUSAL)
             self.transport.close()
             return
@@ -136,9 +140,11 @@ class GuardedProtocol(H11Protocol):
             timer.cancel()
 
 
-def make_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
-    """A protocol class with these limits and its own counts."""
-    return type("GuardedProtocol", (GuardedProtocol,), {"limits": limits, "open_connections": Counter()})
+def make_protocol(limits: ConnectionLimits, trusted_proxies: tuple[str, ...] = ()) -> type[GuardedProtocol]:
+    """A protocol class with these limits and its own counts. A trusted proxy may have all connections."""
+    proxies = frozenset(map(name_client, trusted_proxies))
+    settings = {"limits": limits, "trusted_proxies": proxies, "open_connections": Counter()}
+    return type("GuardedProtocol", (GuardedProtocol,), settings)
 
 
 def uvicorn_config(
@@ -147,9 +153,8 @@ def uvicorn_config(
     """uvicorn's settings for a server. Only trusted proxies may name the client that they forward."""
     return uvicorn.Config(
         app,
-        http=make_protocol(limits),
+        http=make_protocol(limits, trusted_proxies),
         ws="none",
-        limit_concurrency=limits.connections,
         proxy_headers=bool(trusted_proxies),
         forwarded_allow_ips=list(trusted_proxies),
         timeout_graceful_shutdown=int(drain_seconds),

@@ -28,7 +28,7 @@ Stream = AsyncGenerator[T, None]
 CLOSE_POLL_SECONDS = 0.02
 QUEUE_POLL_SECONDS = 0.05
 MAX_QUEUED = 32  # items of a request that wait for their reader
-MAX_UNREAD = 32  # events of a request that wait in the engine; more pause it
+MAX_UNREAD = 128  # events of a request that wait in the engine; more pause it
 MAX_COMPILING = 16  # requests that compile a pattern or wait to
 
 

@@ -15,7 +15,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from redraft.tokenizer.helper_process import HelperDiedError, HelperProcess, HelperTimeoutError, answer_calls
+from redraft.tokenizer.helper_process import HelperMemoryError, HelperProcess, HelperTimeoutError, answer_calls
 
 MODULE = "redraft.tokenizer.chat_template"  # what the helper process runs
 RENDER_SECONDS = 5.0
@@ -41,7 +41,7 @@ def render_foreign(source: str, variables: Mapping[str, Any]) -> str:
         answer = json.loads(_helper().call(message))
     except HelperTimeoutError:
         raise TemplateError(f"it takes longer than {RENDER_SECONDS:g} s") from None
-    except HelperDiedError:
+    except HelperMemoryError:
         raise TemplateError("it needs more memory than a template may use") from None
     if "error" in answer:
         raise TemplateError(answer["error"])
@@ -98,7 +98,7 @@ def answer_render_call(message: bytes) -> bytes:
             pieces.append(piece)
         return json.dumps({"text": "".join(pieces)}).encode()
     except MemoryError:
-        return json.dumps({"error": "it needs more memory than a template may use"}).encode()
+        raise
     except Exception as error:  # a template is a program and can fail in any way
         return json.dumps({"error": str(error)[:2000]}).encode()
 

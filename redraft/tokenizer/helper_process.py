@@ -16,12 +16,14 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import IO
 
 HEADER = struct.Struct("<q")  # the length of a message
 READY = b"ready"  # the first message of a process: its imports are done
+ANSWER, OUT_OF_MEMORY, FAULT = b"a", b"m", b"f"  # the first byte of every later one
 START_SECONDS = 120.0  # for the imports, on a machine that is busy
 POLL_SECONDS = 0.02  # how often a caller checks its stop event
 LOWEST_PRIORITY = 19
@@ -41,8 +43,8 @@ class HelperStoppedError(HelperError):
     """The caller's stop event was set, and the work was killed."""
 
 
-class HelperDiedError(HelperError):
-    """The process ended in the middle of the work, as it does when memory runs out."""
+class HelperMemoryError(HelperError):
+    """The work needed more memory than the process may use."""
 
 
 class HelperProcess:
@@ -67,11 +69,9 @@ class HelperProcess:
         try:
             process = self._running_process(stop)
             assert process.stdin is not None
-            try:
+            with suppress(BrokenPipeError):  # it has ended: `_wait_for_answer` says why
                 write_message(process.stdin, message)
-            except OSError as error:
-                raise HelperDiedError(f"{self.module} has ended") from error
-            return self._wait_for_answer(self.seconds, stop)
+            return self._read_answer(self._wait_for_answer(self.seconds, stop))
         except BaseException:
             self._kill()  # what it still does nobody wants
             raise
@@ -79,7 +79,7 @@ class HelperProcess:
             self._lock.release()
 
     def close(self) -> None:
-        """Ends the process. A call in another thread raises HelperDiedError."""
+        """Ends the process. A call in another thread raises HelperMemoryError."""
         process = self._process
         if process is not None:
             process.kill()
@@ -111,11 +111,23 @@ class HelperProcess:
             _check_stop(stop)
             with suppress(queue.Empty):
                 answer = self._answers.get(timeout=POLL_SECONDS)
-                if answer is None:
-                    raise HelperDiedError(f"{self.module} has ended")
-                return answer
+                if answer is not None:
+                    return answer
+                assert self._process is not None
+                code = self._process.wait()
+                if code < 0:  # killed, as by the operating system when memory runs out
+                    raise HelperMemoryError(f"{self.module} was killed by signal {-code}")
+                raise HelperError(f"{self.module} has ended with exit code {code}")
             if time.monotonic() > deadline:
                 raise HelperTimeoutError(f"{self.module} took longer than {seconds:g} s")
+
+    def _read_answer(self, answer: bytes) -> bytes:
+        kind = answer[:1]
+        if kind == OUT_OF_MEMORY:
+            raise HelperMemoryError(f"{self.module} has used all its memory")
+        if kind == FAULT:  # a fault of our own code, with its trace
+            raise HelperError(f"{self.module} failed: {answer[1:].decode()}")
+        return answer[1:]
 
     def _kill(self) -> None:
         process = self._process
@@ -180,7 +192,13 @@ def answer_calls(handle: Callable[[bytes], bytes], set_up: Callable[[bytes], Non
         if set_up is not None:
             set_up(messages.get())
         while True:
-            write_message(answers, handle(messages.get()))
+            try:
+                answer = ANSWER + handle(messages.get())
+            except MemoryError:
+                answer = OUT_OF_MEMORY
+            except Exception:
+                answer = FAULT + traceback.format_exc().encode()
+            write_message(answers, answer)
             return_free_memory()
 
 

@@ -19,6 +19,7 @@ from redraft.server.bodies import BodyCounter, BodyLimits, check_json_size, coun
 from redraft.server.compiler_pool import CompilerPool
 from redraft.server.connections import ConnectionLimits, name_client
 from redraft.server.errors import BadRequestError, ServerBusyError, TooManyBytesError
+from redraft.server.fim import find_region
 from redraft.server.middleware import Limits
 from redraft.server.worker import MAX_QUEUED, Slots, Worker
 from redraft.tokenizer.helper_process import HelperStoppedError
@@ -451,3 +452,34 @@ def test_the_server_compiles_in_helper_processes_and_ends_them():
         assert process.poll() is None
     assert process.wait(60) is not None
     assert writer.pattern_compiler is usual
+
+
+# 5. Work that a small body can ask for
+
+
+def canvas_error(url: str, **body) -> str:
+    refused = httpx.post(f"{url}/v1/canvas", json={"prompt": "a", "stream": False, "max_tokens": 64, **body}, timeout=60)
+    assert refused.status_code == 400
+    return refused.json()["error"]["message"]
+
+
+def test_pins_and_gaps_are_bounded():
+    with served(make()) as url:
+        pins = [{"position": 0, "text": "x" * 200}] * 100
+        assert "pins have more than 4,096 tokens" in canvas_error(url, pins=pins)
+        interventions = [{"block": 0, "step": 0, "bans": pins}]
+        assert "bans have more than 4,096 tokens" in canvas_error(url, interventions=interventions)
+        assert "300 gaps, at most 256" in canvas_error(url, prompt=None, text="a [[ ]] " * 300)
+        assert "belongs to no gap" in canvas_error(url, prompt=None, text=f"a [[ {'9' * 5000} ]]")
+
+
+def test_a_region_that_almost_matches_takes_linear_time():
+    """Each line of the file is the beginning of the region."""
+    file = "a\n" * 50_000
+    region = "a\n" * 20_000 + "b"
+    prompt = f"<|current_file_content|>{file}<|/current_file_content|><|code_to_edit|>{region}<|/code_to_edit|>"
+    found = find_region(prompt)
+    assert (found.text, found.prefix, found.suffix) == (region, file, "")
+    prompt = "<|current_file_content|>a\nbc\nb\nc<|/current_file_content|><|code_to_edit|>b<|/code_to_edit|>"
+    found = find_region(prompt)
+    assert (found.prefix, found.suffix) == ("a\nbc\n", "\nc")

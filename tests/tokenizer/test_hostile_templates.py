@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from redraft.tokenizer import chat_template
-from redraft.tokenizer.helper_process import HelperDiedError, HelperProcess, HelperStoppedError, HelperTimeoutError
+from redraft.tokenizer.helper_process import HelperError, HelperProcess, HelperStoppedError, HelperTimeoutError
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -84,10 +84,19 @@ def test_a_stopped_call_kills_its_process():
     helper.close()
 
 
-def test_a_process_that_ends_is_started_again():
+def test_a_fault_of_the_helpers_own_is_no_fault_of_the_template():
     helper = HelperProcess(chat_template.MODULE, seconds=60)
-    with pytest.raises(HelperDiedError):
-        helper.call(b"this is not JSON")  # an exception of the helper's own ends it
+    with pytest.raises(HelperError, match="JSONDecodeError"):
+        helper.call(b"this is not JSON")
+    assert helper.call(b'{"source": "x", "variables": {}}') == b'{"text": "x"}'
+    helper.close()
+
+
+def test_a_process_that_was_killed_is_started_again():
+    helper = HelperProcess(chat_template.MODULE, seconds=60)
+    assert helper.call(b'{"source": "x", "variables": {}}') == b'{"text": "x"}'
+    helper._process.kill()
+    helper._process.wait()
     assert helper.call(b'{"source": "x", "variables": {}}') == b'{"text": "x"}'
     helper.close()
 

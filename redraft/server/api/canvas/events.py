@@ -28,6 +28,7 @@ from redraft.tokenizer.tokenizer import Message, Tokenizer
 from redraft.writer import Writer, new_seed
 
 Events = Iterator[dict[str, Any]]
+MAX_POSITIONED_TOKENS = 4096  # in the pins, or in the bans, of a request or of one intervention
 
 
 def check_one_input(*inputs: Any) -> None:
@@ -76,6 +77,8 @@ def _positioned_ids(tokenizer: Tokenizer, tokens: Sequence[PositionedToken], par
         if not ids:
             raise BadRequestError(f"the text at position {token.position} is empty", param)
         pairs += list(enumerate(ids, start=token.position))
+        if len(pairs) > MAX_POSITIONED_TOKENS:
+            raise BadRequestError(f"{param} have more than {MAX_POSITIONED_TOKENS:,} tokens: shorten their texts", param)
     return pairs
 
 
