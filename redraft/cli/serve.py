@@ -85,7 +85,7 @@ def serve(
     limits = Limits(
         hosts=(host, *(hosts or ())),
         key=key,
-        bodies=BodyLimits(body_bytes=max_body * 2**20, received_bytes=8 * max_body * 2**20, body_seconds=body_seconds),
+        bodies=BodyLimits(body_bytes=max_body * 2**20, received_bytes=4 * max_body * 2**20, body_seconds=body_seconds),
         connections=ConnectionLimits(connections=connections, connections_per_client=max(1, connections // 2)),
     )
     config = ServerConfig(

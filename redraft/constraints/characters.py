@@ -9,6 +9,8 @@ from re import _constants as op  # type: ignore[attr-defined]  # not in typeshed
 from re._casefix import _EXTRA_CASES
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from redraft.constraints.budget import Budget
 from redraft.constraints.errors import PatternError
 
@@ -99,7 +101,8 @@ def category_ranges(category: Any, ascii_only: bool) -> Ranges:
         return complement(category_ranges(OPPOSITES[category], ascii_only))
     escapes = {op.CATEGORY_DIGIT: r"\d", op.CATEGORY_SPACE: r"\s", op.CATEGORY_WORD: r"\w"}
     runs = re.compile(f"{escapes[category]}+", re.ASCII if ascii_only else re.UNICODE)
-    characters = "".join(map(chr, range(128 if ascii_only else LAST_CODE_POINT + 1)))
+    codes = np.arange(128 if ascii_only else LAST_CODE_POINT + 1, dtype="<u4")
+    characters = codes.tobytes().decode("utf-32-le", "surrogatepass")  # a list of single characters would take 100 MB
     return merge_ranges((run.start(), run.end() - 1) for run in runs.finditer(characters))
 
 

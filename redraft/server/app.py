@@ -63,6 +63,7 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
     app.state.worker = worker
     app.state.limits = config.limits
     app.state.parsing = asyncio.Lock()  # held while a long body is parsed
+    app.state.will_trim = False  # whether freed memory is about to be returned
     metrics.active.set_function(lambda: worker.active)
     add_error_handlers(app)
     service = Service(writer, worker, metrics, config.name)

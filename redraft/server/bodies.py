@@ -14,6 +14,7 @@ import numpy as np
 
 from redraft.server.errors import BadRequestError, BodyTimeoutError, BodyTooLargeError, TooManyBytesError
 
+PIECE = 2**20  # bytes that are counted at once
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
@@ -22,7 +23,7 @@ class BodyLimits:
     """Limits on request bodies."""
 
     body_bytes: int = 8 * 2**20  # of one body
-    received_bytes: int = 64 * 2**20  # of all bodies that are being received; half of it for one client
+    received_bytes: int = 32 * 2**20  # of all bodies that are being received or parsed; half of it for one client
     free_bytes: int = 64 * 2**10  # bodies up to this size do not count
     body_seconds: float = 60.0  # for a whole body
     json_values: int = 300_000  # of one body
@@ -30,13 +31,13 @@ class BodyLimits:
 
 @dataclass
 class BodyCounter:
-    """Counts the bytes of the bodies that the server is receiving."""
+    """Counts the bytes of the bodies that the server is receiving or parsing."""
 
     limits: BodyLimits
     by_client: Counter[str] = field(default_factory=Counter)
 
     def count(self, receive: Receive, client: str, announced: int) -> "Body":
-        """A body of which `announced` bytes are known to come; 0 if unknown. They count until it has come."""
+        """A body of which `announced` bytes are known to come; 0 if unknown. They count until it is released."""
         body = Body(self, receive, client)
         body.count(announced)
         return body
@@ -52,7 +53,7 @@ class BodyCounter:
 
 
 class Body:
-    """One body. Leaving its `with` block gives its bytes back."""
+    """One body. `release`, and leaving its `with` block, give its bytes back."""
 
     def __init__(self, counter: BodyCounter, receive: Receive, client: str) -> None:
         self._counter = counter
@@ -97,7 +98,6 @@ class Body:
         self.count(self._received)
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self._is_complete = True
-            self.release()
         return message
 
 
@@ -113,8 +113,14 @@ def check_json_size(raw: bytes, limit: int) -> None:
 
 def count_json_values(raw: bytes) -> int:
     """About how many values and keys JSON text has: its commas, colons and opening brackets outside of strings."""
-    codes_N = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), dtype=np.uint8)
-    outside_N = np.cumsum(codes_N == ord('"'), dtype=np.uint8) % 2 == 0
+    raw = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     is_separator = np.zeros(256, dtype=bool)
     is_separator[list(b",:[{")] = True
-    return int(np.count_nonzero(is_separator[codes_N] & outside_N))
+    values = 0
+    is_inside = np.uint8(0)  # a string, at the beginning of the piece
+    for start in range(0, len(raw), PIECE):
+        codes_N = np.frombuffer(raw[start : start + PIECE], dtype=np.uint8)
+        inside_N = (np.cumsum(codes_N == ord('"'), dtype=np.uint8) + is_inside) % 2
+        values += int(np.count_nonzero(is_separator[codes_N] & (inside_N == 0)))
+        is_inside = inside_N[-1]
+    return values

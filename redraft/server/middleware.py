@@ -22,6 +22,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 KEYLESS_PATHS = ("/health", "/")  # need no API key
 PAGE_FILES = "/page/"  # nor do the files of the web page, which asks for the key
 UNKNOWN_FIELDS = "redraft.unknown_fields"  # scope key: names of body fields that the route does not know
+BODY = "redraft.body"  # scope key: the body, whose bytes count until the route releases it
 MAX_NAMED_FIELDS = 20
 HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*\.?)(?::[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 
@@ -107,6 +108,7 @@ class AccessMiddleware:
                 retry = [(b"retry-after", b"1")] if isinstance(error, ServerBusyError) else []
                 await refuse(status_of(error), message_of(error), *retry)
                 return
+            scope[BODY] = body
             with body:
                 await self.app(scope, body.receive, send_and_note_status)
         finally:

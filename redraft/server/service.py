@@ -22,7 +22,7 @@ from redraft.server.errors import BadRequestError, ClientDisconnected
 from redraft.server.fim import Gap
 from redraft.server.infill import Infill, infill_gap
 from redraft.server.logprobs import TokenLogprob
-from redraft.server.middleware import UNKNOWN_FIELDS, Metrics
+from redraft.server.middleware import BODY, UNKNOWN_FIELDS, Metrics
 from redraft.server.streams import END, merge_streams, next_until_disconnected, until_disconnected
 from redraft.server.worker import Stream, Worker
 from redraft.tokenizer.chat_parser import ToolCall
@@ -197,15 +197,23 @@ async def read_body(request: Request, kind: type[B]) -> B:
                 body = parse_body(raw, kind, state.limits.bodies.json_values)
             finally:
                 del raw
-                asyncio.get_running_loop().call_later(TRIM_SECONDS, trim_memory, state)
+                request.scope[BODY].release()
+                trim_memory_soon(state)
     request.scope[UNKNOWN_FIELDS] = unknown_fields(body)
     return body
 
 
+def trim_memory_soon(state: Any) -> None:
+    """Returns the memory of long bodies to the operating system, at most once a second, in a thread."""
+    if not state.will_trim:
+        state.will_trim = True
+        asyncio.get_running_loop().call_later(TRIM_SECONDS, trim_memory, state)
+
+
 def trim_memory(state: Any) -> None:
-    """Returns the memory of long bodies to the operating system, in a thread, when none is being parsed."""
-    if not state.parsing.locked():
-        asyncio.get_running_loop().run_in_executor(None, return_free_memory)
+    """Returns freed memory to the operating system."""
+    state.will_trim = False
+    asyncio.get_running_loop().run_in_executor(None, return_free_memory)
 
 
 def parse_body(raw: bytes, kind: type[B], max_values: int) -> B:
