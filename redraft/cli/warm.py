@@ -37,6 +37,7 @@ def warm(
             console.print(f"There are no kernels to build: {backend.reason}.", markup=False)
             return
         launch_kernels(subject)
+        launch_other_shapes(subject)
     console.print(f"{len(built)} kernels built, the others were on disk.", markup=False)
 
 
@@ -56,6 +57,33 @@ def launch_kernels(subject: writer.Writer) -> None:
     with suppress(ValueError):
         for _ in subject.stream(prompt, max_tokens=length, candidates=3, **settings):
             pass
+
+
+def launch_other_shapes(subject: writer.Writer) -> None:
+    """Runs requests of other canvas lengths, infills, edits and long prompts.
+
+    A server starts without them, so the first client that asks for such a shape makes the others wait while its kernels
+    are built: `redraft warm` before a server that strangers can reach.
+    """
+    prompt = "Once upon a time"
+    settings: dict[str, Any] = {"seed": 0, "max_steps": 2}
+    longest = subject.sampler.canvas_length
+    lengths = [1 << bits for bits in range(longest.bit_length()) if 1 << bits < longest]
+    for length in (*lengths, *(3 * length // 2 + 1 for length in lengths), 2 * longest):
+        for count in BATCHES:
+            with suppress(ValueError):
+                subject.write([prompt] * count, canvas_length=length, max_tokens=2 * length, **settings)
+        with suppress(ValueError):
+            subject.write(prompt, canvas_length=length, max_tokens=length, regex="[a-z ]+", **settings)
+    for words in (100, 1000, 3000):
+        with suppress(ValueError):
+            subject.write(" ".join(["word"] * words), max_tokens=longest, **settings)
+    with suppress(ValueError):
+        subject.fill("Once upon a [[ ]] there was a dog.", seed=0)
+    with suppress(ValueError):
+        subject.edit("Once upon a time there was a dog.", seed=0)
+    with suppress(ValueError):
+        subject.decide(prompt, [" there", " was"])
 
 
 @contextmanager
