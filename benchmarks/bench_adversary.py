@@ -136,7 +136,8 @@ def generated_attacks(count: int, attackers: int) -> dict[str, Callable[[str], s
         address = adversary.ATTACKERS[number % attackers]
         return lambda url: adversary.post(url, "/v1/completions", body, seconds=seconds, address=address)
 
-    return {f"generated {number}": attack(number, pattern) for number, pattern in enumerate(patterns)}
+    names = ["impatient" if number % 5 == 0 else "generated" for number in range(len(patterns))]
+    return {f"{names[number]} {number}": attack(number, pattern) for number, pattern in enumerate(patterns)}
 
 
 def time_answers(url: str, body: dict[str, Any], answers: int) -> tuple[list[float], dict[int, str]]:

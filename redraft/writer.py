@@ -21,7 +21,7 @@ from redraft.constraints.constraints import Constraints
 from redraft.constraints.pattern_compiler import LocalCompiler, Pattern, PatternCompiler
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
 from redraft.diffusion import rng
-from redraft.diffusion.generate import Finished, Stats, check_inputs, generate, prefill
+from redraft.diffusion.generate import Finished, Stats, check_inputs, generate
 from redraft.engine import Engine, Request, Stopped
 from redraft.kernels.backend import has_bf16, select_dtype
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -192,7 +192,7 @@ class Writer:
     ) -> Answer:
         """Answers a conversation. A string is a conversation of one user message."""
         options = GenerationOptions.from_keywords(options, **keywords)
-        ids = self.encode_prompt(to_messages(messages), options.tools, options.think)
+        ids = self.encode_prompt(to_messages(messages), options.tools, options.think, options.stop)
         return self._answer_prompts([ids], True, options, streamer)[0]
 
     def stream(self, prompt: Prompt, options: GenerationOptions | None = None, **keywords: Any) -> Iterator[TextEvent]:
@@ -202,7 +202,7 @@ class Writer:
         answer. After `seconds` the current canvas is committed and the stream ends; once `stop` is set, it ends at once.
         """
         options = GenerationOptions.from_keywords(options, **keywords)
-        ids = self.encode_prompt(prompt, options.tools, options.think)
+        ids = self.encode_prompt(prompt, options.tools, options.think, options.stop)
         cfg = options.sampler_config(self.sampler)
         seed = options.seed if options.seed is not None else new_seed()
         request = self._add_request(ids, cfg, seed, options, self._constraints(options))
@@ -210,11 +210,23 @@ class Writer:
         return add_text(self.engine.stream(request), cfg, assembler, options.drafts)
 
     def encode_prompt(
-        self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False
+        self,
+        prompt: Prompt,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        think: bool = False,
+        stop: threading.Event | None = None,
     ) -> list[int]:
-        """Token ids of a text to continue (which may be ids already) or of a conversation."""
+        """Token ids of a text to continue (which may be ids already) or of a conversation.
+
+        Raises Stopped once `stop` is set.
+        """
         if not is_text_prompt(prompt):
-            return self.tokenizer.encode_chat(to_messages(prompt), tools=tools, think=think, limit=self._context)
+            try:
+                return self.tokenizer.encode_chat(
+                    to_messages(prompt), tools=tools, think=think, limit=self._context, stop=stop
+                )
+            except HelperStoppedError:
+                raise Stopped from None
         if tools or think:
             raise ValueError("tools and think need a conversation; give messages instead of a text to continue")
         if isinstance(prompt, str):
@@ -265,7 +277,9 @@ class Writer:
     def _first_canvas(self, draft: str | Sequence[int], cfg: SamplerConfig, seed: int) -> Tensor:
         """A first canvas that begins with the draft's tokens; noise fills the rest."""
         canvas_1C = rng.draws([seed], 0, "cpu").noise(0, cfg.canvas_length, self.model.config.vocab_size)
-        ids = (self.tokenizer.encode(draft) if isinstance(draft, str) else draft)[: cfg.canvas_length]
+        if isinstance(draft, str):
+            draft = self.tokenizer.encode(draft[: cfg.canvas_length * self.tokenizer.longest_token])
+        ids = draft[: cfg.canvas_length]
         canvas_1C[0, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         return canvas_1C
 
@@ -357,7 +371,7 @@ class Writer:
         messages are answered. Raises Stopped once `stop` is set.
         """
         check_choices(choices)
-        ids = self.encode_prompt(prompt)
+        ids = self.encode_prompt(prompt, stop=stop)
         cfg = self.sampler.changed(max_new_tokens=self.sampler.canvas_length)
         length = cfg.canvas_length
         model = self.model
@@ -365,8 +379,7 @@ class Writer:
         noise_1C = rng.draws([seed], 0, model.device).noise(0, length, model.config.vocab_size)
         patterns = self._constrain_choices(choices, length, stop)
         with self.engine.reserve(len(ids), stop=stop) as cache:
-            with self.engine.take_turn(len(ids), stop):
-                prefill(model, [ids], cache)
+            self.engine.prefill_beside(ids, cache, stop)
             with self.engine.take_turn(length, stop):
                 logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu()
         del cache  # its memory is the engine's again
@@ -449,7 +462,7 @@ class Writer:
         do not change. `edited.diff()` shows the changes. Raises Stopped once `stop` is set. `settings` are `temperature`
         and fields of SamplerConfig.
         """
-        prompt = [] if instruction is None else self.encode_prompt(to_messages(f"{instruction}\n\n{text}"))
+        prompt = [] if instruction is None else self.encode_prompt(to_messages(f"{instruction}\n\n{text}"), stop=stop)
         return edit.edit(
             self.engine,
             self.tokenizer,

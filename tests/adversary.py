@@ -1,8 +1,8 @@
 """A catalogue of hostile requests, and honest clients beside them.
 
-Every attack returns what became of it. `OUTCOMES` are the ends that the server promises: a refusal with one sentence, a
-right answer, or a connection that the server closed. Attackers and honest clients have addresses of their own in 127/8, so
-the server tells them apart.
+Every attack returns what became of it: a refusal with one sentence, a right answer, a connection that the server closed, or
+a client that left. `is_promised` says whether the server promises that end. Attackers and honest clients have addresses of
+their own in 127/8, so the server tells them apart.
 """
 
 import json
@@ -20,9 +20,19 @@ import httpx
 ATTACKER = "127.0.0.66"
 ATTACKERS = (ATTACKER, "127.0.0.67")
 HONEST = ("127.0.0.11", "127.0.0.12")
-OUTCOMES = ("refused", "answered", "closed", "left")
+MAY_CLOSE = ("60 bodies that stop", "a head that stops", "a body in tiny chunks")  # the server closes these
+MAY_LEAVE = ("a stream that nobody reads", "a hard board", "a long text, token by token", "16 completions", "a long replay")
 SMALL = {"prompt": "a", "max_tokens": 8, "diffusion_canvas_length": 8, "diffusion_max_steps": 2}
 MIB = 2**20
+
+
+def is_promised(name: str, outcome: str) -> bool:
+    """Whether an attack may end so. A client that waits in vain, or a server that hangs up without a word, is wrong."""
+    return (
+        outcome in ("refused", "answered")
+        or (outcome == "closed" and name in MAY_CLOSE)
+        or (outcome == "left" and name.startswith((*MAY_LEAVE, "impatient")))
+    )
 
 
 class WrongEnd(AssertionError):
@@ -273,7 +283,35 @@ def connection_attacks() -> dict[str, Callable[[str], str]]:
 def work_attacks() -> dict[str, Callable[[str], str]]:
     """Requests that ask for much work, which is allowed, and must not take more than the client's share."""
     empty_board = {"puzzle": "." * 81, "canvases": 256, "stream": False}
+    replay = {
+        "prompt": "a",
+        "canvas_length": 1,
+        "max_tokens": 400,
+        "max_steps": 1,
+        "canvases": [[40]] * 390,
+        "stream": False,
+    }
+    bans = [{"position": n % 60, "text": "x" * 200} for n in range(512)]
+    interventions = [{"block": 0, "step": n, "bans": bans, "free": list(range(4096))} for n in range(8)]
+    pinned = {"regex": "[a-z ]{0,3900}", "canvas_length": 1, "max_steps": 1, "pins": [{"position": 3899, "text": "a"}]}
+    arguments = {"function": {"name": "f", "arguments": '{"a": [' + "[]," * 2_400_000 + "[]]}"}}
+    call = {"role": "assistant", "content": "a", "tool_calls": [arguments]}
+    draft = {"prediction": {"content": "z1" * 3_500_000}, "n": 3, "max_tokens": 8, "diffusion_max_steps": 2}
+    many = {"n": 4, "max_tokens": 400, "logprobs": 20, "diffusion_max_steps": 1, "logit_bias": {"1": -100}}
+    chat = "/v1/chat/completions"
+    user = [{"role": "user", "content": "a"}]
     return {
+        "a long replay": lambda url: post(url, "/v1/canvas", replay, seconds=20),
+        "8 x 512 bans": lambda url: post(
+            url, "/v1/canvas", {"prompt": "a", "stream": False, "interventions": interventions}
+        ),
+        "a pin at the end of a long pattern": lambda url: post(
+            url, "/v1/canvas", {"prompt": "a", "stream": False, "max_tokens": 3900, **pinned}
+        ),
+        "JSON inside of JSON": lambda url: post(url, chat, {"messages": [call], "max_tokens": 1}),
+        "a long draft": lambda url: post(url, chat, {"messages": user, **draft}),
+        "many logprobs": lambda url: post(url, "/v1/completions", {"prompt": "a", **many}),
+        "a number of 5,000 digits in a pattern": lambda url: with_pattern(url, {"guided_regex": "x{" + "9" * 5000 + "}"}),
         "a hard board": lambda url: post(url, "/v1/canvas/sudoku", empty_board, seconds=4),
         "a long text, token by token": lambda url: post(
             url, "/v1/canvas/autoregressive", {"prompt": "a", "max_tokens": 3000, "stream": False}, seconds=4
@@ -302,8 +340,12 @@ class HonestClient:
 
     def ask(self, seed: int) -> str:
         """One completion."""
-        with client(self.address, self.url, 600) as honest:
-            response = honest.post("/v1/completions", json={**self.body, "seed": seed})
+        try:
+            with client(self.address, self.url, 600) as honest:
+                response = honest.post("/v1/completions", json={**self.body, "seed": seed})
+        except httpx.HTTPError as error:
+            self.errors.append(repr(error))
+            return ""
         if response.status_code != 200:
             self.errors.append(f"{response.status_code} {response.text[:300]}")
             return ""
@@ -329,6 +371,8 @@ def run_all(url: str, attacks: dict[str, Callable[[str], str]], at_once: int = 4
                 name, attack = waiting.pop(0)
                 try:
                     outcomes[name] = attack(url)
+                    if not is_promised(name, outcomes[name]):
+                        wrong.append(f"{name}: {outcomes[name]}")
                 except Exception as error:
                     wrong.append(f"{name}: {type(error).__name__}: {error}")
 

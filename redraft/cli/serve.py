@@ -63,13 +63,7 @@ def serve(
         raise ValueError(f"{host} can be reached from other machines: set --api-key to listen there")
     if not 0 < port < 65536 or requests < 1:
         raise ValueError(f"a port is between 1 and 65535 and requests are at least 1, got {port} and {requests}")
-    for flag, value in (("connections", connections), ("max-body", max_body), ("body-seconds", body_seconds)):
-        if not value > 0:
-            raise ValueError(f"--{flag} must be above 0, got {value}")
-    if not compile_seconds > 0 or not 0 <= drain_seconds <= 86_400:
-        raise ValueError(
-            f"--compile-seconds must be above 0 and --drain-seconds from 0, got {compile_seconds}, {drain_seconds}"
-        )
+    check_limits(connections, max_body, body_seconds, compile_seconds, drain_seconds)
     try:
         import uvicorn
 
@@ -101,16 +95,23 @@ def serve(
     if open_page:
         threading.Timer(BROWSER_DELAY, webbrowser.open, [f"http://{url_host}:{port}"]).start()
     app = make_app(subject, config)
-    uvicorn.Server(
-        uvicorn_config(
-            app,
-            limits.connections,
-            drain_seconds=drain_seconds,
-            trusted_proxies=tuple(proxies or ()),
-            host=host,
-            port=port,
-        )
-    ).run()
+    address: dict[str, Any] = {"host": host, "port": port, "trusted_proxies": tuple(proxies or ())}
+    uvicorn.Server(uvicorn_config(app, limits.connections, drain_seconds=drain_seconds, **address)).run()
+
+
+def check_limits(connections: int, max_body: int, body_seconds: float, compile_seconds: float, drain_seconds: float) -> None:
+    """Refuses limits under which a server could not work."""
+    positive = {
+        "connections": connections,
+        "max-body": max_body,
+        "body-seconds": body_seconds,
+        "compile-seconds": compile_seconds,
+    }
+    for flag, value in positive.items():
+        if not value > 0:
+            raise ValueError(f"--{flag} must be above 0, got {value}")
+    if not 0 <= drain_seconds <= 86_400:
+        raise ValueError(f"--drain-seconds must be from 0 to 86,400, got {drain_seconds}")
 
 
 def is_local(host: str) -> bool:

@@ -22,6 +22,7 @@ NEVER = -1e9
 # The sums of a pattern at one denoising step: positions of the canvas times states, pairs and edges of the automaton. One of
 # them takes about 50 ns on a CPU, with automata of 14,000 to 157,000 states, pairs and edges.
 MAX_CANVAS_SUMS = 25_000_000
+MAX_PINNED_SUMS = 6_000_000  # transitions that are walked back over the rest of the answer at the start of each canvas
 MIN_CANVAS_SUMS = 2_000_000  # 0.1 s: allowed with every model
 MAX_SLOWDOWN = 4  # on a CPU the sums take at most about this many times as long as the model
 MULTIPLICATIONS_PER_SUM = 2_500  # of the model in the time of one sum: `tiny` takes 72 ms for 256 positions on two cores
@@ -94,8 +95,9 @@ class Constraints:
 
     def apply_edit(self, edit: ConstraintEdit) -> "Constraints":
         """These constraints after an edit. A new pin lifts a ban of its token; a new ban removes a pin at its position."""
-        pins = {position: token for position, token in self.pins.items() if position not in edit.free}
-        banned = {position: tokens for position, tokens in self.banned.items() if position not in edit.free}
+        free = set(edit.free)
+        pins = {position: token for position, token in self.pins.items() if position not in free}
+        banned = {position: tokens for position, tokens in self.banned.items() if position not in free}
         for position, token in edit.pins.items():
             pins[position] = token
             banned[position] = tuple(other for other in banned.get(position, ()) if other != token)
@@ -158,10 +160,10 @@ class Constraints:
         shortest = automaton.distance_Q[automaton.start]
         if shortest > answer_length:
             raise ValueError(f"a match of {shorten(pattern)} takes {shortest} tokens, the answer may have {answer_length}")
-        if self.pins and answer_length * len(automaton.from_R) > MAX_CANVAS_SUMS:
+        if self.pins and answer_length * len(automaton.from_R) > MAX_PINNED_SUMS:
             raise ValueError(
                 f"pins under a pattern of {len(automaton.from_R):,} transitions allow an answer of at most "
-                f"{MAX_CANVAS_SUMS // len(automaton.from_R):,} tokens, got {answer_length:,}: shorten max_tokens"
+                f"{MAX_PINNED_SUMS // len(automaton.from_R):,} tokens, got {answer_length:,}: shorten max_tokens"
             )
         if self.pins and not automaton.step_back(automaton.final_Q, answer_length, self.pins)[automaton.start]:
             raise ValueError(f"no answer of {answer_length} tokens that has these pins matches {shorten(pattern)}")

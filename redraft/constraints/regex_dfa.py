@@ -68,6 +68,10 @@ def _compile(pattern: str, budget: Budget) -> DFA:
         raise PatternError(f"the pattern {shorten(pattern)} is not a regular expression: {reason}") from None
     except RecursionError:
         raise PatternError(f"the pattern {shorten(pattern)} is nested too deeply") from None
+    except PatternError:
+        raise
+    except ValueError:  # Python reads no number with thousands of digits
+        raise PatternError(f"the pattern {shorten(pattern)} has a number with too many digits") from None
     return minimize(_determinize(nfa, start, end), budget)
 
 

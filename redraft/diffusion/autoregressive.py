@@ -23,11 +23,13 @@ def generate_autoregressive(
     temperature: float = 0.0,
     seed: int = 0,
     cache: KVCache | None = None,
+    cached: int = 0,
 ) -> Iterator[int]:
     """Yields at most `max_tokens` tokens after the prompt `ids`; a stop token ends it and is yielded too.
 
     Temperature 0 takes the argmax; above that, tokens are sampled. A prompt that does not fit the context together with
-    `max_tokens` loses its beginning. `cache` is an empty KV cache for prompt and tokens; without it, one is made.
+    `max_tokens` loses its beginning. `cache` is a KV cache for prompt and tokens that holds the first
+    `cached` tokens of the prompt; without it, one is made.
     """
     context = model.config.max_position_embeddings
     if max_tokens >= context:
@@ -40,7 +42,7 @@ def generate_autoregressive(
     ids = ids[-(context - max_tokens) :]
     cache = cache if cache is not None else model.new_cache(1, len(ids) + max_tokens, rewind=0)
     draws = rng.draws([seed], 0, model.device)
-    hidden_1SD = model.encode(torch.tensor([ids], device=model.device), cache)
+    hidden_1SD = model.encode(torch.tensor([ids[cached:]], device=model.device), cache)
     for step in range(max_tokens):
         if model.device.type == "cpu":
             adapt_threads()

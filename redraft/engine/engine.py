@@ -157,7 +157,7 @@ class Engine:
         """
         nbytes = KVCache.count_bytes(self.model.config, tokens, self.model.dtype, rewind)
         self.scheduler.check(nbytes, tokens, "this text")
-        reservation = Reservation(self.scheduler.next_number(), nbytes)
+        reservation = Reservation(self.scheduler.next_number(), nbytes, client_of(stop))
         self.scheduler.reservations.append(reservation)
         try:
             self.notify()
@@ -190,12 +190,22 @@ class Engine:
                 with self._changed:
                     self._changed.wait_for(lambda: turn.is_granted or not self.has_thread, timeout=POLL_SECONDS)
             with self._lock if not turn.is_granted else nullcontext():
+                if stop is not None and stop.is_set():
+                    raise Stopped
                 yield
         finally:
             turn.is_done = True
             with suppress(ValueError):
                 self.scheduler.turns.remove(turn)
             self.notify()
+
+    @torch.inference_mode()
+    def prefill_beside(self, ids: Sequence[int], cache: KVCache, stop: threading.Event | None = None) -> None:
+        """Encodes a prompt into a reserved cache, one turn for each chunk."""
+        for begin in range(0, len(ids), self.config.prefill_chunk):
+            chunk = list(ids[begin : begin + self.config.prefill_chunk])
+            with self.take_turn(len(chunk), stop):
+                self.model.encode(torch.tensor([chunk], device=self.model.device), cache)
 
     def _grant_turns(self) -> None:
         """Lets work beside the engine make forwards, one after another, as long as it is its turn."""
@@ -317,7 +327,10 @@ class Engine:
         for request in with_status(chosen, RequestStatus.REPLAYING):
             with contain_failure(request):
                 emitted += self._emit(request, request.replay_canvas(device))
-        self.runner.encode_canvases(with_status(chosen, RequestStatus.COMMITTING))
+        committing = with_status(chosen, RequestStatus.COMMITTING)
+        self.runner.encode_canvases(committing)
+        for request in committing:
+            self.scheduler.fair_share.charge(request.client, request.tokens_per_encode)
         for request in with_status(chosen, RequestStatus.DENOISING):
             if request.canvas is None:
                 with contain_failure(request):

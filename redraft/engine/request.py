@@ -117,6 +117,11 @@ class Request:
         return max(self.cfg.canvas_length, MIN_STEP_TOKENS) * (2 if self.constraints.automaton is not None else 1)
 
     @property
+    def tokens_per_encode(self) -> int:
+        """What it costs to encode a committed canvas, in tokens through the model."""
+        return max(self.cfg.canvas_length, MIN_STEP_TOKENS)
+
+    @property
     def capacity(self) -> int:
         """Tokens its KV cache must hold: the prompt and all canvases but the last, which is never encoded."""
         return len(self.prompt) + (self.cfg.max_canvases - 1) * self.cfg.canvas_length

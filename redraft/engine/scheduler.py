@@ -25,6 +25,7 @@ class Reservation:
 
     number: int  # order of arrival, counted together with requests
     nbytes: int
+    client: str = ""
     is_granted: bool = False
     is_released: bool = False
 
@@ -141,14 +142,14 @@ class Scheduler:
         """The request or reservation that is next. Without a free slot, requests let reservations pass."""
         request = self._next_request()
         ungranted = (r for r in list(self.reservations) if not r.is_granted and not r.is_released)
-        reservation = next(ungranted, None)
+        reservation = next((r for r in ungranted if self._is_within_share(r.client, r.nbytes)), None)
         if request is None or reservation is None:
             return request or reservation
         return request if request.number < reservation.number else reservation
 
     def _next_request(self) -> Request | None:
         """The oldest waiting request of the client that has the fewest running; None if it must wait for a slot."""
-        waiting = list(self.waiting)
+        waiting = [request for request in list(self.waiting) if self._is_within_share(request.client, self.cost(request))]
         if not waiting:
             return None
         running = Counter(request.client for request in self.running)
@@ -156,6 +157,14 @@ class Scheduler:
         has_slot = len(self.running) < self.max_running
         is_first_of_client = not running[request.client] and len(self.running) < 2 * self.max_running
         return request if has_slot or is_first_of_client else None
+
+    def _is_within_share(self, client: str, nbytes: int) -> bool:
+        """Whether a client may take so many bytes more: at most eight ninths of the budget, unless it has nothing."""
+        if not client:  # a program that uses redraft from Python
+            return True
+        held = sum(self.cost(request) for request in self.running if request.client == client)
+        held += sum(r.nbytes for r in list(self.reservations) if r.is_held and r.client == client)
+        return not held or held + nbytes <= self.budget - self.budget // 9
 
     def _bytes_of(self, candidate: Request | Reservation) -> int:
         return candidate.nbytes if isinstance(candidate, Reservation) else self.cost(candidate)

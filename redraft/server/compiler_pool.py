@@ -41,14 +41,13 @@ class CompilerPool:
         client = client_of(stop)
         process = self._acquire(client, stop)
         try:
-            automata = process.compile(patterns, stop)
+            automata = self.compiled.get(key)  # another request of this client may have compiled it meanwhile
+            if automata is None:
+                automata = process.compile(patterns, stop)
+                self.compiled.put(key, automata)
+            return automata
         finally:
-            with self._changed:
-                self._free.append(process)
-                self._busy_clients.discard(client)
-                self._changed.notify_all()
-        self.compiled.put(key, automata)
-        return automata
+            self._release(client, process)
 
     def close(self) -> None:
         """Ends all processes; calls that wait raise HelperStoppedError."""
@@ -72,9 +71,19 @@ class CompilerPool:
                 self._waiting.remove(client)
             if self._free:
                 return self._free.pop()
-            process = self._make_process()
+            try:
+                process = self._make_process()
+            except BaseException:
+                self._release(client, None)
+                raise
             self._processes.append(process)
             return process
+
+    def _release(self, client: str, process: CompilerProcess | None) -> None:
+        with self._changed:
+            self._free += [process] if process is not None else []
+            self._busy_clients.discard(client)
+            self._changed.notify_all()
 
     def _is_next(self, client: str) -> bool:
         """Whether a process is free and no other client that may have one has waited longer."""

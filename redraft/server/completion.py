@@ -16,6 +16,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Draft, Finished, Stats
 from redraft.engine import Stopped
+from redraft.server.bodies import check_json_size
 from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.frames import Frame, FrameBuilder
 from redraft.server.logprobs import LogprobCollector, TokenLogprob
@@ -26,6 +27,7 @@ from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
 from redraft.writer import Writer, new_seed
 
+MAX_ARGUMENT_VALUES = 10_000  # of the JSON in a tool call's arguments
 TEXT_PARTS = ("text", "input_text", "output_text")
 JSON_OBJECT_SCHEMA = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}
 
@@ -121,9 +123,10 @@ def parse_arguments(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a tool call's arguments, which clients send as a JSON string."""
     if not isinstance(arguments, str):
         return arguments
+    check_json_size(arguments.encode("utf-8", "replace"), MAX_ARGUMENT_VALUES)
     try:
         parsed = json.loads(arguments or "{}")
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise BadRequestError(f"the arguments of a tool call must be JSON, got {arguments[:60]!r}", "messages") from None
     if not isinstance(parsed, dict):
         raise BadRequestError(f"the arguments of a tool call must be a JSON object, got {arguments[:60]!r}", "messages")

@@ -11,6 +11,7 @@ on connections that are open already.
 
 import asyncio
 import ipaddress
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ REFUSAL = (
 )
 HEAD_PIECE = 4096  # bytes that are parsed at once until the head of a request is complete
 FREE_CHUNKS = 256  # chunks of a body that may be of any size
+CHUNK_SIZE_LINE = re.compile(rb"\r\n[0-9A-Fa-f]{1,8}(?=[\r;])")
 MIN_CHUNK = 64  # bytes of a chunk with its lines, on average, in a body of more chunks
 
 
@@ -60,7 +62,7 @@ class GuardedProtocol(H11Protocol):
         super().__init__(*args, **options)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._client_name = ""
-        self._line_breaks = 0
+        self._chunks = 0
         self._chunked_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -121,15 +123,14 @@ class GuardedProtocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _is_body_in_tiny_chunks(self, data: bytes) -> bool:
-        """Counts the chunks of a body. A chunk has a line with its size, and a line break behind it."""
+        """Counts the chunks of a body by the lines with their sizes."""
         if self._is_between_requests or all(name != b"transfer-encoding" for name, _ in self.headers):
-            self._line_breaks = 0
+            self._chunks = 0
             self._chunked_bytes = 0
             return False
-        self._line_breaks += data.count(b"\r\n")
+        self._chunks += len(CHUNK_SIZE_LINE.findall(data))
         self._chunked_bytes += len(data)
-        chunks = self._line_breaks // 2
-        return chunks > FREE_CHUNKS and self._chunked_bytes < chunks * MIN_CHUNK
+        return self._chunks > FREE_CHUNKS and self._chunked_bytes < self._chunks * MIN_CHUNK
 
     def _start_timer(self, name: str, seconds: float) -> None:
         self._stop_timer(name)

@@ -116,7 +116,9 @@ class AccessMiddleware:
             taken = time.perf_counter() - began
             self.metrics.requests.labels(route, status).inc()
             self.metrics.seconds.labels(route).observe(taken)
-            LOG.info(json.dumps({"route": route, "method": scope["method"], "status": status, "seconds": round(taken, 4)}))
+            LOG.info(
+                json.dumps({"route": route, "method": scope["method"][:20], "status": status, "seconds": round(taken, 4)})
+            )
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
         """Returns status and message if the request is not allowed."""

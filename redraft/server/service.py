@@ -86,18 +86,19 @@ class Service:
 
         Returns when the engine has accepted all of them, so bad requests raise here, before a response is started.
         """
-        if len(params) > self.worker.limit:
-            message = f"{len(params)} completions in one request are more than the server's limit of {self.worker.limit}"
+        most = self.worker.slots.per_client
+        if len(params) > most:
+            message = f"{len(params)} completions in one request are more than the server's limit of {most} for one client"
             raise BadRequestError(message, "n")
 
-        def run(single: CompletionParams) -> Stream[Chunk]:
+        def run(number: int, single: CompletionParams) -> Stream[Chunk]:
             return self.worker.run(
                 lambda stop: stream_completion(self.writer, single, stop),
                 client=client_of(request),
-                compiles=bool(single.pattern),
+                compiles=bool(single.pattern) and number == 0,  # all have the same pattern, which is compiled once
             )
 
-        chunks = self._count_finished(merge_streams([run(single) for single in params]))
+        chunks = self._count_finished(merge_streams([run(number, single) for number, single in enumerate(params)]))
         await next_until_disconnected(request, chunks)  # Started
         return chunks
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion import rng
-from redraft.diffusion.generate import Committed, Draft, prefill
+from redraft.diffusion.generate import Committed, Draft
 from redraft.engine import Engine, Intervention, Replay, Request, RequestError, Stopped
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -163,8 +163,7 @@ def score_canvases(
     if not begins:
         return
     with engine.reserve(len(prompt) + begins[-1], stop=stop) as cache:
-        with engine.take_turn(len(prompt), stop):
-            prefill(model, [prompt], cache)
+        engine.prefill_beside(prompt, cache, stop)
         for begin in begins:
             if stop is not None and stop.is_set():
                 raise Stopped

@@ -22,7 +22,7 @@ import torch
 
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
-from redraft.diffusion.generate import Draft, Finished, prefill
+from redraft.diffusion.generate import Draft, Finished
 from redraft.engine import Engine, Request, RequestError, Stopped
 from redraft.tokenizer.tokenizer import Tokenizer
 
@@ -35,8 +35,9 @@ RANKED_SUFFIX_TOKENS = 32  # tokens after a gap whose likelihood counts in the r
 TOKEN_BONUS = 0.5  # nats per token of a gap: without it, the ranking prefers short gaps, which are likelier
 SEED_STRIDE = 1 << 20  # between the seeds of two gaps
 MIN_OVERLAP = 4  # characters that a gap and the suffix share to be cut: fewer may be chance
-GAP = re.compile(r"\[\[[ \t]*(?:(\d{1,9})[ \t]*)?\]\]")
+GAP = re.compile(r"\[\[[ \t]*(?:(\d+)[ \t]*)?\]\]")
 MAX_GAPS = 256
+MAX_DIGITS = 10  # of a gap's length; Python refuses to read thousands of them
 
 
 # 1. Texts and gaps
@@ -72,7 +73,7 @@ def parse_template(text: str) -> Template:
             )
         texts.append(part)
         if match:
-            lengths.append(int(match[1]) if match[1] else None)
+            lengths.append(int(match[1][:MAX_DIGITS]) if match[1] else None)
             position = match.end()
     return Template(tuple(texts), tuple(lengths))
 
@@ -357,8 +358,7 @@ def sequence_logprobs(
     logprobs = []
     with engine.reserve(len(prompt) + longest, rewind=longest + 1, stop=stop) as cache:
         if len(prompt) > 1:
-            with engine.take_turn(len(prompt), stop):
-                prefill(model, [prompt[:-1]], cache)
+            engine.prefill_beside(prompt[:-1], cache, stop)
         for sequence in sequences:
             if stop is not None and stop.is_set():
                 raise Stopped

@@ -6,6 +6,7 @@ A module of its own because jinja2 takes long to import and many uses of a token
 """
 
 import json
+import threading
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
@@ -34,11 +35,25 @@ def render_own(source: str, variables: Mapping[str, Any]) -> str:
         raise TemplateError(str(error)) from None
 
 
-def render_foreign(source: str, variables: Mapping[str, Any]) -> str:
-    """Renders a checkpoint's template in the helper process, within its limits."""
+def count_values(value: Any, most: int) -> int:
+    """The values that a value holds, at all levels, a long text counted by its thousands; stops counting at `most`."""
+    total = 0
+    waiting = [value]
+    while waiting and total <= most:
+        value = waiting.pop()
+        total += 1 + (len(value) // 1000 if isinstance(value, str) else 0)
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return total
+
+
+def render_foreign(source: str, variables: Mapping[str, Any], stop: threading.Event | None = None) -> str:
+    """Renders a checkpoint's template, or a long conversation, in the helper process, within its limits."""
     message = json.dumps({"source": source, "variables": variables}, default=_to_json).encode()
     try:
-        answer = json.loads(_helper().call(message))
+        answer = json.loads(_helper().call(message, stop))
     except HelperTimeoutError:
         raise TemplateError(f"it takes longer than {RENDER_SECONDS:g} s") from None
     except HelperMemoryError:

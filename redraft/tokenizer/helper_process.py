@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 HEADER = struct.Struct("<q")  # the length of a message
@@ -28,7 +29,8 @@ START_SECONDS = 120.0  # for the imports, on a machine that is busy
 POLL_SECONDS = 0.02  # how often a caller checks its stop event
 LOWEST_PRIORITY = 19
 MEMORY_BYTES = 1 << 30  # of address space
-BUSY_LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # one thread: each would take address space
+THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # each thread would take address space
+PACKAGE = str(Path(__file__).parents[2])  # the folder that holds redraft
 
 
 class HelperError(RuntimeError):
@@ -73,7 +75,7 @@ class HelperProcess:
                 write_message(process.stdin, message)
             return self._read_answer(self._wait_for_answer(self.seconds, stop))
         except BaseException:
-            self._kill()  # what it still does nobody wants
+            self._kill()  # nobody waits for its answer
             raise
         finally:
             self._lock.release()
@@ -87,8 +89,14 @@ class HelperProcess:
     def _running_process(self, stop: threading.Event | None) -> "subprocess.Popen[bytes]":
         if self._process is None or self._process.poll() is not None:
             self._kill()
-            environment = {**os.environ, **dict.fromkeys(BUSY_LIBRARIES, "1")}
-            command = [sys.executable, "-m", self.module]
+            # -P: files in the working directory, which may be a downloaded folder, are not imported.
+            paths = [path for path in sys.path if path and Path(path).resolve() != Path.cwd()]
+            environment = {
+                **os.environ,
+                **dict.fromkeys(THREAD_COUNTS, "1"),
+                "PYTHONPATH": os.pathsep.join([PACKAGE, *paths]),
+            }
+            command = [sys.executable, "-P", "-m", self.module]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
             atexit.register(self._kill)
             self.starts += 1
@@ -98,7 +106,10 @@ class HelperProcess:
                 target=_read_answers, args=(self._process.stdout, self._answers), name="redraft-helper", daemon=True
             )
             reader.start()
-            ready = self._wait_for_answer(START_SECONDS, stop)
+            try:
+                ready = self._wait_for_answer(START_SECONDS, stop)
+            except HelperTimeoutError:
+                raise HelperError(f"{self.module} did not start within {START_SECONDS:g} s") from None
             assert ready == READY
             if self.setup is not None:
                 assert self._process.stdin is not None

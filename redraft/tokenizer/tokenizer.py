@@ -6,6 +6,7 @@ own, or ours (chat.jinja). A checkpoint's template is not trusted: it is rendere
 
 import json
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 DEFAULT_TEMPLATE = Path(__file__).with_name("chat.jinja")
 LONG_TEXT = 20_000  # characters; a longer text is tokenized so that other threads can run meanwhile
+MAX_OWN_VALUES = 20_000  # values and thousands of characters of a conversation; a larger one goes to the helper process
 ROLES = ("system", "developer", "user", "assistant", "model", "tool")
 
 Message = Mapping[str, Any]
@@ -222,9 +224,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         think: bool = False,
         limit: int | None = None,
+        stop: threading.Event | None = None,
     ) -> list[int]:
-        """Ids of a conversation, up to the start of the model's turn. `limit` as in `encode`."""
-        return self.encode(self.render(messages, tools=tools, think=think), limit)
+        """Ids of a conversation, up to the start of the model's turn. `limit` as in `encode`, `stop` as in `render`."""
+        return self.encode(self.render(messages, tools=tools, think=think, stop=stop), limit)
 
     def render(
         self,
@@ -232,8 +235,9 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         think: bool = False,
+        stop: threading.Event | None = None,
     ) -> str:
-        """Text of a conversation, written by the chat template."""
+        """Text of a conversation, written by the chat template. Setting `stop` ends it early, with HelperStoppedError."""
         check_messages(messages)
         check_tools(tools)
         if not self.can_chat:
@@ -248,9 +252,12 @@ class Tokenizer:
             **self.template_tokens,
         }
         try:
-            if self.template is None:
-                return chat_template.render_own(DEFAULT_TEMPLATE.read_text(encoding="utf-8"), variables)
-            return chat_template.render_foreign(self.template, variables)
+            if self.template is not None:
+                return chat_template.render_foreign(self.template, variables, stop)
+            source = DEFAULT_TEMPLATE.read_text(encoding="utf-8")
+            if chat_template.count_values(variables, MAX_OWN_VALUES) > MAX_OWN_VALUES:
+                return chat_template.render_foreign(source, variables, stop)
+            return chat_template.render_own(source, variables)
         except chat_template.TemplateError as error:
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
 

@@ -154,8 +154,8 @@ def test_millions_of_choices_are_refused_before_they_are_joined():
         GenerationOptions(choices=[f"{number}" for number in range(200_000)])
     options = GenerationOptions(choices=["x" * 60_000, "y" * 60_000])
     with pytest.raises(BudgetError, match="the list of choices makes a pattern of 120,001 characters"):
-        options.pattern()
-    assert GenerationOptions(choices=["a.", "b"]).pattern(Budget()) == r"a\.|b"
+        options.pattern.build_regex(Budget())
+    assert GenerationOptions(choices=["a.", "b"]).pattern.build_regex(Budget()) == r"a\.|b"
 
 
 WORDS = [f"word {number * 7919}" for number in range(500)]

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 
+import pytest
 import tiny
 import torch
 from hypothesis import given, settings
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from redraft.config import EngineConfig
 from redraft.diffusion.generate import Draft, Finished, generate
-from redraft.engine import Engine, StopEvent
+from redraft.engine import Engine, Replay, StopEvent, Stopped
 from redraft.engine.fair_share import FairShare
+from redraft.model.kv_cache import KVCache
 
 CFG = tiny.sampler(canvas_length=16, max_new_tokens=16, max_steps=6, entropy_bound=1e-6, confidence_threshold=1e-9)
 MODEL = tiny.decided(tiny.BASE)
@@ -130,3 +132,40 @@ def test_a_paused_request_can_be_stopped():
         subject.notify()
         assert tiny.wait_until(lambda: request.is_over)
         assert subject.is_idle
+
+
+def test_replayed_canvases_count_as_work():
+    """A long replay makes no denoising step, but its canvases are encoded: it must not hold the other client back."""
+    subject = engine()
+    cfg = CFG.changed(canvas_length=4, max_new_tokens=400)
+    replay = Replay(canvases=((30, 31, 32, 33),) * 90)
+    subject.add([2, 40], cfg, seed=1, stop=StopEvent("replayer"), replay=replay)
+    subject.step()
+    honest = subject.add([2, 99], CFG, seed=7, stop=StopEvent("honest"))
+    steps = 0
+    while not honest.is_over:
+        subject.step()
+        steps += 1
+    assert steps <= 3 * CFG.max_steps
+
+
+def test_one_client_cannot_take_all_memory():
+    request_bytes = KVCache.count_bytes(MODEL.config, 100, torch.float32, EngineConfig().rewind)
+    subject = engine(cache_bytes=3 * request_bytes, max_running=8)
+    cfg = CFG.changed(max_new_tokens=16)
+    prompt = [2, *range(30, 129)]
+    greedy = [subject.add(prompt, cfg, seed=n, stop=StopEvent("greedy")) for n in range(4)]
+    subject.step()
+    assert len(subject.scheduler.running) == 2
+    honest = subject.add(prompt, cfg, seed=9, stop=StopEvent("honest"))
+    subject.step()
+    assert honest in subject.scheduler.running
+    assert len(subject.run([*greedy, honest])) == 5
+
+
+def test_a_stopped_turn_does_not_run():
+    subject = engine()
+    stop = StopEvent()
+    stop.set()
+    with pytest.raises(Stopped), subject.take_turn(1, stop):
+        pytest.fail("the turn ran")

@@ -23,6 +23,7 @@ from redraft.server.fim import find_region
 from redraft.server.middleware import Limits
 from redraft.server.worker import MAX_QUEUED, Slots, Worker
 from redraft.tokenizer.helper_process import HelperStoppedError
+from redraft.tokenizer.tokenizer import TokenizerError
 
 PLAIN = {"prompt": "ab", "max_tokens": 4, "seed": 1}
 
@@ -48,9 +49,18 @@ def exchange(url: str, *pieces: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def strict():
-    """A server with small limits."""
-    bodies = BodyLimits(body_bytes=200_000, received_bytes=300_000, free_bytes=1000, body_seconds=0.5, json_values=2000)
-    connections = ConnectionLimits(connections=40, connections_per_client=20, head_seconds=0.5, reader_seconds=0.5)
+    """A server with small limits on what can be counted."""
+    bodies = BodyLimits(body_bytes=200_000, received_bytes=300_000, free_bytes=1000, json_values=2000)
+    connections = ConnectionLimits(connections=40, connections_per_client=20, head_seconds=60)
+    with served(make(), limits=Limits(bodies=bodies, connections=connections)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def hurried():
+    """A server that does not wait for its clients."""
+    bodies = BodyLimits(body_seconds=0.5)
+    connections = ConnectionLimits(head_seconds=0.5, reader_seconds=0.5)
     writer = make()
     with served(writer, send_buffer=4096, limits=Limits(bodies=bodies, connections=connections)) as url:
         yield url, writer
@@ -77,28 +87,28 @@ def strict():
     ],
 )
 def test_hosts_and_origins_are_read_strictly(strict, lines):
-    answer = exchange(strict[0], head("/v1/completions", *lines, "Connection: close", "Content-Length: 0"))
+    answer = exchange(strict, head("/v1/completions", *lines, "Connection: close", "Content-Length: 0"))
     assert answer.split()[1] in (b"400", b"403")
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:65535", "[::1]", "[::1]:80"])
 def test_names_of_this_machine_are_accepted(strict, host):
-    answer = exchange(strict[0], f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    answer = exchange(strict, f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
     assert answer.split()[1] == b"200"
 
 
 @pytest.mark.parametrize("piece", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"])
-def test_a_head_that_does_not_come_is_not_waited_for(strict, piece):
-    assert exchange(strict[0], piece) == b""
+def test_a_head_that_does_not_come_is_not_waited_for(hurried, piece):
+    assert exchange(hurried[0], piece) == b""
 
 
-def test_a_head_that_stops_behind_a_whole_request_is_not_waited_for(strict):
-    answer = exchange(strict[0], b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTT")
+def test_a_head_that_stops_behind_a_whole_request_is_not_waited_for(hurried):
+    answer = exchange(hurried[0], b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTT")
     assert answer.count(b"HTTP/1.1 200") == 1
 
 
 def test_a_client_has_a_limited_number_of_connections(strict):
-    connections = [raw_socket(strict[0]) for _ in range(25)]
+    connections = [raw_socket(strict) for _ in range(25)]
     try:
         answers = []
         for connection in connections[20:]:
@@ -107,7 +117,7 @@ def test_a_client_has_a_limited_number_of_connections(strict):
         assert all(answer.startswith(b"HTTP/1.1 503") for answer in answers)
         assert b"too many connections" in answers[0]
         other = httpx.HTTPTransport(local_address="127.0.0.9")
-        with httpx.Client(base_url=strict[0], transport=other) as client:
+        with httpx.Client(base_url=strict, transport=other) as client:
             assert client.get("/health").status_code == 200
     finally:
         for connection in connections:
@@ -116,18 +126,18 @@ def test_a_client_has_a_limited_number_of_connections(strict):
 
 def test_a_body_in_tiny_chunks_is_cut_off(strict):
     start = head("/v1/completions", "Host: localhost", "Transfer-Encoding: chunked")
-    assert exchange(strict[0], start, b"1\r\n \r\n" * 5000) == b""
-    assert exchange(strict[0], start + b"1\r\n \r\n" * 5000) == b""
+    assert exchange(strict, start, b"1\r\n \r\n" * 5000) == b""
+    assert exchange(strict, start + b"1\r\n \r\n" * 5000) == b""
     body = json.dumps(PLAIN).encode()
     pieces = (
         b"".join(b"%x\r\n%s\r\n" % (len(body[n : n + 9]), body[n : n + 9]) for n in range(0, len(body), 9)) + b"0\r\n\r\n"
     )
     start = head("/v1/completions", "Host: localhost", "Transfer-Encoding: chunked", "Connection: close")
-    assert b"HTTP/1.1 200" in exchange(strict[0], start, pieces)
+    assert b"HTTP/1.1 200" in exchange(strict, start, pieces)
 
 
-def test_a_client_that_does_not_read_is_let_go(strict):
-    url, writer = strict
+def test_a_client_that_does_not_read_is_let_go(hurried):
+    url, writer = hurried
     body = {"prompt": "ab", "max_tokens": 480, "canvas_length": 4, "candidates": 20, "forbidden": [1, 5]}
     content = json.dumps(body).encode()
     with socket.socket() as connection:
@@ -144,6 +154,12 @@ def test_a_client_that_does_not_read_is_let_go(strict):
         assert b'"type":"end"' not in received
 
 
+def test_a_body_with_line_breaks_in_one_chunk_is_whole(strict):
+    body = json.dumps(PLAIN, indent=1).replace("\n", "\r\n").encode() + b"\r\n" * 5000
+    start = head("/v1/completions", "Host: localhost", "Transfer-Encoding: chunked", "Connection: close")
+    assert b"HTTP/1.1 200" in exchange(strict, start, b"%x\r\n" % len(body), body, b"\r\n0\r\n\r\n")
+
+
 def test_clients_are_told_apart_by_address_and_network():
     assert name_client("127.0.0.1") == name_client("::ffff:127.0.0.1") == "127.0.0.1"
     assert name_client("2001:db8::1") == name_client("2001:db8::ffff%eth0") != name_client("2001:db8:0:1::1")
@@ -153,7 +169,7 @@ def test_clients_are_told_apart_by_address_and_network():
 
 def test_a_client_cannot_name_itself(strict):
     """X-Forwarded-For counts only from a trusted proxy."""
-    url, _ = strict
+    url = strict
     with httpx.Client(base_url=url, headers={"X-Forwarded-For": "9.9.9.9", "X-Forwarded-Proto": "https"}) as client:
         assert client.get("/health").status_code == 200
     connections = [raw_socket(url) for _ in range(20)]
@@ -174,31 +190,30 @@ def is_refused(url: str) -> bool:
 # 2. Bodies
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(strict):
-    answer = exchange(strict[0], head("/v1/completions", "Host: localhost", "Content-Length: 100"), b"{")
+def test_a_body_that_does_not_come_is_not_waited_for(hurried):
+    answer = exchange(hurried[0], head("/v1/completions", "Host: localhost", "Content-Length: 100"), b"{")
     assert b"HTTP/1.1 408" in answer
     assert b"did not come within 0.5 s" in answer
 
 
 def test_a_body_that_is_announced_too_large_is_not_received(strict):
-    answer = exchange(strict[0], head("/api/chat", "Host: localhost", "Content-Length: 999999999"))
+    answer = exchange(strict, head("/api/chat", "Host: localhost", "Content-Length: 999999999"))
     assert b"HTTP/1.1 413" in answer
     assert b"200,000 bytes at most" in answer
 
 
 def test_bytes_that_are_being_received_are_limited_by_client(strict):
-    first = raw_socket(strict[0])
+    first = raw_socket(strict)
     try:
         first.sendall(head("/v1/completions", "Host: localhost", "Content-Length: 150000"))
-        assert wait_until(lambda: post(strict[0], b" " * 150_000).status_code == 429)
-        refused = post(strict[0], b" " * 150_000)
-        if refused.status_code == 429:  # the first body may have timed out by now
-            assert refused.headers["retry-after"] == "1"
-            assert "as many bytes as it accepts" in refused.text
-        assert post(strict[0], json.dumps(PLAIN).encode()).status_code == 200  # a small body goes through
+        assert wait_until(lambda: post(strict, b" " * 150_000).status_code == 429)
+        refused = post(strict, b" " * 150_000)
+        assert refused.headers["retry-after"] == "1"
+        assert "as many bytes as it accepts" in refused.text
+        assert post(strict, json.dumps(PLAIN).encode()).status_code == 200  # a small body goes through
     finally:
         first.close()
-    assert wait_until(lambda: post(strict[0], b" " * 150_000).status_code == 400)
+    assert wait_until(lambda: post(strict, b" " * 150_000).status_code == 400)
 
 
 def post(url: str, content: bytes) -> httpx.Response:
@@ -252,9 +267,9 @@ def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(strict, monk
     check_json_size(b'{"prompt": "' + b"," * 5000 + b'"}', 2000)
     with pytest.raises(BadRequestError, match=r"about 3,00\d JSON values, at most 2,000"):
         check_json_size(b"[" + b"1," * 3000 + b"1]", 2000)
-    refused = post(strict[0], b'{"prompt": "a", "guided_choice": [' + b"1," * 3000 + b"1]}")
+    refused = post(strict, b'{"prompt": "a", "guided_choice": [' + b"1," * 3000 + b"1]}")
     assert (refused.status_code, "JSON values" in refused.text) == (400, True)
-    refused = post(strict[0], b'{"prompt": "a", "guided_choice": [' + b"1," * 500 + b"1]}")
+    refused = post(strict, b'{"prompt": "a", "guided_choice": [' + b"1," * 500 + b"1]}")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_choice.0")
 
 
@@ -269,7 +284,7 @@ def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(strict, monk
     ],
 )
 def test_odd_numbers_are_a_sentence(strict, fields):
-    refused = post(strict[0], b'{"prompt": "a", ' + fields + b"}")
+    refused = post(strict, b'{"prompt": "a", ' + fields + b"}")
     assert refused.status_code == 400
     assert len(refused.json()["error"]["message"]) < 300
 
@@ -430,6 +445,26 @@ def test_a_client_has_one_process_and_leaves_the_others():
         assert held not in created._free
 
 
+def test_a_process_that_cannot_be_made_does_not_block_its_client():
+    def fail():
+        raise TokenizerError("no bytes")
+
+    created = CompilerPool(fail)
+    for _ in range(2):
+        with pytest.raises(TokenizerError):
+            created.compile([Pattern(regex="a")], StopEvent("client"))
+
+
+def test_sixteen_completions_share_one_compilation():
+    with served(make()) as url:
+        body = {**PLAIN, "n": 16, "guided_choice": ["yes", "no"]}
+        answer = post(url, json.dumps(body).encode())
+        assert answer.status_code == 200
+        assert {choice["text"] for choice in answer.json()["choices"]} <= {"yes", "no"}
+        refused = post(url, json.dumps({**PLAIN, "prompt": ["a"] * 5, "n": 16}).encode())
+        assert (refused.status_code, "limit of 64 for one client" in refused.text) == (400, True)
+
+
 def test_time_ends_a_compilation(monkeypatch):
     with pool(seconds=0.0) as (created, _), pytest.raises(BudgetError, match="longer to compile than the 0 s"):
         created.compile([SLOW])
@@ -472,7 +507,34 @@ def test_pins_and_gaps_are_bounded():
         interventions = [{"block": 0, "step": 0, "bans": pins}]
         assert "bans have more than 4,096 tokens" in canvas_error(url, interventions=interventions)
         assert "300 gaps, at most 256" in canvas_error(url, prompt=None, max_tokens=None, text="a [[ ]] " * 300)
-        assert "belongs to no gap" in canvas_error(url, prompt=None, max_tokens=None, text=f"a [[ {'9' * 5000} ]]")
+        assert "does not fit" in canvas_error(url, prompt=None, max_tokens=None, text=f"a [[ {'9' * 5000} ]]")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/canvas", {"prompt": "a", "max_tokens": 8, "canvas_length": 8, "draft": "z1" * 1_000_000, "stream": False}),
+        ("/v1/chat/completions", {"prediction": {"content": "z1" * 1_000_000}, "max_tokens": 8}),
+    ],
+)
+def test_of_a_long_draft_only_the_canvas_is_tokenized(path, body, monkeypatch):
+    writer = make()
+    lengths = []
+    real = writer.tokenizer.encode
+    monkeypatch.setattr(writer.tokenizer, "encode", lambda text, limit=None: lengths.append(len(text)) or real(text, limit))
+    with served(writer) as url:
+        messages = {} if "canvas" in path else {"messages": [{"role": "user", "content": "a"}]}
+        assert httpx.post(url + path, json={**messages, **body}, timeout=60).status_code == 200
+    assert max(lengths) < 10_000
+
+
+def test_json_inside_of_json_is_counted_too():
+    arguments = '{"a": [' + "[]," * 20_000 + "[]]}"
+    call = {"function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": "a", "tool_calls": [call]}
+    with served(make()) as url:
+        refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": [message]}, timeout=60)
+        assert (refused.status_code, "at most 10,000 are accepted" in refused.text) == (400, True)
 
 
 def test_a_region_that_almost_matches_takes_linear_time():

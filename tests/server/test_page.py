@@ -401,7 +401,7 @@ def test_generated_scripts_never_run(opened, url):
     evil = "<p>Look</p><img src=x onerror=\"top.document.title='run'\"><script>top.document.title='run'</script> and"
     write(page, prompt=evil, max_tokens=8)
     assert page.inner_text(".prefix") == evil
-    assert page.frame_locator("#preview iframe").locator("p").inner_text() == "Look"  # shown, without its scripts
+    assert page.frame_locator("#preview iframe").locator("p").first.inner_text() == "Look"  # shown, without its scripts
     page.wait_for_timeout(300)
     assert page.title() == "redraft"
     opened.messages[:] = [line for line in opened.messages if "sandbox" not in line and "Content Security" not in line]

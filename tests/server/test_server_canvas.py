@@ -186,7 +186,8 @@ def test_small_requests_cannot_take_the_server_down(url):
     assert "belongs to no gap" in refusal(url, text="[[" + " " * 200_000)
     assert "does not fit" in refusal(url, text="a [[ 1 ]] b [[ 1000000000 ]]")
     assert "interventions" in refusal(url, prompt="a", interventions=[{"block": 0, "step": 1}] * 65)
-    assert "beyond the answer" in refusal(url, prompt="a", pins=[{"position": 900_000, "text": "x" * 200}] * 500)
+    assert "beyond the answer" in refusal(url, prompt="a", pins=[{"position": 900_000, "text": "x" * 200}] * 10)
+    assert "more than 4,096 tokens" in refusal(url, prompt="a", pins=[{"position": 900_000, "text": "x" * 200}] * 500)
     assert httpx.get(f"{url}/page/{'a' * 3000}.js").status_code == 404
     assert httpx.get(f"{url}/page/..%2Fpage.py").status_code == 404
 

@@ -132,3 +132,28 @@ def test_a_long_text_is_refused_before_all_of_it_is_tokenized(monkeypatch):
     assert sum(encoded) <= 20_000
     text = "short " * 5000
     assert words.encode(text, 100_000) == words.vocabulary.encode(text, add_special_tokens=False).ids
+
+
+def test_files_in_the_working_directory_are_not_imported(tmp_path, monkeypatch):
+    """A downloaded folder may hold a jinja2.py."""
+    (tmp_path / "jinja2.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    helper = HelperProcess(chat_template.MODULE, seconds=60)
+    assert helper.call(b'{"source": "x", "variables": {}}') == b'{"text": "x"}'
+    helper.close()
+
+
+def test_a_long_conversation_is_rendered_by_the_helper_and_gives_the_same_text(monkeypatch):
+    words = tiny.byte_tokenizer()
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<channel|>c" * 50}] * 30
+    text = words.render([*messages, *HELLO])
+    monkeypatch.setattr("redraft.tokenizer.tokenizer.MAX_OWN_VALUES", 10)
+    monkeypatch.setattr(chat_template, "render_own", None)
+    assert words.render([*messages, *HELLO]) == text
+
+
+def test_rendering_can_be_stopped(short_time):
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(HelperStoppedError):
+        tokenizer(HARMLESS).render(HELLO, stop=stop)

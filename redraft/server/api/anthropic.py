@@ -12,7 +12,7 @@ from pydantic import Field
 from redraft.diffusion.generate import Stats
 from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, join_messages, text_of_content
 from redraft.server.errors import BadRequestError, checking_request
-from redraft.server.schema import Body, Parts, Seed, Temperature, Tokens
+from redraft.server.schema import Body, Parts, Seed, StopString, Temperature, Tokens
 from redraft.server.service import Completion, Route, Service, read_body
 from redraft.server.streams import end_with_error, sse_response, to_json
 from redraft.server.worker import Stream
@@ -35,7 +35,7 @@ class MessagesRequest(Body):
     messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=2048)]
     max_tokens: Tokens | None = None
     system: Content | None = None
-    stop_sequences: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
+    stop_sequences: Annotated[list[StopString], Field(fail_fast=True, max_length=64)] | None = None
     temperature: Temperature | None = None
     seed: Seed | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=256)] | None = None

@@ -1,5 +1,6 @@
 """OpenAI's wire format: chat completions, completions, FIM and edits, whole and streamed, as its clients parse them."""
 
+import asyncio
 import json
 import threading
 import time
@@ -177,7 +178,7 @@ def forbidden_ids(logit_bias: Mapping[str, Any] | None) -> tuple[int, ...]:
             message = f"logit_bias can forbid a token with -100, got {shorten(token)}: {shorten(bias)}"
             raise BadRequestError(message, "logit_bias")
         ids.append(int(token))
-    return tuple(ids)
+    return tuple(dict.fromkeys(ids))
 
 
 def pattern_of(body: SamplingOptions) -> dict[str, Any]:
@@ -449,7 +450,7 @@ class OpenAIRoutes:
         choices = []
         for index, (completion, single) in enumerate(zip(completions, numbered, strict=True)):
             choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason_of(completion.finish)}
-            choice["logprobs"] = self._logprobs(builder, single, completion.tokens)
+            choice["logprobs"] = await self._logprobs(builder, single, completion.tokens)
             if builder.is_chat:
                 choice["message"] = message_of(completion)
             else:
@@ -458,8 +459,11 @@ class OpenAIRoutes:
         stats = [completion.finish.stats for completion in completions]
         return JSONResponse(builder.response(choices, group_by_prompt(stats, body.n or 1), warnings_of(body)))
 
-    def _logprobs(self, builder: ResponseBuilder, params: CompletionParams, tokens: Sequence[TokenLogprob]) -> Any:
-        return None if params.logprobs is None else builder.logprobs(self.service.writer.tokenizer, tokens)
+    async def _logprobs(self, builder: ResponseBuilder, params: CompletionParams, tokens: Sequence[TokenLogprob]) -> Any:
+        """Logprobs of a completion; None if none were requested. In a thread: thousands of tokens take a second."""
+        if params.logprobs is None:
+            return None
+        return await asyncio.to_thread(builder.logprobs, self.service.writer.tokenizer, tokens)
 
     async def _stream_chunks(
         self,
@@ -483,7 +487,8 @@ class OpenAIRoutes:
                     yield builder.frame_chunk(index, chunk)
                 case TextDelta():
                     if delta := delta_of(chunk, call_counts[index]):
-                        yield builder.chunk(index, delta, logprobs=self._logprobs(builder, params[index], chunk.tokens))
+                        logprobs = await self._logprobs(builder, params[index], chunk.tokens)
+                        yield builder.chunk(index, delta, logprobs=logprobs)
                     call_counts[index] += len(chunk.tool_calls)
                 case Finish():
                     stats[index] = chunk.stats

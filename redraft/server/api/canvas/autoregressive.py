@@ -32,10 +32,15 @@ def stream_autoregressive(writer: Writer, body: AutoregressiveRequest, stop: thr
     temperature = scale * writer.sampler.t_min  # 0 is greedy
     yield begin_event(writer, seed, prompt if isinstance(prompt, str) else "")
     generated: list[int] = []
+    if not ids:
+        raise BadRequestError("a prompt needs at least one token", "prompt")
     with writer.engine.reserve(len(ids) + body.max_tokens, stop=stop) as cache:
         began = time.perf_counter()
-        tokens = generate_autoregressive(writer.model, ids, body.max_tokens, temperature=temperature, seed=seed, cache=cache)
-        for token in take_turns(writer.engine, tokens, len(ids), stop):
+        writer.engine.prefill_beside(ids[:-1], cache, stop)
+        tokens = generate_autoregressive(
+            writer.model, ids, body.max_tokens, temperature=temperature, seed=seed, cache=cache, cached=len(ids) - 1
+        )
+        for token in take_turns(writer.engine, tokens, stop):
             generated.append(token)
             yield {"type": "token", "id": token, "t": writer.tokenizer.token_text(token)}
     shown, stopped = cut_at_stop(generated, writer.sampler, len(generated))
@@ -53,13 +58,11 @@ def stream_autoregressive(writer: Writer, body: AutoregressiveRequest, stop: thr
     yield end_event("stop" if stopped else "length", writer.tokenizer.decode(shown), stats)
 
 
-def take_turns(engine: Engine, tokens: Iterator[int], prompt_tokens: int, stop: threading.Event) -> Iterator[int]:
+def take_turns(engine: Engine, tokens: Iterator[int], stop: threading.Event) -> Iterator[int]:
     """Generates tokens between the engine's steps, a few at a time."""
-    cost = prompt_tokens + TOKENS_PER_TURN * COST_PER_TOKEN
     while True:
-        with engine.take_turn(cost, stop):
+        with engine.take_turn(TOKENS_PER_TURN * COST_PER_TOKEN, stop):
             some = list(islice(tokens, TOKENS_PER_TURN))
         if not some:
             return
         yield from some
-        cost = len(some) * COST_PER_TOKEN

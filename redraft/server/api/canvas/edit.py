@@ -33,7 +33,9 @@ def stream_canvas_edit(writer: Writer, body: CanvasEditRequest, stop: threading.
     seed = seed_of(body.seed)
     tokenizer = writer.tokenizer
     with checking_request():
-        prompt = tokenizer.encode_chat(to_messages(f"{body.instruction}\n\n{body.text}")) if body.instruction else []
+        prompt = (
+            writer.encode_prompt(to_messages(f"{body.instruction}\n\n{body.text}"), stop=stop) if body.instruction else []
+        )
         cfg = writer.sampler.changed(**sampler_settings(writer, body))
         options: dict[str, Any] = {"strength": body.strength, "keep": body.keep, "prompt": prompt, "seed": seed}
         options |= {"stop": stop, "candidates": body.candidates, "replay": replay_of(tokenizer, body)}
