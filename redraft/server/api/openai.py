@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,17 +43,9 @@ EDIT_MODEL = "mercury-coder-local"  # the model name under which Continue asks f
 
 # Options of autoregressive samplers, and the values that change nothing there.
 INAPPLICABLE = {"top_p": (1,), "top_k": (0, -1), "frequency_penalty": (0,), "presence_penalty": (0,)}
-UNSUPPORTED = (
-    "guided_grammar",
-    "stop_token_ids",
-    "functions",
-    "function_call",
-    "audio",
-    "modalities",
-    "structured_outputs",
-)
+UNSUPPORTED = "guided_grammar stop_token_ids functions function_call audio modalities structured_outputs".split()
 FORBIDDING_BIAS = -100.0
-MAX_TOKEN_DIGITS = 9
+TOKEN_ID = re.compile("[0-9]{1,9}")
 RESPONSE_FORMATS = "text, json_object, json_schema, regex or choice"
 # Fields of CompletionParams that infill does not support, and the client's name for each.
 NOT_FOR_INFILL = {
@@ -173,8 +166,7 @@ def forbidden_ids(logit_bias: Mapping[str, Any] | None) -> tuple[int, ...]:
     ids = []
     for token, bias in (logit_bias or {}).items():
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        is_token = token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS
-        if not is_token or not is_number or bias > FORBIDDING_BIAS:
+        if not TOKEN_ID.fullmatch(token) or not is_number or bias > FORBIDDING_BIAS:
             message = f"logit_bias can forbid a token with -100, got {shorten(token)}: {shorten(bias)}"
             raise BadRequestError(message, "logit_bias")
         ids.append(int(token))
@@ -460,10 +452,9 @@ class OpenAIRoutes:
         return JSONResponse(builder.response(choices, group_by_prompt(stats, body.n or 1), warnings_of(body)))
 
     async def _logprobs(self, builder: ResponseBuilder, params: CompletionParams, tokens: Sequence[TokenLogprob]) -> Any:
-        """Logprobs of a completion; None if none were requested. In a thread: thousands of tokens take a second."""
-        if params.logprobs is None:
-            return None
-        return await asyncio.to_thread(builder.logprobs, self.service.writer.tokenizer, tokens)
+        """Logprobs of a completion, if requested. In a thread: thousands of tokens take a second."""
+        is_requested = params.logprobs is not None
+        return await asyncio.to_thread(builder.logprobs, self.service.writer.tokenizer, tokens) if is_requested else None
 
     async def _stream_chunks(
         self,
