@@ -23,7 +23,7 @@ from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomato
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Finished, Stats, check_inputs, generate
 from redraft.engine import Engine, Request, Stopped
-from redraft.kernels.backend import has_bf16, select_dtype
+from redraft.kernels.backend import has_bf16, select_device, select_dtype
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import FP8, quantize_fp8
 from redraft.tasks import edit, infill
@@ -98,7 +98,7 @@ def load_checkpoint(
     """The parts of a Writer, for a caller that wants no engine."""
     if quant not in (None, FP8):
         raise ValueError(f"there is no quantization {quant!r}; try {FP8}")
-    device = _device(device)
+    device = select_device(device)
     folder = checkpoint.find(path_or_id)
     with checkpoint.verify_files(folder):
         config = checkpoint.read_model_config(folder)
@@ -115,23 +115,6 @@ def load_checkpoint(
     elif not has_bf16(device):
         model = checkpoint.lay_out_for_cpu(model)
     return model, tokenizer, sampler
-
-
-def _device(asked: torch.device | str | None) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    try:
-        device = torch.device(asked if asked is not None else "cuda" if has_gpu else "cpu")
-    except RuntimeError:
-        raise ValueError(f"{asked!r} is not a device; try cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"redraft runs on cpu and cuda, not on {str(device)!r}")
-    if device.type == "cuda":
-        if not has_gpu or (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"there is no {str(device)!r} here: {torch.cuda.device_count()} GPUs found; try cpu")
-        if device.index is None:  # "cuda" is the current one; torch.cuda.set_device and CUDA graphs want its index
-            device = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_device(device)  # kernels, streams and graphs go where the model is
-    return device
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

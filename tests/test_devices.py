@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from redraft import writer
+from redraft.kernels import backend
 
 
 @pytest.fixture(name="gpus")
@@ -35,7 +35,7 @@ def _gpus(monkeypatch):
     ],
 )
 def test_a_device_has_an_index(gpus, asked, expected):
-    assert writer._device(asked) == torch.device(expected)
+    assert backend.select_device(asked) == torch.device(expected)
     assert gpus == ([torch.device(expected)] if expected != "cpu" else [])
 
 
@@ -49,12 +49,12 @@ def test_a_device_has_an_index(gpus, asked, expected):
 )
 def test_a_device_that_is_not_there_is_refused(gpus, asked, sentence):
     with pytest.raises(ValueError, match=sentence):
-        writer._device(asked)
+        backend.select_device(asked)
 
 
 def test_without_a_gpu_the_cpu_is_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert writer._device(None) == torch.device("cpu")
+    assert backend.select_device(None) == torch.device("cpu")
     with pytest.raises(ValueError, match="there is no 'cuda' here: 0 GPUs found; try cpu"):
-        writer._device("cuda")
+        backend.select_device("cuda")

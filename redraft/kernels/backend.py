@@ -1,4 +1,4 @@
-"""Backend selection: Triton kernels on a GPU, PyTorch elsewhere; and the dtype to compute in on a device."""
+"""Backend selection: Triton kernels on a GPU, PyTorch elsewhere; the device that a user names, and the dtype on it."""
 
 import importlib.util
 import logging
@@ -21,6 +21,24 @@ OPERATIONS = {  # each operation, and the kernels that run it with the Triton ba
     "fp8 quantization": "Triton",
     "dense products": "cuBLAS",
 }
+
+
+def select_device(asked: torch.device | str | None) -> torch.device:
+    """The device that a user asked for, with its index; without a name, a GPU if there is one. A GPU becomes the current one."""
+    has_gpu = torch.cuda.is_available()
+    try:
+        device = torch.device(asked if asked is not None else "cuda" if has_gpu else "cpu")
+    except RuntimeError:
+        raise ValueError(f"{asked!r} is not a device; try cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"redraft runs on cpu and cuda, not on {str(device)!r}")
+    if device.type == "cuda":
+        if not has_gpu or (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"there is no {str(device)!r} here: {torch.cuda.device_count()} GPUs found; try cpu")
+        if device.index is None:  # "cuda" is the current one; torch.cuda.set_device and CUDA graphs want its index
+            device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(device)  # kernels, streams and graphs go where the model is
+    return device
 
 
 def has_bf16(device: torch.device | str) -> bool:
