@@ -24,7 +24,7 @@ OPERATIONS = {  # each operation, and the kernels that run it with the Triton ba
 
 
 def select_device(asked: torch.device | str | None) -> torch.device:
-    """The device that a user asked for, with its index; without a name, a GPU if there is one. A GPU becomes the current one."""
+    """The device that a user asked for, with its index; without a name, a GPU if there is one, which becomes the current."""
     has_gpu = torch.cuda.is_available()
     try:
         device = torch.device(asked if asked is not None else "cuda" if has_gpu else "cpu")

@@ -4,26 +4,19 @@ import asyncio
 import json
 import socket
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import httpx
-import numpy as np
 import pytest
 from adversary import head
 from serving import make, served, wait_until
 
-from redraft.constraints.errors import BudgetError, PatternError
-from redraft.constraints.pattern_compiler import CompilerProcess, LocalCompiler, Pattern
-from redraft.engine import StopEvent
 from redraft.server.bodies import BodyCounter, BodyLimits, check_json_size, count_json_values
-from redraft.server.compiler_pool import CompilerPool
 from redraft.server.connections import ConnectionLimits, name_client
 from redraft.server.errors import BadRequestError, ServerBusyError, TooManyBytesError
 from redraft.server.fim import find_region
 from redraft.server.middleware import Limits
 from redraft.server.worker import MAX_QUEUED, Slots, Worker
-from redraft.tokenizer.helper_process import HelperStoppedError
-from redraft.tokenizer.tokenizer import TokenizerError
 
 PLAIN = {"prompt": "ab", "max_tokens": 4, "seed": 1}
 
@@ -368,130 +361,7 @@ def test_requests_that_compile_have_slots_of_their_own():
     asyncio.run(compile_many())
 
 
-# 4. Patterns
-
-SLOW = Pattern(regex=r"(?:\w|\d|\s|[^a]){1,400}")
-
-
-@contextmanager
-def pool(size: int = 2, seconds: float = 60):
-    writer = make()
-    created = CompilerPool(lambda: CompilerProcess(writer.token_bytes, writer.sampler.eos_token_ids, seconds), size)
-    try:
-        yield created, LocalCompiler(lambda: writer.automaton_compiler)
-    finally:
-        created.close()
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        Pattern(regex="[a-z]{2,5}x?"),
-        Pattern(choices=["yes", "no", "it (depends)"]),
-        Pattern(schema={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
-        Pattern(schema='{"enum": ["a", 1]}'),
-    ],
-)
-def test_a_helper_process_compiles_the_same_automaton(pattern):
-    with pool() as (created, local):
-        (ours,) = created.compile([pattern])
-        (expected,) = local.compile([pattern])
-    assert (ours.pattern, ours.stops) == (expected.pattern, expected.stops)
-    for name, array in expected.to_arrays().items():
-        assert np.array_equal(ours.to_arrays()[name], array), name
-
-
-def test_errors_of_a_pattern_come_back_as_they_are():
-    with pool() as (created, local):
-        for pattern in (Pattern(regex="("), Pattern(regex="a{99999999}"), Pattern(schema={"type": "x"}), Pattern(regex=5)):
-            with pytest.raises(PatternError) as expected:
-                local.compile([pattern])
-            with pytest.raises(type(expected.value)) as error:
-                created.compile([pattern])
-            assert str(error.value) == str(expected.value)
-        with pytest.raises(PatternError, match="a schema is a JSON object"):
-            created.compile([Pattern(schema={"a": object()})])
-
-
-def test_a_compiled_pattern_is_kept_and_costs_no_process(monkeypatch):
-    with pool() as (created, _):
-        (first,) = created.compile([Pattern(regex="ab+")])
-        monkeypatch.setattr(created, "_acquire", None)
-        assert created.compile([Pattern(regex="ab+")]) == [first]
-
-
-def test_a_client_has_one_process_and_leaves_the_others():
-    """While one client's pattern waits for ever, another client's is compiled; stopping kills the first process."""
-    with pool() as (created, _):
-        stop = StopEvent("greedy")
-        results = []
-
-        def compile_slowly():
-            try:
-                created.compile([Pattern(regex="a")], stop)
-            except HelperStoppedError:
-                results.append("stopped")
-
-        held = created._acquire("greedy", None)  # as if a compilation of this client was under way
-        threads = [threading.Thread(target=compile_slowly) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        assert created.compile([Pattern(regex="b")], StopEvent("honest"))
-        assert results == []
-        stop.set()
-        for thread in threads:
-            thread.join(60)
-        assert results == ["stopped"] * 3
-        assert held not in created._free
-
-
-def test_a_process_that_cannot_be_made_does_not_block_its_client():
-    def fail():
-        raise TokenizerError("no bytes")
-
-    created = CompilerPool(fail)
-    for _ in range(2):
-        with pytest.raises(TokenizerError):
-            created.compile([Pattern(regex="a")], StopEvent("client"))
-
-
-def test_sixteen_completions_share_one_compilation():
-    with served(make()) as url:
-        body = {**PLAIN, "n": 16, "guided_choice": ["yes", "no"]}
-        answer = post(url, json.dumps(body).encode())
-        assert answer.status_code == 200
-        assert {choice["text"] for choice in answer.json()["choices"]} <= {"yes", "no"}
-        refused = post(url, json.dumps({**PLAIN, "prompt": ["a"] * 5, "n": 16}).encode())
-        assert (refused.status_code, "limit of 64 for one client" in refused.text) == (400, True)
-
-
-def test_time_ends_a_compilation(monkeypatch):
-    with pool(seconds=0.0) as (created, _), pytest.raises(BudgetError, match="longer to compile than the 0 s"):
-        created.compile([SLOW])
-
-
-def test_a_closed_pool_compiles_nothing():
-    with pool(size=1) as (created, _):
-        created.close()
-        with pytest.raises(HelperStoppedError):
-            created.compile([Pattern(regex="a")], StopEvent("late"))
-
-
-def test_the_server_compiles_in_helper_processes_and_ends_them():
-    writer = make()
-    usual = writer.pattern_compiler
-    with served(writer) as url:
-        answer = post(url, json.dumps({**PLAIN, "guided_choice": ["yes", "no"]}).encode()).json()
-        assert answer["choices"][0]["text"] in ("yes", "no")
-        created = writer.pattern_compiler
-        assert isinstance(created, CompilerPool)
-        process = created._processes[0].process._process
-        assert process.poll() is None
-    assert process.wait(60) is not None
-    assert writer.pattern_compiler is usual
-
-
-# 5. Work that a small body can ask for
+# 4. Work that a small body can ask for
 
 
 def canvas_error(url: str, **body) -> str:
