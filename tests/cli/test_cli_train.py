@@ -101,6 +101,7 @@ def test_ctrl_c_writes_a_checkpoint(recipe, tmp_path):
     assert list(out.glob("step-*"))
 
 
+@pytest.mark.soak
 def test_two_processes_give_the_losses_of_one(recipe, tmp_path):
     """torchrun starts two processes: FSDP2 over gloo. One process computes the same losses and resumes their checkpoint."""
     two = tmp_path / "two"

@@ -162,8 +162,8 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 SURE = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
 
 
-@pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.soak)])
-def test_everything_the_description_allows_is_answered_as_described(examples):
+@pytest.mark.soak
+def test_everything_the_description_allows_is_answered_as_described():
     """No 5xx, and no status or content type that the OpenAPI description does not name."""
     sent = 0
     operations = 0
@@ -171,7 +171,7 @@ def test_everything_the_description_allows_is_answered_as_described(examples):
         for operation in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
             operations += 1
 
-            @settings(max_examples=examples, **SURE)
+            @settings(max_examples=12, **SURE)
             @given(operation.ok().as_strategy())
             def send(case):
                 nonlocal sent
@@ -181,4 +181,4 @@ def test_everything_the_description_allows_is_answered_as_described(examples):
             send()
         assert httpx.get(f"{url}/health").status_code == 200
     assert operations > 15
-    assert sent > (100 if examples > 10 else operations)
+    assert sent > 100

@@ -30,6 +30,7 @@ def test_the_recipes_that_ship_load_and_state_their_cost(tmp_path):
         assert load_recipe(str(path), tmp_path / path.stem) == loaded
 
 
+@pytest.mark.soak
 def test_toy_learns_its_grammar(tmp_path):
     """It reaches the losses of its docstring, and at least half of the words it writes are words of the grammar."""
     changes = ["save_every=1000", "report_every=20"]
