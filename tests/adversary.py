@@ -357,6 +357,7 @@ class HonestClient:
         while number < len(seeds) or not is_over.is_set():
             self.answers.append(self.ask(seeds[number % len(seeds)]))
             number += 1
+            is_over.wait(0.5)  # a person reads the answer; a client that asks without a pause is a load test
 
 
 def run_all(url: str, attacks: dict[str, Callable[[str], str]], at_once: int = 4) -> tuple[dict[str, str], list[str]]:
