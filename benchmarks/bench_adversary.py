@@ -132,7 +132,7 @@ def generated_attacks(count: int, attackers: int) -> dict[str, Callable[[str], s
 
     def attack(number: int, pattern: dict[str, Any]) -> Callable[[str], str]:
         body = {**adversary.SMALL, **pattern}
-        seconds = 0.2 if number % 5 == 0 else 60
+        seconds = 0.2 if number % 5 == 0 else 600
         address = adversary.ATTACKERS[number % attackers]
         return lambda url: adversary.post(url, "/v1/completions", body, seconds=seconds, address=address)
 

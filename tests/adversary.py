@@ -39,7 +39,7 @@ class WrongEnd(AssertionError):
     """An attack that ended in none of the promised ways."""
 
 
-def client(address: str, url: str, seconds: float = 120) -> httpx.Client:
+def client(address: str, url: str, seconds: float = 600) -> httpx.Client:
     """A client with this address."""
     return httpx.Client(base_url=url, timeout=seconds, transport=httpx.HTTPTransport(local_address=address))
 
@@ -63,7 +63,7 @@ def post(
     path: str,
     body: Any,
     is_right: Callable[[Any], bool] = lambda body: True,
-    seconds: float = 120,
+    seconds: float = 600,
     address: str = ATTACKER,
 ) -> str:
     """Sends one request; a client that waits longer than `seconds` leaves."""
