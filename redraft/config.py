@@ -324,7 +324,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def replace_file(path: str | Path, *, keep_unfinished: bool = False) -> Iterator[TextIO]:
-    """Yields a new text file beside `path`, which takes its place in one rename: nobody sees half of it.
+    """Yields a new text file beside `path`, and renames it to `path` at the end: a reader sees the old or the new file.
 
     After an exception the old file is as it was. The new one is removed, unless `keep_unfinished` and it has some content.
     A symbolic link stays a link, and permissions stay. A pipe or a device is written directly.

@@ -1,4 +1,4 @@
-"""The manifest: redraft.json lists the files that were saved together, so that files of two checkpoints are told apart.
+"""Manifest: the list of the files that one save wrote, in redraft.json. Loading refuses a folder with files of two saves.
 
     "files": {"config.json": {"bytes": 1834, "sha256": "..."}, "model.safetensors": {"bytes": 60190, "header_sha256": "..."}}
 

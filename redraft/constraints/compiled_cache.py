@@ -31,7 +31,7 @@ class CompiledCache(Generic[Compiled]):
             return self._entries[pattern][0]
 
     def put(self, pattern: str, compiled: Compiled) -> None:
-        """Keeps a compiled pattern, and forgets those that were not used for the longest time."""
+        """Stores a compiled pattern, and evicts the least recently used ones."""
         size = self.count_bytes(compiled) + len(pattern)
         with self._lock:
             _, old_size = self._entries.pop(pattern, (None, 0))

@@ -17,7 +17,7 @@ class FairShare:
         self._clock = 0  # the count of the client that is furthest behind; it never goes back
 
     def choose(self, clients: Collection[str]) -> set[str]:
-        """The clients whose requests run in the next step: those that are furthest behind. At least one, if there are any.
+        """Returns the clients that have had the least work. Their requests run in the next step.
 
         A new client starts at the clock. A client that left keeps its lead over the clock: it gains nothing by leaving and
         coming back.

@@ -114,7 +114,7 @@ class Request:
     @property
     def tokens_per_step(self) -> int:
         """What a denoising step costs, in tokens through the model. The sums of an automaton count as a second pass."""
-        return max(self.cfg.canvas_length, MIN_STEP_TOKENS) * (2 if self.constraints.automaton is not None else 1)
+        return self.tokens_per_encode * (2 if self.constraints.automaton is not None else 1)
 
     @property
     def tokens_per_encode(self) -> int:

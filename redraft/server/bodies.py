@@ -36,9 +36,9 @@ class BodyCounter:
     limits: BodyLimits
     by_client: Counter[str] = field(default_factory=Counter)
 
-    def count(self, receive: Receive, client: str, announced: int) -> "Body":
+    def count(self, receive: Receive, client: str, announced: int) -> "CountedBody":
         """A body of which `announced` bytes are known to come; 0 if unknown. They count until it is released."""
-        body = Body(self, receive, client)
+        body = CountedBody(self, receive, client)
         body.count(announced)
         return body
 
@@ -52,7 +52,7 @@ class BodyCounter:
             del self.by_client[client]
 
 
-class Body:
+class CountedBody:
     """One body. `release`, and leaving its `with` block, give its bytes back."""
 
     def __init__(self, counter: BodyCounter, receive: Receive, client: str) -> None:
@@ -64,7 +64,7 @@ class Body:
         self._deadline: float | None = None
         self._is_complete = False
 
-    def __enter__(self) -> "Body":
+    def __enter__(self) -> "CountedBody":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,14 +101,12 @@ class Body:
         return message
 
 
-def check_json_size(raw: bytes, limit: int) -> None:
+def check_json_size(raw: bytes, limit: int, what: str = "the body") -> None:
     """Refuses JSON with more than `limit` values, before it is parsed."""
     if raw.count(b",") + raw.count(b":") + raw.count(b"[") + raw.count(b"{") <= limit:
         return  # the usual case; what follows does not count what stands in strings
     if (values := count_json_values(raw)) > limit:
-        raise BadRequestError(
-            f"the body has about {values:,} JSON values, at most {limit:,} are accepted: send less at once"
-        )
+        raise BadRequestError(f"{what} has about {values:,} JSON values, at most {limit:,} are accepted: send less at once")
 
 
 def count_json_values(raw: bytes) -> int:

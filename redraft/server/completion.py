@@ -123,7 +123,7 @@ def parse_arguments(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a tool call's arguments, which clients send as a JSON string."""
     if not isinstance(arguments, str):
         return arguments
-    check_json_size(arguments.encode("utf-8", "replace"), MAX_ARGUMENT_VALUES)
+    check_json_size(arguments.encode("utf-8", "replace"), MAX_ARGUMENT_VALUES, "a tool call")
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

@@ -94,7 +94,7 @@ class Service:
         def run(number: int, single: CompletionParams) -> Stream[Chunk]:
             return self.worker.run(
                 lambda stop: stream_completion(self.writer, single, stop),
-                client=client_of(request),
+                client=client_name_of(request),
                 compiles=bool(single.pattern) and number == 0,  # all have the same pattern, which is compiled once
             )
 
@@ -135,7 +135,7 @@ class Service:
         self, request: Request, work: Callable[[threading.Event], Iterator[T]], latest: Hashable | None = None
     ) -> T:
         """Runs work that yields one item, and returns it."""
-        item = await next_until_disconnected(request, self.worker.run(work, latest, client=client_of(request)))
+        item = await next_until_disconnected(request, self.worker.run(work, latest, client=client_name_of(request)))
         assert item is not END
         return item
 
@@ -169,14 +169,14 @@ def timings_of(stats: Sequence[Stats]) -> dict[str, Any]:
     }
 
 
-def client_of(request: Request) -> str:
+def client_name_of(request: Request) -> str:
     """The name of the client, among whom slots and steps are shared."""
     return name_client(request.client.host if request.client else None)
 
 
 def program_of(request: Request) -> str:
     """Identifies the program that asks: the client and its User-Agent."""
-    return f"{client_of(request)} {request.headers.get('user-agent', '')}"
+    return f"{client_name_of(request)} {request.headers.get('user-agent', '')}"
 
 
 async def read_body(request: Request, kind: type[B]) -> B:

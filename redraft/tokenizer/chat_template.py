@@ -1,7 +1,8 @@
 """Chat templates: rendered in jinja2's sandbox, with the extensions and functions that transformers gives to templates.
 
 A template that comes with a checkpoint is a stranger's program. The sandbox keeps it from files and from Python; a helper
-process limits its time and memory, and its output has a limit too. Our own template, chat.jinja, needs no helper process.
+process limits its time and memory, and its output has a limit too. The helper process also renders long conversations of
+our own template, chat.jinja; short ones are rendered here.
 A module of its own because jinja2 takes long to import and many uses of a tokenizer render no conversation.
 """
 

@@ -16,7 +16,7 @@ from redraft.server.api.canvas.events import Events, memory_of
 from redraft.server.api.canvas.sudoku import SudokuSolver
 from redraft.server.api.canvas.write import stream_canvas
 from redraft.server.schema import AutoregressiveRequest, CanvasEditRequest, CanvasRequest, DecideRequest, SudokuRequest
-from redraft.server.service import Route, Service, client_of, read_body
+from redraft.server.service import Route, Service, client_name_of, read_body
 from redraft.server.streams import end_with_error, next_until_disconnected, sse_response, until_disconnected
 from redraft.server.worker import Stream
 
@@ -71,7 +71,7 @@ class CanvasRoutes:
     async def _respond(
         self, request: Request, stream: bool, work: Callable[[threading.Event], Events], *, compiles: bool = False
     ) -> Response:
-        events = self._finish_events(self.service.worker.run(work, client=client_of(request), compiles=compiles))
+        events = self._finish_events(self.service.worker.run(work, client=client_name_of(request), compiles=compiles))
         if not stream:
             return JSONResponse({"events": [event async for event in until_disconnected(request, events)]})
         first = await next_until_disconnected(request, events)  # a bad request raises here, before the response starts
