@@ -78,6 +78,13 @@ def require_number(name: str, value: Any, low: float = 0.0) -> float:
     return float(value)
 
 
+def require_range(name: str, value: Any, low: float, high: float) -> float:
+    """Returns the value if it is a number from `low` to `high`, else raises ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, got {show_value(value)}")
+    return float(value)
+
+
 def require_object(name: str, value: Any) -> Mapping[str, Any]:
     """Returns the value if it is a JSON object, an empty one for None, else raises ConfigError."""
     if value is not None and not isinstance(value, Mapping):
@@ -119,12 +126,15 @@ class ModelConfig:
     bos_token_id: int = 2
     eos_token_ids: tuple[int, ...] = (1, 106)
     image_token_ids: tuple[int, int, int] = (255_999, 258_880, 258_882)  # begin of image, image, end of image
+    draft_head_size: int = 0  # inner size of the draft head; 0: the model has none
     quant: str | None = None  # "fp8": compressed-tensors' layout, weights scaled by channel, activations by token
     vision: Mapping[str, Any] = field(default_factory=lambda: dict(SMALLEST_VISION), repr=False)  # stored, never run
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            if f.type is int and not f.name.endswith("token_id"):
+            if f.name == "draft_head_size":
+                require_int(f.name, self.draft_head_size, 0, 2**16)
+            elif f.type is int and not f.name.endswith("token_id"):
                 require_int(f.name, getattr(self, f.name), 1, LARGEST.get(f.name, 2**31 - 1))
             elif f.type is float:
                 require_number(f.name, getattr(self, f.name))
@@ -184,6 +194,7 @@ class ModelConfig:
             "experts": expert * self.num_experts,
             "router": (d * self.num_experts + d + self.num_experts) * self.num_hidden_layers,
             "self-conditioning": 3 * d * self.intermediate_size,
+            "draft head": 3 * d * self.draft_head_size,
             "norms and scalars": norms,
         }
         total = sum(parts.values())
@@ -217,9 +228,16 @@ class EngineConfig:
             require_int("cache_bytes", self.cache_bytes, 1, 2**63 - 1)
 
 
+CHECKS = ("off", "checked", "exact")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
-    """How a canvas is denoised and when it has settled. The defaults are those of the released checkpoint."""
+    """How tokens are generated. The defaults are those of the released checkpoint.
+
+    The first part says how a canvas is denoised and when it has settled. The second part is for checked and exact mode, in
+    which the causal half verifies what the denoiser drafts (docs/verified.md).
+    """
 
     canvas_length: int = 256
     max_new_tokens: int = 256
@@ -236,6 +254,18 @@ class SamplerConfig:
     accept_at_end: bool = False  # the last step accepts every position
     spread: int = 0  # of the unsure positions within this distance, a step accepts only the surest; 0 turns it off
     stops_last: bool = False  # stop tokens are accepted after all others
+    # Checked and exact mode.
+    check: str = "off"  # "checked": drafts that the causal half finds likely are accepted; "exact": only its own choices
+    tolerance: float = 2.0  # nats: checked mode accepts a token at most this much less likely than the likeliest one
+    draft_length: int = 8  # positions of the canvases behind the verified tokens; 0: no drafts, so autoregressive
+    draft_steps: int = 4  # checked mode: denoising steps that draft a whole canvas before it is verified
+    draft_token: int | None = None  # fills the canvases of drafts, if the model was trained so; None: noise
+    temperature: float = 1.0  # of the causal half; 0 takes the likeliest token
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, number added to its logit)
 
     def __post_init__(self) -> None:
         for name in ("canvas_length", "max_new_tokens", "max_steps"):
@@ -254,6 +284,29 @@ class SamplerConfig:
         for name in ("quota", "accept_at_end", "stops_last"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        self._check_verification()
+
+    def _check_verification(self) -> None:
+        """Refuses nonsense among the settings of checked and exact mode."""
+        if self.check not in CHECKS:
+            raise ConfigError(f"check must be off, checked or exact, got {show_value(self.check)}")
+        for name in ("tolerance", "temperature"):
+            require_range(name, getattr(self, name), 0, 1e4)
+        for name in ("top_p", "min_p"):
+            require_range(name, getattr(self, name), 0, 1)
+        if self.top_p == 0:
+            raise ConfigError("top_p must be above 0, or no token is left, got 0")
+        require_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        require_int("top_k", self.top_k, 0)
+        require_int("draft_length", self.draft_length, 0, 256)
+        require_int("draft_steps", self.draft_steps, 1)
+        if self.draft_token is not None:
+            require_ids("draft_token", self.draft_token)
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias  # JSON gives an object
+        bias = tuple((require_int("a token of logit_bias", int(token), 0), float(bias)) for token, bias in pairs)
+        for _, number in bias:
+            require_range("logit_bias", number, -100, 100)
+        object.__setattr__(self, "logit_bias", bias)
 
     @property
     def max_canvases(self) -> int:

@@ -67,6 +67,26 @@ class SelfConditioning(GatedMLP):
         return rms_norm(x_BCD, None, self.eps)
 
 
+class DraftHead(nn.Module):
+    """Adds to a draft position's hidden state what the token before it says: h + outer(GELU(inner([h ; embedding]))).
+
+    The positions of a canvas are denoised at once and do not know one another's tokens, so neighbours may contradict each
+    other. Drafts are therefore sampled from left to right, and this head is all that runs again for each of them.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.eps = config.rms_norm_eps
+        self.inner = nn.Linear(2 * size, config.draft_head_size, bias=False)
+        self.outer = nn.Linear(config.draft_head_size, size, bias=False)
+
+    def forward(self, hidden_ND: Tensor, previous_ND: Tensor) -> Tensor:
+        """`previous_ND` are the embeddings of the tokens before."""
+        both = torch.cat([hidden_ND, rms_norm(previous_ND, None, self.eps)], dim=-1)
+        return hidden_ND + self.outer(F.gelu(self.inner(both), approximate="tanh"))
+
+
 class Attention(nn.Module):
     """Grouped-query attention over [cache ; new tokens]. Full layers have no v_proj: values are the raw keys, normed."""
 
@@ -149,6 +169,7 @@ class DiffusionGemma(nn.Module):
         self.layers = cast(Sequence[Layer], layers)  # for the type checker, which takes a ModuleList for any modules
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_conditioning = SelfConditioning(config)
+        self.draft_head = DraftHead(config) if config.draft_head_size else None
 
     @property
     def device(self) -> torch.device:
@@ -242,6 +263,12 @@ class DiffusionGemma(nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits from final hidden states. The weights are tied to the embedding."""
         return softcap_(F.linear(hidden, self.embed_tokens.weight), self.config.final_logit_softcapping)
+
+    def draft_logits(self, hidden_ND: Tensor, previous_N: Tensor) -> Tensor:
+        """Logits of draft positions, given the token before each. Without a draft head, the token before does not matter."""
+        if self.draft_head is not None:
+            hidden_ND = self.draft_head(hidden_ND, self.embed(previous_N))
+        return self.head(hidden_ND)
 
     @property
     def embed_scale(self) -> Tensor:
