@@ -257,7 +257,7 @@ class SamplerConfig:
     # Checked and exact mode.
     check: str = "off"  # "checked": drafts that the causal half finds likely are accepted; "exact": only its own choices
     tolerance: float = 2.0  # nats: checked mode accepts a token at most this much less likely than the likeliest one
-    draft_length: int = 8  # positions of the canvases behind the verified tokens; 0: no drafts, so autoregressive
+    draft_length: int = 7  # tokens that one forward drafts; 0: none, so tokens are generated autoregressively
     draft_steps: int = 4  # checked mode: denoising steps that draft a whole canvas before it is verified
     draft_token: int | None = None  # fills the canvases of drafts, if the model was trained so; None: noise
     temperature: float = 1.0  # of the causal half; 0 takes the likeliest token
@@ -312,6 +312,16 @@ class SamplerConfig:
     def max_canvases(self) -> int:
         """The number of canvases that hold max_new_tokens; the last one may be filled only in part."""
         return -(-self.max_new_tokens // self.canvas_length)
+
+    @property
+    def for_drafts(self) -> "SamplerConfig":
+        """Checked mode: the settings with which a whole canvas is drafted before it is verified."""
+        return replace(self, max_steps=self.draft_steps)
+
+    @property
+    def without_filters(self) -> "SamplerConfig":
+        """The settings with which the causal half's drafts are sampled: top-k, top-p and min-p would cost time only."""
+        return replace(self, top_k=0, top_p=1.0, min_p=0.0)
 
     def changed(self, **changes: Any) -> "SamplerConfig":
         """Returns a copy with some settings replaced. A value of None leaves a setting unchanged."""

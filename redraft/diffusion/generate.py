@@ -11,7 +11,7 @@ Shapes: B rows (one per prompt), C canvas positions, S prompt tokens, T generate
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +44,7 @@ class Draft:
     max_steps: int
     pinned_BC: Tensor | None = None  # positions that the constraints fix; None without constraints
     top_probs: TopProbs | None = None  # of the likeliest tokens, when the request asked for candidates
+    verified: int | None = None  # checked mode: positions from the left that are final; None while all may change
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Committed:
     entropy_BC: Tensor  # nats, at the last step
     settled_B: Tensor  # False where the canvas was still changing at the last allowed step: its text is less reliable
     steps_B: Tensor  # denoising steps used
+    logprobs: tuple[float, ...] = ()  # checked and exact mode: of every token, under the causal half
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,16 @@ class Stats:
     seconds: float
     prefill_seconds: float
     reused: int = 0  # prompt tokens taken from the prefix cache
+    check: str = "off"
+    rounds: int = 0  # checked and exact mode: forwards that verify, each with the next drafts
+    drafted: int = 0  # drafts that were verified
+    accepted: int = 0
+    corrected: int = 0  # drafts that were replaced
 
     @property
     def forwards(self) -> int:
         """Forwards of the model after prefill."""
-        return self.steps + self.commits
+        return self.steps + self.commits + self.rounds
 
     @property
     def tokens_per_forward(self) -> float:
@@ -286,7 +293,7 @@ class StatsCounter:
     replayed_tokens: int = 0  # tokens of canvases that were committed by an earlier request
 
     def __post_init__(self) -> None:
-        names = ("new_tokens", "canvases", "settled", "steps", "commits")
+        names = ("new_tokens", "canvases", "settled", "steps", "commits", "rounds", "drafted", "accepted", "corrected")
         self.rows = [dict.fromkeys(names, 0) for _ in self.prompt_tokens]
         self.reused = [0] * len(self.rows)
 
@@ -309,6 +316,13 @@ class StatsCounter:
             counts["steps"] += int(canvas.steps_B[row])
             counts["commits"] += int(not is_last and not committed.ended_B[row])
 
+    def add_verified(self, ids_1C: Tensor, counts: Mapping[str, int]) -> None:
+        """Adds verified tokens and what they cost, by the names of Stats."""
+        self.canvases.append(ids_1C)
+        self.rows[0]["new_tokens"] += ids_1C.shape[1]
+        for name, count in counts.items():
+            self.rows[0][name] += count
+
     def finish(self, ended_B: Tensor) -> Finished:
         """Makes the last event from all canvases and counts."""
         seconds = time.perf_counter() - self.started_at
@@ -325,6 +339,7 @@ class StatsCounter:
                 seconds=seconds,
                 prefill_seconds=self.prefill_seconds,
                 reused=self.reused[row],
+                check=self.cfg.check,
                 **counts,
             )
             stats.append(row_stats)

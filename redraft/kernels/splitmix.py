@@ -9,6 +9,9 @@ from torch import Tensor
 # Each step and position has two independent draws: the sampled token, and the noise that replaces a rejected one.
 SAMPLE = 1
 NOISE = 2
+# Checked and exact mode: the Gumbel numbers of an answer position, and the noise of the canvases that drafts come from.
+VERIFY = 3
+DRAFT = 4
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, odd; as a signed 64-bit value
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)

@@ -1,7 +1,7 @@
 """DiffusionGemma: one stack of weights with two forwards.
 
 `encode` runs committed tokens causally and writes the KV cache. `denoise` runs a canvas bidirectionally and only reads the
-cache. `soft_embed` turns the logits of one denoising step into the self-conditioning input of the next. Weights have the
+cache. `joint` does both in one forward, for checked and exact mode. `soft_embed` turns the logits of one denoising step into the self-conditioning input of the next. Weights have the
 names of the published checkpoints; `checkpoint/names.py` adds the prefix.
 Shapes: B rows, S tokens, C canvas positions, T cached tokens, D model size, H heads, G key-value heads, K head size,
 V vocabulary, N tokens of all rows, L tokens of a training row.
@@ -223,6 +223,43 @@ class DiffusionGemma(nn.Module):
             kind = self.config.layer_types[index]
             x_BCD, _, _, _ = layer(x_BCD, ropes[kind], mask_of[kind], cache.view(index), layer.layer_scalar)
         return self.head(self.norm(x_BCD))
+
+    def joint(
+        self,
+        clean_BS: Tensor,
+        canvas_BJC: Tensor,
+        after: Sequence[int],
+        cache: ContextCache,
+        counts: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Encodes clean tokens and denoises canvases behind some of them, in one forward.
+
+        Canvas j of a row stands behind clean token after[j]. Equal to `encode` of the tokens up to that one and `denoise`
+        after it, for every j. The clean tokens are appended to the cache. Returns hidden states [B, S, D] and [B, J, C, D].
+        """
+        rows, clean_count = clean_BS.shape
+        length = canvas_BJC.shape[2]
+        counts = counts if counts is not None else [clean_count] * rows
+        after_J = torch.tensor(after, dtype=torch.long, device=self.device)
+        starts_B = cache.lengths_B
+        offsets_JC = after_J[:, None] + 1 + torch.arange(length, device=self.device)
+        offsets_N = torch.cat([torch.arange(clean_count, device=self.device), offsets_JC.flatten()])
+        ropes = self.rope_tables(starts_B[:, None] + offsets_N)
+        mask_of = {}
+        for kind, index in self._example_layers.items():
+            keys = cache.key_positions(index)
+            mask_of[kind] = masks.joint(starts_B, keys, clean_count, after_J, length, self.config.layer_window(index))
+        canvases_BND = self.self_conditioning(self.embed(canvas_BJC.flatten(1)))
+        x_BND = torch.cat([self.embed(clean_BS), canvases_BND], dim=1)
+        for index, layer in enumerate(self.layers):
+            kind = self.config.layer_types[index]
+            scalars = [layer.encoder_layer_scalar.expand(clean_count), layer.layer_scalar.expand(canvas_BJC[0].numel())]
+            scalar_N1 = torch.cat(scalars)[:, None]
+            x_BND, k, v, _ = layer(x_BND, ropes[kind], mask_of[kind], cache.view(index), scalar_N1)
+            cache.append(index, k[:, :clean_count], v[:, :clean_count], counts)
+        cache.advance(counts)
+        hidden_BND = self.norm(x_BND)
+        return hidden_BND[:, :clean_count], hidden_BND[:, clean_count:].unflatten(1, canvas_BJC.shape[1:])
 
     def forward_train(
         self,

@@ -41,6 +41,32 @@ def canvas(lengths_B: Tensor, keys_BT: Tensor, canvas_length: int, window: int |
     return torch.cat([cached_BT, canvas_BC], dim=1)[:, None, :]
 
 
+def joint(
+    lengths_B: Tensor, keys_BT: Tensor, clean_count: int, after_J: Tensor, canvas_length: int, window: int | None
+) -> Tensor:
+    """Mask bool_B(S+JC)(T+S+JC) of a joint forward over [cache ; clean tokens ; canvases].
+
+    The S clean tokens are causal. Canvas j stands behind clean token after_J[j]: its positions attend to one another, to the
+    clean tokens up to that one and to the cache, as `canvas` allows after these tokens were cached. No canvas attends to
+    another canvas, and no clean token to a canvas.
+    """
+    device = lengths_B.device
+    clean_BS = lengths_B[:, None] + torch.arange(clean_count, device=device)
+    clean_keys_BK = torch.cat([keys_BT.expand(len(clean_BS), -1), clean_BS], dim=1)
+    clean_BSK = causal(clean_BS, clean_keys_BK, window)
+    starts_BJ = lengths_B[:, None] + after_J + 1
+    behind_BJK = (clean_keys_BK[:, None, :] >= 0) & (clean_keys_BK[:, None, :] < starts_BJ[..., None])
+    if window is not None:
+        behind_BJK &= clean_keys_BK[:, None, :] >= starts_BJ[..., None] - (window - 1)
+    canvases = len(after_J) * canvas_length
+    canvas_index = torch.arange(canvases, device=device) // canvas_length
+    same_canvas = canvas_index[:, None] == canvas_index
+    upper = torch.cat([clean_BSK, clean_BSK.new_zeros(len(clean_BS), clean_count, canvases)], dim=2)
+    behind = behind_BJK.repeat_interleave(canvas_length, dim=1)
+    lower = torch.cat([behind, same_canvas.expand(len(clean_BS), -1, -1)], dim=2)
+    return torch.cat([upper, lower], dim=1)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Positions, canvases and documents of the tokens of packed training rows. All tensors are [B, L].
