@@ -229,6 +229,7 @@ class EngineConfig:
 
 
 CHECKS = ("off", "checked", "exact")
+MAX_DRAFT_LENGTH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +299,7 @@ class SamplerConfig:
             raise ConfigError("top_p must be above 0, or no token is left, got 0")
         require_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
         require_int("top_k", self.top_k, 0)
-        require_int("draft_length", self.draft_length, 0, 256)
+        require_int("draft_length", self.draft_length, 0, MAX_DRAFT_LENGTH)
         require_int("draft_steps", self.draft_steps, 1)
         if self.draft_token is not None:
             require_ids("draft_token", self.draft_token)

@@ -57,6 +57,7 @@ class Committed:
     settled_B: Tensor  # False where the canvas was still changing at the last allowed step: its text is less reliable
     steps_B: Tensor  # denoising steps used
     logprobs: tuple[float, ...] = ()  # checked and exact mode: of every token, under the causal half
+    top_probs: TopProbs | None = None  # in these modes: of the likeliest tokens, when the request asked for candidates
 
 
 @dataclass(frozen=True)
@@ -316,12 +317,11 @@ class StatsCounter:
             counts["steps"] += int(canvas.steps_B[row])
             counts["commits"] += int(not is_last and not committed.ended_B[row])
 
-    def add_verified(self, ids_1C: Tensor, counts: Mapping[str, int]) -> None:
-        """Adds verified tokens and what they cost, by the names of Stats."""
-        self.canvases.append(ids_1C)
-        self.rows[0]["new_tokens"] += ids_1C.shape[1]
-        for name, count in counts.items():
-            self.rows[0][name] += count
+    def add_verified(self, tokens: Sequence[int], counts: Mapping[str, int], device: torch.device) -> None:
+        """Adds the verified tokens of an answer and what they cost, by the names of Stats."""
+        self.canvases.append(torch.tensor([list(tokens)], device=device))
+        self.rows[0] |= counts
+        self.rows[0]["new_tokens"] += len(tokens)
 
     def finish(self, ended_B: Tensor) -> Finished:
         """Makes the last event from all canvases and counts."""

@@ -14,6 +14,7 @@ Shapes: S clean tokens of a round, J canvases, C positions of each, V vocabulary
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from redraft.diffusion.generate import (
     make_draft,
     prefill,
 )
+from redraft.kernels import TopProbs
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
@@ -55,6 +57,7 @@ class Verdict:
     accepted: int  # drafts accepted from the left
     token: int | None  # the causal half's token behind them; None if all drafts were accepted and it was not needed
     logprobs: tuple[float, ...]  # of the accepted drafts and the token, before temperature, bias and constraints
+    top: tuple[tuple[list[int], list[float]], ...] = ()  # for each: the likeliest tokens and their probabilities
 
 
 @dataclass
@@ -68,8 +71,12 @@ class Verification:
     tokens: list[int] = field(default_factory=list)  # verified; its length is the cursor
     drafts: list[int] = field(default_factory=list)  # from the cursor on
     logprobs: list[float] = field(default_factory=list)  # of the verified tokens
+    candidates: int = 0  # how many of the likeliest tokens are noted at each position
+    top: list[tuple[list[int], list[float]]] = field(default_factory=list)
     automaton_state: int = 0
-    block_end: int = 0  # checked mode: where the canvas in work ends
+    round_begin: int = 0  # where the last round began
+    block_begin: int = 0  # checked mode: where the canvas in work begins and ends
+    block_end: int = 0
     has_ended: bool = False  # a stop token was verified
     rounds: int = 0
     drafted: int = 0  # drafts that were verified
@@ -90,6 +97,11 @@ class Verification:
     def last(self) -> int:
         """The token before the cursor. It is not in the KV cache yet."""
         return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
+    def cached(self) -> int:
+        """Tokens of prompt and answer that the KV cache holds between two rounds: all but the last."""
+        return len(self.prompt) + len(self.tokens) - 1
 
     @property
     def is_finished(self) -> bool:
@@ -116,11 +128,20 @@ class Verification:
             settled_B=torch.ones(1, dtype=torch.bool, device=device),
             steps_B=torch.zeros(1, dtype=torch.long, device=device),
             logprobs=tuple(self.logprobs[begin:]),
+            top_probs=self._top_probs(begin, device) if self.candidates else None,
         )
+
+    def _top_probs(self, begin: int, device: torch.device) -> TopProbs:
+        """The probabilities of the verified tokens from `begin` on."""
+        own_1C = torch.tensor([self.logprobs[begin:]], device=device).exp()
+        ids_CK = [ids for ids, _ in self.top[begin:]]
+        probs_CK = [probs for _, probs in self.top[begin:]]
+        return TopProbs(own_1C, own_1C, torch.tensor([ids_CK], device=device), torch.tensor([probs_CK], device=device))
 
     def set_canvas(self, ids: Sequence[int]) -> None:
         """Checked mode: these drafts are verified next, to the end of their canvas."""
         self.drafts = list(ids)
+        self.block_begin = len(self.tokens)
         self.block_end = min(len(self.tokens) + len(ids), self.cfg.max_new_tokens)
 
     def next_round(self) -> Round:
@@ -145,8 +166,8 @@ class Verification:
         seeds_N = torch.full((positions_JC.numel(),), self.seed, device=device)
         return rng.draft_noise(seeds_N, positions_JC.flatten(), vocab_size).view(shape)
 
-    def apply(self, work: Round, verdict: Verdict, fresh: Sequence[int]) -> list[int]:
-        """Takes over the verified tokens and the fresh drafts behind them. Returns the new tokens."""
+    def apply(self, work: Round, verdict: Verdict, fresh: Sequence[int]) -> None:
+        """Takes over the verified tokens and the fresh drafts behind them."""
         accepted = list(work.drafts[: verdict.accepted])
         new = accepted if verdict.token is None else [*accepted, verdict.token]
         stops = [index for index, token in enumerate(new) if token in self.cfg.eos_token_ids]
@@ -156,14 +177,36 @@ class Verification:
         for token in new:
             self.automaton_state = self.next_token.advance(self.automaton_state, token) or 0
         self.rounds += 1
+        self.round_begin = len(self.tokens)
         self.drafted += len(work.drafts)
         self.accepted += verdict.accepted
         self.corrected += int(verdict.accepted < len(work.drafts))
         self.tokens += new
         self.logprobs += verdict.logprobs[: len(new)]
+        self.top += verdict.top[: len(new)]
         ahead = self.drafts[len(new) :]
         self.drafts = [*fresh, *ahead[len(fresh) :]]
-        return new
+
+
+def check_steering(cfg: SamplerConfig, plan: "SteeringPlan", first_canvas_BC: Tensor | None) -> None:
+    """Refuses what checked and exact mode cannot honour: a canvas that the caller steers."""
+    if cfg.check == "off":
+        return
+    if plan.has_interventions or plan.has_canvas(0):
+        raise ValueError(f"a steered or resumed canvas needs check 'off', got {cfg.check!r}: nothing else may change its tokens")
+    if cfg.check == "exact" and first_canvas_BC is not None:
+        raise ValueError("check 'exact' generates from left to right and takes no draft: use 'checked' or 'off', or give none")
+
+
+class SteeringPlan(Protocol):
+    """What the caller does to canvases in work: `engine.replay.ReplayPlan` is one."""
+
+    @property
+    def has_interventions(self) -> bool:
+        """Whether constraints change while a canvas is denoised."""
+
+    def has_canvas(self, block: int) -> bool:
+        """Whether the caller gives this canvas."""
 
 
 # 2. The story
@@ -192,7 +235,6 @@ def generate_verified(
     counter.mark_prefilled()
     block = 0
     while not state.is_finished:
-        begin = len(state.tokens)
         if cfg.check == "checked":
             canvas = None
             for canvas in draft_canvas(worker, state, constraints, block):
@@ -204,15 +246,15 @@ def generate_verified(
         while not state.is_canvas_done:
             work = state.next_round()
             verdict, fresh = worker.run(state, work)
-            new = state.apply(work, verdict, fresh)
+            state.apply(work, verdict, fresh)
             if cfg.check == "checked":
-                yield make_checked_draft(state, block, begin, model.device)
+                yield make_checked_draft(state, block, model.device)
             else:
-                yield state.committed(block, len(state.tokens) - len(new), model.device)
+                yield state.committed(block, state.round_begin, model.device)
         if cfg.check == "checked":
-            yield state.committed(block, begin, model.device)
+            yield state.committed(block, state.block_begin, model.device)
         block += 1
-    counter.add_verified(torch.tensor([state.tokens], device=model.device), state.counts)
+    counter.add_verified(state.tokens, state.counts, model.device)
     yield counter.finish(torch.tensor([state.has_ended], device=model.device))
 
 
@@ -262,7 +304,7 @@ class OwnVerifier:
         model = self.model
         cache = self.cache
         assert cache is not None
-        begin = len(state.prompt) + len(state.tokens) - 1
+        begin = state.cached
         cache.rewind([begin])
         clean_1S = torch.tensor([work.clean], device=model.device)
         if work.after:
@@ -310,7 +352,7 @@ class OtherVerifier(OwnVerifier):
         verifier = self.verifier.model
         cache = self.verifier.cache
         assert cache is not None
-        begin = len(state.prompt) + len(state.tokens) - 1
+        begin = state.cached
         cache.rewind([begin])
         hidden_1SD = verifier.encode(torch.tensor([work.clean], device=verifier.device), cache)
         verdict = verify(state, work, verifier.head(hidden_1SD[0]))
@@ -351,7 +393,11 @@ def verify(state: Verification, work: Round, logits_SV: Tensor) -> Verdict:
     logprobs_SV = logits_SV.float().log_softmax(dim=-1)
     emitted_S1 = torch.tensor(emitted, dtype=torch.long, device=device)[:, None]
     logprobs = logprobs_SV[: len(emitted)].gather(1, emitted_S1)[:, 0].tolist()
-    return Verdict(accepted, token, tuple(logprobs))
+    top = []
+    if state.candidates:
+        best = logprobs_SV[: len(emitted)].topk(min(state.candidates, logits_SV.shape[-1]), dim=-1)
+        top = list(zip(best.indices.tolist(), best.values.exp().tolist(), strict=True))
+    return Verdict(accepted, token, tuple(logprobs), tuple(top))
 
 
 def seen_tokens(state: Verification, work: Round, logits_SV: Tensor) -> Tensor | None:
@@ -399,8 +445,9 @@ def draft_tokens(
 # 4. Events
 
 
-def make_checked_draft(state: Verification, block: int, begin: int, device: torch.device) -> Draft:
+def make_checked_draft(state: Verification, block: int, device: torch.device) -> Draft:
     """The canvas in work after a round: verified tokens up to the cursor, drafts behind it."""
+    begin = state.block_begin
     verified = len(state.tokens) - begin
     ids = [*state.tokens[begin:], *state.drafts][: state.block_end - begin]
     ids_1C = torch.tensor([ids], device=device)

@@ -28,7 +28,7 @@ from redraft.diffusion import sampler
 from redraft.diffusion.sampler import Canvas
 from redraft.engine.fused_layers import CacheTable, FusedLayers
 from redraft.engine.request import Request, RequestStatus, contain_failure
-from redraft.engine.runner import Runner, cache_of, canvas_ids, group_by_length
+from redraft.engine.runner import Runner, cache_of, canvas_ids, committed_ids, group_by_length
 from redraft.kernels.triton.sampler_step import CanvasBatch, draw_step_inputs, step_canvases_
 from redraft.kernels.triton.vocabulary import argmax_entropy_sample, compute_probs_
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -101,7 +101,7 @@ class CudaGraphRunner(Runner):
         ids_1S = torch.tensor([chunk], device=self.model.device)
         self._extend_cache(request, len(chunk))
         request.add_prefilled(chunk)
-        if request.status is RequestStatus.PREFILLING:
+        if request.status in (RequestStatus.PREFILLING, RequestStatus.VERIFYING):
             self._encode(ids_1S, request)
         else:
             self.pending_encodes[request] = ids_1S
@@ -114,7 +114,7 @@ class CudaGraphRunner(Runner):
             with contain_failure(request):
                 if request in self.pending_encodes:  # no step was made after these tokens
                     self._encode(self.pending_encodes.pop(request), request)
-                self._extend_cache(request, request.cfg.canvas_length)
+                self._extend_cache(request, committed_ids(request).shape[1])
                 ids_1C = request.take_committed()
                 if request.status is RequestStatus.REPLAYING:  # no denoising step follows now
                     self._encode(ids_1C, request)

@@ -19,13 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from redraft.config import EngineConfig, SamplerConfig
+from redraft.config import MAX_DRAFT_LENGTH, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
+from redraft.diffusion.verified import Verification, check_steering
 from redraft.engine.errors import USER_ERRORS, Failure, RequestError, Stopped
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.replay import Replay
-from redraft.engine.request import LOG, Request, RequestStatus, client_of, contain_failure
+from redraft.engine.request import LOG, MIN_STEP_TOKENS, Request, RequestStatus, client_of, contain_failure
 from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Reservation, Scheduler, Turn
 from redraft.kernels.backend import select_backend
@@ -57,6 +58,11 @@ class Engine:
         self.max_unread: int | None = None  # events a stream may leave unread before its request pauses; None: any number
         self._lock = threading.RLock()  # held during a step
         self._changed = threading.Condition()  # notified after steps, and when work arrives or leaves
+
+    @property
+    def _rewind(self) -> int:
+        """How many tokens a cache can be cut back: a round appends drafts and the token before them, and rejects some."""
+        return max(self.config.rewind, MAX_DRAFT_LENGTH + 2)
 
     def _measure_budget(self) -> int:
         """Bytes for KV caches.
@@ -99,12 +105,18 @@ class Engine:
         try:
             check_inputs(self.model, [prompt], cfg, [seed], [constraints], first_canvas_1C)
             plan = replay.plan(cfg, self.model.config.vocab_size, constraints)
+            check_steering(cfg, plan, first_canvas_1C)
         except USER_ERRORS:
             raise
         except ValueError as error:
             raise RequestError(str(error)) from None
         if seconds is not None and not seconds > 0:
             raise RequestError(f"a deadline must be ahead, got {seconds!r} seconds: give a positive number")
+        verification = None
+        if cfg.check != "off":
+            cfg = cfg.for_drafts
+            verification = Verification.start(prompt, cfg, seed, constraints, self.model.config.vocab_size)
+            verification.candidates = candidates
         request = Request(
             number=self.scheduler.next_number(),
             prompt=tuple(prompt),
@@ -117,6 +129,7 @@ class Engine:
             deadline=time.monotonic() + seconds if seconds is not None else None,
             stop=stop,
             candidates=candidates,
+            verification=verification,
             events=deque() if self.has_thread else None,  # the thread may run it before anybody streams it
             automaton_state=constraints.initial_state,
         )
@@ -331,6 +344,7 @@ class Engine:
         self.runner.encode_canvases(committing)
         for request in committing:
             self.scheduler.fair_share.charge(request.client, request.tokens_per_encode)
+        emitted += self._verify(with_status(chosen, RequestStatus.VERIFYING))
         for request in with_status(chosen, RequestStatus.DENOISING):
             if request.canvas is None:
                 with contain_failure(request):
@@ -346,13 +360,29 @@ class Engine:
                     emitted += self._settle(request)
         return emitted
 
+    def _verify(self, requests: Sequence[Request]) -> Emitted:
+        """One round of every request in checked or exact mode."""
+        emitted: Emitted = []
+        tokens = self.runner.verify(requests) if requests else {}
+        for request in requests:
+            self.scheduler.fair_share.charge(request.client, max(tokens.get(request, 0), MIN_STEP_TOKENS))
+            if not request.is_over:
+                with contain_failure(request):
+                    is_late = request.deadline is not None and time.monotonic() >= request.deadline
+                    events, is_last = request.verified_events(is_late=is_late, device=self.model.device)
+                    emitted += self._emit(request, events)
+                    if is_last:
+                        self._release(request)
+                        request.status = RequestStatus.FINISHED
+        return emitted
+
     def _admit(self) -> None:
         """Gives admitted requests a KV cache: one from the prefix cache, or an empty one."""
         for request in self.scheduler.admit():
             with contain_failure(request):
                 cached = self.scheduler.prefix_cache.take(request.prompt)
                 if cached is None:
-                    request.start(self.model.new_cache(1, request.capacity, rewind=self.config.rewind), [])
+                    request.start(self.model.new_cache(1, request.capacity, rewind=self._rewind), [])
                 else:
                     context, cache = cached
                     request.start(cache.with_capacity(request.capacity), context)
@@ -379,6 +409,9 @@ class Engine:
             request.apply_intervention(self.model.config.vocab_size, self.model.device)
         is_late = request.deadline is not None and time.monotonic() >= request.deadline
         if not request.is_canvas_done and not is_late:
+            return []
+        if request.verification is not None and request.is_canvas_done:
+            request.start_verifying()
             return []
         events, is_last = request.commit(is_late=is_late)
         emitted = self._emit(request, events)
@@ -419,7 +452,7 @@ class Engine:
 
     def _cache_bytes(self, request: Request) -> int:
         """Bytes of the request's KV cache."""
-        return KVCache.count_bytes(self.model.config, request.capacity, self.model.dtype, self.config.rewind)
+        return KVCache.count_bytes(self.model.config, request.capacity, self.model.dtype, self._rewind)
 
     def run(self, requests: Sequence[Request]) -> dict[Request, Finished]:
         """Runs all of them to their end. A cancelled request is left out."""

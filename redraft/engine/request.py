@@ -2,6 +2,7 @@
 
     WAITING -> PREFILLING -> DENOISING -> COMMITTING -> DENOISING -> ... -> FINISHED
                          \\-> REPLAYING -> COMMITTING -> REPLAYING or DENOISING
+    checked mode: DENOISING -> VERIFYING -> COMMITTING -> DENOISING -> ...; exact mode: PREFILLING -> VERIFYING
     from everywhere -> CANCELLED or FAILED
 
 Shapes: one row, C canvas positions, V vocabulary, D model size.
@@ -22,6 +23,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, Constraints, build_canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, make_draft
+from redraft.diffusion.verified import Round, Verdict, Verification, make_checked_draft
 from redraft.engine.errors import Failure
 from redraft.engine.replay import ReplayPlan
 from redraft.kernels import TopProbs, compute_top_probs
@@ -51,6 +53,7 @@ class RequestStatus(Enum):
     PREFILLING = "prefilling"  # a part of the prompt is not in the KV cache yet
     REPLAYING = "replaying"  # the next canvas is taken from the replay
     DENOISING = "denoising"  # a canvas is in work, or is started at the next step
+    VERIFYING = "verifying"  # checked and exact mode: drafts are verified, one round a step
     COMMITTING = "committing"  # a committed canvas is not in the KV cache yet
     FINISHED = "finished"
     CANCELLED = "cancelled"
@@ -77,6 +80,7 @@ class Request:
     deadline: float | None = None  # on the clock of time.monotonic()
     stop: threading.Event | None = None  # the caller sets it to cancel the request
     candidates: int = 0  # tokens per position whose probabilities every draft shows
+    verification: Verification | None = None  # in checked and exact mode
 
     status: RequestStatus = RequestStatus.WAITING
     cancel_requested: bool = False  # the engine's thread cancels the request at its next step
@@ -123,8 +127,9 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Tokens its KV cache must hold: the prompt and all canvases but the last, which is never encoded."""
-        return len(self.prompt) + (self.cfg.max_canvases - 1) * self.cfg.canvas_length
+        """Tokens its KV cache must hold: the prompt and all canvases but the last, which is encoded only to be verified."""
+        encoded = self.cfg.max_canvases - int(self.verification is None)
+        return len(self.prompt) + encoded * self.cfg.canvas_length
 
     def has_unread(self, count: int | None) -> bool:
         """Whether its stream has left this many events unread. None means any number may be."""
@@ -244,6 +249,64 @@ class Request:
             finished = replace(finished, reasons=("deadline",))
         return [*events, finished], True
 
+    def start_verifying(self) -> None:
+        """Checked mode: the canvas is drafted, and its tokens are verified from now on."""
+        assert self.verification is not None
+        assert self.canvas is not None
+        self.counter.rows[0]["steps"] += self.canvas.step
+        self.verification.set_canvas(self.canvas.best_BC[0].tolist())
+        self.canvas = None
+        self.soft_1CD = None
+        self.status = RequestStatus.VERIFYING
+
+    def begin_round(self) -> Round:
+        """What the next forward verifies. The cache is cut back to the tokens before the first of them."""
+        assert self.verification is not None
+        assert self.cache is not None
+        cached = self.verification.cached
+        self.cache.rewind([cached])
+        del self.context[cached:]
+        return self.verification.next_round()
+
+    def end_round(self, work: Round, verdict: Verdict, fresh: list[int]) -> None:
+        """Takes over a round. The cache keeps the verified tokens but the last; its clean tokens were all appended."""
+        assert self.verification is not None
+        assert self.cache is not None
+        kept = work.clean[: verdict.accepted + 1]
+        self.context += kept
+        self.cache.rewind([len(self.context)])
+        self.verification.apply(work, verdict, fresh)
+
+    def verified_events(self, *, is_late: bool, device: torch.device) -> tuple[list[Event], bool]:
+        """The events after a round, and whether it was the last. A deadline ends the answer at the last verified token."""
+        state = self.verification
+        assert state is not None
+        if self.cfg.check == "checked":
+            events: list[Event] = [make_checked_draft(state, self.block, device)]
+            if state.is_canvas_done or is_late:
+                events.append(state.committed(self.block, state.block_begin, device))
+        else:
+            events = [state.committed(self.block, state.round_begin, device)]
+        if not state.is_finished and not is_late:
+            if state.is_canvas_done:
+                self._encode_last_token(device)
+            return events, False
+        self.counter.add_verified(state.tokens, state.counts, device)
+        finished = self.counter.finish(torch.tensor([state.has_ended], device=device))
+        if not state.is_finished:
+            finished = replace(finished, reasons=("deadline",))
+        return [*events, finished], True
+
+    def _encode_last_token(self, device: torch.device) -> None:
+        """Checked mode: before the next canvas is drafted, the last verified token must be in the cache."""
+        assert self.verification is not None
+        ids_1C = torch.tensor([[self.verification.last]], device=device)
+        false_1 = torch.zeros(1, dtype=torch.bool, device=device)
+        self.committed = sampler.CommitResult(ids_1C, torch.ones_like(ids_1C[0]), false_1)
+        self.automaton_state = self.verification.automaton_state
+        self.counter.rows[0]["commits"] += 1
+        self.status = RequestStatus.COMMITTING
+
     def fail(self, failure: Failure) -> None:
         """Ends the request. The engine releases its memory at the end of the step."""
         self.failure = failure
@@ -263,6 +326,8 @@ class Request:
         self.status = RequestStatus.COMMITTING
 
     def _status_at_canvas_start(self) -> RequestStatus:
+        if self.cfg.check == "exact":
+            return RequestStatus.VERIFYING
         return RequestStatus.REPLAYING if self.plan.has_canvas(self.block) else RequestStatus.DENOISING
 
     def _constraints_after(self, step: int, vocab_size: int, device: torch.device) -> CanvasConstraints | None:

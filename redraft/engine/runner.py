@@ -3,6 +3,7 @@
     prefill:         a chunk of a prompt into its KV cache
     encode_canvases: committed canvases into their KV caches
     step:            one denoising step of every request's canvas, sampler included
+    verify:          one round of every request in checked or exact mode
 
 Requests with the same canvas length share one forward. A failure in a shared forward ends the requests of that batch; a
 failure in one request's sampler ends only that request. Shapes: B requests, C canvas positions, V vocabulary, D model size.
@@ -14,6 +15,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from redraft.diffusion import verified
+from redraft.diffusion.verified import Verification
 from redraft.engine.batched_cache import BatchedCache
 from redraft.engine.request import Request, contain_failure
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -64,6 +67,51 @@ class Runner:
         ids_BC = torch.cat([canvas_ids(request) for request in batch])
         return self.model.denoise(ids_BC, self._soft_embeddings(batch), BatchedCache([cache_of(r) for r in batch]))
 
+    def verify(self, requests: Sequence[Request]) -> dict[Request, int]:
+        """One round of each request. Returns how many tokens of each went through the model."""
+        tokens: dict[Request, int] = {}
+        ordered = sorted(requests, key=lambda request: request.cfg.draft_length)
+        for _, group in groupby(ordered, key=lambda request: request.cfg.draft_length):
+            rows = list(group)
+            for begin in range(0, len(rows), MAX_ROWS):
+                batch = rows[begin : begin + MAX_ROWS]
+                with contain_failure(*batch):
+                    tokens |= self._verify(batch)
+        return tokens
+
+    def _verify(self, batch: Sequence[Request]) -> dict[Request, int]:
+        """One round of requests with the same draft length, in one forward."""
+        works = [request.begin_round() for request in batch]
+        hidden_BSD, hidden_BJCD = self.joint(batch, works)
+        for row, (request, work) in enumerate(zip(batch, works, strict=True)):
+            with contain_failure(request):
+                state = verification_of(request)
+                verdict = verified.verify(state, work, self.model.head(hidden_BSD[row, : len(work.clean)]))
+                fresh = []
+                if hidden_BJCD is not None and verdict.token is not None:
+                    canvas_CD = hidden_BJCD[row, verdict.accepted, 1:]  # its first position is the token's own
+                    fresh = verified.draft_tokens(self.model, state, work, verdict, canvas_CD)
+                request.end_round(work, verdict, fresh)
+        return {request: len(work.clean) + len(work.after) * work.canvas_length for request, work in zip(batch, works, strict=True)}
+
+    def joint(self, batch: Sequence[Request], works: Sequence[verified.Round]) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [B, S, D] of the clean tokens and, with drafts, [B, S, C, D] of a canvas behind each of them.
+
+        Shorter rows are padded on the right. The caller does not use what comes of the padding.
+        """
+        device = self.model.device
+        cache = BatchedCache([cache_of(request) for request in batch])
+        counts = [len(work.clean) for work in works]
+        padded = [[*work.clean, *[0] * (max(counts) - count)] for work, count in zip(works, counts, strict=True)]
+        clean_BS = torch.tensor(padded, device=device)
+        if not works[0].after:
+            return self.model.encode(clean_BS, cache, counts), None
+        canvas_BJC = torch.zeros(len(batch), max(counts), works[0].canvas_length, dtype=torch.long, device=device)
+        for row, (request, work) in enumerate(zip(batch, works, strict=True)):
+            ids_JC = verification_of(request).canvas_ids(work, self.model.config.vocab_size, device)
+            canvas_BJC[row, : len(ids_JC)] = ids_JC
+        return self.model.joint(clean_BS, canvas_BJC, range(max(counts)), cache, counts)
+
     def _soft_embeddings(self, batch: Sequence[Request]) -> Tensor | None:
         """Self-conditioning inputs [B, C, D]: zeros for a canvas before its first step; None when all are."""
         softs = [request.soft_1CD for request in batch]
@@ -101,3 +149,9 @@ def committed_ids(request: Request) -> Tensor:
     """The tokens of the committed canvas, ids_1C."""
     assert request.committed is not None
     return request.committed.ids_BC
+
+
+def verification_of(request: Request) -> Verification:
+    """The state of a request in checked or exact mode."""
+    assert request.verification is not None
+    return request.verification
