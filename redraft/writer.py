@@ -22,11 +22,12 @@ from redraft.constraints.pattern_compiler import LocalCompiler, Pattern, Pattern
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Finished, Stats, check_inputs, generate
+from redraft.diffusion.verified import generate_verified
 from redraft.engine import Engine, Request, Stopped
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import FP8, quantize_fp8
-from redraft.tasks import edit, infill
+from redraft.tasks import best_of, edit, infill
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, Span, Suggestion
 from redraft.tasks.generation import (
     GenerationOptions,
@@ -230,17 +231,26 @@ class Writer:
         if streamer is not None:
             end = self._run_with_streamer(prompts, cfg, seeds, options, constraints, streamer)
             return [self._build_answer(end, row, is_chat, cfg) for row in range(len(prompts))]
+        if options.best_of > 1:
+            best_of.check_memory(self.engine, max(map(len, prompts)) + cfg.max_new_tokens, options.best_of)
         requests: list[Request] = []
         try:
             for ids, seed in zip(prompts, seeds, strict=True):
-                requests.append(self._add_request(ids, cfg, seed, options, constraints))
+                for candidate_seed in best_of.seeds_of(seed, options.best_of):
+                    requests.append(self._add_request(ids, cfg, candidate_seed, options, constraints))
             ends = self.engine.run(requests)
         finally:
             for request in requests:
                 self.engine.cancel(request)
         if len(ends) < len(requests):  # cancelled, by `stop` or because the engine's thread has ended
             raise Stopped
-        return [self._build_answer(ends[request], 0, is_chat, cfg) for request in requests]
+        answers = []
+        for begin in range(0, len(requests), options.best_of):
+            candidates = requests[begin : begin + options.best_of]
+            candidate_ends = [ends[request] for request in candidates]
+            best = best_of.choose_likeliest(self.engine, candidates, candidate_ends, options.stop)
+            answers.append(self._build_answer(candidate_ends[best], 0, is_chat, cfg))
+        return answers
 
     def _add_request(
         self, ids: Sequence[int], cfg: SamplerConfig, seed: int, options: GenerationOptions, constraints: Constraints | None
@@ -281,14 +291,19 @@ class Writer:
         first_canvas_BC = None
         if options.draft:
             first_canvas_BC = torch.cat([self._first_canvas(options.draft, cfg, seed) for seed in seeds])
-        events = generate(
-            self.model,
-            prompts,
-            cfg,
-            seeds=seeds,
-            constraints=[constraints or Constraints()] * len(prompts),
-            first_canvas_BC=first_canvas_BC,
-        )
+        if cfg.check != "off":
+            if len(prompts) > 1:
+                raise ValueError(f"with check {cfg.check!r} a streamer takes one prompt, got {len(prompts)}")
+            events = generate_verified(self.model, prompts[0], cfg, seed=seeds[0], constraints=constraints)
+        else:
+            events = generate(
+                self.model,
+                prompts,
+                cfg,
+                seeds=seeds,
+                constraints=[constraints or Constraints()] * len(prompts),
+                first_canvas_BC=first_canvas_BC,
+            )
         *_, end = feed_streamer(events, prompts, streamer)
         assert isinstance(end, Finished)
         return end

@@ -79,6 +79,7 @@ class Stats:
     drafted: int = 0  # drafts that were verified
     accepted: int = 0
     corrected: int = 0  # drafts that were replaced
+    logprob: float | None = None  # in these modes: of the whole answer, under the causal half
 
     @property
     def forwards(self) -> int:
@@ -292,6 +293,7 @@ class StatsCounter:
     rows: list[dict[str, int]] = field(default_factory=list)  # counts of each row, under the names of Stats
     reused: list[int] = field(default_factory=list)  # prompt tokens of each row taken from the prefix cache
     replayed_tokens: int = 0  # tokens of canvases that were committed by an earlier request
+    logprob: float | None = None  # checked and exact mode: of the verified tokens
 
     def __post_init__(self) -> None:
         names = ("new_tokens", "canvases", "settled", "steps", "commits", "rounds", "drafted", "accepted", "corrected")
@@ -317,8 +319,9 @@ class StatsCounter:
             counts["steps"] += int(canvas.steps_B[row])
             counts["commits"] += int(not is_last and not committed.ended_B[row])
 
-    def add_verified(self, tokens: Sequence[int], counts: Mapping[str, int], device: torch.device) -> None:
-        """Adds the verified tokens of an answer and what they cost, by the names of Stats."""
+    def add_verified(self, tokens: Sequence[int], logprob: float, counts: Mapping[str, int], device: torch.device) -> None:
+        """Adds the verified tokens of an answer, their log probability, and what they cost, by the names of Stats."""
+        self.logprob = logprob
         self.canvases.append(torch.tensor([list(tokens)], device=device))
         self.rows[0] |= counts
         self.rows[0]["new_tokens"] += len(tokens)
@@ -340,6 +343,7 @@ class StatsCounter:
                 prefill_seconds=self.prefill_seconds,
                 reused=self.reused[row],
                 check=self.cfg.check,
+                logprob=self.logprob,
                 **counts,
             )
             stats.append(row_stats)

@@ -14,7 +14,6 @@ Shapes: S clean tokens of a round, J canvases, C positions of each, V vocabulary
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -188,25 +187,12 @@ class Verification:
         self.drafts = [*fresh, *ahead[len(fresh) :]]
 
 
-def check_steering(cfg: SamplerConfig, plan: "SteeringPlan", first_canvas_BC: Tensor | None) -> None:
+def check_steering(cfg: SamplerConfig, *, is_steered: bool, has_draft: bool) -> None:
     """Refuses what checked and exact mode cannot honour: a canvas that the caller steers."""
-    if cfg.check == "off":
-        return
-    if plan.has_interventions or plan.has_canvas(0):
-        raise ValueError(f"a steered or resumed canvas needs check 'off', got {cfg.check!r}: nothing else may change its tokens")
-    if cfg.check == "exact" and first_canvas_BC is not None:
-        raise ValueError("check 'exact' generates from left to right and takes no draft: use 'checked' or 'off', or give none")
-
-
-class SteeringPlan(Protocol):
-    """What the caller does to canvases in work: `engine.replay.ReplayPlan` is one."""
-
-    @property
-    def has_interventions(self) -> bool:
-        """Whether constraints change while a canvas is denoised."""
-
-    def has_canvas(self, block: int) -> bool:
-        """Whether the caller gives this canvas."""
+    if cfg.check != "off" and is_steered:
+        raise ValueError(f"a steered or resumed canvas needs check 'off', got {cfg.check!r}")
+    if cfg.check == "exact" and has_draft:
+        raise ValueError("check 'exact' generates from left to right and takes no draft: choose 'checked' or 'off'")
 
 
 # 2. The story
@@ -254,7 +240,7 @@ def generate_verified(
         if cfg.check == "checked":
             yield state.committed(block, state.block_begin, model.device)
         block += 1
-    counter.add_verified(state.tokens, state.counts, model.device)
+    counter.add_verified(state.tokens, sum(state.logprobs), state.counts, model.device)
     yield counter.finish(torch.tensor([state.has_ended], device=model.device))
 
 
@@ -411,9 +397,7 @@ def seen_tokens(state: Verification, work: Round, logits_SV: Tensor) -> Tensor |
     return seen_SV
 
 
-def draft_tokens(
-    model: DiffusionGemma, state: Verification, work: Round, verdict: Verdict, hidden_CD: Tensor
-) -> list[int]:
+def draft_tokens(model: DiffusionGemma, state: Verification, work: Round, verdict: Verdict, hidden_CD: Tensor) -> list[int]:
     """Samples drafts from left to right out of the hidden states of a canvas, behind the tokens verified in this round.
 
     Drafts use the same Gumbel numbers as the causal half: where both agree on the probabilities, they agree on the token.

@@ -105,7 +105,7 @@ class Engine:
         try:
             check_inputs(self.model, [prompt], cfg, [seed], [constraints], first_canvas_1C)
             plan = replay.plan(cfg, self.model.config.vocab_size, constraints)
-            check_steering(cfg, plan, first_canvas_1C)
+            check_steering(cfg, is_steered=replay.is_steered, has_draft=first_canvas_1C is not None)
         except USER_ERRORS:
             raise
         except ValueError as error:
@@ -453,6 +453,11 @@ class Engine:
     def _cache_bytes(self, request: Request) -> int:
         """Bytes of the request's KV cache."""
         return KVCache.count_bytes(self.model.config, request.capacity, self.model.dtype, self._rewind)
+
+    def count_fitting(self, tokens: int) -> int:
+        """How many KV caches of so many tokens fit the memory budget."""
+        nbytes = KVCache.count_bytes(self.model.config, tokens, self.model.dtype, self._rewind)
+        return self.scheduler.budget // max(1, nbytes)
 
     def run(self, requests: Sequence[Request]) -> dict[Request, Finished]:
         """Runs all of them to their end. A cancelled request is left out."""

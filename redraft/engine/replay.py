@@ -29,6 +29,11 @@ class Replay:
     canvases: tuple[tuple[int, ...], ...] = ()
     interventions: tuple[Intervention, ...] = ()
 
+    @property
+    def is_steered(self) -> bool:
+        """Whether the caller decides anything about canvases: gives them, or changes constraints while they are denoised."""
+        return bool(self.canvases or self.interventions)
+
     def plan(self, cfg: SamplerConfig, vocab_size: int, constraints: Constraints) -> "ReplayPlan":
         """Checks this replay against a request and computes the constraints after each intervention, once.
 

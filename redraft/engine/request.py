@@ -291,7 +291,7 @@ class Request:
             if state.is_canvas_done:
                 self._encode_last_token(device)
             return events, False
-        self.counter.add_verified(state.tokens, state.counts, device)
+        self.counter.add_verified(state.tokens, sum(state.logprobs), state.counts, device)
         finished = self.counter.finish(torch.tensor([state.has_ended], device=device))
         if not state.is_finished:
             finished = replace(finished, reasons=("deadline",))

@@ -92,7 +92,10 @@ class Runner:
                     canvas_CD = hidden_BJCD[row, verdict.accepted, 1:]  # its first position is the token's own
                     fresh = verified.draft_tokens(self.model, state, work, verdict, canvas_CD)
                 request.end_round(work, verdict, fresh)
-        return {request: len(work.clean) + len(work.after) * work.canvas_length for request, work in zip(batch, works, strict=True)}
+        return {
+            request: len(work.clean) + len(work.after) * work.canvas_length
+            for request, work in zip(batch, works, strict=True)
+        }
 
     def joint(self, batch: Sequence[Request], works: Sequence[verified.Round]) -> tuple[Tensor, Tensor | None]:
         """Hidden states [B, S, D] of the clean tokens and, with drafts, [B, S, C, D] of a canvas behind each of them.

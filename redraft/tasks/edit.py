@@ -446,7 +446,7 @@ def add_canvas_request(
     for edit in edits:
         constraints = constraints.apply_edit(edit)
     canvas_cfg = cfg.changed(canvas_length=len(canvas), max_new_tokens=len(canvas))
-    return engine.add(prefix, canvas_cfg, seed=seed, constraints=constraints, **options)
+    return engine.add(prefix, canvas_cfg.changed(check="off"), seed=seed, constraints=constraints, **options)
 
 
 def start_tokens(tokenizer: Tokenizer) -> list[int]:

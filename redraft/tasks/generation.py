@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from redraft.config import SamplerConfig
+from redraft.config import SamplerConfig, require_int
 from redraft.constraints.budget import Budget
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.errors import PatternError, shorten
@@ -18,6 +18,7 @@ from redraft.engine import Replay
 from redraft.tokenizer.tokenizer import Message
 
 Prompt = str | Sequence[int] | Sequence[Message]  # a text to continue, its tokens, or a conversation to answer
+MAX_BEST_OF = 64
 PATTERNS = ("regex", "schema", "choices")  # options that constrain the whole answer; at most one of them is set
 
 
@@ -27,7 +28,9 @@ class GenerationOptions:
 
     max_tokens: int | None = None
     seed: int | None = None  # None: a new random seed, which the statistics report
-    temperature: float | None = None  # scales the checkpoint's temperature schedule; 1.0 leaves it unchanged
+    check: str | None = None  # "off", "checked" or "exact": whether the causal half verifies what the denoiser drafts
+    temperature: float | None = None  # of the causal half; with check "off", a factor of the checkpoint's schedule
+    best_of: int = 1  # answers that are generated; the one that the causal half finds likeliest is returned
     constraints: Constraints | None = None
     regex: str | None = None  # the whole answer matches this regular expression
     schema: Any = None  # the answer is JSON of this schema: a dictionary, or its JSON text
@@ -48,6 +51,7 @@ class GenerationOptions:
             raise PatternError(f"an answer obeys one of {', '.join(PATTERNS)}, got {' and '.join(patterns)}")
         if self.choices is not None:
             check_choices(self.choices)
+        require_int("best_of", self.best_of, 1, MAX_BEST_OF)
 
     @classmethod
     def from_keywords(cls, options: "GenerationOptions | None" = None, **keywords: Any) -> "GenerationOptions":
@@ -59,8 +63,16 @@ class GenerationOptions:
         return replace(base, **changes, sampler=sampler)
 
     def sampler_config(self, base: SamplerConfig) -> SamplerConfig:
-        """Applies temperature, max_tokens and sampler fields to a checkpoint's settings; a field given by name wins."""
-        return base.with_temperature(self.temperature).changed(max_new_tokens=self.max_tokens, **self.sampler)
+        """Applies temperature, max_tokens and sampler fields to a checkpoint's settings; a field given by name wins.
+
+        A run that is resumed or steered is not checked unless the caller insists.
+        """
+        check = "off" if self.check is None and self.replay is not None and self.replay.is_steered else self.check
+        base = base.changed(check=check)
+        settings = {"max_new_tokens": self.max_tokens, **self.sampler}
+        if base.changed(check=self.sampler.get("check")).check == "off":
+            return base.with_temperature(self.temperature).changed(**settings)
+        return base.changed(**{"temperature": self.temperature, **settings})
 
     @property
     def pattern(self) -> Pattern | None:

@@ -187,7 +187,7 @@ class Infiller:
                 prompt, canvas_cfg, constraints = self._canvas_request(context, length, max_tokens, cfg)
                 request = self.engine.add(
                     prompt,
-                    canvas_cfg,
+                    canvas_cfg.changed(check="off"),  # a check from the left does not see the text after the gap
                     seed=seed + number,
                     constraints=constraints,
                     candidates=candidates if number == middle else 0,

@@ -1,0 +1,42 @@
+"""Best of N: several answers to one prompt, of which the causal half's likeliest is returned.
+
+The measure is the mean log probability of a token, as for OpenAI's `best_of`: the sum would prefer short answers.
+"""
+
+import threading
+from collections.abc import Sequence
+
+from redraft.diffusion.generate import Finished
+from redraft.engine import Engine, Request, RequestError
+from redraft.tasks.infill import sequence_logprobs
+
+SEED_STRIDE = 1_000_003  # between the seeds of two answers to a prompt: prompts of a batch have seeds one apart
+
+
+def seeds_of(seed: int, best_of: int) -> list[int]:
+    """The seeds of the answers; the first is the seed of the answer that would be given without `best_of`."""
+    return [seed + number * SEED_STRIDE for number in range(best_of)]
+
+
+def check_memory(engine: Engine, tokens: int, best_of: int) -> None:
+    """Refuses more answers than the memory budget holds at once."""
+    fitting = engine.count_fitting(tokens)
+    if best_of > max(1, fitting):
+        raise RequestError(
+            f"best_of is {best_of}, but only {fitting} answers of this length fit the memory for KV caches at once: "
+            "lower best_of or max_tokens"
+        )
+
+
+def choose_likeliest(
+    engine: Engine, requests: Sequence[Request], ends: Sequence[Finished], stop: threading.Event | None = None
+) -> int:
+    """The number of the answer whose tokens the causal half finds likeliest on average."""
+    if len(ends) == 1:
+        return 0
+    answers = [end.ids_BT[0, : end.stats[0].new_tokens].tolist() for end in ends]
+    totals = [end.stats[0].logprob for end in ends]
+    if None in totals:  # not verified, so the causal half has not seen them yet
+        totals = list(sequence_logprobs(engine, requests[0].prompt, answers, stop))
+    means = [float(total or 0.0) / max(1, len(answer)) for total, answer in zip(totals, answers, strict=True)]
+    return means.index(max(means))
