@@ -280,7 +280,7 @@ class OwnVerifier:
             prefill(self.model, [prompt[:-1]], self.cache)
 
     def cache_all(self, state: Verification) -> KVCache:
-        """The cache with all tokens before the cursor, for drafting a whole canvas. The next round encodes the last again."""
+        """The cache with all tokens before the cursor, for drafting a whole canvas. A round encodes the last one again."""
         assert self.cache is not None
         self.model.encode(torch.tensor([[state.last]], device=self.model.device), self.cache)
         return self.cache

@@ -26,9 +26,19 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.diffusion import sampler
 from redraft.diffusion.sampler import Canvas
+from redraft.diffusion.verified import Round
 from redraft.engine.fused_layers import CacheTable, FusedLayers
 from redraft.engine.request import Request, RequestStatus, contain_failure
-from redraft.engine.runner import Runner, cache_of, canvas_ids, committed_ids, group_by_length
+from redraft.engine.round_graph import RoundBucket, RoundKey, uses_round_graph
+from redraft.engine.runner import (
+    Runner,
+    cache_of,
+    canvas_ids,
+    committed_ids,
+    count_tokens,
+    group_by_length,
+    verification_of,
+)
 from redraft.kernels.triton.sampler_step import CanvasBatch, draw_step_inputs, step_canvases_
 from redraft.kernels.triton.vocabulary import argmax_entropy_sample, compute_probs_
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -63,6 +73,8 @@ def uses_fused_sampler(request: Request) -> bool:
 class CudaGraphRunner(Runner):
     """Runs one model with the kernels of `kernels/triton`."""
 
+    max_rows = 64  # of a round: on a GPU more rows take hardly longer
+
     def __init__(self, model: DiffusionGemma, prefill_chunk: int) -> None:
         super().__init__(model, prefill_chunk)
         self.fused = FusedLayers(model)
@@ -72,6 +84,7 @@ class CudaGraphRunner(Runner):
         # Tokens that count as context but are not in the KV cache yet: they are encoded together with the next step.
         self.pending_encodes: dict[Request, Tensor] = {}
         self.launched_ahead: dict[StepBucket, list[Canvas]] = {}  # steps already launched, and the canvases they read
+        self.round_buckets: dict[RoundKey, tuple[RoundBucket, Callable[[], None]]] = {}  # with the replay of their graphs
 
     @torch.inference_mode()
     def warm_up(self, max_running: int) -> int:
@@ -203,6 +216,55 @@ class CudaGraphRunner(Runner):
             table.fill(caches)
             hidden_ND = self.fused.denoise(ids_BC, soft_BCD, table, max(len(request.context) for request in batch))
         return self.model.head(hidden_ND).unflatten(0, ids_BC.shape)
+
+    def _verify(self, batch: Sequence[Request]) -> dict[Request, int]:
+        """One round of requests with the same draft length: as a graph where it implements their picks."""
+        in_graph = [request for request in batch if uses_round_graph(verification_of(request))]
+        others = [request for request in batch if not uses_round_graph(verification_of(request))]
+        tokens = super()._verify(others) if others else {}
+        return tokens | self._verify_in_graph(in_graph) if in_graph else tokens
+
+    def _verify_in_graph(self, batch: Sequence[Request]) -> dict[Request, int]:
+        """One round in one graph, picks and drafts included."""
+        states = [verification_of(request) for request in batch]
+        works = [request.begin_round() for request in batch]
+        for request, work in zip(batch, works, strict=True):
+            self._extend_cache(request, len(work.clean))
+        key = (next_power_of_two(len(batch)), batch[0].cfg.draft_length, bucket_of(batch)[2])
+        bucket, replay = self._round_bucket(key)
+        bucket.load(states, works, [cache_of(request) for request in batch])
+        replay()
+        for request, work, (verdict, fresh) in zip(batch, works, bucket.read(states, works), strict=True):
+            request.end_round(work, verdict, fresh)
+        return dict(zip(batch, map(count_tokens, works), strict=True))
+
+    def _round_bucket(self, key: RoundKey) -> tuple[RoundBucket, Callable[[], None]]:
+        """The bucket of this key, captured when it is first used. Capturing runs a round on memory of the bucket's own."""
+        entry = self.round_buckets.pop(key, None)
+        if entry is None:
+            bucket = RoundBucket(self.fused, key)
+            entry = (bucket, capture_graph(bucket.body, self.model.device, self.graph_pool))
+        self.round_buckets[key] = entry
+        if len(self.round_buckets) > MAX_BUCKETS:
+            self.round_buckets.pop(next(iter(self.round_buckets)))
+        return entry
+
+    def joint(self, batch: Sequence[Request], works: Sequence[Round]) -> tuple[Tensor, Tensor | None]:
+        """As the reference's, with the kernels."""
+        for request, work in zip(batch, works, strict=True):
+            self._extend_cache(request, len(work.clean))
+        counts = [len(work.clean) for work in works]
+        clean_BS, canvas_BSC = self.round_inputs(batch, works)
+        table = CacheTable.empty(self.model, len(batch))
+        table.fill([cache_of(request) for request in batch], counts)
+        canvas_table = CacheTable.empty(self.model, clean_BS.numel())
+        canvas_table.behind_each_(table)
+        context = max(len(request.context) for request in batch)
+        hidden_ND, canvas_ND = self.fused.joint(clean_BS, table, canvas_BSC, canvas_table, context)
+        hidden_BSD = hidden_ND.unflatten(0, clean_BS.shape)
+        if canvas_ND is None or canvas_BSC is None:
+            return hidden_BSD, None
+        return hidden_BSD, canvas_ND.unflatten(0, canvas_BSC.shape)
 
     def _layer_bucket(self, key: BucketKey) -> "LayerBucket":
         bucket = self.layer_buckets.pop(key, None) or LayerBucket(self.fused, key, self.graph_pool)

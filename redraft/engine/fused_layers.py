@@ -77,6 +77,15 @@ class CacheTable:
         self.lengths_B.copy_(torch.tensor([*lengths, *padding], dtype=torch.int32))
         self.counts_B.copy_(torch.tensor([*stored, *padding], dtype=torch.int32))
 
+    def behind_each_(self, clean: "CacheTable") -> None:
+        """Becomes the table of canvases behind S clean tokens of each row: canvas j has j + 1 clean tokens before it."""
+        rows = clean.lengths_B.numel()
+        count = self.lengths_B.numel() // rows
+        for name in ("keys_LB", "values_LB", "sizes_LB"):
+            getattr(self, name).view(-1, rows, count).copy_(getattr(clean, name)[:, :, None])
+        offsets_S = torch.arange(1, count + 1, dtype=torch.int32, device=self.lengths_B.device)
+        self.lengths_B.view(rows, count).copy_(clean.lengths_B[:, None] + offsets_S)
+
     def past(self, layer: int) -> attention.KVLocations:
         """The rows of one layer, as its attention kernel takes them."""
         return attention.KVLocations(
@@ -129,10 +138,26 @@ class FusedLayers:
             ids_PS, encode_table = encode_buffers
             groups.append(_TokenGroup(self.model.embed(ids_PS), encode_table, True))
         x_BCD = self.model.self_conditioning(self.model.embed(canvas_BC), soft_BCD)
-        return self._run_layers([*groups, _TokenGroup(x_BCD, table, False)], context)
+        canvas_group = _TokenGroup(x_BCD, table, False)
+        return self._run_layers([*groups, canvas_group], context)[-canvas_group.count :]
+
+    def joint(
+        self, clean_BS: Tensor, table: CacheTable, canvas_BSC: Tensor | None, canvas_table: CacheTable, context: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Encodes clean tokens and denoises a canvas behind each of them, as `DiffusionGemma.joint` does.
+
+        The clean tokens are written to the KV caches. `canvas_table` has a row for each canvas, which counts the clean
+        tokens before it as cached. Returns final hidden states, normed: [N, D] of both; None without canvases.
+        """
+        clean_group = _TokenGroup(self.model.embed(clean_BS), table, True)
+        if canvas_BSC is None:
+            return self._run_layers([clean_group], context), None
+        x_NCD = self.model.self_conditioning(self.model.embed(canvas_BSC.flatten(0, 1)))
+        hidden_ND = self._run_layers([clean_group, _TokenGroup(x_NCD, canvas_table, False)], context)
+        return hidden_ND[: clean_group.count], hidden_ND[clean_group.count :]
 
     def _run_layers(self, groups: "Sequence[_TokenGroup]", context: int) -> Tensor:
-        """Final hidden states of the last group. Causal groups come first."""
+        """Final hidden states of all groups. Causal groups come first."""
         model = self.model
         eps = model.config.rms_norm_eps
         positions_N = torch.cat([group.positions_N for group in groups])
@@ -162,7 +187,7 @@ class FusedLayers:
             x_ND, normed_ND = norm.add_mlp_and_norm(
                 x_ND, mlp_ND, experts_NKD, norm_weights, scalars, causal_count, next_norms[index], eps, packs
             )
-        return normed_ND[-groups[-1].count :]
+        return normed_ND
 
     def _attention(
         self, index: int, normed_ND: Tensor | Fp8Tensor, positions_N: Tensor, groups: "Sequence[_TokenGroup]", context: int

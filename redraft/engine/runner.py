@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from redraft.diffusion import verified
-from redraft.diffusion.verified import Verification
+from redraft.diffusion.verified import Round, Verification
 from redraft.engine.batched_cache import BatchedCache
 from redraft.engine.request import Request, contain_failure
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -27,6 +27,8 @@ MAX_ROWS = 4  # in one forward of the reference: more save no time on a CPU, and
 
 class Runner:
     """Runs one model."""
+
+    max_rows = MAX_ROWS  # of a round
 
     def __init__(self, model: DiffusionGemma, prefill_chunk: int) -> None:
         self.model = model
@@ -73,8 +75,8 @@ class Runner:
         ordered = sorted(requests, key=lambda request: request.cfg.draft_length)
         for _, group in groupby(ordered, key=lambda request: request.cfg.draft_length):
             rows = list(group)
-            for begin in range(0, len(rows), MAX_ROWS):
-                batch = rows[begin : begin + MAX_ROWS]
+            for begin in range(0, len(rows), self.max_rows):
+                batch = rows[begin : begin + self.max_rows]
                 with contain_failure(*batch):
                     tokens |= self._verify(batch)
         return tokens
@@ -92,28 +94,32 @@ class Runner:
                     canvas_CD = hidden_BJCD[row, verdict.accepted, 1:]  # its first position is the token's own
                     fresh = verified.draft_tokens(self.model, state, work, verdict, canvas_CD)
                 request.end_round(work, verdict, fresh)
-        return {
-            request: len(work.clean) + len(work.after) * work.canvas_length
-            for request, work in zip(batch, works, strict=True)
-        }
+        return dict(zip(batch, map(count_tokens, works), strict=True))
 
-    def joint(self, batch: Sequence[Request], works: Sequence[verified.Round]) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [B, S, D] of the clean tokens and, with drafts, [B, S, C, D] of a canvas behind each of them.
-
-        Shorter rows are padded on the right. The caller does not use what comes of the padding.
-        """
-        device = self.model.device
+    def joint(self, batch: Sequence[Request], works: Sequence[Round]) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [B, S, D] of the clean tokens and, with drafts, [B, S, C, D] of a canvas behind each of them."""
         cache = BatchedCache([cache_of(request) for request in batch])
         counts = [len(work.clean) for work in works]
-        padded = [[*work.clean, *[0] * (max(counts) - count)] for work, count in zip(works, counts, strict=True)]
-        clean_BS = torch.tensor(padded, device=device)
-        if not works[0].after:
+        clean_BS, canvas_BSC = self.round_inputs(batch, works)
+        if canvas_BSC is None:
             return self.model.encode(clean_BS, cache, counts), None
-        canvas_BJC = torch.zeros(len(batch), max(counts), works[0].canvas_length, dtype=torch.long, device=device)
+        return self.model.joint(clean_BS, canvas_BSC, range(max(counts)), cache, counts)
+
+    def round_inputs(self, batch: Sequence[Request], works: Sequence[Round]) -> tuple[Tensor, Tensor | None]:
+        """Clean tokens ids_BS and, with drafts, canvases ids_BSC. Shorter rows are padded on the right.
+
+        The caller does not use what comes of the padding.
+        """
+        device = self.model.device
+        longest = max(len(work.clean) for work in works)
+        clean_BS = torch.tensor([[*work.clean, *[0] * (longest - len(work.clean))] for work in works], device=device)
+        if not works[0].after:
+            return clean_BS, None
+        canvas_BSC = torch.zeros(*clean_BS.shape, works[0].canvas_length, dtype=torch.long, device=device)
         for row, (request, work) in enumerate(zip(batch, works, strict=True)):
             ids_JC = verification_of(request).canvas_ids(work, self.model.config.vocab_size, device)
-            canvas_BJC[row, : len(ids_JC)] = ids_JC
-        return self.model.joint(clean_BS, canvas_BJC, range(max(counts)), cache, counts)
+            canvas_BSC[row, : len(ids_JC)] = ids_JC
+        return clean_BS, canvas_BSC
 
     def _soft_embeddings(self, batch: Sequence[Request]) -> Tensor | None:
         """Self-conditioning inputs [B, C, D]: zeros for a canvas before its first step; None when all are."""
@@ -158,3 +164,8 @@ def verification_of(request: Request) -> Verification:
     """The state of a request in checked or exact mode."""
     assert request.verification is not None
     return request.verification
+
+
+def count_tokens(work: Round) -> int:
+    """Tokens that a round runs through the model."""
+    return len(work.clean) + len(work.after) * work.canvas_length

@@ -1,10 +1,11 @@
 """DiffusionGemma: one stack of weights with two forwards.
 
 `encode` runs committed tokens causally and writes the KV cache. `denoise` runs a canvas bidirectionally and only reads the
-cache. `joint` does both in one forward, for checked and exact mode. `soft_embed` turns the logits of one denoising step into the self-conditioning input of the next. Weights have the
-names of the published checkpoints; `checkpoint/names.py` adds the prefix.
-Shapes: B rows, S tokens, C canvas positions, T cached tokens, D model size, H heads, G key-value heads, K head size,
-V vocabulary, N tokens of all rows, L tokens of a training row.
+cache. `joint` does both in one forward, for checked and exact mode. `soft_embed` turns the logits of one denoising step into
+the self-conditioning input of the next. Weights have the names of the published checkpoints; `checkpoint/names.py` adds the
+prefix.
+Shapes: B rows, S tokens, C canvas positions, J canvases, T cached tokens, D model size, H heads, G key-value heads, K head
+size, V vocabulary, N tokens of all rows, L tokens of a training row.
 """
 
 from collections.abc import Mapping, Sequence
