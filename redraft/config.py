@@ -100,7 +100,11 @@ def require_ids(name: str, value: Any, vocab_size: int = 2**31) -> tuple[int, ..
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a DiffusionGemma model. Full layers always share keys and values; every layer has experts."""
+    """The shape of a DiffusionGemma model. Full layers always share keys and values; every layer has experts.
+
+    A causal-only model (a standard Gemma 4 checkpoint) is the same stack without self-conditioning and without the
+    denoiser's layer scalars; it has no canvas, so `canvas_length` means nothing there.
+    """
 
     vocab_size: int = 262_144
     hidden_size: int = 2816
@@ -126,6 +130,7 @@ class ModelConfig:
     bos_token_id: int = 2
     eos_token_ids: tuple[int, ...] = (1, 106)
     image_token_ids: tuple[int, int, int] = (255_999, 258_880, 258_882)  # begin of image, image, end of image
+    is_causal_only: bool = False  # it has no denoiser: it only writes left to right
     draft_head_size: int = 0  # inner size of the draft head; 0: the model has none
     quant: str | None = None  # "fp8": compressed-tensors' layout, weights scaled by channel, activations by token
     vision: Mapping[str, Any] = field(default_factory=lambda: dict(SMALLEST_VISION), repr=False)  # stored, never run
@@ -138,6 +143,8 @@ class ModelConfig:
                 require_int(f.name, getattr(self, f.name), 1, LARGEST.get(f.name, 2**31 - 1))
             elif f.type is float:
                 require_number(f.name, getattr(self, f.name))
+        if self.is_causal_only and self.draft_head_size:
+            raise ConfigError(f"a causal-only model drafts nothing, but draft_head_size is {self.draft_head_size}")
         require_int("sliding_window", self.sliding_window, 2)  # a window of 1 would leave the cache of a layer empty
         if not self.layer_types or any(kind not in (SLIDING, FULL) for kind in self.layer_types):
             raise ConfigError(f"layer_types may hold {SLIDING!r} and {FULL!r}, got {show_value(self.layer_types)}")
@@ -179,8 +186,10 @@ class ModelConfig:
         """The number of weights by part. `active` counts the weights that one token uses in one forward."""
         d = self.hidden_size
         attention = 0
-        # Seven norms and two scalars per layer, q and k norms (added below), and two norms outside the layers.
-        norms = self.num_hidden_layers * (7 * d + 2) + 2 * d
+        # Seven norms and two scalars per layer, q and k norms (added below), and two norms outside the layers. A
+        # causal-only model has no scalar for the denoiser and no norm for self-conditioning.
+        halves = 1 if self.is_causal_only else 2
+        norms = self.num_hidden_layers * (7 * d + halves) + halves * d
         for layer in range(self.num_hidden_layers):
             heads, size = self.layer_heads(layer)
             kv = 2 if self.layer_types[layer] == SLIDING else 1
@@ -193,7 +202,7 @@ class ModelConfig:
             "dense MLP": 3 * d * self.intermediate_size * self.num_hidden_layers,
             "experts": expert * self.num_experts,
             "router": (d * self.num_experts + d + self.num_experts) * self.num_hidden_layers,
-            "self-conditioning": 3 * d * self.intermediate_size,
+            "self-conditioning": 0 if self.is_causal_only else 3 * d * self.intermediate_size,
             "draft head": 3 * d * self.draft_head_size,
             "norms and scalars": norms,
         }
