@@ -103,22 +103,18 @@ def parse_model_config(raw: Mapping[str, Any], source: str = CONFIG) -> ModelCon
     rope = _parse_rope(text, source)
     required = {name: _require(text, name, source) for name in REQUIRED_KEYS}
     optional = {name: text[name] for name in OPTIONAL_KEYS if text.get(name) is not None}
-    image_defaults = (("boi", 255_999), ("image", 258_880), ("eoi", 258_882))
-    begin_image, image, end_image = (_first(raw.get(f"{name}_token_id"), default) for name, default in image_defaults)
+    only_diffusion = _parse_diffusion_parts(raw, source) if architecture == ARCHITECTURE else {"is_causal_only": True}
     return ModelConfig(
         **required,
         **optional,
         **_parse_full_layer_heads(text, layer_types, source),
         **rope,
+        **only_diffusion,
         layer_types=layer_types,
-        is_causal_only=architecture != ARCHITECTURE,
         quant=_parse_quantization(raw, source),
-        canvas_length=_first(raw.get("canvas_length"), 256),
         pad_token_id=_first(text.get("pad_token_id"), 0),
         bos_token_id=_first(text.get("bos_token_id"), 2),
         eos_token_ids=require_ids("eos_token_id", _first(raw.get("eos_token_id"), text.get("eos_token_id"), 1)),
-        image_token_ids=(begin_image, image, end_image),
-        vision=_parse_vision(raw, source) if architecture == ARCHITECTURE else dict(SMALLEST_VISION),
     )
 
 
@@ -297,9 +293,15 @@ def _refuse_gemma4_variants(raw: Mapping[str, Any], text: Mapping[str, Any], sou
         raise ConfigError(f"{source}: final_logit_softcapping is None; redraft runs soft-capped logits only")
 
 
-def _parse_vision(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The settings of the vision tower, which are stored but never run."""
-    return require_object(f"{source}: vision_config", raw.get("vision_config")) or dict(SMALLEST_VISION)
+def _parse_diffusion_parts(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What a causal-only model does not have: the canvas, and the settings of images, which are stored but never run."""
+    image_defaults = (("boi", 255_999), ("image", 258_880), ("eoi", 258_882))
+    begin_image, image, end_image = (_first(raw.get(f"{name}_token_id"), default) for name, default in image_defaults)
+    return {
+        "canvas_length": _first(raw.get("canvas_length"), 256),
+        "image_token_ids": (begin_image, image, end_image),
+        "vision": require_object(f"{source}: vision_config", raw.get("vision_config")) or dict(SMALLEST_VISION),
+    }
 
 
 def _refuse_variants(text: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], source: str) -> None:
