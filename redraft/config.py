@@ -50,6 +50,7 @@ LARGEST = {
     "global_head_dim": 2**14,
     "canvas_length": 2**20,
 }
+LARGEST_DRAFT_HEAD = 2**16
 MOST_LAYERS = 10_000
 MAX_FILE_BYTES = 64 * 2**20  # of a file that is read whole; Gemma's tokenizer.json has half of it
 
@@ -100,7 +101,11 @@ def require_ids(name: str, value: Any, vocab_size: int = 2**31) -> tuple[int, ..
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a DiffusionGemma model. Full layers always share keys and values; every layer has experts."""
+    """The shape of a DiffusionGemma model. Full layers always share keys and values; every layer has experts.
+
+    A causal-only model (a standard Gemma 4 checkpoint) is the same stack without self-conditioning and without the
+    denoiser's layer scalars; it has no canvas, so `canvas_length` means nothing there.
+    """
 
     vocab_size: int = 262_144
     hidden_size: int = 2816
@@ -126,6 +131,7 @@ class ModelConfig:
     bos_token_id: int = 2
     eos_token_ids: tuple[int, ...] = (1, 106)
     image_token_ids: tuple[int, int, int] = (255_999, 258_880, 258_882)  # begin of image, image, end of image
+    is_causal_only: bool = False  # it has no denoiser: it only writes left to right
     draft_head_size: int = 0  # inner size of the draft head; 0: the model has none
     quant: str | None = None  # "fp8": compressed-tensors' layout, weights scaled by channel, activations by token
     vision: Mapping[str, Any] = field(default_factory=lambda: dict(SMALLEST_VISION), repr=False)  # stored, never run
@@ -133,11 +139,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             if f.name == "draft_head_size":
-                require_int(f.name, self.draft_head_size, 0, 2**16)
+                require_int(f.name, self.draft_head_size, 0, LARGEST_DRAFT_HEAD)
             elif f.type is int and not f.name.endswith("token_id"):
                 require_int(f.name, getattr(self, f.name), 1, LARGEST.get(f.name, 2**31 - 1))
             elif f.type is float:
                 require_number(f.name, getattr(self, f.name))
+        if self.is_causal_only and self.draft_head_size:
+            raise ConfigError(f"a causal-only model drafts nothing, but draft_head_size is {self.draft_head_size}")
         require_int("sliding_window", self.sliding_window, 2)  # a window of 1 would leave the cache of a layer empty
         if not self.layer_types or any(kind not in (SLIDING, FULL) for kind in self.layer_types):
             raise ConfigError(f"layer_types may hold {SLIDING!r} and {FULL!r}, got {show_value(self.layer_types)}")
@@ -179,8 +187,10 @@ class ModelConfig:
         """The number of weights by part. `active` counts the weights that one token uses in one forward."""
         d = self.hidden_size
         attention = 0
-        # Seven norms and two scalars per layer, q and k norms (added below), and two norms outside the layers.
-        norms = self.num_hidden_layers * (7 * d + 2) + 2 * d
+        # Seven norms and two scalars per layer, q and k norms (added below), and two norms outside the layers. A
+        # causal-only model has no scalar for the denoiser and no norm for self-conditioning.
+        halves = 1 if self.is_causal_only else 2
+        norms = self.num_hidden_layers * (7 * d + halves) + halves * d
         for layer in range(self.num_hidden_layers):
             heads, size = self.layer_heads(layer)
             kv = 2 if self.layer_types[layer] == SLIDING else 1
@@ -193,7 +203,7 @@ class ModelConfig:
             "dense MLP": 3 * d * self.intermediate_size * self.num_hidden_layers,
             "experts": expert * self.num_experts,
             "router": (d * self.num_experts + d + self.num_experts) * self.num_hidden_layers,
-            "self-conditioning": 3 * d * self.intermediate_size,
+            "self-conditioning": 0 if self.is_causal_only else 3 * d * self.intermediate_size,
             "draft head": 3 * d * self.draft_head_size,
             "norms and scalars": norms,
         }
@@ -226,6 +236,19 @@ class EngineConfig:
             require_int(name, getattr(self, name), 0)
         if self.cache_bytes is not None:
             require_int("cache_bytes", self.cache_bytes, 1, 2**63 - 1)
+
+
+def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """Token ids with the numbers added to their logits, from pairs or from a JSON object, whose keys are strings."""
+    pairs = value.items() if isinstance(value, Mapping) else value
+    message = f"logit_bias maps token ids to numbers from -100 to 100, got {show_value(value)}"
+    try:
+        bias = tuple((int(token), float(number)) for token, number in pairs)
+    except (TypeError, ValueError):
+        raise ConfigError(message) from None
+    if any(token < 0 or not -100 <= number <= 100 for token, number in bias):
+        raise ConfigError(message)
+    return bias
 
 
 CHECKS = ("off", "checked", "exact")
@@ -296,18 +319,14 @@ class SamplerConfig:
         for name in ("top_p", "min_p"):
             require_range(name, getattr(self, name), 0, 1)
         if self.top_p == 0:
-            raise ConfigError("top_p must be above 0, or no token is left, got 0")
+            raise ConfigError(f"top_p must be above 0, or no token is left, got {self.top_p!r}")
         require_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
         require_int("top_k", self.top_k, 0)
         require_int("draft_length", self.draft_length, 0, MAX_DRAFT_LENGTH)
         require_int("draft_steps", self.draft_steps, 1)
         if self.draft_token is not None:
             require_ids("draft_token", self.draft_token)
-        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias  # JSON gives an object
-        bias = tuple((require_int("a token of logit_bias", int(token), 0), float(bias)) for token, bias in pairs)
-        for _, number in bias:
-            require_range("logit_bias", number, -100, 100)
-        object.__setattr__(self, "logit_bias", bias)
+        object.__setattr__(self, "logit_bias", parse_logit_bias(self.logit_bias))
 
     @property
     def max_canvases(self) -> int:

@@ -167,7 +167,22 @@ def test_bad_model_values_are_refused_by_name(raw, words):
         {"spread": -1},
         {"spread": 2.5},
         {"eos_token_ids": (-5,)},
-        {"temperature": 1.0},
+        {"heat": "hot"},
+        {"check": "yes"},
+        {"tolerance": -1.0},
+        {"temperature": -0.5},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"top_k": -1},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {"3": 101}},
+        {"logit_bias": 5},
+        {"draft_length": 65},
+        {"draft_steps": 0},
+        {"draft_token": -1},
     ],
 )
 def test_bad_sampler_values_are_refused_by_name(change):
@@ -224,6 +239,34 @@ def test_odd_values_in_config_json_are_parsed_or_refused_but_never_crash(path):
         with suppress(ConfigError):
             config = checkpoint.parse_model_config(replaced(RELEASED, path, value))
             assert checkpoint.parse_model_config(json.loads(json.dumps(checkpoint.publish_model_config(config)))) == config
+
+
+GEMMA4 = checkpoint.publish_model_config(ModelConfig(is_causal_only=True))
+GEMMA4_GENERATION = {"do_sample": True, "temperature": 1.0, "top_k": 64, "top_p": 0.95, "min_p": 0.0} | {
+    "eos_token_id": [1, 106, 50],
+    "pad_token_id": 0,
+    "max_new_tokens": 64,
+    "repetition_penalty": 1.0,
+}
+
+
+@pytest.mark.parametrize("path", list(everywhere(GEMMA4)), ids=".".join)
+def test_odd_values_of_a_causal_only_checkpoint_are_parsed_or_refused_but_never_crash(path):
+    for value in ODD:
+        changed = replaced(GEMMA4, path, value)
+        for raw in (changed, {"model_type": "gemma4", "text_config": changed, "tie_word_embeddings": value}):
+            with suppress(ConfigError):
+                config = checkpoint.parse_model_config(raw)
+                assert (
+                    checkpoint.parse_model_config(json.loads(json.dumps(checkpoint.publish_model_config(config)))) == config
+                )
+
+
+@pytest.mark.parametrize("key", GEMMA4_GENERATION)
+def test_odd_values_in_generation_config_json_of_a_causal_only_checkpoint_never_crash(key):
+    for value in ODD:
+        with suppress(ConfigError):
+            checkpoint.parse_sampler_config(GEMMA4_GENERATION | {key: value}, ModelConfig(is_causal_only=True))
 
 
 @pytest.mark.parametrize("path", list(everywhere(GENERATION)), ids=".".join)

@@ -1,7 +1,7 @@
 """Published checkpoints in and out. A checkpoint is a folder: config.json, generation_config.json, safetensors, tokenizer.
 
 Files in reading order:
-names.py             file names, and our tensor names -> the published ones
+names.py             file names, and our tensor names -> the published ones of DiffusionGemma and Gemma 4
 published_config.py  the JSON files <-> ModelConfig and SamplerConfig
 find.py              a folder, a packaged model or a hub id -> the folder of the checkpoint
 tensors.py           the tensors of a folder, memory-mapped

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from redraft.checkpoint.manifest import verify_files
-from redraft.checkpoint.names import DECODER, ENCODER, VISION, CheckpointError, published_name, tied_name
+from redraft.checkpoint.names import DECODER, ENCODER, CheckpointError, Layout, find_layout, published_name, tied_name
 from redraft.checkpoint.published_config import read_model_config
 from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import ModelConfig
@@ -20,7 +20,6 @@ from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.model import quant
 from redraft.model.diffusion_gemma import DiffusionGemma
 
-LAYER_NAME = re.compile(re.escape(DECODER) + r"layers\.(\d{1,9})\.")
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -42,14 +41,17 @@ def _compare_sizes(config: ModelConfig, tensors: CheckpointTensors) -> None:
 
     Other differences are found later, where each tensor is fetched.
     """
-    layer_numbers = [int(match[1]) for name in tensors if (match := LAYER_NAME.match(name))]
+    layout = find_layout(tensors, is_causal_only=config.is_causal_only)
+    layer_name = re.compile(re.escape(layout.text) + r"layers\.(\d{1,9})\.")
+    layer_numbers = [int(match[1]) for name in tensors if (match := layer_name.match(name))]
     stored = {"num_hidden_layers": max(layer_numbers, default=-1) + 1}
     for name, fields in (
         ("embed_tokens.weight", ("vocab_size", "hidden_size")),
         ("layers.0.router.proj.weight", ("num_experts", "hidden_size")),
     ):
-        if published_name(name) in tensors:
-            stored |= zip(fields, tensors.shape(published_name(name)), strict=False)
+        published = published_name(name, layout)
+        if published in tensors:
+            stored |= zip(fields, tensors.shape(published), strict=False)
     for field, number in stored.items():
         if getattr(config, field) != number:
             raise CheckpointError(
@@ -85,11 +87,12 @@ def from_state_dict(
         model = quant.quantize_fp8(model) if config.quant else model
     expected = model.state_dict()
     available = set(tensors)  # asking a Mapping `name in tensors` may read the whole tensor
-    _refuse_unknown_tensors(tensors, available, {published_name(name) for name in expected})
+    layout = find_layout(available, is_causal_only=config.is_causal_only)
+    _refuse_unknown_tensors(tensors, available, {published_name(name, layout) for name in expected}, layout)
     weights: dict[str, Tensor] = {}
     for name, placeholder in expected.items():
         # First to the device, then to the precision: a conversion on the way would be computed on the host.
-        weight = _fetch(tensors, available, published_name(name), placeholder).to(device)
+        weight = _fetch(tensors, available, published_name(name, layout), placeholder).to(device)
         is_quantized = placeholder.dtype == FP8_DTYPE or quant.is_scale(name)
         model_dtype = dtype or (weights["embed_tokens.weight"].dtype if weights else weight.dtype)
         weights[name] = weight.to(placeholder.dtype if is_quantized else model_dtype)
@@ -114,15 +117,15 @@ def _fetch(tensors: Mapping[str, Tensor], available: set[str], name: str, placeh
     return tensor
 
 
-def _refuse_unknown_tensors(tensors: Mapping[str, Tensor], available: set[str], expected: set[str]) -> None:
+def _refuse_unknown_tensors(tensors: Mapping[str, Tensor], available: set[str], expected: set[str], layout: Layout) -> None:
     """Refuses tensors that the model has no place for, and duplicates that differ from the tensor they are tied to.
 
     Duplicates are compared in full, which reads both tensors once more; checkpoints saved by transformers have none.
     """
     for name in sorted(available):
-        if name in expected or name.startswith(VISION):
+        if name in expected or name.startswith(layout.skipped):
             continue
-        original = tied_name(name)
+        original = tied_name(name, layout)
         if original is None or original not in expected:
             raise CheckpointError(f"the checkpoint has a tensor that this model does not have: {name[:200]}")
         if original in available and not torch.equal(tensors[name], tensors[original]):

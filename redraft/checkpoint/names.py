@@ -1,10 +1,13 @@
 """Names: the files of a checkpoint, and one table between our tensor names and the published ones.
 
-Our names are the published ones without their prefix. Only the layer scalars exist twice, once for `denoise` (the published
-decoder) and once for `encode` (the published encoder); all other text weights of the encoder are tied to the decoder's.
+Our names are the published ones without their prefix; a Layout holds the prefixes of one kind of checkpoint. DiffusionGemma
+has the layer scalars twice, once for `denoise` (the published decoder) and once for `encode` (the published encoder); all
+other text weights of the encoder are tied to the decoder's. Standard Gemma 4 has the scalars of `encode` alone.
 """
 
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -22,20 +25,46 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be found or read. The message names the file or the tensor."""
 
 
-def published_name(ours: str) -> str:
+@dataclass(frozen=True)
+class Layout:
+    """The prefixes of the tensors of one kind of checkpoint."""
+
+    text: str  # of all text weights
+    encoder: str  # of the layer scalars of `encode`
+    skipped: tuple[str, ...]  # of weights that redraft does not run
+
+
+DIFFUSION = Layout(DECODER, ENCODER, VISION)
+GEMMA4 = Layout(  # Gemma4ForConditionalGeneration
+    "model.language_model.",
+    "model.language_model.",
+    ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+)
+GEMMA4_TEXT = Layout("model.", "model.", ())  # Gemma4ForCausalLM
+
+
+def find_layout(published_names: Iterable[str], *, is_causal_only: bool) -> Layout:
+    """The layout of a checkpoint. Both kinds of causal-only ones are told apart by their tensors."""
+    if not is_causal_only:
+        return DIFFUSION
+    return GEMMA4 if any(name.startswith(GEMMA4.text) for name in published_names) else GEMMA4_TEXT
+
+
+def published_name(ours: str, layout: Layout = DIFFUSION) -> str:
     """Our name of a tensor -> its published name."""
     if ours.endswith("encoder_layer_scalar"):
-        return ENCODER + ours.replace("encoder_layer_scalar", "layer_scalar")
-    return DECODER + ours
+        return layout.encoder + ours.replace("encoder_layer_scalar", "layer_scalar")
+    return layout.text + ours
 
 
-def tied_name(published: str) -> str | None:
+def tied_name(published: str, layout: Layout = DIFFUSION) -> str | None:
     """The tensor that a published tensor duplicates, if it may be a duplicate.
 
-    `lm_head` duplicates the embedding; the encoder's text weights, except its layer scalars, duplicate the decoder's.
+    `lm_head` duplicates the embedding; DiffusionGemma's text weights of the encoder, except its layer scalars, duplicate
+    the decoder's.
     """
     if published == "lm_head.weight":
-        return DECODER + "embed_tokens.weight"
-    if published.startswith(ENCODER) and not published.endswith("layer_scalar"):
+        return layout.text + "embed_tokens.weight"
+    if layout is DIFFUSION and published.startswith(ENCODER) and not published.endswith("layer_scalar"):
         return DECODER + published.removeprefix(ENCODER)
     return None

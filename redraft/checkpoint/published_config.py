@@ -6,6 +6,10 @@
 
 For each record there are three functions: `read_...` takes a folder, `parse_...` takes the JSON objects, `publish_...` makes
 the JSON objects. Parsing refuses every variant of the architecture that would silently change the mathematics.
+
+Standard Gemma 4 checkpoints of the same shape (a mixture of experts in every layer, no per-layer inputs) are read as
+causal-only models: Gemma4ForConditionalGeneration, whose vision and audio parts are skipped, and Gemma4ForCausalLM, whose
+config.json is flat. Causal-only models are written as Gemma4ForCausalLM.
 """
 
 import math
@@ -31,6 +35,12 @@ from redraft.config import (
 )
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+CAUSAL_ARCHITECTURE = "Gemma4ForCausalLM"
+MODEL_TYPES = {  # by architecture
+    ARCHITECTURE: "diffusion_gemma",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    CAUSAL_ARCHITECTURE: "gemma4_text",
+}
 ENTROPY_BOUND_SAMPLER = "EntropyBoundSamplerConfig"  # transformers' class name, written as `_cls_name`
 # Fields of ModelConfig that text_config has under the same name, in the order in which they are written.
 PUBLISHED_KEYS = (
@@ -44,8 +54,29 @@ REQUIRED_KEYS = (
     "num_attention_heads num_key_value_heads head_dim sliding_window max_position_embeddings"
 ).split()
 OPTIONAL_KEYS = ("rms_norm_eps", "final_logit_softcapping")
+# Settings that change the mathematics, and the values that redraft runs. None means that the key is absent.
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
+    "hidden_activation": (None, "gelu_pytorch_tanh"),
+    "use_bidirectional_attention": (None, "vision"),
+    "tie_word_embeddings": (None, True),
+    "attention_k_eq_v": (None, True),
+    "enable_moe_block": (None, True),
+}
+GEMMA4_ALLOWED = ALLOWED | {
+    "attention_k_eq_v": (True,),
+    "enable_moe_block": (True,),
+    "hidden_size_per_layer_input": (0,),
+    "num_kv_shared_layers": (None, 0),
+    "use_double_wide_mlp": (None, False),
+}
+# What transformers takes for keys that a Gemma 4 file leaves out. redraft runs none of these values.
+GEMMA4_DEFAULTS = {"hidden_size_per_layer_input": 256, "attention_k_eq_v": False, "enable_moe_block": False}
 # Fields of SamplerConfig that generation_config.json has under the same name.
 GENERATION_KEYS = ("max_new_tokens", "t_min", "t_max", "stability_threshold", "confidence_threshold", "pad_token_id")
+CAUSAL_GENERATION_KEYS = ("max_new_tokens", "pad_token_id", "repetition_penalty")
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")  # of causal-only checkpoints, used where do_sample is true
+TRANSFORMERS_TOP_K = 50
 REDRAFT_KEYS = ("canvas_length", "quota", "accept_at_end", "spread", "stops_last")
 
 
@@ -60,45 +91,53 @@ def read_model_config(folder: str | Path) -> ModelConfig:
 
 def parse_model_config(raw: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
     """Makes a ModelConfig from the content of config.json. Error messages name `source`."""
-    _refuse_other_models(raw, source)
-    text = raw.get("text_config")
+    architecture = _read_architecture(raw, source)
+    text = raw if architecture == CAUSAL_ARCHITECTURE else raw.get("text_config")
     if not isinstance(text, Mapping):
         raise ConfigError(f"{source} has no text_config")
-    _refuse_variants(text, source)
+    if architecture == ARCHITECTURE:
+        _refuse_variants(text, ALLOWED, source)
+    else:
+        _refuse_gemma4_variants(raw, text, source)
     layer_types = _parse_layer_types(text, source)
     rope = _parse_rope(text, source)
     required = {name: _require(text, name, source) for name in REQUIRED_KEYS}
     optional = {name: text[name] for name in OPTIONAL_KEYS if text.get(name) is not None}
-    image_defaults = (("boi", 255_999), ("image", 258_880), ("eoi", 258_882))
-    begin_image, image, end_image = (_first(raw.get(f"{name}_token_id"), default) for name, default in image_defaults)
+    only_diffusion = _parse_diffusion_parts(raw, source) if architecture == ARCHITECTURE else {"is_causal_only": True}
     return ModelConfig(
         **required,
         **optional,
         **_parse_full_layer_heads(text, layer_types, source),
         **rope,
+        **only_diffusion,
         layer_types=layer_types,
         quant=_parse_quantization(raw, source),
-        canvas_length=_first(raw.get("canvas_length"), 256),
         pad_token_id=_first(text.get("pad_token_id"), 0),
         bos_token_id=_first(text.get("bos_token_id"), 2),
         eos_token_ids=require_ids("eos_token_id", _first(raw.get("eos_token_id"), text.get("eos_token_id"), 1)),
-        image_token_ids=(begin_image, image, end_image),
-        vision=require_object(f"{source}: vision_config", raw.get("vision_config")) or dict(SMALLEST_VISION),
     )
 
 
 def publish_model_config(config: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
     """Makes the content of config.json, in the keys of the released file. The caller adds `quantization_config`."""
-    full_rope = {
-        "rope_type": "proportional",
-        "rope_theta": config.global_rope_theta,
-        "partial_rotary_factor": config.global_rotary_fraction,
-    }
-    sliding_rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    text = _publish_text_config(config, dtype)
+    if config.is_causal_only:
+        return {
+            "architectures": [CAUSAL_ARCHITECTURE],
+            "model_type": MODEL_TYPES[CAUSAL_ARCHITECTURE],
+            **text,
+            "eos_token_id": list(config.eos_token_ids),
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": config.vocab_size,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+        }
     begin_image, image, end_image = config.image_token_ids
     return {
         "architectures": [ARCHITECTURE],
-        "model_type": "diffusion_gemma",
+        "model_type": MODEL_TYPES[ARCHITECTURE],
         "canvas_length": config.canvas_length,
         "boi_token_id": begin_image,
         "image_token_id": image,
@@ -106,19 +145,29 @@ def publish_model_config(config: ModelConfig, dtype: str = "bfloat16") -> dict[s
         "eos_token_id": list(config.eos_token_ids),
         "tie_word_embeddings": True,
         "dtype": dtype,
-        "text_config": {
-            "model_type": "diffusion_gemma_text",
-            **{name: getattr(config, name) for name in PUBLISHED_KEYS},
-            "eos_token_id": config.eos_token_ids[0],
-            "layer_types": list(config.layer_types),
-            "rope_parameters": {FULL: full_rope, SLIDING: sliding_rope},
-            "hidden_activation": "gelu_pytorch_tanh",
-            "use_bidirectional_attention": "vision",
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "dtype": dtype,
-        },
+        "text_config": {"model_type": "diffusion_gemma_text", **text},
         "vision_config": dict(config.vision),
+    }
+
+
+def _publish_text_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The text settings that all architectures share."""
+    full_rope = {
+        "rope_type": "proportional",
+        "rope_theta": config.global_rope_theta,
+        "partial_rotary_factor": config.global_rotary_fraction,
+    }
+    sliding_rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    return {
+        **{name: getattr(config, name) for name in PUBLISHED_KEYS},
+        "eos_token_id": config.eos_token_ids[0],
+        "layer_types": list(config.layer_types),
+        "rope_parameters": {FULL: full_rope, SLIDING: sliding_rope},
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": "vision",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "dtype": dtype,
     }
 
 
@@ -141,6 +190,15 @@ def parse_sampler_config(
 
     A missing setting has the value of the released checkpoint; canvas length and special tokens default to the model's.
     """
+    settings = _parse_causal_settings(generation) if model.is_causal_only else _parse_diffusion_settings(generation)
+    settings.setdefault("pad_token_id", model.pad_token_id)
+    eos_token_ids = require_ids("eos_token_id", _first(generation.get("eos_token_id"), model.eos_token_ids))
+    config = SamplerConfig(canvas_length=model.canvas_length, eos_token_ids=eos_token_ids, **settings)
+    return config.changed(**require_object(f"{REDRAFT_CONFIG}: sampler", (ours or {}).get("sampler")))
+
+
+def _parse_diffusion_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a DiffusionGemma checkpoint."""
     settings = {name: generation[name] for name in GENERATION_KEYS if generation.get(name) is not None}
     if generation.get("max_denoising_steps") is not None:
         settings["max_steps"] = generation["max_denoising_steps"]
@@ -152,14 +210,37 @@ def parse_sampler_config(
         )
     if "entropy_bound" in sampler:
         settings["entropy_bound"] = sampler["entropy_bound"]
-    settings.setdefault("pad_token_id", model.pad_token_id)
-    eos_token_ids = require_ids("eos_token_id", _first(generation.get("eos_token_id"), model.eos_token_ids))
-    config = SamplerConfig(canvas_length=model.canvas_length, eos_token_ids=eos_token_ids, **settings)
-    return config.changed(**require_object(f"{REDRAFT_CONFIG}: sampler", (ours or {}).get("sampler")))
+    return settings
 
 
-def publish_sampler_config(config: SamplerConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parse_causal_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a causal-only checkpoint: autoregressive, sampled as transformers' `generate` would.
+
+    The file samples if `do_sample` is true, and is greedy if it is false or absent: temperature 0, whatever temperature the
+    file gives. Where a file samples without naming top_k, transformers takes 50. (Gemma 4's released files say do_sample,
+    temperature 1, top_k 64, top_p 0.95.)
+    """
+    settings = {name: generation[name] for name in CAUSAL_GENERATION_KEYS if generation.get(name) is not None}
+    settings |= {"check": "exact", "draft_length": 0}
+    if generation.get("do_sample") is not True:
+        return settings | {"temperature": 0.0}
+    sampling = {name: generation[name] for name in SAMPLING_KEYS if generation.get(name) is not None}
+    return settings | {"top_k": TRANSFORMERS_TOP_K} | sampling
+
+
+def _publish_causal_settings(config: SamplerConfig) -> dict[str, Any]:
+    """The inverse of `_parse_causal_settings`. A greedy file does not name top_k and the like, which mean nothing there."""
+    generation = {name: getattr(config, name) for name in CAUSAL_GENERATION_KEYS}
+    generation |= {"do_sample": config.temperature > 0, "eos_token_id": list(config.eos_token_ids)}
+    if config.temperature > 0:
+        generation |= {name: getattr(config, name) for name in SAMPLING_KEYS}
+    return generation
+
+
+def publish_sampler_config(config: SamplerConfig, *, is_causal_only: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Makes the contents of generation_config.json, which transformers reads, and of redraft.json, which only we read."""
+    if is_causal_only:
+        return _publish_causal_settings(config), {"sampler": {}}
     generation = {
         "max_new_tokens": config.max_new_tokens,
         "max_denoising_steps": config.max_steps,
@@ -189,24 +270,42 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _refuse_other_models(raw: Mapping[str, Any], source: str) -> None:
+def _read_architecture(raw: Mapping[str, Any], source: str) -> str:
+    """The architecture that a file describes, by its model type or by name. Others than ours are refused."""
     architectures = raw.get("architectures") or []
     architectures = architectures if isinstance(architectures, list) else [architectures]
-    if raw.get("model_type") != "diffusion_gemma" and ARCHITECTURE not in architectures:
-        described = architectures[0] if architectures else raw.get("model_type", "nothing")
-        raise ConfigError(f"{source} describes {show_value(described)}; redraft runs {ARCHITECTURE!r}")
+    model_type = raw.get("model_type")
+    for architecture, its_type in MODEL_TYPES.items():
+        if model_type == its_type:
+            return architecture
+    for architecture in MODEL_TYPES:
+        if architecture in architectures:
+            return architecture
+    described = architectures[0] if architectures else raw.get("model_type", "nothing")
+    raise ConfigError(f"{source} describes {show_value(described)}; redraft runs {', '.join(MODEL_TYPES)}")
 
 
-def _refuse_variants(text: Mapping[str, Any], source: str) -> None:
-    """Refuses settings that would silently change the mathematics."""
-    allowed = {  # None means that the key is absent
-        "attention_bias": (None, False),
-        "hidden_activation": (None, "gelu_pytorch_tanh"),
-        "use_bidirectional_attention": (None, "vision"),
-        "tie_word_embeddings": (None, True),
-        "attention_k_eq_v": (None, True),
-        "enable_moe_block": (None, True),
+def _refuse_gemma4_variants(raw: Mapping[str, Any], text: Mapping[str, Any], source: str) -> None:
+    """Refuses standard Gemma 4 models of another shape than 26B-A4B, such as the small ones with per-layer inputs."""
+    is_tied = _first(raw.get("tie_word_embeddings"), text.get("tie_word_embeddings"), True)  # the outer config decides
+    _refuse_variants({**GEMMA4_DEFAULTS, **text, "tie_word_embeddings": is_tied}, GEMMA4_ALLOWED, source)
+    if text.get("final_logit_softcapping") is None:
+        raise ConfigError(f"{source}: final_logit_softcapping is None; redraft runs soft-capped logits only")
+
+
+def _parse_diffusion_parts(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What a causal-only model does not have: the canvas, and the settings of images, which are stored but never run."""
+    image_defaults = (("boi", 255_999), ("image", 258_880), ("eoi", 258_882))
+    begin_image, image, end_image = (_first(raw.get(f"{name}_token_id"), default) for name, default in image_defaults)
+    return {
+        "canvas_length": _first(raw.get("canvas_length"), 256),
+        "image_token_ids": (begin_image, image, end_image),
+        "vision": require_object(f"{source}: vision_config", raw.get("vision_config")) or dict(SMALLEST_VISION),
     }
+
+
+def _refuse_variants(text: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], source: str) -> None:
+    """Refuses settings that would silently change the mathematics."""
     for name, values in allowed.items():
         if text.get(name) not in values:
             raise ConfigError(f"{source}: {name} is {show_value(text[name])}; redraft runs {values[-1]!r} only")

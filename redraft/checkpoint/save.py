@@ -11,7 +11,17 @@ from torch import Tensor
 
 from redraft.checkpoint.atomic_folder import replace_folder
 from redraft.checkpoint.manifest import FILES, describe_files, verify_files
-from redraft.checkpoint.names import CONFIG, GENERATION_CONFIG, INDEX, REDRAFT_CONFIG, VISION, WEIGHTS, published_name
+from redraft.checkpoint.names import (
+    CONFIG,
+    DIFFUSION,
+    GEMMA4_TEXT,
+    GENERATION_CONFIG,
+    INDEX,
+    REDRAFT_CONFIG,
+    VISION,
+    WEIGHTS,
+    published_name,
+)
 from redraft.checkpoint.published_config import (
     parse_sampler_config,
     publish_model_config,
@@ -40,12 +50,16 @@ def save(
     """Writes a checkpoint that transformers loads. A folder that holds one already is replaced with `force` only.
 
     Vision weights are copied from the checkpoint `vision_from`, which may be the folder that is replaced; without it, an
-    empty vision tower is written. A killed save leaves the old folder or the new one.
+    empty vision tower is written. A causal-only model becomes a Gemma4ForCausalLM, which has no vision weights. A killed
+    save leaves the old folder or the new one.
     """
+    if model.config.is_causal_only and vision_from is not None:
+        raise ValueError("a causal-only model is saved as Gemma4ForCausalLM, without vision weights: leave out vision_from")
     with replace_folder(folder, force=force) as part:
         config, tensors = _publish(model, vision_from)
         _write_weights(tensors, part, shard_bytes)
-        generation, ours = publish_sampler_config(sampler or parse_sampler_config({}, model.config))
+        sampler = sampler or parse_sampler_config({}, model.config)
+        generation, ours = publish_sampler_config(sampler, is_causal_only=model.config.is_causal_only)
         _write_json(part / CONFIG, config)
         _write_json(part / GENERATION_CONFIG, generation)
         if tokenizer is not None:
@@ -56,11 +70,14 @@ def save(
 
 def _publish(model: DiffusionGemma, vision_from: str | Path | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The content of config.json, and the tensors by their published names."""
-    tensors = {published_name(name): tensor for name, tensor in model.state_dict().items()}
+    layout = GEMMA4_TEXT if model.config.is_causal_only else DIFFUSION
+    tensors = {published_name(name, layout): tensor for name, tensor in model.state_dict().items()}
     tensors = quant.split_experts(tensors) if model.config.quant else tensors
     config = publish_model_config(model.config, str(model.dtype).removeprefix("torch."))
     if model.config.quant:
-        config["quantization_config"] = quant.quantization_config(model.config.num_hidden_layers)
+        config["quantization_config"] = quant.quantization_config(model.config)
+    if model.config.is_causal_only:
+        return config, tensors
     if vision_from is None:
         config["vision_config"] = dict(SMALLEST_VISION)
         return config, tensors | _smallest_vision(model.config.hidden_size, model.dtype)

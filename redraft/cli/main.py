@@ -269,6 +269,7 @@ def _shape_table(config: ModelConfig) -> Table:
     table = Table("configuration", "", box=None, pad_edge=False)
     sliding = sum(kind == "sliding_attention" for kind in config.layer_types)
     rows = {
+        "kind": "causal-only (standard Gemma 4): writes left to right" if config.is_causal_only else "diffusion",
         "vocabulary": f"{config.vocab_size:,}",
         "model size": f"{config.hidden_size:,}",
         "layers": f"{config.num_hidden_layers} ({sliding} with a window of {config.sliding_window:,}, the rest full)",
@@ -276,14 +277,14 @@ def _shape_table(config: ModelConfig) -> Table:
         f"in full layers {config.num_global_key_value_heads} x {config.global_head_dim}",
         "experts": f"{config.num_experts} of {config.moe_intermediate_size:,}, {config.top_k_experts} at a time; "
         f"dense {config.intermediate_size:,}",
-        "canvas": f"{config.canvas_length:,} tokens",
+        "canvas": "none" if config.is_causal_only else f"{config.canvas_length:,} tokens",
         "context": f"{config.max_position_embeddings:,} tokens",
         "parameters": f"{_si(counts['total'])}, {_si(counts['active'])} active",
     }
     for name, value in rows.items():
         table.add_row(name, value)
     for name, count in counts.items():
-        if name not in ("total", "active"):
+        if count and name not in ("total", "active"):
             table.add_row(f"  {name}", _si(count))
     return table
 

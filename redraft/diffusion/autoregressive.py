@@ -1,5 +1,6 @@
-"""Autoregressive generation with the same weights: one token after another, each from a causal forward. For comparison.
+"""Autoregressive generation: one token after another, each from a causal forward. The definition that exact mode must equal.
 
+The engine runs it as exact mode without drafts, in batches and faster.
 Shapes: one row, S tokens, V vocabulary, D model size.
 """
 
@@ -7,11 +8,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from redraft.diffusion import rng
-from redraft.kernels import argmax_entropy_sample
+from redraft.config import SamplerConfig
+from redraft.constraints.constraints import Constraints
+from redraft.constraints.next_token import NextToken
+from redraft.diffusion import pick, rng
 from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.kv_cache import KVCache
 
 
 @torch.inference_mode()
@@ -19,19 +21,17 @@ def generate_autoregressive(
     model: DiffusionGemma,
     ids: Sequence[int],
     max_tokens: int,
+    cfg: SamplerConfig | None = None,
     *,
-    temperature: float = 0.0,
     seed: int = 0,
-    cache: KVCache | None = None,
-    cached: int = 0,
+    constraints: Constraints | None = None,
 ) -> Iterator[int]:
     """Yields at most `max_tokens` tokens after the prompt `ids`; a stop token ends it and is yielded too.
 
-    Temperature 0 takes the argmax; above that, tokens are sampled. A prompt that does not fit the context together with
-    `max_tokens` loses its beginning. `cache` is a KV cache for prompt and tokens that holds the first
-    `cached` tokens of the prompt; without it, one is made.
+    Without `cfg` it takes the argmax. A prompt that does not fit the context together with `max_tokens` loses its beginning.
     """
     context = model.config.max_position_embeddings
+    cfg = cfg or SamplerConfig(temperature=0.0, eos_token_ids=model.config.eos_token_ids)
     if max_tokens >= context:
         raise ValueError(
             f"max_tokens is {max_tokens}, but the model's context of {context} tokens must also hold the prompt: "
@@ -40,19 +40,23 @@ def generate_autoregressive(
     if not ids:
         raise ValueError("a prompt needs at least one token")
     ids = ids[-(context - max_tokens) :]
-    cache = cache if cache is not None else model.new_cache(1, len(ids) + max_tokens, rewind=0)
-    draws = rng.draws([seed], 0, model.device)
-    hidden_1SD = model.encode(torch.tensor([ids[cached:]], device=model.device), cache)
-    for step in range(max_tokens):
+    constraints = constraints or Constraints()
+    next_token = NextToken(constraints, max_tokens, cfg.eos_token_ids, model.config.vocab_size)
+    state = constraints.initial_state
+    seed_1 = torch.tensor([rng.wrap_seed(seed)], device=model.device)
+    seen_1V = torch.zeros(1, model.config.vocab_size, dtype=torch.bool, device=model.device)
+    seen_1V[:, list(ids)] = True
+    cache = model.new_cache(1, len(ids) + max_tokens, rewind=0)
+    hidden_1SD = model.encode(torch.tensor([ids], device=model.device), cache)
+    for position in range(max_tokens):
         if model.device.type == "cpu":
             adapt_threads()
-        logits_11V = model.head(hidden_1SD[:, -1:])
-        if temperature:
-            token_11 = argmax_entropy_sample(logits_11V / temperature, draws.uniform(step, 1)).sampled_BC
-        else:
-            token_11 = logits_11V.argmax(dim=-1)
-        token = int(token_11)
+        logits_1V = pick.adjust_logits(model.head(hidden_1SD[0, -1:]), cfg, seen_1V)
+        logits_1V = next_token.mask_logits(logits_1V, position, state, ())
+        token = int(pick.pick_tokens(logits_1V, cfg, seed_1, torch.tensor([position], device=model.device)))
         yield token
-        if token in model.config.eos_token_ids:
+        if token in cfg.eos_token_ids:
             return
+        state = next_token.advance(state, token) or 0
+        seen_1V[:, token] = True
         hidden_1SD = model.encode(torch.tensor([[token]], device=model.device), cache)

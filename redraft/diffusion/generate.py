@@ -224,6 +224,8 @@ def check_inputs(
 ) -> None:
     """Refuses inputs that cannot be generated from, before anything is computed."""
     config = model.config
+    if cfg.check == "off":
+        model.require_denoiser("generation without a check (check=off)")
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
     if not len(prompts) == len(seeds) == len(constraints):

@@ -1,11 +1,13 @@
 """Errors of the engine: the user's mistakes and the engine's own faults are different types.
 
-A server answers a RequestError (or a PatternError of the constraints) with 400 and an EngineError with 500.
+A server answers a RequestError (or a PatternError of the constraints, or a CausalOnlyError of the model) with 400 and an
+EngineError with 500.
 """
 
 from dataclasses import dataclass
 
 from redraft.constraints.errors import PatternError
+from redraft.model.diffusion_gemma import CausalOnlyError
 
 
 class RequestError(ValueError):
@@ -27,7 +29,7 @@ class Stopped(RuntimeError):
         super().__init__("this request was stopped: the client has left, or a newer request has taken its place")
 
 
-USER_ERRORS = (RequestError, PatternError)
+USER_ERRORS = (RequestError, PatternError, CausalOnlyError)
 
 
 @dataclass(frozen=True)

@@ -182,10 +182,9 @@ class FusedLayers:
                 layer.post_feedforward_layernorm_2.weight,
                 layer.post_feedforward_layernorm.weight,
             )
-            scalars = (layer.encoder_layer_scalar, layer.layer_scalar)
             packs = self.packs_activations and layer is not model.layers[-1]
             x_ND, normed_ND = norm.add_mlp_and_norm(
-                x_ND, mlp_ND, experts_NKD, norm_weights, scalars, causal_count, next_norms[index], eps, packs
+                x_ND, mlp_ND, experts_NKD, norm_weights, layer.scalars, causal_count, next_norms[index], eps, packs
             )
         return normed_ND
 

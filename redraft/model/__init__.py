@@ -1,5 +1,7 @@
 """The network: a Gemma 4 backbone with two forwards, `encode` (causal, writes the KV cache) and `denoise` (bidirectional).
 
+A causal-only model, such as a standard Gemma 4 checkpoint, has `encode` only.
+
 Files in reading order:
 diffusion_gemma.py  DiffusionGemma: layers, encode, denoise, soft_embed, forward_train
 moe.py              router and experts

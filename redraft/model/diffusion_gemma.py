@@ -3,7 +3,7 @@
 `encode` runs committed tokens causally and writes the KV cache. `denoise` runs a canvas bidirectionally and only reads the
 cache. `joint` does both in one forward, for checked and exact mode. `soft_embed` turns the logits of one denoising step into
 the self-conditioning input of the next. Weights have the names of the published checkpoints; `checkpoint/names.py` adds the
-prefix.
+prefix. A causal-only model (a standard Gemma 4 checkpoint, which has the same backbone) has `encode` and `head` only.
 Shapes: B rows, S tokens, C canvas positions, J canvases, T cached tokens, D model size, H heads, G key-value heads, K head
 size, V vocabulary, N tokens of all rows, L tokens of a training row.
 """
@@ -24,6 +24,10 @@ from redraft.model.moe import Experts, Router, Routing
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines
 Mask: TypeAlias = Tensor | BlockMask | None
+
+
+class CausalOnlyError(ValueError):
+    """The user asked a causal-only model for something that needs a denoiser."""
 
 
 class RMSNorm(nn.Module):
@@ -121,7 +125,7 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Attention, then dense MLP and experts in parallel, then a learned scalar: one for `encode`, one for `denoise`."""
 
-    layer_scalar: Tensor
+    layer_scalar: Tensor  # of `denoise`; a causal-only model does not have it
     encoder_layer_scalar: Tensor
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -139,8 +143,14 @@ class Layer(nn.Module):
         self.pre_feedforward_layernorm_2 = RMSNorm(size, eps)
         self.post_feedforward_layernorm_1 = RMSNorm(size, eps)
         self.post_feedforward_layernorm_2 = RMSNorm(size, eps)
-        self.register_buffer("layer_scalar", torch.ones(1))
+        if not config.is_causal_only:
+            self.register_buffer("layer_scalar", torch.ones(1))
         self.register_buffer("encoder_layer_scalar", torch.ones(1))
+
+    @property
+    def scalars(self) -> tuple[Tensor, Tensor]:
+        """The scalars of `encode` and `denoise`. A causal-only layer repeats its only one, for kernels that take two."""
+        return self.encoder_layer_scalar, getattr(self, "layer_scalar", self.encoder_layer_scalar)
 
     def forward(
         self, x_BSD: Tensor, rope: Rope, mask: Mask, past: tuple[Tensor, Tensor], scalar: Tensor
@@ -158,7 +168,12 @@ class Layer(nn.Module):
 
 
 class DiffusionGemma(nn.Module):
-    """The model. Generation calls `encode`, `denoise` and `soft_embed`; training calls `forward_train`."""
+    """The model. Generation calls `encode`, `denoise` and `soft_embed`; training calls `forward_train`.
+
+    Of these, a causal-only model has `encode` alone; the others raise RuntimeError.
+    """
+
+    self_conditioning: SelfConditioning  # a causal-only model does not have it
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -169,7 +184,8 @@ class DiffusionGemma(nn.Module):
         layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
         self.layers = cast(Sequence[Layer], layers)  # for the type checker, which takes a ModuleList for any modules
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_conditioning = SelfConditioning(config)
+        if not config.is_causal_only:
+            self.self_conditioning = SelfConditioning(config)
         self.draft_head = DraftHead(config) if config.draft_head_size else None
 
     @property
@@ -181,6 +197,17 @@ class DiffusionGemma(nn.Module):
     def dtype(self) -> torch.dtype:
         """The precision of the weights and of the residual stream."""
         return self.embed_tokens.weight.dtype
+
+    def require_denoiser(self, what: str) -> None:
+        """Raises CausalOnlyError, which speaks to the user, if the model has no denoiser. `what` names what needs one."""
+        if self.config.is_causal_only:
+            raise CausalOnlyError(
+                f"{what} needs a diffusion model; this one is causal-only (a standard Gemma 4): it writes left to right"
+            )
+
+    def _assert_denoiser(self, method: str) -> None:
+        if self.config.is_causal_only:
+            raise RuntimeError(f"{method}() was called on a causal-only model; the caller must call require_denoiser first")
 
     def new_cache(self, rows: int, capacity: int, rewind: int | None = None) -> KVCache:
         """Allocates an empty cache for this model."""
@@ -212,6 +239,7 @@ class DiffusionGemma(nn.Module):
 
         Returns logits [B, C, V] for all canvas positions at once, float32 and soft-capped.
         """
+        self._assert_denoiser("denoise")
         length = canvas_BC.shape[1]
         ropes = self.rope_tables(cache.next_positions(length))
         mask_of: dict[str, Tensor | None] = {SLIDING: None, FULL: None}
@@ -275,6 +303,7 @@ class DiffusionGemma(nn.Module):
         `mask_of` is `masks.training` by layer type. With it the noisy half equals `denoise` after a cache of the clean text
         before each canvas, and the clean half equals `encode`.
         """
+        self._assert_denoiser("forward_train")
         length = noisy_BL.shape[1]
         ropes = self.rope_tables(positions_BL.repeat(1, 2))
         x_BSD = torch.cat([self.self_conditioning(self.embed(noisy_BL), soft_BLD), self.embed(clean_BL)], dim=1)
@@ -291,6 +320,7 @@ class DiffusionGemma(nn.Module):
 
     def soft_embed(self, logits_BCV: Tensor) -> Tensor:
         """The expected embedding [B, C, D] under softmax(logits): the self-conditioning input of the next step."""
+        self._assert_denoiser("soft_embed")
         # Logits are rounded to the weights' precision first, as in transformers: in bf16 the rounding is part of the model.
         return soft_embed(logits_BCV.to(self.dtype), self.embed_tokens.weight) * self.embed_scale
 

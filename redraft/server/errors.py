@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from redraft.config import ConfigError
 from redraft.constraints.regex_dfa import PatternError
 from redraft.engine import RequestError, Stopped
+from redraft.model.diffusion_gemma import CausalOnlyError
 from redraft.tasks.sudoku.board import BoardError
 from redraft.tokenizer.tokenizer import TokenizerError
 
@@ -63,7 +64,7 @@ class ClientDisconnected(RuntimeError):
     """The client closed its connection."""
 
 
-BAD_REQUESTS = (BadRequestError, PatternError, ConfigError, TokenizerError, BoardError, RequestError)
+BAD_REQUESTS = (BadRequestError, PatternError, ConfigError, TokenizerError, BoardError, RequestError, CausalOnlyError)
 STATUS_CODES: dict[type[Exception], int] = {
     **dict.fromkeys(BAD_REQUESTS, 400),
     Stopped: 409,

@@ -202,6 +202,7 @@ def suggest(
     engine: Engine, tokenizer: Tokenizer, text: str, cfg: SamplerConfig, *, least: float, most: int
 ) -> list[Suggestion]:
     """Tokens for which another is at least `least` times as likely, each with at most `most` alternatives."""
+    engine.model.require_denoiser("suggest")
     if not least >= 1 or most < 1:
         raise RequestError(f"least and most must be at least 1, got {least} and {most}")
     tokens = TokenizedText(tokenizer, text, engine.model.config.max_position_embeddings)
@@ -306,6 +307,7 @@ def stream_redraft(
     Tokens at `keep_positions` stay, the tokens `forbidden` are never generated. Canvases in the `replay` are taken as they
     are. An intervention on an earlier canvas constrains the later ones too.
     """
+    engine.model.require_denoiser("edit")
     check_strength(strength)
     check_context(engine.model, len(prompt), len(ids))
     replay = replay or Replay()

@@ -231,6 +231,7 @@ class Infiller:
 
     def _check_lengths(self, template: Template) -> None:
         """Refuses gaps that do not fit the context, before any list of that length is built."""
+        self.engine.model.require_denoiser("infill")
         limit = self.engine.model.config.max_position_embeddings
         if len(template.lengths) > MAX_GAPS:
             raise RequestError(f"the text has {len(template.lengths):,} gaps, at most {MAX_GAPS} are filled at once")

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,36 @@ class Tokenizer:
             return chat_template.render_own(source, variables)
         except chat_template.TemplateError as error:
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
+
+
+def check_same_vocabulary(
+    first: Tokenizer, second: Tokenizer, first_name: str = "the first model", second_name: str = "the second model"
+) -> None:
+    """Raises TokenizerError unless every id is the same token in both: the same bytes, or the same special token.
+
+    An id above the largest one of a tokenizer has no token there. The message names the first id that differs.
+    """
+    meanings = []
+    for tokenizer, name in ((first, first_name), (second, second_name)):
+        try:
+            token_bytes = tokenizer.token_bytes
+        except TokenizerError:
+            raise TokenizerError(
+                f"the vocabulary of {name} cannot be compared: its tokens are not the bytes of a text"
+            ) from None
+        meanings.append([tokenizer.special_tokens.get(token, text) for token, text in enumerate(token_bytes)])
+    for token, (own, other) in enumerate(zip_longest(*meanings)):
+        if own != other:
+            raise TokenizerError(
+                f"{first_name} and {second_name} have different vocabularies, so one cannot verify the other's tokens: "
+                f"id {token} is {_describe_token(own)} in {first_name} and {_describe_token(other)} in {second_name}"
+            )
+
+
+def _describe_token(meaning: str | bytes | None) -> str:
+    if meaning is None:
+        return "no token"
+    return f"the special token {show_value(meaning)}" if isinstance(meaning, str) else show_value(meaning)
 
 
 def _map_characters_to_bytes() -> dict[str, int]:

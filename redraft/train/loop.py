@@ -116,7 +116,9 @@ def _sample_texts(cfg: DataConfig) -> Iterator[str]:
 def build_model(cfg: TrainConfig) -> DiffusionGemma:
     """Loads the initial checkpoint, or initializes random weights."""
     if cfg.init:
-        return checkpoint.load_model(cfg.init, dtype=torch.float32).requires_grad_(True)
+        model = checkpoint.load_model(cfg.init, dtype=torch.float32)
+        model.require_denoiser("training")
+        return model.requires_grad_(True)
     return init_model(cfg.model, cfg.seed)
 
 

@@ -9,8 +9,9 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Vocabulary
+from tokenizers import models
 
-from redraft.tokenizer.tokenizer import Decoder, Tokenizer, TokenizerError
+from redraft.tokenizer.tokenizer import Decoder, Tokenizer, TokenizerError, check_same_vocabulary
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GEMMA = Tokenizer(Vocabulary.from_file(str(GOLDEN / "gemma4_part.json")))
@@ -223,3 +224,56 @@ def test_any_ids_decode_piece_by_piece_as_at_once(ids):
 def test_decoding_a_fragment_keeps_a_leading_space():
     ids = GEMMA.encode("Hello world")
     assert [GEMMA.decode_fragment([i]) for i in ids] == ["Hello", " world"]
+
+
+def test_equal_vocabularies_are_accepted(tmp_path):
+    BYTES.save(tmp_path)
+    check_same_vocabulary(BYTES, Tokenizer.from_folder(tmp_path))
+    check_same_vocabulary(GEMMA, GEMMA)
+
+
+@pytest.mark.parametrize(
+    ("special_tokens", "difference"),
+    [
+        (
+            ["<pad>", "<end>", *tiny.SPECIAL_TOKENS[2:]],
+            "id 1 is the special token '<eos>' in the drafter and the special token",
+        ),
+        (
+            tiny.SPECIAL_TOKENS[:-1],
+            f"id {len(tiny.SPECIAL_TOKENS) - 1} is the special token '<|\"|>' in the drafter and b'!' in",
+        ),
+        (
+            [*tiny.SPECIAL_TOKENS, "<more>"],
+            f"id {len(tiny.SPECIAL_TOKENS)} is b'!' in the drafter and the special token '<more>'",
+        ),
+    ],
+)
+def test_another_vocabulary_is_refused_by_its_first_differing_id(special_tokens, difference):
+    with pytest.raises(TokenizerError) as caught:
+        check_same_vocabulary(BYTES, Tokenizer.byte_level(special_tokens), "the drafter", "the verifier")
+    assert str(caught.value).startswith("the drafter and the verifier have different vocabularies, so one cannot verify")
+    assert difference in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_longer_vocabulary_is_refused():
+    longer = tiny.byte_tokenizer()
+    longer.vocabulary.add_tokens(["more"])
+    with pytest.raises(TokenizerError, match=rf"id {tiny.VOCAB} is no token in A and b'more' in B$"):
+        check_same_vocabulary(BYTES, longer, "A", "B")
+
+
+def test_a_special_token_differs_from_the_same_text():
+    plain = Tokenizer.byte_level(tiny.SPECIAL_TOKENS)
+    special = Tokenizer.byte_level(tiny.SPECIAL_TOKENS)
+    plain.vocabulary.add_tokens(["<x>"])
+    special.vocabulary.add_special_tokens(["<x>"])
+    with pytest.raises(TokenizerError, match=rf"id {tiny.VOCAB} is b'<x>' in A and the special token '<x>' in B$"):
+        check_same_vocabulary(plain, special, "A", "B")
+
+
+def test_a_vocabulary_that_is_not_bytes_is_refused():
+    words = Tokenizer(Vocabulary(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
+    with pytest.raises(TokenizerError, match="the vocabulary of B cannot be compared"):
+        check_same_vocabulary(BYTES, words, "A", "B")

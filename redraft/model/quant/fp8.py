@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from redraft.config import ModelConfig
 from redraft.kernels import gated_experts
 from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, quantize
 from redraft.kernels.linear_fp8 import linear_fp8
@@ -154,12 +155,14 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return published
 
 
-def quantization_config(layers: int) -> dict[str, Any]:
-    """Returns the `quantization_config` of config.json for a model with this many layers."""
-    routers = [
-        f"model.{half}.layers.{n}.router.proj" for half in ("encoder.language_model", "decoder") for n in range(layers)
-    ]
-    conditioning = [f"model.decoder.self_conditioning.{part}_proj" for part in ("gate", "up", "down")]
+def quantization_config(config: ModelConfig) -> dict[str, Any]:
+    """Returns the `quantization_config` of config.json. A causal-only model is published as Gemma4ForCausalLM."""
+    halves = ("model",) if config.is_causal_only else ("model.encoder.language_model", "model.decoder")
+    routers = [f"{half}.layers.{n}.router.proj" for half in halves for n in range(config.num_hidden_layers)]
+    others = ["lm_head"]
+    if not config.is_causal_only:
+        conditioning = [f"model.decoder.self_conditioning.{part}_proj" for part in ("gate", "up", "down")]
+        others = [*conditioning, "re:.*vision_tower.*", "re:.*embed_vision.*", "lm_head"]
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
@@ -172,5 +175,5 @@ def quantization_config(layers: int) -> dict[str, Any]:
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "kv_cache_scheme": None,
-        "ignore": [*routers, *conditioning, "re:.*vision_tower.*", "re:.*embed_vision.*", "lm_head"],
+        "ignore": [*routers, *others],
     }

@@ -116,6 +116,7 @@ def solve(
     Without `check` every puzzle gets one canvas, right or wrong. With `symmetry_every` 0 the model always sees the board as
     it is. Wrong arguments raise ValueError at once, before the first event.
     """
+    model.require_denoiser("Sudoku")
     if not is_sudoku_model(model):
         raise ValueError(
             f"this model has {model.config.vocab_size} tokens and canvases of {model.config.canvas_length}: "
@@ -307,6 +308,7 @@ def run_attempts(
 @torch.inference_mode()
 def solve_in_reading_order(model: DiffusionGemma, puzzle: Board, *, seed: int) -> Iterator[SolveStep | Solution]:
     """For comparison: the same weights fill one cell per forward in reading order, with its likeliest digit, which stays."""
+    model.require_denoiser("Sudoku")
     start_time = time.perf_counter()
     device = model.device
     board = list(puzzle)
