@@ -24,9 +24,7 @@ from redraft.diffusion import rng
 from redraft.diffusion.generate import Finished, Stats, check_inputs, generate
 from redraft.diffusion.verified import generate_verified
 from redraft.engine import Engine, Request, Stopped
-from redraft.kernels.backend import has_bf16, select_device, select_dtype
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.quant import FP8, quantize_fp8
 from redraft.tasks import best_of, edit, infill
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, Span, Suggestion
 from redraft.tasks.generation import (
@@ -46,7 +44,7 @@ from redraft.tasks.sudoku.solve import Solution
 from redraft.tasks.text_events import TextAssembler, TextEvent, add_text, feed_streamer
 from redraft.tokenizer.chat_parser import Parsed, ToolCall, parse_chat
 from redraft.tokenizer.helper_process import HelperStoppedError
-from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
+from redraft.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_MODEL = checkpoint.PACKAGED / "tiny"
 SUDOKU_MODEL = checkpoint.PACKAGED / "sudoku"
@@ -86,43 +84,7 @@ def load(
     "tiny" and "sudoku" name the models in the package. Without a dtype, weights keep their stored precision, or become
     float32 on a CPU that has no bf16 arithmetic. `quant="fp8"` quantizes the layers while loading.
     """
-    return Writer(*load_checkpoint(path_or_id, device=device, dtype=dtype, quant=quant))
-
-
-def load_checkpoint(
-    path_or_id: str | Path,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | str | None = None,
-    quant: str | None = None,
-) -> tuple[DiffusionGemma, Tokenizer, SamplerConfig]:
-    """The parts of a Writer, for a caller that wants no engine."""
-    if quant not in (None, FP8):
-        raise ValueError(f"there is no quantization {quant!r}; try {FP8}")
-    device = select_device(device)
-    folder = checkpoint.find(path_or_id)
-    with checkpoint.verify_files(folder):
-        config = checkpoint.read_model_config(folder)
-        tokenizer = Tokenizer.from_folder(folder)
-        if tokenizer.size > config.vocab_size:
-            raise TokenizerError(
-                f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, but the model has a vocabulary of "
-                f"{config.vocab_size}: use the tokenizer of this checkpoint"
-            )
-        sampler = checkpoint.read_sampler_config(folder, config)
-        model = checkpoint.load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device)
-    if quant == FP8 and not model.config.quant:
-        model = quantize_fp8(model)
-    elif not has_bf16(device):
-        model = checkpoint.lay_out_for_cpu(model)
-    return model, tokenizer, sampler
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and resolved not in checkpoint.PRECISIONS:
-        raise ValueError(f"{dtype!r} is not a precision to compute in; try float32 or bfloat16")
-    return resolved
+    return Writer(*checkpoint.load_checkpoint(path_or_id, device=device, dtype=dtype, quant=quant))
 
 
 class Writer:

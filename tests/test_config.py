@@ -190,7 +190,7 @@ def test_bad_sampler_values_are_refused_by_name(change):
     with pytest.raises(ConfigError) as caught:
         SamplerConfig().changed(**change)
     assert name.removesuffix("s") in str(caught.value)
-    assert name == "temperature" or str(value).strip("(),") in str(caught.value)
+    assert name == "heat" or str(value).strip("(),") in str(caught.value)
 
 
 def test_sampler_settings_are_read_back_from_a_folder(tmp_path):

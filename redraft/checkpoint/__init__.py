@@ -9,6 +9,7 @@ manifest.py          checks that the files of a folder were saved together
 load.py              tensors -> model
 atomic_folder.py     replaces a folder as a whole
 save.py              model -> folder
+parts.py             folder -> model, tokenizer and sampler settings on a device
 """
 
 from redraft.checkpoint.atomic_folder import check_target, put_in_place, replace_folder, sync_files
@@ -16,6 +17,7 @@ from redraft.checkpoint.find import PACKAGED, find
 from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.names import CheckpointError, published_name
+from redraft.checkpoint.parts import load_checkpoint
 from redraft.checkpoint.published_config import (
     parse_model_config,
     parse_sampler_config,
@@ -36,6 +38,7 @@ __all__ = [
     "folder_with_vision",
     "from_state_dict",
     "lay_out_for_cpu",
+    "load_checkpoint",
     "load_model",
     "parse_model_config",
     "parse_sampler_config",

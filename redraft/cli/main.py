@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 import redraft
 from redraft import checkpoint
+from redraft.checkpoint import load_checkpoint
 from redraft.cli import augment, edit, serve, sudoku, train, warm
 from redraft.cli.options import Device, Dtype, Model, Seed, Threads, option, parse_float, parse_int
 from redraft.cli.recording import Recording
@@ -32,7 +33,7 @@ from redraft.engine import EngineError
 from redraft.kernels import backend
 from redraft.tasks.generation import GenerationOptions
 from redraft.tasks.text_events import TextCommitted, TextEvent
-from redraft.writer import DEFAULT_MODEL, Writer, load_checkpoint
+from redraft.writer import DEFAULT_MODEL, Writer
 
 
 class DefaultToWrite(TyperGroup):

@@ -22,6 +22,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.next_token import NextToken
 from redraft.diffusion import pick, rng, sampler
+from redraft.diffusion.draft_policy import DraftPolicy
 from redraft.diffusion.generate import (
     Committed,
     Draft,
@@ -72,6 +73,7 @@ class Verification:
     logprobs: list[float] = field(default_factory=list)  # of the verified tokens
     candidates: int = 0  # how many of the likeliest tokens are noted at each position
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    policy: DraftPolicy | None = None  # exact mode: chooses the number of drafts; None: always `draft_length`
     automaton_state: int = 0
     round_begin: int = 0  # where the last round began
     block_begin: int = 0  # checked mode: where the canvas in work begins and ends
@@ -152,8 +154,17 @@ class Verification:
         clean_drafts = drafts[: min(self.cfg.draft_length, max(0, room - 1))]
         if stops:
             clean_drafts = clean_drafts[: stops[0]]  # nothing follows a stop token
-        after = tuple(range(len(clean_drafts) + 1)) if self.cfg.draft_length else ()
-        return Round((self.last, *clean_drafts), tuple(drafts), after, self.cfg.draft_length + 1)
+        length, drafts_always = self.cfg.draft_length, True
+        if self.policy is not None and length:
+            length, drafts_always = self.policy.choose()
+        has_canvases = length > 0 and (drafts_always or not clean_drafts)
+        after = tuple(range(len(clean_drafts) + 1)) if has_canvases else ()
+        return Round((self.last, *clean_drafts), tuple(drafts), after, length + 1)
+
+    @property
+    def next_canvas_length(self) -> int:
+        """Positions of the next round's canvases: rounds with canvases of the same length can share a forward."""
+        return self.next_round().canvas_length
 
     def canvas_ids(self, work: Round, vocab_size: int, device: torch.device) -> Tensor:
         """The canvases of a round before they are denoised, ids_JC: blanks if the model was trained so, else noise."""
@@ -175,6 +186,8 @@ class Verification:
             self.has_ended = True
         for token in new:
             self.automaton_state = self.next_token.advance(self.automaton_state, token) or 0
+        if self.policy is not None:
+            self.policy.record(len(work.drafts), verdict.accepted)
         self.rounds += 1
         self.round_begin = len(self.tokens)
         self.drafted += len(work.drafts)
@@ -207,15 +220,17 @@ def generate_verified(
     seed: int,
     constraints: Constraints | None = None,
     verifier: DiffusionGemma | None = None,
+    policy: DraftPolicy | None = None,
 ) -> Iterator[Event]:
     """Continues a prompt in checked or exact mode, round by round. Another model may be the `verifier`.
 
-    The answer of exact mode is then the verifier's own.
+    The answer of exact mode is then the verifier's own. Exact mode may choose its drafts by a `policy`.
     """
     constraints = constraints or Constraints()
     check_inputs(model, [prompt], cfg, [seed], [constraints], None)
     counter = StatsCounter(cfg, [seed], [len(prompt)])
     state = Verification.start(prompt, cfg, seed, constraints, model.config.vocab_size)
+    state.policy = policy
     worker = OwnVerifier(model) if verifier is None else OtherVerifier(model, verifier)
     worker.prefill(prompt, cfg)
     counter.mark_prefilled()

@@ -3,14 +3,17 @@
 In reading order:
     engine             Engine: add, stream, cancel and step requests; lends KV caches to work beside it
     request            Request: one prompt, its status and its canvas in work
+    stream             Stream: the events of one request, as an iterator
     replay             Replay, Intervention: a run that is repeated, with changed constraints from some step on
     errors             RequestError (the user's mistake), EngineError (ours), Stopped
     scheduler          Scheduler: which requests run, within the memory budget
     fair_share         FairShare: whose turn it is, when several clients have requests
+    memory             what a model takes, and what is free
     prefix_cache       PrefixCache: KV caches of finished requests, for prompts that begin alike
     runner             Runner: forward passes for batches of requests, in plain PyTorch
     batched_cache      BatchedCache: the KV caches of several requests as one
     cuda_graph_runner  CudaGraphRunner: a whole step as one CUDA graph
+    round_graph        RoundBucket: a round of checked or exact mode as one CUDA graph
     fused_layers       FusedLayers: the model's layers on Triton kernels
 """
 

@@ -14,28 +14,28 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from redraft.config import MAX_DRAFT_LENGTH, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
+from redraft.diffusion.draft_policy import TOKEN_COST, DraftPolicy
 from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
 from redraft.diffusion.verified import Verification, check_steering
 from redraft.engine.errors import USER_ERRORS, Failure, RequestError, Stopped
+from redraft.engine.memory import free_bytes, weight_bytes
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.replay import Replay
 from redraft.engine.request import LOG, MIN_STEP_TOKENS, Request, RequestStatus, client_of, contain_failure
-from redraft.engine.runner import Runner
+from redraft.engine.runner import make_runner
 from redraft.engine.scheduler import Reservation, Scheduler, Turn
-from redraft.kernels.backend import select_backend
+from redraft.engine.stream import Stream
 from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
 POLL_SECONDS = 0.05  # how often a waiting thread checks a stop event, which cannot wake it
-UNKNOWN_FREE_BYTES = 8 * 2**30  # assumed where the operating system does not report free memory
 
 Emitted = list[tuple[Request, Event]]
 
@@ -117,6 +117,9 @@ class Engine:
             cfg = cfg.for_drafts
             verification = Verification.start(prompt, cfg, seed, constraints, self.model.config.vocab_size)
             verification.candidates = candidates
+            token_cost = TOKEN_COST[self.model.device.type]
+            if cfg.check == "exact" and token_cost:
+                verification.policy = DraftPolicy(token_cost, cfg.draft_length)
         request = Request(
             number=self.scheduler.next_number(),
             prompt=tuple(prompt),
@@ -291,7 +294,7 @@ class Engine:
         """Whether no request runs or waits."""
         return not self.scheduler.running and not self.scheduler.waiting
 
-    def stream(self, request: Request) -> "Stream":
+    def stream(self, request: Request) -> Stream:
         """The events of one request from now on. The other requests run beside it."""
         if request.events is None:
             request.events = deque()
@@ -471,64 +474,6 @@ class Engine:
                 yield request, event
 
 
-class Stream:
-    """Iterates over the events of one request. Closing or dropping the stream cancels the request."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.engine = engine
-        self.request = request
-
-    def __iter__(self) -> "Stream":
-        return self
-
-    def __next__(self) -> Event:
-        events = self.request.events
-        assert events is not None
-        while not events and not self.request.is_over:
-            self.engine.wait_for_event(self.request)
-        if events:
-            event = events.popleft()
-            max_unread = self.engine.max_unread
-            if max_unread is not None and len(events) == max_unread - 1:
-                self.engine.notify()  # the request goes on
-            return event
-        if self.request.failure is not None:
-            raise self.request.failure.to_exception()
-        raise StopIteration
-
-    def close(self) -> None:
-        """Cancels the request, unless it is over."""
-        self.engine.cancel(self.request)
-
-    def __del__(self) -> None:
-        self.close()
-
-
 def with_status(requests: Sequence[Request], status: RequestStatus) -> list[Request]:
     """The requests that have this status now."""
     return [request for request in requests if request.status is status]
-
-
-def make_runner(model: DiffusionGemma, prefill_chunk: int) -> Runner:
-    """A CudaGraphRunner where the Triton kernels are used, else the reference Runner."""
-    if not select_backend(model.device).uses_triton:
-        return Runner(model, prefill_chunk)
-    from redraft.engine.cuda_graph_runner import CudaGraphRunner  # Triton takes long to import
-
-    return CudaGraphRunner(model, prefill_chunk)
-
-
-def weight_bytes(model: DiffusionGemma) -> int:
-    """Memory of a model's parameters and buffers."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free now on this device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return UNKNOWN_FREE_BYTES

@@ -19,6 +19,7 @@ from redraft.diffusion import verified
 from redraft.diffusion.verified import Round, Verification
 from redraft.engine.batched_cache import BatchedCache
 from redraft.engine.request import Request, contain_failure
+from redraft.kernels.backend import select_backend
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
@@ -72,8 +73,8 @@ class Runner:
     def verify(self, requests: Sequence[Request]) -> dict[Request, int]:
         """One round of each request. Returns how many tokens of each went through the model."""
         tokens: dict[Request, int] = {}
-        ordered = sorted(requests, key=lambda request: request.cfg.draft_length)
-        for _, group in groupby(ordered, key=lambda request: request.cfg.draft_length):
+        ordered = sorted(requests, key=lambda request: verification_of(request).next_canvas_length)
+        for _, group in groupby(ordered, key=lambda request: verification_of(request).next_canvas_length):
             rows = list(group)
             for begin in range(0, len(rows), self.max_rows):
                 batch = rows[begin : begin + self.max_rows]
@@ -82,7 +83,7 @@ class Runner:
         return tokens
 
     def _verify(self, batch: Sequence[Request]) -> dict[Request, int]:
-        """One round of requests with the same draft length, in one forward."""
+        """One round of requests whose canvases have the same length, in one forward."""
         works = [request.begin_round() for request in batch]
         hidden_BSD, hidden_BJCD = self.joint(batch, works)
         for row, (request, work) in enumerate(zip(batch, works, strict=True)):
@@ -90,7 +91,7 @@ class Runner:
                 state = verification_of(request)
                 verdict = verified.verify(state, work, self.model.head(hidden_BSD[row, : len(work.clean)]))
                 fresh = []
-                if hidden_BJCD is not None and verdict.token is not None:
+                if hidden_BJCD is not None and verdict.token is not None and work.after:
                     canvas_CD = hidden_BJCD[row, verdict.accepted, 1:]  # its first position is the token's own
                     fresh = verified.draft_tokens(self.model, state, work, verdict, canvas_CD)
                 request.end_round(work, verdict, fresh)
@@ -113,7 +114,7 @@ class Runner:
         device = self.model.device
         longest = max(len(work.clean) for work in works)
         clean_BS = torch.tensor([[*work.clean, *[0] * (longest - len(work.clean))] for work in works], device=device)
-        if not works[0].after:
+        if not any(work.after for work in works):
             return clean_BS, None
         canvas_BSC = torch.zeros(*clean_BS.shape, works[0].canvas_length, dtype=torch.long, device=device)
         for row, (request, work) in enumerate(zip(batch, works, strict=True)):
@@ -169,3 +170,12 @@ def verification_of(request: Request) -> Verification:
 def count_tokens(work: Round) -> int:
     """Tokens that a round runs through the model."""
     return len(work.clean) + len(work.after) * work.canvas_length
+
+
+def make_runner(model: DiffusionGemma, prefill_chunk: int) -> Runner:
+    """A CudaGraphRunner where the Triton kernels are used, else the reference Runner."""
+    if not select_backend(model.device).uses_triton:
+        return Runner(model, prefill_chunk)
+    from redraft.engine.cuda_graph_runner import CudaGraphRunner  # Triton takes long to import
+
+    return CudaGraphRunner(model, prefill_chunk)

@@ -24,6 +24,7 @@ import tiny
 import torch
 
 from redraft import checkpoint
+from redraft.checkpoint import load_checkpoint
 from redraft.cli import augment as cli_augment
 from redraft.cli import main
 from redraft.cli.train import drop_later_reports
@@ -32,7 +33,7 @@ from redraft.model import quant
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.train import checkpoints
 from redraft.train.loop import Trainer
-from redraft.writer import Writer, load_checkpoint
+from redraft.writer import Writer
 
 VARIANTS = 3
 ANY = None  # what is left is right, whichever save it is of

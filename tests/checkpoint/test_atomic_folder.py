@@ -14,11 +14,10 @@ import torch
 
 import redraft
 from redraft import checkpoint
-from redraft.checkpoint import CheckpointError, atomic_folder
+from redraft.checkpoint import CheckpointError, atomic_folder, load_checkpoint
 from redraft.cli import main
 from redraft.config import write_text
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.writer import load_checkpoint
 
 SAVE = sys.modules["redraft.checkpoint.save"]
 OLD_SEED, NEW_SEED = 0, 9

@@ -22,7 +22,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from redraft import checkpoint, load
-from redraft.checkpoint import CheckpointError
+from redraft.checkpoint import CheckpointError, load_checkpoint
 from redraft.checkpoint.names import GEMMA4, GEMMA4_TEXT, published_name
 from redraft.cli.main import app
 from redraft.config import FULL, SLIDING, SMALLEST_VISION, ConfigError, ModelConfig, SamplerConfig
@@ -33,7 +33,7 @@ from redraft.model.quant import quantize_fp8
 from redraft.tasks.sudoku import solve
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.loop import build_model
-from redraft.writer import Writer, load_checkpoint
+from redraft.writer import Writer
 
 PROMPT = 70  # tokens: more than four windows of the plain configuration
 CAUSAL = replace(tiny.BASE, is_causal_only=True, canvas_length=256, image_token_ids=ModelConfig().image_token_ids)
