@@ -13,6 +13,7 @@ token_automaton.py   turns the DFA into an automaton over tokens
 pattern_compiler.py  compiles the patterns of a request, in this process or in a helper process
 canvas_automaton.py  forward-backward and Viterbi on a canvas of logits
 constraints.py       Constraints of a request, and CanvasConstraints of one canvas as tensors
+next_token.py        the same constraints for an answer that grows from left to right
 
-Only the last two import PyTorch. A helper process of the server compiles patterns.
+Only the last three import PyTorch. A helper process of the server compiles patterns.
 """

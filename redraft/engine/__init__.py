@@ -14,6 +14,7 @@ In reading order:
     batched_cache      BatchedCache: the KV caches of several requests as one
     cuda_graph_runner  CudaGraphRunner: a whole step as one CUDA graph
     round_graph        RoundBucket: a round of checked or exact mode as one CUDA graph
+    graph_capture      capturing CUDA graphs
     fused_layers       FusedLayers: the model's layers on Triton kernels
 """
 

@@ -13,7 +13,6 @@ through the same layers, as a graph when its canvas has the model's length, and 
 Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C, P encoded rows of S tokens.
 """
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -28,6 +27,7 @@ from redraft.diffusion import sampler
 from redraft.diffusion.sampler import Canvas
 from redraft.diffusion.verified import Round
 from redraft.engine.fused_layers import CacheTable, FusedLayers
+from redraft.engine.graph_capture import capture_graph, next_power_of_two
 from redraft.engine.request import Request, RequestStatus, contain_failure
 from redraft.engine.round_graph import RoundBucket, RoundKey, uses_round_graph
 from redraft.engine.runner import (
@@ -477,30 +477,3 @@ class SettledFlags:
 def temperatures(cfg: SamplerConfig) -> Tensor:
     """The temperature of every step."""
     return torch.stack([sampler.temperature(step, cfg) for step in range(cfg.max_steps)])
-
-
-def next_power_of_two(number: int) -> int:
-    """The smallest power of two that is not below the number."""
-    return 1 << (number - 1).bit_length()
-
-
-def capture_graph(body: Callable[[], None], device: torch.device, graph_pool: object) -> Callable[[], None]:
-    """Captures the body as a CUDA graph and returns its replay. On other devices, returns the body itself."""
-    if device.type != "cuda":
-        return body
-    warm_up_stream = torch.cuda.Stream()
-    warm_up_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up_stream):
-        body()  # compiles kernels and lets libraries allocate their workspaces
-    torch.cuda.current_stream().wait_stream(warm_up_stream)
-    graph = torch.cuda.CUDAGraph()
-    collects_garbage = gc.isenabled()
-    gc.disable()  # GPU memory that is freed during the capture would invalidate it
-    try:
-        # thread_local: other threads may use the GPU during the capture
-        with torch.cuda.graph(graph, pool=graph_pool, capture_error_mode="thread_local"):
-            body()
-    finally:
-        if collects_garbage:
-            gc.enable()
-    return graph.replay

@@ -28,9 +28,10 @@ from redraft.engine.memory import free_bytes, weight_bytes
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.replay import Replay
 from redraft.engine.request import LOG, MIN_STEP_TOKENS, Request, RequestStatus, client_of, contain_failure
-from redraft.engine.runner import make_runner
+from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Reservation, Scheduler, Turn
 from redraft.engine.stream import Stream
+from redraft.kernels.backend import select_backend
 from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
@@ -477,3 +478,12 @@ class Engine:
 def with_status(requests: Sequence[Request], status: RequestStatus) -> list[Request]:
     """The requests that have this status now."""
     return [request for request in requests if request.status is status]
+
+
+def make_runner(model: DiffusionGemma, prefill_chunk: int) -> Runner:
+    """A CudaGraphRunner where the Triton kernels are used, else the reference Runner."""
+    if not select_backend(model.device).uses_triton:
+        return Runner(model, prefill_chunk)
+    from redraft.engine.cuda_graph_runner import CudaGraphRunner  # Triton takes long to import
+
+    return CudaGraphRunner(model, prefill_chunk)

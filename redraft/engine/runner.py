@@ -19,7 +19,6 @@ from redraft.diffusion import verified
 from redraft.diffusion.verified import Round, Verification
 from redraft.engine.batched_cache import BatchedCache
 from redraft.engine.request import Request, contain_failure
-from redraft.kernels.backend import select_backend
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
@@ -170,12 +169,3 @@ def verification_of(request: Request) -> Verification:
 def count_tokens(work: Round) -> int:
     """Tokens that a round runs through the model."""
     return len(work.clean) + len(work.after) * work.canvas_length
-
-
-def make_runner(model: DiffusionGemma, prefill_chunk: int) -> Runner:
-    """A CudaGraphRunner where the Triton kernels are used, else the reference Runner."""
-    if not select_backend(model.device).uses_triton:
-        return Runner(model, prefill_chunk)
-    from redraft.engine.cuda_graph_runner import CudaGraphRunner  # Triton takes long to import
-
-    return CudaGraphRunner(model, prefill_chunk)

@@ -16,9 +16,9 @@ from redraft.diffusion.generate import Committed, generate
 from redraft.engine import Intervention, Replay
 from redraft.engine.batched_cache import BatchedCache
 from redraft.engine.cuda_graph_runner import CudaGraphRunner, temperatures
-from redraft.engine.engine import Engine
+from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fused_layers import CacheTable, FusedLayers
-from redraft.engine.runner import Runner, make_runner
+from redraft.engine.runner import Runner
 from redraft.kernels import backend
 from redraft.kernels.fp8 import quantize
 from redraft.kernels.triton import experts

@@ -1,0 +1,33 @@
+"""Capturing CUDA graphs."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+
+def next_power_of_two(number: int) -> int:
+    """The smallest power of two that is not below the number."""
+    return 1 << (number - 1).bit_length()
+
+
+def capture_graph(body: Callable[[], None], device: torch.device, graph_pool: object) -> Callable[[], None]:
+    """Captures the body as a CUDA graph and returns its replay. On other devices, returns the body itself."""
+    if device.type != "cuda":
+        return body
+    warm_up_stream = torch.cuda.Stream()
+    warm_up_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up_stream):
+        body()  # compiles kernels and lets libraries allocate their workspaces
+    torch.cuda.current_stream().wait_stream(warm_up_stream)
+    graph = torch.cuda.CUDAGraph()
+    collects_garbage = gc.isenabled()
+    gc.disable()  # GPU memory that is freed during the capture would invalidate it
+    try:
+        # thread_local: other threads may use the GPU during the capture
+        with torch.cuda.graph(graph, pool=graph_pool, capture_error_mode="thread_local"):
+            body()
+    finally:
+        if collects_garbage:
+            gc.enable()
+    return graph.replay
