@@ -80,8 +80,8 @@ def read_draft_head_size(folder: Path, hidden_size: int) -> int:
     }
     if size < 1 or shapes != expected:
         raise CheckpointError(
-            f"{path} holds {show_value(shapes)}, but the draft head of this model has inner.weight [N, {2 * hidden_size}] and "
-            f"outer.weight [{hidden_size}, N]"
+            f"{path} holds {show_value(shapes)}, but a draft head of this model has inner.weight [N, {2 * hidden_size}] "
+            f"and outer.weight [{hidden_size}, N]"
         )
     return size
 

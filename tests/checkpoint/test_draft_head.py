@@ -1,4 +1,4 @@
-"""The draft head has a file of its own: saved = loaded, transformers loads the folder without it, wrong shapes are refused."""
+"""The draft head has a file of its own: saved = loaded, transformers loads the folder, wrong shapes are refused."""
 
 import os
 from dataclasses import replace
@@ -46,8 +46,8 @@ def test_a_model_without_a_draft_head_removes_the_file(folder):
 
 
 def test_without_its_file_a_model_has_no_draft_head(folder):
-    with pytest.raises(CheckpointError, match="draft_head.safetensors is missing"):
-        (folder / FILE).rename(folder.parent / FILE)
+    (folder / FILE).rename(folder.parent / FILE)
+    with pytest.raises(CheckpointError, match=r"draft_head\.safetensors is missing"):
         checkpoint.load_model(folder)
     assert checkpoint.load_model(tiny.remove_manifest(folder)).config == tiny.BASE
 
