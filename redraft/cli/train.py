@@ -120,8 +120,9 @@ def _progress_bar(console: Console, steps: int) -> Iterator[Any]:
 
 def format_report(report: Any) -> str:
     """Formats a report in one line."""
+    drafts = f", drafts {report.draft:.3f}, {report.accepted:.2f} accepted" if report.accepted is not None else ""
     return (
-        f"step {report.step}  loss {report.loss:.3f} (denoiser {report.denoiser:.3f}, next token {report.ar:.3f})  "
+        f"step {report.step}  loss {report.loss:.3f} (denoiser {report.denoiser:.3f}, next token {report.ar:.3f}{drafts})  "
         f"{report.tokens_per_second:,.0f} tokens/s"
     )
 
