@@ -241,8 +241,8 @@ class Row:
         capacity = max(0, (room - len(document.prompt)) // canvas_length * canvas_length)
         answer = document.answer[:capacity]
         rest = document.answer[capacity:]
-        has_ended = not rest and answer[-1:] == [stop]
-        fill = min(max_fill, -len(answer) % canvas_length) if has_ended else 0
+        is_cut = document.own and answer[-1:] != [stop]
+        fill = min(max_fill, -len(answer) % canvas_length) if not rest and not is_cut else 0
         filled = answer + [stop] * fill
         ids = document.prompt + filled
         prompt_length = len(document.prompt)
