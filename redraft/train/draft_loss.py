@@ -131,11 +131,10 @@ def terms_in_pieces(terms: DraftTerms, model: DiffusionGemma, *slots: Tensor) ->
 
 def slot_weights(acceptance_JS: Tensor, cfg: DraftConfig) -> Tensor:
     """Returns the D-PACE weights of each slot, [J, S], for canvases of each length. Slots behind a canvas have weight 0."""
-    slots = acceptance_JS.shape[1]
-    lengths_J1 = torch.tensor(cfg.lengths, device=acceptance_JS.device)[:, None]
-    chance_JS = 0.5 + 0.5 * acceptance_JS
-    chance_JS = torch.where(torch.arange(slots, device=chance_JS.device) == 0, 1.0, chance_JS)
-    reached_JS = chance_JS.cumprod(dim=1) * (torch.arange(slots, device=chance_JS.device) < lengths_J1)
+    slot_S = torch.arange(acceptance_JS.shape[1], device=acceptance_JS.device)
+    is_slot_JS = torch.stack([slot_S < length for length in cfg.lengths])  # no copy from the host, which a GPU would wait for
+    chance_JS = torch.where(slot_S == 0, 1.0, 0.5 + 0.5 * acceptance_JS)
+    reached_JS = chance_JS.cumprod(dim=1) * is_slot_JS
     weights_JS = reached_JS.flip(1).cumsum(dim=1).flip(1)
     first_J1 = cfg.first_slot * weights_JS[:, 1:2]
     return torch.cat([first_J1, weights_JS[:, 1:]], dim=1)
