@@ -5,8 +5,8 @@
     python benchmarks/train_tiny_draft.py --smoke --data DATA --out OUT                               # small, on a CPU
 
 `--seconds` is the training time of all calls together, compiling included; the learning rate falls to zero by then. A call
-that has used `--call-seconds` writes a checkpoint, exports and measures the averaged weights, and ends. Own text, checkpoints
-and compiled kernels stay in the folder `--work`. `--out` gets the model, the metrics and the measurements.
+that has used `--call-seconds` writes a checkpoint, exports and measures the averaged weights, and ends. Own text,
+checkpoints and compiled kernels stay in the folder `--work`. `--out` gets the model, the metrics and the measurements.
 """
 
 import argparse
@@ -203,7 +203,9 @@ def measure(folder: Path, arguments: argparse.Namespace, device: str) -> dict[st
     count = 1 if arguments.smoke else 10
     off = sampler.changed(check="off", max_new_tokens=32 if arguments.smoke else 200)
     causal = samples.sample_autoregressive(model, tokenizer, "Once upon a time", count, off, 0.7)
-    pages = samples.sample_diffusion(model, tokenizer, "Once upon a time", count, off.changed(max_steps=4 if arguments.smoke else None))
+    pages = samples.sample_diffusion(
+        model, tokenizer, "Once upon a time", count, off.changed(max_steps=4 if arguments.smoke else None)
+    )
     scores["samples"] = {"causal, T 0.7": causal.texts, "page": pages.texts}
     return scores
 

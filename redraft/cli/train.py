@@ -25,7 +25,9 @@ CONFIG = "recipe.json"
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe: toy, tiny, sudoku, tiny_sudoku, or the path of a recipe file.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe: toy, tiny, tiny_draft, sudoku, tiny_sudoku, or the path of a recipe file.")
+    ],
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value: --set steps=100 --set optim.warmup=20.")
     ] = None,

@@ -3,9 +3,10 @@
     sources -> records -> documents (prompt ids, answer ids) -> rows of L tokens -> batches
 
 The stream is shuffled by seed, sharded, and resumable to the document. A record is one of {"text"}, {"prompt",
-"completion"}, {"messages"}, {"ids"} (tokens, as `own_text.py` writes them); in a .txt file a separator line stands between documents. Sources are mixed by share, and each
-repeats its files epoch after epoch. An answer ends with the stop token, and more stop tokens fill its last canvas. The model
-learns to predict this fill: it is how it ends a text. Shapes: B rows, L tokens of a row.
+"completion"}, {"messages"}, {"ids"} (tokens, as `own_text.py` writes them); in a .txt file a separator line stands between
+documents. Sources are mixed by share, and each repeats its files epoch after epoch. An answer ends with the stop token, and
+more stop tokens fill its last canvas. The model learns to predict this fill: it is how it ends a text. Shapes: B rows,
+L tokens of a row.
 """
 
 import gzip

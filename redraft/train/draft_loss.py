@@ -132,7 +132,9 @@ def terms_in_pieces(terms: DraftTerms, model: DiffusionGemma, *slots: Tensor) ->
 def slot_weights(acceptance_JS: Tensor, cfg: DraftConfig) -> Tensor:
     """Returns the D-PACE weights of each slot, [J, S], for canvases of each length. Slots behind a canvas have weight 0."""
     slot_S = torch.arange(acceptance_JS.shape[1], device=acceptance_JS.device)
-    is_slot_JS = torch.stack([slot_S < length for length in cfg.lengths])  # no copy from the host, which a GPU would wait for
+    is_slot_JS = torch.stack(
+        [slot_S < length for length in cfg.lengths]
+    )  # no copy from the host, which a GPU would wait for
     chance_JS = torch.where(slot_S == 0, 1.0, 0.5 + 0.5 * acceptance_JS)
     reached_JS = chance_JS.cumprod(dim=1) * is_slot_JS
     weights_JS = reached_JS.flip(1).cumsum(dim=1).flip(1)
@@ -145,7 +147,9 @@ def expected_length(acceptance_S: Tensor) -> Tensor:
     return acceptance_S[1:].cumprod(dim=0).sum()
 
 
-def draft_loss(terms_3N: Tensor, slot_N: Tensor, length_index_N: Tensor, is_counted_N: Tensor, cfg: DraftConfig) -> DraftLosses:
+def draft_loss(
+    terms_3N: Tensor, slot_N: Tensor, length_index_N: Tensor, is_counted_N: Tensor, cfg: DraftConfig
+) -> DraftLosses:
     """Combines the terms of all slots. `slot_N` counts from 0; `length_index_N` is the index of the canvas length."""
     cross_entropy_N, divergence_N, acceptance_N = terms_3N
     slots = max(cfg.lengths)

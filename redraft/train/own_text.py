@@ -2,9 +2,9 @@
 
     corpus -> beginnings (1 to 48 tokens, or only the start token) -> batches of rows -> sampled texts -> JSON lines {"ids"}
 
-Every row of a batch runs to the batch's end, and all rows have the same length at every step: a step is one forward of static
-shape, which a CUDA graph replays (one graph for every 64 positions). While a row's beginning lasts, its tokens replace the sampled ones. Records hold tokens,
-not text: tokenizing a sampled text again could give other tokens than the model wrote.
+Every row of a batch runs to the batch's end, and all rows have the same length at every step: a step is one forward of
+static shape, which a CUDA graph replays (one graph for every 64 positions). While a row's beginning lasts, its tokens replace
+the sampled ones. Records hold tokens, not text: tokenizing a sampled text again could give other tokens than the model wrote.
 Shapes: B rows, T positions, G key-value heads, K head size, V vocabulary.
 """
 
@@ -70,7 +70,9 @@ class FixedCache:
         self.layers = []
         for layer in range(config.num_hidden_layers):
             shape = (rows, capacity, *config.layer_heads(layer))
-            self.layers.append((torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)))
+            self.layers.append(
+                (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            )
 
     @property
     def lengths_B(self) -> Tensor:
@@ -204,7 +206,7 @@ class OwnTextSampler:
 
     @torch.no_grad()
     def sample(self, beginnings: Sequence[Sequence[int]], temperatures: Sequence[float]) -> list[list[int]]:
-        """Returns a text for each beginning: the start token is left out, a stop token ends it. Texts that loop are dropped."""
+        """Returns a text for each beginning, without the start token. A stop token ends it; texts that loop are dropped."""
         cfg = self.cfg
         lengths = [len(ids) for ids in beginnings]
         padded = [[*ids, *[0] * (cfg.length - len(ids))] for ids in beginnings]

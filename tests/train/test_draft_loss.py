@@ -129,7 +129,9 @@ def test_the_loss_of_drafts_by_hand(monkeypatch, max_logits):
     expected, acceptance = by_hand(model, data, noise, DRAFTS)
     assert abs(float(found.draft) - expected) < 1e-4
     assert torch.allclose(found.acceptance_S, torch.tensor(acceptance), atol=1e-5)
-    parts = found.denoiser + found.ar + found.draft + 0.01 * loss.load_balance(model_routings(model, data, noise, mask_of))[0]
+    parts = (
+        found.denoiser + found.ar + found.draft + 0.01 * loss.load_balance(model_routings(model, data, noise, mask_of))[0]
+    )
     assert abs(float(found.total - parts)) < 1e-3
     accepted = float(draft_loss.expected_length(found.acceptance_S))
     assert abs(accepted - sum(math.prod(acceptance[1 : j + 1]) for j in range(1, 6))) < 1e-5

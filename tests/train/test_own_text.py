@@ -1,4 +1,4 @@
-"""Own text: the fixed cache gives the logits of `encode`, beginnings stay, texts end at their stop token, loops are found."""
+"""Own text: the fixed cache equals the growing one, beginnings stay, texts end at their stop token, loops are found."""
 
 import json
 from dataclasses import replace

@@ -2,8 +2,8 @@
 
 Starts from redraft/weights/tiny and adds a draft head. Half of the rows are pages as in `tiny.py`; the other half are draft
 rows, two thirds of their texts written by the model itself. Reads REDRAFT_DATA like `tiny.py`, and the model's own text from
-the file REDRAFT_OWN_TEXT (default: own_text.jsonl in the run's folder), which `benchmarks/train_tiny_draft.py` samples before
-it trains. Cost: a step has 104,448 tokens, as in `tiny.py`; meant for 15 to 20 minutes by the clock on one H200.
+the file REDRAFT_OWN_TEXT (default: own_text.jsonl in the run's folder), which `benchmarks/train_tiny_draft.py` samples
+before it trains. Cost: a step has 104,448 tokens, as in `tiny.py`; meant for 15 to 20 minutes by the clock on one H200.
 """
 
 import os
