@@ -3,8 +3,9 @@
     corpus -> beginnings (1 to 48 tokens, or only the start token) -> batches of rows -> sampled texts -> JSON lines {"ids"}
 
 Every row of a batch runs to the batch's end, and all rows have the same length at every step: a step is one forward of
-static shape, which a CUDA graph replays (one graph for every 64 positions). While a row's beginning lasts, its tokens replace
-the sampled ones. Records hold tokens, not text: tokenizing a sampled text again could give other tokens than the model wrote.
+static shape, which a CUDA graph replays (one graph for every 64 positions). While a row's beginning lasts, its tokens
+replace the sampled ones. Records hold tokens, not text: tokenizing a sampled text again could give other tokens than the
+model wrote.
 Shapes: B rows, T positions, G key-value heads, K head size, V vocabulary.
 """
 
@@ -159,9 +160,10 @@ class OwnTextSampler:
         self.given_BT = torch.zeros(shape, dtype=torch.bool, device=self.device)  # tokens of the beginnings
         self.ended_B = torch.zeros(cfg.rows, dtype=torch.bool, device=self.device)
         self.temperature_B1 = torch.ones(cfg.rows, 1, device=self.device)
+        self.exponential_BV = torch.ones(cfg.rows, model.config.vocab_size, device=self.device)
         self.stop_ids = torch.tensor(model.config.eos_token_ids, device=self.device)
         self.graphs: dict[int, Callable[[], None]] = {}
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and model.dtype == torch.bfloat16:  # in float32, experts copy counts to the host
             self._capture_steps()
 
     def _step(self) -> None:
@@ -169,8 +171,8 @@ class OwnTextSampler:
         now_1 = self.cache.length_11[0].clone()
         hidden_B1D = self.model.encode(self.ids_BT.index_select(1, now_1), self.cache)
         probs_BV = torch.softmax(self.model.head(hidden_B1D[:, 0]) / self.temperature_B1, dim=-1)
-        # The smallest of exponential numbers over probabilities falls on a token with its probability.
-        sampled_B = (probs_BV / torch.empty_like(probs_BV).exponential_().clamp_(min=1e-20)).argmax(dim=-1)
+        # The largest of probabilities over exponential numbers falls on a token with its probability.
+        sampled_B = (probs_BV / self.exponential_BV.clamp(min=1e-20)).argmax(dim=-1)
         given_B = self.given_BT.index_select(1, now_1 + 1)[:, 0]
         next_B = torch.where(given_B, self.ids_BT.index_select(1, now_1 + 1)[:, 0], sampled_B)
         self.ids_BT.index_copy_(1, now_1 + 1, next_B[:, None])
@@ -179,6 +181,7 @@ class OwnTextSampler:
     def _run_step(self, position: int) -> None:
         """Runs the step that reads the token at `position`, by its graph if there is one."""
         self.cache.width = min(self.cfg.length, -(-(position + 1) // WIDTH) * WIDTH)
+        self.exponential_BV.exponential_()  # outside the graph: a capture that fails may break the random generator
         self.graphs.get(self.cache.width, self._step)()
 
     def _capture_steps(self) -> None:

@@ -7,7 +7,8 @@ answered; slots 2 to C are the next drafts, each sampled by the draft head with 
 In exact mode the text is the same with any drafts. So one teacher-forced forward for each phase of the canvases gives the
 accepted drafts of all canvases, and a walk over the text counts rounds. Text and drafts share Gumbel noise, as in exact
 mode; the noise of a text that was sampled elsewhere is drawn from its posterior, given the tokens. Checked mode accepts a
-draft at most `tolerance` nats less likely than the likeliest token; the text behind it stays the given one, so this is an estimate.
+draft at most `tolerance` nats less likely than the likeliest token; the text behind it stays the given one, so this is an
+estimate.
 
 Shapes: B rows, L tokens of a row, C slots, V vocabulary, N tokens.
 """
