@@ -1,4 +1,5 @@
-"""Published checkpoints in and out. A checkpoint is a folder: config.json, generation_config.json, safetensors, tokenizer.
+"""Published checkpoints in and out. A checkpoint is a folder: config.json, generation_config.json, safetensors, tokenizer,
+and for some models a draft head.
 
 Files in reading order:
 names.py             file names, and our tensor names -> the published ones of DiffusionGemma and Gemma 4

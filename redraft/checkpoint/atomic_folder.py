@@ -19,6 +19,7 @@ from pathlib import Path
 
 from redraft.checkpoint.names import (
     CONFIG,
+    DRAFT_HEAD,
     GENERATION_CONFIG,
     INDEX,
     REDRAFT_CONFIG,
@@ -30,7 +31,8 @@ from redraft.checkpoint.names import (
 
 AT_FDCWD = -100  # "relative to the working directory", from Linux's fcntl.h
 RENAME_EXCHANGE = 2  # from Linux's fs.h
-REPLACED_FILES = {CONFIG, GENERATION_CONFIG, REDRAFT_CONFIG, WEIGHTS, INDEX, *TOKENIZER_FILES, "special_tokens_map.json"}
+REPLACED_FILES = {CONFIG, GENERATION_CONFIG, REDRAFT_CONFIG, WEIGHTS, INDEX, DRAFT_HEAD, *TOKENIZER_FILES}
+REPLACED_FILES |= {"special_tokens_map.json"}
 LEFTOVER_FILE = re.compile(r"\.(.+)\.part-[0-9a-f]{8}|(.+)\.part")  # of a killed writer, which wrote a single file
 KEPT_FILES = re.compile(r"README\.md|LICENSE[\w.-]*|\.gitattributes")  # written by people: a new save does not remove them
 

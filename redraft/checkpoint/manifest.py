@@ -12,7 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from redraft.checkpoint.names import CONFIG, GENERATION_CONFIG, INDEX, REDRAFT_CONFIG, TOKENIZER_FILES, CheckpointError
+from redraft.checkpoint.names import (
+    CONFIG,
+    DRAFT_HEAD,
+    GENERATION_CONFIG,
+    INDEX,
+    REDRAFT_CONFIG,
+    TOKENIZER_FILES,
+    CheckpointError,
+)
 from redraft.config import read_file, read_json, require_object, require_regular_file
 
 FILES = "files"
@@ -61,7 +69,7 @@ def _compare(folder: Path, files: Mapping[str, Any]) -> None:
         if _describe(folder / name) != saved:
             _refuse(folder / name)
     has_tokenizer = any(name in files for name in TOKENIZER_FILES)  # else `Tokenizer.save` may have added one
-    for name in (CONFIG, GENERATION_CONFIG, INDEX, *(TOKENIZER_FILES if has_tokenizer else ())):
+    for name in (CONFIG, GENERATION_CONFIG, INDEX, DRAFT_HEAD, *(TOKENIZER_FILES if has_tokenizer else ())):
         if name not in files and (folder / name).exists():
             _refuse(folder / name)
 

@@ -3,6 +3,7 @@
 Our names are the published ones without their prefix; a Layout holds the prefixes of one kind of checkpoint. DiffusionGemma
 has the layer scalars twice, once for `denoise` (the published decoder) and once for `encode` (the published encoder); all
 other text weights of the encoder are tied to the decoder's. Standard Gemma 4 has the scalars of `encode` alone.
+The draft head is not published: it has a file of its own, so that transformers finds no tensor that it does not know.
 """
 
 import re
@@ -14,6 +15,8 @@ GENERATION_CONFIG = "generation_config.json"
 REDRAFT_CONFIG = "redraft.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DRAFT_HEAD = "draft_head.safetensors"
+DRAFT_HEAD_PREFIX = "draft_head."  # of the tensors in that file
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 DECODER = "model.decoder."
@@ -51,7 +54,9 @@ def find_layout(published_names: Iterable[str], *, is_causal_only: bool) -> Layo
 
 
 def published_name(ours: str, layout: Layout = DIFFUSION) -> str:
-    """Our name of a tensor -> its published name."""
+    """Our name of a tensor -> its published name. The draft head keeps ours."""
+    if ours.startswith(DRAFT_HEAD_PREFIX):
+        return ours
     if ours.endswith("encoder_layer_scalar"):
         return layout.encoder + ours.replace("encoder_layer_scalar", "layer_scalar")
     return layout.text + ours

@@ -4,6 +4,8 @@
     generation_config.json  <-> SamplerConfig    the published file, in transformers' keys
     redraft.json            <-> SamplerConfig    sampler settings that transformers has no field for and would refuse
 
+One field of ModelConfig is in none of them: the size of the draft head is read from the header of its weights.
+
 For each record there are three functions: `read_...` takes a folder, `parse_...` takes the JSON objects, `publish_...` makes
 the JSON objects. Parsing refuses every variant of the architecture that would silently change the mathematics.
 
@@ -14,10 +16,12 @@ config.json is flat. Causal-only models are written as Gemma4ForCausalLM.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from redraft.checkpoint.names import CONFIG, GENERATION_CONFIG, REDRAFT_CONFIG
+from redraft.checkpoint.tensors import read_draft_head_size
 from redraft.config import (
     FULL,
     MOST_LAYERS,
@@ -77,16 +81,20 @@ GENERATION_KEYS = ("max_new_tokens", "t_min", "t_max", "stability_threshold", "c
 CAUSAL_GENERATION_KEYS = ("max_new_tokens", "pad_token_id", "repetition_penalty")
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")  # of causal-only checkpoints, used where do_sample is true
 TRANSFORMERS_TOP_K = 50
-REDRAFT_KEYS = ("canvas_length", "quota", "accept_at_end", "spread", "stops_last")
+REDRAFT_KEYS = (
+    "canvas_length quota accept_at_end spread stops_last check tolerance draft_length draft_steps draft_token temperature "
+    "top_k top_p min_p repetition_penalty"
+).split()
 
 
 # 1. ModelConfig
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
-    """Reads config.json of a checkpoint folder."""
+    """Reads config.json of a checkpoint folder, and the size of its draft head."""
     path = Path(folder) / CONFIG
-    return parse_model_config(read_json(path), str(path))
+    config = parse_model_config(read_json(path), str(path))
+    return replace(config, draft_head_size=read_draft_head_size(Path(folder), config.hidden_size))
 
 
 def parse_model_config(raw: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:

@@ -14,6 +14,8 @@ from redraft.checkpoint.manifest import FILES, describe_files, verify_files
 from redraft.checkpoint.names import (
     CONFIG,
     DIFFUSION,
+    DRAFT_HEAD,
+    DRAFT_HEAD_PREFIX,
     GEMMA4_TEXT,
     GENERATION_CONFIG,
     INDEX,
@@ -103,19 +105,27 @@ def _smallest_vision(hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _write_weights(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> None:
-    """Writes the shards one after another: the host holds one of them at a time."""
+    """Writes the shards one after another: the host holds one of them at a time. The draft head has a file of its own."""
+    draft_head = {name: tensor for name, tensor in tensors.items() if name.startswith(DRAFT_HEAD_PREFIX)}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in draft_head}
     shards = _plan_shards(tensors, shard_bytes)
     file_names = [WEIGHTS]
     if len(shards) > 1:
         file_names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     save_id = secrets.token_hex(16)  # tells the headers of two saves apart: see manifest.py
     for file_name, names in zip(file_names, shards, strict=True):
-        shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
-        save_file(shard, folder / file_name, metadata={"format": "pt", "save_id": save_id})
+        _write_tensors({name: tensors[name] for name in names}, folder / file_name, save_id)
+    if draft_head:
+        _write_tensors(draft_head, folder / DRAFT_HEAD, save_id)
     weight_map = {name: file_name for file_name, names in zip(file_names, shards, strict=True) for name in names}
     if len(shards) > 1:
         total_size = sum(tensor.nbytes for tensor in tensors.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def _write_tensors(tensors: dict[str, Tensor], path: Path, save_id: str) -> None:
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_host, path, metadata={"format": "pt", "save_id": save_id})
 
 
 def _plan_shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[list[str]]:

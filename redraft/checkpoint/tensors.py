@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from redraft.checkpoint.names import INDEX, VISION, WEIGHTS, CheckpointError
+from redraft.checkpoint.names import DRAFT_HEAD, DRAFT_HEAD_PREFIX, INDEX, VISION, WEIGHTS, CheckpointError
 from redraft.config import read_json, require_regular_file, show_value
 
 
@@ -25,19 +25,14 @@ class CheckpointTensors(Mapping[str, Tensor]):
         self._files: dict[str, Any] = {}  # file name -> safe_open handle
         self._file_of: dict[str, str] = {}  # tensor name -> file name
         for file in self._list_files():
-            try:
-                require_regular_file(folder / file)
-                self._files[file] = safe_open(folder / file, framework="pt")
-            except FileNotFoundError:
-                raise CheckpointError(f"{folder / file} is missing") from None
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{folder / file} is damaged or cut short ({error}); download it again") from None
+            self._files[file] = _open_safetensors(folder / file)
             self._file_of |= dict.fromkeys(self._files[file].keys(), file)
 
     def _list_files(self) -> list[str]:
-        """The weight files: those of the index, or the single file when there is no index."""
+        """The weight files: those of the index, or the single file when there is no index; then the draft head's, if any."""
+        draft_head = [DRAFT_HEAD] if (self.folder / DRAFT_HEAD).exists() else []
         if not (self.folder / INDEX).exists():
-            return [WEIGHTS]
+            return [WEIGHTS, *draft_head]
         weight_map = read_json(self.folder / INDEX).get("weight_map")
         files: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
         for file in files:
@@ -45,7 +40,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
                 raise CheckpointError(
                     f"{self.folder / INDEX} is not an index of files in its folder: it names {show_value(file)}"
                 )
-        return sorted(set(files))
+        return [*sorted(set(files)), *draft_head]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._files[self._file_of[name]].get_tensor(name).to(self.device)
@@ -68,3 +63,35 @@ def folder_with_vision(folder: Path) -> Path | None:
     """Returns the folder if its checkpoint has vision weights to carry along, else None."""
     has_vision = any(name.startswith(VISION) for name in CheckpointTensors(folder))
     return folder if has_vision else None
+
+
+def read_draft_head_size(folder: Path, hidden_size: int) -> int:
+    """Returns the inner size of the draft head in a folder, from the header of its file; 0 if there is no such file."""
+    path = folder / DRAFT_HEAD
+    if not path.exists():
+        return 0
+    file = _open_safetensors(path)
+    shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    inner = shapes.get(DRAFT_HEAD_PREFIX + "inner.weight", [0])
+    size = inner[0] if inner else 0
+    expected = {
+        DRAFT_HEAD_PREFIX + "inner.weight": [size, 2 * hidden_size],
+        DRAFT_HEAD_PREFIX + "outer.weight": [hidden_size, size],
+    }
+    if size < 1 or shapes != expected:
+        raise CheckpointError(
+            f"{path} holds {show_value(shapes)}, but a draft head of this model has inner.weight [N, {2 * hidden_size}] "
+            f"and outer.weight [{hidden_size}, N]"
+        )
+    return size
+
+
+def _open_safetensors(path: Path) -> Any:
+    """Maps a file and reads its header. The message of an error names the file."""
+    try:
+        require_regular_file(path)
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or cut short ({error}); download it again") from None

@@ -25,7 +25,9 @@ CONFIG = "recipe.json"
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe: toy, tiny, sudoku, tiny_sudoku, or the path of a recipe file.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe: toy, tiny, tiny_draft, sudoku, tiny_sudoku, or the path of a recipe file.")
+    ],
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value: --set steps=100 --set optim.warmup=20.")
     ] = None,
@@ -120,8 +122,9 @@ def _progress_bar(console: Console, steps: int) -> Iterator[Any]:
 
 def format_report(report: Any) -> str:
     """Formats a report in one line."""
+    drafts = f", drafts {report.draft:.3f}, {report.accepted:.2f} accepted" if report.accepted is not None else ""
     return (
-        f"step {report.step}  loss {report.loss:.3f} (denoiser {report.denoiser:.3f}, next token {report.ar:.3f})  "
+        f"step {report.step}  loss {report.loss:.3f} (denoiser {report.denoiser:.3f}, next token {report.ar:.3f}{drafts})  "
         f"{report.tokens_per_second:,.0f} tokens/s"
     )
 

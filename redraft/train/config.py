@@ -17,6 +17,7 @@ class TrainConfig:
 
     model: ModelConfig
     data: DataConfig | PuzzleConfig
+    draft_data: DataConfig | None = None  # texts of the draft rows, the last `loss.draft.rows` of a microbatch
     sampler: SamplerConfig  # saved with the model
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -39,6 +40,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.streams < 1 or self.rows % self.streams:
             raise ValueError(f"{self.rows} rows cannot be taken from {self.streams} streams in turn")
+        self._check_drafts()
         for name in ("steps", "rows", "microbatches", "report_every", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
@@ -46,6 +48,20 @@ class TrainConfig:
             raise ValueError("by_clock needs max_seconds")
         if self.precision not in ("float32", "bfloat16"):
             raise ValueError(f"precision is float32 or bfloat16, got {self.precision!r}")
+
+    def _check_drafts(self) -> None:
+        """Refuses draft rows without texts, or that do not fit into a microbatch."""
+        rows = self.loss.draft.rows
+        if bool(rows) != (self.draft_data is not None):
+            raise ValueError(f"draft rows need draft_data and draft_data needs draft rows; loss.draft.rows is {rows}")
+        if not rows or self.draft_data is None:
+            return
+        if rows >= self.rows or rows % self.streams:
+            raise ValueError(f"{rows} draft rows must be fewer than {self.rows} and a multiple of {self.streams} streams")
+        if self.draft_data.length != self.data.length:
+            raise ValueError(f"rows have {self.data.length} tokens, draft rows {self.draft_data.length}: give one length")
+        if self.loss.draft.token >= self.model.vocab_size:
+            raise ValueError(f"loss.draft.token is {self.loss.draft.token}, the vocabulary has {self.model.vocab_size}")
 
     @property
     def step_tokens(self) -> int:

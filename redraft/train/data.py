@@ -3,9 +3,10 @@
     sources -> records -> documents (prompt ids, answer ids) -> rows of L tokens -> batches
 
 The stream is shuffled by seed, sharded, and resumable to the document. A record is one of {"text"}, {"prompt",
-"completion"}, {"messages"}; in a .txt file a separator line stands between documents. Sources are mixed by share, and each
-repeats its files epoch after epoch. An answer ends with the stop token, and more stop tokens fill its last canvas. The model
-learns to predict this fill: it is how it ends a text. Shapes: B rows, L tokens of a row.
+"completion"}, {"messages"}, {"ids"} (tokens, as `own_text.py` writes them); in a .txt file a separator line stands between
+documents. Sources are mixed by share, and each repeats its files epoch after epoch. An answer ends with the stop token, and
+more stop tokens fill its last canvas. The model learns to predict this fill: it is how it ends a text. Shapes: B rows,
+L tokens of a row.
 """
 
 import gzip
@@ -16,7 +17,7 @@ import queue
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -46,11 +47,12 @@ class BadRecord(ValueError):
 class Document:
     """Token ids of a prompt, which is given, and of an answer, which is learned.
 
-    The answer ends with the stop token unless a later piece continues it.
+    The answer ends with the stop token unless a later piece continues it, or the model was cut off when it wrote it.
     """
 
     prompt: list[int]
     answer: list[int]
+    own: bool = False  # the model itself wrote it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class Source:
     text: str = "text"  # the key of the text in JSON records
     mid_start: float = 0.0  # share of text records that start at a random line instead of the first
     prompt_share: float = 0.0  # share of text records whose beginning, up to a quarter of the text, becomes the prompt
+    own: bool = False  # texts that the model itself wrote: the causal half does not learn from them
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -178,9 +181,11 @@ def to_document(record: Record | BadRecord, where: str, tokenizer: Tokenizer, st
     """Tokenizes a record; raises BadRecord if it cannot be used."""
     if isinstance(record, BadRecord):
         raise record
-    keys = set(record) & {"text", "prompt", "completion", "messages"}
+    keys = set(record) & {"text", "prompt", "completion", "messages", "ids"}
     start_ids = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
     try:
+        if keys == {"ids"}:
+            return Document(start_ids, _require_tokens(record["ids"], where, tokenizer.size))
         if keys == {"text"}:
             prompt, answer, end = start_ids, record["text"], stop
         elif keys == {"prompt", "completion"}:
@@ -191,7 +196,7 @@ def to_document(record: Record | BadRecord, where: str, tokenizer: Tokenizer, st
             answer = reply["content"]
             end = tokenizer.vocabulary.token_to_id("<turn|>") or stop
         else:
-            kinds = "text, prompt and completion, or messages that end with the assistant's"
+            kinds = "text, ids, prompt and completion, or messages that end with the assistant's"
             raise BadRecord(f"{where}: a record has {kinds}; this one has {sorted(record)}")
         if not isinstance(answer, str) or not answer:
             raise BadRecord(f"{where}: nothing to learn from {answer!r}")
@@ -202,12 +207,18 @@ def to_document(record: Record | BadRecord, where: str, tokenizer: Tokenizer, st
         raise BadRecord(f"{where}: {error}") from None
 
 
+def _require_tokens(ids: Any, where: str, vocab_size: int) -> list[int]:
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise BadRecord(f"{where}: ids must be a list of tokens below {vocab_size}")
+    return ids
+
+
 def move_start_to_prompt(document: Document, source: Source, rng: random.Random) -> Document:
     """Moves a random beginning of the answer to the prompt, with probability `prompt_share`: a canvas may start anywhere."""
     if rng.random() >= source.prompt_share:
         return document
     count = rng.randint(0, len(document.answer) // 4)
-    return Document(document.prompt + document.answer[:count], document.answer[count:])
+    return replace(document, prompt=document.prompt + document.answer[:count], answer=document.answer[count:])
 
 
 # 3. Documents to rows
@@ -221,6 +232,7 @@ class Row:
     positions: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     documents: list[int] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)
 
     def append(self, document: Document, canvas_length: int, room: int, stop: int, max_fill: int) -> Document | None:
         """Appends the part of a document that fits in `room`, filled to a whole canvas by at most `max_fill` stop tokens.
@@ -230,7 +242,8 @@ class Row:
         capacity = max(0, (room - len(document.prompt)) // canvas_length * canvas_length)
         answer = document.answer[:capacity]
         rest = document.answer[capacity:]
-        fill = min(max_fill, -len(answer) % canvas_length) if not rest else 0
+        is_cut = document.own and answer[-1:] != [stop]
+        fill = min(max_fill, -len(answer) % canvas_length) if not rest and not is_cut else 0
         filled = answer + [stop] * fill
         ids = document.prompt + filled
         prompt_length = len(document.prompt)
@@ -240,7 +253,8 @@ class Row:
         self.starts += [-1] * prompt_length
         self.starts += [prompt_length + offset // canvas_length * canvas_length for offset in range(len(filled))]
         self.documents += [number] * len(ids)
-        return Document(ids[-(room // 4) :], rest) if rest else None
+        self.own += [document.own] * len(ids)
+        return replace(document, prompt=ids[-(room // 4) :], answer=rest) if rest else None
 
     def padded(self, length: int, pad: int) -> "Row":
         """Returns the row padded to `length` tokens."""
@@ -250,6 +264,7 @@ class Row:
             self.positions + [0] * missing,
             self.starts + [-1] * missing,
             self.documents + [-1] * missing,
+            self.own + [False] * missing,
         )
 
 
@@ -267,7 +282,7 @@ class Position:
     def to_json(self) -> dict[str, Any]:
         """Returns a copy as JSON values."""
         lists = {"epochs": list(self.epochs), "taken": list(self.taken)}
-        return {**vars(self), **lists, "waiting": [[document.prompt, document.answer] for document in self.waiting]}
+        return {**vars(self), **lists, "waiting": [list(vars(document).values()) for document in self.waiting]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Position":
@@ -328,7 +343,7 @@ class Rows:
                 rng = random.Random(f"{self.cfg.seed} {position.epochs[number]} {seen}")
                 try:
                     document = to_document(crop_text(record, source, rng), where, self.tokenizer, self.stop)
-                    document = move_start_to_prompt(document, source, rng)
+                    document = move_start_to_prompt(replace(document, own=source.own), source, rng)
                 except BadRecord:
                     if not self.cfg.skip_bad:
                         raise
@@ -360,7 +375,7 @@ class Rows:
             document = waiting.pop(max(fitting, key=sizes.__getitem__))
             max_prompt = room - canvas_length
             if len(document.prompt) > max_prompt:  # keep the end of a prompt that is too long
-                document = Document(document.prompt[len(document.prompt) - max_prompt :], document.answer)
+                document = replace(document, prompt=document.prompt[len(document.prompt) - max_prompt :])
             rng = random.Random(f"{self.cfg.seed} {self.shard} {self.position.rows} {room}")
             max_fill = rng.randint(0, canvas_length) if rng.random() < self.cfg.short_fill else canvas_length
             rest = row.append(document, canvas_length, room, self.stop, max_fill)
@@ -372,18 +387,18 @@ class Rows:
 
 # 4. Rows to batches
 
-COLUMNS = ("ids", "positions", "starts", "documents")
+COLUMNS = ("ids", "positions", "starts", "documents", "own")
 
 
 def stack_rows(rows: Sequence[Row]) -> np.ndarray:
-    """Stacks the columns of rows: [4, B, L]."""
+    """Stacks the columns of rows: [5, B, L]."""
     return np.array([[getattr(row, name) for row in rows] for name in COLUMNS], dtype=np.int32)
 
 
-def to_batch(columns_4BL: np.ndarray) -> Batch:
+def to_batch(columns_5BL: np.ndarray) -> Batch:
     """Converts stacked columns to tensors."""
-    ids, *layout = torch.from_numpy(columns_4BL).long()
-    return Batch(ids, Layout(*layout))
+    ids_BL, *layout, own_BL = torch.from_numpy(columns_5BL).long()
+    return Batch(ids_BL, Layout(*layout), own_BL.bool())
 
 
 class Batches:
@@ -395,8 +410,8 @@ class Batches:
 
     def __next__(self) -> tuple[np.ndarray, dict[str, Any]]:
         """Returns the columns of the next rows and the position after them."""
-        columns_4BL = stack_rows([next(self.stream) for _ in range(self.rows)])
-        return columns_4BL, self.stream.position.to_json()
+        columns_5BL = stack_rows([next(self.stream) for _ in range(self.rows)])
+        return columns_5BL, self.stream.position.to_json()
 
     def close(self) -> None:
         """Does nothing: no process is held."""
@@ -444,8 +459,8 @@ class InterleavedBatches:
     def __next__(self) -> tuple[np.ndarray, list[dict[str, Any]]]:
         """Returns the columns of the next rows and the positions of all streams after them."""
         parts, positions = zip(*(next(stream) for stream in self.streams), strict=True)
-        columns_4BSL = np.stack(parts, axis=2)
-        return columns_4BSL.reshape(len(COLUMNS), -1, columns_4BSL.shape[-1]), list(positions)
+        columns_5BSL = np.stack(parts, axis=2)
+        return columns_5BSL.reshape(len(COLUMNS), -1, columns_5BSL.shape[-1]), list(positions)
 
     def close(self) -> None:
         """Closes every stream."""

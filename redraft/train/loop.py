@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from redraft import checkpoint
 from redraft.config import ModelConfig
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.diffusion_gemma import DiffusionGemma, DraftHead
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints, data, sudoku_data
 from redraft.train.config import TrainConfig
 from redraft.train.data import SPECIAL_TOKENS, DataConfig
+from redraft.train.draft_loss import expected_length
 from redraft.train.loss import Losses
 from redraft.train.optim import Optimizer, learning_rate_scale
 from redraft.train.sudoku_data import PuzzleConfig
@@ -60,6 +61,9 @@ class Report:
     bad: int  # records skipped
     lost: int  # microbatches whose loss was not finite; they did not change the weights
     solved: float | None = None  # share of solved puzzles among those that left their slot
+    draft: float | None = None  # the loss of drafts
+    accepted: float | None = None  # drafts that a check by the causal half would accept, of the longest draft canvas
+    acceptance: tuple[float, ...] | None = None  # by slot of a draft canvas
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,26 @@ def _sample_texts(cfg: DataConfig) -> Iterator[str]:
 
 def build_model(cfg: TrainConfig) -> DiffusionGemma:
     """Loads the initial checkpoint, or initializes random weights."""
-    if cfg.init:
-        model = checkpoint.load_model(cfg.init, dtype=torch.float32)
-        model.require_denoiser("training")
-        return model.requires_grad_(True)
-    return init_model(cfg.model, cfg.seed)
+    if not cfg.init:
+        return init_model(cfg.model, cfg.seed)
+    model = checkpoint.load_model(cfg.init, dtype=torch.float32)
+    model.require_denoiser("training")
+    model.requires_grad_(True)
+    if cfg.model.draft_head_size and model.draft_head is None:
+        model = add_draft_head(model, cfg.model.draft_head_size, cfg.seed)
+    return model
+
+
+def add_draft_head(model: DiffusionGemma, size: int, seed: int) -> DiffusionGemma:
+    """Returns the model with a new draft head. It changes no logits until it has learned something."""
+    model.config = replace(model.config, draft_head_size=size)
+    head = DraftHead(model.config)
+    with torch.no_grad():
+        noise = torch.randn(head.inner.weight.shape, generator=torch.Generator().manual_seed(seed))
+        head.inner.weight.copy_(noise * head.inner.in_features**-0.5)
+        head.outer.weight.zero_()
+    model.draft_head = head
+    return model
 
 
 def init_model(config: ModelConfig, seed: int) -> DiffusionGemma:
@@ -345,21 +364,24 @@ class Meter:
         """Returns the averages since the last report. Raises ValueError if no loss was finite."""
         trainer = self.trainer
         cfg = trainer.cfg
-        terms = torch.stack([torch.stack(losses[:3]) for losses in self.losses])
+        terms = torch.stack([torch.stack([*losses[:3], losses.draft.to(losses.total)]) for losses in self.losses])
         is_finite = terms[:, 0].isfinite()
         sums = torch.cat([terms.where(is_finite[:, None], 0.0).sum(dim=0), is_finite.sum()[None]])
         share = torch.stack([losses.share_E for losses in self.losses]).mean(dim=0)
+        acceptance_S = torch.stack([losses.acceptance_S for losses in self.losses]).mean(dim=0)
         if trainer.world > 1:
-            for tensor in (sums, share):
+            for tensor in (sums, share, *([acceptance_S] if len(acceptance_S) else [])):
                 dist.all_reduce(tensor)
             share /= trainer.world
+            acceptance_S /= trainer.world
         *totals, finite = sums.tolist()
         if not finite:
             raise ValueError(
                 f"the loss is {float(terms[-1, 0])} at step {trainer.step}: lower the learning rates, or check the data"
             )
-        loss, denoiser, ar = (total / finite for total in totals)
+        loss, denoiser, ar, draft = (total / finite for total in totals)
         relative_share = share * share.shape[1]
+        has_drafts = len(acceptance_S) > 0
         report = Report(
             step=trainer.step,
             steps=cfg.steps,
@@ -374,6 +396,9 @@ class Meter:
             tokens_per_second=self.steps * cfg.step_tokens / (time.perf_counter() - self.start_time),
             seconds=trainer.seconds,
             lost=self.steps * cfg.microbatches - int(finite),
+            draft=draft if has_drafts else None,
+            accepted=float(expected_length(acceptance_S)) if has_drafts else None,
+            acceptance=tuple(acceptance_S.tolist()) if has_drafts else None,
             **trainer.task.report_fields(),
         )
         self._reset()

@@ -1,20 +1,21 @@
-"""The training objective: one forward over [noisy | clean], two cross-entropies.
+"""The training objective: one forward over [noisy | clean], two cross-entropies, and a loss of drafts on some rows.
 
 The noisy half replaces tokens of every canvas by uniform noise, and the model learns to predict the clean token at every
 canvas position, noised or not, so it learns to repair errors and to keep correct tokens. The clean half learns next-token
 prediction, which keeps the encoder a language model. The loss has no weight by noise level, no term for prompt tokens, no
-time input.
+time input. The last rows may be draft rows: `draft_loss.py` has their canvases and their loss.
 
     batch -> [1 noise levels] -> t -> [2 noise] -> Noise       all random choices, made once before the forward
     layout -> [3 attention masks]
-    Objective: [4 self-conditioning forward] -> soft embeddings -> training forward -> [5 cross-entropies] + [6 load balance]
+    Objective: [4 self-conditioning forward] -> soft embeddings -> training forward -> [5 cross-entropies, loss of drafts] +
+    [6 load balance]
 
-Shapes: B rows, R self-conditioned rows, O on-policy rows among them, L tokens of a row, N tokens or canvases, V vocabulary,
-D hidden size, E experts.
+Shapes: B rows, R self-conditioned rows, O on-policy rows among them, W draft rows, L tokens of a row, N tokens or canvases,
+V vocabulary, D hidden size, E experts, S slots of a draft canvas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,14 @@ from redraft.model import masks
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.masks import Layout, Spans
 from redraft.model.moe import Routing
+from redraft.train.draft_loss import (
+    DraftConfig,
+    DraftLosses,
+    draft_loss,
+    draft_terms,
+    lay_out_drafts,
+    terms_in_pieces,
+)
 
 Masks = Mapping[str, Tensor | BlockMask]  # layer type -> attention mask
 
@@ -49,6 +58,7 @@ class LossConfig:
     ar_weight: float = 1.0
     balance_weight: float = 0.01  # of the experts' load-balance loss
     t_min: float = 0.4  # the temperature of self-conditioning logits is drawn between this and 1, as inference scales them
+    draft: DraftConfig = field(default_factory=DraftConfig)  # draft rows have no denoiser loss and no self-conditioning
 
     def __post_init__(self) -> None:
         if self.noise not in ("uniform", "mask"):
@@ -73,6 +83,12 @@ class Batch:
 
     ids_BL: Tensor
     layout: Layout
+    own_BL: Tensor | None = None  # whether a token belongs to a text that the model itself wrote; None: no token does
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Applies a function, such as a copy to a device, to all tensors."""
+        layout = Layout(*(function(getattr(self.layout, f.name)) for f in fields(Layout)))
+        return Batch(function(self.ids_BL), layout, None if self.own_BL is None else function(self.own_BL))
 
     @property
     def canvas_BL(self) -> Tensor:
@@ -86,6 +102,11 @@ class Batch:
         same_BL = (documents[:, :-1] == documents[:, 1:]) & (documents[:, :-1] >= 0)
         return F.pad(same_BL, (0, 1), value=False)
 
+    @property
+    def learned_next_BL(self) -> Tensor:
+        """Whether the causal half learns to predict the next token. Its own texts would only make it surer of itself."""
+        return self.next_BL if self.own_BL is None else self.next_BL & ~self.own_BL
+
 
 class Losses(NamedTuple):
     """Mean cross-entropies in nats per token, their weighted sum, and each expert's share of the tokens."""
@@ -94,6 +115,8 @@ class Losses(NamedTuple):
     denoiser: Tensor
     ar: Tensor
     share_E: Tensor  # [layers, E], sums to 1 in each layer
+    draft: Tensor = torch.zeros(())  # the loss of drafts, no cross-entropy
+    acceptance_S: Tensor = torch.zeros(0)  # by slot of a draft canvas; empty without draft rows
 
 
 # 1. Noise levels
@@ -126,12 +149,16 @@ def noise_levels(count: int, cfg: LossConfig, generator: torch.Generator) -> Ten
 
 @dataclass(frozen=True)
 class Noise:
-    """The random choices for one batch. The first R rows are self-conditioned, the first O of them are on-policy."""
+    """The random choices for one batch. The first R rows are self-conditioned, the first O of them are on-policy.
+
+    The last W rows are draft rows.
+    """
 
     noisy_BL: Tensor
     temperature_R: Tensor
     nats_O: Tensor  # a sample replaces noise where its entropy is below this
     uniform_OL: Tensor  # chooses the samples
+    draft_temperature_W: Tensor = field(default_factory=lambda: torch.ones(0))
 
     def to(self, device: torch.device | str) -> "Noise":
         """Copies the tensors to a device."""
@@ -161,8 +188,11 @@ def draw_noise(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.
     """Makes every random choice of one forward with a CPU generator, so that a seed means the same on every device.
 
     Noise is uniform over the vocabulary and may repeat the clean token. Prompt tokens are not noised. Where a share of the
-    rows is not a whole number, it is rounded up or down at random.
+    rows is not a whole number, it is rounded up or down at random. The canvases of draft rows are empty.
     """
+    page_rows = len(batch.ids_BL) - cfg.draft.rows
+    drafts = Batch(batch.ids_BL[page_rows:], _slice_layout(batch.layout, slice(page_rows, None)))
+    batch = Batch(batch.ids_BL[:page_rows], _slice_layout(batch.layout, slice(page_rows)))
     shape = batch.ids_BL.shape
     index_BL, count = number_canvases(batch.layout)
     t_N = noise_levels(count, cfg, generator)
@@ -177,7 +207,19 @@ def draw_noise(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.
     on_policy = int(cfg.on_policy * rows + round_on_policy)
     nats_O = cfg.on_policy_nats * torch.rand(on_policy, generator=generator)
     uniform_OL = torch.rand(on_policy, shape[1], generator=generator, dtype=torch.float64)
-    return Noise(noisy_BL, temperature_R, nats_O, uniform_OL)
+    noisy_BL = torch.cat([noisy_BL, torch.where(drafts.canvas_BL, cfg.draft.token, drafts.ids_BL)])
+    chosen_W = torch.randint(len(cfg.draft.temperatures), (cfg.draft.rows,), generator=generator)
+    return Noise(noisy_BL, temperature_R, nats_O, uniform_OL, torch.tensor(cfg.draft.temperatures)[chosen_W])
+
+
+def _slice_layout(layout: Layout, rows: slice) -> Layout:
+    return Layout(*(getattr(layout, f.name)[rows] for f in fields(Layout)))
+
+
+def prepare(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Generator) -> tuple[Batch, Noise]:
+    """Lays out the canvases of draft rows and draws the noise: what one forward needs, made on the CPU."""
+    batch = Batch(batch.ids_BL, lay_out_drafts(batch.layout, cfg.draft, generator), batch.own_BL)
+    return batch, draw_noise(batch, cfg, vocab_size, generator)
 
 
 # 3. Attention masks
@@ -342,6 +384,7 @@ class Objective(nn.Module):
         self.cfg = cfg
         self.cross_entropy = cross_entropy
         self.soft_embedding = predict_soft_embedding
+        self.draft_terms = draft_terms
 
     def compile(self, **options: Any) -> None:
         """Compiles part by part: one graph serves all layers of a kind. One graph for everything compiles for minutes."""
@@ -350,6 +393,7 @@ class Objective(nn.Module):
             part.compile(**options)
         self.cross_entropy = torch.compile(cross_entropy, **options)
         self.soft_embedding = torch.compile(predict_soft_embedding, **options)
+        self.draft_terms = torch.compile(draft_terms, **options)
 
     def forward(self, batch: Batch, noise: Noise, mask_of: Masks, self_conditioning_mask_of: Masks) -> Losses:
         """Returns the losses of one batch. `self_conditioning_mask_of` holds the masks of the self-conditioned rows."""
@@ -365,17 +409,51 @@ class Objective(nn.Module):
         counted_BL = canvas_BL
         if self.cfg.noise == "mask":
             counted_BL = canvas_BL & (noise.noisy_BL != batch.ids_BL)
-        denoiser = self.cross_entropy(self.model, noisy_BLD, torch.where(counted_BL, batch.ids_BL, IGNORED))
-        next_ids_BL = torch.where(batch.next_BL, batch.ids_BL.roll(-1, dims=1), IGNORED)
+        page_rows = len(batch.ids_BL) - self.cfg.draft.rows
+        targets_BL = torch.where(counted_BL, batch.ids_BL, IGNORED)
+        denoiser = self.cross_entropy(self.model, noisy_BLD[:page_rows], targets_BL[:page_rows])
+        next_ids_BL = torch.where(batch.learned_next_BL, batch.ids_BL.roll(-1, dims=1), IGNORED)
         ar = self.cross_entropy(self.model, clean_BLD, next_ids_BL)
         balance, share_E = load_balance(routings)
         total = denoiser + self.cfg.ar_weight * ar + self.cfg.balance_weight * balance
-        return Losses(total, denoiser, ar, share_E)
+        if not self.cfg.draft.rows:
+            return Losses(total, denoiser, ar, share_E)
+        drafts = self._draft_losses(batch, noise, canvas_BL, noisy_BLD, clean_BLD)
+        total = total + self.cfg.draft.weight * drafts.loss
+        return Losses(total, denoiser, ar, share_E, drafts.loss, drafts.acceptance_S)
+
+    def _draft_losses(
+        self, batch: Batch, noise: Noise, canvas_BL: Tensor, noisy_BLD: Tensor, clean_BLD: Tensor
+    ) -> DraftLosses:
+        """The loss of the draft rows. What follows a stop token is fill, which is never drafted and does not count."""
+        cfg = self.cfg.draft
+        rows = slice(len(batch.ids_BL) - cfg.rows, None)
+        ids_WL = batch.ids_BL[rows]
+        previous_WL = ids_WL.roll(1, dims=1)
+        is_fill_WL = torch.zeros_like(canvas_BL[rows])
+        for stop in self.model.config.eos_token_ids:
+            is_fill_WL |= previous_WL == stop
+        length = ids_WL.shape[1]
+        terms_3N = terms_in_pieces(
+            self.draft_terms,
+            self.model,
+            noisy_BLD[rows].flatten(0, 1),
+            clean_BLD[rows].detach().roll(1, dims=1).flatten(0, 1),
+            previous_WL.flatten(),
+            ids_WL.flatten(),
+            noise.draft_temperature_W.repeat_interleave(length),
+        )
+        slot_WL = (batch.layout.positions - batch.layout.starts)[rows]
+        row_W = torch.arange(cfg.rows, device=ids_WL.device)
+        length_index_N = (row_W % len(cfg.lengths)).repeat_interleave(length)
+        is_counted_N = (canvas_BL[rows] & ~is_fill_WL).flatten()
+        return draft_loss(terms_3N, slot_WL.flatten(), length_index_N, is_counted_N, cfg)
 
 
 def compute_losses(model: DiffusionGemma, batch: Batch, cfg: LossConfig, generator: torch.Generator) -> Losses:
     """Runs the whole objective on one batch without compiling or sharding."""
-    noise = draw_noise(batch, cfg, model.config.vocab_size, generator).to(model.device)
-    batch = Batch(batch.ids_BL.to(model.device), batch.layout.to(model.device))
+    batch, noise = prepare(batch, cfg, model.config.vocab_size, generator)
+    noise = noise.to(model.device)
+    batch = batch.map(lambda tensor: tensor.to(model.device))
     mask_of = dense_masks(model.config, batch.layout)
     return Objective(model, cfg)(batch, noise, mask_of, slice_masks(mask_of, len(noise.temperature_R)))

@@ -29,6 +29,9 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
     if lines[-1].get("solved") is not None:
         solved = [line["solved"] or 0.0 for line in lines]
         schedule.plot(tokens, solved, color="tab:blue", label="share of puzzles solved")
+    if lines[-1].get("accepted") is not None:
+        accepted = [line["accepted"] or 0.0 for line in lines]
+        schedule.plot(tokens, accepted, color="tab:blue", label="drafts accepted")
     schedule.set_xlabel("million tokens")
     schedule.legend()
     schedule.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Training on text: streams of packed rows, and the objective of `loss.py` on each.
+"""Training on text: streams of packed rows, and the objective of `loss.py` on each. Draft rows have streams of their own.
 
 A task provides to the training loop: `objective(model)`, `open` and `close`, `losses` of a microbatch, its part of a
 checkpoint (`positions` as JSON, `tensors`), and its fields of a Report. `sudoku_task.py` has the other task.
@@ -7,17 +7,17 @@ checkpoint (`positions` as JSON, `tensors`), and its fields of a Report. `sudoku
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from redraft.config import ModelConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.masks import Layout
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import data
 from redraft.train.config import TrainConfig
 from redraft.train.data import PAD_ID, STOP_ID, Batches, DataConfig, InterleavedBatches, Position, PrefetchedBatches, Rows
-from redraft.train.loss import Batch, Losses, Masks, Noise, Objective, SparseMasks, dense_masks, draw_noise, slice_masks
+from redraft.train.loss import Losses, Masks, Noise, Objective, SparseMasks, dense_masks, prepare, slice_masks
 
 FLEX_BLOCK = 128  # FlexAttention finds no kernel on a GPU for rows shorter than a block; these get dense masks
 
@@ -47,7 +47,7 @@ class TextTask:
         uses_flex = device.type == "cuda" and 2 * cfg.data.length >= FLEX_BLOCK
         self.sparse = SparseMasks(config, cfg.rows, cfg.data.length, device) if uses_flex else None
         self.positions: dict[str, Any] = {}
-        self.streams: dict[int, InterleavedBatches] = {}
+        self.streams: dict[int, list[InterleavedBatches]] = {}  # by microbatch: the rows of pages, then the draft rows
 
     def objective(self, model: DiffusionGemma) -> nn.Module:
         """Returns the module that is compiled, sharded and differentiated."""
@@ -55,17 +55,23 @@ class TextTask:
 
     def open(self) -> None:
         """Starts the streams of this process's microbatches, each at its position."""
-        self.streams = {m: self._open_stream(m) for m in self.microbatches}
+        cfg = self.cfg
+        draft_rows = cfg.loss.draft.rows
+        for m in self.microbatches:
+            saved = self.positions.get(str(m), [None] * cfg.streams * (2 if draft_rows else 1))
+            self.streams[m] = [self._open_stream(m, self.data, cfg.rows - draft_rows, saved[: cfg.streams])]
+            if cfg.draft_data is not None:
+                self.streams[m].append(self._open_stream(m, cfg.draft_data, draft_rows, saved[cfg.streams :]))
 
-    def _open_stream(self, m: int) -> InterleavedBatches:
+    def _open_stream(self, m: int, texts: DataConfig, rows: int, positions: list[Any]) -> InterleavedBatches:
         cfg = self.cfg
         stop, pad = STOP_ID, PAD_ID
         if cfg.init:
             stop, pad = self.config.eos_token_ids[0], self.config.pad_token_id
         batches: list[Batches | PrefetchedBatches] = []
-        for number, saved in enumerate(self.positions.get(str(m), [None] * cfg.streams)):
-            rows = Rows(
-                self.data,
+        for number, saved in enumerate(positions):
+            packed = Rows(
+                texts,
                 self.tokenizer,
                 stop=stop,
                 pad=pad,
@@ -73,22 +79,24 @@ class TextTask:
                 shards=cfg.microbatches * cfg.streams,
                 position=Position.from_json(saved) if saved is not None else None,
             )
-            stream = Batches(rows, cfg.rows // cfg.streams)
+            stream = Batches(packed, rows // cfg.streams)
             batches.append(PrefetchedBatches(stream) if cfg.prefetch else stream)
         return InterleavedBatches(batches)
 
     def close(self) -> None:
         """Ends the processes that prefetch."""
-        for stream in self.streams.values():
-            stream.close()
+        for streams in self.streams.values():
+            for stream in streams:
+                stream.close()
 
     def losses(self, compute: Callable[..., Losses], m: int, generator: torch.Generator) -> Losses:
         """Computes the objective on the next batch of microbatch m."""
-        columns, self.positions[str(m)] = next(self.streams[m])
-        batch = data.to_batch(columns)
-        noise = draw_noise(batch, self.cfg.loss, self.config.vocab_size, generator)
+        parts, positions = zip(*(next(stream) for stream in self.streams[m]), strict=True)
+        self.positions[str(m)] = [position for part in positions for position in part]
+        batch = data.to_batch(np.concatenate(parts, axis=1))
+        batch, noise = prepare(batch, self.cfg.loss, self.config.vocab_size, generator)
         noise = Noise(*(self._to_device(t) for t in vars(noise).values()))
-        batch = Batch(self._to_device(batch.ids_BL), Layout(*(self._to_device(t) for t in vars(batch.layout).values())))
+        batch = batch.map(self._to_device)
         mask_of: Masks = self.sparse(batch.layout) if self.sparse else dense_masks(self.config, batch.layout)
         return compute(batch, noise, mask_of, slice_masks(mask_of, len(noise.temperature_R)))
 
@@ -103,7 +111,8 @@ class TextTask:
     def report_fields(self) -> dict[str, Any]:
         """Returns this task's fields of a Report: epochs of the first source, and records skipped."""
         positions = [position for streams in self.positions.values() for position in streams]
+        pages = [position for streams in self.positions.values() for position in streams[: self.cfg.streams]]
         return {
-            "epoch": min(position["epochs"][0] for position in positions),
+            "epoch": min(position["epochs"][0] for position in pages),
             "bad": sum(position["bad"] for position in positions),
         }

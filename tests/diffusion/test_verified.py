@@ -160,9 +160,7 @@ def test_drafts_are_accepted_and_save_forwards():
 def test_another_models_exact_answer_is_that_models():
     for number in range(12):
         prompt, cfg, seed, constraints = random_case(number)
-        expected = list(
-            generate_autoregressive(OTHER, prompt, cfg.max_new_tokens, cfg, seed=seed, constraints=constraints)
-        )
+        expected = list(generate_autoregressive(OTHER, prompt, cfg.max_new_tokens, cfg, seed=seed, constraints=constraints))
         assert run(prompt, cfg, seed, constraints, verifier=OTHER).ids_BT[0].tolist() == expected
 
 

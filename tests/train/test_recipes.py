@@ -97,7 +97,7 @@ def test_a_mistake_in_a_change_is_named(tmp_path, change, complaint):
 
 
 def test_a_missing_recipe_is_named(tmp_path):
-    with pytest.raises(ValueError, match="no recipe 'nothing'; known are sudoku, tiny, tiny_sudoku, toy"):
+    with pytest.raises(ValueError, match="no recipe 'nothing'; known are sudoku, tiny, tiny_draft, tiny_sudoku, toy"):
         load_recipe("nothing", tmp_path)
     with pytest.raises(ValueError, match=r"no recipe none/x\.py"):
         load_recipe("none/x.py", tmp_path)

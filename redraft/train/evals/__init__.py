@@ -1,6 +1,7 @@
 """Scores of a model.
 
 likelihood.py    next-token loss, the denoiser's bound, repair of noised tokens
+acceptance.py    tokens a round of exact and checked mode, computed offline
 samples.py       texts by diffusion against autoregressive texts, under a judge
 judge.py         the judge: a Llama checkpoint
 code_lines.py    removed lines of Python functions

@@ -1,0 +1,172 @@
+"""Acceptance: how many tokens a round of exact or checked mode gives, computed offline on texts that the model wrote.
+
+A round verifies drafts in one forward that also carries a canvas behind every draft, so the next drafts begin where the
+accepted ones end (policy "all canvases"). Canvas s stands behind token s. Its slot 1 is the token that the round itself
+answered; slots 2 to C are the next drafts, each sampled by the draft head with the token before it.
+
+In exact mode the text is the same with any drafts. So one teacher-forced forward for each phase of the canvases gives the
+accepted drafts of all canvases, and a walk over the text counts rounds. Text and drafts share Gumbel noise, as in exact
+mode; the noise of a text that was sampled elsewhere is drawn from its posterior, given the tokens. Checked mode accepts a
+draft at most `tolerance` nats less likely than the likeliest token; the text behind it stays the given one, so this is an
+estimate.
+
+Shapes: B rows, L tokens of a row, C slots, V vocabulary, N tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.masks import Layout
+from redraft.train.loss import dense_masks
+from redraft.train.own_text import OwnTextConfig, OwnTextSampler
+
+BATCH_ROWS = 32
+TEMPERATURES = (0.0, 0.7, 1.0)
+COLDEST = 1e-3  # the temperature that greedy texts are sampled at
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Tokens per round, and the share of canvases whose slot i is accepted, given that the slots before it are."""
+
+    temperature: float
+    tokens: int
+    exact: float  # tokens per round: accepted drafts and the one that the check itself gives
+    checked: float
+    slots: tuple[float, ...]  # of exact mode, from slot 2 on
+
+    def __str__(self) -> str:
+        slots = " ".join(f"{share:.2f}" for share in self.slots)
+        return f"T {self.temperature:.1f}  exact {self.exact:.2f}  checked {self.checked:.2f} tokens a round  slots {slots}"
+
+
+@torch.no_grad()
+def sample_texts(
+    model: DiffusionGemma, prompts: Sequence[Sequence[int]], temperature: float, length: int, seed: int = 0
+) -> list[list[int]]:
+    """Continues each prompt with the causal half, to a stop token or `length` tokens. Returns prompts and answers."""
+    torch.manual_seed(seed)
+    longest = max(map(len, prompts))
+    cfg = OwnTextConfig(
+        rows=len(prompts), length=max(length, longest + 2), longest_beginning=longest, most_repeats=length, ended_share=1.0
+    )
+    texts = OwnTextSampler(model, cfg).sample(prompts, [max(temperature, COLDEST)] * len(prompts))
+    start = model.config.bos_token_id
+    return [[start, *text] if prompts[0][0] == start else text for text in texts]
+
+
+@torch.no_grad()
+def measure(
+    model: DiffusionGemma,
+    texts: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    temperature: float,
+    *,
+    canvas_length: int = 8,
+    draft_token: int | None = 0,
+    tolerance: float = 2.0,
+    seed: int = 0,
+) -> Acceptance:
+    """Measures texts that the causal half sampled at this temperature. Without a draft token, canvases are noise."""
+    generator = torch.Generator(model.device).manual_seed(seed)
+    counts = torch.zeros(2, dtype=torch.long)  # rounds of exact and of checked mode
+    tokens = 0
+    reached_C = torch.zeros(canvas_length)
+    canvases = 0
+    for begin in range(0, len(texts), BATCH_ROWS):
+        rows = [list(ids) for ids in texts[begin : begin + BATCH_ROWS]]
+        firsts = prompt_lengths[begin : begin + BATCH_ROWS]
+        exact_BL, checked_BL = accepted_drafts(model, rows, temperature, canvas_length, draft_token, tolerance, generator)
+        for row, (ids, first) in enumerate(zip(rows, firsts, strict=True)):
+            if len(ids) <= first:
+                continue
+            tokens += len(ids) - first
+            for mode, accepted_BL in enumerate((exact_BL, checked_BL)):
+                counts[mode] += count_rounds(accepted_BL[row].tolist(), first, len(ids))
+            whole = exact_BL[row, first - 1 : max(first - 1, len(ids) - canvas_length)]  # canvases that fit into the text
+            canvases += len(whole)
+            reached_C += torch.bincount(whole, minlength=canvas_length).flip(0).cumsum(0).flip(0)
+    reached_C[0] = canvases
+    slots = tuple((reached_C[1:] / reached_C[:-1].clamp(min=1)).tolist())
+    exact, checked = (tokens / max(1, rounds) for rounds in counts.tolist())
+    return Acceptance(temperature, tokens, exact, checked, slots)
+
+
+def count_rounds(accepted: Sequence[int], first: int, end: int) -> int:
+    """Walks over a text whose tokens from `first` on are generated. `accepted[s]` drafts of the canvas behind s are right.
+
+    The first round has no drafts: it gives one token, and the canvas behind the last prompt token.
+    """
+    rounds = 1
+    token = first  # the last token that is known; the canvas before it began at its position
+    while token < end - 1:
+        token += 1 + accepted[token - 1]
+        rounds += 1
+    return rounds
+
+
+def accepted_drafts(
+    model: DiffusionGemma,
+    rows: Sequence[Sequence[int]],
+    temperature: float,
+    canvas_length: int,
+    draft_token: int | None,
+    tolerance: float,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Returns for every token how many drafts of the canvas behind it are accepted, in exact and in checked mode, [B, L]."""
+    device = model.device
+    length = max(map(len, rows)) + canvas_length  # room for the canvas behind the last token
+    length += -length % 8
+    pad = model.config.pad_token_id
+    ids_BL = torch.tensor([[*ids, *[pad] * (length - len(ids))] for ids in rows], device=device)
+    positions_BL = torch.arange(length, device=device).expand_as(ids_BL)
+    accepted = torch.zeros(2, *ids_BL.shape, dtype=torch.long)
+    gumbel_NV = None
+    for phase in range(1, canvas_length + 1):
+        starts_BL = positions_BL - (positions_BL - phase) % canvas_length
+        is_draft_BL = starts_BL >= 1
+        layout = Layout(positions_BL, torch.where(is_draft_BL, starts_BL, -1), torch.zeros_like(ids_BL))
+        noise_BL = torch.randint(model.config.vocab_size, ids_BL.shape, generator=generator, device=device)
+        blank_BL = noise_BL if draft_token is None else torch.full_like(ids_BL, draft_token)
+        noisy_BL = torch.where(is_draft_BL, blank_BL, ids_BL)
+        masks = dense_masks(model.config, layout)
+        noisy_BLD, clean_BLD, _ = model.forward_train(noisy_BL, ids_BL, None, positions_BL, masks)
+        log_p_NV = torch.log_softmax(model.head(clean_BLD.roll(1, dims=1).flatten(0, 1)), dim=-1)
+        log_q_NV = torch.log_softmax(model.draft_logits(noisy_BLD.flatten(0, 1), ids_BL.roll(1, dims=1).flatten()), dim=-1)
+        target_N = log_p_NV.argmax(dim=-1)
+        draft_N = log_q_NV.argmax(dim=-1)
+        if temperature > 0:
+            target_N = ids_BL.flatten()
+            if gumbel_NV is None:
+                gumbel_NV = posterior_gumbel(torch.log_softmax(log_p_NV / temperature, dim=-1), target_N, generator)
+            draft_N = (torch.log_softmax(log_q_NV / temperature, dim=-1) + gumbel_NV).argmax(dim=-1)
+        below_best_N = log_p_NV.amax(dim=-1) - log_p_NV.gather(-1, draft_N[:, None])[:, 0]
+        for mode, is_right_N in enumerate((draft_N == target_N, (draft_N == target_N) | (below_best_N <= tolerance))):
+            _write_accepted(accepted[mode], is_right_N.view_as(ids_BL).cpu(), phase, canvas_length)
+    return accepted[0], accepted[1]
+
+
+def _write_accepted(accepted_BL: Tensor, is_right_BL: Tensor, phase: int, canvas_length: int) -> None:
+    """Counts the accepted drafts of every whole canvas of one phase: slot 1 is no draft."""
+    count = (is_right_BL.shape[1] - phase) // canvas_length
+    is_right_BNC = is_right_BL[:, phase : phase + count * canvas_length].unflatten(1, (count, canvas_length))
+    behind_BN = accepted_BL[:, phase - 1 : phase - 1 + count * canvas_length : canvas_length]
+    behind_BN.copy_(is_right_BNC[..., 1:].long().cumprod(dim=-1).sum(dim=-1))
+
+
+def posterior_gumbel(log_p_NV: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws Gumbel noise given that argmax(log p + noise) is the token: exactly the noise behind a text sampled elsewhere.
+
+    The largest sum is a Gumbel number z, independent of where it is; each other sum is one that is truncated at z.
+    """
+    uniform_NV = torch.rand(log_p_NV.shape, generator=generator, device=log_p_NV.device, dtype=torch.float64)
+    gumbel_NV = -(-(uniform_NV.clamp(1e-300, 1 - 1e-16)).log()).log()
+    z_N1 = gumbel_NV.gather(-1, token_N[:, None])
+    sums_NV = -torch.logaddexp(-z_N1, -(log_p_NV.double() + gumbel_NV))
+    sums_NV.scatter_(-1, token_N[:, None], z_N1)
+    return sums_NV - log_p_NV.double()

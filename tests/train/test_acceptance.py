@@ -1,0 +1,98 @@
+"""Acceptance: offline counts equal those of a real loop of exact mode, and Gumbel noise given a token belongs to it."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+
+from redraft.train.evals import acceptance
+
+CONFIG = replace(tiny.BASE, draft_head_size=12, eos_token_ids=(1,))
+CANVAS = 4
+
+
+def causal_logits(model, ids: list[int]) -> torch.Tensor:
+    """Logits of the token behind these."""
+    return model.head(model.encode(torch.tensor([ids]), model.new_cache(1, len(ids)))[0, -1])
+
+
+def draft_greedily(model, ids: list[int], answer: int) -> list[int]:
+    """The drafts of a canvas of blanks behind `ids`, whose first slot the causal half has answered."""
+    cache = model.new_cache(1, len(ids))
+    model.encode(torch.tensor([ids]), cache)
+    kept = []
+    hook = model.norm.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    model.denoise(torch.zeros(1, CANVAS, dtype=torch.long), None, cache)
+    hook.remove()
+    drafts = [answer]
+    for slot in range(1, CANVAS):
+        drafts.append(int(model.draft_logits(kept[0][0, slot : slot + 1], torch.tensor(drafts[-1:])).argmax()))
+    return drafts[1:]
+
+
+def count_greedy_rounds(model, prompt: list[int], length: int) -> tuple[list[int], int]:
+    """Exact mode at temperature 0, in the plainest way: the text, and the rounds it took."""
+    ids = list(prompt)
+    answer = int(causal_logits(model, ids).argmax())
+    rounds = 1
+    while len(ids) + 1 < length and answer != 1:
+        drafts = draft_greedily(model, ids, answer)
+        ids.append(answer)
+        rounds += 1
+        answer = int(causal_logits(model, ids).argmax())
+        while drafts and drafts[0] == answer and len(ids) + 1 < length and answer != 1:
+            ids.append(drafts.pop(0))
+            answer = int(causal_logits(model, ids).argmax())
+    return [*ids, answer], rounds
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_offline_rounds_equal_those_of_a_real_loop(seed):
+    model = tiny.decided(CONFIG, seed)
+    prompts = [[2, 40, 50], [2, 60]]
+    texts = acceptance.sample_texts(model, prompts, 0.0, 24)
+    tokens = rounds = 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        expected, count = count_greedy_rounds(model, prompt, 24)
+        assert text == expected
+        rounds += count
+        tokens += len(text) - len(prompt)
+    found = acceptance.measure(model, texts, [3, 2], 0.0, canvas_length=CANVAS)
+    assert (found.tokens, found.exact) == (tokens, tokens / rounds)
+    assert found.checked >= found.exact
+    assert len(found.slots) == CANVAS - 1
+
+
+def test_the_noise_of_a_token_makes_it_the_largest():
+    generator = torch.Generator().manual_seed(0)
+    log_p_NV = torch.log_softmax(torch.randn(200, 30, generator=generator) * 3, dim=-1)
+    token_N = torch.randint(30, (200,), generator=generator)
+    noise_NV = acceptance.posterior_gumbel(log_p_NV, token_N, generator)
+    assert torch.equal((log_p_NV + noise_NV).argmax(dim=-1), token_N)
+
+
+def test_noise_given_sampled_tokens_is_gumbel_noise():
+    generator = torch.Generator().manual_seed(1)
+    p_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    token_N = torch.multinomial(p_V, 20_000, replacement=True, generator=generator)
+    noise_NV = acceptance.posterior_gumbel(p_V.log().expand(20_000, -1), token_N, generator)
+    assert (noise_NV.mean(dim=0) - 0.5772).abs().max() < 0.05  # the mean of a Gumbel number
+    assert (noise_NV.std(dim=0) - 1.2825).abs().max() < 0.05
+
+
+def test_a_drafter_that_is_the_causal_half_is_always_right():
+    """All drafts are accepted where the draft distribution equals the causal one: rounds give a whole canvas."""
+    assert acceptance.count_rounds([3] * 40, 5, 25) == 1 + 5  # the first round gives 1 token, the others 4
+    assert acceptance.count_rounds([0] * 40, 5, 25) == 20
+
+
+def test_at_a_temperature_more_drafts_are_right_than_by_chance():
+    model = tiny.decided(CONFIG)
+    prompts = [[2, 40, 50], [2, 60, 70]]
+    texts = acceptance.sample_texts(model, prompts, 1.0, 20)
+    found = acceptance.measure(model, texts, [3, 3], 1.0, canvas_length=CANVAS, tolerance=1e4)
+    assert found.checked == pytest.approx(found.tokens / sum(-(-(len(text) - 4) // CANVAS) + 1 for text in texts))
+    assert 1 <= found.exact <= found.checked
+    noise = acceptance.measure(model, texts, [3, 3], 1.0, canvas_length=CANVAS, draft_token=None)
+    assert noise.tokens == found.tokens
