@@ -3,7 +3,6 @@
 `diffusion/rng.py` draws with it; `triton/sampler_step.py` computes the same numbers in a kernel.
 """
 
-import torch
 from torch import Tensor
 
 # Each step and position has two independent draws: the sampled token, and the noise that replaces a rejected one.
@@ -25,7 +24,11 @@ def shift_right(x: Tensor, bits: int) -> Tensor:
 
 def mix(x: Tensor, counter: int | Tensor) -> Tensor:
     """Mixes a counter into the state: one round of splitmix64."""
-    x = x ^ (torch.as_tensor(counter, device=x.device) + 1) * GOLDEN  # as a tensor the product wraps at 64 bits
+    if isinstance(counter, int):  # the product must wrap at 64 bits, and a CUDA graph allows no copy from the host
+        factor: int | Tensor = ((counter + 1) * GOLDEN + (1 << 63)) % (1 << 64) - (1 << 63)
+    else:
+        factor = (counter + 1) * GOLDEN
+    x = x ^ factor
     x = (x ^ shift_right(x, 30)) * MIX_1
     x = (x ^ shift_right(x, 27)) * MIX_2
     return x ^ shift_right(x, 31)
