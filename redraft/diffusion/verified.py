@@ -128,6 +128,7 @@ class Verification:
             steps_B=torch.zeros(1, dtype=torch.long, device=device),
             logprobs=tuple(self.logprobs[begin:]),
             top_probs=self._top_probs(begin, device) if self.candidates else None,
+            counts=self.counts,
         )
 
     def _top_probs(self, begin: int, device: torch.device) -> TopProbs:
@@ -280,7 +281,7 @@ class OwnVerifier:
             prefill(self.model, [prompt[:-1]], self.cache)
 
     def cache_all(self, state: Verification) -> KVCache:
-        """The cache with all tokens before the cursor, for drafting a whole canvas. The next round encodes the last again."""
+        """The cache with all tokens before the cursor, to draft a whole canvas. The next round encodes the last again."""
         assert self.cache is not None
         self.model.encode(torch.tensor([[state.last]], device=self.model.device), self.cache)
         return self.cache
