@@ -58,6 +58,7 @@ class Committed:
     steps_B: Tensor  # denoising steps used
     logprobs: tuple[float, ...] = ()  # checked and exact mode: of every token, under the causal half
     top_probs: TopProbs | None = None  # in these modes: of the likeliest tokens, when the request asked for candidates
+    counts: Mapping[str, int] = field(default_factory=dict)  # in these modes: rounds and drafts so far, as in Stats
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,9 @@ def check_inputs(
                 raise ValueError(f"prompt token {token} is outside the vocabulary of {config.vocab_size}")
     if not 0 <= cfg.pad_token_id < config.vocab_size:
         raise ValueError(f"pad token {cfg.pad_token_id} is outside the vocabulary of {config.vocab_size}")
+    for token, _ in cfg.logit_bias:
+        if token >= config.vocab_size:
+            raise ValueError(f"logit_bias names token {token}, which is outside the vocabulary of {config.vocab_size}")
     longest = max(map(len, prompts))
     answer = cfg.max_canvases * cfg.canvas_length
     if longest + answer > config.max_position_embeddings:

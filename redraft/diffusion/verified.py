@@ -130,6 +130,7 @@ class Verification:
             steps_B=torch.zeros(1, dtype=torch.long, device=device),
             logprobs=tuple(self.logprobs[begin:]),
             top_probs=self._top_probs(begin, device) if self.candidates else None,
+            counts=self.counts,
         )
 
     def _top_probs(self, begin: int, device: torch.device) -> TopProbs:

@@ -2,7 +2,8 @@
 
     request body -> CompletionParams -> [stream_completion: Writer.stream, cut at stop strings] -> Frame, TextDelta, Finish
 
-A temperature of 1 is the checkpoint's own schedule; other values scale it. This file knows nothing of HTTP.
+With check "off", a temperature of 1 is the checkpoint's own schedule and other values scale it; in checked and exact mode it
+is the temperature of the causal half. This file knows nothing of HTTP.
 """
 
 import json
@@ -12,20 +13,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Draft, Finished, Stats
-from redraft.engine import Stopped
+from redraft.engine import RequestError, Stopped
 from redraft.server.bodies import check_json_size
+from redraft.server.checks import choose_check, step_settings
 from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.frames import Frame, FrameBuilder
 from redraft.server.logprobs import LogprobCollector, TokenLogprob
 from redraft.server.schema import ChatMessage
+from redraft.tasks import best_of
 from redraft.tasks.generation import GenerationOptions
+from redraft.tasks.infill import sequence_logprobs
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
-from redraft.writer import Writer, new_seed
+from redraft.writer import Writer, is_text_prompt, new_seed
 
 MAX_ARGUMENT_VALUES = 10_000  # of the JSON in a tool call's arguments
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -49,6 +52,10 @@ class CompletionParams:
     pins: Mapping[int, int] = field(default_factory=dict)
     draft: str | tuple[int, ...] | None = None  # a text, or token ids, that the first canvas starts from instead of noise
     sampler_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplerConfig
+    check: str | None = None  # off, checked or exact; None: as the checkpoint has it
+    causal_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplerConfig for checked and exact mode
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # in these modes; `forbidden` works in all
+    best_of: int = 1  # the completion is one of so many, of which the likeliest are returned
     include_frames: bool = False
     logprobs: int | None = None  # how many likely tokens come with each token; None: no logprobs
 
@@ -75,6 +82,7 @@ class Finish:
     finish_reason: str  # stop, length, deadline or tool_calls
     stats: Stats
     stop_string: str | None = None  # the client's own stop string that ended it
+    mean_logprob: float | None = None  # of its tokens, under the causal half; only for completions that are compared
 
 
 Chunk = Started | Frame | TextDelta | Finish
@@ -138,12 +146,6 @@ def join_messages(messages: Sequence[Message]) -> str:
     return "\n\n".join(str(message.get("content") or "") for message in messages)
 
 
-def temperature_settings(sampler: SamplerConfig, temperature: float | None) -> dict[str, Any]:
-    """Returns the sampler settings of a client's temperature, which scales the checkpoint's schedule."""
-    scaled = sampler.with_temperature(temperature)
-    return {} if scaled == sampler else {"t_min": scaled.t_min, "t_max": scaled.t_max}
-
-
 def stream_completion(writer: Writer, params: CompletionParams, stop: threading.Event) -> Iterator[Chunk]:
     """Yields Started when the engine has accepted the request, then frames and text deltas, at last Finish."""
     began = time.perf_counter()
@@ -155,29 +157,32 @@ def stream_completion(writer: Writer, params: CompletionParams, stop: threading.
 
     stop_filter = StopStringFilter(params.stop_strings)
     frames = FrameBuilder(writer.tokenizer)
-    logprobs = LogprobCollector(writer.tokenizer, params.logprobs)
+    logprobs = LogprobCollector(writer.tokenizer, params.logprobs, is_chat=not is_text_prompt(params.prompt))
     canvases: list[tuple[TextCommitted, str]] = []
     draft: Draft | None = None
+    draft_steps = 0  # checked mode: denoising steps so far
     finished: Finished | None = None
     for event in events:
         match event:
             case Draft():
                 draft = event
+                draft_steps += event.verified is None
                 if params.include_frames:
                     yield frames.build(event)
             case TextCommitted():
                 text = stop_filter.feed(event.text)
                 canvases.append((event, text))
                 logprobs.add_canvas(event, draft)
-                tokens = logprobs.release(text, after_reasoning=bool(event.reasoning))
+                tokens = logprobs.release(text)
                 yield TextDelta(text, event.reasoning, event.tool_calls, tokens)
                 frames = FrameBuilder(writer.tokenizer)
                 if stop_filter.found is not None:
+                    stats = stats_at_stop_string(writer, params, canvases, draft_steps, seed, time.perf_counter() - began)
+                    kept = writer.tokenizer.encode("".join(event.reasoning + text for event, text in canvases))
+                    mean_logprob = mean_logprob_of(writer, params, stats, kept, stop)
                     stop.set()
                     writer.engine.notify()
-                    prompt_tokens = len(writer.encode_prompt(params.prompt, params.tools, params.think))
-                    stats = stats_at_stop_string(writer, prompt_tokens, canvases, seed, time.perf_counter() - began)
-                    yield Finish("stop", stats, stop_filter.found)
+                    yield Finish("stop", stats, stop_filter.found, mean_logprob)
                     return
             case Finished():
                 finished = event
@@ -185,8 +190,10 @@ def stream_completion(writer: Writer, params: CompletionParams, stop: threading.
         raise Stopped
     if rest := stop_filter.flush():
         yield TextDelta(rest, tokens=logprobs.release(rest))
+    stats = finished.stats[0]
+    mean_logprob = mean_logprob_of(writer, params, stats, finished.ids_BT[0, : stats.new_tokens].tolist(), stop)
     has_tool_calls = any(event.tool_calls for event, _ in canvases)
-    yield Finish("tool_calls" if has_tool_calls else finished.reasons[0], finished.stats[0])
+    yield Finish("tool_calls" if has_tool_calls else finished.reasons[0], stats, mean_logprob=mean_logprob)
 
 
 def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams:
@@ -197,6 +204,11 @@ def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams
         params = replace(params, prompt=join_messages(params.prompt))
     if params.logprobs is not None:
         check_logprobs(writer.tokenizer, params)
+    params = replace(params, check=choose_check(writer.sampler, params.check, has_draft=bool(params.draft)))
+    if params.logit_bias and params.check == "off":
+        token, bias = next(iter(params.logit_bias.items()))
+        message = f"with check 'off', logit_bias can only forbid a token with -100, got {token}: {bias}"
+        raise BadRequestError(message, "logit_bias")
     length = params.sampler_settings.get("canvas_length", writer.sampler.canvas_length)
     if isinstance(params.draft, tuple) and len(params.draft) != length:
         message = f"diffusion_seed_canvas has {len(params.draft)} tokens, the canvas has {length}"
@@ -211,20 +223,51 @@ def submit(writer: Writer, params: CompletionParams, seed: int, stop: threading.
     """Submits a request to the engine and returns its events. The engine checks the request here."""
     candidates = 0 if params.logprobs is None else params.logprobs or 1
     has_constraints = bool(params.pins or params.forbidden)
+    assert params.check is not None
+    settings = step_settings(params.check, params.sampler_settings)
+    if params.check != "off":
+        settings |= {**params.causal_settings, "logit_bias": tuple(params.logit_bias.items()) or None}
     options = GenerationOptions(
         tools=params.tools,
         think=params.think,
         max_tokens=params.max_tokens,
         seed=seed,
+        check=params.check,
+        temperature=params.temperature,
         constraints=Constraints(pins=params.pins, forbidden=params.forbidden) if has_constraints else None,
         stop=stop,
         draft=params.draft,
         drafts=params.include_frames,
         candidates=max(int(params.include_frames), candidates),
-        sampler={**temperature_settings(writer.sampler, params.temperature), **params.sampler_settings},
+        sampler=settings,
         **params.pattern,
     )
+    if params.best_of > 1:
+        check_best_of_memory(writer, params, options)
     return writer.stream(params.prompt, options)
+
+
+def check_best_of_memory(writer: Writer, params: CompletionParams, options: GenerationOptions) -> None:
+    """Refuses to compare more completions than the memory budget holds at once."""
+    prompt_tokens = len(writer.encode_prompt(params.prompt, params.tools, params.think))
+    max_tokens = options.sampler_config(writer.sampler).max_new_tokens
+    try:
+        best_of.check_memory(writer.engine, prompt_tokens + max_tokens, params.best_of)
+    except RequestError as error:
+        raise BadRequestError(str(error), "best_of") from None
+
+
+def mean_logprob_of(
+    writer: Writer, params: CompletionParams, stats: Stats, ids: Sequence[int], stop: threading.Event
+) -> float | None:
+    """The mean log probability of a completion's tokens under the causal half; None if it is not compared with others."""
+    if params.best_of == 1:
+        return None
+    total = stats.logprob
+    if total is None:  # the causal half has not seen them yet
+        prompt = writer.encode_prompt(params.prompt, params.tools, params.think)
+        (total,) = sequence_logprobs(writer.engine, prompt, [ids], stop)
+    return total / max(1, len(ids))
 
 
 def check_logprobs(tokenizer: Tokenizer, params: CompletionParams) -> None:
@@ -238,19 +281,43 @@ def check_logprobs(tokenizer: Tokenizer, params: CompletionParams) -> None:
 
 
 def stats_at_stop_string(
-    writer: Writer, prompt_tokens: int, canvases: Sequence[tuple[TextCommitted, str]], seed: int, seconds: float
+    writer: Writer,
+    params: CompletionParams,
+    canvases: Sequence[tuple[TextCommitted, str]],
+    draft_steps: int,
+    seed: int,
+    seconds: float,
 ) -> Stats:
-    """Returns the stats of a completion that a stop string ended: tokens that were sent, and the steps of whole canvases."""
-    return Stats(
+    """Returns the stats of a completion that a stop string ended: tokens that were sent, and the cost of whole canvases.
+
+    In checked and exact mode the cost is that of the rounds up to the stop string.
+    """
+    assert params.check is not None
+    new_tokens = len(writer.tokenizer.encode("".join(event.reasoning + text for event, text in canvases)))
+    stats = Stats(
         seed=seed,
-        prompt_tokens=prompt_tokens,
-        new_tokens=sum(len(writer.tokenizer.encode(event.reasoning + text)) for event, text in canvases),
+        prompt_tokens=len(writer.encode_prompt(params.prompt, params.tools, params.think)),
+        new_tokens=new_tokens,
         canvases=len(canvases),
         settled=sum(bool(event.settled_B[0]) for event, _ in canvases),
         steps=sum(int(event.steps_B[0]) for event, _ in canvases),
         commits=len(canvases) - 1,
         seconds=seconds,
         prefill_seconds=0.0,
+        check=params.check,
+    )
+    if params.check == "off":
+        return stats
+    logprobs = [logprob for event, _ in canvases for logprob in event.logprobs]
+    counts: dict[str, Any] = dict(canvases[-1][0].counts)
+    return replace(
+        stats,
+        canvases=0,
+        settled=0,
+        steps=draft_steps,
+        commits=len(canvases) - 1 if params.check == "checked" else 0,
+        logprob=sum(logprobs[:new_tokens]),
+        **counts,
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redraft.diffusion.generate import Stats
-from redraft.server.completion import StopStringFilter, temperature_settings
+from redraft.server.checks import temperature_settings
+from redraft.server.completion import StopStringFilter
 from redraft.server.errors import checking_request
 from redraft.server.fim import Gap, Region
 from redraft.writer import Writer, new_seed
@@ -53,7 +54,7 @@ def infill_gap(
             seed=seed,
             seconds=seconds,
             stop=stop,
-            **temperature_settings(writer.sampler, temperature),
+            **temperature_settings(writer.sampler.changed(check="off"), temperature),
         )
     taken = time.perf_counter() - began
     encode = writer.tokenizer.encode
@@ -105,7 +106,7 @@ def rewrite_region(
             keep=[(0, len(prefix)), (region_end, len(text))],
             seed=seed,
             stop=stop,
-            **temperature_settings(writer.sampler, temperature),
+            **temperature_settings(writer.sampler.changed(check="off"), temperature),
         )
     new_region = edited.text[len(prefix) : len(edited.text) - len(suffix)]
     stats = Stats(

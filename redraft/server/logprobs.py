@@ -1,4 +1,7 @@
-"""Logprobs: the tokens of a completion with the probabilities that the last step of their canvas gave them."""
+"""Logprobs: the tokens of a completion with their probabilities.
+
+They are those of the causal half in checked and exact mode, else those of the last step of the token's canvas.
+"""
 
 import codecs
 import math
@@ -8,6 +11,7 @@ from typing import Any
 
 from redraft.diffusion.generate import Draft
 from redraft.tasks.text_events import TextCommitted
+from redraft.tokenizer.chat_parser import CHANNEL_END, CHANNEL_START
 from redraft.tokenizer.tokenizer import Tokenizer
 
 ZERO_PROBABILITY_LOGPROB = -9999.0  # what OpenAI's clients read for a probability of zero
@@ -30,24 +34,30 @@ class LogprobCollector:
     `count` is how many likely tokens come with each token; None collects nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer, count: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, count: int | None, *, is_chat: bool) -> None:
         self.tokenizer = tokenizer
         self.count = count
+        names = (CHANNEL_START, CHANNEL_END) if is_chat else ()
+        self._channel_tokens = {tokenizer.vocabulary.token_to_id(name): name for name in names}
+        self._is_reasoning = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = ""  # decoded, not released yet
         self._tokens: list[TokenLogprob] = []  # of `_text`; their offsets count from its start
         self._released = 0  # characters released so far
 
     def add_canvas(self, event: TextCommitted, draft: Draft | None) -> None:
-        """Adds a committed canvas, of which `draft` was the last step. Special tokens are not text and are left out."""
-        if self.count is None or draft is None:
+        """Adds committed tokens; `draft` was the last step of their canvas. Special tokens and reasoning are left out."""
+        all_probs = event.top_probs if event.top_probs is not None or draft is None else draft.top_probs
+        if self.count is None or all_probs is None:
             return
-        assert draft.top_probs is not None
         ids = event.ids_BC[0].tolist()[: event.shown]
-        probabilities = draft.top_probs.draft_BC[0].tolist()
-        top = zip(draft.top_probs.ids_BCK[0].tolist(), draft.top_probs.probs_BCK[0].tolist(), strict=True)
+        probabilities = all_probs.draft_BC[0].tolist()
+        top = zip(all_probs.ids_BCK[0].tolist(), all_probs.probs_BCK[0].tolist(), strict=True)
         for token, probability, (top_ids, top_probs) in zip(ids, probabilities, top, strict=False):
-            if token_bytes := self.tokenizer.bytes_of(token):
+            if token in self._channel_tokens:
+                self._is_reasoning = self._channel_tokens[token] == CHANNEL_START
+            token_bytes = self.tokenizer.bytes_of(token)
+            if token_bytes and not self._is_reasoning:
                 start = len(self._text)
                 size = len(token_bytes.decode("utf-8", "replace"))
                 self._text += self._decoder.decode(token_bytes)
@@ -55,11 +65,11 @@ class LogprobCollector:
                 pairs = tuple(zip(top_ids, top_probs, strict=True))[: self.count]
                 self._tokens.append(TokenLogprob(token, offset, probability, pairs))
 
-    def release(self, text: str, after_reasoning: bool = False) -> tuple[TokenLogprob, ...]:
-        """Returns the tokens that spell `text`, which is sent now. Whitespace and reasoning before it are dropped."""
+    def release(self, text: str) -> tuple[TokenLogprob, ...]:
+        """Returns the tokens that spell `text`, which is sent now. Whitespace before it is dropped."""
         if not text or self.count is None:
             return ()
-        begin = max(0, self._text.rfind(text) if after_reasoning else self._text.find(text))
+        begin = max(0, self._text.find(text))
         end = begin + len(text)
         shift = self._released - begin
         released = [replace(t, offset=t.offset + shift) for t in self._tokens if begin <= t.offset < end]

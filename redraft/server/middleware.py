@@ -50,6 +50,7 @@ class Metrics:
         self.seconds = Histogram("redraft_request_seconds", "From the first byte to the last.", ["route"], **options)
         self.tokens = Counter("redraft_tokens", "Tokens of prompts and of completions.", ["kind"], **options)
         self.steps = Counter("redraft_steps", "Denoising steps.", **options)
+        self.drafts = Counter("redraft_drafts", "Drafted tokens that the causal half verified.", ["verdict"], **options)
         self.unsettled = Counter("redraft_unsettled_canvases", "Canvases that changed at their last step.", **options)
         self.active = Gauge("redraft_active_requests", "Requests that run or wait.", **options)
 

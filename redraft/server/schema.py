@@ -9,12 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH
+from redraft.tasks.generation import MAX_BEST_OF
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]  # likely tokens that come with each token
 Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=4096)]  # of a message's content
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]  # of the probability
+Penalty = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)]
+Check = Literal["off", "checked", "exact"]
+Tolerance = Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)]  # nats
 StopString = Annotated[str, Field(max_length=2000)]
 Stop = StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=64)] | None
 
@@ -24,6 +29,17 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=False)
     model: str | None = None
+
+
+class CausalOptions(Body):
+    """Checked and exact mode: which of them, and how the causal half picks tokens in them."""
+
+    check: Check | None = None  # None: as the checkpoint has it
+    tolerance: Tolerance | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None  # 0 and -1: all tokens
+    min_p: Share | None = None
+    repetition_penalty: Penalty | None = None
 
 
 class StreamOptions(Body):
@@ -48,18 +64,18 @@ class CanvasOptions(Body):
     diffusion_constrained: bool = False
 
 
-class SamplingOptions(CanvasOptions):
+class SamplingOptions(CanvasOptions, CausalOptions):
     """How a completion is sampled."""
 
     temperature: Temperature | None = None
-    top_p: float | None = None
-    top_k: float | None = None
+    repeat_penalty: Penalty | None = None  # llama.cpp's name of the repetition penalty
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     seed: Seed | None = None
     stop: Stop = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
-    logit_bias: dict[str, Any] | None = None  # token id -> -100; checked where it is used
+    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None  # candidates, of which the n likeliest are returned
+    logit_bias: dict[str, Any] | None = None  # token id -> number; checked where it is used
     stream: bool = False
     stream_options: StreamOptions | None = None
     diffusing: bool = False  # stream a frame per denoising step
@@ -126,7 +142,6 @@ class CompletionRequest(SamplingOptions):
     max_tokens: Tokens | None = None
     logprobs: bool | TopLogprobs | None = None
     echo: bool = False
-    best_of: int | None = None
 
 
 class EditRequest(Body):
@@ -161,6 +176,8 @@ class InfillRequest(Body):
     temperature: Temperature | None = None
     t_max_predict_ms: Annotated[float, Field(ge=0)] | None = None
     response_fields: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
+    check: Check | None = None  # infill is never checked: anything but "off" is a bad request
+    tolerance: Tolerance | None = None
     id_slot: int = 0
     stream: bool = False
 
@@ -222,7 +239,7 @@ class ReplayRequest(WatchedRequest):
     resume_at: CanvasStep | None = None  # frames up to this step are not sent again
 
 
-class CanvasRequest(ReplayRequest, ConstraintFields):
+class CanvasRequest(ReplayRequest, ConstraintFields, CausalOptions):
     """POST /v1/canvas: one of prompt, messages, and text with gaps."""
 
     prompt: str | None = None
@@ -260,8 +277,8 @@ class SudokuRequest(Body):
     stream: bool = True
 
 
-class AutoregressiveRequest(Body):
-    """POST /v1/canvas/autoregressive."""
+class AutoregressiveRequest(CausalOptions):
+    """POST /v1/canvas/autoregressive. `check` says which mode it is compared with: `temperature` has the meaning of that."""
 
     prompt: str | None = None
     messages: Messages | None = None

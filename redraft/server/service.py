@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from redraft.diffusion.generate import Stats
 from redraft.server.bodies import check_json_size
+from redraft.server.checks import verification_fields
 from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, stream_completion
 from redraft.server.connections import name_client
 from redraft.server.errors import BadRequestError, ClientDisconnected
@@ -89,7 +90,7 @@ class Service:
         most = self.worker.slots.per_client
         if len(params) > most:
             message = f"{len(params)} completions in one request are more than the server's limit of {most} for one client"
-            raise BadRequestError(message, "n")
+            raise BadRequestError(message, "best_of" if params[0].best_of > 1 else "n")
 
         def run(number: int, single: CompletionParams) -> Stream[Chunk]:
             return self.worker.run(
@@ -144,11 +145,13 @@ class Service:
         self.metrics.tokens.labels("prompt").inc(stats.prompt_tokens)
         self.metrics.tokens.labels("completion").inc(stats.new_tokens)
         self.metrics.steps.inc(stats.steps)
+        self.metrics.drafts.labels("accepted").inc(stats.accepted)
+        self.metrics.drafts.labels("rejected").inc(stats.drafted - stats.accepted)
         self.metrics.unsettled.inc(stats.canvases - stats.settled)
 
 
 def timings_of(stats: Sequence[Stats]) -> dict[str, Any]:
-    """Returns speeds over wall time, counts of steps and canvases, and whether all canvases settled."""
+    """Returns speeds over wall time, counts of steps, canvases and drafts, and whether all canvases settled."""
     seconds = max((row.seconds for row in stats), default=0.0)
     new_tokens = sum(row.new_tokens for row in stats)
     steps = sum(row.steps for row in stats)
@@ -166,6 +169,7 @@ def timings_of(stats: Sequence[Stats]) -> dict[str, Any]:
         "diffusion_output_tok_s": round(new_tokens / seconds, 3) if seconds else 0.0,
         "diffusion_steps_per_second": round(steps / seconds, 3) if seconds else 0.0,
         "seed": stats[0].seed if stats else None,
+        **verification_fields(stats),
     }
 
 
@@ -202,6 +206,11 @@ async def read_body(request: Request, kind: type[B]) -> B:
                 trim_memory_soon(state)
     request.scope[UNKNOWN_FIELDS] = unknown_fields(body)
     return body
+
+
+def name_ignored_fields(request: Request, names: Sequence[str]) -> None:
+    """Names fields that were not applied in the response header, behind the unknown ones."""
+    request.scope[UNKNOWN_FIELDS] = [*request.scope[UNKNOWN_FIELDS], *names]
 
 
 def trim_memory_soon(state: Any) -> None:

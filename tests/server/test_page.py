@@ -33,7 +33,7 @@ def url():
 def small():
     """The shipped model with short canvases, which are fast on two cores."""
     writer = redraft.load()
-    writer.sampler = writer.sampler.changed(canvas_length=32)
+    writer.sampler = writer.sampler.changed(canvas_length=32, check="off")
     return writer
 
 
@@ -205,6 +205,44 @@ def test_at_the_end_a_token_is_the_committed_one(opened, url):
     page.wait_for_selector(".badge")
     again = page.locator(".canvas .t").all_text_contents()
     assert [again[at] for at in range(0, 32, 4)] == [committed["texts"][at] for at in range(0, 32, 4)]
+
+
+def test_a_check_sweeps_over_the_canvas_and_steering_turns_it_off(opened, url):
+    page = opened(url)
+    page.select_option("#form-write [name=check]", "checked")
+    write(page, max_steps=4)
+    assert page.inner_text(".badge") == "checked"
+    body = {**STORY, "max_steps": 4, "check": "checked"}
+    begin, *events, end = server_events(url, **body)
+    frames = [event for event in events if event["type"] == "frame"]
+    assert begin["check"] == "checked"
+    assert page.inner_text(".canvas") == STORY["prompt"] + end["text"]
+    for name in ("drafted", "accepted", "corrected"):
+        assert f"{end['timings'][name]} {name}" in page.inner_text(".meters")
+    middle = next(at for at, frame in enumerate(frames) if (frame["verified"] or 0) > 4)
+    go_to(page, middle)
+    assert page.inner_text(".position") == f"canvas 1, {frames[middle]['verified']} of 32 tokens verified"
+    assert page.locator(".canvas .verified").count() == frames[middle]["verified"]
+    assert page.locator(".canvas .front").count() == 1
+    assert page.locator(".canvas .noise").count() == 0
+    screenshot(page, "checked")
+    page.locator(".canvas .t").nth(5).click()
+    page.fill(".replacement", " dragon")
+    page.keyboard.press("Enter")
+    assert "turns the check off" in page.inner_text(".resume")
+    page.click(".resume .go")
+    sync_api.expect(page.locator(".badge")).to_have_text(re.compile("settle"))
+    assert "turned the check off" in page.inner_text("#status")
+    assert page.locator(".canvas .t").nth(5).inner_text().strip() == "dragon"
+    page.reload()
+    assert page.input_value("#form-write [name=check]") == page.input_value("#form-chat [name=check]") == "checked"
+    page.select_option("#form-write [name=check]", "exact")
+    write(page)
+    assert page.inner_text(".badge") == "exact"
+    assert page.inner_text(".canvas") == STORY["prompt"] + server_events(url, **{**STORY, "check": "exact"})[-1]["text"]
+    go_to(page, 2)
+    assert page.locator(".canvas .verified").count() == page.locator(".canvas .t").count() > 0
+    screenshot(page, "exact")
 
 
 def test_gaps_are_filled_and_html_is_previewed(opened, url):

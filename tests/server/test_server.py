@@ -357,7 +357,7 @@ def test_unknown_fields_are_named_in_a_header(http):
     ollama = {"prompt": "a", "stream": False, "template": "x", "options": {"top_k": 3, "num_predict": 2}}
     assert http.post("/api/generate", json=ollama).headers["x-redraft-unknown-fields"] == "template, options.top_k"
     anthropic = {"messages": user("a"), "max_tokens": 2, "top_p": 0.5, "bad\r\nname": 1}
-    assert http.post("/v1/messages", json=anthropic).headers["x-redraft-unknown-fields"] == "top_p, bad??name"
+    assert http.post("/v1/messages", json=anthropic).headers["x-redraft-unknown-fields"] == "bad??name, top_p"
     assert "x-redraft-unknown-fields" not in http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).headers
 
 
@@ -414,7 +414,8 @@ def test_unsupported_options_are_a_bad_request_that_names_them(http):
         ("/v1/chat/completions", {**chat, "guided_grammar": "g"}, "guided_grammar is not supported"),
         ("/v1/chat/completions", {**chat, "response_format": {"type": "choice", "choices": 5}}, "choices must be a list"),
         ("/v1/chat/completions", {**chat, "vllm_xargs": {"odd": 1}}, "'odd'"),
-        ("/v1/completions", {"prompt": "x", "best_of": 3}, "best_of is not supported"),
+        ("/v1/completions", {"prompt": "x", "best_of": 3, "stream": True}, "cannot be streamed"),
+        ("/v1/completions", {**text, "best_of": 2}, "leave best_of out"),
         ("/v1/completions", {**text, "logit_bias": {"7": -100}}, "infill does not support logit_bias"),
         ("/v1/completions", {**text, "diffusing": True}, "infill does not support frames"),
         ("/v1/completions", {"prompt": ["x"] * 40, "n": 4}, "160 completions in one request"),

@@ -198,7 +198,6 @@ def one_slot():
     ("path", "body"),
     [
         ("/v1/canvas/decide", {"prompt": "a", "choices": ["b", "c"]}),
-        ("/v1/canvas/autoregressive", {"prompt": "a", "max_tokens": 4}),
         ("/v1/canvas/sudoku", {"puzzle": "." * 81}),
     ],
 )

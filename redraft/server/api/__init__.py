@@ -1,6 +1,7 @@
 """Wire formats. Each has routes, turns request bodies into CompletionParams, and turns chunks into responses.
 
 openai.py     chat completions, completions, FIM, edits, models
+openai_requests.py  their request bodies
 anthropic.py  messages
 ollama.py     generate, chat, model listing
 llamacpp.py   /infill, /props, /health

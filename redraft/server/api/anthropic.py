@@ -10,10 +10,11 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from redraft.diffusion.generate import Stats
+from redraft.server.checks import causal_settings, choose_check, ignored_settings, verification_fields
 from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, join_messages, text_of_content
 from redraft.server.errors import BadRequestError, checking_request
-from redraft.server.schema import Body, Parts, Seed, StopString, Temperature, Tokens
-from redraft.server.service import Completion, Route, Service, read_body
+from redraft.server.schema import Body, CausalOptions, Parts, Seed, StopString, Temperature, Tokens
+from redraft.server.service import Completion, Route, Service, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, sse_response, to_json
 from redraft.server.worker import Stream
 from redraft.tokenizer.tokenizer import Message
@@ -29,8 +30,8 @@ class InputMessage(Body):
     content: Content
 
 
-class MessagesRequest(Body):
-    """POST /v1/messages."""
+class MessagesRequest(CausalOptions):
+    """POST /v1/messages. With check "off", settings of the causal half are ignored; a header of the response names them."""
 
     messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=2048)]
     max_tokens: Tokens | None = None
@@ -65,6 +66,8 @@ class AnthropicRoutes:
         if body.max_tokens is None:
             raise BadRequestError("max_tokens: Field required", "max_tokens")
         params = params_of(body)
+        check = choose_check(self.service.writer.sampler, body.check)
+        name_ignored_fields(request, ignored_settings(body, check))
         head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": self.service.name}
         if body.stream:
             events = stream_events(await self.service.start(request, [params]), head)
@@ -131,6 +134,8 @@ def params_of(body: MessagesRequest) -> CompletionParams:
         temperature=body.temperature,
         seed=body.seed,
         stop_strings=tuple(body.stop_sequences or ()),
+        check=body.check,
+        causal_settings=causal_settings(body),
         tools=[template_tool(tool) for tool in body.tools] if body.tools and tool_choice != "none" else None,
         think=(body.thinking or {}).get("type") in ("enabled", "adaptive"),
     )
@@ -205,13 +210,14 @@ def stop_fields(finish: Finish) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": finish.stop_string}
 
 
-def usage_of(stats: Stats) -> dict[str, int]:
-    """Returns token counts."""
+def usage_of(stats: Stats) -> dict[str, Any]:
+    """Returns counts of tokens and drafts, and the mode."""
     return {
         "input_tokens": stats.prompt_tokens - stats.reused,
         "cache_read_input_tokens": stats.reused,
         "cache_creation_input_tokens": 0,
         "output_tokens": stats.new_tokens,
+        **verification_fields([stats]),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from redraft.server.checks import require_unchecked, verification_fields
 from redraft.server.completion import as_stop_strings
 from redraft.server.fim import Gap
 from redraft.server.infill import Infill
@@ -36,6 +37,7 @@ class LlamaCppRoutes:
     async def infill(self, request: Request) -> Response:
         """POST /infill: an editor's newest request replaces its previous one."""
         body = await read_body(request, InfillRequest)
+        require_unchecked(body.check, "a gap")
         if body.n_predict == 0 or not (body.input_prefix or body.prompt or body.input_suffix):  # an editor warms up
             return JSONResponse(response_body([], body))
         gap = Gap(body.input_prefix + body.prompt, body.input_suffix, context_of(body.input_extra))
@@ -62,6 +64,7 @@ class LlamaCppRoutes:
             "default_generation_settings": {
                 "n_ctx": writer.model.config.max_position_embeddings,
                 "n_predict": writer.sampler.max_new_tokens,
+                "check": writer.sampler.check,
             },
             "total_slots": writer.engine.config.max_running,
             "model_path": self.service.name,
@@ -110,6 +113,7 @@ def completion_entry(infill: Infill | None) -> dict[str, Any]:
         "predicted_ms": round(milliseconds, 3),
         "predicted_per_token_ms": round(milliseconds / new_tokens, 3) if new_tokens else 0.0,
         "predicted_per_second": round(new_tokens / seconds, 3) if seconds else 0.0,
+        **verification_fields([infill.stats] if infill else []),
     }
     return {
         "content": infill.text if infill else "",

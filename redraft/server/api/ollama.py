@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from redraft.diffusion.generate import Stats
+from redraft.server.checks import causal_settings, choose_check, ignored_settings, require_unchecked, verification_fields
 from redraft.server.completion import (
     JSON_OBJECT_SCHEMA,
     Chunk,
@@ -22,8 +23,8 @@ from redraft.server.completion import (
 from redraft.server.errors import BadRequestError
 from redraft.server.fim import find_gap
 from redraft.server.logprobs import TokenLogprob, logprobs_of
-from redraft.server.schema import Body, Seed, Stop, Temperature, TopLogprobs
-from redraft.server.service import Route, Service, read_body
+from redraft.server.schema import Body, CausalOptions, Penalty, Seed, Stop, Temperature, TopLogprobs
+from redraft.server.service import Route, Service, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, ndjson_response, stream_list
 from redraft.server.worker import Stream
 from redraft.tokenizer.chat_parser import ToolCall
@@ -33,9 +34,10 @@ FAMILY = "diffusion_gemma"
 TextField = Callable[[str], dict[str, Any]]  # puts a text where a client reads it: `response`, or `message`
 
 
-class Options(Body):
-    """Sampler options. Options of autoregressive samplers are ignored."""
+class Options(CausalOptions):
+    """Sampler options. With check "off", those of the causal half are ignored; a header of the response names them."""
 
+    repeat_penalty: Penalty | None = None
     num_predict: Annotated[int, Field(ge=-2, le=1_000_000)] | None = None
     temperature: Temperature | None = None
     seed: Seed | None = None
@@ -114,6 +116,8 @@ class OllamaRoutes:
         if not body.prompt and not body.suffix:  # the client wants the model loaded, and it is
             return self._respond(body, [{"response": "", "done": True, "done_reason": "load"}])
         if gap := find_gap(body.prompt, body.suffix):
+            require_unchecked(options.check, "a gap")
+            self._name_ignored(request, options, "off")
             if body.format or body.logprobs:
                 raise BadRequestError("infill supports neither format nor logprobs: leave them out", "format")
             (infill,) = await self.service.infill(
@@ -209,17 +213,23 @@ class OllamaRoutes:
             temperature=options.temperature,
             seed=options.seed,
             stop_strings=as_stop_strings(options.stop),
+            check=options.check,
+            causal_settings=causal_settings(options),
             tools=tools,
             think=body.think not in (None, False),
             pattern={"schema": schema} if schema is not None else {},
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
+        self._name_ignored(request, options, choose_check(self.service.writer.sampler, options.check))
         if body.stream:
             lines = self._stream_lines(await self.service.start(request, [params]), text_field)
             return ndjson_response(end_with_error(lines, lambda status, message: error(message)))
         (completion,) = await self.service.complete(request, [params])
         line = add_reasoning_and_calls(text_field(completion.text), completion.reasoning, completion.tool_calls)
         return self._respond(body, [{**line, **self._logprobs(completion.tokens), **finish_fields(completion.finish)}])
+
+    def _name_ignored(self, request: Request, options: Options, check: str) -> None:
+        name_ignored_fields(request, [f"options.{name}" for name in ignored_settings(options, check)])
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"logprobs": logprobs_of(self.service.writer.tokenizer, tokens)} if tokens else {}
@@ -228,6 +238,8 @@ class OllamaRoutes:
         async for _, chunk in chunks:
             head = {"model": self.service.name, "created_at": now()}
             if isinstance(chunk, TextDelta):
+                if not (chunk.text or chunk.reasoning or chunk.tool_calls):
+                    continue
                 line = add_reasoning_and_calls(text_field(chunk.text), chunk.reasoning, chunk.tool_calls)
                 yield {**head, **line, **self._logprobs(chunk.tokens), "done": False}
             elif isinstance(chunk, Finish):
@@ -291,8 +303,8 @@ def finish_fields(finish: Finish) -> dict[str, Any]:
     return {"done": True, "done_reason": reason, **durations_of(finish.stats)}
 
 
-def durations_of(stats: Stats) -> dict[str, int]:
-    """Returns durations in nanoseconds, and token counts."""
+def durations_of(stats: Stats) -> dict[str, Any]:
+    """Returns durations in nanoseconds, counts of tokens and drafts, and the mode."""
     total = int(1e9 * stats.seconds)
     prefill = int(1e9 * stats.prefill_seconds)
     return {
@@ -302,6 +314,7 @@ def durations_of(stats: Stats) -> dict[str, int]:
         "prompt_eval_duration": prefill,
         "eval_count": stats.new_tokens,
         "eval_duration": total - prefill,
+        **verification_fields([stats]),
     }
 
 

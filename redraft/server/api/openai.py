@@ -1,213 +1,42 @@
-"""OpenAI's wire format: chat completions, completions, FIM and edits, whole and streamed, as its clients parse them."""
+"""OpenAI's wire format: chat completions, completions, FIM and edits, whole and streamed, as its clients parse them.
+
+openai_requests.py translates the request bodies.
+"""
 
 import asyncio
 import json
-import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
-from redraft.constraints.errors import shorten
 from redraft.diffusion.generate import Stats
-from redraft.server.completion import (
-    JSON_OBJECT_SCHEMA,
-    Chunk,
-    CompletionParams,
-    Finish,
-    TextDelta,
-    as_stop_strings,
-    template_message,
-    text_of_content,
-)
+from redraft.server.api.openai_requests import chat_params, check_infill_options, count_candidates, text_params
+from redraft.server.checks import choose_check, warnings_of
+from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, as_stop_strings, text_of_content
 from redraft.server.errors import BadRequestError
 from redraft.server.fim import Gap, find_gap, find_region
 from redraft.server.frames import Frame
 from redraft.server.infill import MAX_GAP_TOKENS, Infill, rewrite_region
 from redraft.server.logprobs import TokenLogprob, logprobs_of
-from redraft.server.schema import CanvasOptions, ChatRequest, CompletionRequest, EditRequest, SamplingOptions
-from redraft.server.service import Completion, Route, Service, bad_request_from, program_of, read_body, timings_of
+from redraft.server.schema import ChatRequest, CompletionRequest, EditRequest
+from redraft.server.service import Completion, Route, Service, program_of, read_body, timings_of
 from redraft.server.streams import end_with_error, sse_response, stream_list
 from redraft.server.worker import Stream
+from redraft.tasks import best_of
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import new_seed
 
 EDIT_MODEL = "mercury-coder-local"  # the model name under which Continue asks for edits
 
-# Options of autoregressive samplers, and the values that change nothing there.
-INAPPLICABLE = {"top_p": (1,), "top_k": (0, -1), "frequency_penalty": (0,), "presence_penalty": (0,)}
-UNSUPPORTED = "guided_grammar stop_token_ids functions function_call audio modalities structured_outputs".split()
-FORBIDDING_BIAS = -100.0
-TOKEN_ID = re.compile("[0-9]{1,9}")
-RESPONSE_FORMATS = "text, json_object, json_schema, regex or choice"
-# Fields of CompletionParams that infill does not support, and the client's name for each.
-NOT_FOR_INFILL = {
-    "pattern": "response_format",
-    "forbidden": "logit_bias",
-    "sampler_settings": "diffusion settings",
-    "draft": "diffusion_seed_canvas",
-    "pins": "diffusion_pinned",
-    "ignore_eos": "diffusion_read_only",
-    "include_frames": "frames",
-    "logprobs": "logprobs",
-}
 
-
-# 1. Requests
-
-
-def chat_params(body: ChatRequest) -> CompletionParams:
-    """Translates a chat completion."""
-    tool_choice = body.tool_choice
-    if tool_choice not in (None, "none", "auto"):
-        message = f"tool_choice can be none or auto, got {tool_choice!r}: a call cannot be forced"
-        raise BadRequestError(message, "tool_choice")
-    enable_thinking = (body.chat_template_kwargs or {}).get("enable_thinking") is True
-    params = CompletionParams(
-        prompt=[template_message(message) for message in body.messages],
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        tools=body.tools if tool_choice != "none" else None,
-        think=enable_thinking or body.reasoning_effort not in (None, "none"),
-        logprobs=chat_logprobs(body),
-        **sampling_params(body),
-    )
-    if body.prediction is None:
-        return params
-    if params.draft is not None:
-        message = "a canvas starts from a prediction or from diffusion_seed_canvas, not from both"
-        raise BadRequestError(message, "prediction")
-    return replace(params, draft=text_of_content(body.prediction.content, "prediction"))
-
-
-def text_params(body: CompletionRequest, prompt: str) -> CompletionParams:
-    """Translates a completion of one text."""
-    if body.best_of not in (None, 1):
-        raise BadRequestError(f"best_of is not supported: ask for n completions instead, got {body.best_of}", "best_of")
-    params = {**sampling_params(body), "logprobs": text_logprobs(body)}
-    return CompletionParams(prompt=prompt, max_tokens=body.max_tokens or 16, **params)
-
-
-def sampling_params(body: SamplingOptions) -> dict[str, Any]:
-    """Translates the options that chat and text share into fields of CompletionParams."""
-    for name in UNSUPPORTED:
-        if (body.model_extra or {}).get(name) not in (None, [], {}):
-            raise BadRequestError(f"{name} is not supported; response_format knows json_schema, regex and choice", name)
-    options = body.stream_options
-    return {
-        "temperature": body.temperature,
-        "seed": body.seed,
-        "stop_strings": as_stop_strings(body.stop),
-        "forbidden": forbidden_ids(body.logit_bias),
-        "pattern": pattern_of(body),
-        "include_frames": body.diffusing or bool(options and options.include_frames),
-        **canvas_params(body),
-    }
-
-
-def chat_logprobs(body: ChatRequest) -> int | None:
-    """Returns how many likely tokens come with each token; None without logprobs."""
-    if body.top_logprobs and not body.logprobs:
-        raise BadRequestError("top_logprobs come with logprobs: true", "top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def text_logprobs(body: CompletionRequest) -> int | None:
-    """Returns how many likely tokens come with each token; None without logprobs."""
-    if body.logprobs is None or body.logprobs is False:
-        return None
-    if body.echo:
-        raise BadRequestError("logprobs of the prompt are not available: leave echo out", "echo")
-    return int(body.logprobs)
-
-
-def canvas_params(body: SamplingOptions) -> dict[str, Any]:
-    """Translates vLLM's canvas options, which may stand in the body or in vllm_xargs, into fields of CompletionParams."""
-    names = set(CanvasOptions.model_fields)
-    in_body = body.model_dump(include=names, exclude_unset=True)
-    in_xargs = body.vllm_xargs or {}
-    if unknown := sorted(set(in_xargs) - names):
-        raise BadRequestError(f"vllm_xargs has {unknown[0]!r}, which is not supported", "vllm_xargs")
-    try:
-        options = CanvasOptions.model_validate({**in_body, **in_xargs})
-    except ValidationError as error:
-        raise bad_request_from(error, "vllm_xargs") from None
-    if options.diffusion_constrained:
-        message = "diffusion_constrained is not supported: use response_format or guided_choice"
-        raise BadRequestError(message, "diffusion_constrained")
-    seed_canvas = options.diffusion_seed_canvas
-    pinned = options.diffusion_pinned or []
-    if pinned and (seed_canvas is None or not all(0 <= position < len(seed_canvas) for position in pinned)):
-        raise BadRequestError("diffusion_pinned must name positions of diffusion_seed_canvas", "diffusion_pinned")
-    settings = {"canvas_length": options.diffusion_canvas_length, "max_steps": options.diffusion_max_steps}
-    params: dict[str, Any] = {"sampler_settings": {name: value for name, value in settings.items() if value is not None}}
-    if seed_canvas is not None:
-        params["draft"] = tuple(seed_canvas)
-        params["pins"] = {position: seed_canvas[position] for position in pinned}
-    if options.diffusion_read_only:
-        params["ignore_eos"] = True
-    return params
-
-
-def warnings_of(body: SamplingOptions) -> list[str]:
-    """Names the options that do not apply to diffusion."""
-    given = [name for name, neutral in INAPPLICABLE.items() if getattr(body, name) not in (None, *neutral)]
-    return [f"{name} has no meaning for a canvas and was not applied" for name in given]
-
-
-def forbidden_ids(logit_bias: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """Returns the tokens that a bias of -100 forbids. Other biases are a bad request."""
-    ids = []
-    for token, bias in (logit_bias or {}).items():
-        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        if not TOKEN_ID.fullmatch(token) or not is_number or bias > FORBIDDING_BIAS:
-            message = f"logit_bias can forbid a token with -100, got {shorten(token)}: {shorten(bias)}"
-            raise BadRequestError(message, "logit_bias")
-        ids.append(int(token))
-    return tuple(dict.fromkeys(ids))
-
-
-def pattern_of(body: SamplingOptions) -> dict[str, Any]:
-    """Returns the pattern that the completion must match, under any of the names that clients use."""
-    pattern: dict[str, Any] = {"regex": body.guided_regex, "choices": body.guided_choice, "schema": body.guided_json}
-    response_format = body.response_format or {"type": "text"}
-    match response_format.get("type"):
-        case "text":
-            pass
-        case "json_object":
-            pattern["schema"] = JSON_OBJECT_SCHEMA
-        case "json_schema":
-            inner = response_format.get("json_schema")
-            schema = inner.get("schema") if isinstance(inner, dict) else response_format.get("schema")
-            if not isinstance(schema, dict):
-                message = "response_format json_schema needs a schema: {json_schema: {schema: {...}}}"
-                raise BadRequestError(message, "response_format")
-            pattern["schema"] = schema
-        case "regex":
-            pattern["regex"] = response_format.get("regex") or response_format.get("pattern")
-        case "choice":
-            pattern["choices"] = response_format.get("choices") or response_format.get("choice")
-        case other:
-            raise BadRequestError(f"response_format can be {RESPONSE_FORMATS}, got {other!r}", "response_format")
-    return {name: value for name, value in pattern.items() if value is not None}
-
-
-def check_infill_options(body: CompletionRequest) -> None:
-    """Raises BadRequestError for options that infill does not support."""
-    params = {**sampling_params(body), "logprobs": text_logprobs(body)}
-    for name, client_name in NOT_FOR_INFILL.items():
-        value = params.get(name)
-        if value is not None if name == "logprobs" else value:
-            raise BadRequestError(f"infill does not support {client_name}: leave that out", client_name)
-
-
-# 2. Responses
+# 1. Responses
 
 
 class ResponseBuilder:
@@ -246,6 +75,7 @@ class ResponseBuilder:
         """Builds the chunk of a denoising step, whose delta is empty for clients that do not know frames."""
         fields: dict[str, Any] = {"block": frame.block, "step": frame.step, "total": frame.max_steps, "text": frame.text}
         fields |= {"tokens": frame.tokens, "entropy": frame.entropy, "accepted": frame.accepted}
+        fields |= {"verified": frame.verified}
         return self.chunk(index, {}, type="diffusion_frame", **fields)
 
     def logprobs(self, tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -303,11 +133,17 @@ def usage_of(stats_by_prompt: Sequence[Sequence[Stats]]) -> dict[str, Any]:
     prompt_tokens = sum(max(stats.prompt_tokens for stats in group) for group in stats_by_prompt)
     completion_tokens = sum(stats.new_tokens for group in stats_by_prompt for stats in group)
     cached_tokens = sum(max(stats.reused for stats in group) for group in stats_by_prompt)
+    accepted = sum(stats.accepted for group in stats_by_prompt for stats in group)
+    drafted = sum(stats.drafted for group in stats_by_prompt for stats in group)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,  # drafts that the causal half accepted
+            "rejected_prediction_tokens": drafted - accepted,
+        },
     }
 
 
@@ -318,7 +154,7 @@ def error(status: int, message: str, param: str | None = None) -> dict[str, Any]
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-# 3. Routes
+# 2. Routes
 
 
 def routes(service: Service) -> list[Route]:
@@ -416,7 +252,7 @@ class OpenAIRoutes:
                 text = (gap.prefix if body.echo else "") + infill.text
                 shapes = {"text": text, "delta": {"content": text}, "message": {"role": "assistant", "content": text}}
                 choices.append({"index": len(choices), **shapes, "logprobs": None, "finish_reason": "stop"})
-        warnings = warnings_of(body)
+        warnings = warnings_of(body, "off")
         if (body.max_tokens or 0) > MAX_GAP_TOKENS:
             warnings.append(f"infill has at most {MAX_GAP_TOKENS} tokens, max_tokens was {body.max_tokens}")
         response = builder.response(choices, stats_by_prompt, warnings)
@@ -431,25 +267,33 @@ class OpenAIRoutes:
         params: Sequence[CompletionParams],
         builder: ResponseBuilder,
     ) -> Response:
-        """Runs n completions of every prompt, each with a seed of its own, and sends them whole or streamed."""
-        first_seed = body.seed if body.seed is not None else new_seed()
-        repeated = [single for single in params for _ in range(body.n or 1)]
-        numbered = [replace(single, seed=first_seed + number) for number, single in enumerate(repeated)]
+        """Runs the completions of every prompt, each with a seed of its own, and sends n of each, whole or streamed."""
+        count = body.n or 1
+        candidates = count_candidates(body)
+        numbered = seed_candidates(params, body.seed, candidates, has_best_of=body.best_of is not None)
+        warnings = self._warnings(body, params[0])
         if body.stream:
-            chunks = self._stream_chunks(await self.service.start(request, numbered), body, builder, numbered)
+            started = await self.service.start(request, numbered)
+            chunks = self._stream_chunks(started, body, builder, numbered, warnings)
             return sse_response(end_with_error(chunks, error))
         completions = await self.service.complete(request, numbered)
-        choices = []
-        for index, (completion, single) in enumerate(zip(completions, numbered, strict=True)):
-            choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason_of(completion.finish)}
+        groups = rank_by_prompt(list(zip(completions, numbered, strict=True)), candidates)
+        choices: list[dict[str, Any]] = []
+        for completion, single in (pair for group in groups for pair in group[:count]):
+            choice: dict[str, Any] = {"index": len(choices), "finish_reason": finish_reason_of(completion.finish)}
             choice["logprobs"] = await self._logprobs(builder, single, completion.tokens)
             if builder.is_chat:
                 choice["message"] = message_of(completion)
             else:
                 choice["text"] = f"{single.prompt}{completion.text}" if getattr(body, "echo", False) else completion.text
             choices.append(choice)
-        stats = [completion.finish.stats for completion in completions]
-        return JSONResponse(builder.response(choices, group_by_prompt(stats, body.n or 1), warnings_of(body)))
+        stats = [[completion.finish.stats for completion, _ in group] for group in groups]
+        return JSONResponse(builder.response(choices, stats, warnings))
+
+    def _warnings(self, body: ChatRequest | CompletionRequest, params: CompletionParams) -> list[str]:
+        """Names the options that the mode of a request does not apply."""
+        has_draft = bool(params.draft)
+        return warnings_of(body, choose_check(self.service.writer.sampler, params.check, has_draft=has_draft))
 
     async def _logprobs(self, builder: ResponseBuilder, params: CompletionParams, tokens: Sequence[TokenLogprob]) -> Any:
         """Logprobs of a completion, if requested. In a thread: thousands of tokens take a second."""
@@ -462,11 +306,11 @@ class OpenAIRoutes:
         body: ChatRequest | CompletionRequest,
         builder: ResponseBuilder,
         params: Sequence[CompletionParams],
+        warnings: Sequence[str],
     ) -> Stream[dict[str, Any]]:
         stats: dict[int, Stats] = {}
         call_counts = [0] * len(params)
-        warnings = warnings_of(body)
-        last_fields = {"warnings": warnings} if warnings else {}
+        last_fields = {"warnings": list(warnings)} if warnings else {}
         for index, single in enumerate(params):
             if builder.is_chat:
                 yield builder.chunk(index, {"role": "assistant", "content": ""})
@@ -493,3 +337,25 @@ def group_by_prompt(stats: Sequence[Stats], choices_per_prompt: int) -> list[lis
     """Groups the stats of the choices of each prompt."""
     starts = range(0, len(stats), choices_per_prompt)
     return [list(stats[start : start + choices_per_prompt]) for start in starts]
+
+
+def seed_candidates(
+    params: Sequence[CompletionParams], seed: int | None, candidates: int, *, has_best_of: bool
+) -> list[CompletionParams]:
+    """Repeats every prompt with seeds of its own: consecutive ones, or with `best_of` those that Python takes."""
+    first_seed = seed if seed is not None else new_seed()
+    if has_best_of:
+        seeds = [each for number in range(len(params)) for each in best_of.seeds_of(first_seed + number, candidates)]
+    else:
+        seeds = [first_seed + number for number in range(len(params) * candidates)]
+    repeated = [single for single in params for _ in range(candidates)]
+    return [replace(single, seed=each) for single, each in zip(repeated, seeds, strict=True)]
+
+
+def rank_by_prompt(
+    completions: Sequence[tuple[Completion, CompletionParams]], candidates: int
+) -> list[list[tuple[Completion, CompletionParams]]]:
+    """Groups the completions of each prompt. With `best_of` the likeliest comes first, else they keep their order."""
+    starts = range(0, len(completions), candidates)
+    groups = [completions[start : start + candidates] for start in starts]
+    return [sorted(group, key=lambda pair: -(pair[0].finish.mean_logprob or 0.0)) for group in groups]

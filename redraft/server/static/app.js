@@ -30,13 +30,15 @@ function commonFields(form) {
   return { seed: seedOf(form), temperature: number(form, "temperature"), max_steps: number(form, "max_steps") };
 }
 
+const checkOf = (form) => field(form, "check") || undefined;
+
 function withGapLength(text, length) {
   return length ? text.replace(/\[\[[ \t]*\]\]/g, `[[ ${length} ]]`) : text;
 }
 
 const REQUESTS = {
-  write: (form) => ({ path: "/v1/canvas", body: { ...commonFields(form), prompt: field(form, "prompt"), max_tokens: number(form, "max_tokens"), regex: field(form, "regex") || undefined } }),
-  chat: (form) => ({ path: "/v1/canvas", body: { ...commonFields(form), messages: [...conversation, { role: "user", content: field(form, "message") }], max_tokens: number(form, "max_tokens") } }),
+  write: (form) => ({ path: "/v1/canvas", body: { ...commonFields(form), check: checkOf(form), prompt: field(form, "prompt"), max_tokens: number(form, "max_tokens"), regex: field(form, "regex") || undefined } }),
+  chat: (form) => ({ path: "/v1/canvas", body: { ...commonFields(form), check: checkOf(form), messages: [...conversation, { role: "user", content: field(form, "message") }], max_tokens: number(form, "max_tokens") } }),
   fill: (form) => ({ path: "/v1/canvas", body: { ...commonFields(form), text: withGapLength(field(form, "text"), number(form, "length")) } }),
   edit: (form) => ({ path: "/v1/canvas/edit", body: { ...commonFields(form), text: field(form, "text"), strength: number(form, "strength"), instruction: field(form, "instruction") || undefined } }),
   sudoku: (form) => ({ path: "/v1/canvas/sudoku", body: { puzzle: field(form, "puzzle"), seed: seedOf(form) } }),
@@ -72,8 +74,8 @@ async function runExclusively(work) {
   }
 }
 
-// Sends a request and shows its run.
-async function follow(run, body) {
+// Sends a request and shows its run, with a note about it.
+async function follow(run, body, note = "") {
   $("#race").hidden = true;
   $("#player").hidden = false;
   player.show(run);
@@ -84,6 +86,7 @@ async function follow(run, body) {
     preview();
   };
   await runExclusively(async (request) => {
+    showStatus(note);
     for await (const event of request(run.request.path, body)) {
       run.add(event);
       if (!isDrawScheduled) requestAnimationFrame(draw);
@@ -105,14 +108,18 @@ async function start(form) {
   if (box && !box.value && !run.end) box.value = request.body.messages.at(-1).content; // it was not answered
 }
 
-// Resumes the run after a step with pins and bans.
+// Resumes the run after a step with pins and bans. A run that was checked goes on without a check: it comes from the left,
+// and cannot keep tokens that stand further to the right.
 function steer({ block, step, pins, bans }) {
   const { request, canvases } = player.run;
   const earlier = (request.body.interventions ?? []).filter((one) => one.block < block || (one.block === block && one.step < step));
   const seed = player.run.begin.seed;
   const interventions = [...earlier, { block, step, pins, bans }];
-  const body = { ...request.body, seed, interventions, canvases: canvases.slice(0, block).map((canvas) => canvas.ids) };
-  follow(player.run.upTo(block, step, { path: request.path, body }), { ...body, resume_at: { block, step } });
+  const isVerified = player.run.isVerified;
+  const check = isVerified ? "off" : request.body.check;
+  const body = { ...request.body, check, seed, interventions, canvases: canvases.slice(0, block).map((canvas) => canvas.ids) };
+  const note = isVerified ? `Steering turned the check off: canvas ${block + 1} and what follows it are not verified.` : "";
+  follow(player.run.upTo(block, step, { path: request.path, body }), { ...body, resume_at: { block, step } }, note);
 }
 
 // Fills the gaps again with the lengths that were found, on one canvas, which can be steered.
@@ -196,6 +203,12 @@ function toggleTheme() {
   setTheme(isDark ? "light" : "dark");
 }
 
+// The mode is the same in all forms, and the browser keeps it.
+function setCheck(check) {
+  for (const select of document.querySelectorAll("[name=check]")) select.value = check;
+  localStorage.setItem("redraft-check", check);
+}
+
 async function savePicture() {
   const image = await picture(player.canvas);
   if (image) save(image, "redraft-canvas.png", "image/png");
@@ -264,6 +277,7 @@ function listen() {
   $("#race-boards").addEventListener("click", () => startRace(puzzles(REQUESTS.sudoku($("#form-sudoku")).body)));
   $("#insert-gap").addEventListener("click", insertGap);
   $("#theme").addEventListener("click", toggleTheme);
+  for (const select of document.querySelectorAll("[name=check]")) select.addEventListener("change", () => setCheck(select.value));
   $("#show-help").addEventListener("click", () => $("#help").showModal());
   $("#save-replay").addEventListener("click", saveReplay);
   $("#save-trace").addEventListener("click", saveTrace);
@@ -278,5 +292,6 @@ function listen() {
 
 listen();
 if (localStorage.getItem("redraft-theme")) setTheme(localStorage.getItem("redraft-theme"));
+setCheck(localStorage.getItem("redraft-check") ?? "");
 choose(REQUESTS[location.hash.slice(1)] ? location.hash.slice(1) : "write");
 modelName().then((name) => ($("#model").textContent = name));

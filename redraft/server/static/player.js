@@ -86,7 +86,7 @@ export class Player {
     this.#markTokens();
     this.#showDetails();
     const cell = this.#cell(this.chosen);
-    if (cell) this.announcement.textContent = `${visible(cell.token.t)}, ${CELL_LABELS[cellClass(cell, this.chosen.i, Infinity)]}, ${(100 * cell.token.p).toFixed(0)} percent`;
+    if (cell) this.announcement.textContent = `${visible(cell.token.t)}, ${CELL_LABELS[cellClass(cell, this.chosen.i, Infinity)]}` + (cell.token.p === null ? "" : `, ${(100 * cell.token.p).toFixed(0)} percent`);
   }
 
   #onKey(event) {
@@ -128,7 +128,9 @@ export class Player {
     if (!cell || !canvas) return cell;
     const id = canvas.ids[place.i];
     const t = canvas.texts[place.i] ?? cell.token.t;
-    return { ...cell, committed: true, token: { ...cell.token, id, t } };
+    const p = canvas.probabilities?.[place.i] ?? cell.token.p;
+    const c = canvas.candidates?.[place.i] ?? cell.token.c;
+    return { ...cell, committed: true, token: { ...cell.token, id, t, p, c } };
   }
 
   #draw() {
@@ -142,7 +144,7 @@ export class Player {
     if (this.run.begin?.prefix && !showsEndOnly) parts.push(element("span", { className: "prefix" }, this.run.begin.prefix));
     const upTo = frame ? frame.block : Infinity;
     if (!showsEndOnly) this.run.canvases.forEach((canvas, block) => block < upTo && parts.push(...this.#committed(canvas)));
-    if (frame) frame.cells.forEach((cell, i) => parts.push(this.#token(frame.block, i, cell.token.t, cellClass(cell, i, frame.end), cell)));
+    if (frame) frame.cells.forEach((cell, i) => parts.push(this.#token(frame.block, i, cell.token.t, cellClass(cell, i, frame.end) + (i === frame.verified ? " front" : ""), cell)));
     if (showsEndOnly && this.run.end) parts.push(element("span", { className: "final" }, this.run.end.text));
     this.canvas.replaceChildren(...parts);
     this.#markTokens();
@@ -154,7 +156,7 @@ export class Player {
   }
 
   #token(block, i, text, kind, cell) {
-    const span = element("span", { className: `t ${kind}` }, shown(text, kind));
+    const span = element("span", { className: `t ${kind}` }, shown(text, kind.split(" ")[0]));
     span.dataset.block = block;
     span.dataset.i = i;
     if (this.showsOrder && cell && kind !== "noise") {
@@ -185,7 +187,7 @@ export class Player {
     this.details.replaceChildren(
       element("h2", {}, visible(token.t)),
       element("p", { className: "facts" }, `${CELL_LABELS[kind]} · id ${token.id} · position ${place.block * this.#length() + place.i + 1}`),
-      element("p", { className: "facts" }, `since step ${cell.firstStep} · rewritten ${cell.rewrites} ${cell.rewrites === 1 ? "time" : "times"} · entropy ${token.e.toFixed(2)} nats`),
+      element("p", { className: "facts" }, `since step ${cell.firstStep} · rewritten ${cell.rewrites} ${cell.rewrites === 1 ? "time" : "times"}` + (token.e === null ? "" : ` · entropy ${token.e.toFixed(2)} nats`)),
       this.#candidates(place, token),
       historyChart(history, cell.step),
       ...(this.canSteer ? [this.#actions(place, token)] : []),
@@ -226,7 +228,7 @@ export class Player {
   addPending(kind, place, id, text) {
     if (!this.canSteer) return;
     const shown = this.frame?.block === place.block ? this.frame : this.run.lastFrameOf(place.block);
-    const step = Math.min(shown.step, shown.max_steps - 1);
+    const step = this.run.isVerified ? 0 : Math.min(shown.step, shown.max_steps - 1);
     this.chosen = { block: place.block, i: place.i };
     this.pending = this.pending.filter((entry) => !same(entry, place)).concat({ kind, block: place.block, i: place.i, step, id, text });
     this.#showPending();
@@ -241,7 +243,7 @@ export class Player {
     );
     const { block, step } = this.#firstPending();
     const go = element("button", { type: "button", className: "go primary", title: "Resume from there (g)", onclick: () => this.resume() }, `Resume from canvas ${block + 1}, step ${step}`);
-    const hint = element("small", { className: "hint" }, "The earlier the step, the more can still change: go back before you choose.");
+    const hint = element("small", { className: "hint" }, this.run.isVerified ? UNCHECKED : "The earlier the step, the more can still change: go back before you choose.");
     this.resumeBar.replaceChildren(...chips, go, hint);
   }
 
@@ -269,9 +271,10 @@ export class Player {
   #showMeters() {
     const { end, frames, error } = this.run;
     const chip = (value, unit, title) => element("span", { className: "meter", title }, element("b", {}, value), ` ${unit}`);
+    const unit = this.run.begin?.check === "exact" ? "rounds so far" : this.run.isVerified ? "steps and rounds so far" : "steps so far";
     const meters = [];
     if (error) meters.push(element("span", { className: "badge bad" }, error));
-    if (!end) meters.push(chip(frames.length, "steps so far", "Denoising steps up to now"));
+    if (!end) meters.push(chip(frames.length, unit, "Denoising steps, and rounds that verify, up to now"));
     else if (this.run.kind === "sudoku") meters.push(...boardMeters(end, chip));
     else if (this.run.kind === "decide") meters.push(chip(1, "forward", "One, whatever the number of answers"), chip((end.timings.diffusion_wall_ms / 1000).toFixed(2), "s", "Wall time"));
     else meters.push(...textMeters(end, this.run.canvases, chip));
@@ -305,8 +308,9 @@ function memoryMeters(memory, chip) {
   return meters;
 }
 
-// A list item with a bar behind it.
+// A list item with a bar behind it. Of a token that the causal half put there, the share is not known until the end.
 function bar(share, content) {
+  if (share === null) return element("li", {}, content);
   const background = element("i", { className: "bar" });
   background.style.width = `${(100 * share).toFixed(1)}%`;
   return element("li", {}, background, content, element("b", {}, `${(100 * share).toFixed(1)}%`));
@@ -314,15 +318,24 @@ function bar(share, content) {
 
 function textMeters(end, canvases, chip) {
   const { timings } = end;
+  const isVerified = timings.check !== "off";
   const isSettled = timings.diffusion_settled && canvases.every((canvas) => canvas.settled);
+  const settled = element("span", { className: isSettled ? "badge good" : "badge warn", title: isSettled ? "Every canvas settled before its last step" : "A canvas still changed at its last step: do not trust the text" }, isSettled ? "settled" : "did not settle");
+  const verified = element("span", { className: "badge good", title: timings.check === "exact" ? "Every token is the one that the causal half picks" : "The causal half finds every token likely enough" }, timings.check);
+  const drafts = [
+    chip(timings.drafted, "drafted", "Drafted tokens that the causal half has verified"),
+    chip(timings.accepted, "accepted", "Drafted tokens that it accepted"),
+    chip(timings.corrected, "corrected", "Drafted tokens that it replaced"),
+  ];
   return [
     chip(timings.diffusion_output_tok_s.toFixed(1), "tokens/s", "Output tokens over wall time, prefill included"),
     chip(timings.predicted_n, "tokens", "Output tokens"),
     chip(timings.diffusion_steps, "steps", "Denoising steps"),
-    chip(timings.diffusion_forwards, "forwards", "Denoising steps, and forwards that put committed canvases into the KV cache"),
-    chip((timings.predicted_n / Math.max(1, timings.diffusion_forwards)).toFixed(1), "tokens per forward", "Output tokens over all forwards"),
+    ...(isVerified ? drafts : []),
+    chip(timings.diffusion_forwards, "forwards", "Denoising steps, rounds that verify, and forwards that put committed canvases into the KV cache"),
+    chip(timings.tokens_per_forward.toFixed(1), "tokens per forward", "Output tokens over all forwards"),
     chip((timings.diffusion_wall_ms / 1000).toFixed(2), "s", "Wall time"),
-    element("span", { className: isSettled ? "badge good" : "badge warn", title: isSettled ? "Every canvas settled before its last step" : "A canvas still changed at its last step: do not trust the text" }, isSettled ? "settled" : "did not settle"),
+    isVerified ? verified : settled,
     chip(timings.seed, "seed", "Gives the same text again"),
   ];
 }
@@ -357,10 +370,11 @@ function filledParts(end) {
 
 // The tokens at a position and their entropy, step by step. `now` is the step that is shown.
 function historyChart(history, now) {
-  const topEntropy = Math.max(...history.map((cell) => cell.token.e), 0.01);
+  const topEntropy = Math.max(...history.map((cell) => cell.token.e ?? 0), 0.01);
   const bars = history.map((cell) => {
-    const bar = element("i", { title: `step ${cell.step}: ${visible(cell.token.t)}, ${cell.token.e.toFixed(2)} nats`, className: `${cell.token.s === NOISE ? "noise" : "sure"}${cell.step === now ? " now" : ""}` });
-    bar.style.height = `${Math.max(4, (100 * cell.token.e) / topEntropy)}%`;
+    const entropy = cell.token.e ?? 0; // a round of checked or exact mode gives none
+    const bar = element("i", { title: `step ${cell.step}: ${visible(cell.token.t)}, ${entropy.toFixed(2)} nats`, className: `${cell.token.s === NOISE ? "noise" : "sure"}${cell.step === now ? " now" : ""}` });
+    bar.style.height = `${Math.max(4, (100 * entropy) / topEntropy)}%`;
     return bar;
   });
   const words = [];
@@ -369,6 +383,7 @@ function historyChart(history, now) {
   return element("div", { className: "history" }, element("div", { className: "bars", role: "img", ariaLabel: "Entropy at every step" }, ...bars), element("ul", {}, ...tokens));
 }
 
+const UNCHECKED = "Steering turns the check off: this canvas is denoised again from its first step, and the causal half does not verify it.";
 const BOARD_LABELS = { given: "given", open: "not yet accepted", accepted: "accepted", revised: "revised", conflict: "in conflict with another" };
 
 function legendEntries(labels, name, sample) {
@@ -391,4 +406,4 @@ export function board(run, frame, isEnd) {
 const positionOf = (span) => ({ block: +span.dataset.block, i: +span.dataset.i });
 const same = (one, other) => Boolean(one && other && one.block === other.block && one.i === other.i);
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣") || "∅";
-const shown = (text, kind) => (kind === "end" ? "·" : kind === "committed" ? text : text.replaceAll("\n", "⏎\n"));
+const shown = (text, kind) => (kind === "end" ? "·" : ["committed", "verified"].includes(kind) ? text : text.replaceAll("\n", "⏎\n"));

@@ -79,10 +79,10 @@ class SudokuRun extends Run {
 
 // Lanes of a text: [lane, path, body] of each.
 export function texts(body) {
-  const { prompt, max_tokens, seed, temperature } = body;
+  const { prompt, max_tokens, seed, temperature, check } = body;
   return [
     [new Lane("Diffusion", new DiffusionRun("write", {})), "/v1/canvas", { ...body, candidates: 1 }],
-    [new Lane("Autoregressive", new AutoregressiveRun()), "/v1/canvas/autoregressive", { prompt, max_tokens, seed, temperature }],
+    [new Lane("Autoregressive", new AutoregressiveRun()), "/v1/canvas/autoregressive", { prompt, max_tokens, seed, temperature, check }],
   ];
 }
 

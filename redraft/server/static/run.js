@@ -4,6 +4,7 @@
 export const NOISE = "n"; // states of a token
 export const DRAFT = "d";
 export const PINNED = "k";
+export const VERIFIED = "v"; // by the causal half: it will not change
 
 export class Run {
   constructor(kind, request) {
@@ -28,6 +29,11 @@ export class Run {
     return this.begin?.canvas_length > 0;
   }
 
+  // Whether the causal half verifies the text: checked or exact mode. Steering turns that off.
+  get isVerified() {
+    return ["checked", "exact"].includes(this.begin?.check);
+  }
+
   // Whether the canvases spell the final text: an edit undoes a change that would leave half a character.
   get canvasesSpellText() {
     const text = this.canvases.map((canvas) => canvas.texts.join("")).join("");
@@ -40,7 +46,7 @@ export class Run {
 
   add(event) {
     this.events.push(event);
-    if (event.type === "begin") this.begin = this.begin ?? event;
+    if (event.type === "begin") this.begin = event; // a run that is steered may have another mode
     else if (event.type === "frame") this.frames.push(this.#frame(event));
     else if (event.type === "board") this.frames.push(this.#board(event));
     else if (event.type === "canvas") this.canvases[event.block] = event;
@@ -64,7 +70,8 @@ export class Run {
     const previous = last && last.block === event.block ? last.cells : [];
     const tokens = previous.map((cell) => cell.token);
     for (const token of event.tokens) tokens[token.i] = token;
-    const cells = tokens.map((token, i) => cellOf(token, previous[i], event.step));
+    const isSweep = typeof event.verified === "number"; // text behind the cursor is verified, the text ahead is draft
+    const cells = tokens.map((token, i) => ({ ...cellOf(token, previous[i], event.step), isAhead: isSweep && token.s === DRAFT }));
     const entropies = cells.filter((cell) => cell.token.s === DRAFT).map((cell) => cell.token.e);
     return { ...event, cells, maxEntropy: entropies.length ? Math.max(...entropies) : 0, end: this.#end(cells, event.block) };
   }
@@ -121,6 +128,8 @@ export function cellClass(cell, i, end) {
   if (cell.token.s === PINNED) return "pinned";
   if (cell.committed) return "committed";
   if (i >= end) return "end";
+  if (cell.token.s === VERIFIED) return "verified";
+  if (cell.isAhead) return cell.age === 0 ? "changed" : "draft";
   if (cell.token.s === NOISE) return "noise";
   if (cell.age === 0) return "changed";
   return cell.age >= 2 ? "stable" : "draft";
@@ -131,6 +140,7 @@ export const CELL_LABELS = {
   changed: "changed in this step",
   draft: "draft",
   stable: "unchanged for two steps or more",
+  verified: "verified",
   committed: "committed",
   pinned: "pinned",
   end: "after the end",

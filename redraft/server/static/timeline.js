@@ -121,7 +121,9 @@ export class Timeline {
     const cursor = this.svg.querySelector(".cursor");
     if (cursor) cursor.setAttribute("transform", `translate(${this.#x(this.index)} 0)`);
     const unit = this.run.kind === "sudoku" ? "attempt" : this.run.kind === "fill" && !this.run.canvases.length ? "gap" : "canvas";
-    this.label.textContent = frame ? `${unit} ${frame.block + 1}, step ${frame.step}` + (frame.max_steps ? ` of ${frame.max_steps}` : "") : this.run.end ? "the end" : "";
+    const isSweep = typeof frame?.verified === "number";
+    const progress = isSweep ? `${frame.verified} of ${frame.cells.length} tokens verified` : `step ${frame?.step}` + (frame?.max_steps ? ` of ${frame.max_steps}` : "");
+    this.label.textContent = frame ? `${unit} ${frame.block + 1}, ${progress}` : this.run.end ? "the end" : "";
   }
 
   #x(index) {

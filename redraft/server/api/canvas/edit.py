@@ -41,7 +41,7 @@ def stream_canvas_edit(writer: Writer, body: CanvasEditRequest, stop: threading.
         options |= {"stop": stop, "candidates": body.candidates, "replay": replay_of(tokenizer, body)}
         events = stream_edit(writer.engine, tokenizer, body.text, cfg, **options)
         events = chain([next(events)], events)  # the checks run with the first step
-    yield begin_event(writer, seed, "", max_steps=cfg.max_steps, canvas_length=cfg.canvas_length)
+    yield begin_event(writer, seed, "", check="off", max_steps=cfg.max_steps, canvas_length=cfg.canvas_length)
     frames = FrameBuilder(tokenizer, with_candidates=True)
     last_seen = last_seen_step(body)
     canvases = 0

@@ -1,5 +1,6 @@
 """What the endpoints share: prompts and constraints out of a body, and the events of the response."""
 
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ import torch
 from redraft.constraints.constraints import ConstraintEdit
 from redraft.diffusion.generate import Draft, Stats
 from redraft.engine import Intervention, Replay
-from redraft.server.completion import join_messages, temperature_settings, template_message
+from redraft.server.checks import step_settings, temperature_settings
+from redraft.server.completion import join_messages, template_message
 from redraft.server.errors import BadRequestError
-from redraft.server.frames import FrameBuilder
+from redraft.server.frames import Frame, FrameBuilder, candidates_of
 from redraft.server.schema import (
     AutoregressiveRequest,
     CanvasRequest,
@@ -50,12 +52,12 @@ def seed_of(seed: int | None) -> int:
     return seed if seed is not None else new_seed()
 
 
-def sampler_settings(writer: Writer, body: WatchedRequest) -> dict[str, Any]:
-    """Returns the sampler settings of a request."""
-    settings: dict[str, Any] = temperature_settings(writer.sampler, body.temperature)
+def sampler_settings(writer: Writer, body: WatchedRequest, check: str = "off") -> dict[str, Any]:
+    """Returns the sampler settings of a request that runs in this mode."""
+    settings: dict[str, Any] = temperature_settings(writer.sampler.changed(check=check), body.temperature)
     if body.max_steps:
         settings["max_steps"] = body.max_steps
-    return settings
+    return step_settings(check, settings)
 
 
 def constraint_edit(tokenizer: Tokenizer, body: ConstraintFields, free: Sequence[int] = ()) -> ConstraintEdit:
@@ -102,14 +104,25 @@ def begin_event(writer: Writer, seed: int, prefix: str, **fields: Any) -> dict[s
 
 
 def frame_event(frames: FrameBuilder, event: Draft) -> dict[str, Any]:
-    """A denoising step: the tokens that changed."""
-    fields = vars(frames.build(event))
-    return {"type": "frame", **{name: value for name, value in fields.items() if name != "text"}}
+    """A denoising step, or a round of checked mode: the tokens that changed."""
+    return frame_fields(frames.build(event))
+
+
+def frame_fields(frame: Frame) -> dict[str, Any]:
+    """A frame as an event."""
+    return {"type": "frame", **{name: value for name, value in vars(frame).items() if name != "text"}}
 
 
 def canvas_event(writer: Writer, event: TextCommitted) -> dict[str, Any]:
-    """A committed canvas: all token ids, and the texts of the tokens that belong to the completion."""
+    """A committed canvas: all token ids, and the texts of the tokens that belong to the completion.
+
+    In checked mode it has the probabilities that the causal half gives the tokens, and its likeliest tokens.
+    """
     ids = event.ids_BC[0].tolist()
+    probabilities: dict[str, Any] = {}
+    if event.logprobs:
+        probabilities["probabilities"] = [round(math.exp(logprob), 4) for logprob in event.logprobs]
+        probabilities["candidates"] = candidates_of(writer.tokenizer, event)
     return {
         "type": "canvas",
         "block": event.block,
@@ -119,6 +132,7 @@ def canvas_event(writer: Writer, event: TextCommitted) -> dict[str, Any]:
         "reasoning": event.reasoning,
         "settled": bool(event.settled_B[0]),
         "steps": int(event.steps_B[0]),
+        **probabilities,
     }
 
 

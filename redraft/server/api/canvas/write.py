@@ -18,14 +18,16 @@ from redraft.server.api.canvas.events import (
     constraint_edit,
     end_event,
     frame_event,
+    frame_fields,
     last_seen_step,
     prompt_of,
     replay_of,
     sampler_settings,
     seed_of,
 )
+from redraft.server.checks import causal_settings, choose_check, require_unchecked
 from redraft.server.errors import BadRequestError, checking_request
-from redraft.server.frames import FrameBuilder
+from redraft.server.frames import ExactFrames, FrameBuilder
 from redraft.server.schema import CanvasRequest
 from redraft.tasks import infill
 from redraft.tasks.generation import GenerationOptions
@@ -41,6 +43,7 @@ def stream_canvas(writer: Writer, body: CanvasRequest, stop: threading.Event) ->
     check_one_input(body.prompt, body.messages, body.text)
     if body.text is None:
         return stream_text(writer, body, stop)
+    require_unchecked(body.check, "a gap")
     for name in ("max_tokens", "draft"):
         if getattr(body, name) is not None:
             raise BadRequestError(f"the length of a text with gaps is fixed: leave {name} out", name)
@@ -57,25 +60,37 @@ class _Plan:
     prefix: str
     constraints: Constraints
     max_tokens: int | None
+    check: str
     settings: dict[str, Any]
 
 
+def _check_of(writer: Writer, body: CanvasRequest) -> str:
+    """The mode of a request. Without a `check`, gaps are not checked, nor are runs that are steered or resumed."""
+    is_steered = bool(body.canvases or body.interventions)
+    if body.check is None and (body.text is not None or is_steered):
+        return "off"
+    return choose_check(writer.sampler, body.check, has_draft=bool(body.draft))
+
+
 def _plan(writer: Writer, body: CanvasRequest) -> _Plan:
-    settings = sampler_settings(writer, body)
+    check = _check_of(writer, body)
+    settings = sampler_settings(writer, body, check)
+    if check != "off":
+        settings |= causal_settings(body)
     if body.canvas_length:
         settings["canvas_length"] = body.canvas_length
     forbidden = tuple(body.forbidden)
     if body.text is None:
         prompt = prompt_of(writer, body)
         prefix = prompt if isinstance(prompt, str) else ""
-        return _Plan(prompt, prefix, Constraints(forbidden=forbidden), body.max_tokens, settings)
+        return _Plan(prompt, prefix, Constraints(forbidden=forbidden), body.max_tokens, check, settings)
     infiller = Infiller(writer.engine, writer.tokenizer)
     prefix, ids, cfg, constraints = infiller.build_request(
         infill.parse_template(body.text), writer.sampler.changed(**settings)
     )
     settings["canvas_length"] = cfg.canvas_length
     constraints = replace(constraints, forbidden=(*constraints.forbidden, *forbidden))
-    return _Plan(ids, prefix, constraints, cfg.max_new_tokens, settings)
+    return _Plan(ids, prefix, constraints, cfg.max_new_tokens, check, settings)
 
 
 def stream_text(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Events:
@@ -87,6 +102,7 @@ def stream_text(writer: Writer, body: CanvasRequest, stop: threading.Event) -> E
             raise BadRequestError("think needs messages and a model with a chat template: leave think out", "think")
         options = GenerationOptions(
             seed=seed,
+            check=plan.check,
             max_tokens=plan.max_tokens,
             constraints=plan.constraints.apply_edit(constraint_edit(writer.tokenizer, body)),
             replay=replay_of(writer.tokenizer, body),
@@ -101,10 +117,14 @@ def stream_text(writer: Writer, body: CanvasRequest, stop: threading.Event) -> E
             sampler=plan.settings,
         )
         events = writer.stream(plan.prompt, options)
-    cfg = writer.sampler.changed(max_new_tokens=plan.max_tokens, **plan.settings)
-    limits = {"canvas_length": cfg.canvas_length, "max_steps": cfg.max_steps, "max_tokens": cfg.max_new_tokens}
-    yield begin_event(writer, seed, plan.prefix, **limits)
-    yield from _text_events(writer, events, body, plan.prefix if body.text is not None else "")
+        cfg = options.sampler_config(writer.sampler)
+    max_steps = cfg.draft_steps if cfg.check == "checked" else cfg.max_steps
+    limits = {"canvas_length": cfg.canvas_length, "max_steps": max_steps, "max_tokens": cfg.max_new_tokens}
+    yield begin_event(writer, seed, plan.prefix, check=cfg.check, **limits)
+    if cfg.check == "exact":
+        yield from _exact_events(writer, events, cfg.canvas_length)
+    else:
+        yield from _text_events(writer, events, body, plan.prefix if body.text is not None else "")
 
 
 def _text_events(writer: Writer, events: Iterator[TextEvent], body: CanvasRequest, text: str) -> Events:
@@ -128,6 +148,44 @@ def _text_events(writer: Writer, events: Iterator[TextEvent], body: CanvasReques
     yield end_event(finished.reasons[0], text, finished.stats[0])
 
 
+def _exact_events(writer: Writer, events: Iterator[TextEvent], canvas_length: int) -> Events:
+    """Translates the events of exact mode: a frame for every round, and a canvas whenever it is full.
+
+    A round that ends one canvas and begins the next adds all its text to the first of them.
+    """
+    frames = ExactFrames(writer.tokenizer, canvas_length)
+    text = ""
+    shown = 0  # tokens of the completion so far
+    blocks: list[tuple[str, str]] = [("", "")]  # text and reasoning of each canvas
+    finished: Finished | None = None
+    for event in events:
+        if isinstance(event, TextCommitted):
+            text += event.text
+            shown += event.shown
+            blocks[-1] = (blocks[-1][0] + event.text, blocks[-1][1] + event.reasoning)
+            for frame in frames.build(event):
+                yield frame_fields(frame)
+            while len(frames.ids) >= len(blocks) * canvas_length:
+                yield _exact_canvas(writer, frames, len(blocks) - 1, shown, *blocks[-1])
+                blocks.append(("", ""))
+        elif isinstance(event, Finished):
+            finished = event
+    if finished is None:
+        raise Stopped
+    if len(frames.ids) > (len(blocks) - 1) * canvas_length:
+        yield _exact_canvas(writer, frames, len(blocks) - 1, shown, *blocks[-1])
+    yield end_event(finished.reasons[0], text, finished.stats[0])
+
+
+def _exact_canvas(writer: Writer, frames: ExactFrames, block: int, shown: int, text: str, reasoning: str) -> dict[str, Any]:
+    """The canvas event of exact mode."""
+    begin = block * frames.canvas_length
+    ids = frames.ids[begin : begin + frames.canvas_length]
+    texts = [writer.tokenizer.token_text(token) for token in ids[: max(0, shown - begin)]]
+    head = {"type": "canvas", "block": block, "ids": ids, "texts": texts}
+    return {**head, "text": text, "reasoning": reasoning, "settled": True, "steps": 0}
+
+
 def stream_gaps(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Events:
     """Fills gaps of which some have no length, one after another. The block of a frame is the number of the gap."""
     replay_fields = (body.canvases, body.interventions, body.pins, body.bans, body.forbidden, body.resume_at)
@@ -144,7 +202,7 @@ def stream_gaps(writer: Writer, body: CanvasRequest, stop: threading.Event) -> E
         options: dict[str, Any] = {"seed": seed, "stop": stop, "candidates": body.candidates, "longest": MAX_GAP_TOKENS}
         events = Infiller(writer.engine, tokenizer).stream(template, cfg, **options)
         events = chain([next(events)], events)  # the checks run with the first step
-    yield begin_event(writer, seed, template.texts[0], max_steps=cfg.max_steps, canvas_length=0)
+    yield begin_event(writer, seed, template.texts[0], check="off", max_steps=cfg.max_steps, canvas_length=0)
     gap = -1
     frames = FrameBuilder(tokenizer, with_candidates=True)
     for event in events:

@@ -1,0 +1,195 @@
+"""Requests of OpenAI's wire format: chat completions and completions become CompletionParams."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from redraft.constraints.errors import shorten
+from redraft.server.checks import causal_settings, require_unchecked
+from redraft.server.completion import (
+    JSON_OBJECT_SCHEMA,
+    CompletionParams,
+    as_stop_strings,
+    template_message,
+    text_of_content,
+)
+from redraft.server.errors import BadRequestError
+from redraft.server.schema import CanvasOptions, ChatRequest, CompletionRequest, SamplingOptions
+from redraft.server.service import bad_request_from
+
+UNSUPPORTED = "guided_grammar stop_token_ids functions function_call audio modalities structured_outputs".split()
+FORBIDDING_BIAS = -100.0
+TOKEN_ID = re.compile("[0-9]{1,9}")
+RESPONSE_FORMATS = "text, json_object, json_schema, regex or choice"
+# Fields of CompletionParams that infill does not support, and the client's name for each.
+NOT_FOR_INFILL = {
+    "pattern": "response_format",
+    "forbidden": "logit_bias",
+    "logit_bias": "logit_bias",
+    "sampler_settings": "diffusion settings",
+    "draft": "diffusion_seed_canvas",
+    "pins": "diffusion_pinned",
+    "ignore_eos": "diffusion_read_only",
+    "include_frames": "frames",
+    "logprobs": "logprobs",
+}
+
+
+def chat_params(body: ChatRequest) -> CompletionParams:
+    """Translates a chat completion."""
+    tool_choice = body.tool_choice
+    if tool_choice not in (None, "none", "auto"):
+        message = f"tool_choice can be none or auto, got {tool_choice!r}: a call cannot be forced"
+        raise BadRequestError(message, "tool_choice")
+    enable_thinking = (body.chat_template_kwargs or {}).get("enable_thinking") is True
+    params = CompletionParams(
+        prompt=[template_message(message) for message in body.messages],
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        tools=body.tools if tool_choice != "none" else None,
+        think=enable_thinking or body.reasoning_effort not in (None, "none"),
+        logprobs=chat_logprobs(body),
+        **sampling_params(body),
+    )
+    if body.prediction is None:
+        return params
+    if params.draft is not None:
+        message = "a canvas starts from a prediction or from diffusion_seed_canvas, not from both"
+        raise BadRequestError(message, "prediction")
+    return replace(params, draft=text_of_content(body.prediction.content, "prediction"))
+
+
+def text_params(body: CompletionRequest, prompt: str) -> CompletionParams:
+    """Translates a completion of one text."""
+    params = {**sampling_params(body), "logprobs": text_logprobs(body)}
+    return CompletionParams(prompt=prompt, max_tokens=body.max_tokens or 16, **params)
+
+
+def sampling_params(body: SamplingOptions) -> dict[str, Any]:
+    """Translates the options that chat and text share into fields of CompletionParams."""
+    for name in UNSUPPORTED:
+        if (body.model_extra or {}).get(name) not in (None, [], {}):
+            raise BadRequestError(f"{name} is not supported; response_format knows json_schema, regex and choice", name)
+    options = body.stream_options
+    biases = parse_logit_bias(body.logit_bias)
+    return {
+        "check": body.check,
+        "causal_settings": causal_settings(body),
+        "best_of": count_candidates(body) if body.best_of is not None else 1,
+        "temperature": body.temperature,
+        "seed": body.seed,
+        "stop_strings": as_stop_strings(body.stop),
+        "forbidden": tuple(token for token, bias in biases.items() if bias <= FORBIDDING_BIAS),
+        "logit_bias": {token: bias for token, bias in biases.items() if bias > FORBIDDING_BIAS},
+        "pattern": pattern_of(body),
+        "include_frames": body.diffusing or bool(options and options.include_frames),
+        **canvas_params(body),
+    }
+
+
+def chat_logprobs(body: ChatRequest) -> int | None:
+    """Returns how many likely tokens come with each token; None without logprobs."""
+    if body.top_logprobs and not body.logprobs:
+        raise BadRequestError("top_logprobs come with logprobs: true", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def text_logprobs(body: CompletionRequest) -> int | None:
+    """Returns how many likely tokens come with each token; None without logprobs."""
+    if body.logprobs is None or body.logprobs is False:
+        return None
+    if body.echo:
+        raise BadRequestError("logprobs of the prompt are not available: leave echo out", "echo")
+    return int(body.logprobs)
+
+
+def canvas_params(body: SamplingOptions) -> dict[str, Any]:
+    """Translates vLLM's canvas options, which may stand in the body or in vllm_xargs, into fields of CompletionParams."""
+    names = set(CanvasOptions.model_fields)
+    in_body = body.model_dump(include=names, exclude_unset=True)
+    in_xargs = body.vllm_xargs or {}
+    if unknown := sorted(set(in_xargs) - names):
+        raise BadRequestError(f"vllm_xargs has {unknown[0]!r}, which is not supported", "vllm_xargs")
+    try:
+        options = CanvasOptions.model_validate({**in_body, **in_xargs})
+    except ValidationError as error:
+        raise bad_request_from(error, "vllm_xargs") from None
+    if options.diffusion_constrained:
+        message = "diffusion_constrained is not supported: use response_format or guided_choice"
+        raise BadRequestError(message, "diffusion_constrained")
+    seed_canvas = options.diffusion_seed_canvas
+    pinned = options.diffusion_pinned or []
+    if pinned and (seed_canvas is None or not all(0 <= position < len(seed_canvas) for position in pinned)):
+        raise BadRequestError("diffusion_pinned must name positions of diffusion_seed_canvas", "diffusion_pinned")
+    settings = {"canvas_length": options.diffusion_canvas_length, "max_steps": options.diffusion_max_steps}
+    params: dict[str, Any] = {"sampler_settings": {name: value for name, value in settings.items() if value is not None}}
+    if seed_canvas is not None:
+        params["draft"] = tuple(seed_canvas)
+        params["pins"] = {position: seed_canvas[position] for position in pinned}
+    if options.diffusion_read_only:
+        params["ignore_eos"] = True
+    return params
+
+
+def count_candidates(body: SamplingOptions) -> int:
+    """Returns how many completions of each prompt are generated: `best_of`, of which `n` are returned, or `n`."""
+    count = body.n or 1
+    if body.best_of is None:
+        return count
+    if body.best_of < count:
+        raise BadRequestError(f"best_of must be at least n, got best_of {body.best_of} and n {count}", "best_of")
+    if body.best_of > 1 and body.stream:
+        message = "best_of compares whole completions, so they cannot be streamed: leave stream or best_of out"
+        raise BadRequestError(message, "best_of")
+    return body.best_of
+
+
+def parse_logit_bias(logit_bias: Mapping[str, Any] | None) -> dict[int, float]:
+    """Returns the number that is added to each token's logit; -100 and less forbid the token in every mode."""
+    biases = {}
+    for token, bias in (logit_bias or {}).items():
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not TOKEN_ID.fullmatch(token) or not is_number or not bias <= -FORBIDDING_BIAS:
+            message = f"logit_bias has token ids and numbers from -100 to 100, got {shorten(token)}: {shorten(bias)}"
+            raise BadRequestError(message, "logit_bias")
+        biases[int(token)] = float(max(bias, FORBIDDING_BIAS))
+    return biases
+
+
+def pattern_of(body: SamplingOptions) -> dict[str, Any]:
+    """Returns the pattern that the completion must match, under any of the names that clients use."""
+    pattern: dict[str, Any] = {"regex": body.guided_regex, "choices": body.guided_choice, "schema": body.guided_json}
+    response_format = body.response_format or {"type": "text"}
+    match response_format.get("type"):
+        case "text":
+            pass
+        case "json_object":
+            pattern["schema"] = JSON_OBJECT_SCHEMA
+        case "json_schema":
+            inner = response_format.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else response_format.get("schema")
+            if not isinstance(schema, dict):
+                message = "response_format json_schema needs a schema: {json_schema: {schema: {...}}}"
+                raise BadRequestError(message, "response_format")
+            pattern["schema"] = schema
+        case "regex":
+            pattern["regex"] = response_format.get("regex") or response_format.get("pattern")
+        case "choice":
+            pattern["choices"] = response_format.get("choices") or response_format.get("choice")
+        case other:
+            raise BadRequestError(f"response_format can be {RESPONSE_FORMATS}, got {other!r}", "response_format")
+    return {name: value for name, value in pattern.items() if value is not None}
+
+
+def check_infill_options(body: CompletionRequest) -> None:
+    """Raises BadRequestError for options that infill does not support."""
+    require_unchecked(body.check, "a gap")
+    if body.best_of not in (None, 1):
+        raise BadRequestError("infill returns the likeliest of several lengths already: leave best_of out", "best_of")
+    params = {**sampling_params(body), "logprobs": text_logprobs(body)}
+    for name, client_name in NOT_FOR_INFILL.items():
+        value = params.get(name)
+        if value is not None if name == "logprobs" else value:
+            raise BadRequestError(f"infill does not support {client_name}: leave that out", client_name)
