@@ -1,7 +1,8 @@
 """Scores of a model.
 
 likelihood.py    next-token loss, the denoiser's bound, repair of noised tokens
-samples.py       texts by diffusion against autoregressive texts, under a judge
+samples.py       texts of any mode against autoregressive texts, under a judge
+words.py         doubled words, and words that no training story has
 judge.py         the judge: a Llama checkpoint
 code_lines.py    removed lines of Python functions
 infill.py        removed lines, words and sentences; HumanEval infilling
