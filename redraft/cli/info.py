@@ -64,7 +64,7 @@ def _generation_table(sampler: SamplerConfig) -> Table:
     table = Table("generation", "", box=None, pad_edge=False)
     meanings = {
         "off": "off: canvases are denoised, and nothing checks them",
-        "checked": f"checked: canvases are drafted in {sampler.draft_steps} steps, and the causal half corrects them",
+        "checked": f"checked: drafted in {sampler.draft_steps} steps, corrected by the causal half",
         "exact": "exact: the text of autoregressive sampling, in fewer forwards",
     }
     table.add_row("check", meanings[sampler.check])
