@@ -129,8 +129,8 @@ class Writer:
     """Generates text with one model: write, chat, stream, fill, edit, suggest, decide.
 
     `write`, `chat` and `stream` take the fields of GenerationOptions as keywords (`max_tokens=64`, `seed=7`,
-    `temperature=0.5`, `regex="[0-9]+"`, `schema={...}`, `choices=["yes", "no"]`) and those of SamplerConfig
-    (`max_steps=20`, `entropy_bound=0.5`), or the record itself as `options`.
+    `check="exact"`, `best_of=4`, `regex="[0-9]+"`, `schema={...}`, `choices=["yes", "no"]`) and those of SamplerConfig
+    (`max_steps=20`, `entropy_bound=0.5`, `top_p=0.9`), or the record itself as `options`.
     """
 
     def __init__(self, model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig) -> None:
