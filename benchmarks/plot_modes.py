@@ -97,6 +97,7 @@ def draw(results: dict[str, Any], picture: Path) -> None:
     try:
         import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.ticker import ScalarFormatter
     except ImportError:
         report("no picture: matplotlib is missing (pip install 'redraft[train]'); draw it elsewhere with --draw")
         return
@@ -110,7 +111,10 @@ def draw(results: dict[str, Any], picture: Path) -> None:
             axes.plot(across, up, "o-", label=label)
             for (name, _), x, y in zip(points, across, up, strict=True):
                 axes.annotate(name.partition(", ")[2], (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8)
-        axes.set_yscale("log")
+        for scale, axis in ((axes.set_xscale, axes.xaxis), (axes.set_yscale, axes.yaxis)):
+            scale("log", base=2)
+            axis.set_major_formatter(ScalarFormatter())
+        axes.margins(x=0.12)
         axes.set_xlabel("tokens per forward")
         axes.set_ylabel("perplexity under the judge")
         axes.set_title(f"{results['count']} stories of each mode, the same weights")
