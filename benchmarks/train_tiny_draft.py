@@ -203,12 +203,11 @@ def measure(folder: Path, arguments: argparse.Namespace, device: str) -> dict[st
     for name, ids in prompts.items():
         scores[f"acceptance_{name}"] = measure_acceptance(drafter, sampler, ids[: arguments.texts], arguments.smoke)
     count = 1 if arguments.smoke else 10
-    off = sampler.changed(check="off", max_new_tokens=32 if arguments.smoke else 200)
-    causal = samples.sample_autoregressive(model, tokenizer, "Once upon a time", count, off, 0.7)
-    pages = samples.sample_diffusion(
-        model, tokenizer, "Once upon a time", count, off.changed(max_steps=4 if arguments.smoke else None)
-    )
-    scores["samples"] = {"causal, T 0.7": causal.texts, "page": pages.texts}
+    engine = samples.make_engine(model, count)
+    scores["samples"] = {}
+    for check in ("off", "checked", "exact"):
+        cfg = sampler.changed(check=check, max_new_tokens=32 if arguments.smoke else 200)
+        scores["samples"][check] = samples.sample(engine, tokenizer, "Once upon a time", count, cfg).texts
     return scores
 
 

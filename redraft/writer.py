@@ -91,8 +91,8 @@ class Writer:
     """Generates text with one model: write, chat, stream, fill, edit, suggest, decide.
 
     `write`, `chat` and `stream` take the fields of GenerationOptions as keywords (`max_tokens=64`, `seed=7`,
-    `temperature=0.5`, `regex="[0-9]+"`, `schema={...}`, `choices=["yes", "no"]`) and those of SamplerConfig
-    (`max_steps=20`, `entropy_bound=0.5`), or the record itself as `options`.
+    `check="exact"`, `best_of=4`, `regex="[0-9]+"`, `schema={...}`, `choices=["yes", "no"]`) and those of SamplerConfig
+    (`max_steps=20`, `entropy_bound=0.5`, `top_p=0.9`), or the record itself as `options`.
     """
 
     def __init__(self, model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig) -> None:
@@ -146,14 +146,20 @@ class Writer:
 
         A string or token ids are continued, messages are answered. The texts of the committed canvases add up to the
         answer. After `seconds` the current canvas is committed and the stream ends; once `stop` is set, it ends at once.
+        With `best_of`, the drafts are those of the first answer, and the canvases of the best one are committed at the end.
         """
         options = GenerationOptions.from_keywords(options, **keywords)
         ids = self.encode_prompt(prompt, options.tools, options.think, options.stop)
         cfg = options.sampler_config(self.sampler)
         seed = options.seed if options.seed is not None else new_seed()
-        request = self._add_request(ids, cfg, seed, options, self._constraints(options))
+        if options.best_of > 1:
+            best_of.check_memory(self.engine, len(ids) + cfg.max_new_tokens, options.best_of)
+        constraints = self._constraints(options)
+        seeds = best_of.seeds_of(seed, options.best_of)
+        streams = [self.engine.stream(self._add_request(ids, cfg, seed, options, constraints)) for seed in seeds]
+        events = best_of.stream_likeliest(self.engine, streams, options.stop) if len(streams) > 1 else streams[0]
         assembler = TextAssembler(self.tokenizer, is_chat=not is_text_prompt(prompt))
-        return add_text(self.engine.stream(request), cfg, assembler, options.drafts)
+        return add_text(events, cfg, assembler, options.drafts)
 
     def encode_prompt(
         self,

@@ -1,5 +1,6 @@
 """Benchmarks run, end with JSON, and keep the promises they measure. Speeds themselves are printed, not asserted."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -54,3 +55,23 @@ def test_an_adversary_stalls_nobody(tmp_path):
     assert found["outcomes"]["answered"] > 300
     assert found["honest_answers"] >= 8
     assert found["memory_more_mb"] < 450  # 300 is the aim of the benchmark; allocators differ between machines
+
+
+def test_scores_of_modes_are_drawn_elsewhere(tmp_path):
+    """The machine that measures may have no matplotlib: the picture is drawn from the file of scores."""
+    scores = dict.fromkeys(("entropy", "ratio", "doubled_words", "doubled_adjacent", "unknown_words"))
+    modes = {
+        f"{family}, {number}": {**scores, "family": family, "perplexity": 2.0 + number, "tokens_per_forward": 1.0 + number}
+        for family in ("off", "checked", "exact", "autoregressive")
+        for number in (1, 2)
+    }
+    results = {"count": 2, "modes": modes}
+    spec = importlib.util.spec_from_file_location("plot_modes", ROOT / "benchmarks/plot_modes.py")
+    plot_modes = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plot_modes)
+    assert "| checked, 2 | 4.00 | - | - | - | - | - | 3.00 |" in plot_modes.to_markdown(results).splitlines()
+    pictures = [tmp_path / name for name in ("first.svg", "again.svg")]
+    for picture in pictures:
+        plot_modes.draw(results, picture)
+    assert "perplexity under the judge" in pictures[0].read_text()
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()

@@ -187,7 +187,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"top_k": 5}, "unknown sampler setting 'top_k'"),
+        ({"top_q": 5}, "unknown sampler setting 'top_q'"),
         ({"max_tokens": 0}, "got 0"),
         ({"max_steps": -1}, "got -1"),
         ({"max_tokens": 10_000}, "context is 512"),

@@ -1,10 +1,12 @@
 """The command line.
 
-main.py       write, chat, info, quantize; user errors become one sentence
+main.py       write, chat, quantize; user errors become one sentence
 options.py    options that several commands share
+generation.py options of the commands that generate an answer
 edit.py       fill, edit
 augment.py    augment
 serve.py      serve
+info.py       info
 warm.py       warm: builds GPU kernels ahead
 sudoku.py     sudoku
 train.py      train, eval

@@ -6,7 +6,6 @@ stderr with exit code 2. Ctrl-C keeps the committed text and exits with 130.
 
 import json
 import os
-import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,21 +15,34 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer.core import TyperGroup
 
 import redraft
 from redraft import checkpoint
 from redraft.checkpoint import load_checkpoint
-from redraft.cli import augment, edit, serve, sudoku, train, warm
-from redraft.cli.options import Device, Dtype, Model, Seed, Threads, option, parse_float, parse_int
+from redraft.cli import augment, edit, info, serve, sudoku, train, warm
+from redraft.cli.generation import (
+    BestOf,
+    Bound,
+    CanvasLength,
+    Check,
+    MaxTokens,
+    MinP,
+    RepetitionPenalty,
+    Steps,
+    Temperature,
+    Think,
+    Tolerance,
+    TopK,
+    TopP,
+    with_sampler,
+)
+from redraft.cli.options import Device, Dtype, Model, Quant, Seed, Threads
 from redraft.cli.recording import Recording
 from redraft.cli.terminal import CanvasView, strip_control_characters, summary
 from redraft.cli.warm import show_builds, show_builds_until_first
-from redraft.config import ModelConfig
 from redraft.diffusion.generate import Finished
 from redraft.engine import EngineError
-from redraft.kernels import backend
 from redraft.tasks.generation import GenerationOptions
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.writer import DEFAULT_MODEL, Writer
@@ -70,38 +82,8 @@ def options(
     """Run text-diffusion language models. `redraft "prompt"` is short for `redraft write "prompt"`."""
 
 
-MaxTokens = Annotated[
-    int | None,
-    option("--max-tokens", "-n", "--max-new-tokens", help="Maximum tokens to generate. [checkpoint's]", parser=parse_int),
-]
-Steps = Annotated[
-    int | None,
-    option(
-        "--max-denoising-steps",
-        "--steps",
-        "--diffusion-steps",
-        help="Maximum denoising steps per canvas. [checkpoint's]",
-        parser=parse_int,
-    ),
-]
-Bound = Annotated[
-    float | None,
-    option("--entropy-bound", help="Total entropy (nats) that one step accepts. [checkpoint's]", parser=parse_float),
-]
-Temperature = Annotated[
-    float | None,
-    option(
-        "--temperature",
-        "--temp",
-        help="Scale on the checkpoint's temperature schedule: 1 leaves it, 0 is nearly greedy. [1]",
-        parser=parse_float,
-    ),
-]
-CanvasLength = Annotated[int | None, option("--canvas-length", help="Tokens per canvas. [checkpoint's]", parser=parse_int)]
-Think = Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="A system message before the conversation.")]
 Visual = Annotated[bool | None, typer.Option("--visual/--no-visual", help="Draw the canvas as it settles. [on a terminal]")]
-Quant = Annotated[str | None, typer.Option("--quant", help="fp8: quantize the layers while loading. [as stored]")]
 
 
 @app.command()
@@ -109,10 +91,17 @@ def write(
     prompt: Annotated[str | None, typer.Argument(help="Text to answer or continue; - or nothing reads stdin.")] = None,
     model: Model = "",
     max_tokens: MaxTokens = None,
+    check: Check = None,
+    tolerance: Tolerance = None,
+    best_of: BestOf = 1,
     steps: Steps = None,
     seed: Seed = None,
     entropy_bound: Bound = None,
     temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
     canvas_length: CanvasLength = None,
     think: Think = False,
     system: System = None,
@@ -139,22 +128,35 @@ def write(
     options = GenerationOptions(
         max_tokens=max_tokens,
         seed=seed,
+        check=check,
         temperature=temperature,
+        best_of=best_of,
         think=think,
         regex=regex,
         schema=Path(schema).read_text(encoding="utf-8", errors="replace") if schema is not None else None,
         choices=choices.split(",") if choices is not None else None,
-        sampler={"max_steps": steps, "entropy_bound": entropy_bound, "canvas_length": canvas_length},
+    )
+    options = with_sampler(
+        options,
+        writer.sampler,
+        max_steps=steps,
+        entropy_bound=entropy_bound,
+        canvas_length=canvas_length,
+        tolerance=tolerance,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
     )
     console = Console(highlight=False)
     events = writer.stream(_conversation(system, text) if is_chat else text, options=options)
-    events = show_builds_until_first(events, _stderr())
+    events = show_builds_until_first(events, _stderr(), message=_waiting_message(best_of))
     recording = Recording(text, writer.tokenizer, writer.sampler.eos_token_ids) if record else None
     events = recording.watch(events) if recording else events
     if as_json:
         _print_json(events, seed)
     elif console.is_terminal if visual is None else visual:
-        _draw(writer, events, console)
+        _draw(writer, events, console, best_of)
     else:
         _print_committed(events)
     if recording and record:
@@ -165,10 +167,17 @@ def write(
 def chat(
     model: Model = "",
     max_tokens: MaxTokens = None,
+    check: Check = None,
+    tolerance: Tolerance = None,
+    best_of: BestOf = 1,
     steps: Steps = None,
     seed: Seed = None,
     entropy_bound: Bound = None,
     temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
     canvas_length: CanvasLength = None,
     think: Think = False,
     system: System = None,
@@ -183,9 +192,22 @@ def chat(
     options = GenerationOptions(
         max_tokens=max_tokens,
         seed=seed,
+        check=check,
         temperature=temperature,
+        best_of=best_of,
         think=think,
-        sampler={"max_steps": steps, "entropy_bound": entropy_bound, "canvas_length": canvas_length},
+    )
+    options = with_sampler(
+        options,
+        writer.sampler,
+        max_steps=steps,
+        entropy_bound=entropy_bound,
+        canvas_length=canvas_length,
+        tolerance=tolerance,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
     )
     console = Console(highlight=False)
     is_drawn = console.is_terminal if visual is None else visual
@@ -199,8 +221,9 @@ def chat(
             continue
         request = [*messages, {"role": "user", "content": line}]
         try:
-            events = show_builds_until_first(writer.stream(request, options=options), _stderr())
-            answer = _draw(writer, events, console) if is_drawn else _print_committed(events)
+            events = writer.stream(request, options=options)
+            events = show_builds_until_first(events, _stderr(), message=_waiting_message(best_of))
+            answer = _draw(writer, events, console, best_of) if is_drawn else _print_committed(events)
         except KeyboardInterrupt as interrupt:
             if not console.is_terminal:
                 raise
@@ -224,26 +247,7 @@ app.command()(serve.serve)
 app.command()(warm.warm)
 app.command()(train.train)
 app.command("eval")(train.evaluate)
-
-
-@app.command()
-def info(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Checkpoint folder, or hub id OWNER/NAME. [the released 26B-A4B shape]")
-    ] = "",
-) -> None:
-    """Show a checkpoint's shape, its memory by format, and which kernels run on this machine."""
-    console = Console(highlight=False)
-    config = ModelConfig()
-    stored = None
-    if model:
-        folder = checkpoint.find(model, weights=False)
-        config = checkpoint.read_model_config(folder)
-        stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)
-    console.print(_shape_table(config))
-    console.print(_memory_table(config, stored))
-    console.print(_machine_table())
+app.command()(info.info)
 
 
 @app.command()
@@ -263,71 +267,6 @@ def quantize(
         vision = checkpoint.folder_with_vision(source)
         checkpoint.save(quantized, out, tokenizer=tokenizer, sampler=sampler, vision_from=vision, force=force)
     print(out)
-
-
-def _shape_table(config: ModelConfig) -> Table:
-    counts = config.parameter_counts()
-    table = Table("configuration", "", box=None, pad_edge=False)
-    sliding = sum(kind == "sliding_attention" for kind in config.layer_types)
-    rows = {
-        "kind": "causal-only (standard Gemma 4): writes left to right" if config.is_causal_only else "diffusion",
-        "vocabulary": f"{config.vocab_size:,}",
-        "model size": f"{config.hidden_size:,}",
-        "layers": f"{config.num_hidden_layers} ({sliding} with a window of {config.sliding_window:,}, the rest full)",
-        "heads": f"{config.num_attention_heads}; key-value {config.num_key_value_heads} x {config.head_dim}, "
-        f"in full layers {config.num_global_key_value_heads} x {config.global_head_dim}",
-        "experts": f"{config.num_experts} of {config.moe_intermediate_size:,}, {config.top_k_experts} at a time; "
-        f"dense {config.intermediate_size:,}",
-        "canvas": "none" if config.is_causal_only else f"{config.canvas_length:,} tokens",
-        "context": f"{config.max_position_embeddings:,} tokens",
-        "parameters": f"{_si(counts['total'])}, {_si(counts['active'])} active",
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    for name, count in counts.items():
-        if count and name not in ("total", "active"):
-            table.add_row(f"  {name}", _si(count))
-    return table
-
-
-def _memory_table(config: ModelConfig, stored: int | None) -> Table:
-    """Memory of the weights by format. Embedding, norms, router and self-conditioning stay bf16 in all published formats."""
-    counts = config.parameter_counts()
-    kept = sum(counts[name] for name in ("embedding", "router", "self-conditioning", "norms and scalars"))
-    linear = counts["total"] - kept
-    full, sliding = config.kv_bytes_per_token()
-    table = Table("memory", "", box=None, pad_edge=False)
-    if stored:
-        table.add_row("on disk", _si(stored, "B"))
-    table.add_row("bf16", _si(2 * counts["total"], "B"))
-    table.add_row("fp8 layers", _si(2 * kept + linear, "B"))
-    table.add_row("4-bit experts (NVFP4)", _si(2 * (counts["total"] - counts["experts"]) + counts["experts"] * 9 / 16, "B"))
-    table.add_row("4-bit layers", _si(2 * kept + linear * 9 / 16, "B"))
-    table.add_row(
-        "cache", f"{full / 1024:,.0f} KiB a token, and {_si(sliding * (config.sliding_window - 1), 'B')} of windows"
-    )
-    return table
-
-
-def _machine_table() -> Table:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    table = Table("here", "", box=None, pad_edge=False)
-    table.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")
-    table.add_row("cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
-    table.add_row("gpu", gpu)
-    place = "cuda" if torch.cuda.is_available() else "cpu"
-    fast, why = backend.select_backend(place)
-    table.add_row("runs on", f"{place}, {'kernels of our own' if fast else 'every operation in plain PyTorch'} ({why})")
-    for operation, by in backend.OPERATIONS.items():
-        table.add_row(f"  {operation}", by if fast else "PyTorch")
-    return table
-
-
-def _si(count: float, unit: str = "") -> str:
-    for scale, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
-        if count >= scale:
-            return f"{count / scale:.2f} {letter}{unit}"
-    return f"{count:.0f} {unit}"
 
 
 def _read_prompt(argument: str | None) -> str:
@@ -370,10 +309,19 @@ def _read_lines(console: Console) -> Iterator[str]:
             yield line.strip()
 
 
-def _draw(writer: Writer, events: Iterator[TextEvent], console: Console) -> str:
-    """Draws the answer live and returns its text. After Ctrl-C, KeyboardInterrupt carries the text as `committed`."""
+def _waiting_message(best_of: int) -> str:
+    """What a terminal shows until the first event. Several answers may have none until the best of them is known."""
+    return f"generating {best_of} answers" if best_of > 1 else ""
+
+
+def _draw(writer: Writer, events: Iterator[TextEvent], console: Console, best_of: int) -> str:
+    """Draws the answer live and returns its text. After Ctrl-C, KeyboardInterrupt carries the text as `committed`.
+
+    Of several answers the first is drawn while all of them are generated, and the best is written at the end.
+    """
     committed = ""
-    with CanvasView(console, writer.tokenizer, writer.sampler.eos_token_ids) as view:
+    label = f"first of {best_of} answers" if best_of > 1 else ""
+    with CanvasView(console, writer.tokenizer, writer.sampler.eos_token_ids, label) as view:
         try:
             for event in view.show(events):
                 if isinstance(event, TextCommitted):

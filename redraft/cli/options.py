@@ -58,3 +58,4 @@ Threads = Annotated[
         callback=_fix_threads,
     ),
 ]
+Quant = Annotated[str | None, typer.Option("--quant", help="fp8: quantize the layers while loading. [as stored]")]

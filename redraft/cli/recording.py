@@ -1,16 +1,27 @@
 """Records a run as an animated picture: one SVG file with a frame for each denoising step, which any browser plays.
 
+In checked mode a frame for each round follows: the cursor sweeps over the canvas. In exact mode every round adds text.
 The colours are those of the terminal. The file holds text and style only: no script, no external resource.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from redraft.cli.terminal import CHANGED, DRAFT, NOISE, Painter, meter, strip_control_characters, summary
+from redraft.cli.terminal import (
+    AHEAD,
+    CHANGED,
+    CORRECTED,
+    DRAFT,
+    NOISE,
+    Painter,
+    meter,
+    strip_control_characters,
+    summary,
+)
 from redraft.config import write_text
 from redraft.diffusion.generate import Draft, Finished
 from redraft.tasks.text_events import TextCommitted, TextEvent
@@ -19,8 +30,16 @@ from redraft.tokenizer.tokenizer import Tokenizer
 COLUMNS = 92
 TAB_SIZE = 4
 LINE, CHARACTER = 19, 8.4  # pixels
-COLOURS = {NOISE: "#6b7280", CHANGED: "#3fb950", DRAFT: "#b392f0", "": "#e6edf3", "prompt": "#79c0ff"}
-STEP_SECONDS, HOLD_SECONDS = 0.16, 4.0
+COLOURS = {
+    NOISE: "#6b7280",
+    CHANGED: "#3fb950",
+    DRAFT: "#b392f0",
+    AHEAD: "#8b949e",
+    CORRECTED: "#e3b341",
+    "": "#e6edf3",
+    "prompt": "#79c0ff",
+}
+STEP_SECONDS, ROUND_SECONDS, HOLD_SECONDS = 0.16, 0.08, 4.0  # a round gives a few tokens: there are more of them
 
 Line = list[tuple[str, str]]  # pieces of text, each with its style
 
@@ -33,31 +52,41 @@ class Recording:
         self.painter = Painter(tokenizer, stops)
         self.committed = ""
         self.frames: list[list[Line]] = []
+        self.seconds: list[float] = []  # of each frame
+        self._tokens = 0  # committed
+        self._has_draft = False  # of the canvas that is committed next; exact mode has no drafts
         self._console = Console(width=COLUMNS, file=None, highlight=False)
 
     def watch(self, events: Iterator[TextEvent]) -> Iterator[TextEvent]:
         """Passes events on and records them."""
         for event in events:
             if isinstance(event, Draft):
-                self._add_frame(self.painter.render_draft(event), meter(event))
+                seconds = STEP_SECONDS if event.verified is None else ROUND_SECONDS
+                self._add_frame(self.painter.render_draft(event), meter(event), seconds)
+                self._has_draft = True
             elif isinstance(event, TextCommitted):
-                self.painter.before = None
+                self.painter.start_canvas()
                 self.committed += strip_control_characters(event.reasoning + event.text)
+                self._tokens += event.shown
+                if not self._has_draft:
+                    self._add_frame(Text(), Text(f"{self._tokens} tokens", NOISE), ROUND_SECONDS)
+                self._has_draft = False
             elif isinstance(event, Finished):
                 self._add_frame(Text(), Text(summary(event.stats[0]), NOISE))
             yield event
 
-    def _add_frame(self, canvas: Text, status: Text) -> None:
+    def _add_frame(self, canvas: Text, status: Text, seconds: float = STEP_SECONDS) -> None:
         text = Text().append(self.prompt, "prompt").append(self.committed).append_text(canvas)
         text.expand_tabs(TAB_SIZE)  # moves the style spans along; expanding tabs in the plain string would not
         lines = [*text.wrap(self._console, COLUMNS), Text(), status]
         self.frames.append([_pieces(line) for line in lines])
+        self.seconds.append(seconds)
 
     def save(self, path: str | Path) -> None:
         """Writes the SVG file."""
         if not self.frames:
             raise ValueError("nothing was recorded: the run has no events")
-        write_text(path, svg(self.frames))
+        write_text(path, svg(self.frames, self.seconds))
 
 
 def _pieces(line: Text) -> Line:
@@ -76,28 +105,34 @@ def _pieces(line: Text) -> Line:
     return pieces
 
 
-def svg(frames: list[list[Line]]) -> str:
-    """The SVG of an endless animation that holds the last frame. Readers who prefer reduced motion see that frame only."""
+def svg(frames: list[list[Line]], seconds: Sequence[float] = ()) -> str:
+    """The SVG of an endless animation that holds the last frame. Readers who prefer reduced motion see that frame only.
+
+    `seconds` says how long each frame is shown; by default STEP_SECONDS.
+    """
     width = round(COLUMNS * CHARACTER) + 32
     height = max(map(len, frames)) * LINE + 32
-    total = STEP_SECONDS * (len(frames) - 1) + HOLD_SECONDS
-    step = 100 * STEP_SECONDS / total  # percent of the animation
-    hold = 100 * HOLD_SECONDS / total
+    durations = [*(seconds or [STEP_SECONDS] * len(frames))[:-1], HOLD_SECONDS]
+    total = sum(durations)
+    kinds = {duration: f"d{number}" for number, duration in enumerate(sorted(set(durations)))}
     style = (
         f"text{{font:14px ui-monospace,Menlo,Consolas,monospace;white-space:pre;fill:{COLOURS['']}}}"
-        f".f{{visibility:hidden;animation:step {total:.2f}s step-end infinite}}"
-        f".l{{animation-name:hold}}"
-        f"@keyframes step{{0%{{visibility:visible}}{step:.4f}%{{visibility:hidden}}}}"
-        f"@keyframes hold{{0%{{visibility:visible}}{hold:.4f}%{{visibility:hidden}}}}"
-        "@media(prefers-reduced-motion:reduce){.f{animation:none}.l{visibility:visible}}"
+        f".f{{visibility:hidden;animation:0s step-end infinite;animation-duration:{total:.2f}s}}"
+        "@media(prefers-reduced-motion:reduce){.f{animation:none!important}.l{visibility:visible}}"
     )
+    for duration, kind in kinds.items():
+        share = 100 * duration / total  # percent of the animation
+        style += f".{kind}{{animation-name:{kind}}}"
+        style += f"@keyframes {kind}{{0%{{visibility:visible}}{share:.4f}%{{visibility:hidden}}}}"
     names = {name: f"c{number}" for number, name in enumerate(COLOURS) if name}
     style += "".join(f".{short}{{fill:{COLOURS[name]}}}" for name, short in names.items())
     drawn = []
-    for number, lines in enumerate(frames):
+    delay = 0.0
+    for number, (lines, duration) in enumerate(zip(frames, durations, strict=True)):
         last = " l" if number == len(frames) - 1 else ""
         rows = "".join(_row(line, 16 + row * LINE, names) for row, line in enumerate(lines, 1))
-        drawn.append(f'<g class="f{last}" style="animation-delay:{number * STEP_SECONDS:.2f}s">{rows}</g>')
+        drawn.append(f'<g class="f {kinds[duration]}{last}" style="animation-delay:{delay:.2f}s">{rows}</g>')
+        delay += duration
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img"><style>{style}</style><rect width="100%" height="100%" rx="8" fill="#0d1117"/>'

@@ -1,7 +1,8 @@
 """Draws events on a terminal: the canvas is redrawn in place, below the committed text, inside the scrollback.
 
-Grey tokens are noise, green ones changed at this step, violet ones were accepted before, underlined ones are pinned;
-committed text is plain. Redraws at most 20 times a second.
+While a canvas is denoised: grey tokens are noise, green ones changed at this step, violet ones were accepted before,
+underlined ones are pinned. While it is checked: plain text is final, a token that was just corrected is yellow, and the grey
+text ahead of the cursor is draft. Committed text is plain. Redraws at most 20 times a second.
 """
 
 import signal
@@ -28,6 +29,10 @@ CHANGED = "green"
 DRAFT = "medium_purple1"
 QUIET = "bright_black"
 PINNED = "underline"
+AHEAD = "grey58"  # checked mode: draft ahead of the cursor
+CORRECTED = "bold yellow"
+FINAL = ""
+FLASH_ROUNDS = 3  # a corrected token stays visible for so many rounds: a single one may fall between two frames
 
 
 def strip_control_characters(text: str) -> str:
@@ -58,22 +63,52 @@ class Painter:
     def __init__(self, tokenizer: Tokenizer, stops: Iterable[int]) -> None:
         self.tokenizer = tokenizer
         self.stops = frozenset(stops)
-        self.before: tuple[list[int], list[bool]] | None = None  # tokens and acceptance one step ago
         self.pinned: frozenset[int] = frozenset()  # positions on the canvas
+        self.start_canvas()
+
+    def start_canvas(self, block: int = -1) -> None:
+        """Forgets the canvas before this one."""
+        self.block = block
+        self.before: tuple[list[int], list[bool]] | None = None  # tokens and acceptance one step ago
+        self.draft: list[int] = []  # the draft one step ago
+        self.verified = 0  # positions that were final one round ago
+        self.round = 0
+        self.corrected_at: dict[int, int] = {}  # position -> the round that corrected it
 
     def render_draft(self, event: Draft) -> Text:
-        """The first row's canvas after a step."""
+        """The first row's canvas after a step or a round."""
+        if event.block != self.block:
+            self.start_canvas(event.block)
+        if event.verified is not None:
+            return self.render_verified(event.ids_BC[0].tolist(), event.verified)
         tokens, accepted = event.canvas_BC[0].tolist(), event.accepted_BC[0].tolist()
         text = self.render_canvas(tokens, accepted)
         self.before = (tokens, accepted)
+        self.draft = event.ids_BC[0].tolist()
         return text
+
+    def render_verified(self, tokens: list[int], verified: int) -> Text:
+        """A canvas of which the first `verified` positions are final, cut at a stop token."""
+        self.round += 1
+        for position in range(self.verified, verified):
+            if position < len(self.draft) and self.draft[position] != tokens[position]:
+                self.corrected_at[position] = self.round
+        flashing = {at for at, number in self.corrected_at.items() if self.round - number < FLASH_ROUNDS}
+        self.verified = verified
+        self.draft = tokens
+        end = next((i for i, token in enumerate(tokens) if token in self.stops), len(tokens))
+        styles = [CORRECTED if i in flashing else FINAL if i < verified else AHEAD for i in range(end)]
+        return self._join(tokens, styles)
 
     def render_canvas(self, tokens: list[int], accepted: list[bool]) -> Text:
         """A canvas as coloured text, cut at an accepted stop token."""
         end = next((i for i, t in enumerate(tokens) if accepted[i] and t in self.stops), len(tokens))
-        styles = [self._style(i, tokens[i], accepted[i]) for i in range(end)]
+        return self._join(tokens, [self._style(i, tokens[i], accepted[i]) for i in range(end)])
+
+    def _join(self, tokens: list[int], styles: list[str]) -> Text:
+        """The text of as many tokens as there are styles."""
         rendered = Text()
-        for style, run in groupby(range(end), key=styles.__getitem__):
+        for style, run in groupby(range(len(styles)), key=styles.__getitem__):
             text = strip_control_characters(self.tokenizer.decode_fragment([tokens[i] for i in run]))
             rendered.append(text.replace("\n", " ") if style == NOISE else text, style)
         return rendered
@@ -91,8 +126,9 @@ class Painter:
 class CanvasView:
     """Draws one answer. Use it as a context manager around the stream: leaving it clears the unfinished canvas."""
 
-    def __init__(self, console: Console, tokenizer: Tokenizer, stops: Iterable[int]) -> None:
+    def __init__(self, console: Console, tokenizer: Tokenizer, stops: Iterable[int], label: str = "") -> None:
         self.console = console
+        self.label = label  # precedes the line below the canvas
         self.painter = Painter(tokenizer, stops)
         self._live: Live | None = None
         self._drawn = 0.0
@@ -116,7 +152,7 @@ class CanvasView:
     def watch(self, event: Draft) -> None:
         """Draws a draft of which nothing is committed: a gap and the text after it."""
         if event.step == 1:
-            self.painter.before = None
+            self.painter.start_canvas()
         pinned_BC = event.pinned_BC
         self.painter.pinned = frozenset() if pinned_BC is None else frozenset(pinned_BC[0].nonzero()[:, 0].tolist())
         with defer_interrupt():
@@ -128,7 +164,7 @@ class CanvasView:
                 self._draft(event)
             case TextCommitted():
                 self._clear()
-                self.painter.before = None
+                self.painter.start_canvas()
                 if event.reasoning:
                     self._write(event.reasoning, QUIET)
                     self._wrote_reasoning = True
@@ -152,7 +188,7 @@ class CanvasView:
             self._live.start()
         lines = canvas.wrap(self.console, self.console.width)
         max_lines = max(1, self.console.height - 3)
-        self._live.update(Group(Text("\n").join(lines[-max_lines:]), meter(event)), refresh=True)
+        self._live.update(Group(Text("\n").join(lines[-max_lines:]), meter(event, self.label)), refresh=True)
 
     def _clear(self) -> None:
         """Removes the canvas and moves the cursor back to the end of the committed text."""
@@ -188,22 +224,28 @@ def column_after(text: str, column: int, width: int) -> int:
     return column % width
 
 
-def meter(event: Draft) -> Text:
-    """One line: canvas, step, accepted positions, mean entropy."""
+def meter(event: Draft, label: str = "") -> Text:
+    """One line: canvas, step, accepted positions, mean entropy; in the rounds of checked mode, how far the cursor is."""
+    is_checking = event.verified is not None
     accepted = int(event.accepted_BC[0].sum())
     total = event.accepted_BC.shape[1]
     filled = round(20 * accepted / total)
-    entropy = float(event.entropy_BC[0].mean())
-    text = Text(f"canvas {event.block + 1} · step {event.step}/{event.max_steps} ", QUIET)
+    progress = "checking" if is_checking else f"step {event.step}/{event.max_steps}"
+    text = Text(f"{label} · " if label else "", QUIET).append(f"canvas {event.block + 1} · {progress} ", QUIET)
     text.append("█" * filled, CHANGED).append("░" * (20 - filled), QUIET)
-    return text.append(f" {accepted}/{total} accepted · entropy {entropy:.3f} nats", QUIET)
+    if is_checking:
+        return text.append(f" {accepted}/{total} checked", QUIET)
+    return text.append(f" {accepted}/{total} accepted · entropy {float(event.entropy_BC[0].mean()):.3f} nats", QUIET)
 
 
 def summary(stats: Stats) -> str:
     """One line of statistics of an answer."""
     unsettled = stats.canvases - stats.settled
     warning = f" · {unsettled} of {stats.canvases} canvases did not settle" if unsettled else ""
+    mode = f"check {stats.check}"
+    if stats.check != "off":
+        mode += f": {stats.drafted} drafted, {stats.accepted} accepted, {stats.corrected} corrected"
     return (
-        f"{stats.new_tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f}/s) · {stats.forwards} forwards, "
-        f"{stats.tokens_per_forward:.1f} tokens each · seed {stats.seed}{warning}"
+        f"{stats.new_tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f}/s) · {mode} · "
+        f"{stats.forwards} forwards, {stats.tokens_per_forward:.1f} tokens each · seed {stats.seed}{warning}"
     )

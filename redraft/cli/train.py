@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -147,6 +147,13 @@ def evaluate(
         str, typer.Option("--data", envvar="REDRAFT_DATA", help="Folder with stories/, code/ and sudoku/.")
     ] = "data",
     judge: Annotated[str, typer.Option("--judge", help="samples: a Llama checkpoint with tokens.jsonl.")] = "data/teacher",
+    check: Annotated[
+        str | None, typer.Option("--check", help="samples: off, checked or exact. [checkpoint's]", metavar="MODE")
+    ] = None,
+    rows: Annotated[int | None, typer.Option("--batch", help="samples: texts in a batch. [16; 64 on a GPU]")] = None,
+    words: Annotated[
+        str | None, typer.Option("--words", help="samples: a file of known words. [those of the stories in --data]")
+    ] = None,
     count: Annotated[int, typer.Option("--count", "-n", help="Texts, samples, gaps, or puzzles of a list.")] = 150,
     levels: Annotated[int, typer.Option("--levels", help="stories: noise levels of the bound.")] = 16,
     canvases: Annotated[int, typer.Option("--canvases", help="sudoku: most canvases of a puzzle.")] = 64,
@@ -167,10 +174,7 @@ def evaluate(
     from redraft.train.evals import tasks
     from redraft.train.recipe import change_setting
 
-    if count < 1:
-        raise ValueError(f"--count must be at least 1, got {count}")
-    if task is not None and task not in tasks.TASKS:
-        raise ValueError(f"there is no task {task!r}; known are {', '.join(tasks.TASKS)}")
+    _check_eval_options(task, tasks.TASKS, count, check=check, batch=rows, words=words)
     options = tasks.Options(
         data=Path(data),
         judge=judge,
@@ -178,6 +182,9 @@ def evaluate(
         levels=levels,
         canvas=canvas,
         canvases=canvases,
+        check=check,
+        rows=rows,
+        words=words,
         picture=Path(out).with_suffix(".png") if out else None,
         allow_code_execution=allow_code_execution,
     )
@@ -200,6 +207,18 @@ def evaluate(
     print(text)
     if out:
         write_text(out, text + "\n")
+
+
+def _check_eval_options(task: str | None, known: Iterable[str], count: int, **of_samples: str | int | None) -> None:
+    """Refuses an unknown task, counts below 1, and options of the task `samples` with another one."""
+    if task is not None and task not in known:
+        raise ValueError(f"there is no task {task!r}; known are {', '.join(known)}")
+    for flag, value in of_samples.items():
+        if value is not None and task != "samples":
+            raise ValueError(f"--{flag} is for --task samples: leave it out")
+    for flag, number in (("count", count), ("batch", of_samples.get("batch"))):
+        if isinstance(number, int) and number < 1:
+            raise ValueError(f"--{flag} must be at least 1, got {number}")
 
 
 def flatten_scores(scores: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

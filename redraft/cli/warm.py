@@ -14,6 +14,7 @@ from rich.console import Console
 
 from redraft import writer
 from redraft.cli.options import Device, Dtype, Model
+from redraft.config import CHECKS
 from redraft.kernels.backend import select_backend
 from redraft.kernels.builds import watch_builds
 
@@ -60,7 +61,7 @@ def launch_kernels(subject: writer.Writer) -> None:
 
 
 def launch_other_shapes(subject: writer.Writer) -> None:
-    """Runs requests of other canvas lengths, infills, edits and long prompts.
+    """Runs requests of other canvas lengths and modes, infills, edits and long prompts.
 
     A server starts without them, so the first client that asks for such a shape makes the others wait while its kernels
     are built: `redraft warm` before a server that strangers can reach.
@@ -78,6 +79,10 @@ def launch_other_shapes(subject: writer.Writer) -> None:
     for words in (100, 1000, 3000):
         with suppress(ValueError):
             subject.write(" ".join(["word"] * words), max_tokens=longest, **settings)
+    for check in CHECKS:
+        for count in BATCHES:
+            with suppress(ValueError):
+                subject.write([prompt] * count, check=check, max_tokens=longest, **settings)
     with suppress(ValueError):
         subject.fill("Once upon a [[ ]] there was a dog.", seed=0)
     with suppress(ValueError):
@@ -114,8 +119,8 @@ def show_builds(console: Console, report: Callable[[str], None] = lambda name: N
             status.stop()
 
 
-def show_builds_until_first(events: Iterator[T], console: Console) -> Iterator[T]:
-    """The same events. While the first one is being made, kernel builds are shown."""
-    with show_builds(console):
+def show_builds_until_first(events: Iterator[T], console: Console, *, message: str = "") -> Iterator[T]:
+    """The same events. While the first one is being made, kernel builds are shown, and the message on a terminal."""
+    with show_builds(console, message=message):
         first = list(zip((0,), events, strict=False))  # none, where there are no events
     return chain((event for _, event in first), events)

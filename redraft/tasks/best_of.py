@@ -4,10 +4,11 @@ The measure is the mean log probability of a token, as for OpenAI's `best_of`: t
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from redraft.diffusion.generate import Finished
+from redraft.diffusion.generate import Committed, Draft, Event, Finished
 from redraft.engine import Engine, Request, RequestError
+from redraft.engine.engine import Stream
 from redraft.tasks.infill import sequence_logprobs
 
 SEED_STRIDE = 1_000_003  # between the seeds of two answers to a prompt: prompts of a batch have seeds one apart
@@ -40,3 +41,24 @@ def choose_likeliest(
         totals = list(sequence_logprobs(engine, requests[0].prompt, answers, stop))
     means = [float(total or 0.0) / max(1, len(answer)) for total, answer in zip(totals, answers, strict=True)]
     return means.index(max(means))
+
+
+def stream_likeliest(engine: Engine, streams: Sequence[Stream], stop: threading.Event | None = None) -> Iterator[Event]:
+    """Yields the drafts of the first answer as they happen, then the committed canvases and the end of the likeliest one.
+
+    All answers are generated together. Until the last one is finished, nobody knows which of them is returned.
+    """
+    committed: list[list[Committed]] = [[] for _ in streams]
+    ends: list[Finished] = []
+    for number, stream in enumerate(streams):
+        for event in stream:
+            if isinstance(event, Committed):
+                committed[number].append(event)
+            elif isinstance(event, Finished):
+                ends.append(event)
+            elif isinstance(event, Draft) and number == 0:
+                yield event
+    if len(ends) == len(streams):  # else the request was cancelled
+        best = choose_likeliest(engine, [stream.request for stream in streams], ends, stop)
+        yield from committed[best]
+        yield ends[best]

@@ -28,6 +28,7 @@ from redraft.cli import main
 from redraft.cli.terminal import CanvasView, Painter, column_after, defer_interrupt, strip_control_characters, summary
 from redraft.diffusion.generate import Committed, Draft
 from redraft.engine import EngineError
+from redraft.kernels.threads import fix_threads
 from redraft.tasks.text_events import TextCommitted
 
 SILENT_SECONDS = 300  # a command that writes nothing for so long hangs, on a busy machine too
@@ -198,7 +199,7 @@ def run_in_child(args: list[str]) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        torch.set_num_threads(1)
+        fix_threads(1)  # not torch.set_num_threads: a count that redraft has used before would not count as the user's
         os.environ.update(environment())
         sys.stdin = os.fdopen(0, "r", encoding="utf-8")
         sys.stdout = os.fdopen(1, "w", encoding="utf-8")

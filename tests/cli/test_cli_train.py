@@ -201,5 +201,22 @@ def test_samples_are_scored_by_a_judge(run, data, tmp_path, monkeypatch):
     assert found["changes"][0] == "max_steps=2"
     assert (found["entropy"], found["ratio"]) == (None, None)  # too short to say
     assert len(found["left_to_right"]) == 8
+    assert (found["check"], found["drafted"], found["unknown_words"]) == ("off", 0, None)
+    (tmp_path / "words.txt").write_text("once upon a time")
+    short = ["--set", "max_new_tokens=16", "--batch", "1", "--words", str(tmp_path / "words.txt")]
+    for check in ("checked", "exact"):
+        code, out, _ = run(*common, "--check", check, *short)
+        found = json.loads(out)
+        assert (code, found["check"]) == (0, check)
+        assert found["drafted"] >= found["accepted"] + found["corrected"] > 0
+        assert found["unknown_words"] >= 0
+        assert found["doubled_words"] >= found["doubled_adjacent"]
+    for flags, sentence in (
+        (["--check", "maybe"], "check must be off, checked or exact, got 'maybe'"),
+        (["--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--task", "stories", "--check", "exact"], "--check is for --task samples: leave it out"),
+    ):
+        code, _, err = run(*common, *flags)
+        assert (code, err) == (2, f"redraft: {sentence}\n")
     with pytest.raises(ValueError, match=r"no tokens\.jsonl"):
         judge.LlamaJudge(tmp_path)

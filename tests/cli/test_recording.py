@@ -38,7 +38,8 @@ def test_frames_take_turns():
     text = svg([[[("one", "")]], [[("two", "green")]], [[("three", "")]]])
     assert text.count("<g ") == 3
     assert [f"animation-delay:{s}s" in text for s in ("0.00", "0.16", "0.32")] == [True] * 3
-    assert 'class="f l"' in text
+    assert text.count('class="f d0"') == 2
+    assert 'class="f d1 l"' in text
     assert "prefers-reduced-motion" in text
 
 

@@ -1,4 +1,4 @@
-"""Checked and exact mode: exact equals autoregressive, the joint forward equals encode and denoise, drafts change nothing."""
+"""Checked and exact mode: exact equals autoregressive, joint equals encode and denoise, drafts change nothing."""
 
 import math
 import random
@@ -262,7 +262,7 @@ def test_a_stop_token_ends_the_answer_and_what_was_drafted_behind_it_is_dropped(
 
 @pytest.mark.parametrize("tolerance", [0.0, 1.0, 50.0])
 def test_checked_answers_are_within_the_tolerance_everywhere(tolerance):
-    """Every token is the causal half's pick or at most `tolerance` nats below its likeliest; a tolerance of 50 accepts all."""
+    """Every token is at most `tolerance` nats below the causal half's likeliest one; a tolerance of 50 accepts all."""
     cfg = tiny.sampler(
         check="checked", tolerance=tolerance, temperature=0.0, max_new_tokens=24, canvas_length=8, draft_length=3
     )

@@ -1,5 +1,6 @@
 """Scores equal their definitions: the bound is tight where it should be, batched = alone, gaps are the lines removed."""
 
+import lzma
 import math
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from redraft.diffusion.generate import generate
-from redraft.train.evals import code_lines, likelihood, samples
+from redraft.diffusion.verified import generate_verified
+from redraft.train.evals import code_lines, likelihood, samples, words
 from redraft.train.evals.code_lines import LineGap
 from redraft.train.evals.samples import Samples
 from redraft.train.loss import dense_masks
@@ -94,19 +96,34 @@ def test_repair_counts_tokens_kept_and_repaired(monkeypatch, answer, expected):
     assert set(found.values()) == {expected}
 
 
-def test_diffusion_samples_equal_generate():
-    model, sampler = tiny.decided(tiny.BASE), tiny.sampler(max_new_tokens=32)
-    found = samples.sample_diffusion(model, TOKENIZER, "Hi", 3, sampler, seed=7)
-    *_, end = generate(model, [TOKENIZER.encode_prompt("Hi")], sampler, seeds=[8])
-    kept = [i for i in end.ids_BT[0, : end.stats[0].new_tokens].tolist() if i not in sampler.eos_token_ids]
-    assert found.ids[1] == kept
-    assert found.texts[1] == TOKENIZER.decode(kept)
-    assert found.tokens_per_forward > 0
+def kept_tokens(end, cfg) -> list[int]:
+    return [token for token in end.ids_BT[0, : end.stats[0].new_tokens].tolist() if token not in cfg.eos_token_ids]
 
 
-def test_autoregressive_samples_at_low_temperature_are_greedy():
-    model, sampler = tiny.build(tiny.BASE), tiny.sampler(max_new_tokens=6)
-    found = samples.sample_autoregressive(model, TOKENIZER, "Hi", 2, sampler, temperature=1e-3)
+@pytest.mark.parametrize("check", ["off", "checked", "exact"])
+def test_samples_of_every_mode_equal_the_story(check):
+    """A batch of the engine gives what `generate` and `generate_verified` give alone."""
+    model, sampler = tiny.decided(tiny.BASE), tiny.sampler(max_new_tokens=32, check=check, draft_length=3)
+    found = samples.sample(samples.make_engine(model, 2), TOKENIZER, "Hi", 3, sampler, seed=7)
+    ids = TOKENIZER.encode_prompt("Hi")
+    ends = []
+    for seed in (7, 8, 9):
+        story = generate(model, [ids], sampler, seeds=[seed])
+        if check != "off":
+            story = generate_verified(model, ids, sampler, seed=seed)
+        ends.append([*story][-1])
+    assert found.ids == [kept_tokens(end, sampler) for end in ends]
+    assert found.texts == [TOKENIZER.decode(ids) for ids in found.ids]
+    totals = {name: sum(getattr(end.stats[0], name) for end in ends) for name in ("new_tokens", "forwards", *samples.COUNTS)}
+    assert found.counts == {name: totals[name] for name in samples.COUNTS}
+    assert found.tokens_per_forward == totals["new_tokens"] / totals["forwards"]
+    assert found.cut == {number for number, end in enumerate(ends) if end.reasons[0] == "length"}
+
+
+def test_autoregressive_samples_at_temperature_0_are_greedy_and_cost_a_forward_each():
+    model, sampler = tiny.build(tiny.BASE), tiny.sampler(max_new_tokens=6, check="checked", top_k=3)
+    engine = samples.make_engine(model)
+    found = samples.sample(engine, TOKENIZER, "Hi", 2, samples.autoregressive(sampler, 0.0))
     ids = TOKENIZER.encode_prompt("Hi")
     for _ in range(6):
         row = torch.tensor([ids])
@@ -115,8 +132,10 @@ def test_autoregressive_samples_at_low_temperature_are_greedy():
             break
     expected = [i for i in ids[len(TOKENIZER.encode_prompt("Hi")) :] if i not in sampler.eos_token_ids]
     assert found.ids == [expected, expected]
-    warm = samples.sample_autoregressive(model, TOKENIZER, "Hi", 8, sampler, temperature=1.0, seed=3)
-    assert len({tuple(ids) for ids in warm.ids}) > 1
+    assert found.tokens_per_forward == 1
+    assert found.counts["drafted"] == 0
+    warm = samples.sample(engine, TOKENIZER, "Hi", 8, samples.autoregressive(sampler, 1.0), seed=3)
+    assert len({tuple(ids) for ids in warm.ids}) > 3  # top_k=3 does not apply
 
 
 def test_samples_are_compared_at_the_same_entropy():
@@ -124,13 +143,37 @@ def test_samples_are_compared_at_the_same_entropy():
         return Samples([f"{temperature}"], [varied(round(80 * temperature))], 1.0)
 
     diffusion = Samples(["diffusion"], [varied(74)], 6.0)  # between 1.0 and 0.85, which have 80 and 68
-    comparison = samples.compare(diffusion, "", judged, sample_at)
+    curve = samples.measure_curve("", judged, sample_at)
+    comparison = samples.compare(diffusion, "", judged, curve)
     low, at, high = (Samples([""], [varied(count)], 1.0).entropy for count in (68, 74, 80))
     assert comparison.autoregressive == pytest.approx(math.exp(0.85 + 0.15 * (at - low) / (high - low)))
     assert comparison.ratio == pytest.approx(9.0 / comparison.autoregressive)
     assert [point[0] for point in comparison.curve] == list(samples.TEMPERATURES)
     for strange in (varied(2), [1, 2, 3]):  # lower entropy than every autoregressive sample, and too short
-        assert samples.compare(Samples(["diffusion"], [strange], 6.0), "", judged, sample_at).ratio is None
+        assert samples.compare(Samples(["diffusion"], [strange], 6.0), "", judged, curve).ratio is None
+
+
+def test_doubled_and_unknown_words_are_counted(tmp_path):
+    texts = ["She came came home. Home was it it's", "No, no! The tHe zorble x2 o'clock"]
+    words_in_all = 8 + 7  # of "x2" only the letter counts
+    assert [len(words.split_words(text)) for text in texts] == [8, 7]
+    assert words.doubled_words(texts) == pytest.approx(1000 * 4 / words_in_all)
+    assert words.doubled_adjacent(texts) == pytest.approx(1000 * 2 / words_in_all)
+    with lzma.open(tmp_path / "stories_00.txt.xz", "wt", encoding="utf-8") as file:
+        file.write("\"She CAME home,\" it was.\n<|endofstory|>\nNo-the x o'clock it's")
+    known = words.find_words(None, tmp_path)
+    assert words.list_unknown(texts, known) == ["zorble"]
+    assert words.unknown_words(texts, known) == pytest.approx(1000 / words_in_all)
+    (tmp_path / "words.txt").write_text("\n".join(sorted(known)))
+    assert words.find_words(str(tmp_path / "words.txt"), tmp_path / "none") == known
+    assert words.find_words(None, tmp_path / "none") is None
+
+
+def test_a_word_that_was_cut_in_two_is_not_counted():
+    texts = ["The end of the stor", "The end.", "The child's"]
+    cut = Samples(texts, [[], [], []], 1.0, cut=frozenset({0, 1, 2})).whole_words
+    assert cut == ["The end of the ", "The end.", "The "]
+    assert Samples(texts, [[], [], []], 1.0).whole_words == texts
 
 
 def judged(texts):

@@ -41,7 +41,7 @@ def test_toy_learns_its_grammar(tmp_path):
     assert reports[-1].ar < 0.29  # 0.26 is the entropy of the grammar
     assert reports[-1].idle > 0.2
     writer = redraft.load(ended.model, dtype="float32")
-    diffusion = samples.sample_diffusion(writer.model, writer.tokenizer, "the ", 16, writer.sampler)
+    diffusion = samples.sample(samples.make_engine(writer.model), writer.tokenizer, "the ", 16, writer.sampler)
     assert share_of_words(["the " + text for text in diffusion.texts]) > 0.5
     noise = [writer.tokenizer.decode(torch.randint(6, 262, (96,)).tolist()) for _ in range(16)]
     assert share_of_words(noise) < 0.02

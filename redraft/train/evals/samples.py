@@ -1,28 +1,28 @@
-"""Samples: texts by diffusion against autoregressive texts of the same weights, under a judge model.
+"""Samples: texts of any mode against autoregressive texts of the same weights, under a judge model.
 
-Perplexity under a judge can be lowered by repeating usual phrases, so samples are compared at equal entropy. Everything is
-seeded. Shapes: B rows, D hidden size.
+Perplexity under a judge can be lowered by repeating usual phrases, so samples are compared at equal entropy. All texts come
+out of the engine, as users get them, the autoregressive ones too: exact mode without drafts. Everything is seeded.
 """
 
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
-
-from redraft.config import SamplerConfig
-from redraft.diffusion import generate
-from redraft.kernels import argmax_entropy_sample
+from redraft.config import EngineConfig, SamplerConfig
+from redraft.engine import Engine
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
+from redraft.train.evals.words import drop_last_word
 
-BATCH_ROWS = 16
+CPU_ROWS, GPU_ROWS = 16, 64  # texts in a batch
 WINDOW = 100  # tokens of each text that entropy is computed over: entropy grows with length, and lengths differ
 TEMPERATURES = (1.2, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1)  # of the autoregressive samples
+COUNTS = ("rounds", "drafted", "accepted", "corrected")
 
 Judge = Callable[[Sequence[str]], float]  # texts -> perplexity
+Curve = list[tuple[float, float | None, float, float]]  # temperature, entropy, perplexity, length of autoregressive samples
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,13 @@ class Samples:
     texts: list[str]
     ids: list[list[int]]
     tokens_per_forward: float
+    counts: dict[str, int] = field(default_factory=dict)  # of all texts together: rounds, drafted, accepted, corrected
+    cut: frozenset[int] = frozenset()  # texts that ended at max_new_tokens
+
+    @property
+    def whole_words(self) -> list[str]:
+        """The texts without words that were cut in two at the end."""
+        return [drop_last_word(text) if number in self.cut else text for number, text in enumerate(self.texts)]
 
     @property
     def entropy(self) -> float | None:
@@ -50,89 +57,75 @@ class Samples:
         return sum(map(len, self.ids)) / len(self.ids)
 
 
-def sample_diffusion(
-    model: DiffusionGemma, tokenizer: Tokenizer, prompt: str, count: int, sampler: SamplerConfig, seed: int = 0
-) -> Samples:
-    """Samples texts by diffusion, as users get them."""
-    rows = []
-    forwards = 0
-    tokens = 0
-    for begin in range(0, count, BATCH_ROWS):
-        seeds = [seed + number for number in range(begin, min(begin + BATCH_ROWS, count))]
-        *_, finished = generate.generate(model, [tokenizer.encode_prompt(prompt)] * len(seeds), sampler, seeds=seeds)
-        for row, stats in enumerate(finished.stats):
-            rows.append(finished.ids_BT[row, : stats.new_tokens].tolist())
-            forwards += stats.forwards
-            tokens += stats.new_tokens
-    return _to_samples(tokenizer, rows, sampler, tokens / forwards)
+def make_engine(model: DiffusionGemma, rows: int | None = None) -> Engine:
+    """An engine that runs `rows` texts at once. It keeps no prefixes: a text does not depend on those before it."""
+    rows = rows or (GPU_ROWS if model.device.type == "cuda" else CPU_ROWS)
+    return Engine(model, EngineConfig(max_running=rows, prefix_cache_entries=0))
 
 
-@torch.inference_mode()
-def sample_autoregressive(
-    model: DiffusionGemma,
-    tokenizer: Tokenizer,
-    prompt: str,
-    count: int,
-    sampler: SamplerConfig,
-    temperature: float,
-    seed: int = 0,
-) -> Samples:
-    """Samples texts with the encoder of the same weights, one token after another."""
-    generator = torch.Generator().manual_seed(seed)
+def sample(engine: Engine, tokenizer: Tokenizer, prompt: str, count: int, cfg: SamplerConfig, seed: int = 0) -> Samples:
+    """Samples texts through the engine, a batch at a time; text number i has the seed `seed + i`."""
     ids = tokenizer.encode_prompt(prompt)
-    cache = model.new_cache(count, len(ids) + sampler.max_new_tokens)
-    last_B1D = model.encode(torch.tensor([ids] * count, device=model.device), cache)[:, -1:]
-    rows: list[list[int]] = [[] for _ in range(count)]
-    has_ended = [False] * count
-    for _ in range(sampler.max_new_tokens):
-        uniform_B1 = torch.rand(count, 1, generator=generator, dtype=torch.float64).to(model.device)
-        next_B1 = argmax_entropy_sample(model.head(last_B1D) / temperature, uniform_B1).sampled_BC
-        for row, token in enumerate(next_B1.flatten().tolist()):
-            if not has_ended[row]:
-                rows[row].append(token)
-                has_ended[row] = token in sampler.eos_token_ids
-        if all(has_ended):
-            break
-        last_B1D = model.encode(next_B1, cache)
-    return _to_samples(tokenizer, rows, sampler, 1.0)
+    rows = engine.config.max_running
+    ends = []
+    for begin in range(0, count, rows):
+        seeds = range(seed + begin, seed + min(begin + rows, count))
+        requests = [engine.add(ids, cfg, seed=number) for number in seeds]
+        batch = engine.run(requests)
+        ends += [batch[request] for request in requests]
+    stats = [end.stats[0] for end in ends]
+    answers = []
+    for end in ends:
+        tokens = end.ids_BT[0, : end.stats[0].new_tokens].tolist()
+        answers.append([token for token in tokens if token not in cfg.eos_token_ids])
+    return Samples(
+        texts=[tokenizer.decode(answer) for answer in answers],
+        ids=answers,
+        tokens_per_forward=sum(row.new_tokens for row in stats) / max(1, sum(row.forwards for row in stats)),
+        counts={name: sum(getattr(row, name) for row in stats) for name in COUNTS},
+        cut=frozenset(number for number, end in enumerate(ends) if end.reasons[0] != "stop"),
+    )
 
 
-def _to_samples(tokenizer: Tokenizer, rows: list[list[int]], sampler: SamplerConfig, tokens_per_forward: float) -> Samples:
-    rows = [[token for token in row if token not in sampler.eos_token_ids] for row in rows]
-    return Samples([tokenizer.decode(row) for row in rows], rows, tokens_per_forward)
+def autoregressive(cfg: SamplerConfig, temperature: float) -> SamplerConfig:
+    """The settings of plain autoregressive sampling: exact mode without drafts, and no filter but the temperature."""
+    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": ()}
+    return cfg.changed(check="exact", draft_length=0, temperature=temperature, **plain)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Diffusion samples against autoregressive samples of the same entropy."""
+    """Samples against autoregressive samples of the same entropy."""
 
-    diffusion: float  # perplexity under the judge
+    perplexity: float  # under the judge
     autoregressive: float | None  # perplexity at the same entropy; None if no temperature reaches it
-    curve: list[
-        tuple[float, float | None, float, float]
-    ]  # temperature, entropy, perplexity, length of autoregressive samples
+    curve: Curve
 
     @property
     def ratio(self) -> float | None:
-        """Above 1: diffusion costs quality."""
-        return self.diffusion / self.autoregressive if self.autoregressive is not None else None
+        """Above 1: the mode costs quality."""
+        return self.perplexity / self.autoregressive if self.autoregressive is not None else None
 
 
-def compare(samples: Samples, prompt: str, judge: Judge, sample_at: Callable[[float], Samples]) -> Comparison:
-    """Compares the perplexity of diffusion samples with that of autoregressive samples at equal entropy.
-
-    Autoregressive samples at falling temperatures give a curve of entropy and log perplexity, which is interpolated
-    linearly.
-    """
+def measure_curve(prompt: str, judge: Judge, sample_at: Callable[[float], Samples]) -> Curve:
+    """Entropy and perplexity of autoregressive samples at falling temperatures."""
     curve = []
     for temperature in TEMPERATURES:
-        autoregressive = sample_at(temperature)
-        perplexity = judge([prompt + text for text in autoregressive.texts])
-        curve.append((temperature, autoregressive.entropy, perplexity, autoregressive.length))
+        samples = sample_at(temperature)
+        perplexity = judge([prompt + text for text in samples.texts])
+        curve.append((temperature, samples.entropy, perplexity, samples.length))
+    return curve
+
+
+def compare(samples: Samples, prompt: str, judge: Judge, curve: Curve) -> Comparison:
+    """Compares the perplexity of samples with that of autoregressive samples at equal entropy.
+
+    Between the points of the curve, log perplexity is interpolated linearly.
+    """
     points = sorted((entropy, math.log(perplexity)) for _, entropy, perplexity, _ in curve if entropy is not None)
     log_perplexity = _interpolate(points, samples.entropy) if samples.entropy is not None else None
-    diffusion = judge([prompt + text for text in samples.texts])
-    return Comparison(diffusion, math.exp(log_perplexity) if log_perplexity is not None else None, curve)
+    perplexity = judge([prompt + text for text in samples.texts])
+    return Comparison(perplexity, math.exp(log_perplexity) if log_perplexity is not None else None, curve)
 
 
 def _interpolate(points: list[tuple[float, float]], x: float) -> float | None:

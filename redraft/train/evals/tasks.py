@@ -11,7 +11,7 @@ from redraft.config import SamplerConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.data import open_text
-from redraft.train.evals import code_lines, edit_repair, extraction, likelihood, sandbox, sudoku_lists
+from redraft.train.evals import code_lines, edit_repair, extraction, likelihood, sandbox, sudoku_lists, words
 from redraft.train.evals import infill as infill_cases
 from redraft.train.evals import samples as story_samples
 from redraft.train.evals.judge import LlamaJudge
@@ -29,6 +29,9 @@ class Options:
     levels: int
     canvas: int | None
     canvases: int = 64
+    check: str | None = None  # samples: the mode; None: the checkpoint's
+    rows: int | None = None  # samples: texts in a batch; None: by device
+    words: str | None = None  # samples: a file of known words; None: the words of the stories in `data`
     picture: Path | None = None
     allow_code_execution: bool = False
     progress: Callable[[str], None] = lambda text: None
@@ -64,26 +67,49 @@ def read_paragraphs(path: Path, count: int) -> list[str]:
 
 
 def samples(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
-    """Stories by diffusion against autoregressive stories of the same weights and the same entropy, under a judge."""
-    sampler = sampler.changed(canvas_length=options.canvas)
+    """Stories of one mode against autoregressive stories of the same weights and the same entropy, under a judge."""
+    sampler = sampler.changed(canvas_length=options.canvas, check=options.check)
     judge = LlamaJudge(options.judge, model.device)
-    diffusion = story_samples.sample_diffusion(model, tokenizer, STORY_PROMPT, options.count, sampler)
+    known = words.find_words(options.words, options.data / "stories")
+    engine = story_samples.make_engine(model, options.rows)
 
     def sample_at(temperature: float) -> story_samples.Samples:
-        return story_samples.sample_autoregressive(model, tokenizer, STORY_PROMPT, options.count, sampler, temperature)
+        options.progress(f"autoregressive samples at temperature {temperature:g}")
+        cfg = story_samples.autoregressive(sampler, temperature)
+        return story_samples.sample(engine, tokenizer, STORY_PROMPT, options.count, cfg)
 
-    comparison = story_samples.compare(diffusion, STORY_PROMPT, judge, sample_at)
+    options.progress(f"samples with check {sampler.check}")
+    stories = story_samples.sample(engine, tokenizer, STORY_PROMPT, options.count, sampler)
+    curve = story_samples.measure_curve(STORY_PROMPT, judge, sample_at)
+    return {"samples": options.count, **score_samples(stories, sampler, judge, curve, known)}
+
+
+def score_samples(
+    stories: story_samples.Samples,
+    sampler: SamplerConfig,
+    judge: story_samples.Judge,
+    curve: story_samples.Curve,
+    known: frozenset[str] | None,
+) -> dict[str, Any]:
+    """The scores of stories after STORY_PROMPT. Without known words, nothing is said about unknown ones."""
+    comparison = story_samples.compare(stories, STORY_PROMPT, judge, curve)
+    texts = [STORY_PROMPT + text for text in stories.whole_words]
     return {
-        "samples": options.count,
+        "check": sampler.check,
         "canvas": sampler.canvas_length,
-        "perplexity": comparison.diffusion,
+        "perplexity": comparison.perplexity,
         "perplexity_left_to_right": comparison.autoregressive,
         "ratio": comparison.ratio,
-        "entropy": diffusion.entropy,
-        "length": diffusion.length,
-        "tokens_per_forward": diffusion.tokens_per_forward,
+        "entropy": stories.entropy,
+        "length": stories.length,
+        "tokens_per_forward": stories.tokens_per_forward,
+        **stories.counts,
+        "doubled_words": words.doubled_words(texts),
+        "doubled_adjacent": words.doubled_adjacent(texts),
+        "unknown_words": words.unknown_words(texts, known) if known is not None else None,
+        "unknown": words.list_unknown(texts, known) if known is not None else None,
         "left_to_right": [[number and round(number, 4) for number in point] for point in comparison.curve],
-        "first": diffusion.texts[0],
+        "first": stories.texts[0],
     }
 
 

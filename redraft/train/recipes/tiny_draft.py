@@ -33,9 +33,7 @@ def recipe(folder: Path) -> TrainConfig:
         model=replace(base.model, draft_head_size=256),
         # Canvases of 16 end a text with at most 15 stop tokens of fill; another seed gives other texts than the pages.
         draft_data=replace(base.data, sources=(own, *corpus), canvas_lengths=(16,), seed=1),
-        loss=replace(
-            base.loss, draft=DraftConfig(rows=base.rows // 2, lengths=(8, 8, 8, 16), temperatures=(0.7, 0.7, 1.0))
-        ),
+        loss=replace(base.loss, draft=DraftConfig(rows=base.rows // 2, lengths=(8, 8, 8, 16), temperatures=(0.7, 0.7, 1.0))),
         optim=OptimConfig(muon_lr=1.7e-3, adamw_lr=8e-4, warmup=200, cooldown=0.9),
         sampler=replace(base.sampler, check="checked", draft_token=0, draft_length=7, temperature=0.7),
         steps=10**6,

@@ -1,0 +1,108 @@
+"""Options of the commands that generate an answer (`redraft "prompt"`, `redraft chat`), and the record made of them.
+
+An option that has no effect in the mode of the answer is refused: the user asked for something and would not get it.
+"""
+
+from typing import Annotated
+
+import typer
+
+from redraft.cli.options import option, parse_float, parse_int
+from redraft.config import SamplerConfig
+from redraft.tasks.generation import GenerationOptions
+
+MaxTokens = Annotated[
+    int | None,
+    option("--max-tokens", "-n", "--max-new-tokens", help="Maximum tokens to generate. [checkpoint's]", parser=parse_int),
+]
+Check = Annotated[
+    str | None,
+    typer.Option(
+        "--check",
+        help="off, checked or exact: whether the model's causal half checks what its denoiser drafts, token by token. "
+        "checked corrects unlikely tokens; exact gives the text of autoregressive sampling. [checkpoint's]",
+        metavar="MODE",
+    ),
+]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tolerance",
+        help="checked: a draft is kept if it is at most this much less likely than the likeliest token. [checkpoint's]",
+        parser=parse_float,
+        metavar="NATS",
+    ),
+]
+BestOf = Annotated[
+    int,
+    option(
+        "--best-of", help="Generate this many answers and print the one the causal half finds likeliest.", parser=parse_int
+    ),
+]
+Steps = Annotated[
+    int | None,
+    option(
+        "--max-denoising-steps",
+        "--steps",
+        "--diffusion-steps",
+        help="Maximum denoising steps per canvas; with --check checked, steps of its draft. [checkpoint's]",
+        parser=parse_int,
+    ),
+]
+Bound = Annotated[
+    float | None,
+    option("--entropy-bound", help="Total entropy (nats) that one step accepts. [checkpoint's]", parser=parse_float),
+]
+Temperature = Annotated[
+    float | None,
+    option(
+        "--temperature",
+        "--temp",
+        help="Temperature of the causal half; 0 takes the likeliest token. With --check off, a scale on the checkpoint's "
+        "schedule: 1 leaves it, 0 is nearly greedy. [checkpoint's]",
+        parser=parse_float,
+    ),
+]
+TopK = Annotated[
+    int | None, option("--top-k", help="Checked, exact: only this many likeliest tokens; 0 is all.", parser=parse_int)
+]
+TopP = Annotated[
+    float | None, option("--top-p", help="Checked, exact: only the likeliest tokens of this total.", parser=parse_float)
+]
+MinP = Annotated[
+    float | None,
+    option("--min-p", help="Checked, exact: no token below this share of the likeliest one's.", parser=parse_float),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    option("--repetition-penalty", help="Checked, exact: above 1, tokens seen before are less likely.", parser=parse_float),
+]
+CanvasLength = Annotated[int | None, option("--canvas-length", help="Tokens per canvas. [checkpoint's]", parser=parse_int)]
+Think = Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")]
+
+CAUSAL_SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty")  # how the causal half picks a token
+CANVAS_SETTINGS = {"max_steps": "steps", "entropy_bound": "entropy-bound", "canvas_length": "canvas-length"}
+
+
+def with_sampler(options: GenerationOptions, base: SamplerConfig, **settings: float | None) -> GenerationOptions:
+    """Adds sampler settings from the command line to the options; None was not given.
+
+    Raises ValueError for a value that no mode takes, and for a setting that the mode of the answer does not use.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    if "max_steps" in given:
+        given["draft_steps"] = given["max_steps"]  # checked mode denoises a canvas with as many steps
+    options = GenerationOptions.from_keywords(options, sampler=given)
+    check = options.sampler_config(base).check
+    for name in CAUSAL_SETTINGS:
+        if name in given and check == "off":
+            flag = name.replace("_", "-")
+            raise ValueError(
+                f"--{flag} is for the causal half, which --check off does not use: try --check exact or checked"
+            )
+    if "tolerance" in given and check != "checked":
+        raise ValueError(f"--tolerance is for --check checked, but this answer has --check {check}")
+    for name, flag in CANVAS_SETTINGS.items():
+        if name in given and check == "exact":
+            raise ValueError(f"--{flag} is for a canvas, and --check exact has none: leave it out, or try --check checked")
+    return options

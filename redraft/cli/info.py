@@ -1,0 +1,118 @@
+"""The command redraft info: a checkpoint's shape, how it generates text, its memory, and what runs on this machine."""
+
+import platform
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from redraft import checkpoint
+from redraft.config import ModelConfig, SamplerConfig
+from redraft.kernels import backend
+
+
+def info(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Checkpoint folder, or hub id OWNER/NAME. [the released 26B-A4B shape]")
+    ] = "",
+) -> None:
+    """Show a checkpoint's shape, its memory by format, and which kernels run on this machine."""
+    console = Console(highlight=False)
+    config = ModelConfig()
+    sampler = SamplerConfig()
+    stored = None
+    if model:
+        folder = checkpoint.find(model, weights=False)
+        config = checkpoint.read_model_config(folder)
+        sampler = checkpoint.read_sampler_config(folder, config)
+        stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)
+    console.print(_shape_table(config))
+    console.print(_generation_table(sampler))
+    console.print(_memory_table(config, stored))
+    console.print(_machine_table())
+
+
+def _shape_table(config: ModelConfig) -> Table:
+    counts = config.parameter_counts()
+    table = Table("configuration", "", box=None, pad_edge=False)
+    sliding = sum(kind == "sliding_attention" for kind in config.layer_types)
+    rows = {
+        "kind": "causal-only (standard Gemma 4): writes left to right" if config.is_causal_only else "diffusion",
+        "vocabulary": f"{config.vocab_size:,}",
+        "model size": f"{config.hidden_size:,}",
+        "layers": f"{config.num_hidden_layers} ({sliding} with a window of {config.sliding_window:,}, the rest full)",
+        "heads": f"{config.num_attention_heads}; key-value {config.num_key_value_heads} x {config.head_dim}, "
+        f"in full layers {config.num_global_key_value_heads} x {config.global_head_dim}",
+        "experts": f"{config.num_experts} of {config.moe_intermediate_size:,}, {config.top_k_experts} at a time; "
+        f"dense {config.intermediate_size:,}",
+        "canvas": "none" if config.is_causal_only else f"{config.canvas_length:,} tokens",
+        "context": f"{config.max_position_embeddings:,} tokens",
+        "parameters": f"{_si(counts['total'])}, {_si(counts['active'])} active",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for name, count in counts.items():
+        if count and name not in ("total", "active"):
+            table.add_row(f"  {name}", _si(count))
+    return table
+
+
+def _generation_table(sampler: SamplerConfig) -> Table:
+    """How an answer is generated unless the user says otherwise."""
+    table = Table("generation", "", box=None, pad_edge=False)
+    meanings = {
+        "off": "off: canvases are denoised, and nothing checks them",
+        "checked": f"checked: drafted in {sampler.draft_steps} steps, corrected by the causal half",
+        "exact": "exact: the text of autoregressive sampling, in fewer forwards",
+    }
+    table.add_row("check", meanings[sampler.check])
+    if sampler.check == "checked":
+        table.add_row("tolerance", f"{sampler.tolerance:g} nats")
+    if sampler.check != "off":
+        table.add_row("temperature", f"{sampler.temperature:g}, of the causal half")
+        table.add_row("draft length", f"{sampler.draft_length} tokens")
+    table.add_row("max tokens", f"{sampler.max_new_tokens:,}")
+    return table
+
+
+def _memory_table(config: ModelConfig, stored: int | None) -> Table:
+    """Memory of the weights by format. Embedding, norms, router and self-conditioning stay bf16 in all published formats."""
+    counts = config.parameter_counts()
+    kept = sum(counts[name] for name in ("embedding", "router", "self-conditioning", "norms and scalars"))
+    linear = counts["total"] - kept
+    full, sliding = config.kv_bytes_per_token()
+    table = Table("memory", "", box=None, pad_edge=False)
+    if stored:
+        table.add_row("on disk", _si(stored, "B"))
+    table.add_row("bf16", _si(2 * counts["total"], "B"))
+    table.add_row("fp8 layers", _si(2 * kept + linear, "B"))
+    table.add_row("4-bit experts (NVFP4)", _si(2 * (counts["total"] - counts["experts"]) + counts["experts"] * 9 / 16, "B"))
+    table.add_row("4-bit layers", _si(2 * kept + linear * 9 / 16, "B"))
+    table.add_row(
+        "cache", f"{full / 1024:,.0f} KiB a token, and {_si(sliding * (config.sliding_window - 1), 'B')} of windows"
+    )
+    return table
+
+
+def _machine_table() -> Table:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    table = Table("here", "", box=None, pad_edge=False)
+    table.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")
+    table.add_row("cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+    table.add_row("gpu", gpu)
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    fast, why = backend.select_backend(place)
+    table.add_row("runs on", f"{place}, {'kernels of our own' if fast else 'every operation in plain PyTorch'} ({why})")
+    for operation, by in backend.OPERATIONS.items():
+        table.add_row(f"  {operation}", by if fast else "PyTorch")
+    return table
+
+
+def _si(count: float, unit: str = "") -> str:
+    for scale, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
+        if count >= scale:
+            return f"{count / scale:.2f} {letter}{unit}"
+    return f"{count:.0f} {unit}"
