@@ -47,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("/tmp/tiny_draft"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], dest="changes", help="a setting of the recipe: key=value")
+    parser.add_argument("--start-share", type=float, default=0.3, help="of the weights at the start in the final average")
     parser.add_argument("--baseline", action="store_true", help="measure the weights at the start, too")
     parser.add_argument("--only-measure", type=Path, help="measure this checkpoint and end")
     parser.add_argument("--texts", type=int, default=64, help="texts of each measurement of acceptance")
@@ -133,6 +134,28 @@ def write_own_text(cfg: Any, arguments: argparse.Namespace, device: str) -> dict
     counts = own_text.write_own_text(model, tokenizer, corpus, path, settings, arguments.own_seconds)
     counts_path.write_text(json.dumps(counts))
     return counts
+
+
+def average_with_start(folder: Path, start: str, share: float) -> None:
+    """Replaces a checkpoint's weights by an average with those at the start, which have this share.
+
+    Fine-tuning moves the causal half away from where it was best. On the line between both, drafts stay as good as at the
+    end, and the next-token loss falls below both ends' mean (docs/lab.md).
+    """
+    import torch
+
+    from redraft import checkpoint
+    from redraft.tokenizer.tokenizer import Tokenizer
+
+    model = checkpoint.load_model(folder, dtype=torch.float32)
+    before = checkpoint.load_model(start, dtype=torch.float32).state_dict()
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            if name in before:  # the draft head is new
+                weight.lerp_(before[name], share)
+    sampler = checkpoint.read_sampler_config(folder, model.config)
+    tokenizer = Tokenizer.from_folder(folder)
+    checkpoint.save(model.to(torch.bfloat16), folder, tokenizer=tokenizer, sampler=sampler, force=True)
 
 
 def train(cfg: Any, arguments: argparse.Namespace, device: str) -> Any:
@@ -277,6 +300,8 @@ def main() -> None:
         results["baseline"] = measure(Path(cfg.init), arguments, device)
         print_scores("at the start", results["baseline"])
     ended = train(cfg, arguments, device)
+    if ended.why == "done" and arguments.start_share:
+        average_with_start(ended.model, cfg.init, arguments.start_share)
     for path in (arguments.work / "run" / "metrics.jsonl", arguments.work / "run" / "recipe.json"):
         shutil.copy(path, arguments.out)
     shutil.copytree(ended.model, arguments.out / "model", dirs_exist_ok=True)

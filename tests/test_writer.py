@@ -149,7 +149,7 @@ def test_weights_laid_out_for_a_cpu_are_the_same_and_are_saved_as_they_were(tmp_
     tiny.save_folder(tmp_path / "one")
     written = {}
     for has in (True, False):
-        monkeypatch.setattr("redraft.writer.has_bf16", lambda device, has=has: has)
+        monkeypatch.setattr("redraft.checkpoint.parts.has_bf16", lambda device, has=has: has)
         found = redraft.load(tmp_path / "one", dtype="float32")
         assert found.model.layers[0].mlp.gate_proj.weight.is_contiguous() is has
         written[has] = found.write("Once", seed=3).ids
