@@ -86,6 +86,11 @@ class CudaGraphRunner(Runner):
         self.launched_ahead: dict[StepBucket, list[Canvas]] = {}  # steps already launched, and the canvases they read
         self.round_buckets: dict[RoundKey, tuple[RoundBucket, Callable[[], None]]] = {}  # with the replay of their graphs
 
+    @property
+    def token_cost(self) -> float:
+        """Nothing: graphs have a fixed number of drafts."""
+        return 0.0
+
     @torch.inference_mode()
     def warm_up(self, max_running: int) -> int:
         """Runs a full step and a prefill chunk once. Returns the bytes that they took beyond what stays allocated.
@@ -257,7 +262,7 @@ class CudaGraphRunner(Runner):
         clean_BS, canvas_BSC = self.round_inputs(batch, works)
         table = CacheTable.empty(self.model, len(batch))
         table.fill([cache_of(request) for request in batch], counts)
-        canvas_table = CacheTable.empty(self.model, clean_BS.numel())
+        canvas_table = CacheTable.empty(self.model, clean_BS.numel(), table.base)
         canvas_table.behind_each_(table)
         context = max(len(request.context) for request in batch)
         hidden_ND, canvas_ND = self.fused.joint(clean_BS, table, canvas_BSC, canvas_table, context)

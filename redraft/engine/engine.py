@@ -20,7 +20,7 @@ from torch import Tensor
 
 from redraft.config import MAX_DRAFT_LENGTH, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
-from redraft.diffusion.draft_policy import TOKEN_COST, DraftPolicy
+from redraft.diffusion.draft_policy import DraftPolicy
 from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
 from redraft.diffusion.verified import Verification, check_steering
 from redraft.engine.errors import USER_ERRORS, Failure, RequestError, Stopped
@@ -118,9 +118,8 @@ class Engine:
             cfg = cfg.for_drafts
             verification = Verification.start(prompt, cfg, seed, constraints, self.model.config.vocab_size)
             verification.candidates = candidates
-            token_cost = TOKEN_COST[self.model.device.type]
-            if cfg.check == "exact" and token_cost:
-                verification.policy = DraftPolicy(token_cost, cfg.draft_length)
+            if cfg.check == "exact" and self.runner.token_cost:
+                verification.policy = DraftPolicy(self.runner.token_cost, cfg.draft_length)
         request = Request(
             number=self.scheduler.next_number(),
             prompt=tuple(prompt),

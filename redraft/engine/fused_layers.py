@@ -39,8 +39,8 @@ class CacheTable:
     base: Tensor  # one slot of memory; rows without a request point to it
 
     @classmethod
-    def empty(cls, model: DiffusionGemma, rows: int) -> "CacheTable":
-        """A table for so many requests."""
+    def empty(cls, model: DiffusionGemma, rows: int, base: Tensor | None = None) -> "CacheTable":
+        """A table for so many requests. Tables with the same `base` may copy addresses from one another."""
         config = model.config
         layers = config.num_hidden_layers
         device = model.device
@@ -51,7 +51,7 @@ class CacheTable:
             sizes_LB=torch.ones(layers, rows, dtype=torch.int32, device=device),
             lengths_B=torch.zeros(rows, dtype=torch.int32, device=device),
             counts_B=torch.zeros(rows, dtype=torch.int32, device=device),
-            base=torch.zeros(slot_size, dtype=model.dtype, device=device),
+            base=torch.zeros(slot_size, dtype=model.dtype, device=device) if base is None else base,
         )
 
     def fill(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
@@ -79,6 +79,7 @@ class CacheTable:
 
     def behind_each_(self, clean: "CacheTable") -> None:
         """Becomes the table of canvases behind S clean tokens of each row: canvas j has j + 1 clean tokens before it."""
+        assert self.base is clean.base, "addresses are relative to the base"
         rows = clean.lengths_B.numel()
         count = self.lengths_B.numel() // rows
         for name in ("keys_LB", "values_LB", "sizes_LB"):

@@ -43,8 +43,7 @@ class RoundBucket:
         self.clean_count = draft_length + 1
         self.canvas_length = draft_length + 1 if draft_length else 0
         self.table = CacheTable.empty(model, rows)
-        self.canvas_table = CacheTable.empty(model, rows * self.clean_count)
-        self.canvas_table.counts_B.zero_()
+        self.canvas_table = CacheTable.empty(model, rows * self.clean_count, self.table.base)
         on_gpu = device.type == "cuda"
         columns = self.clean_count + FIELDS
         self.inputs_host = torch.zeros(rows, columns, dtype=torch.int64, pin_memory=on_gpu)
@@ -52,13 +51,14 @@ class RoundBucket:
         self.settings_B2 = torch.zeros(rows, 2, dtype=torch.float64, device=device)  # temperature, tolerance
         self.results_host = torch.zeros(rows, 2 + draft_length, dtype=torch.int64, pin_memory=on_gpu)
         self.logprobs_host = torch.zeros(rows, self.clean_count, dtype=torch.float32, pin_memory=on_gpu)
-        self._loaded: list[KVCache] = []  # whose addresses the table holds
+        self._loaded: list[tuple[Verification, KVCache]] = []  # whose addresses and settings the buffers hold
 
     def load(self, states: Sequence[Verification], works: Sequence[Round], caches: Sequence[KVCache]) -> None:
         """Fills the buffers. Each cache counts its clean tokens already."""
-        if len(caches) != len(self._loaded) or any(a is not b for a, b in zip(caches, self._loaded, strict=True)):
+        rows = list(zip(states, caches, strict=True))
+        if not self._holds(rows):
             self.table.fill(caches, [len(work.clean) for work in works])
-            self._loaded = list(caches)
+            self._loaded = rows
             settings = [
                 (state.cfg.temperature, state.cfg.tolerance if state.cfg.check == "checked" else ACCEPT_EQUAL_ONLY)
                 for state in states
@@ -75,6 +75,12 @@ class RoundBucket:
         self.inputs_host.zero_()
         self.inputs_host[: len(inputs)] = torch.tensor(inputs)
         self.inputs_BI.copy_(self.inputs_host, non_blocking=True)
+
+    def _holds(self, rows: Sequence[tuple[Verification, KVCache]]) -> bool:
+        """Whether the buffers hold the addresses and settings of exactly these requests."""
+        if len(rows) != len(self._loaded):
+            return False
+        return all(a is b and c is d for (a, c), (b, d) in zip(rows, self._loaded, strict=True))
 
     def body(self) -> None:
         """The round that is captured."""
@@ -127,7 +133,7 @@ class RoundBucket:
         """The causal half's tokens, ids_BS."""
         temperature_N = temperature_B[:, None].expand_as(positions_BS).flatten()
         seeds_N = seed_B[:, None].expand_as(positions_BS).flatten()
-        return pick_gumbel(logits_NV.contiguous(), temperature_N, seeds_N, positions_BS.flatten()).view_as(positions_BS)
+        return pick_gumbel(logits_NV, temperature_N, seeds_N, positions_BS.flatten()).view_as(positions_BS)
 
     def _draft(self, hidden_BCD: Tensor, token_B: Tensor, seed_B: Tensor, position_B: Tensor) -> list[Tensor]:
         """Drafts from left to right behind each row's token, which stands at `position_B`."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from redraft.diffusion import verified
+from redraft.diffusion.draft_policy import TOKEN_COST
 from redraft.diffusion.verified import Round, Verification
 from redraft.engine.batched_cache import BatchedCache
 from redraft.engine.request import Request, contain_failure
@@ -33,6 +34,11 @@ class Runner:
     def __init__(self, model: DiffusionGemma, prefill_chunk: int) -> None:
         self.model = model
         self.prefill_chunk = prefill_chunk
+
+    @property
+    def token_cost(self) -> float:
+        """What a token adds to the cost of a forward, for the choice of drafts; 0: nothing worth a choice."""
+        return TOKEN_COST[self.model.device.type]
 
     def warm_up(self, max_running: int) -> int:
         """Bytes of activations that a full step and a prefill chunk take, measured. This runner does not measure: 0."""

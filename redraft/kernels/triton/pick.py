@@ -13,18 +13,20 @@ from redraft.kernels import splitmix
 from redraft.kernels.triton.sampler_step import _mix
 
 BLOCK = 1024
-PART = 8192  # vocabulary entries of one program
+PART = 8192  # vocabulary entries of one program at most
 
 
 def pick_gumbel(logits_NV: Tensor, temperature_N: Tensor, seeds_N: Tensor, positions_N: Tensor) -> Tensor:
     """Token ids int64_N. Logits are float32, temperatures float64; of equal sums, the lowest id is taken."""
     rows, vocab_size = logits_NV.shape
-    parts = triton.cdiv(vocab_size, PART)
+    part = min(PART, max(BLOCK, triton.next_power_of_2(vocab_size)))
+    parts = triton.cdiv(vocab_size, part)
     best_NP = torch.empty(rows, parts, dtype=torch.float64, device=logits_NV.device)
     ids_NP = torch.empty(rows, parts, dtype=torch.int64, device=logits_NV.device)
     _pick_parts[(rows, parts)](
-        logits_NV, temperature_N, seeds_N, positions_N, best_NP, ids_NP, vocab_size, parts,
-        splitmix.VERIFY, BLOCK, PART, num_warps=8,
+        logits_NV.contiguous(), temperature_N.contiguous(), seeds_N.contiguous(), positions_N.contiguous(),
+        best_NP, ids_NP, vocab_size, parts,
+        splitmix.VERIFY, BLOCK, part, num_warps=8,
     )  # fmt: skip
     if parts == 1:
         return ids_NP[:, 0]
@@ -64,4 +66,4 @@ def _pick_parts(
         best_id = tl.where(is_better, block_id, best_id)
         best = tl.where(is_better, block_best, best)
     tl.store(best_out + row * P + part, best)
-    tl.store(ids_out + row * P + part, best_id)
+    tl.store(ids_out + row * P + part, tl.minimum(best_id, V - 1))  # rows of padding may be NaN: any token, but a token
