@@ -35,7 +35,7 @@ def recipe(folder: Path) -> TrainConfig:
         draft_data=replace(base.data, sources=(own, *corpus), canvas_lengths=(16,), seed=1),
         loss=replace(base.loss, draft=DraftConfig(rows=base.rows // 2, lengths=(8, 8, 8, 16), temperatures=(0.7, 0.7, 1.0))),
         optim=OptimConfig(muon_lr=1.7e-3, adamw_lr=8e-4, warmup=200, cooldown=0.9),
-        sampler=replace(base.sampler, check="checked", draft_token=0, draft_length=7, temperature=0.7),
+        sampler=replace(base.sampler, check="checked", draft_token=0, draft_length=7, tolerance=0.5, temperature=0.6),
         steps=10**6,
         max_seconds=1000.0,
         by_clock=True,
