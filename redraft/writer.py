@@ -44,7 +44,7 @@ from redraft.tasks.sudoku.solve import Solution
 from redraft.tasks.text_events import TextAssembler, TextEvent, add_text, feed_streamer
 from redraft.tokenizer.chat_parser import Parsed, ToolCall, parse_chat
 from redraft.tokenizer.helper_process import HelperStoppedError
-from redraft.tokenizer.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer, check_same_vocabulary
 
 DEFAULT_MODEL = checkpoint.PACKAGED / "tiny"
 SUDOKU_MODEL = checkpoint.PACKAGED / "sudoku"
@@ -78,13 +78,27 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     quant: str | None = None,
+    verify_with: str | Path | None = None,
 ) -> "Writer":
     """Loads a Writer from a checkpoint folder or a hub id; by default, the small model that ships with redraft.
 
     "tiny" and "sudoku" name the models in the package. Without a dtype, weights keep their stored precision, or become
-    float32 on a CPU that has no bf16 arithmetic. `quant="fp8"` quantizes the layers while loading.
+    float32 on a CPU that has no bf16 arithmetic. `quant="fp8"` quantizes the layers while loading. `verify_with` is a
+    checkpoint with the same vocabulary that verifies what this one drafts, in checked and exact mode (docs/verified.md).
     """
-    return Writer(*checkpoint.load_checkpoint(path_or_id, device=device, dtype=dtype, quant=quant))
+    options = {"device": device, "dtype": dtype, "quant": quant}
+    model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options)
+    if verify_with is None:
+        return Writer(model, tokenizer, sampler)
+    model.require_denoiser("drafting")
+    verifier, verifier_tokenizer, _ = checkpoint.load_checkpoint(verify_with, **options)
+    check_same_vocabulary(tokenizer, verifier_tokenizer, str(path_or_id), str(verify_with))
+    if verifier.config.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"{path_or_id} has {model.config.vocab_size} tokens and {verify_with} {verifier.config.vocab_size}: "
+            "one cannot verify the other's tokens"
+        )
+    return Writer(model, tokenizer, sampler.changed(check="exact" if sampler.check == "off" else None), verifier)
 
 
 class Writer:
@@ -95,11 +109,17 @@ class Writer:
     (`max_steps=20`, `entropy_bound=0.5`, `top_p=0.9`), or the record itself as `options`.
     """
 
-    def __init__(self, model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig) -> None:
+    def __init__(
+        self,
+        model: DiffusionGemma,
+        tokenizer: Tokenizer,
+        sampler: SamplerConfig,
+        verifier: DiffusionGemma | None = None,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.sampler = sampler
-        self.engine = Engine(model)
+        self.engine = Engine(model, verifier=verifier)
         # A server sets a compiler that runs in helper processes.
         self.pattern_compiler: PatternCompiler = LocalCompiler(lambda: self.automaton_compiler)
 
@@ -262,7 +282,9 @@ class Writer:
         if cfg.check != "off":
             if len(prompts) > 1:
                 raise ValueError(f"with check {cfg.check!r} a streamer takes one prompt, got {len(prompts)}")
-            events = generate_verified(self.model, prompts[0], cfg, seed=seeds[0], constraints=constraints)
+            events = generate_verified(
+                self.model, prompts[0], cfg, seed=seeds[0], constraints=constraints, verifier=self.engine.verifier
+            )
         else:
             events = generate(
                 self.model,

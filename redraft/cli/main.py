@@ -37,7 +37,7 @@ from redraft.cli.generation import (
     TopP,
     with_sampler,
 )
-from redraft.cli.options import Device, Dtype, Model, Quant, Seed, Threads
+from redraft.cli.options import Device, Dtype, Model, Quant, Seed, Threads, VerifyWith
 from redraft.cli.recording import Recording
 from redraft.cli.terminal import CanvasView, strip_control_characters, summary
 from redraft.cli.warm import show_builds, show_builds_until_first
@@ -118,10 +118,11 @@ def write(
     threads: Threads = None,
     dtype: Dtype = None,
     quant: Quant = None,
+    verify_with: VerifyWith = None,
 ) -> None:
     """Answer a prompt, or continue it when the model has no chat template."""
     text = _read_prompt(prompt)
-    writer = _load(model, device, dtype, quant)
+    writer = _load(model, device, dtype, quant, verify_with)
     is_chat = writer.tokenizer.can_chat and not raw
     if not is_chat and (system or think):
         raise ValueError("--system and --think need a chat model; this one continues text")
@@ -186,9 +187,10 @@ def chat(
     threads: Threads = None,
     dtype: Dtype = None,
     quant: Quant = None,
+    verify_with: VerifyWith = None,
 ) -> None:
     """Chat with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
-    writer = _load(model, device, dtype, quant)
+    writer = _load(model, device, dtype, quant, verify_with)
     options = GenerationOptions(
         max_tokens=max_tokens,
         seed=seed,
@@ -282,11 +284,11 @@ def _read_prompt(argument: str | None) -> str:
     return text
 
 
-def _load(model: str, device: str | None, dtype: str | None, quant: str | None) -> Writer:
+def _load(model: str, device: str | None, dtype: str | None, quant: str | None, verify_with: str | None) -> Writer:
     """Loads the model; shows a status line on stderr meanwhile."""
     folder = checkpoint.find(model or DEFAULT_MODEL)  # first: the status line would garble a download's progress bar
     with show_builds(_stderr(), message="loading"):
-        return redraft.load(folder, device=device, dtype=dtype, quant=quant)
+        return redraft.load(folder, device=device, dtype=dtype, quant=quant, verify_with=verify_with)
 
 
 def _stderr() -> Console:

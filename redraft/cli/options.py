@@ -59,3 +59,7 @@ Threads = Annotated[
     ),
 ]
 Quant = Annotated[str | None, typer.Option("--quant", help="fp8: quantize the layers while loading. [as stored]")]
+VerifyWith = Annotated[
+    str | None,
+    typer.Option("--verify-with", help="Another checkpoint that verifies what the model drafts; same vocabulary."),
+]

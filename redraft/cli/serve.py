@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from redraft import writer
-from redraft.cli.options import Device, Dtype, Model, Threads, option, parse_float, parse_int
+from redraft.cli.options import Device, Dtype, Model, Quant, Threads, VerifyWith, option, parse_float, parse_int
 from redraft.cli.warm import launch_kernels, show_builds
 from redraft.kernels.backend import select_backend
 
@@ -56,7 +56,8 @@ def serve(
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
-    quant: Annotated[str | None, typer.Option("--quant", help="fp8: quantize the layers while loading. [as stored]")] = None,
+    quant: Quant = None,
+    verify_with: VerifyWith = None,
 ) -> None:
     """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
     if not is_local(host) and not key:
@@ -73,7 +74,8 @@ def serve(
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
     with show_builds(Console(stderr=True, highlight=False), message="loading"):
-        subject = writer.load(model or writer.DEFAULT_MODEL, device=device, dtype=dtype, quant=quant)
+        options = {"device": device, "dtype": dtype, "quant": quant, "verify_with": verify_with}
+        subject = writer.load(model or writer.DEFAULT_MODEL, **options)
         if select_backend(subject.model.device).uses_triton:
             launch_kernels(subject)  # now, so that the first requests do not wait
     limits = Limits(

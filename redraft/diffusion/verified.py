@@ -177,6 +177,14 @@ class Verification:
         seeds_N = torch.full((positions_JC.numel(),), self.seed, device=device)
         return rng.draft_noise(seeds_N, positions_JC.flatten(), vocab_size).view(shape)
 
+    def take_drafts(self) -> None:
+        """A deadline has passed before anything was verified: the drafts become the answer as they are."""
+        stops = [index for index, token in enumerate(self.drafts) if token in self.cfg.eos_token_ids]
+        self.has_ended = bool(stops)
+        self.tokens = self.drafts[: stops[0] + 1] if stops else self.drafts[: self.block_end]
+        self.logprobs = [0.0] * len(self.tokens)
+        self.top = [([], [])] * len(self.tokens)
+
     def apply(self, work: Round, verdict: Verdict, fresh: Sequence[int]) -> None:
         """Takes over the verified tokens and the fresh drafts behind them."""
         accepted = list(work.drafts[: verdict.accepted])
@@ -335,13 +343,18 @@ class OtherVerifier(OwnVerifier):
         super().prefill(prompt, cfg)
         self.verifier.prefill(prompt, cfg)
 
+    def attach(self, cache: KVCache, prompt: Sequence[int], cfg: SamplerConfig) -> None:
+        """Takes over a cache of the drafting model that holds the prompt, and encodes the prompt in the verifier."""
+        self.cache = cache
+        self.verifier.prefill(prompt, cfg)
+
     def cache_all(self, state: Verification) -> KVCache:
         """The drafting model's cache with all tokens before the cursor."""
-        self._catch_up(state)
+        self.catch_up(state)
         return super().cache_all(state)
 
-    def _catch_up(self, state: Verification) -> None:
-        """Encodes the verified tokens that the drafting model has not seen, but the last."""
+    def catch_up(self, state: Verification) -> None:
+        """Encodes the verified tokens that the drafting model has not seen. Its cache then holds all but the last."""
         assert self.cache is not None
         known = self.cache.lengths[0]
         context = [*state.prompt, *state.tokens][:-1]

@@ -22,7 +22,7 @@ from redraft.config import MAX_DRAFT_LENGTH, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.draft_policy import DraftPolicy
 from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
-from redraft.diffusion.verified import Verification, check_steering
+from redraft.diffusion.verified import OtherVerifier, Verification, check_steering
 from redraft.engine.errors import USER_ERRORS, Failure, RequestError, Stopped
 from redraft.engine.memory import free_bytes, weight_bytes
 from redraft.engine.prefix_cache import PrefixCache
@@ -44,8 +44,12 @@ Emitted = list[tuple[Request, Event]]
 class Engine:
     """Runs requests over one model."""
 
-    def __init__(self, model: DiffusionGemma, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, model: DiffusionGemma, config: EngineConfig | None = None, verifier: DiffusionGemma | None = None
+    ) -> None:
+        """Another model may be the `verifier` of checked and exact mode."""
         self.model = model
+        self.verifier = verifier
         self.config = config or EngineConfig()
         self.runner = make_runner(model, self.config.prefill_chunk)
         self.scheduler = Scheduler(
@@ -106,6 +110,8 @@ class Engine:
         try:
             check_inputs(self.model, [prompt], cfg, [seed], [constraints], first_canvas_1C)
             plan = replay.plan(cfg, self.model.config.vocab_size, constraints)
+            if self.verifier is not None and cfg.check != "off":
+                check_inputs(self.verifier, [prompt], cfg, [seed], [constraints], None)
             check_steering(cfg, is_steered=replay.is_steered, has_draft=first_canvas_1C is not None)
         except USER_ERRORS:
             raise
@@ -118,7 +124,7 @@ class Engine:
             cfg = cfg.for_drafts
             verification = Verification.start(prompt, cfg, seed, constraints, self.model.config.vocab_size)
             verification.candidates = candidates
-            if cfg.check == "exact" and self.runner.token_cost:
+            if cfg.check == "exact" and self.runner.token_cost and self.verifier is None:
                 verification.policy = DraftPolicy(self.runner.token_cost, cfg.draft_length)
         request = Request(
             number=self.scheduler.next_number(),
@@ -133,6 +139,7 @@ class Engine:
             stop=stop,
             candidates=candidates,
             verification=verification,
+            other_verifier=OtherVerifier(self.model, self.verifier) if verification and self.verifier else None,
             events=deque() if self.has_thread else None,  # the thread may run it before anybody streams it
             automaton_state=constraints.initial_state,
         )
@@ -413,10 +420,13 @@ class Engine:
         is_late = request.deadline is not None and time.monotonic() >= request.deadline
         if not request.is_canvas_done and not is_late:
             return []
-        if request.verification is not None and request.is_canvas_done:
+        if request.verification is not None and request.is_canvas_done and not is_late:
             request.start_verifying()
             return []
-        events, is_last = request.commit(is_late=is_late)
+        if request.verification is not None:
+            events, is_last = request.finish_late(self.model.device)
+        else:
+            events, is_last = request.commit(is_late=is_late)
         emitted = self._emit(request, events)
         if is_last:
             self._release(request)
@@ -454,8 +464,11 @@ class Engine:
                 self._changed.wait(timeout=POLL_SECONDS)
 
     def _cache_bytes(self, request: Request) -> int:
-        """Bytes of the request's KV cache."""
-        return KVCache.count_bytes(self.model.config, request.capacity, self.model.dtype, self._rewind)
+        """Bytes of the request's KV cache, in both models if another one verifies."""
+        nbytes = KVCache.count_bytes(self.model.config, request.capacity, self.model.dtype, self._rewind)
+        if request.other_verifier is not None and self.verifier is not None:
+            nbytes += KVCache.count_bytes(self.verifier.config, request.capacity, self.verifier.dtype, self._rewind)
+        return nbytes
 
     def count_fitting(self, tokens: int) -> int:
         """How many KV caches of so many tokens fit the memory budget."""

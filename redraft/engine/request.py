@@ -23,7 +23,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, Constraints, build_canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, make_draft
-from redraft.diffusion.verified import Round, Verdict, Verification, make_checked_draft
+from redraft.diffusion.verified import OtherVerifier, Round, Verdict, Verification, make_checked_draft
 from redraft.engine.errors import Failure
 from redraft.engine.replay import ReplayPlan
 from redraft.kernels import TopProbs, compute_top_probs
@@ -81,6 +81,7 @@ class Request:
     stop: threading.Event | None = None  # the caller sets it to cancel the request
     candidates: int = 0  # tokens per position whose probabilities every draft shows
     verification: Verification | None = None  # in checked and exact mode
+    other_verifier: OtherVerifier | None = None  # if another model verifies
 
     status: RequestStatus = RequestStatus.WAITING
     cancel_requested: bool = False  # the engine's thread cancels the request at its next step
@@ -277,13 +278,41 @@ class Request:
         self.cache.rewind([len(self.context)])
         self.verification.apply(work, verdict, fresh)
 
+    def run_other_round(self) -> int:
+        """A round in which another model verifies. Returns how many tokens went through both models."""
+        state = self.verification
+        worker = self.other_verifier
+        assert state is not None
+        assert worker is not None
+        assert self.cache is not None
+        if worker.cache is None:
+            worker.attach(self.cache, self.prompt, self.cfg)
+        work = state.next_round()
+        verdict, fresh = worker.run(state, work)
+        state.apply(work, verdict, fresh)
+        if state.is_canvas_done and not state.is_finished:
+            worker.catch_up(state)
+        self.context = [*self.prompt, *state.tokens][: self.cache.lengths[0]]
+        return len(work.clean) + work.canvas_length
+
+    def finish_late(self, device: torch.device) -> tuple[list[Event], bool]:
+        """A deadline has passed while a canvas was drafted: the answer ends with the tokens that were verified before.
+
+        If there are none, the draft is the answer.
+        """
+        assert self.verification is not None
+        self.start_verifying()
+        if not self.verification.tokens:
+            self.verification.take_drafts()
+        return self.verified_events(is_late=True, device=device)
+
     def verified_events(self, *, is_late: bool, device: torch.device) -> tuple[list[Event], bool]:
         """The events after a round, and whether it was the last. A deadline ends the answer at the last verified token."""
         state = self.verification
         assert state is not None
         if self.cfg.check == "checked":
             events: list[Event] = [make_checked_draft(state, self.block, device)]
-            if state.is_canvas_done or is_late:
+            if (state.is_canvas_done or is_late) and len(state.tokens) > state.block_begin:
                 events.append(state.committed(self.block, state.block_begin, device))
         else:
             events = [state.committed(self.block, state.round_begin, device)]
@@ -318,6 +347,7 @@ class Request:
         self.canvas = None
         self.soft_1CD = None
         self.committed = None
+        self.other_verifier = None
 
     def _set_committed(self, committed: sampler.CommitResult) -> None:
         self.committed = committed

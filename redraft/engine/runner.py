@@ -78,6 +78,11 @@ class Runner:
     def verify(self, requests: Sequence[Request]) -> dict[Request, int]:
         """One round of each request. Returns how many tokens of each went through the model."""
         tokens: dict[Request, int] = {}
+        for request in requests:
+            if request.other_verifier is not None:
+                with contain_failure(request):
+                    tokens[request] = request.run_other_round()
+        requests = [request for request in requests if request.other_verifier is None]
         ordered = sorted(requests, key=lambda request: verification_of(request).next_canvas_length)
         for _, group in groupby(ordered, key=lambda request: verification_of(request).next_canvas_length):
             rows = list(group)
