@@ -244,9 +244,10 @@ def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     message = f"logit_bias maps token ids to numbers from -100 to 100, got {show_value(value)}"
     try:
         bias = tuple((int(token), float(number)) for token, number in pairs)
-    except (TypeError, ValueError):
+        is_whole = all(float(token) == int(token) for token, _ in pairs)
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(message) from None
-    if any(token < 0 or not -100 <= number <= 100 for token, number in bias):
+    if not is_whole or any(token < 0 or not -100 <= number <= 100 for token, number in bias):
         raise ConfigError(message)
     return bias
 
@@ -332,6 +333,11 @@ class SamplerConfig:
     def max_canvases(self) -> int:
         """The number of canvases that hold max_new_tokens; the last one may be filled only in part."""
         return -(-self.max_new_tokens // self.canvas_length)
+
+    @property
+    def max_answer(self) -> int:
+        """Positions that an answer may take: whole canvases, or just max_new_tokens in exact mode, which has none."""
+        return self.max_new_tokens if self.check == "exact" else self.max_canvases * self.canvas_length
 
     @property
     def for_drafts(self) -> "SamplerConfig":

@@ -173,7 +173,7 @@ class Writer:
         cfg = options.sampler_config(self.sampler)
         seed = options.seed if options.seed is not None else new_seed()
         if options.best_of > 1:
-            best_of.check_memory(self.engine, len(ids) + cfg.max_new_tokens, options.best_of)
+            best_of.check_memory(self.engine, len(ids) + cfg.max_answer, options.best_of)
         constraints = self._constraints(options)
         seeds = best_of.seeds_of(seed, options.best_of)
         streams = [self.engine.stream(self._add_request(ids, cfg, seed, options, constraints)) for seed in seeds]
@@ -220,7 +220,7 @@ class Writer:
             end = self._run_with_streamer(prompts, cfg, seeds, options, constraints, streamer)
             return [self._build_answer(end, row, is_chat, cfg) for row in range(len(prompts))]
         if options.best_of > 1:
-            best_of.check_memory(self.engine, max(map(len, prompts)) + cfg.max_new_tokens, options.best_of)
+            best_of.check_memory(self.engine, max(map(len, prompts)) + cfg.max_answer, options.best_of)
         requests: list[Request] = []
         try:
             for ids, seed in zip(prompts, seeds, strict=True):
@@ -280,6 +280,8 @@ class Writer:
         if options.draft:
             first_canvas_BC = torch.cat([self._first_canvas(options.draft, cfg, seed) for seed in seeds])
         if cfg.check != "off":
+            if options.draft or options.best_of > 1:
+                raise ValueError("draft and best_of do not work with a streamer in checked and exact mode")
             if len(prompts) > 1:
                 raise ValueError(f"with check {cfg.check!r} a streamer takes one prompt, got {len(prompts)}")
             events = generate_verified(
@@ -359,8 +361,9 @@ class Writer:
         messages are answered. Raises Stopped once `stop` is set.
         """
         check_choices(choices)
+        self.model.require_denoiser("decide")
         ids = self.encode_prompt(prompt, stop=stop)
-        cfg = self.sampler.changed(max_new_tokens=self.sampler.canvas_length)
+        cfg = self.sampler.changed(max_new_tokens=self.sampler.canvas_length, check="off")
         length = cfg.canvas_length
         model = self.model
         check_inputs(model, [ids], cfg, [seed], [Constraints()], None)

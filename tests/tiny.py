@@ -14,6 +14,7 @@ import torch
 
 from redraft import checkpoint
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
+from redraft.diffusion.draft_policy import TOKEN_COST, DraftPolicy
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import Writer
@@ -91,6 +92,11 @@ def sampler(**changes: object) -> SamplerConfig:
     return checkpoint.parse_sampler_config({"eos_token_id": [1, 5]}, BASE).changed(
         **{"max_steps": 6, "entropy_bound": 1.0, "confidence_threshold": 0.1, **changes}
     )
+
+
+def engine_policy(cfg: SamplerConfig) -> DraftPolicy | None:
+    """The policy with which the engine drafts on a CPU; `generate_verified` then makes the same rounds."""
+    return DraftPolicy(TOKEN_COST["cpu"], cfg.draft_length) if cfg.check == "exact" else None
 
 
 def writer(seed: int = 0) -> Writer:

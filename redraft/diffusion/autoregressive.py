@@ -57,6 +57,8 @@ def generate_autoregressive(
         yield token
         if token in cfg.eos_token_ids:
             return
-        state = next_token.advance(state, token) or 0
+        next_state = next_token.advance(state, token)
+        assert next_state is not None, "only tokens that fit the pattern are picked"
+        state = next_state
         seen_1V[:, token] = True
         hidden_1SD = model.encode(torch.tensor([[token]], device=model.device), cache)

@@ -22,8 +22,8 @@ class DraftPolicy:
 
     token_cost: float
     max_length: int
-    tried: list[float] = field(default_factory=list)  # by number of the draft: how often all before it were accepted
-    accepted: list[float] = field(default_factory=list)
+    tried: list[float] = field(init=False)  # by number of the draft: how often all before it were accepted
+    accepted: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tried = [PRIOR_WEIGHT] * self.max_length

@@ -243,8 +243,10 @@ def check_inputs(
     for token, _ in cfg.logit_bias:
         if token >= config.vocab_size:
             raise ValueError(f"logit_bias names token {token}, which is outside the vocabulary of {config.vocab_size}")
+    if cfg.draft_token is not None and cfg.draft_token >= config.vocab_size:
+        raise ValueError(f"draft_token {cfg.draft_token} is outside the vocabulary of {config.vocab_size}")
     longest = max(map(len, prompts))
-    answer = cfg.max_canvases * cfg.canvas_length
+    answer = cfg.max_answer
     if longest + answer > config.max_position_embeddings:
         raise ValueError(
             f"the prompt has {longest} tokens and the answer may take {answer} (canvases of {cfg.canvas_length}); "

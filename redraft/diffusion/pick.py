@@ -14,6 +14,8 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.diffusion import rng
 
+COLDEST = 1e-6  # a temperature below this takes the likeliest token: logits divided by it would overflow
+
 
 def needs_shaping(cfg: SamplerConfig) -> bool:
     """Whether logits need more than a temperature."""
@@ -36,7 +38,7 @@ def adjust_logits(logits_SV: Tensor, cfg: SamplerConfig, seen_SV: Tensor | None)
 
 def pick_tokens(logits_SV: Tensor, cfg: SamplerConfig, seeds_S: Tensor, positions_S: Tensor) -> Tensor:
     """The causal half's tokens ids_S, from adjusted logits. `positions_S` count from the first token of the answer."""
-    if cfg.temperature == 0:
+    if cfg.temperature < COLDEST:
         return logits_SV.argmax(dim=-1)
     shaped_SV = filter_logits(logits_SV.double() / cfg.temperature, cfg)
     return (shaped_SV + rng.gumbel(seeds_S, positions_S, logits_SV.shape[-1])).argmax(dim=-1)

@@ -194,7 +194,9 @@ class Verification:
             new = new[: stops[0] + 1]
             self.has_ended = True
         for token in new:
-            self.automaton_state = self.next_token.advance(self.automaton_state, token) or 0
+            next_state = self.next_token.advance(self.automaton_state, token)
+            assert next_state is not None, "only tokens that fit the pattern are picked or accepted"
+            self.automaton_state = next_state
         if self.policy is not None:
             self.policy.record(len(work.drafts), verdict.accepted)
         self.rounds += 1
@@ -209,12 +211,25 @@ class Verification:
         self.drafts = [*fresh, *ahead[len(fresh) :]]
 
 
-def check_steering(cfg: SamplerConfig, *, is_steered: bool, has_draft: bool) -> None:
-    """Refuses what checked and exact mode cannot honour: a canvas that the caller steers."""
+def check_steering(
+    cfg: SamplerConfig, constraints: Constraints, *, is_steered: bool = False, has_draft: bool = False
+) -> None:
+    """Refuses what checked and exact mode cannot honour: a canvas that the caller steers, and bans under a pattern.
+
+    From left to right a pattern may lead to a position where all that fits is banned.
+    """
+    if cfg.check != "off" and constraints.automaton is not None and constraints.banned:
+        raise ValueError(f"bans together with a pattern need check 'off', got {cfg.check!r}")
     if cfg.check != "off" and is_steered:
         raise ValueError(f"a steered or resumed canvas needs check 'off', got {cfg.check!r}")
     if cfg.check == "exact" and has_draft:
         raise ValueError("check 'exact' generates from left to right and takes no draft: choose 'checked' or 'off'")
+
+
+def require_drafter(model: DiffusionGemma, cfg: SamplerConfig) -> None:
+    """Refuses a mode with drafts for a model that cannot draft."""
+    if cfg.check == "checked" or (cfg.check == "exact" and cfg.draft_length):
+        model.require_denoiser(f"drafting (check={cfg.check}, draft_length={cfg.draft_length})")
 
 
 # 2. The story
@@ -237,6 +252,8 @@ def generate_verified(
     """
     constraints = constraints or Constraints()
     check_inputs(model, [prompt], cfg, [seed], [constraints], None)
+    check_steering(cfg, constraints)
+    require_drafter(model, cfg)
     counter = StatsCounter(cfg, [seed], [len(prompt)])
     state = Verification.start(prompt, cfg, seed, constraints, model.config.vocab_size)
     state.policy = policy

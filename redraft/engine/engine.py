@@ -18,11 +18,11 @@ from contextlib import contextmanager, nullcontext, suppress
 import torch
 from torch import Tensor
 
-from redraft.config import MAX_DRAFT_LENGTH, EngineConfig, SamplerConfig
+from redraft.config import EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.draft_policy import DraftPolicy
 from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
-from redraft.diffusion.verified import OtherVerifier, Verification, check_steering
+from redraft.diffusion.verified import OtherVerifier, Verification, check_steering, require_drafter
 from redraft.engine.errors import USER_ERRORS, Failure, RequestError, Stopped
 from redraft.engine.memory import free_bytes, weight_bytes
 from redraft.engine.prefix_cache import PrefixCache
@@ -63,11 +63,6 @@ class Engine:
         self.max_unread: int | None = None  # events a stream may leave unread before its request pauses; None: any number
         self._lock = threading.RLock()  # held during a step
         self._changed = threading.Condition()  # notified after steps, and when work arrives or leaves
-
-    @property
-    def _rewind(self) -> int:
-        """How many tokens a cache can be cut back: a round appends drafts and the token before them, and rejects some."""
-        return max(self.config.rewind, MAX_DRAFT_LENGTH + 2)
 
     def _measure_budget(self) -> int:
         """Bytes for KV caches.
@@ -112,7 +107,8 @@ class Engine:
             plan = replay.plan(cfg, self.model.config.vocab_size, constraints)
             if self.verifier is not None and cfg.check != "off":
                 check_inputs(self.verifier, [prompt], cfg, [seed], [constraints], None)
-            check_steering(cfg, is_steered=replay.is_steered, has_draft=first_canvas_1C is not None)
+            require_drafter(self.model, cfg)
+            check_steering(cfg, constraints, is_steered=replay.is_steered, has_draft=first_canvas_1C is not None)
         except USER_ERRORS:
             raise
         except ValueError as error:
@@ -121,6 +117,11 @@ class Engine:
             raise RequestError(f"a deadline must be ahead, got {seconds!r} seconds: give a positive number")
         verification = None
         if cfg.check != "off":
+            if cfg.draft_length + 2 > self.config.rewind:  # a round appends the drafts and the token before them
+                raise RequestError(
+                    f"draft_length is {cfg.draft_length}, but this engine can cut a KV cache back by {self.config.rewind} "
+                    f"tokens only: lower draft_length to {max(0, self.config.rewind - 2)} or raise EngineConfig.rewind"
+                )
             cfg = cfg.for_drafts
             verification = Verification.start(prompt, cfg, seed, constraints, self.model.config.vocab_size)
             verification.candidates = candidates
@@ -390,9 +391,11 @@ class Engine:
         """Gives admitted requests a KV cache: one from the prefix cache, or an empty one."""
         for request in self.scheduler.admit():
             with contain_failure(request):
-                cached = self.scheduler.prefix_cache.take(request.prompt)
+                # The first round of a verified request encodes the last prompt token itself.
+                prompt = request.prompt if request.verification is None else request.prompt[:-1]
+                cached = self.scheduler.prefix_cache.take(prompt)
                 if cached is None:
-                    request.start(self.model.new_cache(1, request.capacity, rewind=self._rewind), [])
+                    request.start(self.model.new_cache(1, request.capacity, rewind=self.config.rewind), [])
                 else:
                     context, cache = cached
                     request.start(cache.with_capacity(request.capacity), context)
@@ -465,14 +468,14 @@ class Engine:
 
     def _cache_bytes(self, request: Request) -> int:
         """Bytes of the request's KV cache, in both models if another one verifies."""
-        nbytes = KVCache.count_bytes(self.model.config, request.capacity, self.model.dtype, self._rewind)
+        nbytes = KVCache.count_bytes(self.model.config, request.capacity, self.model.dtype, self.config.rewind)
         if request.other_verifier is not None and self.verifier is not None:
-            nbytes += KVCache.count_bytes(self.verifier.config, request.capacity, self.verifier.dtype, self._rewind)
+            nbytes += KVCache.count_bytes(self.verifier.config, request.capacity, self.verifier.dtype, self.config.rewind)
         return nbytes
 
     def count_fitting(self, tokens: int) -> int:
         """How many KV caches of so many tokens fit the memory budget."""
-        nbytes = KVCache.count_bytes(self.model.config, tokens, self.model.dtype, self._rewind)
+        nbytes = KVCache.count_bytes(self.model.config, tokens, self.model.dtype, self.config.rewind)
         return self.scheduler.budget // max(1, nbytes)
 
     def run(self, requests: Sequence[Request]) -> dict[Request, Finished]:

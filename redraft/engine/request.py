@@ -129,8 +129,9 @@ class Request:
     @property
     def capacity(self) -> int:
         """Tokens its KV cache must hold: the prompt and all canvases but the last, which is encoded only to be verified."""
-        encoded = self.cfg.max_canvases - int(self.verification is None)
-        return len(self.prompt) + encoded * self.cfg.canvas_length
+        if self.verification is not None:
+            return len(self.prompt) + self.cfg.max_answer
+        return len(self.prompt) + (self.cfg.max_canvases - 1) * self.cfg.canvas_length
 
     def has_unread(self, count: int | None) -> bool:
         """Whether its stream has left this many events unread. None means any number may be."""
@@ -231,6 +232,7 @@ class Request:
         When another canvas follows, the committed one is encoded at the next step. After a deadline none follows.
         """
         assert self.canvas is not None
+        assert self.verification is None, "a verified answer ends in `verified_events`"
         canvas = self.canvas
         committed = sampler.commit(canvas, self.cfg)
         has_ended = bool(committed.ended_B[0])

@@ -9,6 +9,7 @@ round is one step of autoregressive generation.
 Shapes: B rows, S clean tokens of each, C positions of the canvas behind each clean token, V vocabulary, D model size.
 """
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -51,16 +52,20 @@ class RoundBucket:
         self.settings_B2 = torch.zeros(rows, 2, dtype=torch.float64, device=device)  # temperature, tolerance
         self.results_host = torch.zeros(rows, 2 + draft_length, dtype=torch.int64, pin_memory=on_gpu)
         self.logprobs_host = torch.zeros(rows, self.clean_count, dtype=torch.float32, pin_memory=on_gpu)
-        self._loaded: list[tuple[Verification, KVCache]] = []  # whose addresses and settings the buffers hold
+        # The requests whose addresses and settings the buffers hold. Weak, so that their caches are freed with them.
+        self._loaded: list[tuple[weakref.ref[Verification], weakref.ref[KVCache]]] = []
 
     def load(self, states: Sequence[Verification], works: Sequence[Round], caches: Sequence[KVCache]) -> None:
         """Fills the buffers. Each cache counts its clean tokens already."""
         rows = list(zip(states, caches, strict=True))
         if not self._holds(rows):
             self.table.fill(caches, [len(work.clean) for work in works])
-            self._loaded = rows
+            self._loaded = [(weakref.ref(state), weakref.ref(cache)) for state, cache in rows]
             settings = [
-                (state.cfg.temperature, state.cfg.tolerance if state.cfg.check == "checked" else ACCEPT_EQUAL_ONLY)
+                (
+                    state.cfg.temperature if state.cfg.temperature >= pick.COLDEST else 0.0,
+                    state.cfg.tolerance if state.cfg.check == "checked" else ACCEPT_EQUAL_ONLY,
+                )
                 for state in states
             ]
             self.settings_B2[: len(states)] = torch.tensor(settings, dtype=torch.float64)
@@ -80,7 +85,8 @@ class RoundBucket:
         """Whether the buffers hold the addresses and settings of exactly these requests."""
         if len(rows) != len(self._loaded):
             return False
-        return all(a is b and c is d for (a, c), (b, d) in zip(rows, self._loaded, strict=True))
+        pairs = zip(rows, self._loaded, strict=True)
+        return all(state is held_state() and cache is held_cache() for (state, cache), (held_state, held_cache) in pairs)
 
     def body(self) -> None:
         """The round that is captured."""

@@ -38,7 +38,7 @@ class Runner:
     @property
     def token_cost(self) -> float:
         """What a token adds to the cost of a forward, for the choice of drafts; 0: nothing worth a choice."""
-        return TOKEN_COST[self.model.device.type]
+        return TOKEN_COST.get(self.model.device.type, 0.0)
 
     def warm_up(self, max_running: int) -> int:
         """Bytes of activations that a full step and a prefill chunk take, measured. This runner does not measure: 0."""

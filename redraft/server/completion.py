@@ -250,9 +250,9 @@ def submit(writer: Writer, params: CompletionParams, seed: int, stop: threading.
 def check_best_of_memory(writer: Writer, params: CompletionParams, options: GenerationOptions) -> None:
     """Refuses to compare more completions than the memory budget holds at once."""
     prompt_tokens = len(writer.encode_prompt(params.prompt, params.tools, params.think))
-    max_tokens = options.sampler_config(writer.sampler).max_new_tokens
+    max_answer = options.sampler_config(writer.sampler).max_answer
     try:
-        best_of.check_memory(writer.engine, prompt_tokens + max_tokens, params.best_of)
+        best_of.check_memory(writer.engine, prompt_tokens + max_answer, params.best_of)
     except RequestError as error:
         raise BadRequestError(str(error), "best_of") from None
 

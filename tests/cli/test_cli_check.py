@@ -40,7 +40,8 @@ def verified_text(folder: str, prompt: str, seed: int, **settings) -> tuple[str,
     """The text and statistics of the plain story."""
     writer = redraft.load(folder)
     cfg = writer.sampler.changed(**settings)
-    *_, end = generate_verified(writer.model, writer.encode_prompt(prompt), cfg, seed=seed)
+    policy = tiny.engine_policy(cfg)
+    *_, end = generate_verified(writer.model, writer.encode_prompt(prompt), cfg, seed=seed, policy=policy)
     ids = [token for token in end.ids_BT[0].tolist() if token not in cfg.eos_token_ids]
     return writer.tokenizer.decode(ids), end.stats[0]
 

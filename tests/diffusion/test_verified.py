@@ -343,6 +343,73 @@ def test_steered_canvases_need_check_off():
         ("exact", {"is_steered": False, "has_draft": True}, "takes no draft"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_steering(tiny.sampler(check=check), **options)
-    check_steering(tiny.sampler(check="off"), is_steered=True, has_draft=True)
-    check_steering(tiny.sampler(check="checked"), is_steered=False, has_draft=True)
+            check_steering(tiny.sampler(check=check), Constraints(), **options)
+    check_steering(tiny.sampler(check="off"), Constraints(), is_steered=True, has_draft=True)
+    check_steering(tiny.sampler(check="checked"), Constraints(), is_steered=False, has_draft=True)
+    with pytest.raises(ValueError, match="bans together with a pattern need check 'off', got 'exact'"):
+        run([2], EXACT, 1, Constraints(automaton=COMPILER.compile("ab|cd"), banned={1: (16 + ord("b"),)}))
+
+
+# 6. Answers obey, independently of how the causal half computes it
+
+
+EXACT = tiny.sampler(check="exact", temperature=1.0, max_new_tokens=12, draft_length=3)
+
+
+def test_answers_have_no_banned_or_forbidden_token_and_begin_as_allowed():
+    for seed in range(6):
+        free = run([2, 30], EXACT, seed, model=FLAT).ids_BT[0].tolist()
+        constraints = Constraints(banned={0: (free[0],), 1: (free[1],)}, forbidden=tuple(free[2:4]))
+        found = run([2, 30], EXACT, seed, constraints, FLAT).ids_BT[0].tolist()
+        assert found[0] != free[0]
+        assert not set(found) & set(free[2:4])
+        begun = run([2, 30], EXACT, seed, Constraints(allowed_first=(70, 71)), FLAT).ids_BT[0].tolist()
+        assert begun[0] in (70, 71)
+
+
+def test_no_stop_token_cuts_off_a_pin():
+    likely_stop = EXACT.changed(logit_bias=((1, 100.0),), temperature=0.0)
+    assert run([2, 30], likely_stop, 1, model=FLAT).ids_BT[0].tolist() == [1]
+    found = run([2, 30], likely_stop, 1, Constraints(pins={5: 90}), FLAT).ids_BT[0].tolist()
+    assert found[5] == 90
+    assert 1 not in found[:5]
+    assert found[6] == 1
+
+
+def test_a_match_may_need_every_remaining_token():
+    following = NextToken(Constraints(automaton=COMPILER.compile("ab|aaa")), 3, (1, 5), tiny.VOCAB)
+    after_a = following.advance(following.constraints.initial_state, 16 + ord("a"))
+    allowed = {16 + ord("a"), 16 + ord("b")}
+    assert set(following.allowed(1, after_a).nonzero().flatten().tolist()) == allowed
+    shorter = NextToken(following.constraints, 2, (1, 5), tiny.VOCAB)
+    assert set(shorter.allowed(1, after_a).nonzero().flatten().tolist()) == {16 + ord("b")}
+
+
+def test_the_tolerance_and_the_penalty_see_the_adjusted_logits_and_the_drafts_before():
+    """A bias makes an unlikely draft likely; a draft accepted in this round is penalized at the next position."""
+    cfg = tiny.sampler(check="checked", tolerance=1.0, temperature=0.0, draft_length=3, max_new_tokens=20)
+    logits_SV = torch.zeros(3, 50)
+    logits_SV[:, 7] = 4.0
+    state = state_of(cfg.changed(logit_bias=((40, 3.5),)))
+    state.set_canvas([40, 41])
+    assert verify(state, state.next_round(), logits_SV[:2]).accepted == 1
+    state = state_of(cfg.changed(repetition_penalty=8.0))
+    state.set_canvas([7, 41])
+    verdict = verify(state, state.next_round(), logits_SV[:2])  # 7 is the best token, then 4 / 8 = 0.5: 41 is near enough
+    assert (verdict.accepted, verdict.token) == (2, None)
+
+
+def test_a_model_that_cannot_draft_is_refused():
+    causal = tiny.build(replace(tiny.BASE, is_causal_only=True))
+    assert run([2, 30], EXACT.changed(draft_length=0, max_new_tokens=3), 1, model=causal).stats[0].new_tokens
+    for cfg in (EXACT, EXACT.changed(check="checked", draft_length=0)):
+        with pytest.raises(ValueError, match="needs a diffusion model"):
+            run([2, 30], cfg, 1, model=causal)
+
+
+def test_a_temperature_near_zero_takes_the_likeliest_token():
+    logits_SV = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    zeros = torch.zeros(3, dtype=torch.long)
+    for temperature in (0.0, 1e-310, 1e-7):
+        picks = pick.pick_tokens(logits_SV, tiny.sampler(temperature=temperature), zeros, zeros)
+        assert torch.equal(picks, logits_SV.argmax(dim=-1))

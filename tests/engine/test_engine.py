@@ -14,6 +14,7 @@ from redraft.config import FULL, SLIDING, ConfigError, EngineConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, Finished, generate
+from redraft.diffusion.verified import generate_verified
 from redraft.engine import Engine, StopEvent
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.model.kv_cache import KVCache
@@ -40,13 +41,22 @@ def asked(draw):
         entropy_bound=draw(st.sampled_from([0.1, 1.0, 5.0])),
         quota=draw(st.booleans()),
         spread=draw(st.sampled_from([0, 3])),
+        check=draw(st.sampled_from(["off", "off", "checked", "exact"])),
+        draft_length=draw(st.sampled_from([0, 2, 4])),
+        draft_steps=draw(st.integers(1, 2)),
+        tolerance=draw(st.sampled_from([0.0, 3.0])),
+        temperature=draw(st.sampled_from([0.0, 1.0])),
     )
-    first = rng.draws([draw(st.integers(0, 99))], 0).noise(0, length, tiny.VOCAB) if draw(st.booleans()) else None
+    has_first = cfg.check == "off" and draw(st.booleans())
+    first = rng.draws([draw(st.integers(0, 99))], 0).noise(0, length, tiny.VOCAB) if has_first else None
     pins = {0: draw(st.integers(20, 200))} if draw(st.booleans()) else {}
     return prompt, cfg, draw(st.integers(0, 2**40)), Constraints(pins=pins), first
 
 
 def alone(prompt, cfg, seed, constraints, first):
+    if cfg.check != "off":
+        policy = tiny.engine_policy(cfg)
+        return list(generate_verified(MODEL, prompt, cfg, seed=seed, constraints=constraints, policy=policy))
     return list(generate(MODEL, [prompt], cfg, seeds=[seed], constraints=[constraints], first_canvas_BC=first))
 
 
@@ -57,8 +67,9 @@ def same(ours, theirs) -> None:
         if isinstance(mine, Finished):
             assert torch.equal(mine.ids_BT, other.ids_BT)
             assert mine.reasons == other.reasons
-            costs = [replace(end.stats[0], seconds=0, prefill_seconds=0, reused=0) for end in (mine, other)]
+            costs = [replace(end.stats[0], seconds=0, prefill_seconds=0, reused=0, logprob=0) for end in (mine, other)]
             assert costs[0] == costs[1]
+            assert mine.stats[0].logprob == pytest.approx(other.stats[0].logprob, abs=1e-3)
         else:
             assert torch.equal(mine.ids_BC, other.ids_BC)
         if isinstance(mine, Draft):
@@ -66,9 +77,20 @@ def same(ours, theirs) -> None:
             assert torch.equal(mine.accepted_BC, other.accepted_BC)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
+    check_mix(data)
+
+
+@pytest.mark.soak
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_four_hundred_mixes_of_requests_give_the_tokens_of_generate(data):
+    check_mix(data)
+
+
+def check_mix(data) -> None:
     """Requests of two clients come at any step and some are cancelled; the events of the others are those of a run alone."""
     subject = engine(max_running=data.draw(st.integers(1, 4)), prefix_cache_entries=data.draw(st.sampled_from([0, 1, 4])))
     wanted = data.draw(st.lists(asked(), min_size=1, max_size=4))

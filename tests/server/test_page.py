@@ -98,14 +98,19 @@ def screenshot(page, name):
     page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
+def count_frames(url) -> int:
+    """The denoising steps of the story."""
+    return sum(event["type"] == "frame" for event in server_events(url, **STORY))
+
+
 def test_write_shows_the_text_of_the_server(opened, url):
     page = opened(url)
     sync_api.expect(page.locator("#model")).to_have_text("tiny")
     write(page)
-    text = server_events(url, **STORY)[-1]["text"]
-    assert page.inner_text(".canvas") == STORY["prompt"] + text
+    end = server_events(url, **STORY)[-1]
+    assert page.inner_text(".canvas") == STORY["prompt"] + end["text"]
     assert "tokens/s" in page.inner_text(".meters")
-    assert "10 steps" in page.inner_text(".meters")
+    assert f"{count_frames(url)} steps" in page.inner_text(".meters")
     assert re.search(r"\d\.\d\d GiB", page.inner_text(".meters"))
     screenshot(page, "write_end")
 
@@ -156,7 +161,7 @@ def test_a_token_shows_its_candidates_and_its_history(opened, url):
     shares = [float(share.rstrip("%")) for share in page.locator(".candidates b").all_inner_texts()]
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) <= 100.5
-    assert page.locator(".history .bars i").count() == 10
+    assert page.locator(".history .bars i").count() == count_frames(url)
     screenshot(page, "details")
 
 
@@ -300,7 +305,7 @@ def test_a_decision_is_shown_as_bars(opened, url):
     page.wait_for_selector(".result .candidates li")
     words = page.locator(".result .candidates span").all_text_contents()
     shares = [float(share.rstrip("%")) for share in page.locator(".result .candidates b").all_inner_texts()]
-    assert words[0] == " sad"
+    assert {" happy", " sad"} <= set(words)
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(100, abs=0.3)
     assert page.locator(".canvas").is_hidden()
@@ -382,7 +387,7 @@ def test_a_text_races_against_autoregressive(opened, url):
     page.wait_for_selector(".race .arrived >> nth=1")
     assert "times as fast" in page.inner_text(".race > .hint")
     facts = page.locator(".race .facts").all_inner_texts()
-    assert "10 forwards" in facts[0]
+    assert f"{count_frames(url)} forwards" in facts[0]
     assert int(facts[1].split(" tokens")[0]) == int(facts[1].split(", ")[1].split()[0])  # one forward per token
     screenshot(page, "race")
     page.click("#start-race")

@@ -7,6 +7,7 @@ import httpx
 import ollama
 import openai
 import pytest
+import tiny
 from serving import NO_END, make, served, user
 
 from redraft.config import CHECKS
@@ -54,7 +55,7 @@ def expected(check, prompt=PROMPT, seed=7, max_new_tokens=24, **changes):
     """The answer of the plain loop: token ids without the stop token, and stats."""
     cfg = WRITER.sampler.changed(check=check, max_new_tokens=max_new_tokens, **changes)
     ids = WRITER.encode_prompt(prompt)
-    *events, end = generate_verified(WRITER.model, ids, cfg, seed=seed)
+    *events, end = generate_verified(WRITER.model, ids, cfg, seed=seed, policy=tiny.engine_policy(cfg))
     assert isinstance(end, Finished)
     tokens = [token for event in events if isinstance(event, Committed) for token in event.ids_BC[0].tolist()]
     return [token for token in tokens if token not in cfg.eos_token_ids], end.stats[0]
