@@ -473,11 +473,6 @@ class Engine:
             nbytes += KVCache.count_bytes(self.verifier.config, request.capacity, self.verifier.dtype, self.config.rewind)
         return nbytes
 
-    def count_fitting(self, tokens: int) -> int:
-        """How many KV caches of so many tokens fit the memory budget."""
-        nbytes = KVCache.count_bytes(self.model.config, tokens, self.model.dtype, self.config.rewind)
-        return self.scheduler.budget // max(1, nbytes)
-
     def run(self, requests: Sequence[Request]) -> dict[Request, Finished]:
         """Runs all of them to their end. A cancelled request is left out."""
         return {request: event for request, event in self.events(requests) if isinstance(event, Finished)}

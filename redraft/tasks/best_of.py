@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from redraft.diffusion.generate import Committed, Draft, Event, Finished
 from redraft.engine import Engine, Request, RequestError
 from redraft.engine.engine import Stream
+from redraft.model.kv_cache import KVCache
 from redraft.tasks.infill import sequence_logprobs
 
 SEED_STRIDE = 1_000_003  # between the seeds of two answers to a prompt: prompts of a batch have seeds one apart
@@ -21,7 +22,8 @@ def seeds_of(seed: int, best_of: int) -> list[int]:
 
 def check_memory(engine: Engine, tokens: int, best_of: int) -> None:
     """Refuses more answers than the memory budget holds at once."""
-    fitting = engine.count_fitting(tokens)
+    nbytes = KVCache.count_bytes(engine.model.config, tokens, engine.model.dtype, engine.config.rewind)
+    fitting = engine.scheduler.budget // max(1, nbytes)
     if best_of > max(1, fitting):
         raise RequestError(
             f"best_of is {best_of}, but only {fitting} answers of this length fit the memory for KV caches at once: "
