@@ -20,10 +20,15 @@ def seeds_of(seed: int, best_of: int) -> list[int]:
     return [seed + number * SEED_STRIDE for number in range(best_of)]
 
 
+def count_fitting(engine: Engine, tokens: int) -> int:
+    """How many KV caches of so many tokens fit the memory budget."""
+    nbytes = KVCache.count_bytes(engine.model.config, tokens, engine.model.dtype, engine.config.rewind)
+    return engine.scheduler.budget // max(1, nbytes)
+
+
 def check_memory(engine: Engine, tokens: int, best_of: int) -> None:
     """Refuses more answers than the memory budget holds at once."""
-    nbytes = KVCache.count_bytes(engine.model.config, tokens, engine.model.dtype, engine.config.rewind)
-    fitting = engine.scheduler.budget // max(1, nbytes)
+    fitting = count_fitting(engine, tokens)
     if best_of > max(1, fitting):
         raise RequestError(
             f"best_of is {best_of}, but only {fitting} answers of this length fit the memory for KV caches at once: "

@@ -14,7 +14,6 @@ from redraft.cli.recording import ROUND_SECONDS, STEP_SECONDS, Recording
 from redraft.cli.terminal import AHEAD, CORRECTED, FLASH_ROUNDS, CanvasView, Painter, meter, summary
 from redraft.diffusion.generate import Committed, Draft, Finished, Stats
 from redraft.diffusion.verified import generate_verified
-from redraft.engine import Engine
 
 run = test_cli._run  # the fixture
 CAUSAL_FLAGS = ["--temp", "0.8", "--top-k", "20", "--top-p", "0.95", "--min-p", "0.01", "--repetition-penalty", "1.2"]
@@ -154,7 +153,7 @@ def test_a_mistake_is_one_sentence(run, folder, command, flags, sentence):
 
 
 def test_more_answers_than_memory_are_refused(run, folder, monkeypatch):
-    monkeypatch.setattr(Engine, "count_fitting", lambda self, tokens: 2)
+    monkeypatch.setattr("redraft.tasks.best_of.count_fitting", lambda engine, tokens: 2)
     code, out, err = run("Hello", "-m", folder, "--best-of", "3")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "best_of is 3, but only 2 answers of this length fit the memory" in err

@@ -13,6 +13,7 @@ from serving import NO_END, make, served, user
 from redraft.config import CHECKS
 from redraft.diffusion.generate import Committed, Draft, Finished
 from redraft.diffusion.verified import generate_verified
+from redraft.tasks import best_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from the clients' own libraries
 CALL = "say: <|channel>thought\nhm<channel|>I look, I do.<|tool_call>call:find{n:2}<tool_call|>"
@@ -267,7 +268,7 @@ def test_best_of_returns_the_likeliest_as_python_does(by_default):
 def test_best_of_above_the_memory_budget_gets_a_sentence():
     writer = writer_with("exact")
     with served(writer) as url:
-        fitting = writer.engine.count_fitting(len(PROMPT) + 1 + 24)
+        fitting = best_of.count_fitting(writer.engine, len(PROMPT) + 1 + 24)
         writer.engine.scheduler.budget = writer.engine.scheduler.budget * 3 // max(fitting, 1)
         refused = post(url, "/v1/completions", prompt=PROMPT, max_tokens=24, best_of=16)
     assert refused.status_code == 400
