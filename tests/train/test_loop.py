@@ -233,6 +233,7 @@ while status:
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("step", [2, 1], ids=["the next step", "the same step again"])
 def test_a_killed_run_leaves_no_checkpoint_that_loads_wrongly(tmp_path, step):
     """Killed before every single change to the file system in turn, until it survives them all."""

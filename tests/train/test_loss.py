@@ -366,6 +366,7 @@ def test_the_same_seed_gives_the_same_loss_and_gradients_reach_every_weight():
     assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
 
 
+@pytest.mark.soak
 def test_a_few_steps_learn_a_sentence():
     """The loss falls, and the model then repairs a noisy canvas: the whole objective points the right way."""
     torch.manual_seed(0)
