@@ -44,7 +44,7 @@ from redraft.tasks.sudoku.solve import Solution
 from redraft.tasks.text_events import TextAssembler, TextEvent, add_text, feed_streamer
 from redraft.tokenizer.chat_parser import Parsed, ToolCall, parse_chat
 from redraft.tokenizer.helper_process import HelperStoppedError
-from redraft.tokenizer.tokenizer import Tokenizer, check_same_vocabulary
+from redraft.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_MODEL = checkpoint.PACKAGED / "tiny"
 SUDOKU_MODEL = checkpoint.PACKAGED / "sudoku"
@@ -90,14 +90,7 @@ def load(
     model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options)
     if verify_with is None:
         return Writer(model, tokenizer, sampler)
-    model.require_denoiser("drafting")
-    verifier, verifier_tokenizer, _ = checkpoint.load_checkpoint(verify_with, **options)
-    check_same_vocabulary(tokenizer, verifier_tokenizer, str(path_or_id), str(verify_with))
-    if verifier.config.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"{path_or_id} has {model.config.vocab_size} tokens and {verify_with} {verifier.config.vocab_size}: "
-            "one cannot verify the other's tokens"
-        )
+    verifier = checkpoint.load_verifier(verify_with, model, tokenizer, str(path_or_id), **options)
     return Writer(model, tokenizer, sampler.changed(check="exact" if sampler.check == "off" else None), verifier)
 
 

@@ -276,3 +276,15 @@ def test_write_takes_the_options_of_stream():
     stop.set()
     with pytest.raises(Stopped):
         WRITER.write("Once", stop=stop)
+
+
+def test_another_checkpoint_verifies(tmp_path):
+    """Exact mode gives the verifier's text; another vocabulary is refused with one sentence."""
+    drafter = tiny.save_folder(tmp_path / "drafter", seed=1)
+    verifier = tiny.save_folder(tmp_path / "verifier", seed=2)
+    writer = redraft.load(drafter, verify_with=verifier, dtype="float32")
+    assert writer.sampler.check == "exact"
+    expected = redraft.load(verifier, dtype="float32").write("Hello", seed=3, check="exact", draft_length=0, max_tokens=12)
+    assert writer.write("Hello", seed=3, max_tokens=12).ids == expected.ids
+    with pytest.raises(ValueError, match="vocabular"):
+        redraft.load(drafter, verify_with="tiny")

@@ -18,7 +18,7 @@ from redraft.checkpoint.find import PACKAGED, find
 from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.names import CheckpointError, published_name
-from redraft.checkpoint.parts import load_checkpoint
+from redraft.checkpoint.parts import load_checkpoint, load_verifier
 from redraft.checkpoint.published_config import (
     parse_model_config,
     parse_sampler_config,
@@ -41,6 +41,7 @@ __all__ = [
     "lay_out_for_cpu",
     "load_checkpoint",
     "load_model",
+    "load_verifier",
     "parse_model_config",
     "parse_sampler_config",
     "publish_model_config",

@@ -1,6 +1,7 @@
 """The parts of a checkpoint that generation needs: model, tokenizer and sampler settings, loaded onto a device."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from redraft.config import SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import FP8, quantize_fp8
-from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
+from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError, check_same_vocabulary
 
 
 def load_checkpoint(
@@ -42,6 +43,21 @@ def load_checkpoint(
     elif not has_bf16(device):
         model = lay_out_for_cpu(model)
     return model, tokenizer, sampler
+
+
+def load_verifier(
+    path_or_id: str | Path, drafter: DiffusionGemma, tokenizer: Tokenizer, drafter_name: str, **options: Any
+) -> DiffusionGemma:
+    """Loads the model that verifies what another one drafts. Refuses another vocabulary."""
+    drafter.require_denoiser("drafting")
+    verifier, verifier_tokenizer, _ = load_checkpoint(path_or_id, **options)
+    check_same_vocabulary(tokenizer, verifier_tokenizer, drafter_name, str(path_or_id))
+    if verifier.config.vocab_size != drafter.config.vocab_size:
+        raise ValueError(
+            f"{drafter_name} has {drafter.config.vocab_size} tokens and {path_or_id} {verifier.config.vocab_size}: "
+            "one cannot verify the other's tokens"
+        )
+    return verifier
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
