@@ -166,7 +166,7 @@ def prepare(cfg: SamplerConfig, constraints: Constraints, pattern: str) -> Const
     return constrained
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", [0, 1, 2, *(pytest.param(block, marks=pytest.mark.soak) for block in range(3, 8))])
 def test_two_thousand_random_patterns_are_matched(block):
     """On one canvas or several, cut off by the length or not, some with a pin. 50 answers share a batch."""
     rng = random.Random(block)
@@ -249,7 +249,7 @@ def random_schema(rng: random.Random, depth: int = 2):
     return found | {"required": rng.sample(names, rng.randrange(len(names) + 1)), "additionalProperties": False}
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.soak) for block in range(1, 4))])
 def test_a_thousand_schema_answers_are_valid(block):
     """50 answers share a batch."""
     rng = random.Random(block)

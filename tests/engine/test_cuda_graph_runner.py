@@ -160,6 +160,7 @@ def test_the_backend_decides_the_runner(model, monkeypatch):
     assert backend.select_backend("cuda") == (False, "Triton is not installed")
 
 
+@pytest.mark.soak
 def test_prompts_of_any_length_are_encoded_with_the_first_step(engine, model):
     """Shorter than a canvas, longer, longer than a chunk, several at once: padded to a graph's shape, or encoded alone."""
     cfg = replace(CFG, max_new_tokens=4)
@@ -174,6 +175,7 @@ def test_prompts_of_any_length_are_encoded_with_the_first_step(engine, model):
     assert not engine.runner.pending_encodes
 
 
+@pytest.mark.soak
 def test_a_replayed_run_equals_the_original_and_leaves_a_valid_prefix_cache(engine, model):
     """Cancelled between two replayed canvases, the prefix cache holds the keys and values that `encode` gives."""
     cfg, constraints = replace(CFG, max_new_tokens=16), Constraints(forbidden=(1,))

@@ -36,7 +36,23 @@ def url():
         yield address
 
 
-@pytest.fixture(scope="module", params=CHECKS)
+OPENED = []  # clients to close after a test: a socket that the garbage collector closes fails another test
+
+
+def keep(client):
+    OPENED.append(client)
+    return client
+
+
+@pytest.fixture(autouse=True)
+def close_clients():
+    yield
+    while OPENED:
+        client = OPENED.pop()
+        (client._client if isinstance(client, ollama.Client) else client).close()
+
+
+@pytest.fixture(scope="module", params=[pytest.param("off", marks=pytest.mark.soak), "checked", "exact"])
 def by_default(request):
     """The address of a server whose checkpoint has this mode, and the mode."""
     with served(writer_with(request.param), name="small") as address:
@@ -45,7 +61,8 @@ def by_default(request):
 
 @pytest.fixture(scope="module")
 def client(url):
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 def post(url, path, **body):
@@ -137,7 +154,7 @@ def test_the_checkpoints_mode_is_the_default_and_every_endpoint_works_under_it(b
 def test_a_chat_is_parsed_the_same_in_every_mode(by_default):
     """Reasoning, text and a tool call, whole and streamed, with the clients' own libraries."""
     url, check = by_default
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = keep(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
     body = {"model": "", "messages": user(CALL), "max_tokens": 96, "tools": [{"type": "function", "function": TOOL}]}
     whole = client.chat.completions.create(**body).choices[0]
     assert (whole.message.content, whole.message.reasoning_content) == ("I look, I do.", "hm")
@@ -146,7 +163,7 @@ def test_a_chat_is_parsed_the_same_in_every_mode(by_default):
     texts = [delta.content for delta in deltas if delta.content]
     assert "".join(texts) == "I look, I do."
     assert len(texts) >= (4 if check == "exact" else 1)  # exact mode sends the tokens of every round
-    claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    claude = keep(anthropic.Anthropic(base_url=url, api_key="none", max_retries=0))
     tools = [{"name": "find", "description": "Finds.", "input_schema": {"type": "object"}}]
     with claude.messages.stream(model="", max_tokens=96, messages=user(CALL), tools=tools) as stream:
         events = list(stream)
@@ -156,7 +173,7 @@ def test_a_chat_is_parsed_the_same_in_every_mode(by_default):
     assert "".join(pieces) == last.content[1].text == "I look, I do."
     assert len(pieces) >= (4 if check == "exact" else 1)
     assert [event.usage.check for event in events if event.type == "message_delta"] == [check]
-    lines = list(ollama.Client(host=url).chat("m", user("say: one, two, three"), stream=True))
+    lines = list(keep(ollama.Client(host=url)).chat("m", user("say: one, two, three"), stream=True))
     assert "".join(line.message.content for line in lines) == "one, two, three"
     assert len(lines) >= (5 if check == "exact" else 2)
 
@@ -247,7 +264,7 @@ def test_steps_of_checked_mode_draft_the_canvas(url):
 
 def test_best_of_returns_the_likeliest_as_python_does(by_default):
     url, check = by_default
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = keep(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
     writer = writer_with(check)
     body = {"model": "", "prompt": PROMPT, "seed": 7, "max_tokens": 24, "temperature": 1.5}
     best = client.completions.create(**body, best_of=4)
@@ -297,7 +314,7 @@ def test_logprobs_are_those_of_the_causal_half(url, client, check):
         tops = [top for part in parts if part.logprobs for top in part.logprobs.top_logprobs]
         assert all(1 <= len(top) <= 3 for top in tops)
     options = {"num_predict": 24, "seed": 7, "temperature": 1.5, "check": check}
-    told = ollama.Client(host=url).generate("m", PROMPT, raw=True, logprobs=True, top_logprobs=2, options=options)
+    told = keep(ollama.Client(host=url)).generate("m", PROMPT, raw=True, logprobs=True, top_logprobs=2, options=options)
     assert [entry.logprob for entry in told.logprobs] == pytest.approx([logprob for _, logprob in pairs], abs=1e-3)
 
 
