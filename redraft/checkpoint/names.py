@@ -47,7 +47,7 @@ GEMMA4_TEXT = Layout("model.", "model.", ())  # Gemma4ForCausalLM
 
 
 def find_layout(published_names: Iterable[str], *, is_causal_only: bool) -> Layout:
-    """The layout of a checkpoint. Both kinds of causal-only ones are told apart by their tensors."""
+    """The layout of a checkpoint. The names of the tensors tell the two causal-only layouts apart."""
     if not is_causal_only:
         return DIFFUSION
     return GEMMA4 if any(name.startswith(GEMMA4.text) for name in published_names) else GEMMA4_TEXT

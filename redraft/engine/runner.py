@@ -83,8 +83,8 @@ class Runner:
                 with contain_failure(request):
                     tokens[request] = request.run_other_round()
         requests = [request for request in requests if request.other_verifier is None]
-        ordered = sorted(requests, key=lambda request: verification_of(request).next_canvas_length)
-        for _, group in groupby(ordered, key=lambda request: verification_of(request).next_canvas_length):
+        length_of = {request: verification_of(request).next_canvas_length for request in requests}
+        for _, group in groupby(sorted(requests, key=length_of.__getitem__), key=length_of.__getitem__):
             rows = list(group)
             for begin in range(0, len(rows), self.max_rows):
                 batch = rows[begin : begin + self.max_rows]

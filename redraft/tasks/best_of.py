@@ -53,7 +53,7 @@ def choose_likeliest(
 def stream_likeliest(engine: Engine, streams: Sequence[Stream], stop: threading.Event | None = None) -> Iterator[Event]:
     """Yields the drafts of the first answer as they happen, then the committed canvases and the end of the likeliest one.
 
-    All answers are generated together. Until the last one is finished, nobody knows which of them is returned.
+    All answers are generated together. The best one is known when the last one is finished.
     """
     committed: list[list[Committed]] = [[] for _ in streams]
     ends: list[Finished] = []
