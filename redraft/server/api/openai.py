@@ -342,7 +342,7 @@ def group_by_prompt(stats: Sequence[Stats], choices_per_prompt: int) -> list[lis
 def seed_candidates(
     params: Sequence[CompletionParams], seed: int | None, candidates: int, *, has_best_of: bool
 ) -> list[CompletionParams]:
-    """Repeats every prompt, each time with another seed: the next number, or with `best_of` the seeds of `best_of.seeds_of`."""
+    """Repeats every prompt with other seeds: consecutive numbers, or with `best_of` those of `best_of.seeds_of`."""
     first_seed = seed if seed is not None else new_seed()
     if has_best_of:
         seeds = [each for number in range(len(params)) for each in best_of.seeds_of(first_seed + number, candidates)]
