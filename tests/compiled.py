@@ -18,12 +18,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
+from redraft.kernels import splitmix
 from redraft.kernels.triton import (
     attention,
     experts,
     fp8,
     mlp,
     norm,
+    pick,
     qkv_rope,
     routing,
     sampler_step,
@@ -170,6 +172,8 @@ def other_kernels() -> Kernels:
     yield compile_kernel(vocabulary._reduce_chunks, {"CHUNK": 4096, "BLOCKS": 32, "BLOCK": 128})
     yield compile_kernel(vocabulary._combine_chunks, {"J_PADDED": 64, "BLOCKS": 32, "BLOCK": 128})
     yield compile_kernel(vocabulary._compute_probs, {"CHUNK": 4096})
+    picks = {"logits": F32, "temperatures": F64, "best_out": F64}
+    yield compile_kernel(pick._pick_parts, {"VERIFY": splitmix.VERIFY, "BLOCK": pick.BLOCK, "PART": pick.PART}, 8, **picks)
     yield compile_kernel(sampler_step._draw_step_inputs, {"C_PADDED": 256, "SAMPLE": 1, "NOISE": 2})
     yield compile_kernel(sampler_step._step_canvases, {"C_PADDED": 256}, 8)
 
