@@ -23,6 +23,7 @@ from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
 from redraft.kernels.triton.experts import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
 from redraft.model.kv_cache import KVCache
+from redraft.model.quant.layers import PackedExperts, PackedLinear
 
 UNLIMITED = 2**30  # tokens: more than any request has
 
@@ -102,7 +103,7 @@ class FusedLayers:
         device = model.device
         self.model = model
         self.side_stream = SideStream(device)
-        has_fp8_weights = hasattr(model.layers[0].mlp.gate_proj, "weight_scale")
+        has_fp8_weights = isinstance(model.layers[0].mlp.gate_proj, PackedLinear)
         self.packs_activations = has_fp8_weights and device.type == "cuda" and model.dtype == torch.bfloat16
         self.qkv = []
         self.gate_up = []
@@ -217,12 +218,11 @@ class FusedLayers:
         router = layer.router
         experts = layer.experts
         chosen_NK, weights_NK = routing.route(router_ND, router.proj.weight, router.per_expert_scale, router.top_k)
-        gate_up = experts.gate_up_proj
-        down = experts.down_proj
-        if hasattr(experts, "gate_up_proj_scale"):
-            gate_up = Fp8Tensor(gate_up, experts.gate_up_proj_scale)
-            down = Fp8Tensor(down, experts.down_proj_scale)
-        return gated_experts(sparse_ND, chosen_NK, weights_NK, gate_up, down)
+        if isinstance(experts, PackedExperts):
+            weights = (experts.packed("gate_up_proj"), experts.packed("down_proj"))
+        else:
+            weights = (experts.gate_up_proj, experts.down_proj)
+        return gated_experts(sparse_ND, chosen_NK, weights_NK, *weights)
 
 
 class SideStream:
@@ -278,7 +278,7 @@ def linear(x_ND: Tensor | Fp8Tensor, weight: Tensor | Fp8Tensor) -> Tensor:
 
 def weight_of(module: nn.Module) -> Tensor | Fp8Tensor:
     """The weight of a linear module, packed or not."""
-    return Fp8Tensor(module.weight, module.weight_scale) if hasattr(module, "weight_scale") else module.weight
+    return module.packed("weight") if isinstance(module, PackedLinear) else module.weight
 
 
 def concat_weights(modules: Sequence[nn.Module]) -> Tensor | Fp8Tensor:
@@ -288,7 +288,7 @@ def concat_weights(modules: Sequence[nn.Module]) -> Tensor | Fp8Tensor:
         weight = torch.cat([module.weight for module in modules])
         for module, part in zip(modules, weight.split(sizes), strict=True):
             module.weight.data = part
-        if not hasattr(modules[0], "weight_scale"):
+        if not isinstance(modules[0], PackedLinear):
             return weight
         scale = torch.cat([module.weight_scale for module in modules])
         for module, part in zip(modules, scale.split(sizes), strict=True):

@@ -5,6 +5,10 @@ rope          rotary position embedding
 attention     grouped-query attention, through SDPA or FlexAttention
 fp8           8-bit tensors: quantize, dequantize, matrix product
 linear_fp8    a linear layer with an fp8 weight; quantizes its activations
+nibbles       4-bit codes, two to a byte
+nvfp4         4-bit floats: the tensor, dequantize
+int4          4-bit integers: the tensor, dequantize
+packed        a tensor in any of these formats: dequantize
 experts       the experts of a mixture-of-experts layer
 vocabulary    softcap, argmax, entropy and sample of the logits; the soft embedding
 splitmix      the counter-based random number generator of the sampler

@@ -13,13 +13,18 @@ from torch import Tensor
 
 from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.linear_fp8 import linear_fp8
+from redraft.kernels.packed import PackedTensor, dequantize_packed
 
 
 def gated_experts(
-    x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor | Fp8Tensor, down_EDF: Tensor | Fp8Tensor
+    x_ND: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    gate_up_E2FD: Tensor | PackedTensor,
+    down_EDF: Tensor | PackedTensor,
 ) -> Tensor:
     """Returns the weighted sum of each token's experts. The sum runs in router order, so it does not depend on the batch."""
-    experts = len(gate_up_E2FD.qdata if isinstance(gate_up_E2FD, Fp8Tensor) else gate_up_E2FD)
+    experts = len(gate_up_E2FD if isinstance(gate_up_E2FD, Tensor) else gate_up_E2FD[0])
     run_experts: Callable[..., Tensor] = _run_each_expert
     if isinstance(gate_up_E2FD, Tensor) and isinstance(down_EDF, Tensor):
         if experts * down_EDF.shape[2] <= x_ND.shape[1]:
@@ -70,14 +75,25 @@ class _SortByToken(torch.autograd.Function):
         return grad_MD.index_select(0, order_M), None, None
 
 
-def _run_each_expert(x_MD: Tensor, ends_E: Tensor, gate_up_E2FD: Tensor | Fp8Tensor, down_EDF: Tensor | Fp8Tensor) -> Tensor:
+def _run_each_expert(
+    x_MD: Tensor, ends_E: Tensor, gate_up_E2FD: Tensor | PackedTensor, down_EDF: Tensor | PackedTensor
+) -> Tensor:
     """The definition: a loop over the experts that have tokens."""
-    linear: Callable[..., Tensor] = linear_fp8 if isinstance(gate_up_E2FD, Fp8Tensor) else F.linear
     outputs = []
     for expert, x in enumerate(x_MD.tensor_split(ends_E[:-1].cpu())):
         if len(x):
-            outputs.append(linear(_gelu_and_mul(linear(x, gate_up_E2FD[expert])), down_EDF[expert]))
+            inner = _gelu_and_mul(_linear(x, gate_up_E2FD, expert))
+            outputs.append(_linear(inner, down_EDF, expert))
     return torch.cat(outputs)
+
+
+def _linear(x: Tensor, weights: Tensor | PackedTensor, expert: int) -> Tensor:
+    """The product with one matrix of a stack. Four-bit weights are dequantized to the dtype of x, fp8 ones are not."""
+    if isinstance(weights, Tensor):
+        return F.linear(x, weights[expert])
+    if isinstance(weights, Fp8Tensor):
+        return linear_fp8(x, weights.select(expert))
+    return F.linear(x, dequantize_packed(weights.select(expert), x.shape[-1], x.dtype))
 
 
 def _run_all_experts(x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:

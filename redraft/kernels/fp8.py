@@ -20,7 +20,7 @@ class Fp8Tensor(NamedTuple):
     qdata: Tensor
     scale: Tensor
 
-    def __getitem__(self, index: int) -> "Fp8Tensor":  # type: ignore[override]
+    def select(self, index: int) -> "Fp8Tensor":
         """Returns one matrix of a stack."""
         return Fp8Tensor(self.qdata[index], self.scale[index])
 

@@ -18,7 +18,7 @@ from redraft.diffusion.generate import generate
 from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, dequantize, quantize
 from redraft.kernels.linear_fp8 import linear_fp8
 from redraft.model import quant
-from redraft.model.quant.fp8 import Fp8Experts, Fp8Linear
+from redraft.model.quant.layers import PackedExperts, PackedLinear
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1e-6, 1e-3, 1.0, 1e6]))
@@ -47,7 +47,7 @@ def test_linear_fp8_multiplies_rounded_numbers():
     assert linear_fp8(x.bfloat16(), quantized).dtype == torch.bfloat16
     assert not torch.allclose(linear_fp8(x, quantized), x @ w.T, atol=1e-3)
     stack = Fp8Tensor(quantized.qdata[None], quantized.scale[None])
-    assert torch.equal(stack[0].qdata.float(), quantized.qdata.float())
+    assert torch.equal(stack.select(0).qdata.float(), quantized.qdata.float())
 
 
 def test_which_layers_are_quantized():
@@ -56,11 +56,11 @@ def test_which_layers_are_quantized():
     for name, kind in kinds.items():
         last = name.rsplit(".", 1)[-1]
         if last in ("q_proj", "k_proj", "v_proj", "o_proj") or (".mlp." in name and last.endswith("_proj")):
-            assert kind is Fp8Linear, name
+            assert kind is PackedLinear, name
         if last == "experts":
-            assert kind is Fp8Experts, name
+            assert kind is PackedExperts, name
         if "router" in name or "self_conditioning" in name or "embed" in name:
-            assert kind not in (Fp8Linear, Fp8Experts), name
+            assert kind not in (PackedLinear, PackedExperts), name
     assert model.config.quant == "fp8"
     assert quant.quantize_fp8(model) is model  # a second call changes nothing
 

@@ -1,6 +1,8 @@
 """Quantized weights: the layers that compute with them, and their names in published files. Reads and writes no files.
 
-fp8    8-bit floats, in the compressed-tensors layout
+stored  a quantized weight as its file stores it
+layers  linear layers and experts with packed weights
+fp8     8-bit floats, in the compressed-tensors layout
 """
 
 from redraft.model.quant.fp8 import (

@@ -13,57 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from redraft.config import ModelConfig
-from redraft.kernels import gated_experts
 from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, quantize
-from redraft.kernels.linear_fp8 import linear_fp8
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
 from redraft.model.moe import Experts
+from redraft.model.quant.layers import PackedExperts, PackedLinear
 
 FP8 = "fp8"
 SCALE_DTYPE = torch.bfloat16  # as published
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # stacked name -> published names
 STACKED_NAME = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale)?")
 PER_EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d{1,9})\.(gate_proj|up_proj|down_proj)\.(weight|weight_scale)")
-
-
-# 1. Quantized layers
-
-
-class Fp8Linear(nn.Module):
-    """A linear layer with an fp8 weight."""
-
-    weight: Tensor
-    weight_scale: Tensor
-
-    def __init__(self, weight: Fp8Tensor) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight.qdata)
-        self.register_buffer("weight_scale", weight.scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Computes the layer that it replaces, up to rounding."""
-        return linear_fp8(x, Fp8Tensor(self.weight, self.weight_scale))
-
-
-class Fp8Experts(nn.Module):
-    """All experts of a layer, with fp8 weights."""
-
-    gate_up_proj: Tensor
-    gate_up_proj_scale: Tensor
-    down_proj: Tensor
-    down_proj_scale: Tensor
-
-    def __init__(self, gate_up: Fp8Tensor, down: Fp8Tensor) -> None:
-        super().__init__()
-        for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
-            self.register_buffer(name, weight.qdata)
-            self.register_buffer(f"{name}_scale", weight.scale)
-
-    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Computes the experts that it replaces, up to rounding."""
-        gate_up = Fp8Tensor(self.gate_up_proj, self.gate_up_proj_scale)
-        down = Fp8Tensor(self.down_proj, self.down_proj_scale)
-        return gated_experts(x_ND, experts_NK, weights_NK, gate_up, down)
 
 
 def quantize_fp8(model: DiffusionGemma) -> DiffusionGemma:
@@ -76,10 +35,10 @@ def quantize_fp8(model: DiffusionGemma) -> DiffusionGemma:
         for parent in (layer.self_attn, layer.mlp):
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Linear):
-                    setattr(parent, name, Fp8Linear(_quantize_weight(child.weight)))
+                    setattr(parent, name, PackedLinear(_quantize_weight(child.weight)))
         if isinstance(layer.experts, Experts):
             gate_up = _quantize_weight(layer.experts.gate_up_proj)
-            layer.experts = Fp8Experts(gate_up, _quantize_weight(layer.experts.down_proj))
+            layer.experts = PackedExperts(gate_up, _quantize_weight(layer.experts.down_proj))
     model.config = replace(model.config, quant=FP8)
     return model
 
@@ -90,9 +49,6 @@ def _quantize_weight(weight: Tensor) -> Fp8Tensor:
             scale = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
             return Fp8Tensor(torch.empty_like(weight, dtype=FP8_DTYPE, requires_grad=False), scale)
         return quantize(weight, SCALE_DTYPE)
-
-
-# 2. Published names
 
 
 def is_scale(name: str) -> bool:

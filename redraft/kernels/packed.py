@@ -1,0 +1,25 @@
+"""Packed tensors: a weight in fewer bits, whatever its format. A weight in full precision is a plain Tensor.
+
+Shapes: E matrices of a stack, O rows, I inputs.
+"""
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from redraft.kernels.fp8 import Fp8Tensor, dequantize
+from redraft.kernels.int4 import Int4Tensor, dequantize_int4
+from redraft.kernels.nvfp4 import Nvfp4Tensor, dequantize_nvfp4
+
+PackedTensor: TypeAlias = Fp8Tensor | Nvfp4Tensor | Int4Tensor
+FORMATS: dict[type, str] = {Fp8Tensor: "fp8", Nvfp4Tensor: "nvfp4", Int4Tensor: "int4"}
+
+
+def dequantize_packed(tensor: PackedTensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns the numbers that a packed tensor stands for, [..., O, size]."""
+    if isinstance(tensor, Fp8Tensor):
+        return dequantize(tensor, dtype)
+    if isinstance(tensor, Nvfp4Tensor):
+        return dequantize_nvfp4(tensor, size, dtype)
+    return dequantize_int4(tensor, size, dtype)

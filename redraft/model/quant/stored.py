@@ -1,0 +1,39 @@
+"""StoredWeight: a quantized weight as its file stores it, before it becomes a tensor or a packed tensor.
+
+Each kind of file has a class of its own in `checkpoint/`. Nothing is read or allocated before a method is called.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from redraft.kernels.packed import PackedTensor
+
+
+class StoredWeight(Protocol):
+    """A matrix [O, I] of a file, or the stack [E, O, I] of a layer's experts, in a format of the file."""
+
+    @property
+    def format(self) -> str:
+        """The file's own word for the format: "Q4_K", "nvfp4-pack-quantized"."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, not of its bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file, scales included."""
+
+    def select(self, matrices: slice) -> "StoredWeight":
+        """Some matrices of a stack: conversions work on a few experts at a time, so that they need little memory."""
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers that the weight stands for: to the bit those of the format's reference, then rounded to the dtype."""
+
+    def pack(self) -> PackedTensor | None:
+        """The weight in a format that the kernels run, without another rounding of its codes; None if no format fits.
+
+        Scales may be rounded to bf16 (relative error 2^-9).
+        """
