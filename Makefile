@@ -13,7 +13,7 @@ test: lint
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not soak"
 
 soak: $(READY)
-	$(VENV)/bin/python -m pytest -m soak
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m soak
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

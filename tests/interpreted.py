@@ -3,6 +3,8 @@
 Tests multiply in float32 or float16: the interpreter computes bf16 products wrongly.
 """
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -19,3 +21,20 @@ def _patched(tensor, scope) -> None:
 
 
 interpreter._patch_lang_tensor = _patched
+_patch_lang = interpreter._patch_lang
+_patched_modules = set()  # by the identity of their globals
+
+
+def _patch_once(fn):
+    """Replaces the functions of Triton's language once per process. The interpreter does it at every call of a function.
+
+    Replacing them takes longer than running a small function, and in this process all kernels are interpreted.
+    """
+    if id(fn.__globals__) not in _patched_modules:
+        _patch_lang(fn)
+        _patched_modules.add(id(fn.__globals__))
+    return interpreter._LangPatchScope()  # nothing to restore
+
+
+interpreter._patch_lang = _patch_once
+interpreter._get_np_dtype = cache(interpreter._get_np_dtype)  # it makes a table at every call

@@ -217,6 +217,7 @@ def test_what_is_no_puzzle_is_refused(writer, wrong):
     assert isinstance(caught.value, BoardError) or not hasattr(wrong, "__iter__")
 
 
+@pytest.mark.soak
 def test_the_autoregressive_score_equals_the_plain_loop(writer):
     """The plain loop has no KV cache: it encodes everything again for each cell."""
     listed = sudoku_lists.generate_list(2)

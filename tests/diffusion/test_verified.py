@@ -133,10 +133,9 @@ def check_exact(number: int) -> int:
     return finished.stats[0].accepted
 
 
-@pytest.mark.parametrize("begin", range(0, 48, 24))
-def test_exact_mode_equals_autoregressive_sampling(begin):
+def test_exact_mode_equals_autoregressive_sampling():
     """Whatever the prompt, seed, temperature, filter, draft length, policy and constraint."""
-    assert sum(check_exact(number) for number in range(begin, begin + 24)) > 5
+    assert sum(check_exact(number) for number in range(24)) > 5
 
 
 @pytest.mark.soak

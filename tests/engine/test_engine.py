@@ -77,7 +77,7 @@ def same(ours, theirs) -> None:
             assert torch.equal(mine.accepted_BC, other.accepted_BC)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
     check_mix(data)

@@ -26,9 +26,24 @@ SMALL_WRITER = Writer(
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 
 
-@settings(max_examples=150, deadline=None)
-@given(TEXT, st.floats(0, 1), st.integers(0, 99), st.data())
+EDITS = given(TEXT, st.floats(0, 1), st.integers(0, 99), st.data())
+
+
+@settings(max_examples=40, deadline=None)
+@EDITS
 def test_kept_spans_stay_and_at_most_the_share_of_tokens_changes(text, strength, seed, data):
+    check_edit(text, strength, seed, data)
+
+
+@pytest.mark.soak
+@settings(max_examples=400, deadline=None)
+@EDITS
+def test_kept_spans_stay_in_any_edit(text, strength, seed, data):
+    check_edit(text, strength, seed, data)
+
+
+def check_edit(text, strength, seed, data) -> None:
+    """A kept span stays, no more than the share of tokens changes, and the changes rebuild the text."""
     ends = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=2)))
     edited = SMALL_WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)
     assert edited == SMALL_WRITER.edit(text, strength=strength, keep=[tuple(ends)], seed=seed)

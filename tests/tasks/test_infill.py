@@ -29,13 +29,27 @@ def woven(texts, holes) -> str:
     return "".join(chain.from_iterable(zip_longest(texts, holes, fillvalue="")))
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+GAPS = given(
     st.lists(TEXT, min_size=2, max_size=4),
     st.lists(st.sampled_from(["[[ ]]", "[[]]", "[[1]]", "[[ 5 ]]"]), min_size=3),
     st.integers(0, 99),
 )
+
+
+@settings(max_examples=40, deadline=None)
+@GAPS
 def test_the_text_around_gaps_is_unchanged(texts, marks, seed):
+    check_gaps(texts, marks, seed)
+
+
+@pytest.mark.soak
+@settings(max_examples=400, deadline=None)
+@GAPS
+def test_the_text_around_any_gaps_is_unchanged(texts, marks, seed):
+    check_gaps(texts, marks, seed)
+
+
+def check_gaps(texts, marks, seed) -> None:
     """Gaps at both ends, beside one another, of one token; any characters."""
     text = woven(texts, marks[: len(texts) - 1])
     found = SMALL_WRITER.fill(text, seed=seed, longest=2)
