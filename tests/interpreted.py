@@ -3,8 +3,6 @@
 Tests multiply in float32 or float16: the interpreter computes bf16 products wrongly.
 """
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -37,4 +35,3 @@ def _patch_once(fn):
 
 
 interpreter._patch_lang = _patch_once
-interpreter._get_np_dtype = cache(interpreter._get_np_dtype)  # it makes a table at every call
