@@ -1,6 +1,7 @@
 """Writes checkpoints in the published layout, which transformers loads. The folder is replaced as a whole."""
 
 import json
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from redraft.checkpoint.names import (
     REDRAFT_CONFIG,
     VISION,
     WEIGHTS,
+    CheckpointError,
+    Layout,
     published_name,
 )
+from redraft.checkpoint.publish_packed import publish_packed, publish_quantization
 from redraft.checkpoint.published_config import (
     parse_sampler_config,
     publish_model_config,
@@ -32,8 +36,11 @@ from redraft.checkpoint.published_config import (
 )
 from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import SMALLEST_VISION, SamplerConfig, write_text
-from redraft.model import quant
+from redraft.kernels.int4 import Int4Tensor
+from redraft.kernels.packed import FORMATS, PackedTensor
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.quant.layers import PackedExperts, PackedLinear
+from redraft.model.quant.policy import QUANTIZED_PARTS, part_of
 from redraft.tokenizer.tokenizer import Tokenizer
 
 SHARD_BYTES = 5 * 10**9
@@ -73,11 +80,10 @@ def save(
 def _publish(model: DiffusionGemma, vision_from: str | Path | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The content of config.json, and the tensors by their published names."""
     layout = GEMMA4_TEXT if model.config.is_causal_only else DIFFUSION
-    tensors = {published_name(name, layout): tensor for name, tensor in model.state_dict().items()}
-    tensors = quant.split_experts(tensors) if model.config.quant else tensors
     config = publish_model_config(model.config, str(model.dtype).removeprefix("torch."))
-    if model.config.quant:
-        config["quantization_config"] = quant.quantization_config(model.config)
+    tensors, quantization = _publish_weights(model, layout)
+    if quantization:
+        config["quantization_config"] = quantization
     if model.config.is_causal_only:
         return config, tensors
     if vision_from is None:
@@ -87,6 +93,33 @@ def _publish(model: DiffusionGemma, vision_from: str | Path | None) -> tuple[dic
         source = CheckpointTensors(Path(vision_from))
         config["vision_config"] = dict(read_model_config(vision_from).vision)
     return config, tensors | {name: source[name] for name in source if name.startswith(VISION)}
+
+
+def _publish_weights(model: DiffusionGemma, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """The text weights by their published names, and `quantization_config` if some are packed."""
+    packed: dict[str, PackedTensor] = {}
+    for module_name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            packed[f"{module_name}.weight"] = module.packed("weight")
+        elif isinstance(module, PackedExperts):
+            packed |= {f"{module_name}.{name}": module.packed(name) for name in ("gate_up_proj", "down_proj")}
+    is_buffer = re.compile("|".join(rf"{re.escape(name)}(_\w+)?" for name in packed)) if packed else re.compile("$^")
+    tensors = {
+        published_name(name, layout): tensor for name, tensor in model.state_dict().items() if not is_buffer.fullmatch(name)
+    }
+    if not packed:
+        return tensors, None
+    with torch.device("meta"):
+        shapes = {name: weight.shape for name, weight in DiffusionGemma(model.config).state_dict().items()}
+    for name, weight in packed.items():
+        tensors |= publish_packed(published_name(name, layout), weight, shapes[name][-1])
+    formats = {
+        name: FORMATS[type(packed[name])] if name in packed else None for name in shapes if part_of(name) in QUANTIZED_PARTS
+    }
+    with_minimum = {weight.minimum is not None for weight in packed.values() if isinstance(weight, Int4Tensor)}
+    if len(with_minimum) == 2:
+        raise CheckpointError("some 4-bit weights have a minimum and some have none: compressed-tensors has one kind for all")
+    return tensors, publish_quantization(model.config, formats, has_zero_points=True in with_minimum)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
