@@ -112,12 +112,12 @@ def from_state_dict(
     expected = model.state_dict()
     available = set(tensors)  # asking a Mapping `name in tensors` may read the whole tensor
     layout = find_layout(available, is_causal_only=config.is_causal_only)
-    _refuse_unknown_tensors(tensors, available, {published_name(name, layout) for name in expected}, layout)
+    refuse_unknown_tensors(tensors, available, {published_name(name, layout) for name in expected}, layout)
     converter = Converter(policy or QuantPolicy.for_device(device), device)
     weights: dict[str, Tensor] = {}
     experts: dict[str, Tensor | PackedTensor] = {}  # of one layer, until both are there
     for name, placeholder in expected.items():
-        stored = _fetch(tensors, available, published_name(name, layout), placeholder)
+        stored = fetch_weight(tensors, available, published_name(name, layout), placeholder)
         dtype = dtype or (stored.dtype if isinstance(stored, Tensor) else torch.bfloat16)
         weight = converter.convert(name, stored, dtype)
         module_name, _, last = name.rpartition(".")
@@ -163,7 +163,7 @@ def packed_formats(model: DiffusionGemma) -> str | None:
     return "+".join(name for name in QUANT_FORMATS if name in formats) or None
 
 
-def _fetch(
+def fetch_weight(
     tensors: Mapping[str, Tensor | StoredWeight], available: set[str], name: str, placeholder: Tensor
 ) -> Tensor | StoredWeight:
     """Returns a published tensor, checked against the shape and kind of the model's."""
@@ -181,7 +181,7 @@ def _fetch(
     return tensor
 
 
-def _refuse_unknown_tensors(
+def refuse_unknown_tensors(
     tensors: Mapping[str, Tensor | StoredWeight], available: set[str], expected: set[str], layout: Layout
 ) -> None:
     """Refuses tensors that the model has no place for, and duplicates that differ from the tensor they are tied to.

@@ -68,13 +68,20 @@ def save(
         config, tensors = _publish(model, vision_from)
         _write_weights(tensors, part, shard_bytes)
         sampler = sampler or parse_sampler_config({}, model.config)
-        generation, ours = publish_sampler_config(sampler, is_causal_only=model.config.is_causal_only)
-        _write_json(part / CONFIG, config)
-        _write_json(part / GENERATION_CONFIG, generation)
-        if tokenizer is not None:
-            tokenizer.save(part)
-        _write_json(part / REDRAFT_CONFIG, ours | {FILES: describe_files(part)})
+        write_settings(part, config, sampler, tokenizer, is_causal_only=model.config.is_causal_only)
     return Path(folder)
+
+
+def write_settings(
+    folder: Path, config: dict[str, Any], sampler: SamplerConfig, tokenizer: Tokenizer | None, *, is_causal_only: bool
+) -> None:
+    """Writes everything but the weights, which are there already: the manifest comes last and describes all files."""
+    generation, ours = publish_sampler_config(sampler, is_causal_only=is_causal_only)
+    write_json(folder / CONFIG, config)
+    write_json(folder / GENERATION_CONFIG, generation)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    write_json(folder / REDRAFT_CONFIG, ours | {FILES: describe_files(folder)})
 
 
 def _publish(model: DiffusionGemma, vision_from: str | Path | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -88,7 +95,7 @@ def _publish(model: DiffusionGemma, vision_from: str | Path | None) -> tuple[dic
         return config, tensors
     if vision_from is None:
         config["vision_config"] = dict(SMALLEST_VISION)
-        return config, tensors | _smallest_vision(model.config.hidden_size, model.dtype)
+        return config, tensors | smallest_vision(model.config.hidden_size, model.dtype)
     with verify_files(vision_from):
         source = CheckpointTensors(Path(vision_from))
         config["vision_config"] = dict(read_model_config(vision_from).vision)
@@ -122,11 +129,12 @@ def _publish_weights(model: DiffusionGemma, layout: Layout) -> tuple[dict[str, T
     return tensors, publish_quantization(model.config, formats, has_zero_points=True in with_minimum)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file of JSON as a whole."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
-def _smallest_vision(hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def smallest_vision(hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The three tensors of a vision tower without layers; without them transformers reports missing weights."""
     size = SMALLEST_VISION["hidden_size"]
     tower, projection = VISION
@@ -153,7 +161,7 @@ def _write_weights(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -
     weight_map = {name: file_name for file_name, names in zip(file_names, shards, strict=True) for name in names}
     if len(shards) > 1:
         total_size = sum(tensor.nbytes for tensor in tensors.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path, save_id: str) -> None:

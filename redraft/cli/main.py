@@ -19,8 +19,7 @@ from typer.core import TyperGroup
 
 import redraft
 from redraft import checkpoint
-from redraft.checkpoint import load_checkpoint
-from redraft.cli import augment, edit, info, serve, sudoku, train, warm
+from redraft.cli import augment, edit, info, quantize, serve, sudoku, train, warm
 from redraft.cli.generation import (
     BestOf,
     Bound,
@@ -250,25 +249,8 @@ app.command()(warm.warm)
 app.command()(train.train)
 app.command("eval")(train.evaluate)
 app.command()(info.info)
+app.command()(quantize.quantize)
 
-
-@app.command()
-def quantize(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id OWNER/NAME.")],
-    out: Annotated[str, typer.Argument(help="Folder to write.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace the checkpoint that the folder holds.")] = False,
-    device: Device = None,
-    threads: Threads = None,
-) -> None:
-    """Write a checkpoint with fp8 layers in the compressed-tensors format: about half the size."""
-    checkpoint.check_target(out, force=force)  # before the model is loaded
-    source = checkpoint.find(model)
-    with show_builds(_stderr(), message="quantizing"):
-        stored = checkpoint.load_model(source).dtype  # weights outside the fp8 layers keep this precision
-        quantized, tokenizer, sampler = load_checkpoint(source, device=device, dtype=stored, quant="fp8")
-        vision = checkpoint.folder_with_vision(source)
-        checkpoint.save(quantized, out, tokenizer=tokenizer, sampler=sampler, vision_from=vision, force=force)
-    print(out)
 
 
 def _read_prompt(argument: str | None) -> str:
