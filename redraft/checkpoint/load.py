@@ -14,7 +14,16 @@ from torch import Tensor
 
 from redraft.checkpoint.compressed import QuantizedTensors
 from redraft.checkpoint.manifest import verify_files
-from redraft.checkpoint.names import CONFIG, DECODER, ENCODER, CheckpointError, Layout, find_layout, published_name, tied_name
+from redraft.checkpoint.names import (
+    CONFIG,
+    DECODER,
+    ENCODER,
+    CheckpointError,
+    Layout,
+    find_layout,
+    published_name,
+    tied_name,
+)
 from redraft.checkpoint.published_config import read_model_config
 from redraft.checkpoint.quantization import read_quantization
 from redraft.checkpoint.tensors import CheckpointTensors

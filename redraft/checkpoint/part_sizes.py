@@ -42,4 +42,3 @@ def _part(name: str, layout: Layout) -> str:
     if layout.skipped and name.startswith(layout.skipped):
         return "vision"
     return part_of(name.removeprefix(layout.text))
-

@@ -16,7 +16,6 @@ from redraft.checkpoint.quantization import COMPRESSED_TENSORS, FLOAT_QUANTIZED,
 from redraft.config import ModelConfig
 from redraft.kernels import int4, nvfp4
 from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor
-from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.nibbles import pack_pairs, unpack_nibbles
 from redraft.kernels.nvfp4 import Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
@@ -82,6 +81,7 @@ def plan_packed(name: str, to: str, shape: tuple[int, ...]) -> list[TensorHeader
         rows = all_rows // len(modules)
         for module in modules:
             require_whole_groups(f"{module}.weight", to, inputs)
+            kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]]
             if to == "fp8":
                 kinds = {"weight": (FP8_DTYPE, (rows, inputs)), "weight_scale": (FP8_SCALE_DTYPE, (rows, 1))}
             elif to == "nvfp4":
@@ -104,7 +104,9 @@ def require_whole_groups(name: str, to: str, inputs: int) -> None:
     """Refuses a weight that compressed-tensors has no layout for."""
     group = {"nvfp4": nvfp4.GROUP, "int4": int4.GROUP}.get(to, 1)
     if inputs % group:
-        raise CheckpointError(f"{name} has {inputs} inputs, and {to} needs a multiple of {group}: quantize this model to fp8")
+        raise CheckpointError(
+            f"{name} has {inputs} inputs, and {to} needs a multiple of {group}: quantize this model to fp8"
+        )
 
 
 def _module_names(name: str, experts: int, first_expert: int) -> Iterator[list[str]]:
@@ -147,7 +149,9 @@ def _publish_rows(module: str, matrix: PackedTensor, inputs: int, part: int, par
         "weight_shape": torch.tensor([len(codes), inputs]),
     }
     if matrix.minimum is not None:
-        tensors["weight_zero_point"] = _publish_zero_points(module, matrix.scale[rows, :groups], matrix.minimum[rows, :groups])
+        tensors["weight_zero_point"] = _publish_zero_points(
+            module, matrix.scale[rows, :groups], matrix.minimum[rows, :groups]
+        )
     return tensors
 
 
@@ -165,11 +169,13 @@ def _publish_zero_points(module: str, scale: Tensor, minimum: Tensor) -> Tensor:
 # 2. quantization_config
 
 
-def publish_quantization(config: ModelConfig, formats: Mapping[str, str | None], has_zero_points: bool = False) -> dict[str, Any]:
+def publish_quantization(
+    config: ModelConfig, formats: Mapping[str, str | None], has_zero_points: bool = False
+) -> dict[str, Any]:
     """Makes `quantization_config`. `formats` are those of all matrices in the layers, by our names; None: full precision.
 
     The modules of the experts' format are found by their class ("Linear"), all others by name, and what stays is ignored:
-    so vLLM, which wants experts to be of the class, and transformers both read it.
+    so vLLM, which wants experts to be of the class, and transformers both read it. Names go before the class.
     """
     by_format: dict[str | None, dict[str, set[int]]] = {}  # format -> projection -> layers
     for name, its_format in formats.items():
@@ -182,7 +188,7 @@ def publish_quantization(config: ModelConfig, formats: Mapping[str, str | None],
     packed = [its_format for its_format in by_format if its_format is not None]
     of_class = next((f for f in packed if "experts.gate_up_proj" in by_format[f]), None)
     groups = {}
-    for index, its_format in enumerate(sorted(packed, key=lambda f: f != of_class)):
+    for index, its_format in enumerate(sorted(packed, key=lambda f: f == of_class)):
         targets = ["Linear"] if its_format == of_class else _patterns(by_format[its_format], layers_of)
         scheme = SCHEMES[its_format]
         if its_format == "int4" and has_zero_points:

@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from redraft.checkpoint.published_config import publish_model_config, read_sampl
 from redraft.checkpoint.save import smallest_vision, write_json, write_settings
 from redraft.checkpoint.tensor_file import TensorFileWriter, header_bytes
 from redraft.config import SMALLEST_VISION, ModelConfig, SamplerConfig, read_json
+from redraft.kernels.int4 import Int4Tensor
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant.conversion import EXPERTS_AT_ONCE, pack_piece, parts_of, split_stack
 from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QUANTIZED_PARTS, part_of
@@ -159,9 +160,7 @@ def quantize_checkpoint(
 # 1. The plan
 
 
-def _plan(
-    config: ModelConfig, tensors: Mapping[str, Tensor | StoredWeight], options: QuantizeOptions
-) -> list[Unit]:
+def _plan(config: ModelConfig, tensors: Mapping[str, Tensor | StoredWeight], options: QuantizeOptions) -> list[Unit]:
     """All weights in the order of the layers. Only headers are read."""
     with torch.device("meta"):
         expected = DiffusionGemma(config).state_dict()
@@ -227,7 +226,7 @@ def _remove_stale(target: Path, work: Path) -> None:
 
 def _write_shards(
     work: Path, shards: dict[str, list[Unit]], tensors: Mapping[str, Tensor | StoredWeight], device: torch.device | str
-) -> Iterator[Any]:
+) -> Generator[Quantized, None, dict[str, Projection]]:
     """Writes the shards that are not there yet. Yields progress; returns the counts of all projections."""
     total = sum(unit.nbytes for units in shards.values() for unit in units)
     done = 0
@@ -266,6 +265,9 @@ def _write_unit(file: TensorFileWriter, unit: Unit, weight: Tensor | StoredWeigh
         return projection
     for index, piece in enumerate(split_stack(weight)):
         packed, error = pack_piece(piece, unit.to, parts=parts_of(unit.name), substitute=unit.to, device=device)
+        if isinstance(packed, Int4Tensor) and packed.minimum is not None:  # redraft writes symmetric integers
+            assert not isinstance(piece, Tensor)
+            packed, error = pack_piece(piece.dequantize(), unit.to, device=device)
         for name, tensor in publish_packed(unit.name, packed, weight.shape[-1], index * EXPERTS_AT_ONCE):
             file.write(name, tensor)
         matrices = piece.shape[0] if len(piece.shape) == 3 else 1

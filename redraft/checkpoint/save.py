@@ -125,7 +125,9 @@ def _publish_weights(model: DiffusionGemma, layout: Layout) -> tuple[dict[str, T
     }
     with_minimum = {weight.minimum is not None for weight in packed.values() if isinstance(weight, Int4Tensor)}
     if len(with_minimum) == 2:
-        raise CheckpointError("some 4-bit weights have a minimum and some have none: compressed-tensors has one kind for all")
+        raise CheckpointError(
+            "some 4-bit weights have a minimum and some have none: compressed-tensors has one kind for all"
+        )
     return tensors, publish_quantization(model.config, formats, has_zero_points=True in with_minimum)
 
 

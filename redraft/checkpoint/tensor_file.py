@@ -61,7 +61,7 @@ class TensorFileWriter:
         self._size = len(self._head) + end
 
     def __enter__(self) -> "TensorFileWriter":
-        self._file = open(self.part, "wb")  # noqa: SIM115
+        self._file = open(self.part, "wb")
         self._file.write(self._head)
         self._file.truncate(self._size)
         return self
@@ -74,9 +74,7 @@ class TensorFileWriter:
         if tensor.numel():
             self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             assert not self._missing, f"{self.path}: not written: {list(self._missing)[:3]}"
             self._file.flush()

@@ -44,7 +44,7 @@ class PackedPiece(NamedTuple):
 def pack_piece(
     weight: Tensor | StoredWeight, to: str, *, parts: int = 1, substitute: str = "fp8", device: torch.device | str = "cpu"
 ) -> PackedPiece:
-    """Packs a few matrices. The substitute is the format of weights whose codes fit no format of ours (int4 in groups of 16)."""
+    """Packs a few matrices. Codes that fit no format of ours (int4 in groups of 16) are rounded to the substitute."""
     if not isinstance(weight, Tensor):
         native = NATIVE.get(weight.format)
         packed = weight.pack() if native == to else None
@@ -90,9 +90,7 @@ class Converter:
         if target.format is None:
             return self._read(name, weight, dtype)
         pieces = [
-            pack_piece(
-                piece, target.format, parts=parts_of(name), substitute=self.policy.substitute, device=self.device
-            )
+            pack_piece(piece, target.format, parts=parts_of(name), substitute=self.policy.substitute, device=self.device)
             for piece in split_stack(weight)
         ]
         packed = join([piece.weight for piece in pieces])
@@ -152,4 +150,3 @@ def join(pieces: list[PackedTensor]) -> PackedTensor:
 def _move(packed: PackedTensor, device: torch.device | str) -> PackedTensor:
     fields: list[Any] = [None if tensor is None else tensor.to(device) for tensor in packed]
     return type(packed)(*fields)
-

@@ -114,7 +114,7 @@ def quantize_int4(weight: Tensor, *, with_minimum: bool = False, search: bool = 
     if with_minimum:
         low = blocks.amin(dim=-1)
         high = blocks.amax(dim=-1)
-        candidates = RANGE_SHARES
+        candidates: tuple[float, ...] = RANGE_SHARES
     else:
         amax = blocks.abs().amax(dim=-1)
         candidates = INT4_TARGETS
