@@ -6,6 +6,7 @@ of NVFP4; and it ties the encoder's weights to the decoder's before they have sc
 conversion, with compressed-tensors' own decompressor, and ties the weights again.
 """
 
+import functools
 import warnings
 from pathlib import Path
 
@@ -24,6 +25,7 @@ SCHEMES = {
 }
 
 
+@functools.cache
 def scheme(file_format: str, **changes) -> QuantizationScheme:
     """compressed-tensors' record of a format."""
     return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**SCHEMES[file_format] | changes))

@@ -160,7 +160,7 @@ def _publish_zero_points(module: str, scale: Tensor, minimum: Tensor) -> Tensor:
     zero = torch.where(scale > 0, -minimum.float() / scale.float(), 0).round().clamp(0, 15)
     if not torch.equal((-zero * scale.float()).bfloat16(), minimum):
         raise CheckpointError(
-            f"{module} has 4-bit weights with a minimum that compressed-tensors cannot store; keep the file that it came from"
+            f"{module} has 4-bit weights with a minimum that compressed-tensors cannot store; keep the file it came from"
         )
     codes = torch.nn.functional.pad(zero.to(torch.uint8).t(), (0, -len(zero) % 8), value=int4.ZERO)
     return pack_pairs(codes.contiguous()).contiguous().view(torch.int32).t().contiguous()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.config import ConfigError, read_json, require_int, require_object, show_value
+from redraft.model.quant.policy import QUANT_FORMATS
 
 COMPRESSED_TENSORS = "compressed-tensors"
 MODELOPT = "modelopt"
@@ -73,7 +74,8 @@ def parse_quantization(raw: Mapping[str, Any], source: str) -> Quantization | No
         ours, group_size = _parse_group(name, group, settings.get("format"), source)
         formats.append(ours)
         int4_groups += [group_size] if ours == "int4" else []
-    return Quantization(COMPRESSED_TENSORS, tuple(dict.fromkeys(formats)), tuple(dict.fromkeys(int4_groups)))
+    known = tuple(name for name in QUANT_FORMATS if name in formats)
+    return Quantization(COMPRESSED_TENSORS, known, tuple(dict.fromkeys(int4_groups)))
 
 
 def _parse_modelopt(settings: Mapping[str, Any], source: str) -> Quantization:
