@@ -64,8 +64,8 @@ class DecompressNvfp4Experts(ConversionOps):
         return {target_patterns[0]: torch.cat(list(stacks.values()), dim=1)}
 
 
-def load_in_transformers(folder: Path, experts_format: str, dtype: torch.dtype) -> DiffusionGemmaForBlockDiffusion:
-    """A quantized checkpoint in transformers, dequantized."""
+def load_in_transformers(folder: Path, experts_format: str) -> DiffusionGemmaForBlockDiffusion:
+    """A quantized checkpoint in transformers, dequantized, in float32."""
     parts = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
     converters = []
     for target, sources in parts.items():
@@ -80,11 +80,14 @@ def load_in_transformers(folder: Path, experts_format: str, dtype: torch.dtype) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, info = DiffusionGemmaForBlockDiffusion.from_pretrained(
-            folder, dtype=dtype, quantization_config=CompressedTensorsConfig(dequantize=True), output_loading_info=True
+            folder,
+            dtype=torch.float32,
+            quantization_config=CompressedTensorsConfig(dequantize=True),
+            output_loading_info=True,
         )
     assert not info["unexpected_keys"], info
     assert all(name.startswith("model.encoder.language_model.") for name in info["missing_keys"]), info
     model.tie_weights()
     for parameter in model.parameters():  # converted experts keep the precision of the decompressor
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.float()
     return model.eval()

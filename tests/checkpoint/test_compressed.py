@@ -1,5 +1,5 @@
-"""Quantized files of others: dequantized = the reference library's numbers, packed = dequantized, logits = those of the model
-with these weights; damaged files are refused in one sentence that names the tensor."""
+"""Quantized files of others: dequantized = the reference library's numbers, packed = dequantized, logits = those of the
+model with these weights; damaged files are refused in one sentence that names the tensor."""
 
 import functools
 import json

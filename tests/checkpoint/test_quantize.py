@@ -1,4 +1,4 @@
-"""redraft quantize: on disk = while loading, resumed = unbroken, what it writes loads in transformers and gives our logits."""
+"""redraft quantize: on disk = while loading, resumed = unbroken; transformers loads what it writes and gives our logits."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_quantizing_on_disk_equals_quantizing_while_loading(source, tmp_path, to
         assert torch.equal(saved[name].float(), loaded[name].float()), name
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     assert projections["experts.gate_up_proj"].matrices == 2 * COMPACT.num_experts
-    assert projections["experts.gate_up_proj"].bits == pytest.approx({"nvfp4": 4.5, "int4": 4.5, "fp8": 8.25}[to], abs=0.1)
+    assert projections["experts.gate_up_proj"].bits == pytest.approx({"nvfp4": 4.5, "int4": 4.5, "fp8": 8.25}[to], abs=0.3)
     assert 0.02 < projections["experts.down_proj"].relative_error < 0.1
     assert "experts.down_proj" in " ".join(at_load.conversions)
     # A model that is packed in memory is written packed, and nothing changes.
@@ -84,9 +84,13 @@ def test_the_rest_stays_as_it_is(source, tmp_path):
 @pytest.mark.parametrize("to", ["nvfp4", "int4"])
 @pytest.mark.parametrize("rest", ["fp8", "bf16"])
 def test_transformers_loads_what_redraft_writes(source, tmp_path, to, rest):
-    """Weights are equal to the bit; logits too, except where fp8 layers round their activations."""
+    """Weights are equal to the bit; logits too, except where fp8 layers round their activations.
+
+    In float32, because transformers rounds the global scales of NVFP4 to the dtype that it loads in.
+    """
     write(source, tmp_path / "out", to=to, rest=rest)
-    theirs = reference.load_in_transformers(tmp_path / "out", to, torch.bfloat16).state_dict()
+    model = reference.load_in_transformers(tmp_path / "out", to)
+    theirs = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     config, ours = checkpoint.open_weights(tmp_path / "out")
     for name in ours:
         weight = ours[name] if isinstance(ours[name], torch.Tensor) else ours[name].dequantize(torch.bfloat16)
@@ -94,7 +98,6 @@ def test_transformers_loads_what_redraft_writes(source, tmp_path, to, rest):
         if name.startswith("model.decoder.layers") and "scalar" not in name:
             assert torch.equal(theirs[name.replace("decoder", "encoder.language_model")], weight), name
     if rest == "bf16":
-        model = reference.load_in_transformers(tmp_path / "out", to, torch.float32)
         ids = torch.arange(16, 40).view(2, 12)
         past = DynamicCache(config=model.config.text_config)
         with torch.inference_mode():

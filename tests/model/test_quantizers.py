@@ -62,7 +62,7 @@ def block_errors(weight: torch.Tensor, packed) -> torch.Tensor:
     return errors.unflatten(-1, (-1, 32)).sum(dim=-1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1e-6, 1.0, 1e4]), st.sampled_from(list(QUANTIZERS)))
 def test_a_search_is_never_worse(seed, size, name):
     weight = random_weight(2, 8, 96, seed=seed, size=size)
@@ -99,17 +99,14 @@ def test_stacks_are_quantized_matrix_by_matrix(to):
 
 def test_errors_are_those_of_the_formats():
     """Relative errors of Gaussian weights, as tables of the formats give them."""
-    weight = random_weight(64, 704)
+    weight = random_weight(32, 704)
     errors = {name: measure_error(weight, quantizer(weight)).relative for name, quantizer in QUANTIZERS.items()}
     errors["fp8"] = measure_error(weight, quantize_weight(weight, "fp8")).relative
     expected = {"nvfp4": 0.082, "int4": 0.087, "int4 with a minimum": 0.076, "fp8": 0.0265}
     assert errors == pytest.approx(expected, rel=0.03)
-    both = measure_error(
-        weight[:20],
-        quantize_nvfp4(weight)._replace(codes=quantize_nvfp4(weight).codes[:20], scale=quantize_nvfp4(weight).scale[:20]),
-    )
-    rest = measure_error(
-        weight[20:],
-        quantize_nvfp4(weight)._replace(codes=quantize_nvfp4(weight).codes[20:], scale=quantize_nvfp4(weight).scale[20:]),
-    )
-    assert (both + rest).relative == pytest.approx(errors["nvfp4"])
+    packed = quantize_nvfp4(weight)
+    halves = [
+        measure_error(weight[rows], packed._replace(codes=packed.codes[rows], scale=packed.scale[rows]))
+        for rows in (slice(20), slice(20, None))
+    ]
+    assert (halves[0] + halves[1]).relative == pytest.approx(errors["nvfp4"])

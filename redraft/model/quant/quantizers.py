@@ -104,7 +104,7 @@ def quantize_nvfp4(weight: Tensor, parts: int = 1, *, search: bool = True) -> Nv
     best = _search(blocks, NVFP4_TARGETS if search else (E2M1[-1],), round_with)
     scale = _clear_padding(best.fields[0], inputs, nvfp4.GROUP).to(FP8_DTYPE)
     global_scale = (1 / reciprocal)[..., None].repeat_interleave(parts, dim=-1)
-    return Nvfp4Tensor(pack_nibbles(best.codes.flatten(-2)), scale, global_scale)
+    return Nvfp4Tensor(pack_nibbles(best.codes.flatten(-2)[..., :inputs]), scale, global_scale)
 
 
 def quantize_int4(weight: Tensor, *, with_minimum: bool = False, search: bool = True) -> Int4Tensor:
@@ -135,7 +135,7 @@ def quantize_int4(weight: Tensor, *, with_minimum: bool = False, search: bool = 
     plain = 1.0 if with_minimum else 7.5
     best = _search(blocks, candidates if search else (plain,), round_with)
     fields = [_clear_padding(field, inputs, int4.GROUP).bfloat16() for field in best.fields]
-    return Int4Tensor(pack_nibbles(best.codes.flatten(-2)), *fields)
+    return Int4Tensor(pack_nibbles(best.codes.flatten(-2)[..., :inputs]), *fields)
 
 
 def quantize_weight(weight: Tensor, to: str, parts: int = 1) -> PackedTensor:
