@@ -29,6 +29,9 @@ COMPACT = replace(
     layer_types=(SLIDING, FULL),
 )
 Compress = Callable[[Tensor], dict[str, Tensor]]
+NVFP4 = "nvfp4-pack-quantized"
+INT4 = "pack-quantized"
+FP8 = "float-quantized"
 EXPERTS = r".*\.experts\.\d+\.\w+_proj"
 ATTENTION = r".*\.decoder\.layers\.\d+\.self_attn\.[qkvo]_proj"
 DENSE = r".*\.decoder\.layers\.\d+\.mlp\.\w+_proj"
@@ -121,3 +124,39 @@ def compressed_config(*groups: dict, file_format: str) -> dict:
     """A `quantization_config` of compressed-tensors."""
     named = {f"group_{index}": group for index, group in enumerate(groups)}
     return {"quant_method": "compressed-tensors", "format": file_format, "config_groups": named, "ignore": ["lm_head"]}
+
+
+MODELOPT_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+
+
+def int4_layout(group, **options):
+    changes = {"group_size": group} if group else {"strategy": "channel", "group_size": None}
+    changes["symmetric"] = options.get("symmetric", True)
+    return {EXPERTS: compress_int4(group, **options)}, compressed_config(describe(INT4, **changes), file_format=INT4)
+
+
+LAYOUTS = {  # name -> (which modules are compressed how, quantization_config)
+    "ModelOpt": ({EXPERTS: compress_modelopt}, MODELOPT_CONFIG),
+    "NVFP4": ({EXPERTS: compress_nvfp4, DENSE: compress_nvfp4}, compressed_config(describe(NVFP4), file_format=NVFP4)),
+    "int4": int4_layout(32),
+    "int4, zero points": int4_layout(32, symmetric=False),
+    "int4, float16": int4_layout(32, dtype=torch.float16),
+    "int4, groups of 16": int4_layout(16),
+    "int4, channels": int4_layout(None),
+    "fp8": ({EXPERTS: compress_fp8, ATTENTION: compress_fp8}, compressed_config(describe(FP8), file_format=FP8)),
+    "mixed": (
+        {EXPERTS: compress_nvfp4, ATTENTION: compress_fp8, DENSE: compress_int4(32)},
+        compressed_config(
+            describe(NVFP4, own=True), describe(FP8, own=True), describe(INT4, own=True), file_format="mixed-precision"
+        ),
+    ),
+}
+
+
+def logits(model) -> torch.Tensor:
+    """Logits of a canvas after a prompt."""
+    ids = torch.arange(16, 40).view(2, 12)
+    cache = model.new_cache(2, 12)
+    with torch.inference_mode():
+        model.encode(ids, cache)
+        return model.denoise(ids.flip(1), None, cache)

@@ -6,6 +6,7 @@ Shapes: E matrices of a stack, O rows, I inputs, K groups of inputs that share a
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -45,7 +46,7 @@ SCALE_DTYPES = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True)
-class StoredMatrices:
+class StoredMatrices(ABC):
     """A matrix, or a stack of matrices. The rows of a matrix are those of its modules: gate and up of an expert, or one."""
 
     tensors: CheckpointTensors = field(repr=False)
@@ -82,11 +83,13 @@ class StoredMatrices:
         packed = self._pack()
         return packed if self.is_stack or packed is None else packed.select(0)
 
+    @abstractmethod
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError
+        """The numbers of the matrices as a stack."""
 
+    @abstractmethod
     def _pack(self) -> PackedTensor | None:
-        raise NotImplementedError
+        """The packed matrices as a stack."""
 
     def _stack(self, kind: str, prepare: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
         """The tensors of one kind [E, O, ...]: those of the modules of a matrix one below the other."""

@@ -11,16 +11,18 @@ import pytest
 import tiny
 import torch
 from compressed_folders import (
-    ATTENTION,
     COMPACT,
     DENSE,
     EXPERTS,
-    compress_fp8,
+    FP8,
+    INT4,
+    LAYOUTS,
+    NVFP4,
     compress_int4,
     compress_modelopt,
-    compress_nvfp4,
     compressed_config,
     describe,
+    logits,
     save_compressed,
 )
 from safetensors.torch import load_file, save_file
@@ -31,35 +33,6 @@ from redraft.config import ConfigError
 from redraft.kernels.packed import FORMATS, dequantize_packed
 from redraft.model.quant.layers import PackedLinear
 from redraft.model.quant.policy import QuantPolicy
-
-NVFP4 = "nvfp4-pack-quantized"
-INT4 = "pack-quantized"
-FP8 = "float-quantized"
-MODELOPT_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
-
-
-def int4_layout(group, **options):
-    changes = {"group_size": group} if group else {"strategy": "channel", "group_size": None}
-    changes["symmetric"] = options.get("symmetric", True)
-    return {EXPERTS: compress_int4(group, **options)}, compressed_config(describe(INT4, **changes), file_format=INT4)
-
-
-LAYOUTS = {  # name -> (which modules are compressed how, quantization_config)
-    "ModelOpt": ({EXPERTS: compress_modelopt}, MODELOPT_CONFIG),
-    "NVFP4": ({EXPERTS: compress_nvfp4, DENSE: compress_nvfp4}, compressed_config(describe(NVFP4), file_format=NVFP4)),
-    "int4": int4_layout(32),
-    "int4, zero points": int4_layout(32, symmetric=False),
-    "int4, float16": int4_layout(32, dtype=torch.float16),
-    "int4, groups of 16": int4_layout(16),
-    "int4, channels": int4_layout(None),
-    "fp8": ({EXPERTS: compress_fp8, ATTENTION: compress_fp8}, compressed_config(describe(FP8), file_format=FP8)),
-    "mixed": (
-        {EXPERTS: compress_nvfp4, ATTENTION: compress_fp8, DENSE: compress_int4(32)},
-        compressed_config(
-            describe(NVFP4, own=True), describe(FP8, own=True), describe(INT4, own=True), file_format="mixed-precision"
-        ),
-    ),
-}
 
 
 @pytest.fixture(scope="module", name="saved")
@@ -150,15 +123,6 @@ def dense_logits(folder, modules) -> torch.Tensor:
     expected = expected_weights(modules)
     plain = {name: expected[name] if name in expected else tensors[name] for name in tensors}
     return logits(checkpoint.from_state_dict(COMPACT, plain, dtype=torch.float32))
-
-
-def logits(model) -> torch.Tensor:
-    """Logits of a canvas after a prompt."""
-    ids = torch.arange(16, 40).view(2, 12)
-    cache = model.new_cache(2, 12)
-    with torch.inference_mode():
-        model.encode(ids, cache)
-        return model.denoise(ids.flip(1), None, cache)
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ("fp8", "mixed")])

@@ -10,9 +10,18 @@ import compressed_reference as reference
 import pytest
 import tiny
 import torch
-from compressed_folders import ATTENTION, COMPACT, EXPERTS, compress_int4, compressed_config, describe, save_compressed
+from compressed_folders import (
+    ATTENTION,
+    COMPACT,
+    EXPERTS,
+    LAYOUTS,
+    compress_int4,
+    compressed_config,
+    describe,
+    logits,
+    save_compressed,
+)
 from safetensors import safe_open
-from test_compressed import LAYOUTS, logits
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
