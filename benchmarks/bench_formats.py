@@ -1,9 +1,9 @@
 """What each weight format costs a model: bits per byte of the causal half and of the denoiser, and perplexity of samples.
 
 Every format scores the same texts with the same noise, and samples with the same seeds. The cost is the difference to the
-stored weights; its error bar is the standard error of the mean over batches of 16 texts. "all layers": attention, dense MLP
+stored weights; its error bar is the standard error of the mean over batches of texts. "all layers": attention, dense MLP
 and experts are rounded, then computed in float32. "as run": what `--quant` gives, with fp8 layers that round their
-activations too. The perplexity of samples is that of a judge, with the standard error over batches of 16. The last line is
+activations too. The perplexity of samples is that of a judge, with the standard error over batches. The last line is
 JSON.
 
     python benchmarks/bench_formats.py --data DATA [--count 160] [--levels 8] [--judge DATA/teacher --samples 256]
@@ -30,7 +30,6 @@ from redraft.model.quant.quantizers import measure_error, quantize_int4, quantiz
 from redraft.train.evals import likelihood, samples, tasks
 from redraft.train.evals.judge import LlamaJudge
 
-BATCH = 16
 Quantizer = Callable[[Tensor], PackedTensor]
 ALL_LAYERS: dict[str, Quantizer] = {
     "fp8": lambda weight: quantize_weight(weight, "fp8"),
@@ -79,8 +78,8 @@ def score(subject: writer.Writer, texts: list[str], options: argparse.Namespace,
     """Scores the texts batch by batch, with the same noise for every format."""
     causal = []
     denoiser = []
-    for begin in range(0, len(texts), BATCH):
-        batch = texts[begin : begin + BATCH]
+    for begin in range(0, len(texts), options.batch):
+        batch = texts[begin : begin + options.batch]
         causal.append(likelihood.autoregressive(subject.model, subject.tokenizer, batch).bits_per_byte)
         bound = likelihood.nelbo(subject.model, subject.tokenizer, batch, options.canvas, options.levels)
         denoiser.append(bound.bits_per_byte)
@@ -90,7 +89,7 @@ def score(subject: writer.Writer, texts: list[str], options: argparse.Namespace,
         stories = samples.sample(engine, subject.tokenizer, tasks.STORY_PROMPT, options.samples, subject.sampler)
         judge = LlamaJudge(options.judge, subject.model.device)
         texts = [tasks.STORY_PROMPT + text for text in stories.texts]
-        nats = [math.log(judge(texts[begin : begin + BATCH])) for begin in range(0, len(texts), BATCH)]
+        nats = [math.log(judge(texts[begin : begin + options.batch])) for begin in range(0, len(texts), options.batch)]
     return Scores(causal, denoiser, nats, error)
 
 
@@ -130,6 +129,7 @@ def main() -> None:
     parser.add_argument("--canvas", type=int, default=64)
     parser.add_argument("--judge", default=None)
     parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=16, help="texts in a batch: error bars are over batches")
     options = parser.parse_args()
     console = Console(stderr=True, highlight=False, width=140)
     found = measure(options, console)
@@ -158,8 +158,8 @@ def main() -> None:
             "perplexity": perplexity,
         }
     console.print(table)
-    settings = {name: getattr(options, name) for name in ("model", "count", "levels", "canvas", "samples")}
-    print(json.dumps({**settings, "batch": BATCH, "formats": rows}))
+    settings = {name: getattr(options, name) for name in ("model", "count", "levels", "canvas", "samples", "batch")}
+    print(json.dumps({**settings, "formats": rows}))
 
 
 if __name__ == "__main__":

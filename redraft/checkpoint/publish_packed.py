@@ -19,8 +19,8 @@ from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor
 from redraft.kernels.nibbles import pack_pairs, unpack_nibbles
 from redraft.kernels.nvfp4 import Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
+from redraft.model.quant.quantizers import FP8_SCALE_DTYPE
 
-FP8_SCALE_DTYPE = torch.bfloat16
 FILE_FORMATS = {"fp8": FLOAT_QUANTIZED, "nvfp4": NVFP4_PACKED, "int4": INT4_PACKED}
 FP8_ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
 SCHEMES: dict[str, dict[str, Any]] = {

@@ -9,6 +9,7 @@ never used. A shard has its place in the plan, and gets its name when it is whol
 
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -272,6 +273,8 @@ def _write_unit(file: TensorFileWriter, unit: Unit, weight: Tensor | StoredWeigh
             file.write(name, tensor)
         matrices = piece.shape[0] if len(piece.shape) == 3 else 1
         projection.add(_count(matrices, matrices * weight.shape[-1] * weight.shape[-2], error))
+    if not math.isfinite(projection.squares):
+        raise CheckpointError(f"tensor {unit.source} holds NaN or infinite numbers; the file is damaged: download it again")
     return projection
 
 

@@ -25,7 +25,8 @@ SMALLEST_E4M3 = 2.0**-9
 SMALLEST_AMAX = 1e-30  # a matrix of zeros has a global scale too
 # The largest number of a block is mapped to these numbers of e2m1, whose own largest is 6. A tie goes to the first.
 NVFP4_TARGETS = (7.32, 6.6, 6.0, 5.4, 4.8, 4.2, 4.0)
-INT4_TARGETS = tuple(7.5 / share for share in (1.06, 1.0, 0.94, 0.88, 0.82, 0.76))
+# The same for integers from -8 to 7. 7 and 8 are among them, so that weights which are rounded already stay as they are.
+INT4_TARGETS = (7.0, 7.075, 7.5, 8.0, 8.52, 9.15, 9.87)
 RANGE_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a block's range, for int4 with a minimum
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between neighbours of e2m1
 
@@ -44,29 +45,27 @@ def e2m1_codes(numbers: Tensor) -> Tensor:
 
 
 class _Rounded(NamedTuple):
-    """One candidate: what a block becomes with it."""
+    """One candidate: what the blocks become with it."""
 
     codes: Tensor  # uint8 [..., K, G]
-    numbers: Tensor  # float32 [..., K, G]
     fields: tuple[Tensor, ...]  # scale, and minimum if there is one, [..., K]
+    numbers: Tensor  # float32 [..., K, G]
 
 
-def _search(blocks: Tensor, candidates: tuple[float, ...], round_with: Callable[[float], _Rounded]) -> _Rounded:
-    """Returns, block by block, the candidate with the least squared error."""
-    best = round_with(candidates[0])
-    if len(candidates) == 1:
-        return best
-    least = (best.numbers - blocks).square_().sum(dim=-1)
+def _search(
+    blocks: Tensor, candidates: tuple[float, ...], round_with: Callable[[float], _Rounded]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Returns codes and fields: block by block those of the candidate with the least squared error."""
+    codes, fields, numbers = round_with(candidates[0])
+    least = numbers.sub_(blocks).square_().sum(dim=-1)
     for candidate in candidates[1:]:
         rounded = round_with(candidate)
-        error = (rounded.numbers - blocks).square_().sum(dim=-1)
+        error = rounded.numbers.sub_(blocks).square_().sum(dim=-1)
         is_better = error < least
         least = torch.where(is_better, error, least)
-        codes = torch.where(is_better[..., None], rounded.codes, best.codes)
-        numbers = best.numbers  # not needed again
-        fields = tuple(torch.where(is_better, new, old) for new, old in zip(rounded.fields, best.fields, strict=True))
-        best = _Rounded(codes, numbers, fields)
-    return best
+        codes = torch.where(is_better[..., None], rounded.codes, codes)
+        fields = tuple(torch.where(is_better, new, old) for new, old in zip(rounded.fields, fields, strict=True))
+    return codes, fields
 
 
 def _to_blocks(weight: Tensor, group: int) -> Tensor:
@@ -99,12 +98,12 @@ def quantize_nvfp4(weight: Tensor, parts: int = 1, *, search: bool = True) -> Nv
         scale = wished.clamp(SMALLEST_E4M3, FP8_MAX).to(FP8_DTYPE).float()
         step = (scale / reciprocal[..., None, None])[..., None]
         codes = e2m1_codes(blocks / step)
-        return _Rounded(codes, values[codes.int()] * step, (scale,))
+        return _Rounded(codes, (scale,), values[codes.int()] * step)
 
-    best = _search(blocks, NVFP4_TARGETS if search else (E2M1[-1],), round_with)
-    scale = _clear_padding(best.fields[0], inputs, nvfp4.GROUP).to(FP8_DTYPE)
+    codes, fields = _search(blocks, NVFP4_TARGETS if search else (E2M1[-1],), round_with)
+    scale = _clear_padding(fields[0], inputs, nvfp4.GROUP).to(FP8_DTYPE)
     global_scale = (1 / reciprocal)[..., None].repeat_interleave(parts, dim=-1)
-    return Nvfp4Tensor(pack_nibbles(best.codes.flatten(-2)[..., :inputs]), scale, global_scale)
+    return Nvfp4Tensor(pack_nibbles(codes.flatten(-2)[..., :inputs]), scale, global_scale)
 
 
 def quantize_int4(weight: Tensor, *, with_minimum: bool = False, search: bool = True) -> Int4Tensor:
@@ -122,20 +121,22 @@ def quantize_int4(weight: Tensor, *, with_minimum: bool = False, search: bool = 
     def round_symmetric(target: float) -> _Rounded:
         scale = (amax / target).clamp(min=SMALLEST_AMAX).bfloat16().float()
         steps = (blocks / scale[..., None]).round_().clamp_(-int4.ZERO, int4.ZERO - 1)
-        return _Rounded((steps + int4.ZERO).to(torch.uint8), steps * scale[..., None], (scale,))
+        return _Rounded((steps + int4.ZERO).to(torch.uint8), (scale,), steps * scale[..., None])
 
     def round_range(share: float) -> _Rounded:
         cut = (high - low) * ((1 - share) / 2)
         minimum = (low + cut).bfloat16().float()
         scale = ((high - cut - minimum) / 15).clamp(min=SMALLEST_AMAX).bfloat16().float()
         steps = ((blocks - minimum[..., None]) / scale[..., None]).round_().clamp_(0, 15)
-        return _Rounded(steps.to(torch.uint8), steps * scale[..., None] + minimum[..., None], (scale, minimum))
+        return _Rounded(steps.to(torch.uint8), (scale, minimum), steps * scale[..., None] + minimum[..., None])
 
     round_with = round_range if with_minimum else round_symmetric
     plain = 1.0 if with_minimum else 7.5
-    best = _search(blocks, candidates if search else (plain,), round_with)
-    fields = [_clear_padding(field, inputs, int4.GROUP).bfloat16() for field in best.fields]
-    return Int4Tensor(pack_nibbles(best.codes.flatten(-2)[..., :inputs]), *fields)
+    codes, fields = _search(blocks, candidates if search else (plain,), round_with)
+    return Int4Tensor(
+        pack_nibbles(codes.flatten(-2)[..., :inputs]),
+        *(_clear_padding(field, inputs, int4.GROUP).bfloat16() for field in fields),
+    )
 
 
 def quantize_weight(weight: Tensor, to: str, parts: int = 1) -> PackedTensor:
