@@ -1,4 +1,4 @@
-"""Policy: which format each weight gets, by part, stored format, device and the user's wishes; and what loading says of it."""
+"""Policy: which format each weight gets, by part, stored format, device and the user's wishes; what loading says of it."""
 
 from dataclasses import dataclass, field, replace
 
