@@ -78,15 +78,17 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     quant: str | None = None,
+    keep_bf16: bool = False,
     verify_with: str | Path | None = None,
 ) -> "Writer":
     """Loads a Writer from a checkpoint folder or a hub id; by default, the small model that ships with redraft.
 
     "tiny" and "sudoku" name the models in the package. Without a dtype, weights keep their stored precision, or become
-    float32 on a CPU that has no bf16 arithmetic. `quant="fp8"` quantizes the layers while loading. `verify_with` is a
+    float32 on a CPU that has no bf16 arithmetic. `quant="nvfp4"`, "int4" or "fp8" rounds the experts while loading, and the
+    other layers to fp8, except with `keep_bf16`; see QuantPolicy. `verify_with` is a
     checkpoint with the same vocabulary that verifies what this one drafts, in checked and exact mode (docs/verified.md).
     """
-    options = {"device": device, "dtype": dtype, "quant": quant}
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
     model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options)
     if verify_with is None:
         return Writer(model, tokenizer, sampler)

@@ -6,18 +6,25 @@ names.py             file names, and our tensor names -> the published ones of D
 published_config.py  the JSON files <-> ModelConfig and SamplerConfig
 find.py              a folder, a packaged model or a hub id -> the folder of the checkpoint
 tensors.py           the tensors of a folder, memory-mapped
+quantization.py      how the weights of config.json are quantized
+compressed.py        quantized weights of compressed-tensors and ModelOpt, under the names of the bf16 layout
 manifest.py          checks that the files of a folder were saved together
 load.py              tensors -> model
 atomic_folder.py     replaces a folder as a whole
+publish_packed.py    packed weights in the layout of compressed-tensors
 save.py              model -> folder
+tensor_file.py       writes a safetensors file tensor by tensor
+quantize.py          folder -> quantized folder, weight by weight
+part_sizes.py        bits and bytes of the parts of a checkpoint
 parts.py             folder -> model, tokenizer and sampler settings on a device
 """
 
 from redraft.checkpoint.atomic_folder import check_target, put_in_place, replace_folder, sync_files
 from redraft.checkpoint.find import PACKAGED, find
-from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model
+from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model, open_weights
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.names import CheckpointError, published_name
+from redraft.checkpoint.part_sizes import PartSize, measure_parts
 from redraft.checkpoint.parts import load_checkpoint, load_verifier
 from redraft.checkpoint.published_config import (
     parse_model_config,
@@ -27,6 +34,7 @@ from redraft.checkpoint.published_config import (
     read_model_config,
     read_sampler_config,
 )
+from redraft.checkpoint.quantize import QuantizeOptions, quantize_checkpoint
 from redraft.checkpoint.save import save
 from redraft.checkpoint.tensors import folder_with_vision
 
@@ -34,6 +42,8 @@ __all__ = [
     "PACKAGED",
     "PRECISIONS",
     "CheckpointError",
+    "PartSize",
+    "QuantizeOptions",
     "check_target",
     "find",
     "folder_with_vision",
@@ -42,12 +52,15 @@ __all__ = [
     "load_checkpoint",
     "load_model",
     "load_verifier",
+    "measure_parts",
+    "open_weights",
     "parse_model_config",
     "parse_sampler_config",
     "publish_model_config",
     "publish_sampler_config",
     "published_name",
     "put_in_place",
+    "quantize_checkpoint",
     "read_model_config",
     "read_sampler_config",
     "replace_folder",

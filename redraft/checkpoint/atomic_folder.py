@@ -51,7 +51,7 @@ def replace_folder(folder: str | Path, *, force: bool = False) -> Iterator[Path]
     part = target.with_name(f".{target.name}.part-{secrets.token_hex(4)}")
     part.mkdir()
     try:
-        with _locked(part):
+        with lock_folder(part):
             if target.exists():
                 shutil.copymode(target, part)  # before anything is written: the old folder may be private
             yield part
@@ -153,12 +153,12 @@ def _remove_leftovers(target: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(target.name)}\.({kinds})-[0-9a-f]{{8}}")
     for path in target.parent.iterdir():
         if pattern.fullmatch(path.name) and path.is_dir():
-            with suppress(OSError), _locked(path):
+            with suppress(OSError), lock_folder(path):
                 shutil.rmtree(path)
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Holds a lock on a folder. The system releases it when the process ends. Raises BlockingIOError if another has it."""
     try:
         import fcntl

@@ -6,34 +6,63 @@ mapped file. On a GPU each is copied from the mapped file and converted there, s
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from redraft.checkpoint.compressed import QuantizedTensors
 from redraft.checkpoint.manifest import verify_files
-from redraft.checkpoint.names import DECODER, ENCODER, CheckpointError, Layout, find_layout, published_name, tied_name
+from redraft.checkpoint.names import (
+    CONFIG,
+    DECODER,
+    ENCODER,
+    CheckpointError,
+    Layout,
+    find_layout,
+    published_name,
+    tied_name,
+)
 from redraft.checkpoint.published_config import read_model_config
+from redraft.checkpoint.quantization import read_quantization
 from redraft.checkpoint.tensors import CheckpointTensors
-from redraft.config import ModelConfig
-from redraft.kernels.fp8 import FP8_DTYPE
-from redraft.model import quant
+from redraft.config import ModelConfig, read_json
+from redraft.kernels.packed import FORMATS, PackedTensor
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.quant.conversion import Converter, log_conversions
+from redraft.model.quant.layers import PackedExperts, PackedLinear
+from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QuantPolicy, Target, part_of
+from redraft.model.quant.stored import StoredWeight
 
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_model(
-    folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    policy: QuantPolicy | None = None,
 ) -> DiffusionGemma:
     """Loads the model of a folder. Without a dtype, weights keep the precision they are stored in."""
+    config, tensors = open_weights(folder, device)
+    return from_state_dict(config, tensors, dtype=dtype, device=device, policy=policy)
+
+
+def open_weights(
+    folder: str | Path, device: torch.device | str = "cpu"
+) -> tuple[ModelConfig, Mapping[str, Tensor | StoredWeight]]:
+    """The shape of a checkpoint and its weights under the names of the bf16 layout. Only headers are read.
+
+    Tensors are read onto the device, where experts that are stored apart are stacked.
+    """
     with verify_files(folder):
         config = read_model_config(folder)
         stored = CheckpointTensors(Path(folder), device)
+        quantization = read_quantization(Path(folder), read_json(Path(folder) / CONFIG), str(Path(folder) / CONFIG))
     _compare_sizes(config, stored)
-    # Experts are stacked on the device already, where it is fast.
-    tensors: Mapping[str, Tensor] = quant.StackedExpertTensors(stored) if config.quant else stored
-    return from_state_dict(config, tensors, dtype=dtype, device=device)
+    return config, QuantizedTensors(stored, quantization) if quantization else stored
 
 
 def _compare_sizes(config: ModelConfig, tensors: CheckpointTensors) -> None:
@@ -76,48 +105,94 @@ def lay_out_for_cpu(model: DiffusionGemma) -> DiffusionGemma:
 
 def from_state_dict(
     config: ModelConfig,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | StoredWeight],
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    policy: QuantPolicy | None = None,
 ) -> DiffusionGemma:
-    """Makes a model whose weights are these published tensors. Without a dtype, it has the precision of the embedding."""
+    """Makes a model whose weights are these published tensors. Without a dtype, it has the precision of the embedding.
+
+    The policy says which weights are packed, and how; by default, as the device runs them best. Each weight is read,
+    converted and put in its place before the next one is read.
+    """
     with torch.device("meta"):
         model = DiffusionGemma(config)
-        model = quant.quantize_fp8(model) if config.quant else model
     expected = model.state_dict()
     available = set(tensors)  # asking a Mapping `name in tensors` may read the whole tensor
     layout = find_layout(available, is_causal_only=config.is_causal_only)
-    _refuse_unknown_tensors(tensors, available, {published_name(name, layout) for name in expected}, layout)
+    refuse_unknown_tensors(tensors, available, {published_name(name, layout) for name in expected}, layout)
+    converter = Converter(policy or QuantPolicy.for_device(device), device)
     weights: dict[str, Tensor] = {}
+    experts: dict[str, Tensor | PackedTensor] = {}  # of one layer, until both are there
     for name, placeholder in expected.items():
-        # First to the device, then to the precision: a conversion on the way would be computed on the host.
-        weight = _fetch(tensors, available, published_name(name, layout), placeholder).to(device)
-        is_quantized = placeholder.dtype == FP8_DTYPE or quant.is_scale(name)
-        model_dtype = dtype or (weights["embed_tokens.weight"].dtype if weights else weight.dtype)
-        weights[name] = weight.to(placeholder.dtype if is_quantized else model_dtype)
-    model.load_state_dict(weights, assign=True)
+        stored = fetch_weight(tensors, available, published_name(name, layout), placeholder)
+        dtype = dtype or (stored.dtype if isinstance(stored, Tensor) else torch.bfloat16)
+        weight = converter.convert(name, stored, dtype)
+        module_name, _, last = name.rpartition(".")
+        if part_of(name) in EXPERTS:
+            experts[last] = weight
+            if len(experts) == 2:
+                weights |= _install_experts(model, module_name, experts, converter)
+                experts = {}
+        elif isinstance(weight, Tensor):
+            weights[name] = weight
+        else:
+            model.set_submodule(module_name, PackedLinear(weight))
+    _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    assert not unexpected, unexpected
+    model.config = replace(config, quant=packed_formats(model))
+    model.conversions = converter.describe()
+    log_conversions(model.conversions)
     return model.eval().requires_grad_(False)
 
 
-def _fetch(tensors: Mapping[str, Tensor], available: set[str], name: str, placeholder: Tensor) -> Tensor:
+def _install_experts(
+    model: DiffusionGemma, name: str, weights: dict[str, Tensor | PackedTensor], converter: Converter
+) -> dict[str, Tensor]:
+    """Puts the experts of a layer in place if they are packed, else returns them. If one weight is packed, both are."""
+    if all(isinstance(weight, Tensor) for weight in weights.values()):
+        return {f"{name}.{part}": weight for part, weight in weights.items() if isinstance(weight, Tensor)}
+    packed = {}
+    for part, weight in weights.items():
+        if isinstance(weight, Tensor):
+            converted = converter.convert_to(Target("fp8"), f"{name}.{part}", weight, weight.dtype)
+            assert not isinstance(converted, Tensor)
+            packed[part] = converted
+        else:
+            packed[part] = weight
+    model.set_submodule(name, PackedExperts(packed["gate_up_proj"], packed["down_proj"]))
+    return {}
+
+
+def packed_formats(model: DiffusionGemma) -> str | None:
+    """The formats of a model's packed weights in one word, "nvfp4+fp8"; None if it has none."""
+    layers = (module for module in model.modules() if isinstance(module, PackedLinear | PackedExperts))
+    formats = {FORMATS[kind] for layer in layers for kind in layer.formats}
+    return "+".join(name for name in QUANT_FORMATS if name in formats) or None
+
+
+def fetch_weight(
+    tensors: Mapping[str, Tensor | StoredWeight], available: set[str], name: str, placeholder: Tensor
+) -> Tensor | StoredWeight:
     """Returns a published tensor, checked against the shape and kind of the model's."""
     if name not in available and name.startswith(ENCODER):
         name = DECODER + name.removeprefix(ENCODER)  # some trainers drop the encoder's scalars; released ones are equal
     try:
         tensor = tensors[name]
-    except KeyError:  # it is missing, or one expert of a stack is
+    except KeyError:
         raise CheckpointError(f"the checkpoint has no tensor {name}") from None
-    if tensor.shape != placeholder.shape:
+    if tuple(tensor.shape) != tuple(placeholder.shape):
         expected = list(placeholder.shape)
         raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, config.json describes {expected}")
-    is_fp8 = tensor.dtype == FP8_DTYPE
-    if is_fp8 != (placeholder.dtype == FP8_DTYPE) or not (is_fp8 or tensor.dtype in PRECISIONS):
+    if isinstance(tensor, Tensor) and tensor.dtype not in PRECISIONS:
         raise CheckpointError(f"tensor {name} is {tensor.dtype}; redraft reads {', '.join(map(str, PRECISIONS))}")
     return tensor
 
 
-def _refuse_unknown_tensors(tensors: Mapping[str, Tensor], available: set[str], expected: set[str], layout: Layout) -> None:
+def refuse_unknown_tensors(
+    tensors: Mapping[str, Tensor | StoredWeight], available: set[str], expected: set[str], layout: Layout
+) -> None:
     """Refuses tensors that the model has no place for, and duplicates that differ from the tensor they are tied to.
 
     Duplicates are compared in full, which reads both tensors once more; checkpoints saved by transformers have none.
@@ -128,5 +203,10 @@ def _refuse_unknown_tensors(tensors: Mapping[str, Tensor], available: set[str], 
         original = tied_name(name, layout)
         if original is None or original not in expected:
             raise CheckpointError(f"the checkpoint has a tensor that this model does not have: {name[:200]}")
-        if original in available and not torch.equal(tensors[name], tensors[original]):
+        if original in available and not _is_equal(tensors[name], tensors[original]):
             raise CheckpointError(f"{name} differs from {original}, which it should repeat; redraft runs tied weights only")
+
+
+def _is_equal(weight: Tensor | StoredWeight, other: Tensor | StoredWeight) -> bool:
+    numbers = (each if isinstance(each, Tensor) else each.dequantize() for each in (weight, other))
+    return torch.equal(*numbers)

@@ -12,7 +12,7 @@ from redraft.checkpoint.published_config import read_model_config, read_sampler_
 from redraft.config import SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.quant import FP8, quantize_fp8
+from redraft.model.quant import QuantPolicy
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError, check_same_vocabulary
 
 
@@ -22,11 +22,12 @@ def load_checkpoint(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     quant: str | None = None,
+    keep_bf16: bool = False,
+    prefer_small: bool = False,
 ) -> tuple[DiffusionGemma, Tokenizer, SamplerConfig]:
-    """The parts of a Writer, for a caller that wants no engine."""
-    if quant not in (None, FP8):
-        raise ValueError(f"there is no quantization {quant!r}; try {FP8}")
+    """The parts of a Writer, for a caller that wants no engine. `quant` and what follows: see QuantPolicy."""
     device = select_device(device)
+    policy = QuantPolicy.for_device(device, quant=quant, keep_bf16=keep_bf16, prefer_small=prefer_small)
     folder = find(path_or_id)
     with verify_files(folder):
         config = read_model_config(folder)
@@ -37,10 +38,8 @@ def load_checkpoint(
                 f"{config.vocab_size}: use the tokenizer of this checkpoint"
             )
         sampler = read_sampler_config(folder, config)
-        model = load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device)
-    if quant == FP8 and not model.config.quant:
-        model = quantize_fp8(model)
-    elif not has_bf16(device):
+        model = load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device, policy=policy)
+    if not has_bf16(device):
         model = lay_out_for_cpu(model)
     return model, tokenizer, sampler
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.checkpoint.names import CONFIG, GENERATION_CONFIG, REDRAFT_CONFIG
+from redraft.checkpoint.quantization import parse_quantization, read_quantization
 from redraft.checkpoint.tensors import read_draft_head_size
 from redraft.config import (
     FULL,
@@ -93,8 +94,14 @@ REDRAFT_KEYS = (
 def read_model_config(folder: str | Path) -> ModelConfig:
     """Reads config.json of a checkpoint folder, and the size of its draft head."""
     path = Path(folder) / CONFIG
-    config = parse_model_config(read_json(path), str(path))
-    return replace(config, draft_head_size=read_draft_head_size(Path(folder), config.hidden_size))
+    raw = read_json(path)
+    config = parse_model_config(raw, str(path))
+    quantization = read_quantization(Path(folder), raw, str(path))
+    return replace(
+        config,
+        quant=quantization.name if quantization else None,
+        draft_head_size=read_draft_head_size(Path(folder), config.hidden_size),
+    )
 
 
 def parse_model_config(raw: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
@@ -107,6 +114,7 @@ def parse_model_config(raw: Mapping[str, Any], source: str = CONFIG) -> ModelCon
         _refuse_variants(text, ALLOWED, source)
     else:
         _refuse_gemma4_variants(raw, text, source)
+    quantization = parse_quantization(raw, source)
     layer_types = _parse_layer_types(text, source)
     rope = _parse_rope(text, source)
     required = {name: _require(text, name, source) for name in REQUIRED_KEYS}
@@ -119,7 +127,7 @@ def parse_model_config(raw: Mapping[str, Any], source: str = CONFIG) -> ModelCon
         **rope,
         **only_diffusion,
         layer_types=layer_types,
-        quant=_parse_quantization(raw, source),
+        quant=quantization.name if quantization else None,
         pad_token_id=_first(text.get("pad_token_id"), 0),
         bos_token_id=_first(text.get("bos_token_id"), 2),
         eos_token_ids=require_ids("eos_token_id", _first(raw.get("eos_token_id"), text.get("eos_token_id"), 1)),
@@ -317,27 +325,6 @@ def _refuse_variants(text: Mapping[str, Any], allowed: Mapping[str, tuple[Any, .
     for name, values in allowed.items():
         if text.get(name) not in values:
             raise ConfigError(f"{source}: {name} is {show_value(text[name])}; redraft runs {values[-1]!r} only")
-
-
-def _parse_quantization(raw: Mapping[str, Any], source: str) -> str | None:
-    """Returns the name of the weight format: None for plain weights, "fp8" for compressed-tensors fp8 by channel."""
-    quantization = require_object(f"{source}: quantization_config", raw.get("quantization_config"))
-    if not quantization:
-        return None
-    method = quantization.get("quant_method")
-    file_format = quantization.get("format")
-    groups = require_object(f"{source}: config_groups", quantization.get("config_groups")).values()
-    schemes = [require_object(f"{source}: a group of quantization_config", group) for group in groups]
-    weights = [require_object(f"{source}: weights of a group", scheme.get("weights")) for scheme in schemes]
-    is_fp8_by_channel = bool(weights) and all(
-        (weight.get("num_bits"), weight.get("type"), weight.get("strategy")) == (8, "float", "channel") for weight in weights
-    )
-    if (method, file_format) == ("compressed-tensors", "float-quantized") and is_fp8_by_channel:
-        return "fp8"
-    raise ConfigError(
-        f"{source} is quantized as {method!r}, format {file_format!r}; redraft reads compressed-tensors fp8 by channel: "
-        "load that or the bf16 checkpoint instead"
-    )
 
 
 def _parse_layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Writes checkpoints in the published layout, which transformers loads. The folder is replaced as a whole."""
 
 import json
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from redraft.checkpoint.names import (
     REDRAFT_CONFIG,
     VISION,
     WEIGHTS,
+    CheckpointError,
+    Layout,
     published_name,
 )
+from redraft.checkpoint.publish_packed import publish_packed, publish_quantization
 from redraft.checkpoint.published_config import (
     parse_sampler_config,
     publish_model_config,
@@ -32,8 +36,11 @@ from redraft.checkpoint.published_config import (
 )
 from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import SMALLEST_VISION, SamplerConfig, write_text
-from redraft.model import quant
+from redraft.kernels.int4 import Int4Tensor
+from redraft.kernels.packed import FORMATS, PackedTensor
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.quant.layers import PackedExperts, PackedLinear
+from redraft.model.quant.policy import QUANTIZED_PARTS, part_of
 from redraft.tokenizer.tokenizer import Tokenizer
 
 SHARD_BYTES = 5 * 10**9
@@ -61,39 +68,75 @@ def save(
         config, tensors = _publish(model, vision_from)
         _write_weights(tensors, part, shard_bytes)
         sampler = sampler or parse_sampler_config({}, model.config)
-        generation, ours = publish_sampler_config(sampler, is_causal_only=model.config.is_causal_only)
-        _write_json(part / CONFIG, config)
-        _write_json(part / GENERATION_CONFIG, generation)
-        if tokenizer is not None:
-            tokenizer.save(part)
-        _write_json(part / REDRAFT_CONFIG, ours | {FILES: describe_files(part)})
+        write_settings(part, config, sampler, tokenizer, is_causal_only=model.config.is_causal_only)
     return Path(folder)
+
+
+def write_settings(
+    folder: Path, config: dict[str, Any], sampler: SamplerConfig, tokenizer: Tokenizer | None, *, is_causal_only: bool
+) -> None:
+    """Writes everything but the weights, which are there already: the manifest comes last and describes all files."""
+    generation, ours = publish_sampler_config(sampler, is_causal_only=is_causal_only)
+    write_json(folder / CONFIG, config)
+    write_json(folder / GENERATION_CONFIG, generation)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    write_json(folder / REDRAFT_CONFIG, ours | {FILES: describe_files(folder)})
 
 
 def _publish(model: DiffusionGemma, vision_from: str | Path | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The content of config.json, and the tensors by their published names."""
     layout = GEMMA4_TEXT if model.config.is_causal_only else DIFFUSION
-    tensors = {published_name(name, layout): tensor for name, tensor in model.state_dict().items()}
-    tensors = quant.split_experts(tensors) if model.config.quant else tensors
     config = publish_model_config(model.config, str(model.dtype).removeprefix("torch."))
-    if model.config.quant:
-        config["quantization_config"] = quant.quantization_config(model.config)
+    tensors, quantization = _publish_weights(model, layout)
+    if quantization:
+        config["quantization_config"] = quantization
     if model.config.is_causal_only:
         return config, tensors
     if vision_from is None:
         config["vision_config"] = dict(SMALLEST_VISION)
-        return config, tensors | _smallest_vision(model.config.hidden_size, model.dtype)
+        return config, tensors | smallest_vision(model.config.hidden_size, model.dtype)
     with verify_files(vision_from):
         source = CheckpointTensors(Path(vision_from))
         config["vision_config"] = dict(read_model_config(vision_from).vision)
     return config, tensors | {name: source[name] for name in source if name.startswith(VISION)}
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _publish_weights(model: DiffusionGemma, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """The text weights by their published names, and `quantization_config` if some are packed."""
+    packed: dict[str, PackedTensor] = {}
+    for module_name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            packed[f"{module_name}.weight"] = module.packed("weight")
+        elif isinstance(module, PackedExperts):
+            packed |= {f"{module_name}.{name}": module.packed(name) for name in ("gate_up_proj", "down_proj")}
+    is_buffer = re.compile("|".join(rf"{re.escape(name)}(_\w+)?" for name in packed)) if packed else re.compile("$^")
+    tensors = {
+        published_name(name, layout): tensor for name, tensor in model.state_dict().items() if not is_buffer.fullmatch(name)
+    }
+    if not packed:
+        return tensors, None
+    with torch.device("meta"):
+        shapes = {name: weight.shape for name, weight in DiffusionGemma(model.config).state_dict().items()}
+    for name, weight in packed.items():
+        tensors |= publish_packed(published_name(name, layout), weight, shapes[name][-1])
+    formats = {
+        name: FORMATS[type(packed[name])] if name in packed else None for name in shapes if part_of(name) in QUANTIZED_PARTS
+    }
+    with_minimum = {weight.minimum is not None for weight in packed.values() if isinstance(weight, Int4Tensor)}
+    if len(with_minimum) == 2:
+        raise CheckpointError(
+            "some 4-bit weights have a minimum and some have none: compressed-tensors has one kind for all"
+        )
+    return tensors, publish_quantization(model.config, formats, has_zero_points=True in with_minimum)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file of JSON as a whole."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
-def _smallest_vision(hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def smallest_vision(hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The three tensors of a vision tower without layers; without them transformers reports missing weights."""
     size = SMALLEST_VISION["hidden_size"]
     tower, projection = VISION
@@ -120,7 +163,7 @@ def _write_weights(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -
     weight_map = {name: file_name for file_name, names in zip(file_names, shards, strict=True) for name in names}
     if len(shards) > 1:
         total_size = sum(tensor.nbytes for tensor in tensors.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path, save_id: str) -> None:

@@ -1,5 +1,6 @@
 """The tensors of a folder of safetensors files, memory-mapped."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from redraft.checkpoint.names import DRAFT_HEAD, DRAFT_HEAD_PREFIX, INDEX, VISION, WEIGHTS, CheckpointError
 from redraft.config import read_json, require_regular_file, show_value
+
+DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -48,6 +51,14 @@ class CheckpointTensors(Mapping[str, Tensor]):
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, from the header of its file: its values are not read."""
         return list(self._files[self._file_of[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor in safetensors' words ("BF16", "F8_E4M3"), from the header of its file."""
+        return str(self._files[self._file_of[name]].get_slice(name).get_dtype())
+
+    def nbytes(self, name: str) -> int:
+        """The size of a tensor, from the header of its file."""
+        return math.prod(self.shape(name)) * DTYPE_BYTES.get(self.dtype(name), 1)
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of  # Mapping's own version would read the tensor

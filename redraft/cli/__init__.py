@@ -1,12 +1,13 @@
 """The command line.
 
-main.py       write, chat, quantize; user errors become one sentence
+main.py       write, chat; user errors become one sentence
 options.py    options that several commands share
 generation.py options of the commands that generate an answer
 edit.py       fill, edit
 augment.py    augment
 serve.py      serve
 info.py       info
+quantize.py   quantize
 warm.py       warm: builds GPU kernels ahead
 sudoku.py     sudoku
 train.py      train, eval

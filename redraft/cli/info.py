@@ -1,4 +1,4 @@
-"""The command redraft info: a checkpoint's shape, how it generates text, its memory, and what runs on this machine."""
+"""The command redraft info: a checkpoint's shape, how it generates text, formats and memory, and what runs here."""
 
 import platform
 from typing import Annotated
@@ -23,14 +23,19 @@ def info(
     config = ModelConfig()
     sampler = SamplerConfig()
     stored = None
+    parts: list[checkpoint.PartSize] = []
     if model:
         folder = checkpoint.find(model, weights=False)
         config = checkpoint.read_model_config(folder)
         sampler = checkpoint.read_sampler_config(folder, config)
         stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        if stored:  # a hub id is shown without its weights
+            parts = checkpoint.measure_parts(checkpoint.open_weights(folder)[1], is_causal_only=config.is_causal_only)
     console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)
     console.print(_shape_table(config))
     console.print(_generation_table(sampler))
+    if parts:
+        console.print(_stored_table(parts))
     console.print(_memory_table(config, stored))
     console.print(_machine_table())
 
@@ -75,6 +80,17 @@ def _generation_table(sampler: SamplerConfig) -> Table:
         table.add_row("temperature", f"{sampler.temperature:g}, of the causal half")
         table.add_row("draft length", f"{sampler.draft_length} tokens")
     table.add_row("max tokens", f"{sampler.max_new_tokens:,}")
+    return table
+
+
+def _stored_table(parts: list[checkpoint.PartSize]) -> Table:
+    """The formats of a checkpoint by part, as its files say."""
+    table = Table("stored", "weights", "format", "bits", "bytes", box=None, pad_edge=False)
+    for size in parts:
+        table.add_row(size.part, _si(size.weights), size.format, f"{size.bits:.2f}", _si(size.nbytes, "B"))
+    weights = sum(size.weights for size in parts)
+    nbytes = sum(size.nbytes for size in parts)
+    table.add_row("total", _si(weights), "", f"{8 * nbytes / weights:.2f}", _si(nbytes, "B"))
     return table
 
 

@@ -19,8 +19,7 @@ from typer.core import TyperGroup
 
 import redraft
 from redraft import checkpoint
-from redraft.checkpoint import load_checkpoint
-from redraft.cli import augment, edit, info, serve, sudoku, train, warm
+from redraft.cli import augment, edit, info, quantize, serve, sudoku, train, warm
 from redraft.cli.generation import (
     BestOf,
     Bound,
@@ -37,7 +36,7 @@ from redraft.cli.generation import (
     TopP,
     with_sampler,
 )
-from redraft.cli.options import Device, Dtype, Model, Quant, Seed, Threads, VerifyWith
+from redraft.cli.options import Device, Dtype, KeepBf16, Model, Quant, Seed, Threads, VerifyWith
 from redraft.cli.recording import Recording
 from redraft.cli.terminal import CanvasView, strip_control_characters, summary
 from redraft.cli.warm import show_builds, show_builds_until_first
@@ -118,11 +117,12 @@ def write(
     threads: Threads = None,
     dtype: Dtype = None,
     quant: Quant = None,
+    keep_bf16: KeepBf16 = False,
     verify_with: VerifyWith = None,
 ) -> None:
     """Answer a prompt, or continue it when the model has no chat template."""
     text = _read_prompt(prompt)
-    writer = _load(model, device, dtype, quant, verify_with)
+    writer = _load(model, device, dtype, verify_with, quant=quant, keep_bf16=keep_bf16)
     is_chat = writer.tokenizer.can_chat and not raw
     if not is_chat and (system or think):
         raise ValueError("--system and --think need a chat model; this one continues text")
@@ -187,10 +187,11 @@ def chat(
     threads: Threads = None,
     dtype: Dtype = None,
     quant: Quant = None,
+    keep_bf16: KeepBf16 = False,
     verify_with: VerifyWith = None,
 ) -> None:
     """Chat with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
-    writer = _load(model, device, dtype, quant, verify_with)
+    writer = _load(model, device, dtype, verify_with, quant=quant, keep_bf16=keep_bf16)
     options = GenerationOptions(
         max_tokens=max_tokens,
         seed=seed,
@@ -250,25 +251,7 @@ app.command()(warm.warm)
 app.command()(train.train)
 app.command("eval")(train.evaluate)
 app.command()(info.info)
-
-
-@app.command()
-def quantize(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id OWNER/NAME.")],
-    out: Annotated[str, typer.Argument(help="Folder to write.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace the checkpoint that the folder holds.")] = False,
-    device: Device = None,
-    threads: Threads = None,
-) -> None:
-    """Write a checkpoint with fp8 layers in the compressed-tensors format: about half the size."""
-    checkpoint.check_target(out, force=force)  # before the model is loaded
-    source = checkpoint.find(model)
-    with show_builds(_stderr(), message="quantizing"):
-        stored = checkpoint.load_model(source).dtype  # weights outside the fp8 layers keep this precision
-        quantized, tokenizer, sampler = load_checkpoint(source, device=device, dtype=stored, quant="fp8")
-        vision = checkpoint.folder_with_vision(source)
-        checkpoint.save(quantized, out, tokenizer=tokenizer, sampler=sampler, vision_from=vision, force=force)
-    print(out)
+app.command()(quantize.quantize)
 
 
 def _read_prompt(argument: str | None) -> str:
@@ -284,11 +267,17 @@ def _read_prompt(argument: str | None) -> str:
     return text
 
 
-def _load(model: str, device: str | None, dtype: str | None, quant: str | None, verify_with: str | None) -> Writer:
+def _load(
+    model: str, device: str | None, dtype: str | None, verify_with: str | None, *, quant: str | None, keep_bf16: bool
+) -> Writer:
     """Loads the model; shows a status line on stderr meanwhile."""
     folder = checkpoint.find(model or DEFAULT_MODEL)  # first: the status line would garble a download's progress bar
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
     with show_builds(_stderr(), message="loading"):
-        return redraft.load(folder, device=device, dtype=dtype, quant=quant, verify_with=verify_with)
+        writer = redraft.load(folder, verify_with=verify_with, **options)
+    for sentence in writer.model.conversions:
+        _stderr().print(sentence, style="bright_black", markup=False)
+    return writer
 
 
 def _stderr() -> Console:

@@ -58,7 +58,15 @@ Threads = Annotated[
         callback=_fix_threads,
     ),
 ]
-Quant = Annotated[str | None, typer.Option("--quant", help="fp8: quantize the layers while loading. [as stored]")]
+Quant = Annotated[
+    str | None,
+    typer.Option(
+        "--quant", help="nvfp4, int4 or fp8: round the experts to it while loading, the other layers to fp8. [as stored]"
+    ),
+]
+KeepBf16 = Annotated[
+    bool, typer.Option("--keep-bf16", help="Attention and dense MLP are not rounded to fp8 beside 4-bit experts.")
+]
 VerifyWith = Annotated[
     str | None,
     typer.Option("--verify-with", help="Another checkpoint that verifies what the model drafts; same vocabulary."),

@@ -11,7 +11,18 @@ import typer
 from rich.console import Console
 
 from redraft import writer
-from redraft.cli.options import Device, Dtype, Model, Quant, Threads, VerifyWith, option, parse_float, parse_int
+from redraft.cli.options import (
+    Device,
+    Dtype,
+    KeepBf16,
+    Model,
+    Quant,
+    Threads,
+    VerifyWith,
+    option,
+    parse_float,
+    parse_int,
+)
 from redraft.cli.warm import launch_kernels, show_builds
 from redraft.kernels.backend import select_backend
 
@@ -57,6 +68,7 @@ def serve(
     threads: Threads = None,
     dtype: Dtype = None,
     quant: Quant = None,
+    keep_bf16: KeepBf16 = False,
     verify_with: VerifyWith = None,
 ) -> None:
     """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
@@ -73,11 +85,7 @@ def serve(
         from redraft.server.middleware import BodyLimits, ConnectionLimits, Limits
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
-    with show_builds(Console(stderr=True, highlight=False), message="loading"):
-        options = {"device": device, "dtype": dtype, "quant": quant, "verify_with": verify_with}
-        subject = writer.load(model or writer.DEFAULT_MODEL, **options)
-        if select_backend(subject.model.device).uses_triton:
-            launch_kernels(subject)  # now, so that the first requests do not wait
+    subject = _load(model, device=device, dtype=dtype, quant=quant, keep_bf16=keep_bf16, verify_with=verify_with)
     limits = Limits(
         hosts=(host, *(hosts or ())),
         key=key,
@@ -122,6 +130,18 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _load(model: str, **options: Any) -> writer.Writer:
+    """Loads the model and says which weights were rounded on the way."""
+    console = Console(stderr=True, highlight=False)
+    with show_builds(console, message="loading"):
+        subject = writer.load(model or writer.DEFAULT_MODEL, **options)
+        if select_backend(subject.model.device).uses_triton:
+            launch_kernels(subject)  # now, so that the first requests do not wait
+    for sentence in subject.model.conversions:
+        console.print(sentence, markup=False)
+    return subject
 
 
 def log_to(console: Console) -> None:

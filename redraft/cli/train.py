@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from redraft.cli.options import KeepBf16, Quant
 from redraft.config import write_text
 
 METRICS = "metrics.jsonl"
@@ -162,7 +163,8 @@ def evaluate(
         list[str] | None, typer.Option("--set", help="Change a sampler setting: --set max_steps=40 --set t_max=1.0.")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
-    quant: Annotated[str | None, typer.Option("--quant", help="fp8: quantize the layers while loading.")] = None,
+    quant: Quant = None,
+    keep_bf16: KeepBf16 = False,
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="infill: run code that the model writes, in a sandbox.")
     ] = False,
@@ -190,7 +192,7 @@ def evaluate(
     )
     if task == "infill":
         tasks.require_code_execution(options)  # before the model is loaded
-    subject = writer.load(model, device=device, dtype="float32", quant=quant)
+    subject = writer.load(model, device=device, dtype="float32", quant=quant, keep_bf16=keep_bf16)
     task = task or ("sudoku" if solve.is_sudoku_model(subject.model) else "stories")
     console = Console(stderr=True, highlight=False)
     sampler = subject.sampler

@@ -7,13 +7,12 @@ waits for that, later processes do not.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import typer
 from rich.console import Console
 
 from redraft import writer
-from redraft.cli.options import Device, Dtype, Model
+from redraft.cli.options import Device, Dtype, KeepBf16, Model, Quant
 from redraft.config import CHECKS
 from redraft.kernels.backend import select_backend
 from redraft.kernels.builds import watch_builds
@@ -26,13 +25,14 @@ def warm(
     model: Model = "",
     device: Device = None,
     dtype: Dtype = None,
-    quant: Annotated[str | None, typer.Option("--quant", help="fp8: quantize the layers while loading. [as stored]")] = None,
+    quant: Quant = None,
+    keep_bf16: KeepBf16 = False,
 ) -> None:
     """Build the GPU kernels for a model now and keep them on disk, so that no answer waits for them later."""
     console = Console(stderr=True, highlight=False)
     built: list[str] = []
     with show_builds(console, built.append):
-        subject = writer.load(model or writer.DEFAULT_MODEL, device=device, dtype=dtype, quant=quant)
+        subject = writer.load(model or writer.DEFAULT_MODEL, device=device, dtype=dtype, quant=quant, keep_bf16=keep_bf16)
         backend = select_backend(subject.model.device)
         if not backend.uses_triton:
             console.print(f"There are no kernels to build: {backend.reason}.", markup=False)

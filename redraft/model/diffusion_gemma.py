@@ -174,6 +174,7 @@ class DiffusionGemma(nn.Module):
     """
 
     self_conditioning: SelfConditioning  # a causal-only model does not have it
+    conversions: tuple[str, ...] = ()  # sentences: which weights loading rounded or dequantized
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ import torch
 from redraft import checkpoint
 from redraft.checkpoint import load_checkpoint
 from redraft.cli import augment as cli_augment
-from redraft.cli import main
+from redraft.cli import quantize
 from redraft.cli.train import drop_later_reports
 from redraft.config import write_text
 from redraft.model import quant
@@ -97,7 +97,7 @@ def writes_quantized(folder: Path) -> FileWriter:
     quantized = [quant.quantize_fp8(checkpoint.load_model(folder / f"source {v}")) for v in range(VARIANTS)]
     out = folder / "out"
     return FileWriter(
-        lambda number: main.quantize(str(folder / f"source {number % VARIANTS}"), str(out), force=True, device="cpu"),
+        lambda number: quantize.quantize(str(folder / f"source {number % VARIANTS}"), str(out), force=True, device="cpu"),
         lambda: read_variant(out, quantized),
     )
 

@@ -1,17 +1,14 @@
-"""Quantized weights: the layers that compute with them, and their names in published files. Reads and writes no files.
+"""Quantized weights: formats, quantizers, the layers that compute with them. Reads and writes no files.
 
-stored  a quantized weight as its file stores it
-layers  linear layers and experts with packed weights
-fp8     8-bit floats, in the compressed-tensors layout
+stored      a quantized weight as its file stores it
+quantizers  a weight -> NVFP4, int4, fp8, with a search for scales
+policy      which format each weight gets in memory
+conversion  brings a weight into that format and keeps count
+layers      linear layers and experts with packed weights
+fp8         quantizes a model that is in memory
 """
 
-from redraft.model.quant.fp8 import (
-    FP8,
-    StackedExpertTensors,
-    is_scale,
-    quantization_config,
-    quantize_fp8,
-    split_experts,
-)
+from redraft.model.quant.fp8 import FP8, quantize_fp8
+from redraft.model.quant.policy import QUANT_FORMATS, QuantPolicy
 
-__all__ = ["FP8", "StackedExpertTensors", "is_scale", "quantization_config", "quantize_fp8", "split_experts"]
+__all__ = ["FP8", "QUANT_FORMATS", "QuantPolicy", "quantize_fp8"]

@@ -26,6 +26,11 @@ class _PackedLayer(nn.Module):
     def _buffer_names(self, name: str) -> list[str]:
         return [name, *(f"{name}_{field}" for field in self._types[name]._fields[1:])]
 
+    @property
+    def formats(self) -> set[type[PackedTensor]]:
+        """The formats of the packed weights."""
+        return set(self._types.values())
+
     def packed(self, name: str) -> PackedTensor:
         """The packed weight of this name."""
         return self._types[name](*(getattr(self, buffer) for buffer in self._buffer_names(name)))

@@ -1,0 +1,152 @@
+"""Conversion: brings a weight into its target format, a few experts at a time, and keeps count of what was rounded.
+
+Shapes: E matrices of a stack, O rows, I inputs.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from redraft.kernels.packed import FORMATS, PackedTensor, dequantize_packed
+from redraft.model.quant.policy import EXPERT_GATE_UP, FORMAT_WORDS, NATIVE, QuantPolicy, Target, part_of
+from redraft.model.quant.quantizers import RoundingError, measure_error, quantize_weight
+from redraft.model.quant.stored import StoredWeight
+
+LOG = logging.getLogger("redraft")
+EXPERTS_AT_ONCE = 8
+
+
+def split_stack(weight: Tensor | StoredWeight) -> Iterator[Tensor | StoredWeight]:
+    """Yields a stack a few matrices at a time; a single matrix as it is."""
+    if len(weight.shape) < 3:
+        yield weight
+        return
+    for first in range(0, weight.shape[0], EXPERTS_AT_ONCE):
+        some = slice(first, first + EXPERTS_AT_ONCE)
+        yield weight[some] if isinstance(weight, Tensor) else weight.select(some)
+
+
+def format_name(weight: Tensor | StoredWeight) -> str:
+    """The format that a weight is stored in: the file's word, or the dtype."""
+    return str(weight.dtype).removeprefix("torch.") if isinstance(weight, Tensor) else weight.format
+
+
+class PackedPiece(NamedTuple):
+    """Some packed matrices, and what rounding did to them; None if the file's codes were taken as they are."""
+
+    weight: PackedTensor
+    error: RoundingError | None
+
+
+def pack_piece(
+    weight: Tensor | StoredWeight, to: str, *, parts: int = 1, substitute: str = "fp8", device: torch.device | str = "cpu"
+) -> PackedPiece:
+    """Packs a few matrices. Codes that fit no format of ours (int4 in groups of 16) are rounded to the substitute."""
+    if not isinstance(weight, Tensor):
+        native = NATIVE.get(weight.format)
+        packed = weight.pack() if native == to else None
+        if packed is not None:
+            return PackedPiece(_move(packed, device), None)
+        if native == to:
+            to = substitute
+    numbers = (weight if isinstance(weight, Tensor) else weight.dequantize()).to(device)
+    rounded = quantize_weight(numbers, to, parts)
+    return PackedPiece(rounded, measure_error(numbers, rounded))
+
+
+def parts_of(name: str) -> int:
+    """The parts of a weight that have a global scale each: the gate rows and the up rows of experts are two."""
+    return 2 if name.endswith(EXPERT_GATE_UP) else 1
+
+
+class Conversion(NamedTuple):
+    """A kind of conversion: weights of one part, from one format to another."""
+
+    part: str
+    source: str
+    target: str
+
+
+class Converter:
+    """Converts the weights of a model, and remembers every kind of conversion."""
+
+    def __init__(self, policy: QuantPolicy, device: torch.device | str) -> None:
+        self.policy = policy
+        self.device = device
+        self._counts: dict[Conversion, int] = {}
+        self._errors: dict[Conversion, RoundingError] = {}
+
+    def convert(self, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype) -> Tensor | PackedTensor:
+        """A weight, by our name of it, in the format that the policy chooses, on the device."""
+        return self.convert_to(self.policy.target(part_of(name), weight), name, weight, dtype)
+
+    def convert_to(
+        self, target: Target, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype
+    ) -> Tensor | PackedTensor:
+        """The same with a given target."""
+        if target.format is None:
+            return self._read(name, weight, dtype)
+        pieces = [
+            pack_piece(piece, target.format, parts=parts_of(name), substitute=self.policy.substitute, device=self.device)
+            for piece in split_stack(weight)
+        ]
+        packed = join([piece.weight for piece in pieces])
+        errors = [piece.error for piece in pieces if piece.error is not None]
+        words = FORMAT_WORDS[FORMATS[type(packed)]]
+        if target.is_dequantized:
+            self._record(name, weight, f"{words}, dequantized", errors)
+            return dequantize_packed(packed, weight.shape[-1], dtype)
+        if errors:
+            self._record(name, weight, words, errors)
+        return packed
+
+    def _read(self, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype) -> Tensor:
+        """A weight in full precision. First to the device, then to the precision: a conversion on the way would be slow."""
+        if isinstance(weight, Tensor):
+            return weight.to(self.device).to(dtype)
+        self._record(name, weight, str(dtype).removeprefix("torch."), [])
+        numbers = torch.empty(weight.shape, dtype=dtype, device=self.device)
+        pieces = numbers.split(EXPERTS_AT_ONCE) if len(weight.shape) == 3 else (numbers,)
+        for target, piece in zip(pieces, split_stack(weight), strict=True):
+            assert not isinstance(piece, Tensor)
+            target.copy_(piece.dequantize(dtype))
+        return numbers
+
+    def _record(self, name: str, weight: Tensor | StoredWeight, target: str, errors: list[RoundingError]) -> None:
+        conversion = Conversion(part_of(name), format_name(weight), target)
+        self._counts[conversion] = self._counts.get(conversion, 0) + 1
+        for error in errors:
+            known = self._errors.get(conversion)
+            self._errors[conversion] = error if known is None else known + error
+
+    def describe(self) -> tuple[str, ...]:
+        """One sentence for every kind of conversion, with the measured rounding error, relative to the weights."""
+        sentences = []
+        for conversion, count in self._counts.items():
+            error = self._errors.get(conversion)
+            measured = f", relative error {error.relative:.2%}" if error else ""
+            weights = "weight" if count == 1 else "weights"
+            sentences.append(f"{conversion.part}, {count} {weights}: {conversion.source} -> {conversion.target}{measured}")
+        return tuple(sentences)
+
+
+def log_conversions(sentences: tuple[str, ...]) -> None:
+    """Logs each kind of conversion once."""
+    for sentence in sentences:
+        LOG.info("%s", sentence)
+
+
+def join(pieces: list[PackedTensor]) -> PackedTensor:
+    """Joins packed stacks into one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    fields: list[Any] = [None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*pieces, strict=True)]
+    return type(pieces[0])(*fields)
+
+
+def _move(packed: PackedTensor, device: torch.device | str) -> PackedTensor:
+    fields: list[Any] = [None if tensor is None else tensor.to(device) for tensor in packed]
+    return type(packed)(*fields)

@@ -1,0 +1,120 @@
+"""Policy: which format each weight of a checkpoint gets in memory.
+
+    stored as                     experts                     attention, dense MLP      everything else
+    bf16, float32                 as stored                   as stored                 as stored
+    fp8                           fp8                         fp8                       full precision
+    NVFP4                         NVFP4                       fp8                       full precision
+    4-bit integers, Q4_0/1, Q4_K  int4                        fp8                       full precision
+    Q5_0/1, Q5_K, Q6_K, Q8_0      fp8, NVFP4 to save memory   fp8                       full precision
+
+Experts are nine tenths of the weights: four bits there decide what fits. The other products are bound by arithmetic, which
+is twice as fast in fp8, and gain nothing from four bits. Without kernels for packed weights, on a CPU, 4-bit weights are
+dequantized while they are loaded. `quant` asks for a format of the experts; the other layers are then fp8.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redraft.kernels.backend import select_backend
+from redraft.model.quant.stored import StoredWeight
+
+QUANT_FORMATS = ("nvfp4", "int4", "fp8")
+FORMAT_WORDS = {"nvfp4": "NVFP4", "int4": "int4 in groups of 32", "fp8": "fp8 by channel"}
+EXPERT_GATE_UP = "experts.gate_up_proj"
+EXPERT_DOWN = "experts.down_proj"
+ATTENTION = "attention"
+DENSE_MLP = "dense MLP"
+EMBEDDING = "embedding"
+EXPERTS = (EXPERT_GATE_UP, EXPERT_DOWN)
+QUANTIZED_PARTS = (*EXPERTS, ATTENTION, DENSE_MLP)
+# The format that holds the codes of a file's format unchanged. Formats that are not listed have none.
+NATIVE = {
+    "float-quantized": "fp8",
+    "nvfp4-pack-quantized": "nvfp4",
+    "NVFP4 (ModelOpt)": "nvfp4",
+    "NVFP4": "nvfp4",
+    "pack-quantized": "int4",
+    "Q4_0": "int4",
+    "Q4_1": "int4",
+    "Q4_K": "int4",
+}
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a weight belongs to, from our name of it; the parts of `redraft info`."""
+    if name.endswith(EXPERTS):
+        return EXPERT_DOWN if name.endswith(EXPERT_DOWN) else EXPERT_GATE_UP
+    if name == "embed_tokens.weight":
+        return EMBEDDING
+    if name.startswith("self_conditioning.") and name.endswith("_proj.weight"):
+        return "self-conditioning"
+    if name.startswith("draft_head."):
+        return "draft head"
+    if ".router." in name:
+        return "router"
+    if ".self_attn." in name and name.endswith("_proj.weight"):
+        return ATTENTION
+    if ".mlp." in name:
+        return DENSE_MLP
+    return "norms and scalars"
+
+
+class Target(NamedTuple):
+    """What a weight becomes."""
+
+    format: str | None  # one of QUANT_FORMATS; None: full precision
+    is_dequantized: bool = False  # rounded to the format, then kept in full precision
+
+
+PLAIN = Target(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantPolicy:
+    """The user's wishes and what the device can do."""
+
+    quant: str | None = None  # the format that the user asks for
+    keep_bf16: bool = False  # attention and dense MLP are not rounded to fp8
+    prefer_small: bool = False  # memory is scarce
+    runs_packed: bool = False  # the device computes with 4-bit weights
+
+    def __post_init__(self) -> None:
+        if self.quant is not None and self.quant not in QUANT_FORMATS:
+            raise ValueError(f"there is no quantization {self.quant!r}; try {', '.join(QUANT_FORMATS)}")
+
+    @classmethod
+    def for_device(
+        cls, device: torch.device | str, *, quant: str | None = None, keep_bf16: bool = False, prefer_small: bool = False
+    ) -> "QuantPolicy":
+        """The policy of a device. On a GPU 4-bit weights stay packed whatever the kernels, since memory is scarce there."""
+        runs_packed = torch.device(device).type == "cuda" or select_backend(device).uses_triton
+        return cls(quant=quant, keep_bf16=keep_bf16, prefer_small=prefer_small, runs_packed=runs_packed)
+
+    @property
+    def substitute(self) -> str:
+        """The format of experts that are stored in a format which no kernel runs."""
+        return "nvfp4" if self.prefer_small else "fp8"
+
+    def target(self, part: str, weight: Tensor | StoredWeight) -> Target:
+        """What a weight of this part becomes."""
+        if part not in QUANTIZED_PARTS:
+            return PLAIN
+        is_expert = part in EXPERTS
+        native = None if isinstance(weight, Tensor) else NATIVE.get(weight.format)
+        if self.quant is not None:
+            wished = self.quant if is_expert else "fp8"
+            if not is_expert and self.keep_bf16:
+                return Target("fp8") if native == "fp8" else PLAIN
+            return Target(wished, is_dequantized=wished != "fp8" and not self.runs_packed)
+        if native == "fp8":
+            return Target("fp8")
+        if isinstance(weight, Tensor):
+            return Target("fp8") if self.prefer_small and not is_expert and not self.keep_bf16 else PLAIN
+        if not self.runs_packed:
+            return PLAIN
+        if is_expert:
+            return Target(native or self.substitute)
+        return PLAIN if self.keep_bf16 else Target("fp8")

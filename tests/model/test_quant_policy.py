@@ -1,0 +1,136 @@
+"""Policy: which format each weight gets, by part, stored format, device and the user's wishes; what loading says of it."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from redraft import checkpoint
+from redraft.kernels.packed import FORMATS
+from redraft.model.quant.layers import PackedLinear
+from redraft.model.quant.policy import ATTENTION, EMBEDDING, EXPERT_DOWN, PLAIN, QuantPolicy, Target, part_of
+
+CPU = QuantPolicy()
+GPU = QuantPolicy(runs_packed=True)
+SMALL = QuantPolicy(runs_packed=True, prefer_small=True)
+BF16 = QuantPolicy(runs_packed=True, prefer_small=True, keep_bf16=True)
+
+
+@dataclass(frozen=True)
+class FakeStored:
+    """A weight of a file whose format fits none of ours."""
+
+    format: str
+    weight: Tensor = field(default_factory=lambda: torch.zeros(2, 2))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes // 2
+
+    def select(self, matrices: slice) -> "FakeStored":
+        return replace(self, weight=self.weight[matrices])
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.weight.to(dtype)
+
+    def pack(self) -> None:
+        return None
+
+
+PLAIN_WEIGHT = torch.zeros(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "part", "stored", "target"),
+    [
+        (GPU, EXPERT_DOWN, "Q4_K", "int4"),
+        (GPU, EXPERT_DOWN, "nvfp4-pack-quantized", "nvfp4"),
+        (GPU, EXPERT_DOWN, "Q5_0", "fp8"),
+        (SMALL, EXPERT_DOWN, "Q8_0", "nvfp4"),
+        (SMALL, EXPERT_DOWN, "Q4_0", "int4"),
+        (GPU, ATTENTION, "Q4_K", "fp8"),
+        (BF16, ATTENTION, "Q4_K", None),
+        (SMALL, ATTENTION, None, "fp8"),
+        (BF16, ATTENTION, None, None),
+        (GPU, ATTENTION, None, None),
+        (SMALL, EXPERT_DOWN, None, None),
+        (SMALL, EMBEDDING, "Q6_K", None),
+        (CPU, EXPERT_DOWN, "Q4_K", None),
+        (CPU, EXPERT_DOWN, "float-quantized", "fp8"),
+        (BF16, ATTENTION, "float-quantized", "fp8"),
+    ],
+)
+def test_targets(policy, part, stored, target):
+    weight = PLAIN_WEIGHT if stored is None else FakeStored(stored)
+    assert policy.target(part, weight) == Target(target)
+
+
+@pytest.mark.parametrize("quant", ["nvfp4", "int4", "fp8"])
+def test_targets_that_the_user_asks_for(quant):
+    is_dequantized = quant != "fp8"
+    assert QuantPolicy(quant=quant).target(EXPERT_DOWN, PLAIN_WEIGHT) == Target(quant, is_dequantized)
+    on_gpu = QuantPolicy(quant=quant, runs_packed=True)
+    assert on_gpu.target(EXPERT_DOWN, PLAIN_WEIGHT) == Target(quant)
+    assert on_gpu.target(ATTENTION, PLAIN_WEIGHT) == Target("fp8")
+    assert replace(on_gpu, keep_bf16=True).target(ATTENTION, PLAIN_WEIGHT) == PLAIN
+    assert on_gpu.target(EMBEDDING, PLAIN_WEIGHT) == PLAIN
+
+
+def test_every_weight_has_a_part():
+    counts = dict.fromkeys((name for name in tiny.BASE.parameter_counts()), 0)
+    for name, weight in tiny.build(replace(tiny.BASE, draft_head_size=8)).state_dict().items():
+        part = part_of(name)
+        counts["experts" if part.startswith("experts.") else part] += weight.numel()
+    expected = replace(tiny.BASE, draft_head_size=8).parameter_counts()
+    assert {name: count for name, count in counts.items() if count} == {
+        name: count for name, count in expected.items() if name not in ("total", "active")
+    }
+
+
+def stored_model(formats: dict[str, str]) -> dict:
+    """The published tensors of a tiny model, in which weights of some parts are stored in other formats."""
+    tensors = {}
+    for name, weight in tiny.build(tiny.BASE, dtype=torch.bfloat16).state_dict().items():
+        stored = formats.get(part_of(name))
+        tensors[checkpoint.published_name(name)] = FakeStored(stored, weight) if stored else weight
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("policy", "words", "experts"),
+    [
+        (CPU, "Q8_0 -> float32", None),
+        (GPU, "Q8_0 -> fp8 by channel, relative error 2.", "fp8"),
+        (SMALL, "Q8_0 -> NVFP4, relative error 8.", "nvfp4"),
+    ],
+)
+def test_stored_weights_of_any_file_become_a_model(policy, words, experts):
+    """A mapping of StoredWeights is all that the loader needs; the embedding may be one too."""
+    formats = {EXPERT_DOWN: "Q8_0", "experts.gate_up_proj": "Q8_0", EMBEDDING: "Q6_K", ATTENTION: "Q8_0"}
+    model = checkpoint.from_state_dict(tiny.BASE, stored_model(formats), dtype=torch.float32, policy=policy)
+    assert f"experts.down_proj, 3 weights: {words}" in " ".join(model.conversions)
+    assert "embedding, 1 weight: Q6_K -> float32" in model.conversions
+    assert model.dtype == torch.float32
+    assert isinstance(model.layers[0].self_attn.q_proj, PackedLinear) == policy.runs_packed
+    if experts:
+        assert FORMATS[type(model.layers[2].experts.packed("down_proj"))] == experts
+    else:
+        expected = tiny.build(tiny.BASE, dtype=torch.bfloat16).float().state_dict()
+        assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+
+
+def test_experts_are_packed_together_or_not_at_all():
+    """One of the two weights in full precision becomes fp8, and loading says so."""
+    model = checkpoint.from_state_dict(tiny.BASE, stored_model({EXPERT_DOWN: "Q8_0"}), policy=GPU)
+    assert {FORMATS[kind] for kind in model.layers[0].experts.formats} == {"fp8"}
+    assert any("experts.gate_up_proj, 3 weights: bfloat16 -> fp8" in sentence for sentence in model.conversions)
+
+
+def test_without_a_dtype_a_quantized_embedding_becomes_bf16():
+    assert checkpoint.from_state_dict(tiny.BASE, stored_model({EMBEDDING: "Q6_K"})).dtype == torch.bfloat16
