@@ -5,12 +5,13 @@ mapped file. On a GPU each is copied from the mapped file and converted there, s
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from redraft.checkpoint.gguf import GgufCheckpoint, GgufTensors, is_gguf, open_gguf
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.names import DECODER, ENCODER, CheckpointError, Layout, find_layout, published_name, tied_name
 from redraft.checkpoint.published_config import read_model_config
@@ -26,7 +27,9 @@ PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def load_model(
     folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> DiffusionGemma:
-    """Loads the model of a folder. Without a dtype, weights keep the precision they are stored in."""
+    """Loads the model of a folder or of a GGUF file. Without a dtype, weights keep the precision they are stored in."""
+    if is_gguf(folder):
+        return load_gguf_model(open_gguf(folder), dtype=dtype, device=device)
     with verify_files(folder):
         config = read_model_config(folder)
         stored = CheckpointTensors(Path(folder), device)
@@ -34,6 +37,32 @@ def load_model(
     # Experts are stacked on the device already, where it is fast.
     tensors: Mapping[str, Tensor] = quant.StackedExpertTensors(stored) if config.quant else stored
     return from_state_dict(config, tensors, dtype=dtype, device=device)
+
+
+def load_gguf_model(
+    file: GgufCheckpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> DiffusionGemma:
+    """Loads the model of a GGUF file. Quantized weights become bf16 where no dtype is named."""
+    tensors = _DequantizedTensors(file.tensors(device), dtype or torch.bfloat16)
+    return from_state_dict(file.config, tensors, dtype=dtype, device=device)
+
+
+class _DequantizedTensors(Mapping[str, Tensor]):
+    """The tensors of a GGUF file; a quantized one is dequantized when it is looked up."""
+
+    def __init__(self, tensors: GgufTensors, dtype: torch.dtype) -> None:
+        self.tensors = tensors
+        self.dtype = dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        return tensor if isinstance(tensor, Tensor) else tensor.dequantize(self.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
 
 def _compare_sizes(config: ModelConfig, tensors: CheckpointTensors) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that generation needs: model, tokenizer and sampler settings, loaded onto a device."""
+"""The parts of a checkpoint that generation needs, from a folder or a GGUF file: model, tokenizer and sampler settings, loaded onto a device."""
 
 from pathlib import Path
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from redraft.checkpoint.find import find
-from redraft.checkpoint.load import PRECISIONS, lay_out_for_cpu, load_model
+from redraft.checkpoint.gguf import is_gguf, open_gguf
+from redraft.checkpoint.load import PRECISIONS, lay_out_for_cpu, load_gguf_model, load_model
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.published_config import read_model_config, read_sampler_config
-from redraft.config import SamplerConfig
+from redraft.config import ModelConfig, SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import FP8, quantize_fp8
@@ -27,7 +28,19 @@ def load_checkpoint(
     if quant not in (None, FP8):
         raise ValueError(f"there is no quantization {quant!r}; try {FP8}")
     device = select_device(device)
-    folder = find(path_or_id)
+    path = find(path_or_id)
+    load = _load_gguf if is_gguf(path) else _load_folder
+    model, tokenizer, sampler = load(path, select_dtype(device, _dtype(dtype)), device)
+    if quant == FP8 and not model.config.quant:
+        model = quantize_fp8(model)
+    elif not has_bf16(device):
+        model = lay_out_for_cpu(model)
+    return model, tokenizer, sampler
+
+
+def _load_folder(
+    folder: Path, dtype: torch.dtype | None, device: torch.device
+) -> tuple[DiffusionGemma, Tokenizer, SamplerConfig]:
     with verify_files(folder):
         config = read_model_config(folder)
         tokenizer = Tokenizer.from_folder(folder)
@@ -37,12 +50,25 @@ def load_checkpoint(
                 f"{config.vocab_size}: use the tokenizer of this checkpoint"
             )
         sampler = read_sampler_config(folder, config)
-        model = load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device)
-    if quant == FP8 and not model.config.quant:
-        model = quantize_fp8(model)
-    elif not has_bf16(device):
-        model = lay_out_for_cpu(model)
+        model = load_model(folder, dtype=dtype, device=device)
     return model, tokenizer, sampler
+
+
+def _load_gguf(
+    path: Path, dtype: torch.dtype | None, device: torch.device
+) -> tuple[DiffusionGemma, Tokenizer, SamplerConfig]:
+    file = open_gguf(path)
+    tokenizer = file.tokenizer()
+    return load_gguf_model(file, dtype=dtype, device=device), tokenizer, file.sampler
+
+
+def read_configs(path: Path) -> tuple[ModelConfig, SamplerConfig]:
+    """Reads the settings of a folder or of a GGUF file, without its weights."""
+    if is_gguf(path):
+        file = open_gguf(path)
+        return file.config, file.sampler
+    config = read_model_config(path)
+    return config, read_sampler_config(path, config)
 
 
 def load_verifier(

@@ -25,9 +25,9 @@ def info(
     stored = None
     if model:
         folder = checkpoint.find(model, weights=False)
-        config = checkpoint.read_model_config(folder)
-        sampler = checkpoint.read_sampler_config(folder, config)
-        stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        config, sampler = checkpoint.read_configs(folder)
+        files = [folder] if checkpoint.is_gguf(folder) else folder.glob("*.safetensors")
+        stored = sum(file.stat().st_size for file in files)
     console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)
     console.print(_shape_table(config))
     console.print(_generation_table(sampler))
