@@ -27,6 +27,7 @@ SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<tur
 VISIBLE = ("<|channel>", "<channel|>", "<|tool_response>")  # special tokens that llama.cpp's converter marks as text
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 NO_ROTATION = 1e30
+GEMMA4_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, 4)
 TEMPLATE = "{{ bos_token }}{% for message in messages %}<|turn>{{ message['role'] }}\n{{ message['content'] }}<turn|>\n{% endfor %}"
 # Where the fp16 scales of a block are, for formats that the package cannot quantize to; and a usual size of such a scale.
 RANDOM_BLOCKS = {"Q4_K": ((0, 2), 2e-4), "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 2e-5), "NVFP4": ((), 0)}
@@ -86,14 +87,14 @@ CONFIG = _config()  # every matrix has whole blocks of 256
 SMALL = replace(CONFIG, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, head_dim=8, global_head_dim=8)
 
 
+@lru_cache
 def file_name(ours: str) -> str:
     """Our name of a tensor -> its name in a file."""
     layer = ours.split(".")[1] if ours.startswith("layers.") else ""
     pattern = ours.replace(f"layers.{layer}.", "layers.{}.", 1) if layer else ours
     if pattern in OUR_NAMES:
         return OUR_NAMES[pattern].format(layer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, 4)
-    return f"{names.get_name('model.' + ours.removesuffix('.weight'))}.weight"
+    return f"{GEMMA4_NAMES.get_name('model.' + ours.removesuffix('.weight'))}.weight"
 
 
 def encode(numbers: np.ndarray, kind: str, seed: int = 0) -> Raw:
