@@ -23,12 +23,25 @@ from redraft.config import FULL, SLIDING, ModelConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
 
-SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_response>"]
+SPECIAL_TOKENS = [
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<unk>",
+    "<mask>",
+    "<|turn>",
+    "<turn|>",
+    "<|channel>",
+    "<channel|>",
+    "<|tool_response>",
+]
 VISIBLE = ("<|channel>", "<channel|>", "<|tool_response>")  # special tokens that llama.cpp's converter marks as text
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 NO_ROTATION = 1e30
 GEMMA4_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, 4)
-TEMPLATE = "{{ bos_token }}{% for message in messages %}<|turn>{{ message['role'] }}\n{{ message['content'] }}<turn|>\n{% endfor %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|turn>{{ message['role'] }}\n{{ message['content'] }}<turn|>\n{% endfor %}"
+)
 # Where the fp16 scales of a block are, for formats that the package cannot quantize to; and a usual size of such a scale.
 RANDOM_BLOCKS = {"Q4_K": ((0, 2), 2e-4), "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 2e-5), "NVFP4": ((), 0)}
 OUR_NAMES = {  # those that the package's table lacks
@@ -74,7 +87,7 @@ def _config() -> ModelConfig:
         intermediate_size=256,
         moe_intermediate_size=256,
         num_experts=2,
-        layer_types=(SLIDING, FULL),
+        layer_types=(FULL,),
         top_k_experts=1,
         head_dim=64,
         global_head_dim=64,
@@ -84,7 +97,15 @@ def _config() -> ModelConfig:
 
 
 CONFIG = _config()  # every matrix has whole blocks of 256
-SMALL = replace(CONFIG, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, head_dim=8, global_head_dim=8)
+SMALL = replace(
+    CONFIG,
+    layer_types=(SLIDING, FULL),
+    hidden_size=32,
+    intermediate_size=64,
+    moe_intermediate_size=32,
+    head_dim=8,
+    global_head_dim=8,
+)
 
 
 @lru_cache
@@ -114,6 +135,13 @@ def encode(numbers: np.ndarray, kind: str, seed: int = 0) -> Raw:
     if kind == "NVFP4":
         blocks[..., :4] = generator.integers(0, 0x7F, (*blocks.shape[:-1], 4), dtype=np.uint8)
     return blocks.reshape(*numbers.shape[:-1], -1), quant_type
+
+
+def change_words(path: Path, old: bytes, new: bytes) -> None:
+    """Replaces the only occurrence of some bytes in a file."""
+    content = path.read_bytes()
+    assert content.count(old) == 1
+    path.write_bytes(content.replace(old, new))
 
 
 def decode(raw: Raw) -> torch.Tensor:

@@ -34,14 +34,18 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
     if folder.exists() and is_gguf(folder):
         return folder
     if folder.exists():
-        raise CheckpointError(f"{path_or_id} is a file; give a .gguf file, or the folder that holds config.json and the weights")
+        raise CheckpointError(
+            f"{path_or_id} is a file; give a .gguf file, or the folder that holds config.json and the weights"
+        )
     hub_id = str(path_or_id).removeprefix("https://").removeprefix("hf.co/").removeprefix("huggingface.co/")
     if tag := HUB_TAG.fullmatch(hub_id):
         return _download_file(tag[1], _find_tagged_file(tag[1], tag[2]))
     if is_gguf(hub_id):
         named = HUB_FILE.fullmatch(hub_id)
         if named is None or ".." in Path(named[2]).parts or Path(str(path_or_id)).is_absolute():
-            raise CheckpointError(f"there is no file {str(path_or_id)!r}, and it is not one on the hub (OWNER/NAME/FILE.gguf)")
+            raise CheckpointError(
+                f"there is no file {str(path_or_id)!r}, and it is not one on the hub (OWNER/NAME/FILE.gguf)"
+            )
         return _download_file(named[1], named[2])
     if not re.fullmatch(REPOSITORY, hub_id):
         raise CheckpointError(f"there is no folder {str(path_or_id)!r}, and it is not a hub id (OWNER/NAME)")

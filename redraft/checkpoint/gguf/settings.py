@@ -91,7 +91,7 @@ def _parse_model_settings(file: GgufFile) -> ModelConfig:
         layer_types=layer_types,
         num_attention_heads=_same_in_all_layers(file, "attention.head_count", layers),
         num_key_value_heads=kv_heads.get(SLIDING, kv_heads.get(FULL)),
-        num_global_key_value_heads=kv_heads.get(FULL),
+        num_global_key_value_heads=kv_heads.get(FULL, kv_heads.get(SLIDING)),
         head_dim=head_dim,
         global_head_dim=global_head_dim,
         sliding_window=_require(file, "attention.sliding_window"),

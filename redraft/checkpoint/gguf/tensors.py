@@ -151,7 +151,9 @@ class GgufTensors(Mapping[str, StoredTensor]):
                     f"{self.file.path} has the same tensor twice, as {self._names[ours]} and as {show_value(info.name)}"
                 )
             self._names[ours] = name
-        for ours, name in list(self._names.items()):  # a conversion may have the denoiser's scalars only; released ones are equal
+        for ours, name in list(
+            self._names.items()
+        ):  # a conversion may have the denoiser's scalars only; released ones are equal
             if ours.endswith(".layer_scalar"):
                 self._names.setdefault(ours.replace(".layer_scalar", ".encoder_layer_scalar"), name)
 
@@ -200,7 +202,9 @@ class GgufTensors(Mapping[str, StoredTensor]):
                     f"{self.file.path}: tensor {info.name} has the shape {list(info.shape)}, the metadata describes {list(shape)}"
                 )
             if len(shape) == 1 and info.type.dtype is None:
-                raise CheckpointError(f"{self.file.path}: tensor {info.name} is a vector and has the format {info.type.name}")
+                raise CheckpointError(
+                    f"{self.file.path}: tensor {info.name} is a vector and has the format {info.type.name}"
+                )
 
     def _is_folded(self, per_expert_scale: str) -> bool:
         """Whether the down weights of a layer have the router's scale of each expert folded into their own."""
@@ -210,5 +214,9 @@ class GgufTensors(Mapping[str, StoredTensor]):
     def _is_padded(self, ours: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether a tensor has the model's shape but for more rows, or more inputs, where a file may add zeros."""
         if any(ours.endswith(end) for end in PADDED_ROWS):
-            return len(stored) == len(shape) and (*stored[:-2], stored[-1]) == (*shape[:-2], shape[-1]) and stored[-2] > shape[-2]
+            return (
+                len(stored) == len(shape)
+                and (*stored[:-2], stored[-1]) == (*shape[:-2], shape[-1])
+                and stored[-2] > shape[-2]
+            )
         return ours.endswith(PADDED_INPUTS) and stored[:-1] == shape[:-1] and stored[-1] > shape[-1]
