@@ -80,7 +80,7 @@ def load(
     quant: str | None = None,
     verify_with: str | Path | None = None,
 ) -> "Writer":
-    """Loads a Writer from a checkpoint folder or a hub id; by default, the small model that ships with redraft.
+    """Loads a Writer from a checkpoint folder, a GGUF file or a hub id; by default, the small model that ships with redraft.
 
     "tiny" and "sudoku" name the models in the package. Without a dtype, weights keep their stored precision, or become
     float32 on a CPU that has no bf16 arithmetic. `quant="fp8"` quantizes the layers while loading. `verify_with` is a

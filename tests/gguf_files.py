@@ -137,13 +137,6 @@ def encode(numbers: np.ndarray, kind: str, seed: int = 0) -> Raw:
     return blocks.reshape(*numbers.shape[:-1], -1), quant_type
 
 
-def change_words(path: Path, old: bytes, new: bytes) -> None:
-    """Replaces the only occurrence of some bytes in a file."""
-    content = path.read_bytes()
-    assert content.count(old) == 1
-    path.write_bytes(content.replace(old, new))
-
-
 def decode(raw: Raw) -> torch.Tensor:
     """The numbers that the package reads, in float32."""
     return torch.from_numpy(np.ascontiguousarray(dequantize(*raw)).astype(np.float32))

@@ -1,4 +1,7 @@
-"""The parts of a checkpoint that generation needs, from a folder or a GGUF file: model, tokenizer and sampler settings, loaded onto a device."""
+"""The parts of a checkpoint that generation needs: model, tokenizer and sampler settings, loaded onto a device.
+
+They come from a folder or from a GGUF file.
+"""
 
 from pathlib import Path
 from typing import Any

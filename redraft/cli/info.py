@@ -15,7 +15,7 @@ from redraft.kernels import backend
 
 def info(
     model: Annotated[
-        str, typer.Option("--model", "-m", help="Checkpoint folder, or hub id OWNER/NAME. [the released 26B-A4B shape]")
+        str, typer.Option("--model", "-m", help="Checkpoint folder, GGUF file, or hub id. [the released 26B-A4B shape]")
     ] = "",
 ) -> None:
     """Show a checkpoint's shape, its memory by format, and which kernels run on this machine."""

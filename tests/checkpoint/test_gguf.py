@@ -45,7 +45,7 @@ def assert_same_bits(ours: torch.Tensor, reference: torch.Tensor) -> None:
 
 
 def matrices_in(kind: str):
-    """A format for all matrices but the router's. The scale beside down experts in NVFP4 would be theirs, so they have Q8_0."""
+    """A format for all matrices but the router's. A scale beside NVFP4 down experts would be theirs, so they have Q8_0."""
     others = {"ffn_gate_inp.": "F32", "ffn_down_exps.": "Q8_0" if kind == "NVFP4" else kind}
     return lambda name: next((other for part, other in others.items() if part in name), kind)
 
@@ -54,7 +54,7 @@ def matrices_in(kind: str):
 
 
 def test_formats_have_the_numbers_and_sizes_of_the_package():
-    assert TYPE_NAMES == {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
+    assert {kind.value: kind.name for kind in gguf.GGMLQuantizationType} == TYPE_NAMES
     assert sorted(BLOCK_TYPES) == sorted(FORMATS)
     for name, block in BLOCK_TYPES.items():
         assert (block.size, block.nbytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
@@ -171,7 +171,7 @@ def test_the_model_of_a_file_has_the_weights_that_the_package_reads(tmp_path, ki
 
 
 def test_nvfp4_experts_carry_the_routers_scale_of_each_expert(tmp_path):
-    """As llama.cpp's converter writes ModelOpt's files: experts apart, `.scale` for each, the router's folded into down's."""
+    """As llama.cpp's converter writes ModelOpt's files: experts apart, `.scale` for each, the router's folded in."""
     model = tiny.decided(CONFIG)
     tensors = gguf_files.make_tensors(model, lambda name: "NVFP4" if "_exps" in name else "F32")
     expected = gguf_files.model_with(CONFIG, tensors).state_dict()

@@ -104,5 +104,5 @@ def test_a_vocabulary_that_does_not_add_up_is_refused(changes, sentence):
 
 
 def test_a_template_that_is_no_text_is_refused():
-    with pytest.raises(CheckpointError, match="a.gguf has a chat template that is not a text: 7"):
+    with pytest.raises(CheckpointError, match=r"a\.gguf has a chat template that is not a text: 7"):
         read_tokenizer("a.gguf", {**tokenizer_metadata(), "tokenizer.chat_template": 7})

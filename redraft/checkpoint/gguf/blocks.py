@@ -22,14 +22,15 @@ TYPE_NAMES = {
     **dict(enumerate("Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K".split(), 6)),
     **dict(enumerate("IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS".split(), 16)),
     **dict(enumerate("I8 I16 I32 I64 F64 IQ1_M BF16".split(), 24)),
-    **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0"},
+    **dict(enumerate("TQ1_0 TQ2_0".split(), 34)),
+    **dict(enumerate("MXFP4 NVFP4 Q1_0".split(), 39)),
 }
 LARGEST_SCALE_BYTE = 0x7E  # NVFP4: 448; the byte above it is NaN, and the rest would be negative
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A format: `dequantize` takes blocks [..., J, nbytes] to float32 [..., J, size], `pack` takes rows of them [R, J, nbytes]."""
+    """A format. `dequantize` takes blocks [R, J, nbytes] to float32 [R, J, size]; `pack` takes them to packed rows."""
 
     name: str
     size: int  # numbers in a block

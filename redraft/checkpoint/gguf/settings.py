@@ -78,7 +78,7 @@ def _parse_model_settings(file: GgufFile) -> ModelConfig:
     if not isinstance(pattern, list) or len(pattern) != layers or not all(isinstance(item, bool) for item in pattern):
         raise ConfigError(f"sliding_window_pattern must hold {layers} booleans, got {show_value(pattern)}")
     layer_types = tuple(SLIDING if is_sliding else FULL for is_sliding in pattern)
-    kv_heads = _by_layer_type(file, "attention.head_count_kv", layer_types)
+    kv_heads, global_kv_heads = _by_layer_type(file, "attention.head_count_kv", layer_types)
     head_dim = _read_head_size(file, "_swa")
     global_head_dim = _read_head_size(file, "")
     return ModelConfig(
@@ -90,8 +90,8 @@ def _parse_model_settings(file: GgufFile) -> ModelConfig:
         top_k_experts=_require(file, "expert_used_count"),
         layer_types=layer_types,
         num_attention_heads=_same_in_all_layers(file, "attention.head_count", layers),
-        num_key_value_heads=kv_heads.get(SLIDING, kv_heads.get(FULL)),
-        num_global_key_value_heads=kv_heads.get(FULL, kv_heads.get(SLIDING)),
+        num_key_value_heads=kv_heads,
+        num_global_key_value_heads=global_kv_heads,
         head_dim=head_dim,
         global_head_dim=global_head_dim,
         sliding_window=_require(file, "attention.sliding_window"),
@@ -131,8 +131,8 @@ def _same_in_all_layers(file: GgufFile, name: str, layers: int) -> Any:
     return value
 
 
-def _by_layer_type(file: GgufFile, name: str, layer_types: tuple[str, ...]) -> dict[str, Any]:
-    """A number for every type of layer, from one number or from a list by layer."""
+def _by_layer_type(file: GgufFile, name: str, layer_types: tuple[str, ...]) -> tuple[Any, Any]:
+    """The number of sliding layers and that of full ones, from one number or from a list by layer."""
     value = _require(file, name)
     by_layer = value if isinstance(value, list) else [value] * len(layer_types)
     if len(by_layer) != len(layer_types):
@@ -140,7 +140,7 @@ def _by_layer_type(file: GgufFile, name: str, layer_types: tuple[str, ...]) -> d
     numbers = dict(zip(layer_types, by_layer, strict=True))
     if [numbers[kind] for kind in layer_types] != by_layer:
         raise ConfigError(f"{name} differs between layers of the same type: {show_value(value)}")
-    return numbers
+    return numbers.get(SLIDING, by_layer[0]), numbers.get(FULL, by_layer[0])
 
 
 def _read_head_size(file: GgufFile, suffix: str) -> Any:
@@ -160,7 +160,7 @@ def _embedding_rows(file: GgufFile) -> int:
 
 
 def _read_rotary_fraction(file: GgufFile, head_dim: Any) -> float:
-    """The share of the pairs of a head that RoPE turns, in full layers: `rope_freqs` has 1 for these, and 1e30 for the rest."""
+    """The share of a head's pairs that RoPE turns in full layers: `rope_freqs` has 1 for these, and 1e30 for the rest."""
     pairs = require_int("attention.key_length", head_dim, 2, 2**14) // 2
     info = file.tensors.get(ROPE_FREQUENCIES)
     if info is None or info.shape != (pairs,) or info.type.dtype is None:
@@ -179,7 +179,7 @@ def _read_rotary_fraction(file: GgufFile, head_dim: Any) -> float:
 def _stop_tokens(file: GgufFile, names: tuple[str, ...]) -> tuple[int, ...]:
     """The end token of the file, and the tokens of these names where the vocabulary has them."""
     ids = [file.metadata.get("tokenizer.ggml.eos_token_id", 1)]
-    tokens = file.metadata.get(TOKENS)
+    tokens: Any = file.metadata.get(TOKENS)
     for name in names if isinstance(tokens, list) else ():
         if name in tokens and tokens.index(name) not in ids:
             ids.append(tokens.index(name))

@@ -59,7 +59,7 @@ LAYER_NAMES = {
     "enc_layer_output_scale": "encoder_layer_scalar",
 }
 LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,8})\.(.+)", re.ASCII)
-# Sizes that a file may fill up with zeros to whole blocks: the rows or the inputs of these weights, and the parts of the rows.
+# What a file may fill up with zeros to whole blocks: the rows of these weights, which may have two parts, or the inputs.
 PADDED_ROWS = {"gate_proj.weight": 1, "up_proj.weight": 1, GATE_UP: 2}
 PADDED_INPUTS = ("down_proj.weight", DOWN)
 
@@ -169,7 +169,8 @@ class GgufTensors(Mapping[str, StoredTensor]):
         stored = max(numbers, default=-1) + 1
         if stored != self.config.num_hidden_layers:
             raise CheckpointError(
-                f"{self.file.path}: the metadata describes {self.config.num_hidden_layers} layers, the tensors are of {stored}"
+                f"{self.file.path}: the metadata describes {self.config.num_hidden_layers} layers, the tensors are of "
+                f"{stored}"
             )
 
     def _check_scale(self, name: str, stack: tuple[int, ...]) -> None:
@@ -199,7 +200,8 @@ class GgufTensors(Mapping[str, StoredTensor]):
             info = self.file.tensors[self._names[part]]
             if info.shape != shape and not (parts == [ours] and self._is_padded(ours, info.shape, shape)):
                 raise CheckpointError(
-                    f"{self.file.path}: tensor {info.name} has the shape {list(info.shape)}, the metadata describes {list(shape)}"
+                    f"{self.file.path}: tensor {info.name} has the shape {list(info.shape)}, the metadata describes "
+                    f"{list(shape)}"
                 )
             if len(shape) == 1 and info.type.dtype is None:
                 raise CheckpointError(

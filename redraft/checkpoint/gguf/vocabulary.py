@@ -21,7 +21,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types; 5 is unused 
 # Special tokens of the release. llama.cpp's converter marks some of them as text, so that its chat parser sees them.
 RELEASED_SPECIAL_TOKENS = frozenset(
     '<pad> <eos> <bos> <unk> <mask> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|"|> '
-    "<|think|> <|channel> <channel|> <|turn> <turn|> <|image> <|audio> <|image|> <|audio|> <image|> <audio|> <|video|>".split()
+    "<|think|> <|channel> <channel|> <|turn> <turn|> <|image> <|audio> <|image|> <|audio|> <image|> <audio|> "
+    "<|video|>".split()
 )
 NAMED_TOKENS = {  # of tokenizer_config.json -> of the file
     "bos_token": "bos_token_id",

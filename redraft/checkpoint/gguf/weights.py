@@ -82,7 +82,7 @@ class GgufWeight:
         return max(1, CHUNK // self.shape[-1])
 
     def _blocks(self) -> Iterator[Tensor]:
-        """The bytes of some rows after another, [R, J, bytes of a block], on the device. Refuses scales that are not finite."""
+        """The blocks of a few rows at a time, [R, J, bytes], on the device. Refuses scales that are not finite numbers."""
         for rows in self.rows.flatten(0, -2).split(self._rows_at_once()):
             blocks = rows.to(self.device).unflatten(-1, (-1, self.type.nbytes))
             if not self.type.has_only_finite_scales(blocks):
@@ -190,7 +190,7 @@ class PaddedWeight:
         kept = by_part[:, : rows // self.parts, :inputs]
         if int(by_part.count_nonzero()) != int(kept.count_nonzero()):
             raise CheckpointError(
-                f"tensor {self.name} has the shape {list(self.stored.shape)}, the metadata describes {list(self.shape)}, and "
-                "what lies outside of that is not zero"
+                f"tensor {self.name} has the shape {list(self.stored.shape)}, the metadata describes {list(self.shape)}, "
+                "and what lies outside of that is not zero"
             )
         return kept.flatten(0, 1).contiguous()
