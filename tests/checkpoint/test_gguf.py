@@ -248,9 +248,12 @@ def test_rows_and_inputs_of_zeros_are_cut_off(tmp_path, value):
 # Header and settings
 
 
-def test_the_header_equals_what_the_packages_reader_finds(tmp_path):
+@pytest.mark.parametrize("version", [2, 3])
+def test_the_header_equals_what_the_packages_reader_finds(tmp_path, version):
     changes = {"some.float": 0.1, "some.list": [1.5, -2.25], "some.flag": True, "some.empty text": ""}
     path = gguf_files.write_model(tmp_path / "a.gguf", tiny.decided(SMALL), "Q8_0", changes=changes)
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + bytes([version]) + content[5:])
     ours = read_gguf(path)
     reader = gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}

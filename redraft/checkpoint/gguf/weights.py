@@ -19,7 +19,7 @@ from redraft.kernels.nvfp4 import Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
 from redraft.model.quant.stored import StoredWeight
 
-CHUNK = 2**22  # numbers converted at once: 16 MiB in float32, and a few times that on the way
+CHUNK = 2**21  # numbers converted at once: 8 MiB in float32, and a few times that on the way
 
 
 @dataclass(frozen=True)
