@@ -30,6 +30,7 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
     if str(path_or_id) in PACKAGED_NAMES and not (folder / CONFIG).exists():
         return PACKAGED / str(path_or_id)
     if folder.is_dir():
+        _refuse_folder_of_gguf_files(folder)
         return folder
     if folder.exists() and is_gguf(folder):
         return folder
@@ -50,6 +51,13 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
     if not re.fullmatch(REPOSITORY, hub_id):
         raise CheckpointError(f"there is no folder {str(path_or_id)!r}, and it is not a hub id (OWNER/NAME)")
     return _download(hub_id, ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])])
+
+
+def _refuse_folder_of_gguf_files(folder: Path) -> None:
+    """A folder may hold several GGUF files, so the user names one."""
+    files = [] if (folder / CONFIG).exists() else sorted(path for path in folder.iterdir() if is_gguf(path))
+    if files:
+        raise CheckpointError(f"{folder} has no {CONFIG}, but GGUF files: name one of them, such as {files[0]}")
 
 
 def _find_tagged_file(hub_id: str, tag: str) -> str:
@@ -77,7 +85,10 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
     import huggingface_hub
 
     with _explained(hub_id):
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))
+        folder = Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))
+    if not (folder / CONFIG).exists():
+        raise CheckpointError(f"{hub_id!r} has no {CONFIG}; if it has GGUF files, name one of them, such as {hub_id}:Q4_K_M")
+    return folder
 
 
 @contextmanager

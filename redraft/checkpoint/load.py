@@ -42,9 +42,9 @@ def load_model(
 def load_gguf_model(
     file: GgufCheckpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> DiffusionGemma:
-    """Loads the model of a GGUF file. Quantized weights become bf16 where no dtype is named."""
-    tensors = _DequantizedTensors(file.tensors(device), dtype or torch.bfloat16)
-    return from_state_dict(file.config, tensors, dtype=dtype, device=device)
+    """Loads the model of a GGUF file. Without a dtype it has the precision of the embedding, or bf16 if that is quantized."""
+    dtype = dtype or file.dtype
+    return from_state_dict(file.config, _DequantizedTensors(file.tensors(device), dtype), dtype=dtype, device=device)
 
 
 class _DequantizedTensors(Mapping[str, Tensor]):

@@ -340,7 +340,39 @@ def test_info_shows_the_shape_of_a_file(tmp_path):
     assert f"on disk                {path.stat().st_size / 1000:.2f} kB" in shown
 
 
+def test_quantized_weights_take_the_precision_of_the_embedding(tmp_path):
+    """Not by way of bf16, which would round them twice."""
+    tensors = gguf_files.make_tensors(tiny.decided(SMALL), lambda name: "F16" if "token_embd" in name else "Q8_0")
+    values = {**gguf_files.metadata(SMALL), **gguf_files.tokenizer_metadata()}
+    tensors["rope_freqs.weight"] = gguf_files.rope_freqs(SMALL)
+    loaded = checkpoint.load_model(gguf_files.write_file(tmp_path / "a.gguf", tensors, values))
+    expected = gguf_files.model_with(SMALL, tensors).half()
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
+
+
+def test_a_file_is_quantized_to_a_folder(tmp_path):
+    path = gguf_files.write_model(tmp_path / "model.gguf", tiny.decided(SMALL), "Q8_0")
+    expected = redraft.load(path, dtype="float32", quant="fp8").write("The", seed=1, max_tokens=16, max_steps=4)
+    loaded = checkpoint.load_checkpoint(path, dtype="float32", quant="fp8")
+    folder = checkpoint.save(loaded[0], tmp_path / "out", tokenizer=loaded[1], sampler=loaded[2])
+    assert checkpoint.folder_with_vision(path) is None
+    assert redraft.load(folder, dtype="float32").write("The", seed=1, max_tokens=16, max_steps=4).ids == expected.ids
+
+
 # Hub
+
+
+def test_a_folder_of_gguf_files_is_refused_by_the_name_of_one(tmp_path, monkeypatch):
+    (tmp_path / "b.gguf").touch()
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(checkpoint.CheckpointError, match=r"has no config.json, but GGUF files: name one of .*/a\.gguf$"):
+        checkpoint.find(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: tmp_path)
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"if it has GGUF files, name one of them, such as OWNER/NAME:Q4_K_M$"
+    ):
+        checkpoint.find("OWNER/NAME")
 
 
 @pytest.mark.parametrize(
