@@ -42,7 +42,7 @@ def load_model(
 def load_gguf_model(
     file: GgufCheckpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> DiffusionGemma:
-    """Loads the model of a GGUF file. Without a dtype it has the precision of the embedding, or bf16 if that is quantized."""
+    """Loads the model of a GGUF file. Without a dtype: the precision of the embedding, or bf16 if that is quantized."""
     dtype = dtype or file.dtype
     return from_state_dict(file.config, _DequantizedTensors(file.tensors(device), dtype), dtype=dtype, device=device)
 
