@@ -62,6 +62,7 @@ LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,8})\.(.+)", re.ASCII)
 # What a file may fill up with zeros to whole blocks: the rows of these weights, which may have two parts, or the inputs.
 PADDED_ROWS = {"gate_proj.weight": 1, "up_proj.weight": 1, GATE_UP: 2}
 PADDED_INPUTS = ("down_proj.weight", DOWN)
+MOST_PADDING = 256  # the largest block
 
 StoredTensor: TypeAlias = Tensor | StoredWeight
 
@@ -151,9 +152,11 @@ class GgufTensors(Mapping[str, StoredTensor]):
                     f"{self.file.path} has the same tensor twice, as {self._names[ours]} and as {show_value(info.name)}"
                 )
             self._names[ours] = name
-        for ours, name in list(
-            self._names.items()
-        ):  # a conversion may have the denoiser's scalars only; released ones are equal
+        self._repeat_scalars()
+
+    def _repeat_scalars(self) -> None:
+        """Gives `encode` the scalars of `denoise` where a file has no others; released ones are equal."""
+        for ours, name in list(self._names.items()):
             if ours.endswith(".layer_scalar"):
                 self._names.setdefault(ours.replace(".layer_scalar", ".encoder_layer_scalar"), name)
 
@@ -214,11 +217,11 @@ class GgufTensors(Mapping[str, StoredTensor]):
         return down in self._scales and per_expert_scale not in self._names
 
     def _is_padded(self, ours: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether a tensor has the model's shape but for more rows, or more inputs, where a file may add zeros."""
-        if any(ours.endswith(end) for end in PADDED_ROWS):
-            return (
-                len(stored) == len(shape)
-                and (*stored[:-2], stored[-1]) == (*shape[:-2], shape[-1])
-                and stored[-2] > shape[-2]
-            )
-        return ours.endswith(PADDED_INPUTS) and stored[:-1] == shape[:-1] and stored[-1] > shape[-1]
+        """Whether a tensor has the model's shape but for some rows, or some inputs, where a file may add zeros."""
+        if ours.endswith(PADDED_INPUTS):
+            return stored[:-1] == shape[:-1] and 0 < stored[-1] - shape[-1] < MOST_PADDING
+        parts = next((parts for end, parts in PADDED_ROWS.items() if ours.endswith(end)), 0)
+        if not parts or len(stored) != len(shape) or (*stored[:-2], stored[-1]) != (*shape[:-2], shape[-1]):
+            return False
+        padding, rest = divmod(stored[-2] - shape[-2], parts)
+        return not rest and 0 < padding < MOST_PADDING
