@@ -81,7 +81,7 @@ def load(
     keep_bf16: bool = False,
     verify_with: str | Path | None = None,
 ) -> "Writer":
-    """Loads a Writer from a checkpoint folder or a hub id; by default, the small model that ships with redraft.
+    """Loads a Writer from a checkpoint folder, a GGUF file or a hub id; by default, the small model that ships with redraft.
 
     "tiny" and "sudoku" name the models in the package. Without a dtype, weights keep their stored precision, or become
     float32 on a CPU that has no bf16 arithmetic. `quant="nvfp4"`, "int4" or "fp8" rounds the experts while loading, and the

@@ -32,6 +32,14 @@ def test_a_start_is_timed_beside_the_import_of_torch():
 
 
 @pytest.mark.soak
+def test_a_gguf_file_of_the_released_sizes_is_read_with_little_memory():
+    found = last_line("benchmarks/bench_gguf.py", "--layers", "1")
+    assert found["file_bytes"] > 1e9
+    assert found["model"]["left_mib"] > 2000
+    assert max(found[part]["more_mib"] for part in ("header", "tokenizer", "model")) < 2048
+
+
+@pytest.mark.soak
 def test_the_server_bears_many_clients_some_of_which_leave():
     """A minute of what `bench_server.py` does for five: nothing stuck, nothing lost, answers as if asked alone."""
     options = {"seconds": 60, "clients": 64, "tokens": 16, "steps": 2, "rounds": 1}

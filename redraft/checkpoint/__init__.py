@@ -1,10 +1,11 @@
 """Published checkpoints in and out. A checkpoint is a folder: config.json, generation_config.json, safetensors, tokenizer,
-and for some models a draft head.
+and for some models a draft head. A GGUF file is a checkpoint too.
 
 Files in reading order:
 names.py             file names, and our tensor names -> the published ones of DiffusionGemma and Gemma 4
 published_config.py  the JSON files <-> ModelConfig and SamplerConfig
-find.py              a folder, a packaged model or a hub id -> the folder of the checkpoint
+gguf/                GGUF files: settings, tensors and tokenizer in one file
+find.py              a folder, a GGUF file, a packaged model or a hub id -> the folder or file of the checkpoint
 tensors.py           the tensors of a folder, memory-mapped
 quantization.py      how the weights of config.json are quantized
 compressed.py        quantized weights of compressed-tensors and ModelOpt, under the names of the bf16 layout
@@ -14,18 +15,19 @@ atomic_folder.py     replaces a folder as a whole
 publish_packed.py    packed weights in the layout of compressed-tensors
 save.py              model -> folder
 tensor_file.py       writes a safetensors file tensor by tensor
-quantize.py          folder -> quantized folder, weight by weight
+quantize.py          folder or GGUF file -> quantized folder, weight by weight
 part_sizes.py        bits and bytes of the parts of a checkpoint
-parts.py             folder -> model, tokenizer and sampler settings on a device
+parts.py             folder or GGUF file -> model, tokenizer and sampler settings on a device
 """
 
 from redraft.checkpoint.atomic_folder import check_target, put_in_place, replace_folder, sync_files
 from redraft.checkpoint.find import PACKAGED, find
+from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model, open_weights
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.checkpoint.part_sizes import PartSize, measure_parts
-from redraft.checkpoint.parts import load_checkpoint, load_verifier
+from redraft.checkpoint.parts import load_checkpoint, load_verifier, read_configs
 from redraft.checkpoint.published_config import (
     parse_model_config,
     parse_sampler_config,
@@ -48,11 +50,13 @@ __all__ = [
     "find",
     "folder_with_vision",
     "from_state_dict",
+    "is_gguf",
     "lay_out_for_cpu",
     "load_checkpoint",
     "load_model",
     "load_verifier",
     "measure_parts",
+    "open_gguf",
     "open_weights",
     "parse_model_config",
     "parse_sampler_config",
@@ -61,6 +65,7 @@ __all__ = [
     "published_name",
     "put_in_place",
     "quantize_checkpoint",
+    "read_configs",
     "read_model_config",
     "read_sampler_config",
     "replace_folder",

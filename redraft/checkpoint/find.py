@@ -1,18 +1,27 @@
-"""Finds a checkpoint: a local folder, a packaged model by its name, or a hub id, which is downloaded once."""
+"""Finds a checkpoint: a local folder or GGUF file, a packaged model by its name, or a hub id, which is downloaded once.
+
+A GGUF file on the hub is named as llama.cpp and Ollama users do: OWNER/NAME:Q4_K_M, or OWNER/NAME/FILE.gguf.
+"""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from redraft.checkpoint.gguf import is_gguf
 from redraft.checkpoint.names import CONFIG, CheckpointError
 
 PACKAGED = Path(__file__).parents[1] / "weights"
 PACKAGED_NAMES = ("tiny", "sudoku")
+REPOSITORY = r"[\w-][\w.-]*/[\w-][\w.-]*"
+HUB_FILE = re.compile(rf"({REPOSITORY})/([\w./ -]+)")
+HUB_TAG = re.compile(rf"({REPOSITORY}):([\w.-]+)")
 
 
 def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
-    """Returns the folder of a checkpoint: a local folder, a packaged model ("tiny"), or a hub id, downloaded once.
+    """Returns the folder of a checkpoint, or its GGUF file. One on the hub is downloaded once.
 
-    With `weights=False` only the small files of a hub id are downloaded.
+    With `weights=False` only the small files of a hub id are downloaded; a GGUF file is always downloaded whole.
     """
     try:
         folder = Path(path_or_id).expanduser()
@@ -21,20 +30,72 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
     if str(path_or_id) in PACKAGED_NAMES and not (folder / CONFIG).exists():
         return PACKAGED / str(path_or_id)
     if folder.is_dir():
+        _refuse_folder_of_gguf_files(folder)
+        return folder
+    if folder.exists() and is_gguf(folder):
         return folder
     if folder.exists():
-        raise CheckpointError(f"{path_or_id} is a file; give the folder that holds config.json and the weights")
+        raise CheckpointError(
+            f"{path_or_id} is a file; give a .gguf file, or the folder that holds config.json and the weights"
+        )
     hub_id = str(path_or_id).removeprefix("https://").removeprefix("hf.co/").removeprefix("huggingface.co/")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", hub_id):
+    if tag := HUB_TAG.fullmatch(hub_id):
+        return _download_file(tag[1], _find_tagged_file(tag[1], tag[2]))
+    if is_gguf(hub_id):
+        named = HUB_FILE.fullmatch(hub_id)
+        if named is None or ".." in Path(named[2]).parts or Path(str(path_or_id)).is_absolute():
+            raise CheckpointError(
+                f"there is no file {str(path_or_id)!r}, and it is not one on the hub (OWNER/NAME/FILE.gguf)"
+            )
+        return _download_file(named[1], named[2])
+    if not re.fullmatch(REPOSITORY, hub_id):
         raise CheckpointError(f"there is no folder {str(path_or_id)!r}, and it is not a hub id (OWNER/NAME)")
     return _download(hub_id, ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])])
 
 
-def _download(hub_id: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
+def _refuse_folder_of_gguf_files(folder: Path) -> None:
+    """A folder may hold several GGUF files, so the user names one."""
+    files = [] if (folder / CONFIG).exists() else sorted(path for path in folder.iterdir() if is_gguf(path))
+    if files:
+        raise CheckpointError(f"{folder} has no {CONFIG}, but GGUF files: name one of them, such as {files[0]}")
 
+
+def _find_tagged_file(hub_id: str, tag: str) -> str:
+    """The one GGUF file of a repository whose name ends in the tag, such as Q4_K_M."""
+    import huggingface_hub
+
+    with _explained(hub_id):
+        files = [file for file in huggingface_hub.list_repo_files(hub_id) if is_gguf(file)]
+    ending = re.compile(rf"(?:.*[-._/])?{re.escape(tag)}\.gguf", re.IGNORECASE)
+    tagged = [file for file in files if ending.fullmatch(file) and "mmproj" not in file]  # mmproj: vision towers
+    if len(tagged) != 1:
+        names = ", ".join(sorted(files)[:20]) or "no GGUF file"
+        raise CheckpointError(f"{hub_id!r} has {len(tagged)} GGUF files that end in {tag}; it has {names}")
+    return tagged[0]
+
+
+def _download_file(hub_id: str, name: str) -> Path:
+    import huggingface_hub
+
+    with _explained(hub_id):
+        return Path(huggingface_hub.hf_hub_download(hub_id, name))
+
+
+def _download(hub_id: str, patterns: list[str]) -> Path:
+    import huggingface_hub
+
+    with _explained(hub_id):
+        folder = Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))
+    if not (folder / CONFIG).exists():
+        raise CheckpointError(f"{hub_id!r} has no {CONFIG}; if it has GGUF files, name one of them, such as {hub_id}:Q4_K_M")
+    return folder
+
+
+@contextmanager
+def _explained(hub_id: str) -> Iterator[None]:
+    """Turns any fault of the network, a proxy or the hub into one sentence: the user can only try again."""
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    except Exception as error:  # any fault of the network, a proxy or the hub: the user can only try again
+        yield
+    except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{hub_id!r} is no local folder, and the hub did not deliver it: {reason}") from None

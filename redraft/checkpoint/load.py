@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from redraft.checkpoint.compressed import QuantizedTensors
+from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.names import (
     CONFIG,
@@ -45,7 +46,7 @@ def load_model(
     device: torch.device | str = "cpu",
     policy: QuantPolicy | None = None,
 ) -> DiffusionGemma:
-    """Loads the model of a folder. Without a dtype, weights keep the precision they are stored in."""
+    """Loads the model of a folder or of a GGUF file. Without a dtype, weights keep the precision they are stored in."""
     config, tensors = open_weights(folder, device)
     return from_state_dict(config, tensors, dtype=dtype, device=device, policy=policy)
 
@@ -57,6 +58,9 @@ def open_weights(
 
     Tensors are read onto the device, where experts that are stored apart are stacked.
     """
+    if is_gguf(folder):
+        file = open_gguf(folder)
+        return file.config, file.tensors(device)
     with verify_files(folder):
         config = read_model_config(folder)
         stored = CheckpointTensors(Path(folder), device)

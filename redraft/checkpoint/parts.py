@@ -1,18 +1,25 @@
-"""The parts of a checkpoint that generation needs: model, tokenizer and sampler settings, loaded onto a device."""
+"""The parts of a checkpoint that generation needs: model, tokenizer and sampler settings, loaded onto a device.
 
+They come from a folder or from a GGUF file.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from redraft.checkpoint.find import find
-from redraft.checkpoint.load import PRECISIONS, lay_out_for_cpu, load_model
+from redraft.checkpoint.gguf import is_gguf, open_gguf
+from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, open_weights
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.published_config import read_model_config, read_sampler_config
-from redraft.config import SamplerConfig
+from redraft.config import ModelConfig, SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import QuantPolicy
+from redraft.model.quant.stored import StoredWeight
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError, check_same_vocabulary
 
 
@@ -28,20 +35,47 @@ def load_checkpoint(
     """The parts of a Writer, for a caller that wants no engine. `quant` and what follows: see QuantPolicy."""
     device = select_device(device)
     policy = QuantPolicy.for_device(device, quant=quant, keep_bf16=keep_bf16, prefer_small=prefer_small)
-    folder = find(path_or_id)
-    with verify_files(folder):
-        config = read_model_config(folder)
-        tokenizer = Tokenizer.from_folder(folder)
-        if tokenizer.size > config.vocab_size:
-            raise TokenizerError(
-                f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, but the model has a vocabulary of "
-                f"{config.vocab_size}: use the tokenizer of this checkpoint"
-            )
-        sampler = read_sampler_config(folder, config)
-        model = load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device, policy=policy)
+    opened = open_checkpoint(find(path_or_id), device)
+    model_dtype = select_dtype(device, _dtype(dtype))
+    model = from_state_dict(opened.config, opened.tensors, dtype=model_dtype, device=device, policy=policy)
     if not has_bf16(device):
         model = lay_out_for_cpu(model)
-    return model, tokenizer, sampler
+    return model, opened.tokenizer, opened.sampler
+
+
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint of which nothing but headers, settings and tokenizer has been read."""
+
+    config: ModelConfig
+    tensors: Mapping[str, Tensor | StoredWeight]  # under the names of the bf16 layout
+    tokenizer: Tokenizer
+    sampler: SamplerConfig
+
+
+def open_checkpoint(path: Path, device: torch.device | str = "cpu") -> OpenCheckpoint:
+    """Opens a folder or a GGUF file. Tensors are read onto the device when they are looked up."""
+    if is_gguf(path):
+        file = open_gguf(path)
+        return OpenCheckpoint(file.config, file.tensors(device), file.tokenizer(), file.sampler)
+    with verify_files(path):
+        config, tensors = open_weights(path, device)
+        tokenizer = Tokenizer.from_folder(path)
+        sampler = read_sampler_config(path, config)
+    if tokenizer.size > config.vocab_size:
+        raise TokenizerError(
+            f"the tokenizer in {path} has ids up to {tokenizer.size - 1}, but the model has a vocabulary of "
+            f"{config.vocab_size}: use the tokenizer of this checkpoint"
+        )
+    return OpenCheckpoint(config, tensors, tokenizer, sampler)
+
+
+def read_configs(path: Path) -> tuple[ModelConfig, SamplerConfig]:
+    """Reads the settings of a folder or of a GGUF file, without its weights."""
+    if is_gguf(path):
+        file = open_gguf(path)
+        return file.config, file.sampler
+    config = read_model_config(path)
+    return config, read_sampler_config(path, config)
 
 
 def load_verifier(

@@ -26,20 +26,20 @@ from torch import Tensor
 
 from redraft.checkpoint import names
 from redraft.checkpoint.atomic_folder import check_target, lock_folder, replace_folder
-from redraft.checkpoint.load import fetch_weight, open_weights, refuse_unknown_tensors
+from redraft.checkpoint.load import fetch_weight, refuse_unknown_tensors
 from redraft.checkpoint.names import CheckpointError, find_layout, published_name
+from redraft.checkpoint.parts import OpenCheckpoint, open_checkpoint
 from redraft.checkpoint.publish_packed import TensorHeader, plan_packed, publish_packed, publish_quantization
-from redraft.checkpoint.published_config import publish_model_config, read_sampler_config
+from redraft.checkpoint.published_config import publish_model_config
 from redraft.checkpoint.save import smallest_vision, write_json, write_settings
 from redraft.checkpoint.tensor_file import TensorFileWriter, header_bytes
-from redraft.config import SMALLEST_VISION, ModelConfig, SamplerConfig, read_json
+from redraft.config import SMALLEST_VISION, ModelConfig, read_json
 from redraft.kernels.int4 import Int4Tensor
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant.conversion import EXPERTS_AT_ONCE, pack_piece, parts_of, split_stack
 from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QUANTIZED_PARTS, part_of
 from redraft.model.quant.quantizers import RoundingError
 from redraft.model.quant.stored import StoredWeight
-from redraft.tokenizer.tokenizer import Tokenizer
 
 SHARD_BYTES = 10**9
 STATISTICS = "statistics.json"
@@ -97,22 +97,14 @@ class Quantized(NamedTuple):
     total: int
 
 
-class Source(NamedTuple):
-    """A checkpoint to quantize. Nothing but headers has been read of its weights."""
-
-    config: ModelConfig
-    tensors: Mapping[str, Any]  # Tensor or StoredWeight, under the names of the bf16 layout
-    tokenizer: Tokenizer
-    sampler: SamplerConfig
-
-
-def open_source(folder: Path) -> Source:
-    """Opens the checkpoint in a folder. One without vision weights gets the smallest vision tower, as `save` writes it."""
-    config, tensors = open_weights(folder)
-    if not config.is_causal_only and not any(name.startswith(names.VISION) for name in tensors):
-        tensors = ChainMap(smallest_vision(config.hidden_size, torch.bfloat16), tensors)  # type: ignore[arg-type]
-        config = replace(config, vision=dict(SMALLEST_VISION))
-    return Source(config, tensors, Tokenizer.from_folder(folder), read_sampler_config(folder, config))
+def open_source(path: Path) -> OpenCheckpoint:
+    """Opens a checkpoint. One without vision weights gets the smallest vision tower, as `save` writes it."""
+    source = open_checkpoint(path)
+    if source.config.is_causal_only or any(name.startswith(names.VISION) for name in source.tensors):
+        return source
+    vision = smallest_vision(source.config.hidden_size, torch.bfloat16)
+    tensors = ChainMap(vision, source.tensors)  # type: ignore[arg-type]
+    return source._replace(config=replace(source.config, vision=dict(SMALLEST_VISION)), tensors=tensors)
 
 
 class Unit(NamedTuple):
@@ -294,7 +286,7 @@ def _count(matrices: int, weights: int, error: RoundingError | None) -> Projecti
 # 3. The folder
 
 
-def _assemble(part: Path, work: Path, shards: dict[str, list[Unit]], source: Source) -> None:
+def _assemble(part: Path, work: Path, shards: dict[str, list[Unit]], source: OpenCheckpoint) -> None:
     """Fills the new folder: the shards, the index, the draft head, and the files of JSON."""
     for file_name in shards:
         try:

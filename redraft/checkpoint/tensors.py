@@ -71,7 +71,9 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
 
 def folder_with_vision(folder: Path) -> Path | None:
-    """Returns the folder if its checkpoint has vision weights to carry along, else None."""
+    """Returns the folder if its checkpoint has vision weights to carry along, else None. A GGUF file has none."""
+    if folder.is_file():
+        return None
     has_vision = any(name.startswith(VISION) for name in CheckpointTensors(folder))
     return folder if has_vision else None
 

@@ -15,7 +15,7 @@ from redraft.kernels import backend
 
 def info(
     model: Annotated[
-        str, typer.Option("--model", "-m", help="Checkpoint folder, or hub id OWNER/NAME. [the released 26B-A4B shape]")
+        str, typer.Option("--model", "-m", help="Checkpoint folder, GGUF file, or hub id. [the released 26B-A4B shape]")
     ] = "",
 ) -> None:
     """Show a checkpoint's shape, its memory by format, and which kernels run on this machine."""
@@ -26,9 +26,9 @@ def info(
     parts: list[checkpoint.PartSize] = []
     if model:
         folder = checkpoint.find(model, weights=False)
-        config = checkpoint.read_model_config(folder)
-        sampler = checkpoint.read_sampler_config(folder, config)
-        stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        config, sampler = checkpoint.read_configs(folder)
+        files = [folder] if checkpoint.is_gguf(folder) else folder.glob("*.safetensors")
+        stored = sum(file.stat().st_size for file in files)
         if stored:  # a hub id is shown without its weights
             parts = checkpoint.measure_parts(checkpoint.open_weights(folder)[1], is_causal_only=config.is_causal_only)
     console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)

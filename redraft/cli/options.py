@@ -37,7 +37,10 @@ def option(*names: str, help: str, parser: Any = None) -> Any:
 Model = Annotated[
     str,
     typer.Option(
-        "--model", "-m", envvar="REDRAFT_MODEL", help="Checkpoint folder, or hub id OWNER/NAME. [tiny, in the package]"
+        "--model",
+        "-m",
+        envvar="REDRAFT_MODEL",
+        help="Checkpoint folder, GGUF file, or hub id OWNER/NAME or OWNER/NAME:Q4_K_M. [tiny, in the package]",
     ),
 ]
 Seed = Annotated[
