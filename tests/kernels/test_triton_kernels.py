@@ -275,7 +275,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path, request):
 def test_keys_are_split_when_there_are_many_keys_and_few_tokens():
     few = torch.empty(1, 256, 16, 512)
     many = torch.empty(8, 256, 16, 512)
-    most = attention.TILES[True, False].max_splits
+    most = attention.LARGE_TILES[True, False].max_splits
     assert attention.choose_num_splits(few, 100) == 1
     assert attention.choose_num_splits(few, 100_000) == most > 1
     assert attention.choose_num_splits(many, 100_000) == 1
