@@ -19,13 +19,13 @@ from redraft.kernels.backend import Card, select_card
 from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.triton.fp8 import _widen_e4m3, data_and_scale
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
-from redraft.kernels.triton.tiles import Tiles, select_by_size, select_table
+from redraft.kernels.triton.tiles import Tiles, check_fits, select_by_size, select_table
 
 NO_LIMIT = 2**30
 MAX_SPLITS = 8
 MIN_SPLIT_TILES = 4  # tiles of the summed axis per program
 SUM_BLOCK = 1024  # features per program of `_sum_splits`
-# The key: the largest number of tokens. Chosen by formula, see `tiles.py`; `benchmarks/bench_kernels.py --tiles` tries others.
+# The key: the largest number of tokens. Chosen by formula; `benchmarks/bench_kernels.py --tiles` tries others.
 LARGE_TILES = {
     16: Tiles(16, 64, 256, 4, 4),
     64: Tiles(64, 64, 256, 4, 4),
@@ -39,9 +39,9 @@ SMALL_TILES = {  # for 99 KiB
 WIDENED_TILES = {16: Tiles(16, 64, 128, 4, 4), 64: Tiles(64, 64, 64, 4, 4), NO_LIMIT: Tiles(128, 128, 64, 3, 8)}
 
 
-def matmul_fp8(x_ND: Fp8Tensor, weight_OD: Fp8Tensor) -> Tensor:
-    """Returns x times the transposed weight, y_NO in bf16."""
-    out_NO = torch.empty(len(x_ND.qdata), len(weight_OD.qdata), dtype=torch.bfloat16, device=x_ND.qdata.device)
+def matmul_fp8(x_ND: Fp8Tensor, weight_OD: Fp8Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Returns x times the transposed weight, y_NO."""
+    out_NO = torch.empty(len(x_ND.qdata), len(weight_OD.qdata), dtype=dtype, device=x_ND.qdata.device)
     return _multiply(x_ND, weight_OD, out_NO, by_input=False)
 
 
@@ -59,9 +59,16 @@ def sum_rows(factors_ND: Tensor | Fp8Tensor, table_DO: Fp8Tensor, dtype: torch.d
 
 def select_tiles(tokens: int, card: Card, token_bytes: int) -> Tiles:
     """Returns the tiles for this many tokens of elements of this size. Elements of more than a byte mean widened weights."""
-    if token_bytes > 1:
-        return select_by_size(WIDENED_TILES, tokens).fit(card, 1, token_bytes)
-    return select_by_size(select_table(card, LARGE_TILES, SMALL_TILES), tokens).fit(card, 1, 1)
+    is_widened = token_bytes > 1
+    table = WIDENED_TILES if is_widened else select_table(card, LARGE_TILES, SMALL_TILES)
+    tiles = select_by_size(table, tokens).fit(card, 1, token_bytes)
+    check_fits(f"a product with {tiles}", shared_memory(tiles, card, token_bytes), card)
+    return tiles
+
+
+def shared_memory(tiles: Tiles, card: Card, token_bytes: int) -> int:
+    """Returns the bytes of shared memory: buffers of the product, and later, in their place, the float32 result."""
+    return max(tiles.shared_memory(card, 1, token_bytes), tiles.tokens * tiles.features * 4)
 
 
 def choose_num_splits(tiles: Tiles, tokens: int, features: int, inner: int, card: Card) -> int:
@@ -108,18 +115,18 @@ def _multiply_fp8(
     mask_t = token < N
     mask_f = feature < F
     x_ptr = x + token[None, :].to(tl.int64) * D + offs_k[:, None]
-    if BY_INPUT:
-        w_ptr = weight + offs_k[None, :].to(tl.int64) * F + feature[:, None]
-    else:
-        w_ptr = weight + feature[:, None].to(tl.int64) * D + offs_k[None, :]
     split_size = tl.cdiv(tl.cdiv(D, BLOCK_K), SPLITS) * BLOCK_K
     begin = split * split_size
     acc = tl.zeros((BLOCK_F, BLOCK_T), tl.float32)
     for k in range(begin, tl.minimum(begin + split_size, D), BLOCK_K):
-        mask_k = k + offs_k < D
+        column = k + offs_k
+        mask_k = column < D
         t = tl.load(x_ptr + k, mask=mask_t[None, :] & mask_k[:, None], other=0.0)
-        w_offset = k.to(tl.int64) * F if BY_INPUT else k
-        w = tl.load(w_ptr + w_offset, mask=mask_f[:, None] & mask_k[None, :], other=0.0)
+        if BY_INPUT:
+            w_ptr = weight + column[None, :].to(tl.int64) * F + feature[:, None]
+        else:
+            w_ptr = weight + feature[:, None].to(tl.int64) * D + column[None, :]
+        w = tl.load(w_ptr, mask=mask_f[:, None] & mask_k[None, :], other=0.0)
         if WIDEN:
             acc = tl.dot(_widen_e4m3(w, t.dtype), t, acc, input_precision="ieee")
         elif BY_INPUT:
