@@ -203,7 +203,8 @@ def attention_kernels() -> Kernels:
                     yield within(compiled, tiles.shared_memory(CARD, size, 2))
     # float32 needs the most shared memory
     tiles = attention.tiles_for(CARD, 512, False, 4)
-    constants = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
+    shape = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
+    constants = {**shape, "CAUSAL": True, "WHOLE": True}
     float32 = dict.fromkeys(("q", "k", "v", "base", "out", "partial", "softmax"), F32)
     compiled = compile_kernel(
         attention._attend,

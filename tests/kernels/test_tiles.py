@@ -1,4 +1,4 @@
-"""Tiles: every kernel has some that fit every card; the backend is chosen by measured limits; small tiles compute the same."""
+"""Tiles: every kernel has some that fit every card, the backend follows measured limits, small tiles compute the same."""
 
 from types import SimpleNamespace
 
@@ -64,7 +64,7 @@ def test_a_tile_that_is_too_large_is_refused_before_its_launch():
     assert Tiles(32, 128, 64, 5, 8).fit(CARDS["H200 with REDRAFT_SHARED_MEMORY=99"], 2, 2).stages == 4
     with pytest.raises(TileError, match="needs 131,072 bytes of shared memory per block, the card has 101,376"):
         Tiles(256, 256, 128, 5, 8).fit(SMALL, 2, 2)
-    with pytest.raises(TileError, match="heads of 1024.* needs 198,656 bytes .* the card has 101,376"):
+    with pytest.raises(TileError, match=r"heads of 1024.* needs 198,656 bytes .* the card has 101,376"):
         attention.tiles_for(SMALL, 1024, False, 2)
 
 

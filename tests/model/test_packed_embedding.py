@@ -1,4 +1,4 @@
-"""The embedding in 8 bits: lookup, logits and soft embeddings equal those of the dequantized embedding, up to fp8 rounding."""
+"""The embedding in 8 bits: lookup, logits and soft embeddings equal the dequantized embedding's, up to fp8 rounding."""
 
 from dataclasses import replace
 
