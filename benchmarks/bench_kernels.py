@@ -5,8 +5,8 @@ tensor cores' peak.
 
     python benchmarks/bench_kernels.py [--canvases 1] [--context 1024] [--tiles] [--shared-memory 99]
 
-`--tiles` tries other tile sizes for the experts and the fp8 products and prints the best. `--shared-memory 99` times the tiles
-of a card with so many KiB beside those of this one, in the same run, and prints the ratio of their times.
+`--tiles` tries other tile sizes for the experts and the fp8 products and prints the best. `--shared-memory 99` times the
+tiles of a card with so many KiB beside those of this one, in the same run, and prints the ratio of their times.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from redraft.kernels import attend, backend, gated_experts, rms_norm, rope_frequ
 from redraft.kernels import vocabulary as reference
 from redraft.kernels.fp8 import Fp8Tensor, matmul_fp8, quantize
 from redraft.kernels.triton import attention, experts, linear_fp8, mlp, norm, qkv_rope, routing, vocabulary
+from redraft.kernels.triton.fp8 import quantize_rows
 
 C = ModelConfig()
 DTYPE = torch.bfloat16
@@ -207,14 +208,14 @@ def vocabulary_cases(tokens: int) -> list[Case]:
         ),
         Case("probabilities", lambda: vocabulary.compute_probs_(spare, 30.0, temperature, read), None, 4 * raw.numel()),
         Case("soft embedding", lambda: raw @ table, None, 2 * table.numel() + 2 * raw.numel(), flops),
-        *packed_embedding_cases(hidden, raw, quantize(table), temperature, uniform),
+        *packed_embedding_cases(hidden, raw, quantize_rows(table), temperature, uniform),
     ]
 
 
 def packed_embedding_cases(
     hidden: Tensor, raw: Tensor, table: Fp8Tensor, temperature: Tensor, uniform: Tensor
 ) -> list[Case]:
-    """The head and the soft embedding in fp8. References: the head by torch._scaled_mm, the soft embedding widened to bf16."""
+    """Head and soft embedding in fp8. The references: torch._scaled_mm for the head, bf16 factors for the soft embedding."""
     hidden8, log_scale = quantize(hidden), table.scale[:, 0].log()
     read = vocabulary.argmax_entropy_sample(raw, 30.0, temperature, uniform, log_scale)
     flops = 2 * len(raw) * table.qdata.numel()
