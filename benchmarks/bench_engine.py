@@ -5,7 +5,7 @@ commits. `bound` is a lower bound of a step's time: every weight read once, the 
 memory bandwidth and FLOPS below. The last line is JSON.
 
     python benchmarks/bench_engine.py [--quant none fp8] [--canvases 1 2 4 8] [--contexts 512 4096 16384] [--new 1024]
-        [--steps 16] [--shape released|small] [--no-profile] [--peer]
+        [--steps 16] [--shape released|small] [--no-profile] [--peer] [--pack-embedding]
     python benchmarks/bench_engine.py --draw FILE.json
 
 `--peer` also times transformers, compiled with a static cache (it compiles for minutes). `--draw` plots a last line that was
@@ -32,7 +32,7 @@ from redraft.diffusion.generate import Draft
 from redraft.engine.engine import Engine
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
-from redraft.model.quant.fp8 import quantize_fp8
+from redraft.model.quant import pack_embedding, quantize_fp8
 
 BYTES, FLOPS = 4.3e12, 790e12  # of one H200, per second: what a copy and a large product reach
 SHAPES = {
@@ -60,8 +60,9 @@ PARTS = {  # of a step, by substrings of kernel names
     "attention": ("_attend", "_combine_splits"),
     "norms and heads": ("_and_norm", "_split_qkv_rope", "_gelu_and_mul", "rms_norm"),
     "routing": ("_route", "_sort_by_expert"),
-    "vocabulary and sampler": ("_reduce_chunks", "_combine_chunks", "_compute_probs", "_step_canvases", "_draw_step"),
+    "vocabulary and sampler": ("_reduce_chunks", "_combine_chunks", "_compute_", "_step_canvases", "_draw_step"),
     "8 bits": ("_quantize_rows",),
+    "fp8 products": ("_multiply_fp8", "_sum_splits"),
     "products": ("nvjet", "gemm", "cutlass", "cublas", "splitK", "wgmma"),
 }
 
@@ -159,6 +160,8 @@ def measured(quant: str | None, options: argparse.Namespace, console: Console) -
     model = random_model(config, device)
     if quant:
         model = quantize_fp8(model)
+    if options.pack_embedding:
+        model = pack_embedding(model)
     wait(device)
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     began = time.perf_counter()
@@ -271,6 +274,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="released")
     parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--pack-embedding", action="store_true", help="embedding and head in fp8")
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--draw", type=Path)
     options, console = parser.parse_args(), Console(width=120, highlight=False)

@@ -3,14 +3,16 @@
 The floor is the longer of two times: reading and writing every byte once at the memory's bandwidth, or the arithmetic at the
 tensor cores' peak.
 
-    python benchmarks/bench_kernels.py [--canvases 1] [--context 1024] [--tiles]
+    python benchmarks/bench_kernels.py [--canvases 1] [--context 1024] [--tiles] [--shared-memory 99]
 
-`--tiles` tries other tile sizes for the experts and prints the best.
+`--tiles` tries other tile sizes for the experts and the fp8 products and prints the best. `--shared-memory 99` times the
+tiles of a card with so many KiB beside those of this one, in the same run, and prints the ratio of their times.
 """
 
 import argparse
 import itertools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,11 +25,11 @@ from rich.table import Table
 from torch import Tensor
 
 from redraft.config import ModelConfig
-from redraft.kernels import attend, gated_experts, rms_norm, rope_frequencies
+from redraft.kernels import attend, backend, gated_experts, rms_norm, rope_frequencies
 from redraft.kernels import vocabulary as reference
-from redraft.kernels.fp8 import Fp8Tensor, quantize
-from redraft.kernels.linear_fp8 import linear_fp8
-from redraft.kernels.triton import attention, experts, mlp, norm, qkv_rope, routing, vocabulary
+from redraft.kernels.fp8 import Fp8Tensor, matmul_fp8, quantize
+from redraft.kernels.triton import attention, experts, linear_fp8, mlp, norm, qkv_rope, routing, vocabulary
+from redraft.kernels.triton.fp8 import quantize_rows
 
 C = ModelConfig()
 DTYPE = torch.bfloat16
@@ -153,19 +155,39 @@ def other_cases(tokens: int) -> list[Case]:
     )
     gate_up = rand(tokens, 2 * C.intermediate_size)
     cases.append(Case("gelu and mul", lambda: mlp.gelu_and_mul(gate_up), None, 3 * gate_up.numel()))
+    return cases + product_cases(tokens, width)
+
+
+def product_cases(tokens: int, width: int) -> list[Case]:
+    """Dense products: bf16 by cuBLAS; fp8 by our kernel, beside torch._scaled_mm where it runs; fp8 weights widened."""
+    cases = []
     shapes = {
-        "qkv": (width, d),
-        "o": (d, C.num_attention_heads * C.head_dim),
-        "gate up": (2 * C.intermediate_size, d),
-        "down": (d, C.intermediate_size),
+        "qkv": (width, C.hidden_size),
+        "o": (C.hidden_size, C.num_attention_heads * C.head_dim),
+        "gate up": (2 * C.intermediate_size, C.hidden_size),
+        "down": (C.hidden_size, C.intermediate_size),
     }
     for name, (rows, columns) in shapes.items():
-        weight, z = rand(rows, columns), rand(tokens, columns)
-        weight8 = quantize(weight)
-        flops = 2 * tokens * rows * columns
-        cases.append(Case(f"product {name} bf16", lambda a=z, b=weight: F.linear(a, b), None, 2 * weight.numel(), flops))
-        cases.append(Case(f"product {name} fp8", lambda a=z, b=weight8: linear_fp8(a, b), None, weight.numel(), flops, True))
+        weight, x = rand(rows, columns), rand(tokens, columns)
+        weight8, x8 = quantize(weight), quantize(x)
+        size, flops = weight.numel(), 2 * tokens * weight.numel()
+        ours = lambda a=x8, b=weight8: linear_fp8.matmul_fp8(a, b)  # noqa: E731
+        cublas = lambda a=x8, b=weight8: matmul_fp8(a, b)  # noqa: E731
+        widened = lambda a=x, b=weight8: linear_fp8.matmul_widened(a, b)  # noqa: E731
+        cases.append(Case(f"product {name} bf16", lambda a=x, b=weight: F.linear(a, b), None, 2 * size, flops))
+        cases.append(Case(f"product {name} fp8", ours, cublas if runs(cublas) else None, size, flops, True))
+        cases.append(Case(f"product {name} fp8 widened", widened, None, size, flops))
     return cases
+
+
+def runs(operation: Callable[[], object]) -> bool:
+    """Whether this GPU runs an operation."""
+    try:
+        operation()
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def vocabulary_cases(tokens: int) -> list[Case]:
@@ -186,24 +208,73 @@ def vocabulary_cases(tokens: int) -> list[Case]:
         ),
         Case("probabilities", lambda: vocabulary.compute_probs_(spare, 30.0, temperature, read), None, 4 * raw.numel()),
         Case("soft embedding", lambda: raw @ table, None, 2 * table.numel() + 2 * raw.numel(), flops),
+        *packed_embedding_cases(hidden, raw, quantize_rows(table), temperature, uniform),
+    ]
+
+
+def packed_embedding_cases(
+    hidden: Tensor, raw: Tensor, table: Fp8Tensor, temperature: Tensor, uniform: Tensor
+) -> list[Case]:
+    """Head and soft embedding in fp8. The references: torch._scaled_mm for the head, bf16 factors for the soft embedding."""
+    hidden8, log_scale = quantize(hidden), table.scale[:, 0].log()
+    read = vocabulary.argmax_entropy_sample(raw, 30.0, temperature, uniform, log_scale)
+    flops = 2 * len(raw) * table.qdata.numel()
+    cublas = lambda: matmul_fp8(hidden8, table)  # noqa: E731
+    return [
+        Case(
+            "output projection fp8",
+            lambda: linear_fp8.matmul_fp8(hidden8, table),
+            cublas if runs(cublas) else None,
+            table.qdata.numel() + 2 * raw.numel(),
+            flops,
+            True,
+        ),
+        Case(
+            "soft embedding fp8",
+            lambda: vocabulary.soft_embed_fp8(raw, 30.0, temperature, read, table, log_scale),
+            lambda: linear_fp8.sum_rows(raw, table, DTYPE),
+            table.qdata.numel() + 4 * raw.numel(),
+            flops,
+            True,
+        ),
     ]
 
 
 def try_tiles(tokens: int, console: Console) -> None:
-    """Times the experts with other tiles and prints the best five."""
-    for name in ("experts bf16", "experts fp8"):
-        case = next(case for case in expert_cases(tokens) if case.name == name)
-        select_tiles = experts.select_tiles
+    """Times experts and fp8 products with other tiles and prints the best five."""
+    products = [case for case in other_cases(tokens) if case.name.endswith(" fp8")]
+    cases = [(case, experts) for case in expert_cases(tokens) if case.name in ("experts bf16", "experts fp8")]
+    cases += [(case, linear_fp8) for case in products]
+    for case, module in cases:
+        select_tiles = module.select_tiles
         times = []
-        for sizes in itertools.product((16, 32, 64), (64, 128), (64, 128, 256), (2, 3, 4, 5), (4, 8)):
+        for sizes in itertools.product((16, 32, 64, 128), (64, 128), (64, 128, 256), (2, 3, 4, 5), (4, 8)):
             tiles = experts.Tiles(*sizes)
-            experts.select_tiles = lambda element_size, pairs, number, tiles=tiles: (tiles, tiles)
+            chosen = (tiles, tiles) if module is experts else tiles
+            module.select_tiles = lambda *arguments, chosen=chosen: chosen
             try:
                 times.append((1e3 * triton.testing.do_bench(case.ours, warmup=5, rep=20), sizes))
             except Exception:  # too much shared memory
                 continue
-        experts.select_tiles = select_tiles
-        console.print(name, f"floor {case.floor_us:.0f} us", sorted(times)[:5])
+        module.select_tiles = select_tiles
+        console.print(case.name, f"floor {case.floor_us:.0f} us", sorted(times)[:5])
+
+
+def compare_tiles(cases: list[Case], kib: int, console: Console) -> dict[str, float]:
+    """Times our kernels with this card's tiles and with those for fewer KiB. Returns the ratios of their times."""
+    table, ratios = Table("operation", "us", f"us within {kib} KiB", "speed of the small tiles"), {}
+    for case in cases:
+        times = []
+        for limit in ("", str(kib)):
+            os.environ[backend.SHARED_MEMORY_VARIABLE] = limit
+            backend.select_card.cache_clear()
+            times.append(1e3 * triton.testing.do_bench(case.ours))
+        ratios[case.name] = times[0] / times[1]
+        table.add_row(case.name, f"{times[0]:.1f}", f"{times[1]:.1f}", f"{ratios[case.name]:.2f}")
+    del os.environ[backend.SHARED_MEMORY_VARIABLE]
+    backend.select_card.cache_clear()
+    console.print(table)
+    return ratios
 
 
 def main() -> None:
@@ -212,6 +283,7 @@ def main() -> None:
     parser.add_argument("--canvases", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--shared-memory", type=int, metavar="KIB")
     options, console = parser.parse_args(), Console(width=120, highlight=False)
     tokens = options.canvases * C.canvas_length
     table, result = Table("operation", "us", "reference", "floor", "share of the floor"), {}
@@ -235,7 +307,14 @@ def main() -> None:
     console.print(table)
     if options.tiles:
         try_tiles(tokens, console)
-    print(json.dumps({"canvases": options.canvases, "context": options.context, "operations": result}))
+    ratios = {}
+    if options.shared_memory:
+        tiled = [case for case in expert_cases(tokens) if case.name.startswith("experts")]
+        tiled += attention_cases(options.canvases, options.context)
+        tiled += [case for case in other_cases(tokens) if case.name.endswith(" fp8")]
+        ratios = compare_tiles(tiled, options.shared_memory, console)
+    shape = {"canvases": options.canvases, "context": options.context}
+    print(json.dumps({**shape, "operations": result, "speed_of_small_tiles": ratios}))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,39 @@
-"""Compiles every Triton kernel for an H100 or H200 at the released model's shape. Needs no GPU.
+"""Compiles every Triton kernel for a GPU architecture at the released model's shape, with the tiles that are picked there.
 
-Prints one JSON line per kernel: its name and its shared memory. `test_triton_kernels.py` runs this file in a process of its
-own, because a process that interprets kernels cannot compile them.
+    python tests/compiled.py 89 [--binaries]
 
-One variant of each kernel and dtype is compiled to a binary. The variants that differ from it in tile sizes and flags are
-compiled up to the stage that allocates shared memory.
+Needs no GPU. Prints one JSON line per kernel: its name, its shared memory, and the bytes of registers that a product spills
+to memory. `test_triton_kernels.py` runs this file in a process of its own, because a process that interprets kernels cannot
+compile them.
+
+With `--binaries` the products of one canvas are compiled to a binary, from which spills are known, and for sm_90 the kernels
+without products too. The other variants are compiled up to the stage that allocates shared memory.
 """
 
 import json
 import os
+import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import triton
+import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
 from redraft.kernels import splitmix
+from redraft.kernels.backend import KIB, Card
 from redraft.kernels.triton import (
     attention,
     experts,
     fp8,
+    linear_fp8,
     mlp,
     norm,
     pick,
@@ -38,6 +49,7 @@ F32 = "*fp32"
 F64 = "*fp64"
 E4M3 = "*fp8e4nv"
 I8 = "*i8"
+U8 = "*u8"
 I32 = "*i32"
 I64 = "*i64"
 BOOL = "*i1"
@@ -50,13 +62,20 @@ ARGUMENT_TYPES = {
     **dict.fromkeys(("best", "sampled", "ids_out", "best_out", "sampled_out"), I64),
     **dict.fromkeys(("weights_out", "router_weights", "scale_out", "frequencies"), F32),
     **dict.fromkeys(("temperatures", "temperature", "stats", "sums", "tops", "masses", "top_out", "mass_out"), F32),
-    **dict.fromkeys(("entropy", "entropy_out", "bounds", "confidences"), F32),
+    **dict.fromkeys(
+        ("entropy", "entropy_out", "bounds", "confidences", "log_scale", "factors", "factor_out", "row_factors"), F32
+    ),
     **dict.fromkeys(("accepted_out", "settled"), BOOL),
     "uniform": F64,
     "fp8_out": E4M3,
     "cap": "fp32",
     "ROUTER_SCALE": "fp32",
 }
+
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # per block, by architecture
+FORMULA_SLACK = 1024  # bytes: reductions and barriers, which the formulas leave out
+CARD = Card(90, 227 * KIB)  # the command line changes both
+TO_BINARY = True
 
 Kernels = Iterator[Any]
 
@@ -69,7 +88,7 @@ def compile_kernel(
     Integer arguments have names in capitals, or names that end in _row or _token. Without `to_binary` the compiler stops
     before LLVM's optimiser and ptxas. Types, shapes and shared memory are checked by then; the rest takes most of the time.
     """
-    constants = {"PDL": True, **constants}
+    constants = {"PDL": CARD.architecture >= 90, **constants}
     signature = {}
     constant_values = {}
     attributes = {}
@@ -84,8 +103,28 @@ def compile_kernel(
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constant_values, attributes)
     options = {"num_warps": warps, "num_stages": stages}
-    with nullcontext() if to_binary else skip_binary_stages(kernel.fn.__name__):
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with nullcontext() if to_binary and TO_BINARY else skip_binary_stages(kernel.fn.__name__):
+        return triton.compile(source, target=GPUTarget("cuda", CARD.architecture, 32), options=options)
+
+
+def within(kernel: Any, formula: int) -> Any:
+    """The kernel, if the compiler allocates no more than the formula of its tiles says."""
+    assert kernel.metadata.shared <= formula + FORMULA_SLACK, (kernel.metadata.name, kernel.metadata.shared, formula)
+    return kernel
+
+
+def spilled_bytes(kernel: Any) -> int:
+    """Bytes of registers that a thread keeps in memory; 0 without a binary."""
+    if not kernel.asm["cubin"]:
+        return 0
+    program = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert stack is not None, usage
+    return int(stack[1])
 
 
 @contextmanager
@@ -113,40 +152,69 @@ def skip_binary_stages(name: str) -> Iterator[None]:
 
 def expert_kernels() -> Kernels:
     for is_fp8 in (False, True):
-        weight_types = {"weight": E4M3, "scale": F32} if is_fp8 else {}
+        widens = is_fp8 and not CARD.has_fp8
+        token_bytes = 1 if is_fp8 and not widens else 2
+        weight_types = {"weight": U8 if widens else E4M3, "scale": F32} if is_fp8 else {}
         for pairs in (2048, 4096, 8192, 16384):
-            up_tiles, down_tiles = experts.select_tiles(1 if is_fp8 else 2, pairs, 128)
+            weight_bytes = 1 if is_fp8 else 2
+            up_tiles, down_tiles = experts.select_tiles(weight_bytes, pairs, 128, CARD, token_bytes)
             for kernel, tiles, inputs in ((experts._gate_up, up_tiles, "x"), (experts._down, down_tiles, "h")):
                 blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_K": tiles.inner}
-                input_types = {inputs: E4M3, f"{inputs}_scale": F32} if is_fp8 else {}
-                constants = {"K": 8, "FP8": is_fp8, **blocks}
-                yield compile_kernel(
+                input_types = {inputs: E4M3, f"{inputs}_scale": F32} if token_bytes == 1 else {}
+                constants = {"K": 8, "FP8": is_fp8, "WIDEN": widens, **blocks}
+                compiled = compile_kernel(
                     kernel, constants, tiles.warps, tiles.stages, to_binary=pairs == 2048, **weight_types, **input_types
                 )
+                yield within(compiled, tiles.shared_memory(CARD, weight_bytes, token_bytes))
+
+
+def linear_fp8_kernels() -> Kernels:
+    """Dense products and the soft embedding; on a card without fp8 the weights are bytes."""
+    widens = not CARD.has_fp8
+    types = {"x": BF16, "weight": U8} if widens else {"x": E4M3, "weight": E4M3, "x_scale": F32}
+    token_bytes = 2 if widens else 1
+    for by_input in (False, True):
+        flags = {"WIDEN": widens, "BY_INPUT": by_input}
+        for tokens, splits in ((1, 1), (64, 1), (256, 1), (256, 3)):
+            tiles = linear_fp8.select_tiles(tokens, CARD, token_bytes)
+            blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_K": tiles.inner}
+            out = {"out": BF16 if splits == 1 else F32}
+            compiled = compile_kernel(
+                linear_fp8._multiply_fp8, {"SPLITS": splits, **flags, **blocks}, tiles.warps, tiles.stages,
+                to_binary=tokens == 256, scale=F32, **types, **out,
+            )  # fmt: skip
+            yield within(compiled, linear_fp8.shared_memory(tiles, CARD, token_bytes))
+        constants = {"SPLITS": 3, **flags, "BLOCK": linear_fp8.SUM_BLOCK}
+        yield compile_kernel(linear_fp8._sum_splits, constants, scale=F32, x_scale=F32)
 
 
 def attention_kernels() -> Kernels:
-    for (is_large, is_many), tiles in attention.TILES.items():
-        size, window = (512, 0) if is_large else (256, 1024)
-        shape = {"WINDOW": window, "K": size, "K_PADDED": size, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
-        for causal in (False, True):
-            for whole in sorted({True, tiles.max_splits == 1}):
-                constants = {**shape, "CAUSAL": causal, "WHOLE": whole}
-                partial = BF16 if whole else F32
-                to_binary = not is_large and not is_many and causal
-                yield compile_kernel(
-                    attention._attend,
-                    constants,
-                    tiles.warps,
-                    tiles.stages,
-                    to_binary=to_binary,
-                    partial=partial,
-                    softmax=partial,
-                )
+    for size, window in ((256, 1024), (512, 0)):
+        for has_many_tokens in (False, True):
+            tiles = attention.tiles_for(CARD, size, has_many_tokens, 2)
+            shape = {"WINDOW": window, "K": size, "K_PADDED": size, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
+            for causal in (False, True):
+                for whole in sorted({True, tiles.max_splits == 1}):
+                    partial = BF16 if whole else F32
+                    compiled = compile_kernel(
+                        attention._attend, {**shape, "CAUSAL": causal, "WHOLE": whole}, tiles.warps, tiles.stages,
+                        to_binary=not has_many_tokens and causal == whole, partial=partial, softmax=partial,
+                    )  # fmt: skip
+                    yield within(compiled, tiles.shared_memory(CARD, size, 2))
     # float32 needs the most shared memory
-    constants = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": 32, "BLOCK_N": 16, "CAUSAL": True, "WHOLE": True}
+    tiles = attention.tiles_for(CARD, 512, False, 4)
+    shape = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
+    constants = {**shape, "CAUSAL": True, "WHOLE": True}
     float32 = dict.fromkeys(("q", "k", "v", "base", "out", "partial", "softmax"), F32)
-    yield compile_kernel(attention._attend, constants, stages=2, to_binary=False, **float32)
+    compiled = compile_kernel(
+        attention._attend,
+        {**constants, "CAUSAL": True, "WHOLE": True},
+        tiles.warps,
+        tiles.stages,
+        to_binary=False,
+        **float32,
+    )
+    yield within(compiled, tiles.shared_memory(CARD, 512, 4))
     for size in (256, 512):
         yield compile_kernel(attention._combine_splits, {"J": 4, "K_PADDED": size, "ROWS": 4}, partial=F32, softmax=F32)
         yield compile_kernel(attention._write_kv, {"K_PADDED": size}, 1)
@@ -158,20 +226,25 @@ def other_kernels() -> Kernels:
     yield compile_kernel(routing._score, score, scores=F32)
     yield compile_kernel(routing._route, {"J": 2816 // routing.SLICE, "K": 8, "E_PADDED": 128, "K_PADDED": 8}, 1, scores=F32)
     yield compile_kernel(routing._sort_by_expert, {"BLOCK_PAIRS": 2048})
-    yield compile_kernel(fp8._quantize_rows, {"D_PADDED": 4096})
+    if CARD.has_fp8:
+        yield compile_kernel(fp8._quantize_rows, {"D_PADDED": 4096})
     for has_values, pairs in ((True, 128), (False, 256)):
         constants = {"HAS_VALUES": has_values, "EPS": 1e-6, "P_PADDED": pairs, "BLOCK_HEADS": 8}
         yield compile_kernel(qkv_rope._split_qkv_rope, constants)
     yield compile_kernel(norm._rms_norm, {"HAS_WEIGHT": True, **row}, 8)
-    for to_fp8 in (False, True):
+    for to_fp8 in (False, True)[: 1 + CARD.has_fp8]:
         out_types = {"mlp_out": E4M3, "moe_out": E4M3, "mlp_scale": F32, "moe_scale": F32} if to_fp8 else {}
         yield compile_kernel(norm._add_attention_and_norm, {"TO_FP8": to_fp8, **row}, 8, **out_types)
         out_types = {"next_out": E4M3, "next_scale": F32} if to_fp8 else {}
         yield compile_kernel(norm._add_mlp_and_norm, {"K": 8, "TO_FP8": to_fp8, **row}, 8, **out_types)
     yield compile_kernel(mlp._gelu_and_mul, {"BLOCK_F": 1024})
-    yield compile_kernel(vocabulary._reduce_chunks, {"CHUNK": 4096, "BLOCKS": 32, "BLOCK": 128})
-    yield compile_kernel(vocabulary._combine_chunks, {"J_PADDED": 64, "BLOCKS": 32, "BLOCK": 128})
+    for has_scales in (False, True):
+        chunk = {"BLOCKS": 32, "BLOCK": 128, "HAS_SCALES": has_scales}
+        yield compile_kernel(vocabulary._reduce_chunks, {"CHUNK": 4096, **chunk})
+        yield compile_kernel(vocabulary._combine_chunks, {"J_PADDED": 64, **chunk})
     yield compile_kernel(vocabulary._compute_probs, {"CHUNK": 4096})
+    factors_out = E4M3 if CARD.has_fp8 else BF16
+    yield compile_kernel(vocabulary._compute_factors, {"CHUNK": 4096, "TO_FP8": CARD.has_fp8}, factors_out=factors_out)
     picks = {"logits": F32, "temperatures": F64, "best_out": F64}
     yield compile_kernel(pick._pick_parts, {"VERIFY": splitmix.VERIFY, "BLOCK": pick.BLOCK, "PART": pick.PART}, 8, **picks)
     yield compile_kernel(sampler_step._draw_step_inputs, {"C_PADDED": 256, "SAMPLE": 1, "NOISE": 2})
@@ -198,5 +271,12 @@ def automaton_kernels() -> Kernels:
 
 
 if __name__ == "__main__":
-    for kernel in (*expert_kernels(), *attention_kernels(), *other_kernels(), *automaton_kernels()):
-        print(json.dumps({"name": kernel.metadata.name, "shared": kernel.metadata.shared}))
+    architecture = int(sys.argv[1])
+    CARD = Card(architecture, SHARED_KIB[architecture] * KIB)
+    TO_BINARY = "--binaries" in sys.argv
+    for compiled_kernel in (*expert_kernels(), *linear_fp8_kernels(), *attention_kernels()):
+        metadata = compiled_kernel.metadata
+        print(json.dumps({"name": metadata.name, "shared": metadata.shared, "spilled": spilled_bytes(compiled_kernel)}))
+    TO_BINARY = TO_BINARY and architecture == 90  # the others have no tiles to choose: one architecture is enough
+    for compiled_kernel in (*other_kernels(), *automaton_kernels()):
+        print(json.dumps({"name": compiled_kernel.metadata.name, "shared": compiled_kernel.metadata.shared, "spilled": 0}))

@@ -19,7 +19,6 @@ from dataclasses import fields
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.config import SamplerConfig
@@ -40,8 +39,9 @@ from redraft.engine.runner import (
     verification_of,
 )
 from redraft.kernels.triton.sampler_step import CanvasBatch, draw_step_inputs, step_canvases_
-from redraft.kernels.triton.vocabulary import argmax_entropy_sample, compute_probs_
+from redraft.kernels.triton.vocabulary import argmax_entropy_sample, compute_probs_, soft_embed_fp8
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.embedding import PackedEmbedding
 from redraft.model.kv_cache import KVCache
 
 MIN_CONTEXT = 2048  # context length of the smallest bucket; each larger one is eight times as long
@@ -393,14 +393,20 @@ class StepBucket:
         model = self.fused.model
         rows = self.rows
         softcap = model.config.final_logit_softcapping
-        raw_NV = F.linear(hidden_ND, model.embed_tokens.weight)
+        raw_NV = model.embed_tokens.project(hidden_ND)
         uniform_BC, noise_BC, temperature_BC = draw_step_inputs(rows, model.config.vocab_size)
-        prediction = argmax_entropy_sample(raw_NV, softcap, temperature_BC.flatten(), uniform_BC.flatten())
+        temperature_N = temperature_BC.flatten()
+        packed_VD = model.embed_tokens.table_VD if isinstance(model.embed_tokens, PackedEmbedding) else None
+        log_scale_V = packed_VD.scale.log() if packed_VD is not None else None
+        prediction = argmax_entropy_sample(raw_NV, softcap, temperature_N, uniform_BC.flatten(), log_scale_V)
         step_canvases_(rows, prediction.best_N, prediction.entropy_N, prediction.sampled_N, noise_BC)
         with self.fused.side_stream:
             self.settled_flags.publish(rows.settled_B)
-        probs_NV = compute_probs_(raw_NV, softcap, temperature_BC.flatten(), prediction)
-        self.soft_BCD.copy_((probs_NV @ model.embed_tokens.weight).view_as(self.soft_BCD) * model.embed_scale)
+        if packed_VD is not None and log_scale_V is not None:
+            soft_ND = soft_embed_fp8(raw_NV, softcap, temperature_N, prediction, packed_VD, log_scale_V)
+        else:
+            soft_ND = compute_probs_(raw_NV, softcap, temperature_N, prediction) @ model.embed_tokens.weight
+        self.soft_BCD.copy_(soft_ND.view_as(self.soft_BCD) * model.embed_scale)
         self.fused.side_stream.wait()
 
     def load_canvases(self, batch: Sequence[Request]) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from redraft.config import SLIDING
 from redraft.kernels import rope_frequencies
-from redraft.kernels.fp8 import Fp8Tensor, matmul_fp8
-from redraft.kernels.linear_fp8 import linear_fp8
+from redraft.kernels.fp8 import Fp8Tensor
+from redraft.kernels.linear_fp8 import linear_fp8, multiply_fp8, packs_activations
 from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
 from redraft.kernels.triton.experts import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
@@ -104,7 +104,8 @@ class FusedLayers:
         self.model = model
         self.side_stream = SideStream(device)
         has_fp8_weights = isinstance(model.layers[0].mlp.gate_proj, PackedLinear)
-        self.packs_activations = has_fp8_weights and device.type == "cuda" and model.dtype == torch.bfloat16
+        is_bf16_on_gpu = device.type == "cuda" and model.dtype == torch.bfloat16
+        self.packs_activations = has_fp8_weights and is_bf16_on_gpu and packs_activations(device)
         self.qkv = []
         self.gate_up = []
         for layer in model.layers:
@@ -272,7 +273,7 @@ class _TokenGroup:
 def linear(x_ND: Tensor | Fp8Tensor, weight: Tensor | Fp8Tensor) -> Tensor:
     """The matrix product with a weight; both may be packed in 8 bits."""
     if isinstance(x_ND, Fp8Tensor):
-        return matmul_fp8(x_ND, weight)
+        return multiply_fp8(x_ND, weight)
     return linear_fp8(x_ND, weight) if isinstance(weight, Fp8Tensor) else F.linear(x_ND, weight)
 
 

@@ -1,16 +1,23 @@
-"""Backend selection: Triton kernels on a GPU, PyTorch elsewhere; the device that a user names, and the dtype on it."""
+"""Backend selection: Triton kernels on a GPU, PyTorch elsewhere; the device that a user names, and the dtype on it.
+
+The tile sizes of the Triton kernels follow the card: its architecture and its shared memory per block.
+"""
 
 import importlib.util
 import logging
 import os
 import platform
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 LOG = logging.getLogger("redraft")
 ENV_VARIABLE = "REDRAFT_KERNELS"  # "reference" or "triton" overrides the choice
-MIN_SHARED_MEMORY = 200 * 1024  # bytes per block: the tiles of the attention kernel
+SHARED_MEMORY_VARIABLE = "REDRAFT_SHARED_MEMORY"  # KiB per block: forces smaller tiles
+KIB = 1024
+MIN_ARCHITECTURE = 80  # the first with bf16
+SMALLEST_LIMIT = 99 * KIB  # bytes per block on an RTX 3090, 4090 or 5090: every kernel has tiles that fit
 
 OPERATIONS = {  # each operation, and the kernels that run it with the Triton backend
     "experts": "Triton: grouped products over sorted tokens, gate, up and GELU in one",
@@ -20,7 +27,8 @@ OPERATIONS = {  # each operation, and the kernels that run it with the Triton ba
     "vocabulary": "Triton: softcap, temperature, sample, argmax and entropy in one pass",
     "sampler": "Triton: acceptance, noise and the stopping test on the device",
     "fp8 quantization": "Triton",
-    "dense products": "cuBLAS",
+    "fp8 products": "Triton, or cuBLAS where it is measured to be faster",
+    "other dense products": "cuBLAS",
 }
 
 
@@ -86,9 +94,57 @@ def select_backend(device: torch.device | str) -> Backend:
     if torch.device(device).type != "cuda":
         return Backend(False, "no GPU")
     name = torch.cuda.get_device_name(device)
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack the next attribute
-    shared_memory: int = properties.shared_memory_per_block_optin
-    if shared_memory < MIN_SHARED_MEMORY:
-        available = f"{name} has {shared_memory // 1024} KiB of shared memory per block"
-        return Backend(False, f"{available}, the Triton kernels need {MIN_SHARED_MEMORY // 1024}")
+    card = select_card(torch.device(device))
+    if card.architecture < MIN_ARCHITECTURE or card.shared_memory < SMALLEST_LIMIT:
+        limits = f"{name} is sm_{card.architecture} with {card.shared_memory // KIB} KiB of shared memory per block"
+        return Backend(False, f"{limits}; the Triton kernels need sm_{MIN_ARCHITECTURE} and {SMALLEST_LIMIT // KIB} KiB")
     return Backend(True, name)
+
+
+class Card(NamedTuple):
+    """What the tiles of the Triton kernels depend on."""
+
+    architecture: int  # 10 * major + minor: an RTX 4090 is 89, an H200 is 90
+    shared_memory: int  # bytes that one block may have
+    processors: int = 132  # streaming multiprocessors
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether tensor cores multiply fp8, and Triton has the type. Elsewhere fp8 weights are widened in registers."""
+        return self.architecture >= 89
+
+    @property
+    def has_shared_products(self) -> bool:
+        """Whether tensor cores read their factors from shared memory (sm_90, sm_100). `mma.sync` reads registers."""
+        return 90 <= self.architecture < 120
+
+
+SIMULATED_CARD = Card(90, 227 * KIB)  # where Triton's interpreter runs the kernels: an H200
+
+
+@cache
+def select_card(device: torch.device) -> Card:
+    """Returns the card of a device. The environment variable REDRAFT_SHARED_MEMORY lowers its shared memory."""
+    if device.type != "cuda":
+        return SIMULATED_CARD._replace(shared_memory=shared_memory_limit(device))
+    major, minor = torch.cuda.get_device_capability(device)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Card(10 * major + minor, shared_memory_limit(device), processors)
+
+
+def shared_memory_limit(device: torch.device | str) -> int:
+    """Returns the bytes of shared memory that a block may have: those of the device, or fewer if the user says so.
+
+    REDRAFT_SHARED_MEMORY=99 runs the tiles of an RTX 4090 on any GPU. The variable never raises the limit of the device.
+    """
+    limit = SIMULATED_CARD.shared_memory
+    if torch.device(device).type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack the next attribute
+        limit = properties.shared_memory_per_block_optin
+    requested = os.environ.get(SHARED_MEMORY_VARIABLE, "")
+    if not requested:
+        return limit
+    if not (requested.isascii() and requested.isdigit()) or int(requested) < SMALLEST_LIMIT // KIB:
+        least = SMALLEST_LIMIT // KIB
+        raise ValueError(f"{SHARED_MEMORY_VARIABLE} is a number of KiB, at least {least}, got {requested!r}; try {least}")
+    return min(limit, int(requested) * KIB)

@@ -41,7 +41,7 @@ def dequantize(tensor: Fp8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def matmul_fp8(x_ND: Fp8Tensor, weight_OD: Fp8Tensor) -> Tensor:
-    """Returns x times the transposed weight, y_NO: bf16 on a GPU, float32 elsewhere."""
+    """Returns x times the transposed weight, y_NO: bf16 on a GPU, float32 elsewhere. The reference, in plain PyTorch."""
     if x_ND.qdata.is_cuda:
         return torch._scaled_mm(
             x_ND.qdata, weight_OD.qdata.t(), scale_a=x_ND.scale, scale_b=weight_OD.scale.t(), out_dtype=torch.bfloat16

@@ -1,33 +1,65 @@
 """A linear layer with an fp8 weight: it quantizes its activations, so both factors of the product have 8 bits.
 
-Shapes: N tokens, D in.
+On a GPU without fp8 products (before sm_89) the weight is widened instead, and activations keep their precision.
+Shapes: N tokens, D in, O out.
 """
 
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from redraft.kernels.backend import select_backend
-from redraft.kernels.fp8 import Fp8Tensor, matmul_fp8, quantize
+from redraft.kernels.backend import select_backend, select_card
+from redraft.kernels.fp8 import Fp8Tensor, dequantize, matmul_fp8, quantize
+from redraft.kernels.scaled_mm import prefers_scaled_mm
 
 
-def linear_fp8(x: Tensor, weight: Fp8Tensor) -> Tensor:
+def linear_fp8(x: Tensor, weight_OD: Fp8Tensor) -> Tensor:
     """Returns x times the transposed weight, in the dtype of x."""
     x_ND = x.reshape(-1, x.shape[-1])
-    return matmul_fp8(_quantize_activations(x_ND), weight).to(x.dtype).view(*x.shape[:-1], -1)
+    if packs_activations(x.device):
+        y_NO = multiply_fp8(quantize_tokens(x_ND), weight_OD)
+    elif uses_triton(x.device):
+        from redraft.kernels.triton.linear_fp8 import matmul_widened  # importing Triton takes long
+
+        y_NO = matmul_widened(x_ND, weight_OD)
+    else:
+        y_NO = F.linear(x_ND, dequantize(weight_OD, x.dtype))
+    return y_NO.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def _quantize_activations(x_ND: Tensor) -> Fp8Tensor:
+def multiply_fp8(x_ND: Fp8Tensor, weight_OD: Fp8Tensor) -> Tensor:
+    """Returns x times the transposed weight, y_NO: bf16 on a GPU, float32 elsewhere."""
+    if not x_ND.qdata.is_cuda or not uses_triton(x_ND.qdata.device):
+        return matmul_fp8(x_ND, weight_OD)
+    from redraft.kernels.triton import linear_fp8 as triton_linear_fp8
+
+    def ours() -> Tensor:
+        return triton_linear_fp8.matmul_fp8(x_ND, weight_OD)
+
+    def scaled_mm() -> Tensor:
+        return matmul_fp8(x_ND, weight_OD)
+
+    uses_scaled_mm = prefers_scaled_mm(len(x_ND.qdata), weight_OD.qdata, ours, scaled_mm)
+    return scaled_mm() if uses_scaled_mm else ours()
+
+
+def quantize_tokens(x_ND: Tensor) -> Fp8Tensor:
     """Quantizes each token, in one Triton kernel where there is a GPU."""
-    if not x_ND.is_cuda or not _uses_triton(x_ND.device):
+    if not x_ND.is_cuda or not uses_triton(x_ND.device):
         return quantize(x_ND)
-    from redraft.kernels.triton.fp8 import quantize_rows  # importing Triton takes long
+    from redraft.kernels.triton.fp8 import quantize_rows
 
     return quantize_rows(x_ND)
 
 
+def packs_activations(device: torch.device) -> bool:
+    """Whether activations are quantized for products with fp8 weights: on every device but GPUs without fp8 products."""
+    return device.type != "cuda" or select_card(device).has_fp8
+
+
 @cache
-def _uses_triton(device: torch.device) -> bool:
+def uses_triton(device: torch.device) -> bool:
     """Selects the backend once per device: every product asks for it."""
     return select_backend(device).uses_triton

@@ -10,9 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redraft.kernels.fp8 import Fp8Tensor, dequantize, quantize
+from redraft.kernels.linear_fp8 import packs_activations, uses_triton
+
 BLOCK = 128  # vocabulary entries per partial sum when sampling
 # Logits per chunk. On a CPU a chunk fits in the cache; on a GPU large chunks mean few launches.
 CHUNK_LOGITS = {"cpu": 2**18, "cuda": 2**24}
+CHUNK_ROWS = 2**14  # rows of an fp8 embedding that are widened at a time
 # A token this many nats below the best has probability 0. The cutoff is far below the rounding error of any sum. Below it
 # the exponentials are denormal numbers, with which a CPU is fifty times slower.
 MAX_NATS_BELOW = 80.0
@@ -105,7 +109,34 @@ def sample_from(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
 
 def soft_embed(logits_BCV: Tensor, embedding_VD: Tensor) -> Tensor:
     """Returns the expected embedding under softmax(logits). The probabilities are rounded to the embedding's dtype."""
-    logits_BCV = logits_BCV.float()
-    floor_BC1 = logits_BCV.amax(dim=-1, keepdim=True) - MAX_NATS_BELOW
-    probs_BCV = torch.softmax(torch.maximum(logits_BCV, floor_BC1), dim=-1)
-    return probs_BCV.to(embedding_VD.dtype) @ embedding_VD
+    return _softmax(logits_BCV).to(embedding_VD.dtype) @ embedding_VD
+
+
+def soft_embed_fp8(logits_BCV: Tensor, embedding_VD: Fp8Tensor) -> Tensor:
+    """Returns the expected embedding under softmax(logits), for an embedding in 8 bits, in float32.
+
+    The sum runs over the vocabulary, so the scales of the embedding's rows multiply the probabilities. These factors are
+    rounded to fp8 with a scale for each position: a token whose factor is 2^18 times below the largest is lost. A GPU
+    without fp8 products rounds them to the dtype of the logits instead.
+    """
+    device = logits_BCV.device
+    factors_NV = (_softmax(logits_BCV) * embedding_VD.scale[:, 0]).flatten(0, -2)
+    factors = quantize(factors_NV) if packs_activations(device) else factors_NV.to(logits_BCV.dtype)
+    if device.type == "cuda" and uses_triton(device):
+        from redraft.kernels.triton.linear_fp8 import sum_rows  # importing Triton takes long
+
+        soft_ND = sum_rows(factors, embedding_VD, torch.float32)
+    else:
+        factors_NV = dequantize(factors) if isinstance(factors, Fp8Tensor) else factors.float()
+        soft_ND = factors_NV.new_zeros(len(factors_NV), embedding_VD.qdata.shape[1])
+        for start in range(0, factors_NV.shape[1], CHUNK_ROWS):  # the widened embedding would take four times its memory
+            rows = slice(start, start + CHUNK_ROWS)
+            soft_ND += factors_NV[:, rows] @ embedding_VD.qdata[rows].float()
+    return soft_ND.view(*logits_BCV.shape[:-1], -1)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Probabilities in float32, without denormal numbers."""
+    logits = logits.float()
+    floor = logits.amax(dim=-1, keepdim=True) - MAX_NATS_BELOW
+    return torch.softmax(torch.maximum(logits, floor), dim=-1)

@@ -4,6 +4,7 @@ A causal-only model, such as a standard Gemma 4 checkpoint, has `encode` only.
 
 Files in reading order:
 diffusion_gemma.py  DiffusionGemma: layers, encode, denoise, soft_embed, forward_train
+embedding.py        token embedding, logits and soft embeddings, in full precision or in 8 bits
 moe.py              router and experts
 masks.py            attention masks, for generation and for training
 kv_cache.py         keys and values of the context: append, advance, view, rewind

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from redraft.config import FULL, SLIDING, ModelConfig
-from redraft.kernels import apply_rope, attend, rms_norm, rope_table, soft_embed, softcap_
+from redraft.kernels import apply_rope, attend, rms_norm, rope_table, softcap_
 from redraft.model import masks
+from redraft.model.embedding import Embedding, PackedEmbedding
 from redraft.model.kv_cache import ContextCache, KVCache
 from redraft.model.moe import Experts, Router, Routing
 
@@ -181,7 +182,7 @@ class DiffusionGemma(nn.Module):
         self.config = config
         # Empty: random initialisation, overwritten at once, would make torch import its compiler (1.7 s) on "meta".
         table_VD = torch.empty(config.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table_VD)
+        self.embed_tokens: Embedding | PackedEmbedding = Embedding(config.vocab_size, config.hidden_size, _weight=table_VD)
         layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
         self.layers = cast(Sequence[Layer], layers)  # for the type checker, which takes a ModuleList for any modules
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -197,7 +198,7 @@ class DiffusionGemma(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The precision of the weights and of the residual stream."""
-        return self.embed_tokens.weight.dtype
+        return self.embed_tokens.dtype
 
     def require_denoiser(self, what: str) -> None:
         """Raises CausalOnlyError, which speaks to the user, if the model has no denoiser. `what` names what needs one."""
@@ -323,7 +324,7 @@ class DiffusionGemma(nn.Module):
         """The expected embedding [B, C, D] under softmax(logits): the self-conditioning input of the next step."""
         self._assert_denoiser("soft_embed")
         # Logits are rounded to the weights' precision first, as in transformers: in bf16 the rounding is part of the model.
-        return soft_embed(logits_BCV.to(self.dtype), self.embed_tokens.weight) * self.embed_scale
+        return self.embed_tokens.expect(logits_BCV.to(self.dtype)) * self.embed_scale
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, scaled by sqrt(D) in the weights' precision."""
@@ -331,7 +332,7 @@ class DiffusionGemma(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits from final hidden states. The weights are tied to the embedding."""
-        return softcap_(F.linear(hidden, self.embed_tokens.weight), self.config.final_logit_softcapping)
+        return softcap_(self.embed_tokens.project(hidden), self.config.final_logit_softcapping)
 
     def draft_logits(self, hidden_ND: Tensor, previous_N: Tensor) -> Tensor:
         """Logits of draft positions, given the token before each. Without a draft head, the token before does not matter."""

@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redraft.kernels.backend import Card, select_card
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
+from redraft.kernels.triton.tiles import check_fits, count_buffers, select_table
 
 COMBINED_ROWS = 4  # rows per program of `_combine_splits`
 MIN_SPLIT_KEYS = 128  # per program
@@ -34,13 +36,26 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
 
+    def shared_memory(self, card: Card, head_size: int, item_size: int) -> int:
+        """Returns the bytes of shared memory: queries, buffers of keys and values, and weights where registers hold none."""
+        has_shared_products = card.has_shared_products and self.rows >= 64 and item_size == 2
+        buffers = count_buffers(card, self.stages) if has_shared_products else max(1, self.stages - 1)
+        weights = 0 if has_shared_products else self.rows * self.keys
+        return (self.rows * head_size + 2 * self.keys * head_size * buffers + weights) * item_size
+
 
 # Tuned on an H200. The key: (head size > 256, more than FEW_TOKENS new tokens).
-TILES = {
+LARGE_TILES = {
     (False, False): Tiles(64, 32, 4, 4, 2),
     (True, False): Tiles(32, 32, 2, 4, 2),
     (False, True): Tiles(128, 64, 1, 8, 2),
     (True, True): Tiles(64, 32, 1, 8, 2),
+}
+SMALL_TILES = {  # for 99 KiB
+    (False, False): Tiles(64, 32, 4, 8, 2),
+    (True, False): Tiles(32, 32, 2, 8, 2),
+    (False, True): Tiles(64, 32, 1, 8, 2),
+    (True, True): Tiles(32, 32, 1, 8, 2),
 }
 
 
@@ -90,10 +105,20 @@ def attend(
 
 
 def select_tiles(q_BSHK: Tensor) -> Tiles:
-    """Returns the tile sizes for these queries."""
+    """Returns the tile sizes for these queries, on their device."""
     b, s, _, size = q_BSHK.shape
-    tiles = TILES[size > 256, b * s > FEW_TOKENS]
-    return tiles if q_BSHK.element_size() <= 2 else tiles._replace(rows=32, keys=16, stages=2)
+    return tiles_for(select_card(q_BSHK.device), size, b * s > FEW_TOKENS, q_BSHK.element_size())
+
+
+def tiles_for(card: Card, head_size: int, has_many_tokens: bool, item_size: int) -> Tiles:
+    """Returns the tile sizes on a card. Raises TileError where they do not fit."""
+    tiles = select_table(card, LARGE_TILES, SMALL_TILES)[head_size > 256, has_many_tokens]
+    if item_size > 2:
+        large = tiles._replace(rows=32, keys=16)
+        tiles = select_table(card, large, tiles._replace(rows=16, keys=16, warps=16))
+    size_padded = max(16, triton.next_power_of_2(head_size))
+    check_fits(f"attention with heads of {head_size}, {tiles},", tiles.shared_memory(card, size_padded, item_size), card)
+    return tiles
 
 
 def choose_num_splits(q_BSHK: Tensor, keys: int) -> int:

@@ -8,35 +8,24 @@ feature are in the registers of one program.
 Shapes: N tokens, K experts per token, M = N * K (token, expert) pairs, E experts, D model size, F expert size.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from redraft.kernels.backend import Card, select_card
 from redraft.kernels.fp8 import Fp8Tensor
-from redraft.kernels.triton.fp8 import data_and_scale, quantize_rows
+from redraft.kernels.triton.fp8 import _widen_e4m3, data_and_scale, quantize_rows
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 from redraft.kernels.triton.routing import sort_by_expert
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Tile sizes and launch options of one product."""
-
-    tokens: int
-    features: int  # rows of the weight
-    inner: int  # the summed axis
-    stages: int
-    warps: int
-    concurrent: int = 1  # programs that share an expert's tokens: they run together and find its weights in the L2 cache
-
+from redraft.kernels.triton.tiles import Tiles, select_by_size, select_table
 
 NO_LIMIT = 2**30
 # Tuned on an H200; `benchmarks/bench_kernels.py --tiles` tries others. The keys: whether weights are fp8, then the largest
 # average number of tokens per expert. The values: tiles of the gate_up product, tiles of the down product.
-TILES = {
+LARGE_TILES = {
     False: {
         24: (Tiles(32, 128, 128, 5, 8), Tiles(32, 64, 64, 5, 4)),
         48: (Tiles(64, 128, 128, 4, 8), Tiles(64, 128, 64, 4, 4)),
@@ -50,6 +39,20 @@ TILES = {
         NO_LIMIT: (Tiles(128, 128, 128, 3, 4, 2), Tiles(128, 64, 128, 3, 4, 2)),
     },
 }
+SMALL_TILES = {  # for 99 KiB
+    False: {
+        24: (Tiles(32, 128, 64, 5, 8), Tiles(32, 64, 64, 5, 4)),
+        48: (Tiles(64, 128, 64, 4, 8), Tiles(64, 128, 64, 4, 8)),
+        80: (Tiles(64, 128, 64, 4, 8, 2), Tiles(64, 128, 64, 4, 8, 2)),
+        NO_LIMIT: (Tiles(128, 128, 64, 3, 8, 2), Tiles(128, 128, 64, 3, 8, 2)),
+    },
+    True: {
+        24: (Tiles(32, 64, 128, 5, 4), Tiles(32, 64, 128, 4, 4)),
+        48: (Tiles(32, 128, 128, 4, 8, 2), Tiles(64, 128, 128, 4, 8)),
+        80: (Tiles(64, 128, 128, 4, 8, 2), Tiles(64, 128, 128, 4, 8, 2)),
+        NO_LIMIT: (Tiles(128, 128, 128, 3, 8, 2), Tiles(128, 64, 128, 3, 8, 2)),
+    },
+}
 
 
 def gated_experts(
@@ -59,40 +62,47 @@ def gated_experts(
     gate_up_E2FD: Tensor | Fp8Tensor,
     down_EDF: Tensor | Fp8Tensor,
 ) -> Tensor:
-    """Returns the weighted outputs of every token's experts, outputs_NKD. The caller sums over K."""
+    """Returns the weighted outputs of every token's experts, outputs_NKD. The caller sums over K.
+
+    With fp8 weights the activations are quantized too, except on a card without fp8: there the weights are widened.
+    """
+    card = select_card(experts_NK.device)
     is_fp8 = isinstance(gate_up_E2FD, Fp8Tensor)
-    gate_up, gate_up_scale = data_and_scale(gate_up_E2FD)
-    down, down_scale = data_and_scale(down_EDF)
+    widens = is_fp8 and not card.has_fp8
+    gate_up, gate_up_scale = data_and_scale(gate_up_E2FD, widens)
+    down, down_scale = data_and_scale(down_EDF, widens)
     experts, size, inner = down.shape
     order_M, ends_E = sort_by_expert(experts_NK, experts)
     dtype = torch.bfloat16 if isinstance(x_ND, Fp8Tensor) else x_ND.dtype
     inner_MF = torch.empty(order_M.numel(), inner, dtype=dtype, device=order_M.device)
-    if is_fp8 and isinstance(x_ND, Tensor):
+    if is_fp8 and not widens and isinstance(x_ND, Tensor):
         x_ND = quantize_rows(x_ND)
     x, x_scale = data_and_scale(x_ND)
-    up_tiles, down_tiles = select_tiles(down.element_size(), len(order_M), experts)
+    up_tiles, down_tiles = select_tiles(down.element_size(), len(order_M), experts, card, x.element_size())
     _gate_up[(up_tiles.concurrent, experts, triton.cdiv(2 * inner, up_tiles.features))](
         x, x_scale, order_M, ends_E, gate_up, gate_up_scale, inner_MF,
-        size, inner, experts_NK.shape[1], is_fp8, up_tiles.tokens, up_tiles.features, up_tiles.inner,
+        size, inner, experts_NK.shape[1], is_fp8, widens, up_tiles.tokens, up_tiles.features, up_tiles.inner,
         num_stages=up_tiles.stages, num_warps=up_tiles.warps, **pdl_options(),
     )  # fmt: skip
-    h, h_scale = data_and_scale(quantize_rows(inner_MF) if is_fp8 else inner_MF)
+    h, h_scale = data_and_scale(quantize_rows(inner_MF) if is_fp8 and not widens else inner_MF)
     outputs_NKD = torch.empty(*experts_NK.shape, size, dtype=dtype, device=order_M.device)
     _down[(down_tiles.concurrent, experts, triton.cdiv(size, down_tiles.features))](
         h, h_scale, order_M, ends_E, down, down_scale, weights_NK, outputs_NKD,
-        size, inner, is_fp8, down_tiles.tokens, down_tiles.features, down_tiles.inner,
+        size, inner, is_fp8, widens, down_tiles.tokens, down_tiles.features, down_tiles.inner,
         num_stages=down_tiles.stages, num_warps=down_tiles.warps, **pdl_options(),
     )  # fmt: skip
     return outputs_NKD
 
 
-def select_tiles(element_size: int, pairs: int, experts: int) -> tuple[Tiles, Tiles]:
-    """Returns the tiles of the gate_up product and of the down product, for weights of this many bytes per element."""
-    by_tokens = TILES[element_size == 1]
-    up_tiles, down_tiles = next(tiles for tokens, tiles in by_tokens.items() if pairs <= tokens * experts)
-    if element_size > 2:
-        return replace(up_tiles, inner=32), replace(down_tiles, inner=32)
-    return up_tiles, down_tiles
+def select_tiles(weight_bytes: int, pairs: int, experts: int, card: Card, token_bytes: int) -> tuple[Tiles, Tiles]:
+    """Returns the tiles of the gate_up product and of the down product, for elements of these sizes."""
+    by_tokens = select_table(card, LARGE_TILES, SMALL_TILES)[weight_bytes == 1]
+    up_tiles, down_tiles = select_by_size(by_tokens, pairs / experts)
+    if weight_bytes > 2:
+        up_tiles, down_tiles = replace(up_tiles, inner=32), replace(down_tiles, inner=32)
+    elif token_bytes > weight_bytes:  # weights are widened in registers, so the tokens' tile is larger than the weights'
+        up_tiles, down_tiles = replace(up_tiles, inner=64, warps=8), replace(down_tiles, inner=64, warps=8)
+    return up_tiles.fit(card, weight_bytes, token_bytes), down_tiles.fit(card, weight_bytes, token_bytes)
 
 
 @triton.jit
@@ -103,14 +113,14 @@ def _gelu(x):
 
 @triton.jit
 def _gate_up(
-    x, x_scale, order, ends, weight, scale, out, D, F, K: tl.constexpr, FP8: tl.constexpr,
+    x, x_scale, order, ends, weight, scale, out, D, F, K: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GELU(gate) * up of one expert's tokens, for one tile of features."""
     _pdl_wait(PDL)
     expert = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0.0)
     end = tl.load(ends + expert)
     row = tl.arange(0, BLOCK_F)
     feature = tile * (BLOCK_F // 2) + row // 2  # gate and up of a feature are neighbours
@@ -127,10 +137,13 @@ def _gate_up(
             mask_k = k + tl.arange(0, BLOCK_K) < D
             w = tl.load(w_ptr + k, mask=mask_f[:, None] & mask_k[None, :], other=0.0)
             t = tl.load(x_ptr + k, mask=mask_t[None, :] & mask_k[:, None], other=0.0)
+            if WIDEN:
+                w = _widen_e4m3(w, t.dtype)
             acc = tl.dot(w, t, acc, input_precision="ieee")
         if FP8:
-            channel_scale = tl.load(scale + weight_row, mask=mask_f, other=0.0)
-            acc = acc * channel_scale[:, None] * tl.load(x_scale + token, mask=mask_t, other=0.0)[None, :]
+            acc = acc * tl.load(scale + weight_row, mask=mask_f, other=0.0)[:, None]
+        if FP8 and not WIDEN:
+            acc = acc * tl.load(x_scale + token, mask=mask_t, other=0.0)[None, :]
         gate_and_up = tl.permute(tl.reshape(acc, (BLOCK_F // 2, 2, BLOCK_T)), (0, 2, 1))
         gate, up = tl.split(gate_and_up)
         inner = _gelu(gate) * up
@@ -141,14 +154,14 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    h, h_scale, order, ends, weight, scale, router_weights, out, D, F, FP8: tl.constexpr,
+    h, h_scale, order, ends, weight, scale, router_weights, out, D, F, FP8: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The down product of one expert's tokens, times the router's weights, stored in token order."""
     _pdl_wait(PDL)
     expert = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0.0)
     end = tl.load(ends + expert)
     feature = tile * BLOCK_F + tl.arange(0, BLOCK_F)
     weight_row = expert * D + feature
@@ -164,10 +177,13 @@ def _down(
             mask_k = k + tl.arange(0, BLOCK_K) < F
             w = tl.load(w_ptr + k, mask=mask_f[:, None] & mask_k[None, :], other=0.0)
             t = tl.load(h_ptr + k, mask=mask_t[None, :] & mask_k[:, None], other=0.0)
+            if WIDEN:
+                w = _widen_e4m3(w, t.dtype)
             acc = tl.dot(w, t, acc, input_precision="ieee")
         if FP8:
-            channel_scale = tl.load(scale + weight_row, mask=mask_f, other=0.0)
-            acc = acc * channel_scale[:, None] * tl.load(h_scale + sorted_pair, mask=mask_t, other=0.0)[None, :]
+            acc = acc * tl.load(scale + weight_row, mask=mask_f, other=0.0)[:, None]
+        if FP8 and not WIDEN:
+            acc = acc * tl.load(h_scale + sorted_pair, mask=mask_t, other=0.0)[None, :]
         acc = acc * tl.load(router_weights + pair, mask=mask_t, other=0.0)[None, :]
         out_ptr = out + pair[None, :] * D + feature[:, None]
         tl.store(out_ptr, acc.to(out.dtype.element_ty), mask=mask_t[None, :] & mask_f[:, None])

@@ -29,9 +29,24 @@ def quantize_rows(x_ND: Tensor) -> Fp8Tensor:
     return quantized
 
 
-def data_and_scale(tensor: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the two kernel arguments of a tensor. Without scales it is passed twice; the kernel ignores the second."""
-    return (tensor.qdata, tensor.scale) if isinstance(tensor, Fp8Tensor) else (tensor, tensor)
+def data_and_scale(tensor: Tensor | Fp8Tensor, as_bytes: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns the two kernel arguments of a tensor. Without scales it is passed twice; the kernel ignores the second.
+
+    `as_bytes` is for cards on which Triton has no fp8 type: the kernel widens the bytes.
+    """
+    if isinstance(tensor, Tensor):
+        return tensor, tensor
+    return tensor.qdata.view(torch.uint8) if as_bytes else tensor.qdata, tensor.scale
+
+
+@triton.jit
+def _widen_e4m3(byte, dtype: tl.constexpr):
+    """The numbers of e4m3 bytes, exactly, by integer operations: their bits in a wider format are 2^-120 times too small."""
+    if dtype == tl.bfloat16:
+        bits = byte.to(tl.int16)
+        return ((bits & 128) << 8 | (bits & 127) << 4).to(tl.bfloat16, bitcast=True) * 1.329227995784916e36
+    bits = byte.to(tl.int32)
+    return (((bits & 128) << 24 | (bits & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
 
 
 @triton.jit
