@@ -10,6 +10,7 @@ import torch
 
 LOG = logging.getLogger("redraft")
 ENV_VARIABLE = "REDRAFT_KERNELS"  # "reference" or "triton" overrides the choice
+SHARED_MEMORY_VARIABLE = "REDRAFT_SHARED_MEMORY"  # KiB per block: forces smaller tiles
 MIN_SHARED_MEMORY = 200 * 1024  # bytes per block: the tiles of the attention kernel
 
 OPERATIONS = {  # each operation, and the kernels that run it with the Triton backend
@@ -92,3 +93,20 @@ def select_backend(device: torch.device | str) -> Backend:
         available = f"{name} has {shared_memory // 1024} KiB of shared memory per block"
         return Backend(False, f"{available}, the Triton kernels need {MIN_SHARED_MEMORY // 1024}")
     return Backend(True, name)
+
+
+def shared_memory_limit(device: torch.device | str) -> int:
+    """Returns the bytes of shared memory that a block may have: those of the device, or fewer if the user says so.
+
+    REDRAFT_SHARED_MEMORY=99 runs the tiles of an RTX 4090 on any GPU. The variable never raises the limit of the device.
+    """
+    limit = 227 * 1024  # where Triton's interpreter runs the kernels: an H200
+    if torch.device(device).type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack the next attribute
+        limit = properties.shared_memory_per_block_optin
+    requested = os.environ.get(SHARED_MEMORY_VARIABLE, "")
+    if not requested:
+        return limit
+    if not (requested.isascii() and requested.isdigit()) or int(requested) < 99:
+        raise ValueError(f"{SHARED_MEMORY_VARIABLE} is a number of KiB, at least 99, got {requested!r}; try 99")
+    return min(limit, int(requested) * 1024)
