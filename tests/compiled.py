@@ -7,6 +7,7 @@ One variant of each kernel and dtype is compiled to a binary. The variants that 
 compiled up to the stage that allocates shared memory.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from redraft.kernels import splitmix
 from redraft.kernels.triton import (
     attention,
     experts,
+    experts_fourbit,
     fp8,
     mlp,
     norm,
@@ -38,6 +40,7 @@ F32 = "*fp32"
 F64 = "*fp64"
 E4M3 = "*fp8e4nv"
 I8 = "*i8"
+I16 = "*i16"
 I32 = "*i32"
 I64 = "*i64"
 BOOL = "*i1"
@@ -125,6 +128,21 @@ def expert_kernels() -> Kernels:
                 )
 
 
+def fourbit_kernels() -> Kernels:
+    """The 4-bit experts: every table, both products, every format; one plain conversion of each."""
+    types = {"codes": I16, "scale": I32, "minimum": I32, "global_scale": F32}
+    products = ((experts_fourbit._gate_up_fourbit, 2816, 2), (experts_fourbit._down_fourbit, 704, 1))
+    formats = (experts_fourbit._NVFP4.value, experts_fourbit._INT4.value, experts_fourbit._INT4_MINIMUM.value)
+    for limit, pairs, quant in itertools.product(experts_fourbit.TILES, (2048, 4096, 16384), formats):
+        pair_of_tiles = experts_fourbit.select_tiles(limit * 1024, pairs, 128)
+        for (kernel, size, parts), tiles in zip(products, pair_of_tiles, strict=True):
+            blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_J": tiles.inner // 64}
+            constants = {"K": 8, "FORMAT": quant, "PARTS": parts, "EVEN": size % tiles.inner == 0, **blocks}
+            yield compile_kernel(kernel, {**constants, "PTX": True}, tiles.warps, tiles.stages, to_binary=pairs == 2048, **types)
+            if limit == 99 and pairs == 2048:
+                yield compile_kernel(kernel, {**constants, "PTX": False}, tiles.warps, tiles.stages, to_binary=False, **types)
+
+
 def attention_kernels() -> Kernels:
     for (is_large, is_many), tiles in attention.TILES.items():
         size, window = (512, 0) if is_large else (256, 1024)
@@ -165,7 +183,8 @@ def other_kernels() -> Kernels:
     yield compile_kernel(norm._rms_norm, {"HAS_WEIGHT": True, **row}, 8)
     for to_fp8 in (False, True):
         out_types = {"mlp_out": E4M3, "moe_out": E4M3, "mlp_scale": F32, "moe_scale": F32} if to_fp8 else {}
-        yield compile_kernel(norm._add_attention_and_norm, {"TO_FP8": to_fp8, **row}, 8, **out_types)
+        flags = {"MLP_TO_FP8": to_fp8, "MOE_TO_FP8": to_fp8}
+        yield compile_kernel(norm._add_attention_and_norm, {**flags, **row}, 8, **out_types)
         out_types = {"next_out": E4M3, "next_scale": F32} if to_fp8 else {}
         yield compile_kernel(norm._add_mlp_and_norm, {"K": 8, "TO_FP8": to_fp8, **row}, 8, **out_types)
     yield compile_kernel(mlp._gelu_and_mul, {"BLOCK_F": 1024})
@@ -198,5 +217,5 @@ def automaton_kernels() -> Kernels:
 
 
 if __name__ == "__main__":
-    for kernel in (*expert_kernels(), *attention_kernels(), *other_kernels(), *automaton_kernels()):
+    for kernel in (*expert_kernels(), *fourbit_kernels(), *attention_kernels(), *other_kernels(), *automaton_kernels()):
         print(json.dumps({"name": kernel.metadata.name, "shared": kernel.metadata.shared}))

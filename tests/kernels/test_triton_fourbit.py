@@ -9,47 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 from interpreted import DEVICE, GPU
+from packed_weights import randint, randn, random_weight
 
 from redraft.kernels import backend, gated_experts
 from redraft.kernels import fp8 as reference_fp8
-from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.nibbles import pack_e2m1, pack_nibbles, unpack_e2m1, unpack_nibbles
-from redraft.kernels.nvfp4 import Nvfp4Tensor
+from redraft.kernels.nvfp4 import E2M1
 from redraft.kernels.packed import dequantize_packed
 from redraft.kernels.triton import experts, experts_fourbit
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns when an exponential overflows
 
 FORMATS = ("nvfp4", "int4", "int4 with minimum")
-
-
-def randint(high: int, *shape: int, seed: int) -> torch.Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def randn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def random_weight(kind: str, number: int, rows: int, size: int, parts: int = 1, seed: int = 0):
-    """A stack of matrices of any format, about as large as weights are. All 16 codes occur, -0 too."""
-    blocks = -(-size // 64)
-    if kind in ("bf16", "fp8"):
-        weight = randn(number, rows, size, seed=seed) * 0.2
-        tensor = weight if kind == "bf16" else reference_fp8.quantize(weight)
-        return tensor.to(DEVICE) if kind == "bf16" else type(tensor)(*(field.to(DEVICE) for field in tensor))
-    codes = randint(16, number, rows, size, seed=seed).to(torch.uint8)
-    if kind == "nvfp4":
-        # every e4m3 number that is not negative, subnormals and 0 among them
-        scale = randint(127, number, rows, 4 * blocks, seed=seed + 1).to(torch.uint8).view(torch.float8_e4m3fn)
-        scale.view(torch.uint8)[..., -(-size // 16) :] = 0
-        fields = (pack_e2m1(codes), scale, 1e-4 + randn(number, parts, seed=seed + 2).abs() * 1e-3)
-        return Nvfp4Tensor(*(field.to(DEVICE) for field in fields))
-    scale = (randn(number, rows, 2 * blocks, seed=seed + 1) * 0.03).bfloat16()
-    scale[:, 0] = 0
-    scale[..., -(-size // 32) :] = 0
-    minimum = (randn(number, rows, 2 * blocks, seed=seed + 2) * 0.2).bfloat16().to(DEVICE) if kind != "int4" else None
-    return Int4Tensor(pack_nibbles(codes).to(DEVICE), scale.to(DEVICE), minimum)
 
 
 def route(tokens: int, number: int, chosen: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +42,7 @@ def assert_equal_to_reference(x, experts_NK, weights, gate_up, down):
     assert error <= 2 * (expected.double() - exact).abs().max() + 2e-7 * exact.abs().max()
 
 
-@pytest.mark.parametrize(("tokens", "size", "inner"), [(21, 64, 128), (1, 40, 24), (37, 144, 80)])
+@pytest.mark.parametrize(("tokens", "size", "inner"), [(21, 64, 128), (1, 40, 24), (17, 144, 36)])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_experts_equal_the_reference(kind, tokens, size, inner):
     """Whole and partial blocks of inputs, gate and up with global scales of their own, an expert without tokens."""
@@ -89,17 +60,16 @@ def test_the_two_weights_may_have_different_formats(up_kind, down_kind, monkeypa
     assert_equal_to_reference(randn(9, 48, seed=7).to(DEVICE), *route(9, 4), gate_up, down)
 
 
-@pytest.mark.parametrize("limit", experts_fourbit.TILES)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_many_tiles_equal_the_reference(kind, limit, monkeypatch):
+def test_many_tiles_equal_the_reference(kind, monkeypatch):
     """Several tiles of tokens, rows and inputs, and programs that share an expert's tokens, as eight canvases have them."""
-    monkeypatch.setenv(backend.SHARED_MEMORY_VARIABLE, str(limit))
-    tiles = tuple(replace(tile, tokens=16, features=16, inner=64) for tile in experts_fourbit.TILES[limit][experts.NO_LIMIT])
-    monkeypatch.setitem(experts_fourbit.TILES, limit, {experts.NO_LIMIT: tiles})
+    monkeypatch.setenv(backend.SHARED_MEMORY_VARIABLE, "99")
+    tiles = tuple(replace(tile, tokens=16, features=32, inner=64) for tile in experts_fourbit.TILES[99][experts.NO_LIMIT])
+    monkeypatch.setitem(experts_fourbit.TILES, 99, {experts.NO_LIMIT: tiles})
     assert tiles[0].concurrent > 1
-    gate_up = random_weight(kind, 3, 48, 100, parts=2)
-    down = random_weight(kind, 3, 100, 24, seed=10)
-    assert_equal_to_reference(randn(45, 100, seed=7).to(DEVICE), *route(45, 3), gate_up, down)
+    gate_up = random_weight(kind, 3, 40, 72, parts=2)
+    down = random_weight(kind, 3, 72, 20, seed=10)
+    assert_equal_to_reference(randn(35, 72, seed=7).to(DEVICE), *route(35, 3), gate_up, down)
 
 
 @pytest.mark.parametrize("limit", [99, 227])
@@ -128,6 +98,90 @@ def test_a_unit_has_the_documented_bits():
     codes[[1, 17, 33, 49]] = torch.tensor([1, 2, 12, 15], dtype=torch.uint8)
     assert pack_nibbles(codes).view(torch.int16).tolist()[:3] == [0, 0xFC21 - 0x10000, 0]
     assert pack_e2m1(codes).view(torch.int16).tolist()[:3] == [0, (0b11 << 14 | 7 << 9 | 4 << 6 | 2 << 3 | 1) - 0x10000, 0]
+
+
+def run_ptx(assembly: str, results: int, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Runs the instructions of a conversion on registers of 32 bits, int64 tensors."""
+    registers = {f"${results + index}": tensor for index, tensor in enumerate(inputs)}
+    for line in assembly.strip("{} \n").split(";"):
+        name, *operands = line.replace(",", " ").split() or [".reg"]
+        if name == ".reg":
+            continue
+        target, *sources = operands
+        values = [registers[source] if source in registers else int(source, 0) for source in sources]
+        registers[target] = {
+            "mov.b32": lambda a: torch.tensor(a),
+            "and.b32": lambda a, b: a & b,
+            "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+            "shr.b32": lambda a, b: a >> b,
+            "lop3.b32": lambda a, b, c, table: a & b | c if table == 0xEA else None,
+            "fma.rn.bf16x2": lambda a, b, c: sum(fma_bf16(*(x >> half for x in (a, b, c))) << half for half in (0, 16)),
+        }[name](*values)
+    return [registers[f"${index}"] for index in range(results)]
+
+
+def float_of_bf16(bits: torch.Tensor) -> torch.Tensor:
+    return (bits & 0xFFFF).to(torch.int32).to(torch.int16).view(torch.bfloat16).double()
+
+
+def fma_bf16(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    number = (float_of_bf16(a) * float_of_bf16(b) + float_of_bf16(c)).bfloat16()
+    return number.view(torch.int16).long() & 0xFFFF
+
+
+def twice(half: torch.Tensor) -> torch.Tensor:
+    """A register with the same number in both halves."""
+    return (half & 0xFFFF) * 0x10001
+
+
+def units_of(packed: torch.Tensor) -> torch.Tensor:
+    """The first two units of each row as a register."""
+    return packed[:, :4].contiguous().view(torch.int32)[:, 0].long() & 0xFFFFFFFF
+
+
+def halves_equal(register: torch.Tensor, expected: torch.Tensor) -> bool:
+    return all(torch.equal(float_of_bf16(register >> half), expected[:, half // 16]) for half in (0, 16))
+
+
+def test_nvfp4_conversion_in_ptx_is_exact():
+    """Every code with every scale, at each of the four places of a unit."""
+    pairs = torch.tensor([*itertools.product(range(16), range(127))], dtype=torch.uint8)
+    others = pairs.roll(5, dims=0)
+    codes = torch.zeros(len(pairs), 64, dtype=torch.uint8)
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float64)
+    for place in range(4):
+        codes[:, 16 * place : 16 * place + 2] = torch.stack([pairs[:, 0], others[:, 0]], dim=1).roll(place, dims=0)
+    for place, assembly in enumerate(("_NVFP4_0", "_NVFP4_1", "_NVFP4_2", "_NVFP4_3")):
+        scales = torch.stack([pairs[:, 1].roll(other) for other in range(4)], dim=1)
+        word = scales.contiguous().view(torch.int32)[:, 0].long() & 0xFFFFFFFF
+        first, second = run_ptx(experts_fourbit._SCALES_NVFP4.value, 2, word)
+        scale = twice((first, second, first >> 16, second >> 16)[place])
+        (weight,) = run_ptx(getattr(experts_fourbit, assembly).value, 1, units_of(pack_e2m1(codes)), scale)
+        numbers = values[codes[:, 16 * place : 16 * place + 2].long()]
+        expected = numbers * scales[:, place].view(torch.float8_e4m3fn).double()[:, None] * 2.0**-119
+        assert halves_equal(weight, expected)
+
+
+@pytest.mark.parametrize("has_minimum", [False, True])
+def test_int4_conversion_in_ptx_rounds_once(has_minimum):
+    codes = torch.zeros(512, 64, dtype=torch.uint8)
+    codes[:, [0, 1, 16, 17, 32, 33, 48, 49]] = randint(16, 512, 8, seed=1).to(torch.uint8)
+    scale, minimum = ((randn(512, 2, seed=seed) * 0.02).bfloat16() for seed in (2, 3))
+    words = [number.view(torch.int32)[:, 0].long() & 0xFFFFFFFF for number in (scale, minimum)]
+    (low,) = run_ptx(experts_fourbit._TIMES_2_100.value, 1, words[0])
+    (high,) = run_ptx(experts_fourbit._TIMES_2_MINUS_4.value, 1, low)
+    if has_minimum:
+        (least,) = run_ptx(experts_fourbit._TIMES_2_MINUS_33.value, 1, words[1])
+    else:
+        (least,) = run_ptx(experts_fourbit._TIMES_MINUS_2_MINUS_130.value, 1, low)
+    for place, assembly in enumerate(("_INT4_0", "_INT4_1", "_INT4_2", "_INT4_3")):
+        half = 16 * (place // 2)
+        factors = twice((low if place % 2 == 0 else high) >> half), twice(least >> half)
+        (weight,) = run_ptx(getattr(experts_fourbit, assembly).value, 1, units_of(pack_nibbles(codes)), *factors)
+        group = scale[:, place // 2, None].double()
+        offset = minimum[:, place // 2, None].double() if has_minimum else -8 * group
+        expected = codes[:, 16 * place : 16 * place + 2].double() * group + offset
+        assert halves_equal(weight, (expected * 2.0**-33).bfloat16().double())
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter cannot run PTX")

@@ -42,7 +42,7 @@ _UNITS = tl.constexpr(UNITS)
 # --tiles` measures others. `inner` is a multiple of 64.
 TILES = {
     200: {
-        24: (Tiles(32, 128, 256, 3, 4), Tiles(32, 128, 64, 5, 4)),
+        24: (Tiles(32, 128, 128, 4, 4), Tiles(32, 128, 64, 4, 4)),
         48: (Tiles(64, 128, 128, 4, 4), Tiles(64, 128, 64, 4, 4)),
         80: (Tiles(64, 128, 128, 4, 4, 2), Tiles(64, 128, 64, 4, 4, 2)),
         NO_LIMIT: (Tiles(128, 128, 128, 3, 8, 2), Tiles(128, 128, 64, 4, 8, 2)),
@@ -277,7 +277,7 @@ def _row_scale(global_scale, expert, matrix_row, rows, FORMAT: tl.constexpr, PAR
     """The factor of each row's sum: the global scale of its part, and the power of two that the conversion left out."""
     if FORMAT == _NVFP4:
         part = matrix_row * PARTS // rows
-        return tl.load(global_scale + expert * PARTS + part) * (2.0**7 if PTX else 1.0)
+        return tl.load(global_scale + expert * PARTS + part) * (2.0**119 if PTX else 1.0)
     return tl.full(matrix_row.shape, 2.0**33 if PTX else 1.0, tl.float32)
 
 
@@ -318,20 +318,17 @@ def _float_of_bits(bits, SHIFT: tl.constexpr, BIAS: tl.constexpr, SUBNORMALS: tl
 # small floats are subnormal bf16 numbers as they are; a multiplication by a scale times a power of two makes them weights.
 # `fma` is used for products too: sm_80 has no `mul` for bf16.
 
-# Four e4m3 scales in a word, times 2^119. Results: scales 0 and 2, scales 1 and 3.
+# Four e4m3 scales in a word: their bits are scale * 2^-120. Results: scales 0 and 2, scales 1 and 3, times 2^7.
 _SCALES_NVFP4 = tl.constexpr("""{
-    .reg .b32 first, second, up, up_more, zero;
-    mov.b32 up, 0x7B807B80;
-    mov.b32 up_more, 0x7B007B00;
+    .reg .b32 first, second, factor, zero;
+    mov.b32 factor, 0x7F007F00;
     mov.b32 zero, 0x80008000;
     and.b32 first, $2, 0x00FF00FF;
     shl.b32 first, first, 4;
+    fma.rn.bf16x2 $0, first, factor, zero;
     shr.b32 second, $2, 4;
     and.b32 second, second, 0x0FF00FF0;
-    fma.rn.bf16x2 first, first, up, zero;
-    fma.rn.bf16x2 second, second, up, zero;
-    fma.rn.bf16x2 $0, first, up_more, zero;
-    fma.rn.bf16x2 $1, second, up_more, zero;
+    fma.rn.bf16x2 $1, second, factor, zero;
 }""")
 # The four factors of units $1 with scales $2: sign and magnitude are moved to their bits of a bf16 number, value * 2^-126.
 _NVFP4_0 = tl.constexpr("""{
@@ -391,7 +388,10 @@ _INT4_3 = tl.constexpr("""{
 
 @triton.jit
 def _convert_nvfp4(q, s):
-    """The four factors of a tile, bf16, times 2^-7: units q, words of scales s. Exact: code times scale has 6 bits."""
+    """The four factors of a tile, bf16, times 2^-119: units q, words of scales s.
+
+    Exact: code times scale is a multiple of 2^-10 with 6 significant bits, and bf16 has multiples of 2^-133.
+    """
     first, second = tl.inline_asm_elementwise(
         _SCALES_NVFP4, "=r,=r,r", [s], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
