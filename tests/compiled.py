@@ -138,9 +138,13 @@ def fourbit_kernels() -> Kernels:
         for (kernel, size, parts), tiles in zip(products, pair_of_tiles, strict=True):
             blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_J": tiles.inner // 64}
             constants = {"K": 8, "FORMAT": quant, "PARTS": parts, "EVEN": size % tiles.inner == 0, **blocks}
-            yield compile_kernel(kernel, {**constants, "PTX": True}, tiles.warps, tiles.stages, to_binary=pairs == 2048, **types)
+            yield compile_kernel(
+                kernel, {**constants, "PTX": True}, tiles.warps, tiles.stages, to_binary=pairs == 2048, **types
+            )
             if limit == 99 and pairs == 2048:
-                yield compile_kernel(kernel, {**constants, "PTX": False}, tiles.warps, tiles.stages, to_binary=False, **types)
+                yield compile_kernel(
+                    kernel, {**constants, "PTX": False}, tiles.warps, tiles.stages, to_binary=False, **types
+                )
 
 
 def attention_kernels() -> Kernels:

@@ -22,7 +22,7 @@ MAGNITUDE_BITS = (0, 3, 6, 9)  # the lowest bit of each magnitude of three bits
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Packs integer codes uint8 [..., I], each below 16, into bytes [..., 32 J]. A partial last block is filled with zeros."""
+    """Packs integers uint8 [..., I], each below 16, into bytes [..., 32 J]. A partial last block is filled with zeros."""
     return _to_bytes(_shift_and_add(_divide(codes), NIBBLE_BITS))
 
 

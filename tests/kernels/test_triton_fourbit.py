@@ -3,8 +3,11 @@
 Without a GPU the kernels convert weights plainly. With one they convert them in PTX, and both ways are compared.
 """
 
+import importlib
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,7 +54,9 @@ def test_experts_equal_the_reference(kind, tokens, size, inner):
     assert_equal_to_reference(randn(tokens, size, seed=7).to(DEVICE), *route(tokens, 5), gate_up, down)
 
 
-@pytest.mark.parametrize(("up_kind", "down_kind"), [*itertools.permutations(("nvfp4", "int4 with minimum", "bf16", "fp8"), 2)])
+@pytest.mark.parametrize(
+    ("up_kind", "down_kind"), [*itertools.permutations(("nvfp4", "int4 with minimum", "bf16", "fp8"), 2)]
+)
 def test_the_two_weights_may_have_different_formats(up_kind, down_kind, monkeypatch):
     if not GPU:  # the interpreter rounds to fp8 differently
         monkeypatch.setattr(experts, "quantize_rows", reference_fp8.quantize)
@@ -76,7 +81,9 @@ def test_many_tiles_equal_the_reference(kind, monkeypatch):
 def test_tiles_follow_the_shared_memory_and_the_number_of_tokens(limit, monkeypatch):
     monkeypatch.setenv(backend.SHARED_MEMORY_VARIABLE, str(limit))
     table = experts_fourbit.TILES[99 if limit == 99 else 200]
-    found = [experts_fourbit.select_tiles(backend.shared_memory_limit("cpu"), 8 * tokens, 128) for tokens in (256, 512, 9999)]
+    found = [
+        experts_fourbit.select_tiles(backend.shared_memory_limit("cpu"), 8 * tokens, 128) for tokens in (256, 512, 9999)
+    ]
     assert found == [table[24], table[48], table[experts.NO_LIMIT]]
     monkeypatch.setenv(backend.SHARED_MEMORY_VARIABLE, "64")
     with pytest.raises(ValueError, match="at least 99, got '64'"):
@@ -202,3 +209,16 @@ def test_the_conversion_in_ptx_equals_the_plain_one(kind):
         for uses_ptx in (True, False)
     )
     assert (out - other).abs().max() <= 2**-7 * other.abs().max()
+
+
+@pytest.mark.soak
+def test_the_benchmark_compares_formats_and_searches_tiles(monkeypatch, capsys):
+    """At a tiny shape; the times of the interpreter mean nothing."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    bench = importlib.import_module("bench_experts")
+    bench.main(["--shape", "tiny", "--layers", "1", "--tiles", "--formats", "nvfp4"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(result["formats"]) >= {*bench.FORMATS, "nvfp4, plain", "int4, 99 KiB"}
+    assert all(set(products) == {"gate_up", "down"} for products in result["formats"].values())
+    assert result["formats"]["nvfp4"]["down"]["difference"] <= 2**-7
+    assert result["tiles"]["nvfp4"]["gate_up"]["99"]

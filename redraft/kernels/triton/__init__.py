@@ -7,6 +7,7 @@
     attention         attention over [KV cache ; new tokens], and writing the KV cache
     routing           the router's top-k, and the sort of tokens by expert
     experts           the experts, as grouped products
+    experts_fourbit   the same with 4-bit weights, and the choice between both
     mlp               the activation of the dense MLP
     vocabulary        argmax, entropy, sample and probabilities of the logits
     sampler_step      random numbers, acceptance and the next canvas

@@ -1,13 +1,14 @@
 """The experts' grouped products over 4-bit weights, dequantized in registers. Reference: `kernels/experts.py`.
 
-The two products of `experts.py`, with another inner loop. A load of 16-bit units (`kernels/nibbles.py`) gives four factors of
-16 inputs per block, so an iteration has four products. Activations and products are bf16.
+The two products of `experts.py`, with another inner loop: a load of 16-bit units (`kernels/nibbles.py`) gives four factors
+of 16 inputs per block, so an iteration has four products. Activations and products are bf16.
 
-On an H200 the instructions per weight decide the speed, not the memory. The conversion in PTX handles two weights at a
-time and takes three instructions for a weight. The plain conversion is its reference and runs in Triton's interpreter.
+On an H200 the number of instructions per weight decides the speed, not the memory. The conversion in PTX handles two weights
+at a time; the loop takes three to four instructions per weight. The plain conversion is its reference, and the one that
+Triton's interpreter runs.
 
-Shapes: N tokens, K experts per token, M = N * K (token, expert) pairs, E experts, D model size, F expert size, J blocks of 64
-inputs.
+Shapes: N tokens, K experts per token, M = N * K (token, expert) pairs, E experts, D model size, F expert size,
+J blocks of 64 inputs.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -149,7 +150,9 @@ def _kernel_weight(weight: FourbitTensor) -> _KernelWeight:
     return _KernelWeight(codes, scale, minimum, scale)
 
 
-def _constants(x: Tensor, weight: FourbitTensor, views: _KernelWeight, tiles: Tiles, uses_ptx: bool) -> dict[str, int | bool]:
+def _constants(
+    x: Tensor, weight: FourbitTensor, views: _KernelWeight, tiles: Tiles, uses_ptx: bool
+) -> dict[str, int | bool]:
     """The kernels' constants."""
     int4_format = _INT4 if isinstance(weight, Int4Tensor) and weight.minimum is None else _INT4_MINIMUM
     parts = weight.global_scale.shape[-1] if isinstance(weight, Nvfp4Tensor) else 1
@@ -227,7 +230,7 @@ def _down_fourbit(
 
 @triton.jit
 def _multiply(
-    x_ptr, codes, scale, minimum, weight_row, offs_k, I, J,
+    x_ptr, codes, scale, minimum, weight_row, offs_k, INPUTS, J,
     FORMAT: tl.constexpr, PTX: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
@@ -251,10 +254,10 @@ def _multiply(
         m = s
         if FORMAT == _INT4_MINIMUM:
             m = tl.load(minimum_ptr + j, mask=mask_j, other=None if EVEN else 0)
-        x0 = tl.load(x_ptr + j * _BLOCK, mask=None if EVEN else k < I, other=None if EVEN else 0.0)
-        x1 = tl.load(x_ptr + j * _BLOCK + 16, mask=None if EVEN else k < I - 16, other=None if EVEN else 0.0)
-        x2 = tl.load(x_ptr + j * _BLOCK + 32, mask=None if EVEN else k < I - 32, other=None if EVEN else 0.0)
-        x3 = tl.load(x_ptr + j * _BLOCK + 48, mask=None if EVEN else k < I - 48, other=None if EVEN else 0.0)
+        x0 = tl.load(x_ptr + j * _BLOCK, mask=None if EVEN else k < INPUTS, other=None if EVEN else 0.0)
+        x1 = tl.load(x_ptr + j * _BLOCK + 16, mask=None if EVEN else k < INPUTS - 16, other=None if EVEN else 0.0)
+        x2 = tl.load(x_ptr + j * _BLOCK + 32, mask=None if EVEN else k < INPUTS - 32, other=None if EVEN else 0.0)
+        x3 = tl.load(x_ptr + j * _BLOCK + 48, mask=None if EVEN else k < INPUTS - 48, other=None if EVEN else 0.0)
         if PTX:
             if FORMAT == _NVFP4:
                 w0, w1, w2, w3 = _convert_nvfp4(q, s)
@@ -430,6 +433,4 @@ def _pairs_times_scale_plus(ASSEMBLY: tl.constexpr, q, s, m):
     """Units q, and the scales and minimums in the low halves of words s and m."""
     scale = _spread(s.to(tl.int16), q.shape[1])
     minimum = _spread(m.to(tl.int16), q.shape[1])
-    return tl.inline_asm_elementwise(
-        ASSEMBLY, "=r,r,r,r", [q, scale, minimum], dtype=tl.bfloat16, is_pure=True, pack=2
-    )
+    return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [q, scale, minimum], dtype=tl.bfloat16, is_pure=True, pack=2)
