@@ -3,9 +3,10 @@
     python benchmarks/bench_experts.py [--canvases 1] [--layers 4] [--tiles] [--shape released]
 
 Prints, for every format, the microseconds of each product per layer, the bytes per second of its weights, and their share of
-the memory's bandwidth. The 4-bit formats are timed with the conversion in PTX and with the plain one, and with the tiles for
-99 KiB of shared memory. `difference` compares the results of both conversions: the largest difference, relative to the
-largest result. `--tiles` tries other tiles and prints the best ones for each limit of shared memory. The last line is JSON.
+the memory's bandwidth. The 4-bit formats are timed with the conversion in PTX and with the plain one, with the four factors
+of a tile in four products and in one, and with the tiles for 99 KiB of shared memory. `difference` compares the results of
+both conversions: the largest difference, relative to the largest result. `--tiles` tries other tiles and prints the best for
+each limit of shared memory. The last line is JSON.
 
 The weights of all layers are distinct and larger than the L2 cache. All layers are launched from one CUDA graph.
 `--shape tiny` checks the program itself, on a CPU in Triton's interpreter too.
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -110,14 +112,14 @@ class Inputs:
         self.x_fp8 = quantize(self.x_ND)
         self.inner_MF = torch.randn(len(self.order_M), shape.inner, dtype=DTYPE, device=DEVICE)
 
-    def multiply(self, product: str, weight: Weight, tiles: Tiles | None = None, uses_ptx: bool = True) -> Tensor:
-        """One product. Tiles and conversion are for 4-bit weights."""
+    def multiply(self, product: str, weight: Weight, **options: Any) -> Tensor:
+        """One product. The options are those of `experts_fourbit.multiply_gate_up`, for 4-bit weights."""
         if isinstance(weight, (Nvfp4Tensor, Int4Tensor)):
             if product == "gate_up":
                 arguments = (self.x_ND, self.order_M, self.ends_E, weight, self.chosen)
-                return experts_fourbit.multiply_gate_up(*arguments, tiles=tiles, uses_ptx=uses_ptx)
+                return experts_fourbit.multiply_gate_up(*arguments, **options)
             arguments = (self.inner_MF, self.order_M, self.ends_E, weight, self.weights_NK)
-            return experts_fourbit.multiply_down(*arguments, tiles=tiles, uses_ptx=uses_ptx)
+            return experts_fourbit.multiply_down(*arguments, **options)
         if product == "gate_up":
             x = self.x_fp8 if isinstance(weight, Fp8Tensor) else self.x_ND
             return experts.multiply_gate_up(x, self.order_M, self.ends_E, weight, self.chosen)
@@ -134,7 +136,7 @@ def measure(run: Callable[[], object]) -> float:
     return 1e6 * (time.perf_counter() - begin)
 
 
-def measure_layers(inputs: Inputs, product: str, layers: list[Weight], **options: object) -> dict[str, float]:
+def measure_layers(inputs: Inputs, product: str, layers: list[Weight], **options: Any) -> dict[str, float]:
     """Microseconds per layer, bytes per second and their share of the bandwidth."""
 
     def run() -> None:
@@ -155,7 +157,12 @@ def compare_formats(shape: Shape, inputs: Inputs, layers: int) -> dict[str, dict
         results.setdefault(kind, {})[product] = measure_layers(inputs, product, weights)
         if kind not in SEARCHED:
             continue
-        named = {f"{kind}, plain": {"uses_ptx": False}, f"{kind}, 99 KiB": {"tiles": small[index]}}
+        named: dict[str, dict[str, Any]] = {
+            f"{kind}, plain": {"uses_ptx": False},
+            f"{kind}, four products": {"joins": False},
+            f"{kind}, one product": {"joins": True},
+            f"{kind}, 99 KiB": {"tiles": small[index]},
+        }
         for name, options in named.items():
             results.setdefault(name, {})[product] = measure_layers(inputs, product, weights, **options)
         plain, ptx = (inputs.multiply(product, weights[0], uses_ptx=uses_ptx).float() for uses_ptx in (False, True))
@@ -189,7 +196,7 @@ def compile_tiles(shape: Shape, kind: str, product: str, tiles: Tiles) -> None:
     inputs = Inputs(few)
     inputs.chosen = shape.chosen  # a constant of the kernel
     with contextlib.suppress(triton.runtime.errors.OutOfResources):  # the search meets it again
-        inputs.multiply(product, random_weight(kind, few, product), tiles)
+        inputs.multiply(product, random_weight(kind, few, product), tiles=tiles)
 
 
 def search_tiles(shape: Shape, inputs: Inputs, layers: int, kinds: tuple[str, ...]) -> dict[str, dict[str, dict[str, list]]]:

@@ -128,23 +128,21 @@ def expert_kernels() -> Kernels:
                 )
 
 
-def fourbit_kernels() -> Kernels:
-    """The 4-bit experts: every table, both products, every format; one plain conversion of each."""
+def fourbit_kernels(architecture: int = 90, limit: int = 227 * 1024) -> Kernels:
+    """The 4-bit experts with the tiles for `limit` bytes: both products, every format; the plain conversion of each too."""
     types = {"codes": I16, "scale": I32, "minimum": I32, "global_scale": F32}
     products = ((experts_fourbit._gate_up_fourbit, 2816, 2), (experts_fourbit._down_fourbit, 704, 1))
     formats = (experts_fourbit._NVFP4.value, experts_fourbit._INT4.value, experts_fourbit._INT4_MINIMUM.value)
-    for limit, pairs, quant in itertools.product(experts_fourbit.TILES, (2048, 4096, 16384), formats):
-        pair_of_tiles = experts_fourbit.select_tiles(limit * 1024, pairs, 128)
+    for pairs, quant in itertools.product((2048, 4096, 16384), formats):
+        pair_of_tiles = experts_fourbit.select_tiles(limit, pairs, 128)
         for (kernel, size, parts), tiles in zip(products, pair_of_tiles, strict=True):
             blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_J": tiles.inner // 64}
-            constants = {"K": 8, "FORMAT": quant, "PARTS": parts, "EVEN": size % tiles.inner == 0, **blocks}
-            yield compile_kernel(
-                kernel, {**constants, "PTX": True}, tiles.warps, tiles.stages, to_binary=pairs == 2048, **types
-            )
-            if limit == 99 and pairs == 2048:
-                yield compile_kernel(
-                    kernel, {**constants, "PTX": False}, tiles.warps, tiles.stages, to_binary=False, **types
-                )
+            flags = {"JOINED": architecture in (90, 100), "EVEN": size % tiles.inner == 0}
+            constants = {"K": 8, "FORMAT": quant, "PARTS": parts, "PTX": True, **flags, **blocks}
+            options = (tiles.warps, tiles.stages)
+            yield compile_kernel(kernel, constants, *options, to_binary=pairs == 2048, **types)
+            if pairs == 2048:
+                yield compile_kernel(kernel, {**constants, "PTX": False}, *options, to_binary=False, **types)
 
 
 def attention_kernels() -> Kernels:
@@ -221,5 +219,12 @@ def automaton_kernels() -> Kernels:
 
 
 if __name__ == "__main__":
-    for kernel in (*expert_kernels(), *fourbit_kernels(), *attention_kernels(), *other_kernels(), *automaton_kernels()):
+    for kernel in (
+        *expert_kernels(),
+        *fourbit_kernels(),
+        *fourbit_kernels(limit=99 * 1024),
+        *attention_kernels(),
+        *other_kernels(),
+        *automaton_kernels(),
+    ):
         print(json.dumps({"name": kernel.metadata.name, "shared": kernel.metadata.shared}))

@@ -45,10 +45,12 @@ def assert_equal_to_reference(x, experts_NK, weights, gate_up, down):
     assert error <= 2 * (expected.double() - exact).abs().max() + 2e-7 * exact.abs().max()
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize(("tokens", "size", "inner"), [(21, 64, 128), (1, 40, 24), (17, 144, 36)])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_experts_equal_the_reference(kind, tokens, size, inner):
+def test_experts_equal_the_reference(kind, tokens, size, inner, joins, monkeypatch):
     """Whole and partial blocks of inputs, gate and up with global scales of their own, an expert without tokens."""
+    monkeypatch.setattr(experts_fourbit, "joins_factors", lambda device: joins)
     gate_up = random_weight(kind, 5, 2 * inner, size, parts=2)
     down = random_weight(kind, 5, size, inner, seed=10)
     assert_equal_to_reference(randn(tokens, size, seed=7).to(DEVICE), *route(tokens, 5), gate_up, down)

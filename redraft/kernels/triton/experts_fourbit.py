@@ -88,8 +88,12 @@ def multiply_gate_up(
     chosen: int,
     tiles: Tiles | None = None,
     uses_ptx: bool = True,
+    joins: bool | None = None,
 ) -> Tensor:
-    """Returns GELU(gate) * up of every (token, expert) pair, inner_MF, sorted by expert."""
+    """Returns GELU(gate) * up of every (token, expert) pair, inner_MF, sorted by expert.
+
+    `tiles`, `uses_ptx` and `joins` are for benchmarks and tests: tiles, conversion and products other than the device's.
+    """
     tiles = tiles or select_tiles(shared_memory_limit(x_ND.device), len(order_M), len(ends_E))[0]
     weight = _kernel_weight(gate_up_E2FD)
     number, rows, _ = weight.codes.shape
@@ -97,7 +101,7 @@ def multiply_gate_up(
     size = x_ND.shape[1]
     _gate_up_fourbit[(tiles.concurrent, number, triton.cdiv(rows, tiles.features))](
         x_ND, order_M, ends_E, *weight, inner_MF, size, rows // 2, triton.cdiv(size, BLOCK), chosen,
-        **_constants(x_ND, gate_up_E2FD, weight, tiles, uses_ptx),
+        **_constants(x_ND, gate_up_E2FD, tiles, uses_ptx, joins),
         num_stages=tiles.stages, num_warps=tiles.warps, **pdl_options(),
     )  # fmt: skip
     return inner_MF
@@ -111,8 +115,9 @@ def multiply_down(
     weights_NK: Tensor,
     tiles: Tiles | None = None,
     uses_ptx: bool = True,
+    joins: bool | None = None,
 ) -> Tensor:
-    """Returns the down products times the router's weights, in token order, outputs_NKD."""
+    """Returns the down products times the router's weights, in token order, outputs_NKD. Options as above."""
     tiles = tiles or select_tiles(shared_memory_limit(inner_MF.device), len(order_M), len(ends_E))[1]
     weight = _kernel_weight(down_EDF)
     number, size, _ = weight.codes.shape
@@ -120,7 +125,7 @@ def multiply_down(
     inner = inner_MF.shape[1]
     _down_fourbit[(tiles.concurrent, number, triton.cdiv(size, tiles.features))](
         inner_MF, order_M, ends_E, *weight, weights_NK, outputs_NKD, size, inner, triton.cdiv(inner, BLOCK),
-        **_constants(inner_MF, down_EDF, weight, tiles, uses_ptx),
+        **_constants(inner_MF, down_EDF, tiles, uses_ptx, joins),
         num_stages=tiles.stages, num_warps=tiles.warps, **pdl_options(),
     )  # fmt: skip
     return outputs_NKD
@@ -130,6 +135,14 @@ def select_tiles(limit: int, pairs: int, experts: int) -> tuple[Tiles, Tiles]:
     """Returns the tiles of the gate_up product and of the down product, for blocks with `limit` bytes of shared memory."""
     by_tokens = next(table for kib, table in TILES.items() if limit >= kib * 1024)
     return next(tiles for tokens, tiles in by_tokens.items() if pairs <= tokens * experts)
+
+
+def joins_factors(device: torch.device) -> bool:
+    """Whether the four factors of a tile are multiplied as one: on sm_90 and sm_100, whose products run asynchronously.
+
+    `mma.sync`, on other cards, wants the joined factor in another order, which would take a detour through shared memory.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 class _KernelWeight(NamedTuple):
@@ -150,9 +163,7 @@ def _kernel_weight(weight: FourbitTensor) -> _KernelWeight:
     return _KernelWeight(codes, scale, minimum, scale)
 
 
-def _constants(
-    x: Tensor, weight: FourbitTensor, views: _KernelWeight, tiles: Tiles, uses_ptx: bool
-) -> dict[str, int | bool]:
+def _constants(x: Tensor, weight: FourbitTensor, tiles: Tiles, uses_ptx: bool, joins: bool | None) -> dict[str, int | bool]:
     """The kernels' constants."""
     int4_format = _INT4 if isinstance(weight, Int4Tensor) and weight.minimum is None else _INT4_MINIMUM
     parts = weight.global_scale.shape[-1] if isinstance(weight, Nvfp4Tensor) else 1
@@ -160,6 +171,7 @@ def _constants(
         "FORMAT": (_NVFP4 if isinstance(weight, Nvfp4Tensor) else int4_format).value,
         "PARTS": parts,
         "PTX": uses_ptx and x.is_cuda and x.dtype == torch.bfloat16,
+        "JOINED": joins_factors(x.device) if joins is None else joins,
         "EVEN": x.shape[1] % tiles.inner == 0,
         "BLOCK_T": tiles.tokens,
         "BLOCK_F": tiles.features,
@@ -170,7 +182,7 @@ def _constants(
 @triton.jit
 def _gate_up_fourbit(
     x, order, ends, codes, scale, minimum, global_scale, out, D, F, J, K: tl.constexpr,
-    FORMAT: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr, EVEN: tl.constexpr,
+    FORMAT: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr, JOINED: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_J: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GELU(gate) * up of one expert's tokens, for one tile of features."""
@@ -183,14 +195,12 @@ def _gate_up_fourbit(
     feature = tl.minimum(tile * (BLOCK_F // 2) + row // 2, F - 1)  # gate and up of a feature are neighbours
     matrix_row = (row % 2) * F + feature
     weight_row = expert * 2 * F + matrix_row
-    unit = tl.arange(0, BLOCK_J * _UNITS)
-    offs_k = unit // _UNITS * _BLOCK + unit % _UNITS
     for start in range(begin + tl.program_id(0) * BLOCK_T, end, tl.num_programs(0) * BLOCK_T):
         pair = start + tl.arange(0, BLOCK_T)
         mask_t = pair < end
         token = tl.load(order + pair, mask=mask_t, other=0).to(tl.int64) // K
-        acc = _multiply(x + token[None, :] * D + offs_k[:, None], codes, scale, minimum, weight_row, offs_k, D, J,
-                        FORMAT, PTX, EVEN, BLOCK_T, BLOCK_F, BLOCK_J)  # fmt: skip
+        acc = _multiply(x + token[None, :] * D, codes, scale, minimum, weight_row, D, J,
+                        FORMAT, PTX, JOINED, EVEN, BLOCK_T, BLOCK_F, BLOCK_J)  # fmt: skip
         acc = acc * _row_scale(global_scale, expert, matrix_row, 2 * F, FORMAT, PARTS, PTX)[:, None]
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_F // 2, 2, BLOCK_T)), (0, 2, 1)))
         inner = _gelu(gate) * up
@@ -202,7 +212,7 @@ def _gate_up_fourbit(
 @triton.jit
 def _down_fourbit(
     h, order, ends, codes, scale, minimum, global_scale, router_weights, out, D, F, J,
-    FORMAT: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr, EVEN: tl.constexpr,
+    FORMAT: tl.constexpr, PARTS: tl.constexpr, PTX: tl.constexpr, JOINED: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_J: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The down product of one expert's tokens, times the router's weights, stored in token order."""
@@ -213,15 +223,13 @@ def _down_fourbit(
     out_feature = tl.program_id(2) * BLOCK_F + tl.arange(0, BLOCK_F)
     feature = tl.minimum(out_feature, D - 1)
     weight_row = expert * D + feature
-    unit = tl.arange(0, BLOCK_J * _UNITS)
-    offs_k = unit // _UNITS * _BLOCK + unit % _UNITS
     for start in range(begin + tl.program_id(0) * BLOCK_T, end, tl.num_programs(0) * BLOCK_T):
         sorted_pair = start + tl.arange(0, BLOCK_T)
         mask_t = sorted_pair < end
         pair = tl.load(order + sorted_pair, mask=mask_t, other=0).to(tl.int64)
         h_row = tl.minimum(sorted_pair, end - 1).to(tl.int64)
-        acc = _multiply(h + h_row[None, :] * F + offs_k[:, None], codes, scale, minimum, weight_row, offs_k, F, J,
-                        FORMAT, PTX, EVEN, BLOCK_T, BLOCK_F, BLOCK_J)  # fmt: skip
+        acc = _multiply(h + h_row[None, :] * F, codes, scale, minimum, weight_row, F, J,
+                        FORMAT, PTX, JOINED, EVEN, BLOCK_T, BLOCK_F, BLOCK_J)  # fmt: skip
         acc = acc * _row_scale(global_scale, expert, feature, D, FORMAT, PARTS, PTX)[:, None]
         acc = acc * tl.load(router_weights + pair, mask=mask_t, other=0.0)[None, :]
         out_ptr = out + pair[None, :] * D + out_feature[:, None]
@@ -230,14 +238,14 @@ def _down_fourbit(
 
 @triton.jit
 def _multiply(
-    x_ptr, codes, scale, minimum, weight_row, offs_k, INPUTS, J,
-    FORMAT: tl.constexpr, PTX: tl.constexpr, EVEN: tl.constexpr,
+    x_row, codes, scale, minimum, weight_row, INPUTS, J,
+    FORMAT: tl.constexpr, PTX: tl.constexpr, JOINED: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """The product of some rows of a weight with some tokens, [BLOCK_F, BLOCK_T]; a power of two too small with PTX.
 
     Rows and tokens past the end repeat others and are not stored, so only the last blocks of inputs are masked. EVEN: all
-    blocks are whole.
+    blocks are whole. JOINED: the four factors become one, and tensor cores start on it before all of it is converted.
     """
     unit = tl.arange(0, BLOCK_J * _UNITS)
     block = tl.arange(0, BLOCK_J)
@@ -246,7 +254,6 @@ def _multiply(
     minimum_ptr = minimum + weight_row[:, None] * J + block[None, :]
     acc = tl.zeros((BLOCK_F, BLOCK_T), tl.float32)
     for j in range(0, J, BLOCK_J):
-        k = offs_k[:, None] + j * _BLOCK
         mask_u = None if EVEN else (unit < (J - j) * _UNITS)[None, :]
         mask_j = None if EVEN else (block < J - j)[None, :]
         q = tl.load(codes_ptr + j * _UNITS, mask=mask_u, other=None if EVEN else 0)
@@ -254,25 +261,35 @@ def _multiply(
         m = s
         if FORMAT == _INT4_MINIMUM:
             m = tl.load(minimum_ptr + j, mask=mask_j, other=None if EVEN else 0)
-        x0 = tl.load(x_ptr + j * _BLOCK, mask=None if EVEN else k < INPUTS, other=None if EVEN else 0.0)
-        x1 = tl.load(x_ptr + j * _BLOCK + 16, mask=None if EVEN else k < INPUTS - 16, other=None if EVEN else 0.0)
-        x2 = tl.load(x_ptr + j * _BLOCK + 32, mask=None if EVEN else k < INPUTS - 32, other=None if EVEN else 0.0)
-        x3 = tl.load(x_ptr + j * _BLOCK + 48, mask=None if EVEN else k < INPUTS - 48, other=None if EVEN else 0.0)
         if PTX:
             if FORMAT == _NVFP4:
                 w0, w1, w2, w3 = _convert_nvfp4(q, s)
             else:
                 w0, w1, w2, w3 = _convert_int4(q, s, m, FORMAT)
         else:
-            w0 = _convert_plainly(q, s, m, 0, FORMAT).to(x0.dtype)
-            w1 = _convert_plainly(q, s, m, 1, FORMAT).to(x0.dtype)
-            w2 = _convert_plainly(q, s, m, 2, FORMAT).to(x0.dtype)
-            w3 = _convert_plainly(q, s, m, 3, FORMAT).to(x0.dtype)
-        acc = tl.dot(w0, x0, acc, input_precision="ieee")
-        acc = tl.dot(w1, x1, acc, input_precision="ieee")
-        acc = tl.dot(w2, x2, acc, input_precision="ieee")
-        acc = tl.dot(w3, x3, acc, input_precision="ieee")
+            dtype: tl.constexpr = x_row.dtype.element_ty
+            w0 = _convert_plainly(q, s, m, 0, FORMAT).to(dtype)
+            w1 = _convert_plainly(q, s, m, 1, FORMAT).to(dtype)
+            w2 = _convert_plainly(q, s, m, 2, FORMAT).to(dtype)
+            w3 = _convert_plainly(q, s, m, 3, FORMAT).to(dtype)
+        if JOINED:
+            w = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+            w = tl.permute(tl.reshape(w, (BLOCK_F, BLOCK_J, _UNITS, 4)), (0, 1, 3, 2))
+            x = _load_inputs(x_row, tl.arange(0, BLOCK_J * _BLOCK)[:, None] + j * _BLOCK, INPUTS, EVEN)
+            acc = tl.dot(tl.reshape(w, (BLOCK_F, BLOCK_J * _BLOCK)), x, acc, input_precision="ieee")
+        else:
+            k = (unit // _UNITS * _BLOCK + unit % _UNITS)[:, None] + j * _BLOCK
+            acc = tl.dot(w0, _load_inputs(x_row, k, INPUTS, EVEN), acc, input_precision="ieee")
+            acc = tl.dot(w1, _load_inputs(x_row, k + _UNITS, INPUTS, EVEN), acc, input_precision="ieee")
+            acc = tl.dot(w2, _load_inputs(x_row, k + 2 * _UNITS, INPUTS, EVEN), acc, input_precision="ieee")
+            acc = tl.dot(w3, _load_inputs(x_row, k + 3 * _UNITS, INPUTS, EVEN), acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _load_inputs(x_row, k, INPUTS, EVEN: tl.constexpr):
+    """The inputs k, a column, of tokens, a row of pointers."""
+    return tl.load(x_row + k) if EVEN else tl.load(x_row + k, mask=k < INPUTS, other=0.0)
 
 
 @triton.jit
