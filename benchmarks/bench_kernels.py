@@ -5,7 +5,7 @@ tensor cores' peak.
 
     python benchmarks/bench_kernels.py [--canvases 1] [--context 1024] [--tiles]
 
-`--tiles` tries other tile sizes for the experts and prints the best.
+`--tiles` tries other tile sizes for the experts in bf16 and fp8 and prints the best; `bench_experts.py` does it for 4 bits.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import bench_experts
 import torch
 import torch.nn.functional as F
 import triton
@@ -27,7 +28,7 @@ from redraft.kernels import attend, gated_experts, rms_norm, rope_frequencies
 from redraft.kernels import vocabulary as reference
 from redraft.kernels.fp8 import Fp8Tensor, quantize
 from redraft.kernels.linear_fp8 import linear_fp8
-from redraft.kernels.triton import attention, experts, mlp, norm, qkv_rope, routing, vocabulary
+from redraft.kernels.triton import attention, experts, experts_fourbit, mlp, norm, qkv_rope, routing, vocabulary
 
 C = ModelConfig()
 DTYPE = torch.bfloat16
@@ -68,6 +69,11 @@ def expert_cases(tokens: int) -> list[Case]:
     inputs = (x, selected, weights)
     reference_inputs = (x, selected.long(), weights, up, down)
     fp8 = [Fp8Tensor(*map(torch.stack, zip(*map(quantize, stack), strict=True))) for stack in (up, down)]
+    shape = bench_experts.Shape(number, chosen, size, inner, tokens)
+    fourbit = {
+        kind: [bench_experts.random_weight(kind, shape, product) for product in bench_experts.PRODUCTS]
+        for kind in bench_experts.SEARCHED
+    }
     parameters = up.numel() + down.numel()
     flops = 2 * tokens * chosen * parameters / number
     return [
@@ -79,6 +85,16 @@ def expert_cases(tokens: int) -> list[Case]:
             flops,
         ),
         Case("experts fp8", lambda: experts.gated_experts(*inputs, *fp8), None, parameters, flops, True),
+        *(
+            Case(
+                f"experts {kind}",
+                lambda packed=packed: experts_fourbit.gated_experts(*inputs, *packed),
+                None,
+                sum(map(bench_experts.count_bytes, packed)),
+                flops,
+            )
+            for kind, packed in fourbit.items()
+        ),
         Case("route", lambda: routing.route(x, router, ones, chosen), None, 2 * (tokens + number) * size),
         Case(
             "sort by expert",
