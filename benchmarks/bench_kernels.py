@@ -5,8 +5,9 @@ tensor cores' peak.
 
     python benchmarks/bench_kernels.py [--canvases 1] [--context 1024] [--tiles] [--shared-memory 99]
 
-`--tiles` tries other tile sizes for the experts and the fp8 products and prints the best. `--shared-memory 99` times the
-tiles of a card with so many KiB beside those of this one, in the same run, and prints the ratio of their times.
+`--tiles` tries other tile sizes for the experts in bf16 and fp8 and the fp8 products and prints the best;
+`bench_experts.py` does it for 4 bits. `--shared-memory 99` times the tiles of a card with so many KiB beside those of this
+one, in the same run, and prints the ratio of their times.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import bench_experts
 import torch
 import torch.nn.functional as F
 import triton
@@ -28,7 +30,17 @@ from redraft.config import ModelConfig
 from redraft.kernels import attend, backend, gated_experts, rms_norm, rope_frequencies
 from redraft.kernels import vocabulary as reference
 from redraft.kernels.fp8 import Fp8Tensor, matmul_fp8, quantize
-from redraft.kernels.triton import attention, experts, linear_fp8, mlp, norm, qkv_rope, routing, vocabulary
+from redraft.kernels.triton import (
+    attention,
+    experts,
+    experts_fourbit,
+    linear_fp8,
+    mlp,
+    norm,
+    qkv_rope,
+    routing,
+    vocabulary,
+)
 from redraft.kernels.triton.fp8 import quantize_rows
 
 C = ModelConfig()
@@ -70,6 +82,11 @@ def expert_cases(tokens: int) -> list[Case]:
     inputs = (x, selected, weights)
     reference_inputs = (x, selected.long(), weights, up, down)
     fp8 = [Fp8Tensor(*map(torch.stack, zip(*map(quantize, stack), strict=True))) for stack in (up, down)]
+    shape = bench_experts.Shape(number, chosen, size, inner, tokens)
+    fourbit = {
+        kind: [bench_experts.random_weight(kind, shape, product) for product in bench_experts.PRODUCTS]
+        for kind in bench_experts.SEARCHED
+    }
     parameters = up.numel() + down.numel()
     flops = 2 * tokens * chosen * parameters / number
     return [
@@ -81,6 +98,16 @@ def expert_cases(tokens: int) -> list[Case]:
             flops,
         ),
         Case("experts fp8", lambda: experts.gated_experts(*inputs, *fp8), None, parameters, flops, True),
+        *(
+            Case(
+                f"experts {kind}",
+                lambda packed=packed: experts_fourbit.gated_experts(*inputs, *packed),
+                None,
+                sum(map(bench_experts.count_bytes, packed)),
+                flops,
+            )
+            for kind, packed in fourbit.items()
+        ),
         Case("route", lambda: routing.route(x, router, ones, chosen), None, 2 * (tokens + number) * size),
         Case(
             "sort by expert",

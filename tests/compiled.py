@@ -10,6 +10,7 @@ With `--binaries` the products of one canvas are compiled to a binary, from whic
 without products too. The other variants are compiled up to the stage that allocates shared memory.
 """
 
+import itertools
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from redraft.kernels.backend import KIB, Card
 from redraft.kernels.triton import (
     attention,
     experts,
+    experts_fourbit,
     fp8,
     linear_fp8,
     mlp,
@@ -49,6 +51,7 @@ F32 = "*fp32"
 F64 = "*fp64"
 E4M3 = "*fp8e4nv"
 I8 = "*i8"
+I16 = "*i16"
 U8 = "*u8"
 I32 = "*i32"
 I64 = "*i64"
@@ -188,6 +191,23 @@ def linear_fp8_kernels() -> Kernels:
         yield compile_kernel(linear_fp8._sum_splits, constants, scale=F32, x_scale=F32)
 
 
+def fourbit_kernels() -> Kernels:
+    """The 4-bit experts: both products, every format; the plain conversion of each too."""
+    types = {"codes": I16, "scale": I32, "minimum": I32, "global_scale": F32}
+    products = ((experts_fourbit._gate_up_fourbit, 2816, 2), (experts_fourbit._down_fourbit, 704, 1))
+    formats = (experts_fourbit._NVFP4.value, experts_fourbit._INT4.value, experts_fourbit._INT4_MINIMUM.value)
+    for pairs, quant in itertools.product((2048, 4096, 16384), formats):
+        pair_of_tiles = experts_fourbit.select_tiles(CARD.shared_memory, pairs, 128)
+        for (kernel, size, parts), tiles in zip(products, pair_of_tiles, strict=True):
+            blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_J": tiles.inner // 64}
+            flags = {"JOINED": CARD.has_shared_products, "EVEN": size % tiles.inner == 0}
+            constants = {"K": 8, "FORMAT": quant, "PARTS": parts, "PTX": True, **flags, **blocks}
+            options = (tiles.warps, tiles.stages)
+            yield compile_kernel(kernel, constants, *options, to_binary=pairs == 2048, **types)
+            if pairs == 2048:
+                yield compile_kernel(kernel, {**constants, "PTX": False}, *options, to_binary=False, **types)
+
+
 def attention_kernels() -> Kernels:
     for size, window in ((256, 1024), (512, 0)):
         for has_many_tokens in (False, True):
@@ -234,7 +254,8 @@ def other_kernels() -> Kernels:
     yield compile_kernel(norm._rms_norm, {"HAS_WEIGHT": True, **row}, 8)
     for to_fp8 in (False, True)[: 1 + CARD.has_fp8]:
         out_types = {"mlp_out": E4M3, "moe_out": E4M3, "mlp_scale": F32, "moe_scale": F32} if to_fp8 else {}
-        yield compile_kernel(norm._add_attention_and_norm, {"TO_FP8": to_fp8, **row}, 8, **out_types)
+        flags = {"MLP_TO_FP8": to_fp8, "MOE_TO_FP8": to_fp8}
+        yield compile_kernel(norm._add_attention_and_norm, {**flags, **row}, 8, **out_types)
         out_types = {"next_out": E4M3, "next_scale": F32} if to_fp8 else {}
         yield compile_kernel(norm._add_mlp_and_norm, {"K": 8, "TO_FP8": to_fp8, **row}, 8, **out_types)
     yield compile_kernel(mlp._gelu_and_mul, {"BLOCK_F": 1024})
@@ -274,7 +295,7 @@ if __name__ == "__main__":
     architecture = int(sys.argv[1])
     CARD = Card(architecture, SHARED_KIB[architecture] * KIB)
     TO_BINARY = "--binaries" in sys.argv
-    for compiled_kernel in (*expert_kernels(), *linear_fp8_kernels(), *attention_kernels()):
+    for compiled_kernel in (*expert_kernels(), *fourbit_kernels(), *linear_fp8_kernels(), *attention_kernels()):
         metadata = compiled_kernel.metadata
         print(json.dumps({"name": metadata.name, "shared": metadata.shared, "spilled": spilled_bytes(compiled_kernel)}))
     TO_BINARY = TO_BINARY and architecture == 90  # the others have no tiles to choose: one architecture is enough

@@ -20,7 +20,7 @@ from redraft.kernels import rope_frequencies
 from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.linear_fp8 import linear_fp8, multiply_fp8, packs_activations
 from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
-from redraft.kernels.triton.experts import gated_experts
+from redraft.kernels.triton.experts_fourbit import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
 from redraft.model.kv_cache import KVCache
 from redraft.model.quant.layers import PackedExperts, PackedLinear
@@ -106,6 +106,8 @@ class FusedLayers:
         has_fp8_weights = isinstance(model.layers[0].mlp.gate_proj, PackedLinear)
         is_bf16_on_gpu = device.type == "cuda" and model.dtype == torch.bfloat16
         self.packs_activations = has_fp8_weights and is_bf16_on_gpu and packs_activations(device)
+        # 4-bit and bf16 experts take bf16 tokens, beside a dense MLP in fp8 too
+        self.packs_expert_inputs = [self.packs_activations and has_fp8_experts(layer) for layer in model.layers]
         self.qkv = []
         self.gate_up = []
         for layer in model.layers:
@@ -170,9 +172,10 @@ class FusedLayers:
         next_norms = [layer.input_layernorm.weight for layer in model.layers[1:]] + [model.norm.weight]
         for index, layer in enumerate(model.layers):
             attended_ND = self._attention(index, normed_ND, positions_N, groups, context)
+            packs = (self.packs_activations, self.packs_expert_inputs[index])
             x_ND, dense_ND, sparse_ND, router_ND = norm.add_attention_and_norm(
                 x_ND, attended_ND, layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight,
-                layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps, self.packs_activations,
+                layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps, *packs,
             )  # fmt: skip
             with self.side_stream:  # names are kept until `wait`, see SideStream
                 gate_up_NF = linear(dense_ND, self.gate_up[index])
@@ -185,9 +188,9 @@ class FusedLayers:
                 layer.post_feedforward_layernorm_2.weight,
                 layer.post_feedforward_layernorm.weight,
             )
-            packs = self.packs_activations and layer is not model.layers[-1]
+            packs_next = self.packs_activations and layer is not model.layers[-1]
             x_ND, normed_ND = norm.add_mlp_and_norm(
-                x_ND, mlp_ND, experts_NKD, norm_weights, layer.scalars, causal_count, next_norms[index], eps, packs
+                x_ND, mlp_ND, experts_NKD, norm_weights, layer.scalars, causal_count, next_norms[index], eps, packs_next
             )
         return normed_ND
 
@@ -268,6 +271,11 @@ class _TokenGroup:
     @property
     def positions_N(self) -> Tensor:
         return (self.table.lengths_B[:, None] + torch.arange(self.x_BSD.shape[1], device=self.x_BSD.device)).flatten()
+
+
+def has_fp8_experts(layer: Layer) -> bool:
+    """Whether the experts' first product has an fp8 weight."""
+    return isinstance(layer.experts, PackedExperts) and isinstance(layer.experts.packed("gate_up_proj"), Fp8Tensor)
 
 
 def linear(x_ND: Tensor | Fp8Tensor, weight: Tensor | Fp8Tensor) -> Tensor:

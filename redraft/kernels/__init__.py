@@ -6,7 +6,7 @@ attention     grouped-query attention, through SDPA or FlexAttention
 fp8           8-bit tensors: quantize, dequantize, matrix product
 scaled_mm     whether torch._scaled_mm works on a GPU and is faster than our fp8 product
 linear_fp8    a linear layer with an fp8 weight; quantizes its activations
-nibbles       4-bit codes, two to a byte
+nibbles       4-bit codes, four to a unit of 16 bits
 nvfp4         4-bit floats: the tensor, dequantize
 int4          4-bit integers: the tensor, dequantize
 packed        a tensor in any of these formats: dequantize

@@ -18,7 +18,7 @@ ZERO = 8  # the code of 0 without a minimum
 class Int4Tensor(NamedTuple):
     """A matrix [O, I], or a stack of matrices [..., O, I], in 4 bits. The inputs are padded to whole blocks of 64."""
 
-    codes: Tensor  # uint8 [..., O, 32 J], in the order of `nibbles`
+    codes: Tensor  # uint8 [..., O, 32 J], packed by `nibbles.pack_nibbles`
     scale: Tensor  # bfloat16 [..., O, 2 J]; 0 in the padding
     minimum: Tensor | None = None  # bfloat16 [..., O, 2 J]; None: symmetric
 

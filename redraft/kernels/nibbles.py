@@ -1,8 +1,13 @@
-"""Nibbles: 4-bit codes, two to a byte, in the order that the kernels load them.
+"""Nibbles: 4-bit codes, four to a unit of 16 bits, in the order that the kernels load them.
 
-A block is 64 inputs in 32 bytes: byte j holds input j in its low nibble and input j + 32 in its high nibble. One load of
-bytes then gives two runs of 32 neighbouring inputs, and no activation has to be moved. Published files store pairs instead:
-byte j holds input 2j in its low nibble and input 2j + 1 in its high nibble. Shapes: I inputs, J blocks of 64 inputs.
+A block is 64 inputs in 32 bytes, 16 units. Unit j holds the codes of inputs j, j + 16, j + 32 and j + 48. A kernel turns one
+load of units into four factors of 16 neighbouring inputs each, and no activation has to be moved.
+
+An integer code is a nibble of its unit; the first input is in the lowest one. The code of a 4-bit float is divided, so that
+the fewest instructions make a bf16 number of it: bits 12 to 15 are the four signs, bits 0 to 11 the four magnitudes.
+
+Published files store pairs instead: byte j holds input 2j in its low nibble and input 2j + 1 in its high nibble.
+Shapes: I inputs, J blocks of 64 inputs.
 """
 
 import torch
@@ -10,18 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64  # inputs
+UNITS = 16  # of a block
+NIBBLE_BITS = (0, 4, 8, 12)  # the lowest bit of each code in a unit
+SIGN_BITS = (13, 12, 15, 14)  # of the four e2m1 codes of a unit
+MAGNITUDE_BITS = (0, 3, 6, 9)  # the lowest bit of each magnitude of three bits
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Packs codes uint8 [..., I], each below 16, into bytes [..., 32 J]. A partial last block is filled with zeros."""
-    blocks = F.pad(codes, (0, -codes.shape[-1] % BLOCK)).unflatten(-1, (-1, 2, BLOCK // 2))
-    return (blocks[..., 0, :] | blocks[..., 1, :] << 4).flatten(-2)
+    """Packs integers uint8 [..., I], each below 16, into bytes [..., 32 J]. A partial last block is filled with zeros."""
+    return _to_bytes(_shift_and_add(_divide(codes), NIBBLE_BITS))
 
 
 def unpack_nibbles(packed: Tensor, size: int) -> Tensor:
     """The inverse: the first `size` codes, uint8 [..., I]."""
-    blocks = packed.unflatten(-1, (-1, 1, BLOCK // 2))
-    return torch.cat([blocks & 15, blocks >> 4], dim=-2).flatten(-3)[..., :size]
+    return _join([_take(packed, bit, 15) for bit in NIBBLE_BITS], size)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Packs e2m1 codes uint8 [..., I], each below 16, into bytes [..., 32 J]. A partial last block is filled with zeros."""
+    divided = _divide(codes)
+    return _to_bytes(_shift_and_add(divided >> 3, SIGN_BITS) | _shift_and_add(divided & 7, MAGNITUDE_BITS))
+
+
+def unpack_e2m1(packed: Tensor, size: int) -> Tensor:
+    """The inverse: the first `size` codes, uint8 [..., I]."""
+    bits = zip(SIGN_BITS, MAGNITUDE_BITS, strict=True)
+    return _join([_take(packed, sign, 1) << 3 | _take(packed, magnitude, 7) for sign, magnitude in bits], size)
 
 
 def pack_pairs(codes: Tensor) -> Tensor:
@@ -33,3 +52,30 @@ def pack_pairs(codes: Tensor) -> Tensor:
 def unpack_pairs(packed: Tensor) -> Tensor:
     """Unpacks the bytes [..., I / 2] of a published file into codes uint8 [..., I]."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def _divide(codes: Tensor) -> Tensor:
+    """The codes [..., J, 4, 16]: the second last axis counts the codes of a unit."""
+    return F.pad(codes, (0, -codes.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK // UNITS, UNITS))
+
+
+def _shift_and_add(codes: Tensor, bits: tuple[int, ...]) -> Tensor:
+    """The units int16 [..., J, 16] with each code at its bits. Bit 15 is the sign of an int16, so shifts may wrap around."""
+    units = torch.zeros_like(codes[..., 0, :], dtype=torch.int16)
+    for index, bit in enumerate(bits):
+        units |= codes[..., index, :].to(torch.int16) << bit
+    return units
+
+
+def _to_bytes(units: Tensor) -> Tensor:
+    return units.flatten(-2).view(torch.uint8)
+
+
+def _take(packed: Tensor, bit: int, mask: int) -> Tensor:
+    """The bits of every unit from this one up, uint8 [..., J, 16]."""
+    units = packed.contiguous().view(torch.int16).unflatten(-1, (-1, UNITS))
+    return (units >> bit & mask).to(torch.uint8)
+
+
+def _join(codes: list[Tensor], size: int) -> Tensor:
+    return torch.stack(codes, dim=-2).flatten(-3)[..., :size]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redraft.kernels.nibbles import unpack_nibbles
+from redraft.kernels.nibbles import unpack_e2m1
 
 GROUP = 16  # inputs that share a scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -22,7 +22,7 @@ class Nvfp4Tensor(NamedTuple):
     expert have one each.
     """
 
-    codes: Tensor  # uint8 [..., O, 32 J], in the order of `nibbles`
+    codes: Tensor  # uint8 [..., O, 32 J], packed by `nibbles.pack_e2m1`
     scale: Tensor  # float8_e4m3fn [..., O, 4 J], never negative; 0 in the padding
     global_scale: Tensor  # float32 [..., P]
 
@@ -37,7 +37,7 @@ def dequantize_nvfp4(tensor: Nvfp4Tensor, size: int, dtype: torch.dtype = torch.
     The product of code and scale is exact in float32 (and in bf16), so the result is rounded once, by the global scale.
     """
     values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=tensor.codes.device)
-    numbers = values[unpack_nibbles(tensor.codes, tensor.codes.shape[-1] * 2).int()]
+    numbers = values[unpack_e2m1(tensor.codes, tensor.codes.shape[-1] * 2).int()]
     numbers = numbers.unflatten(-1, (-1, GROUP)) * tensor.scale.float()[..., None]
     rows = tensor.codes.shape[-2]
     global_scale = tensor.global_scale.repeat_interleave(rows // tensor.global_scale.shape[-1], dim=-1)

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from interpreted import DEVICE
+from packed_weights import random_weight
 
 from redraft.config import FULL, SLIDING, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
@@ -23,6 +24,7 @@ from redraft.kernels import backend
 from redraft.kernels.fp8 import quantize
 from redraft.kernels.triton import experts
 from redraft.model.quant.fp8 import quantize_fp8
+from redraft.model.quant.layers import PackedExperts
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
 
@@ -44,7 +46,16 @@ CFG = SamplerConfig(
 PROMPT = [2, *range(30, 48)]
 
 
-@pytest.mark.parametrize("quant", [False, True])
+def replace_experts(model):
+    """Gives the first layer NVFP4 experts and the second int4 and fp8 ones, all with random weights."""
+    for index, layer in enumerate(model.layers):
+        number, size, inner = layer.experts.packed("down_proj").qdata.shape
+        kinds = ("nvfp4", "nvfp4") if index == 0 else ("int4 with minimum", "fp8")
+        gate_up = random_weight(kinds[0], number, 2 * inner, size, parts=2)
+        layer.experts = PackedExperts(gate_up, random_weight(kinds[1], number, size, inner, seed=5))
+
+
+@pytest.mark.parametrize("quant", ["", "fp8", "nvfp4"])
 def test_fused_layers_equal_the_models_layers(quant, monkeypatch):
     """Two prompts encoded and two canvases denoised: the same keys, values and logits. Weights are shared, not copied."""
     config = (
@@ -55,6 +66,9 @@ def test_fused_layers_equal_the_models_layers(quant, monkeypatch):
     model, other = (tiny.build(config).to(DEVICE) for _ in range(2))
     if quant:
         model, other = quantize_fp8(model), quantize_fp8(other)
+        if quant == "nvfp4":
+            for either in (model, other):
+                replace_experts(either)
         if DEVICE == "cpu":  # the interpreter rounds to 8 bits in its own way
             monkeypatch.setattr(experts, "quantize_rows", quantize)
     tolerance = 0.1 if quant and DEVICE == "cuda" else 3e-5  # in 8 bits a number between two values may round to either

@@ -122,7 +122,10 @@ def test_residuals_and_norms_equal_the_reference():
     assert is_close(mine, theirs)
     assert is_close(following, rms_norm(theirs, w[3], 1e-6))
     _, next_fp8 = norm.add_mlp_and_norm(x, dense, experts_NKD, tuple(w[:3]), scalars, 4, w[3], 1e-6, to_fp8=True)
-    _, mlp_fp8, experts_fp8, _ = norm.add_attention_and_norm(x, answer, *w[:4], 1e-6, to_fp8=True)
+    _, mlp_fp8, experts_in, _ = norm.add_attention_and_norm(x, answer, *w[:4], 1e-6, mlp_to_fp8=True)
+    assert torch.equal(experts_in, actual[2])
+    mlp_in, experts_fp8 = norm.add_attention_and_norm(x, answer, *w[:4], 1e-6, experts_to_fp8=True)[1:3]
+    assert torch.equal(mlp_in, actual[1])
     for mine, theirs in ((next_fp8, following), (mlp_fp8, actual[1]), (experts_fp8, actual[2])):
         assert is_close(mine.scale[:, 0] * 448, theirs.abs().amax(dim=1))
         assert is_close(

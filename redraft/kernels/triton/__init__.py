@@ -8,6 +8,7 @@
     attention         attention over [KV cache ; new tokens], and writing the KV cache
     routing           the router's top-k, and the sort of tokens by expert
     experts           the experts, as grouped products
+    experts_fourbit   the same with 4-bit weights, and the choice between both
     linear_fp8        dense products with fp8 weights, and the soft embedding of an fp8 embedding
     mlp               the activation of the dense MLP
     vocabulary        argmax, entropy, sample and probabilities of the logits

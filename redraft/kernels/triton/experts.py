@@ -66,30 +66,50 @@ def gated_experts(
 
     With fp8 weights the activations are quantized too, except on a card without fp8: there the weights are widened.
     """
-    card = select_card(experts_NK.device)
+    order_M, ends_E = sort_by_expert(experts_NK, len(data_and_scale(gate_up_E2FD)[0]))
+    inner_MF = multiply_gate_up(x_ND, order_M, ends_E, gate_up_E2FD, experts_NK.shape[1])
+    return multiply_down(inner_MF, order_M, ends_E, down_EDF, weights_NK)
+
+
+def multiply_gate_up(
+    x_ND: Tensor | Fp8Tensor, order_M: Tensor, ends_E: Tensor, gate_up_E2FD: Tensor | Fp8Tensor, chosen: int
+) -> Tensor:
+    """Returns GELU(gate) * up of every (token, expert) pair, inner_MF, sorted by expert."""
+    card = select_card(order_M.device)
     is_fp8 = isinstance(gate_up_E2FD, Fp8Tensor)
     widens = is_fp8 and not card.has_fp8
-    gate_up, gate_up_scale = data_and_scale(gate_up_E2FD, widens)
-    down, down_scale = data_and_scale(down_EDF, widens)
-    experts, size, inner = down.shape
-    order_M, ends_E = sort_by_expert(experts_NK, experts)
+    gate_up, scale = data_and_scale(gate_up_E2FD, widens)
+    experts, rows, size = gate_up.shape
     dtype = torch.bfloat16 if isinstance(x_ND, Fp8Tensor) else x_ND.dtype
-    inner_MF = torch.empty(order_M.numel(), inner, dtype=dtype, device=order_M.device)
+    inner_MF = torch.empty(len(order_M), rows // 2, dtype=dtype, device=order_M.device)
     if is_fp8 and not widens and isinstance(x_ND, Tensor):
         x_ND = quantize_rows(x_ND)
     x, x_scale = data_and_scale(x_ND)
-    up_tiles, down_tiles = select_tiles(down.element_size(), len(order_M), experts, card, x.element_size())
-    _gate_up[(up_tiles.concurrent, experts, triton.cdiv(2 * inner, up_tiles.features))](
-        x, x_scale, order_M, ends_E, gate_up, gate_up_scale, inner_MF,
-        size, inner, experts_NK.shape[1], is_fp8, widens, up_tiles.tokens, up_tiles.features, up_tiles.inner,
-        num_stages=up_tiles.stages, num_warps=up_tiles.warps, **pdl_options(),
+    tiles, _ = select_tiles(gate_up.element_size(), len(order_M), experts, card, x.element_size())
+    _gate_up[(tiles.concurrent, experts, triton.cdiv(rows, tiles.features))](
+        x, x_scale, order_M, ends_E, gate_up, scale, inner_MF,
+        size, rows // 2, chosen, is_fp8, widens, tiles.tokens, tiles.features, tiles.inner,
+        num_stages=tiles.stages, num_warps=tiles.warps, **pdl_options(),
     )  # fmt: skip
+    return inner_MF
+
+
+def multiply_down(
+    inner_MF: Tensor, order_M: Tensor, ends_E: Tensor, down_EDF: Tensor | Fp8Tensor, weights_NK: Tensor
+) -> Tensor:
+    """Returns the down products times the router's weights, in token order, outputs_NKD."""
+    card = select_card(order_M.device)
+    is_fp8 = isinstance(down_EDF, Fp8Tensor)
+    widens = is_fp8 and not card.has_fp8
+    down, scale = data_and_scale(down_EDF, widens)
+    experts, size, inner = down.shape
+    outputs_NKD = torch.empty(*weights_NK.shape, size, dtype=inner_MF.dtype, device=order_M.device)
     h, h_scale = data_and_scale(quantize_rows(inner_MF) if is_fp8 and not widens else inner_MF)
-    outputs_NKD = torch.empty(*experts_NK.shape, size, dtype=dtype, device=order_M.device)
-    _down[(down_tiles.concurrent, experts, triton.cdiv(size, down_tiles.features))](
-        h, h_scale, order_M, ends_E, down, down_scale, weights_NK, outputs_NKD,
-        size, inner, is_fp8, widens, down_tiles.tokens, down_tiles.features, down_tiles.inner,
-        num_stages=down_tiles.stages, num_warps=down_tiles.warps, **pdl_options(),
+    _, tiles = select_tiles(down.element_size(), len(order_M), experts, card, h.element_size())
+    _down[(tiles.concurrent, experts, triton.cdiv(size, tiles.features))](
+        h, h_scale, order_M, ends_E, down, scale, weights_NK, outputs_NKD,
+        size, inner, is_fp8, widens, tiles.tokens, tiles.features, tiles.inner,
+        num_stages=tiles.stages, num_warps=tiles.warps, **pdl_options(),
     )  # fmt: skip
     return outputs_NKD
 

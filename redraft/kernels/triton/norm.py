@@ -34,21 +34,22 @@ def add_attention_and_norm(
     experts_D: Tensor,
     router_D: Tensor,
     eps: float,
-    to_fp8: bool = False,
+    mlp_to_fp8: bool = False,
+    experts_to_fp8: bool = False,
 ) -> tuple[Tensor, Tensor | Fp8Tensor, Tensor | Fp8Tensor, Tensor]:
     """Adds the normed attention output to the residual and norms the sum for dense MLP, experts and router.
 
-    Returns the new residual and the three norms. `to_fp8` quantizes the norms for dense MLP and experts.
+    Returns the new residual and the three norms. `mlp_to_fp8` and `experts_to_fp8` quantize the first and the second.
     """
     n, size = x_ND.shape
     out_ND = torch.empty_like(x_ND)
     router_ND = torch.empty_like(x_ND)
-    mlp_in = _empty_rows(x_ND, to_fp8)
-    experts_in = _empty_rows(x_ND, to_fp8)
+    mlp_in = _empty_rows(x_ND, mlp_to_fp8)
+    experts_in = _empty_rows(x_ND, experts_to_fp8)
     _add_attention_and_norm[(n,)](
         x_ND, attention_ND, post_D, mlp_D, experts_D, router_D,
         out_ND, *data_and_scale(mlp_in), *data_and_scale(experts_in), router_ND,
-        size, eps, size**-0.5, to_fp8, **_row_options(size), **pdl_options(),
+        size, eps, size**-0.5, mlp_to_fp8, experts_to_fp8, **_row_options(size), **pdl_options(),
     )  # fmt: skip
     return out_ND, mlp_in, experts_in, router_ND
 
@@ -111,7 +112,8 @@ def _rms_norm(x, weight, out, D, HAS_WEIGHT: tl.constexpr, EPS: tl.constexpr, D_
 def _add_attention_and_norm(
     x, attention, post_weight, mlp_weight, moe_weight, router_weight,
     out, mlp_out, mlp_scale, moe_out, moe_scale, router_out,
-    D, EPS: tl.constexpr, ROUTER_SCALE, TO_FP8: tl.constexpr, D_PADDED: tl.constexpr, PDL: tl.constexpr,
+    D, EPS: tl.constexpr, ROUTER_SCALE, MLP_TO_FP8: tl.constexpr, MOE_TO_FP8: tl.constexpr,
+    D_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -126,11 +128,13 @@ def _add_attention_and_norm(
     normed = _divide_by_rms(value.to(tl.float32), D, EPS)
     mlp_in = (normed * tl.load(mlp_weight + offs, mask=mask, other=0.0).to(tl.float32)).to(dtype)
     moe_in = (normed * tl.load(moe_weight + offs, mask=mask, other=0.0).to(tl.float32)).to(dtype)
-    if TO_FP8:
+    if MLP_TO_FP8:
         _store_quantized(mlp_in.to(tl.float32), mlp_out, mlp_scale, row, offs, D)
-        _store_quantized(moe_in.to(tl.float32), moe_out, moe_scale, row, offs, D)
     else:
         tl.store(mlp_out + row_offs, mlp_in, mask=mask)
+    if MOE_TO_FP8:
+        _store_quantized(moe_in.to(tl.float32), moe_out, moe_scale, row, offs, D)
+    else:
         tl.store(moe_out + row_offs, moe_in, mask=mask)
     scale = tl.load(router_weight + offs, mask=mask, other=0.0).to(tl.float32) * ROUTER_SCALE
     tl.store(router_out + row_offs, (normed * scale).to(dtype), mask=mask)
