@@ -38,6 +38,7 @@ F32 = "*fp32"
 F64 = "*fp64"
 E4M3 = "*fp8e4nv"
 I8 = "*i8"
+U8 = "*u8"
 I32 = "*i32"
 I64 = "*i64"
 BOOL = "*i1"
@@ -131,7 +132,7 @@ def attention_kernels() -> Kernels:
         shape = {"WINDOW": window, "K": size, "K_PADDED": size, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
         for causal in (False, True):
             for whole in sorted({True, tiles.max_splits == 1}):
-                constants = {**shape, "CAUSAL": causal, "WHOLE": whole}
+                constants = {**shape, "CAUSAL": causal, "WHOLE": whole, "FP8": False, "HAS_FP8_TYPE": True}
                 partial = BF16 if whole else F32
                 to_binary = not is_large and not is_many and causal
                 yield compile_kernel(
@@ -143,13 +144,20 @@ def attention_kernels() -> Kernels:
                     partial=partial,
                     softmax=partial,
                 )
+        for has_fp8_type in (False, True):  # an fp8 cache
+            constants = {**shape, "CAUSAL": False, "WHOLE": True, "FP8": True, "HAS_FP8_TYPE": has_fp8_type}
+            to_binary = not is_large and not is_many
+            yield compile_kernel(attention._attend, constants, tiles.warps, tiles.stages, to_binary=to_binary, base=U8)
     # float32 needs the most shared memory
     constants = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": 32, "BLOCK_N": 16, "CAUSAL": True, "WHOLE": True}
+    constants |= {"FP8": False, "HAS_FP8_TYPE": True}
     float32 = dict.fromkeys(("q", "k", "v", "base", "out", "partial", "softmax"), F32)
     yield compile_kernel(attention._attend, constants, stages=2, to_binary=False, **float32)
     for size in (256, 512):
         yield compile_kernel(attention._combine_splits, {"J": 4, "K_PADDED": size, "ROWS": 4}, partial=F32, softmax=F32)
-        yield compile_kernel(attention._write_kv, {"K_PADDED": size}, 1)
+        yield compile_kernel(attention._write_kv, {"FP8": False, "K_PADDED": size}, 1)
+        yield compile_kernel(attention._write_kv, {"FP8": True, "K_PADDED": size}, 1, base=U8)
+        yield compile_kernel(attention._round_kv, {"K_PADDED": size}, 1)
 
 
 def other_kernels() -> Kernels:

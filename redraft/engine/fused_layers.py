@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from redraft.config import SLIDING
 from redraft.kernels import rope_frequencies
-from redraft.kernels.fp8 import Fp8Tensor, matmul_fp8
+from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, matmul_fp8
 from redraft.kernels.linear_fp8 import linear_fp8
 from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
 from redraft.kernels.triton.experts import gated_experts
@@ -45,6 +45,7 @@ class CacheTable:
         config = model.config
         layers = config.num_hidden_layers
         device = model.device
+        base_dtype = torch.uint8 if model.cache_dtype == FP8_DTYPE else model.cache_dtype
         slot_size = max(math.prod(config.layer_heads(layer)) for layer in range(layers))
         return cls(
             keys_LB=torch.zeros(layers, rows, dtype=torch.int64, device=device),
@@ -52,7 +53,7 @@ class CacheTable:
             sizes_LB=torch.ones(layers, rows, dtype=torch.int32, device=device),
             lengths_B=torch.zeros(rows, dtype=torch.int32, device=device),
             counts_B=torch.zeros(rows, dtype=torch.int32, device=device),
-            base=torch.zeros(slot_size, dtype=model.dtype, device=device) if base is None else base,
+            base=torch.zeros(slot_size, dtype=base_dtype, device=device) if base is None else base,
         )
 
     def fill(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
@@ -207,6 +208,8 @@ class FusedLayers:
             q, k, v = (part.unflatten(0, group.x_BSD.shape[:2]) for part in parts)
             key_count = (min(context, window - 1) if window else context) + q.shape[1]
             past = group.table.past(index)
+            if group.is_causal and self.model.cache_dtype == FP8_DTYPE:
+                attention.round_kv_(k, v)
             splits = attention.choose_num_splits(q, key_count)
             attended = attention.attend(q, k, v, past, window=window, causal=group.is_causal, splits=splits)
             outputs.append(attended.flatten(0, 1))
