@@ -7,7 +7,7 @@ Shapes: B requests, S new tokens of each, N = B * S, D model size, L layers, K e
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.config import SLIDING
+from redraft.engine.graph_capture import capture_graph
+from redraft.engine.offload import borrow_weights, find_stream
 from redraft.kernels import rope_frequencies
 from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, matmul_fp8
 from redraft.kernels.linear_fp8 import linear_fp8
@@ -23,7 +25,7 @@ from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
 from redraft.kernels.triton.experts import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
 from redraft.model.kv_cache import KVCache
-from redraft.model.quant.layers import PackedExperts, PackedLinear
+from redraft.model.quant.layers import PackedLinear
 
 UNLIMITED = 2**30  # tokens: more than any request has
 
@@ -104,6 +106,7 @@ class FusedLayers:
         device = model.device
         self.model = model
         self.side_stream = SideStream(device)
+        self.expert_stream = find_stream(model)
         has_fp8_weights = isinstance(model.layers[0].mlp.gate_proj, PackedLinear)
         self.packs_activations = has_fp8_weights and device.type == "cuda" and model.dtype == torch.bfloat16
         self.qkv = []
@@ -115,6 +118,13 @@ class FusedLayers:
         sliding = rope_frequencies(config.head_dim, config.rope_theta, 1.0, device)
         full = rope_frequencies(config.global_head_dim, config.global_rope_theta, config.global_rotary_fraction, device)
         self.frequencies = [sliding if kind == SLIDING else full for kind in config.layer_types]
+
+    def capture(self, body: Callable[[], None], graph_pool: object) -> Callable[[], None]:
+        """Captures a body that runs these layers as a CUDA graph and returns its replay."""
+        device = self.model.device
+        if self.expert_stream is not None:
+            return self.expert_stream.capture(body, device, graph_pool)
+        return capture_graph(body, device, graph_pool)
 
     def encode(self, ids_BS: Tensor, table: CacheTable, context: int) -> None:
         """Writes tokens into the KV caches, causally. The caller advances the caches' lengths.
@@ -219,13 +229,9 @@ class FusedLayers:
 
     def _experts(self, layer: Layer, sparse_ND: Tensor | Fp8Tensor, router_ND: Tensor) -> Tensor:
         router = layer.router
-        experts = layer.experts
         chosen_NK, weights_NK = routing.route(router_ND, router.proj.weight, router.per_expert_scale, router.top_k)
-        if isinstance(experts, PackedExperts):
-            weights = (experts.packed("gate_up_proj"), experts.packed("down_proj"))
-        else:
-            weights = (experts.gate_up_proj, experts.down_proj)
-        return gated_experts(sparse_ND, chosen_NK, weights_NK, *weights)
+        with borrow_weights(layer.experts) as weights:
+            return gated_experts(sparse_ND, chosen_NK, weights_NK, *weights)
 
 
 class SideStream:
