@@ -48,6 +48,11 @@ def choose_offloaded(layers: int, count: int) -> tuple[int, ...]:
     return tuple(index * layers // count for index in range(count))
 
 
+def copied_layers(count: int, slots: int = SLOTS) -> list[int]:
+    """Of `count` offloaded layers, those that every forward copies: not a layer that has its slot to itself."""
+    return [number for number in range(count) if number >= slots or number + slots < count]
+
+
 def expert_weights(experts: nn.Module) -> ExpertWeights:
     """The two weights of a layer's experts."""
     if isinstance(experts, PackedExperts):
@@ -149,7 +154,7 @@ class ExpertStream:
     @property
     def step_bytes(self) -> int:
         """Bytes that one forward copies over the bus."""
-        return sum(layer.nbytes for layer in self.layers) if len(self.layers) > self.slots else 0
+        return sum(self.layers[number].nbytes for number in copied_layers(len(self.layers), self.slots))
 
     @contextmanager
     def use(self, number: int) -> Iterator[ExpertWeights]:

@@ -13,9 +13,17 @@ from packed_models import FORMATS, pack_experts
 from redraft.config import FULL, SLIDING, EngineConfig
 from redraft.diffusion.generate import generate
 from redraft.engine import offload
+from redraft.engine.cuda_graph_runner import LayerBucket
 from redraft.engine.engine import Engine
-from redraft.engine.offload import ExpertStream, HostExperts, StreamedExperts, choose_offloaded, offload_experts
-from redraft.kernels import backend
+from redraft.engine.fused_layers import FusedLayers
+from redraft.engine.offload import (
+    ExpertStream,
+    HostExperts,
+    StreamedExperts,
+    choose_offloaded,
+    copied_layers,
+    offload_experts,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
 
@@ -49,6 +57,21 @@ def test_offloaded_layers_are_spread_evenly(numbers):
     assert max(distances) - min(distances) <= 1
 
 
+@pytest.mark.parametrize(("count", "slots"), [(1, 2), (2, 2), (3, 2), (4, 2), (7, 2), (3, 1), (1, 1)])
+def test_copies_of_a_forward_are_counted(count, slots, monkeypatch):
+    """A layer that has its slot to itself is never copied again."""
+    weights = (torch.zeros(2, 4, 3), torch.zeros(2, 3, 2))
+    stream = ExpertStream([HostExperts(weights, pins=False) for _ in range(count)], torch.device("cpu"), slots)
+    copies = []
+    copy = stream._copy
+    monkeypatch.setattr(stream, "_copy", lambda number: (copies.append(number), copy(number)))
+    for number in range(count):
+        with stream.use(number):
+            pass
+    stream.prepare()
+    assert sorted(copies) == copied_layers(count, slots)
+
+
 @pytest.mark.parametrize(
     ("format", "count", "slots"),
     [*((format, 5, 2) for format in FORMATS), *((None, *counts) for counts in [(5, 2), (4, 2), (2, 2), (4, 1), (1, 2)])],
@@ -62,7 +85,7 @@ def test_tokens_equal_those_without_offloading(format, count, slots):
     budget = DeviceBudget(min(count, slots) * layer_bytes(other))
     stream = offload_experts(other, choose_offloaded(5, count), slots, budget.allocate)
     assert budget.left == 0
-    assert stream.step_bytes == (count * layer_bytes(model) if count > slots else 0)
+    assert stream.step_bytes == len(copied_layers(count, slots)) * layer_bytes(model)
     assert sum(isinstance(layer.experts, StreamedExperts) for layer in other.layers) == count
     ids = torch.tensor([PROMPT])
     caches = [model.new_cache(1, 40) for _ in range(2)]
@@ -119,18 +142,20 @@ def test_layers_of_different_formats_share_the_slots():
     assert torch.equal(other.encode(ids, other.new_cache(1, 40)), model.encode(ids, model.new_cache(1, 40)))
 
 
-def test_the_triton_runner_streams_experts(monkeypatch):
-    """Bodies of graphs begin and end with filled slots."""
-    monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
-    config = replace(CONFIG, layer_types=(SLIDING, SLIDING, FULL), canvas_length=4, hidden_size=32, num_experts=3)
+def test_captured_layers_stream_experts():
+    """A replay begins and ends with filled slots, also after a forward that failed."""
+    config = replace(
+        CONFIG, layer_types=(SLIDING, SLIDING, FULL), canvas_length=4, hidden_size=32, num_experts=3, num_attention_heads=2
+    )
     model, other = (tiny.decided(config).to(DEVICE) for _ in range(2))
     stream = offload_experts(other, range(3))
-    assert isinstance(stream, ExpertStream)
-    cfg = tiny.sampler(canvas_length=4, max_new_tokens=8, max_steps=2)
-    found = []
-    for each in (model, other):
-        engine = Engine(each, EngineConfig(prefill_chunk=4, cache_bytes=2**22))
-        request = engine.add(PROMPT[:6], cfg, seed=1)
-        found.append(engine.run([request])[request].ids_BT)
-    assert torch.equal(*found)
+    ids = torch.arange(4, device=DEVICE)[None] * 13
+    cache = model.new_cache(1, 8)
+    expected = LayerBucket(FusedLayers(model), (1, 4, 2048), None).run(ids, None, [cache])
+    bucket = LayerBucket(FusedLayers(other), (1, 4, 2048), None)
+    for number in range(2):
+        with stream.use(number):
+            pass
+    assert stream._held == [2, 1]
+    assert torch.equal(bucket.run(ids, None, [cache]), expected)
     assert stream._held == [0, 1]
