@@ -7,6 +7,7 @@ published_config.py  the JSON files <-> ModelConfig and SamplerConfig
 find.py              a folder, a packaged model or a hub id -> the folder of the checkpoint
 tensors.py           the tensors of a folder, memory-mapped
 manifest.py          checks that the files of a folder were saved together
+placement.py         on which device each weight is put
 load.py              tensors -> model
 atomic_folder.py     replaces a folder as a whole
 save.py              model -> folder

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.names import DECODER, ENCODER, CheckpointError, Layout, find_layout, published_name, tied_name
+from redraft.checkpoint.placement import Place, Placement
 from redraft.checkpoint.published_config import read_model_config
 from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import ModelConfig
@@ -24,16 +25,23 @@ PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_model(
-    folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    place: Place | None = None,
 ) -> DiffusionGemma:
-    """Loads the model of a folder. Without a dtype, weights keep the precision they are stored in."""
+    """Loads the model of a folder. Without a dtype, weights keep the precision they are stored in.
+
+    `place` is asked where the weights go, once their sizes are known; otherwise all of them go to the device.
+    """
     with verify_files(folder):
         config = read_model_config(folder)
         stored = CheckpointTensors(Path(folder), device)
     _compare_sizes(config, stored)
     # Experts are stacked on the device already, where it is fast.
     tensors: Mapping[str, Tensor] = quant.StackedExpertTensors(stored) if config.quant else stored
-    return from_state_dict(config, tensors, dtype=dtype, device=device)
+    return from_state_dict(config, tensors, dtype=dtype, device=device, place=place)
 
 
 def _compare_sizes(config: ModelConfig, tensors: CheckpointTensors) -> None:
@@ -80,6 +88,7 @@ def from_state_dict(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    place: Place | None = None,
 ) -> DiffusionGemma:
     """Makes a model whose weights are these published tensors. Without a dtype, it has the precision of the embedding."""
     with torch.device("meta"):
@@ -90,14 +99,27 @@ def from_state_dict(
     layout = find_layout(available, is_causal_only=config.is_causal_only)
     _refuse_unknown_tensors(tensors, available, {published_name(name, layout) for name in expected}, layout)
     weights: dict[str, Tensor] = {}
+    placement = Placement(torch.device(device))
     for name, placeholder in expected.items():
         # First to the device, then to the precision: a conversion on the way would be computed on the host.
         weight = _fetch(tensors, available, published_name(name, layout), placeholder).to(device)
         is_quantized = placeholder.dtype == FP8_DTYPE or quant.is_scale(name)
         model_dtype = dtype or (weights["embed_tokens.weight"].dtype if weights else weight.dtype)
-        weights[name] = weight.to(placeholder.dtype if is_quantized else model_dtype)
+        if place is not None and not weights:  # the embedding comes first, and its dtype is the model's
+            placement = place(config, _count_bytes(expected, model_dtype), model_dtype)
+        # Converted on the device, also if it does not stay there.
+        weights[name] = weight.to(placeholder.dtype if is_quantized else model_dtype).to(placement.device_of(name))
     model.load_state_dict(weights, assign=True)
     return model.eval().requires_grad_(False)
+
+
+def _count_bytes(expected: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of every weight of a model of this dtype, quantized weights and their scales in their own."""
+    sizes = {}
+    for name, placeholder in expected.items():
+        is_quantized = placeholder.dtype == FP8_DTYPE or quant.is_scale(name)
+        sizes[name] = placeholder.numel() * (placeholder.dtype if is_quantized else dtype).itemsize
+    return sizes
 
 
 def _fetch(tensors: Mapping[str, Tensor], available: set[str], name: str, placeholder: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from redraft.checkpoint.find import find
 from redraft.checkpoint.load import PRECISIONS, lay_out_for_cpu, load_model
 from redraft.checkpoint.manifest import verify_files
+from redraft.checkpoint.placement import Place
 from redraft.checkpoint.published_config import read_model_config, read_sampler_config
 from redraft.config import SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
@@ -22,8 +23,9 @@ def load_checkpoint(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     quant: str | None = None,
+    place: Place | None = None,
 ) -> tuple[DiffusionGemma, Tokenizer, SamplerConfig]:
-    """The parts of a Writer, for a caller that wants no engine."""
+    """The parts of a Writer, for a caller that wants no engine. `place` is asked where weights go."""
     if quant not in (None, FP8):
         raise ValueError(f"there is no quantization {quant!r}; try {FP8}")
     device = select_device(device)
@@ -37,7 +39,7 @@ def load_checkpoint(
                 f"{config.vocab_size}: use the tokenizer of this checkpoint"
             )
         sampler = read_sampler_config(folder, config)
-        model = load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device)
+        model = load_model(folder, dtype=select_dtype(device, _dtype(dtype)), device=device, place=place)
     if quant == FP8 and not model.config.quant:
         model = quantize_fp8(model)
     elif not has_bf16(device):

@@ -37,10 +37,10 @@ from redraft.cli.generation import (
     TopP,
     with_sampler,
 )
-from redraft.cli.options import Device, Dtype, Model, Quant, Seed, Threads, VerifyWith
+from redraft.cli.options import Context, Device, Dtype, GpuMemory, Kv, Model, Quant, Seed, Threads, VerifyWith
 from redraft.cli.recording import Recording
 from redraft.cli.terminal import CanvasView, strip_control_characters, summary
-from redraft.cli.warm import show_builds, show_builds_until_first
+from redraft.cli.warm import show_builds, show_builds_until_first, show_peak, show_plan
 from redraft.diffusion.generate import Finished
 from redraft.engine import EngineError
 from redraft.tasks.generation import GenerationOptions
@@ -119,10 +119,14 @@ def write(
     dtype: Dtype = None,
     quant: Quant = None,
     verify_with: VerifyWith = None,
+    kv: Kv = None,
+    gpu_memory: GpuMemory = None,
+    context: Context = None,
 ) -> None:
     """Answer a prompt, or continue it when the model has no chat template."""
     text = _read_prompt(prompt)
-    writer = _load(model, device, dtype, quant, verify_with)
+    memory = {"kv": kv, "gpu_memory": gpu_memory, "context": context}
+    writer = _load(model, device=device, dtype=dtype, quant=quant, verify_with=verify_with, **memory)
     is_chat = writer.tokenizer.can_chat and not raw
     if not is_chat and (system or think):
         raise ValueError("--system and --think need a chat model; this one continues text")
@@ -162,6 +166,7 @@ def write(
         _print_committed(events)
     if recording and record:
         recording.save(record)
+    show_peak(writer, _stderr())
 
 
 @app.command()
@@ -188,9 +193,13 @@ def chat(
     dtype: Dtype = None,
     quant: Quant = None,
     verify_with: VerifyWith = None,
+    kv: Kv = None,
+    gpu_memory: GpuMemory = None,
+    context: Context = None,
 ) -> None:
     """Chat with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
-    writer = _load(model, device, dtype, quant, verify_with)
+    memory = {"kv": kv, "gpu_memory": gpu_memory, "context": context}
+    writer = _load(model, device=device, dtype=dtype, quant=quant, verify_with=verify_with, **memory)
     options = GenerationOptions(
         max_tokens=max_tokens,
         seed=seed,
@@ -284,11 +293,13 @@ def _read_prompt(argument: str | None) -> str:
     return text
 
 
-def _load(model: str, device: str | None, dtype: str | None, quant: str | None, verify_with: str | None) -> Writer:
-    """Loads the model; shows a status line on stderr meanwhile."""
+def _load(model: str, **options: Any) -> Writer:
+    """Loads the model; shows a status line on stderr meanwhile, and the memory plan if there is one."""
     folder = checkpoint.find(model or DEFAULT_MODEL)  # first: the status line would garble a download's progress bar
     with show_builds(_stderr(), message="loading"):
-        return redraft.load(folder, device=device, dtype=dtype, quant=quant, verify_with=verify_with)
+        writer = redraft.load(folder, **options)
+    show_plan(writer, _stderr())
+    return writer
 
 
 def _stderr() -> Console:

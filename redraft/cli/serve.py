@@ -11,8 +11,21 @@ import typer
 from rich.console import Console
 
 from redraft import writer
-from redraft.cli.options import Device, Dtype, Model, Quant, Threads, VerifyWith, option, parse_float, parse_int
-from redraft.cli.warm import launch_kernels, show_builds
+from redraft.cli.options import (
+    Context,
+    Device,
+    Dtype,
+    GpuMemory,
+    Kv,
+    Model,
+    Quant,
+    Threads,
+    VerifyWith,
+    option,
+    parse_float,
+    parse_int,
+)
+from redraft.cli.warm import launch_kernels, show_builds, show_plan
 from redraft.kernels.backend import select_backend
 
 PORT = 8012  # the default of llama.vim
@@ -58,6 +71,9 @@ def serve(
     dtype: Dtype = None,
     quant: Quant = None,
     verify_with: VerifyWith = None,
+    kv: Kv = None,
+    gpu_memory: GpuMemory = None,
+    context: Context = None,
 ) -> None:
     """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
     if not is_local(host) and not key:
@@ -74,8 +90,10 @@ def serve(
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
     with show_builds(Console(stderr=True, highlight=False), message="loading"):
-        options = {"device": device, "dtype": dtype, "quant": quant, "verify_with": verify_with}
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "verify_with": verify_with}
+        options |= {"kv": kv, "gpu_memory": gpu_memory, "context": context}
         subject = writer.load(model or writer.DEFAULT_MODEL, **options)
+        show_plan(subject, Console(stderr=True, highlight=False))
         if select_backend(subject.model.device).uses_triton:
             launch_kernels(subject)  # now, so that the first requests do not wait
     limits = Limits(

@@ -11,9 +11,10 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from redraft import writer
-from redraft.cli.options import Device, Dtype, Model
+from redraft.cli.options import Context, Device, Dtype, GpuMemory, Kv, Model
 from redraft.config import CHECKS
 from redraft.kernels.backend import select_backend
 from redraft.kernels.builds import watch_builds
@@ -27,12 +28,17 @@ def warm(
     device: Device = None,
     dtype: Dtype = None,
     quant: Annotated[str | None, typer.Option("--quant", help="fp8: quantize the layers while loading. [as stored]")] = None,
+    kv: Kv = None,
+    gpu_memory: GpuMemory = None,
+    context: Context = None,
 ) -> None:
     """Build the GPU kernels for a model now and keep them on disk, so that no answer waits for them later."""
     console = Console(stderr=True, highlight=False)
     built: list[str] = []
     with show_builds(console, built.append):
-        subject = writer.load(model or writer.DEFAULT_MODEL, device=device, dtype=dtype, quant=quant)
+        memory: dict[str, Any] = {"kv": kv, "gpu_memory": gpu_memory, "context": context}
+        subject = writer.load(model or writer.DEFAULT_MODEL, device=device, dtype=dtype, quant=quant, **memory)
+        show_plan(subject, console)
         backend = select_backend(subject.model.device)
         if not backend.uses_triton:
             console.print(f"There are no kernels to build: {backend.reason}.", markup=False)
@@ -40,6 +46,7 @@ def warm(
         launch_kernels(subject)
         launch_other_shapes(subject)
     console.print(f"{len(built)} kernels built, the others were on disk.", markup=False)
+    show_peak(subject, console)
 
 
 def launch_kernels(subject: writer.Writer) -> None:
@@ -89,6 +96,21 @@ def launch_other_shapes(subject: writer.Writer) -> None:
         subject.edit("Once upon a time there was a dog.", seed=0)
     with suppress(ValueError):
         subject.decide(prompt, [" there", " was"])
+
+
+def show_plan(subject: writer.Writer, console: Console) -> None:
+    """Prints the memory plan, if --gpu-memory asked for one."""
+    if subject.gpu_limit is not None:
+        table = Table("GPU memory", "", box=None, pad_edge=False)
+        for row in subject.gpu_limit.rows:
+            table.add_row(*row)
+        console.print(table, markup=False)
+
+
+def show_peak(subject: writer.Writer, console: Console) -> None:
+    """Prints the most memory that was used, if --gpu-memory limits it."""
+    if subject.gpu_limit is not None:
+        console.print(subject.gpu_limit.peak, markup=False)
 
 
 @contextmanager

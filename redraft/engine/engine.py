@@ -380,12 +380,12 @@ class Engine:
             with contain_failure(request):
                 # The first round of a verified request encodes the last prompt token itself.
                 prompt = request.prompt if request.verification is None else request.prompt[:-1]
-                cached = self.scheduler.prefix_cache.take(prompt)
+                cached = self.scheduler.prefix_cache.take(prompt, request.capacity)
                 if cached is None:
                     request.start(self.model.new_cache(1, request.capacity, rewind=self.config.rewind), [])
                 else:
                     context, cache = cached
-                    request.start(cache.with_capacity(request.capacity), context)
+                    request.start(cache, context)
 
     def _prefill(self, requests: Sequence[Request]) -> None:
         """Prefills at most about one chunk of tokens a step, so that requests in work do not wait for long prompts."""

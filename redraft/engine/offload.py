@@ -57,7 +57,7 @@ def expert_weights(experts: nn.Module) -> ExpertWeights:
     """The two weights of a layer's experts."""
     if isinstance(experts, PackedExperts):
         return experts.packed("gate_up_proj"), experts.packed("down_proj")
-    return experts.gate_up_proj, experts.down_proj  # type: ignore[return-value]
+    return experts.gate_up_proj, experts.down_proj
 
 
 def borrow_weights(experts: nn.Module) -> AbstractContextManager[ExpertWeights]:
@@ -250,10 +250,10 @@ def offload_experts(
     hosted = []
     for layer in sorted(layers):
         hosted.append(HostExperts(expert_weights(model.layers[layer].experts), pins=on_gpu))
-        model.layers[layer].experts = nn.Identity()  # type: ignore[assignment]  # frees the weights
+        model.layers[layer].experts = nn.Identity()  # frees the weights
     stream = ExpertStream(hosted, model.device, slots, allocate)
     for number, layer in enumerate(sorted(layers)):
-        model.layers[layer].experts = StreamedExperts(stream, number)  # type: ignore[assignment]
+        model.layers[layer].experts = StreamedExperts(stream, number)
     return stream
 
 

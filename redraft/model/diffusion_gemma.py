@@ -93,19 +93,19 @@ class DraftHead(nn.Module):
 
 
 class Rounding(NamedTuple):
-    """Rounds the keys and values of the first `count` new tokens as the cache will.
+    """Rounds the keys and values of the first `tokens` new tokens as the cache will.
 
     A token then attends to the same numbers whether they come from the cache or from its own forward, so the result does
     not depend on how a prompt is divided into chunks.
     """
 
     dtype: torch.dtype
-    count: int
+    tokens: int
 
     def apply(self, x_BSGK: Tensor) -> Tensor:
         """Keys or values, the first ones rounded."""
-        rounded = to_stored(x_BSGK[:, : self.count], self.dtype).to(x_BSGK.dtype)
-        return torch.cat([rounded, x_BSGK[:, self.count :]], dim=1)
+        rounded = to_stored(x_BSGK[:, : self.tokens], self.dtype).to(x_BSGK.dtype)
+        return torch.cat([rounded, x_BSGK[:, self.tokens :]], dim=1)
 
 
 class Attention(nn.Module):

@@ -187,27 +187,40 @@ class KVCache:
     def with_capacity(self, capacity: int) -> "KVCache":
         """Moves the context into a cache of another capacity. Do not use the old cache afterwards.
 
-        Returns this cache itself when the capacity is the same.
+        Returns this cache itself when the capacity is the same. The old tensors are freed one by one, so that both caches
+        together need hardly more memory than the larger one.
         """
-        if capacity == self.capacity:
-            return self
+        return self if capacity == self.capacity else self._resized(capacity, frees=True)
+
+    def copy_prefix(self, length: int, capacity: int) -> "KVCache":
+        """A cache of another capacity with the first `length` tokens of the only row, if they can be cut as by `rewind`.
+
+        This cache stays as it is.
+        """
+        other = copy.copy(self)
+        other.rewind([length])
+        return other._resized(capacity, frees=False)
+
+    def _resized(self, capacity: int, *, frees: bool) -> "KVCache":
         other = copy.copy(self)
         other.capacity = capacity
         other._sizes = [_ring_size(window, capacity, self._rewind) for window in self._windows]
-        other._keys = self._moved(self._keys, other._sizes)
-        other._values = self._moved(self._values, other._sizes)
+        other._keys = self._moved(self._keys, other._sizes, frees)
+        other._values = self._moved(self._values, other._sizes, frees)
         other._oldest = [list(oldest) for oldest in self._oldest]
         other._update_oldest()
         return other
 
-    def _moved(self, tensors: list[Tensor], new_sizes: list[int]) -> list[Tensor]:
-        """Copies each layer's stored tokens into a ring of another size."""
+    def _moved(self, tensors: list[Tensor], new_sizes: list[int], frees: bool) -> list[Tensor]:
+        """Copies each layer's stored tokens into a ring of another size; `frees` gives up the old tensor at once."""
         longest = max(self.lengths)
         moved = []
-        for tensor, old_size, new_size in zip(tensors, self._sizes, new_sizes, strict=True):
+        for layer, (old_size, new_size) in enumerate(zip(self._sizes, new_sizes, strict=True)):
             positions = torch.arange(max(0, longest - min(old_size, new_size)), longest, device=self.device)
-            copied = tensor.new_zeros(self.rows, new_size, *tensor.shape[2:])
-            copied[:, positions % new_size] = tensor[:, positions % old_size]
+            copied = tensors[layer].new_zeros(self.rows, new_size, *tensors[layer].shape[2:])
+            copied[:, positions % new_size] = tensors[layer][:, positions % old_size]
+            if frees:
+                tensors[layer] = copied
             moved.append(copied)
         return moved
 

@@ -116,7 +116,8 @@ def _attend(
     q, k, v, base, key_offsets, value_offsets, slots, lengths, counts, out, partial, softmax,
     q_row, q_token, k_row, k_token, v_row, v_token,
     B, S, H, G, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
-    FP8: tl.constexpr, HAS_FP8_TYPE: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, HAS_FP8_TYPE: tl.constexpr,
+    K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one request and key-value head, over one split of the keys. WHOLE: there is one split.
 
