@@ -89,13 +89,8 @@ def serve(
         from redraft.server.middleware import BodyLimits, ConnectionLimits, Limits
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
-    with show_builds(Console(stderr=True, highlight=False), message="loading"):
-        options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "verify_with": verify_with}
-        options |= {"kv": kv, "gpu_memory": gpu_memory, "context": context}
-        subject = writer.load(model or writer.DEFAULT_MODEL, **options)
-        show_plan(subject, Console(stderr=True, highlight=False))
-        if select_backend(subject.model.device).uses_triton:
-            launch_kernels(subject)  # now, so that the first requests do not wait
+    memory = {"kv": kv, "gpu_memory": gpu_memory, "context": context}
+    subject = load_warm(model, device=device, dtype=dtype, quant=quant, verify_with=verify_with, **memory)
     limits = Limits(
         hosts=(host, *(hosts or ())),
         key=key,
@@ -117,6 +112,17 @@ def serve(
     app = make_app(subject, config)
     address: dict[str, Any] = {"host": host, "port": port, "trusted_proxies": tuple(proxies or ())}
     uvicorn.Server(uvicorn_config(app, limits.connections, drain_seconds=drain_seconds, **address)).run()
+
+
+def load_warm(model: str, **options: Any) -> writer.Writer:
+    """Loads a model, shows its memory plan, and launches its kernels, so that the first requests do not wait for them."""
+    console = Console(stderr=True, highlight=False)
+    with show_builds(console, message="loading"):
+        subject = writer.load(model or writer.DEFAULT_MODEL, **options)
+        show_plan(subject, console)
+        if select_backend(subject.model.device).uses_triton:
+            launch_kernels(subject)
+    return subject
 
 
 def check_limits(connections: int, max_body: int, body_seconds: float, compile_seconds: float, drain_seconds: float) -> None:
