@@ -103,10 +103,19 @@ def row(card: Card) -> str:
 
 def cards_table() -> str:
     """What fits on each card, and how fast it should be."""
-    head = (
-        "| memory | card | experts / attention and dense / embedding | experts in host memory | canvases at once "
-        "| longest context | with `--kv fp8` | copies, ms a step | ms a step | tokens/s |\n|---:|---|---|---|---:|---:|---:|---:|---:|---:|\n"
-    )
+    columns = {
+        "memory": "---:",
+        "card": "---",
+        "experts / attention and dense / embedding": "---",
+        "experts in host memory": "---",
+        "canvases at once": "---:",
+        "longest context": "---:",
+        "with `--kv fp8`": "---:",
+        "copies, ms a step": "---:",
+        "ms a step": "---:",
+        "tokens/s": "---:",
+    }
+    head = f"| {' | '.join(columns)} |\n|{'|'.join(columns.values())}|\n"
     return head + "\n".join(row(card) for card in CARDS)
 
 

@@ -59,7 +59,7 @@ def test_an_adversary_stalls_nobody(tmp_path):
 
 def test_a_limit_on_memory_changes_no_token():
     """On a CPU nothing is limited, but experts are offloaded as planned."""
-    options = {"shape": "tiny", "context": 512, "prompt": 64, "new": 32, "steps": 2}
+    options = {"shape": "tiny", "context": 96, "prompt": 20, "new": 16, "steps": 2}
     found = last_line("benchmarks/bench_home.py", *(f"--{name}={value}" for name, value in options.items()))["limited"]
     assert [run["equal"] for run in found] == [True] * 3
     assert [run["offloaded"] for run in found] == [0, 3, 5]

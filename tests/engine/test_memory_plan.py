@@ -1,6 +1,7 @@
 """The memory plan: within the limit, better with more memory, refused only when nothing fits; bytes = those of models."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -13,8 +14,9 @@ import redraft
 from redraft import checkpoint
 from redraft.checkpoint.placement import Placement
 from redraft.config import ConfigError, ModelConfig
+from redraft.engine import gpu_limit
 from redraft.engine.engine import Engine
-from redraft.engine.gpu_limit import limit_gpu
+from redraft.engine.gpu_limit import GpuLimit, limit_gpu
 from redraft.engine.memory_plan import (
     MIN_CHUNK,
     RESERVE_SHARE,
@@ -191,6 +193,28 @@ def test_a_limit_needs_a_gpu_and_a_plan():
         limit_gpu("cpu", "18GB", None, None, "tiny")
     with pytest.raises(ConfigError, match="'int3'"):
         redraft.load(kv="int3", device="cpu")
+
+
+def test_a_limit_is_set_before_loading(monkeypatch):
+    """Torch may allocate what CUDA does not take; a card that is too small is refused with both numbers."""
+    fractions = []
+    card = SimpleNamespace(total_memory=24 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    monkeypatch.setattr(gpu_limit, "measure_cuda_context", lambda device: 6 * 10**8)
+    limit = GpuLimit(torch.device("cuda", 0), "18GB", Demand(context=4096))
+    assert fractions == [(18e9 - 6e8) / 24e9]
+    sizes = {"embed_tokens.weight": 10**9, **{f"layers.{n}.experts.down_proj": 6 * 10**8 for n in range(30)}}
+    placement = limit.place(RELEASED, sizes, torch.bfloat16)
+    assert limit.plan.cuda_context == 6 * 10**8
+    assert placement.host_layers == frozenset(limit.plan.offloaded_layers)
+    assert placement.host_layers
+    for layer in range(30):
+        where = "cpu" if layer in placement.host_layers else "cuda"
+        assert placement.device_of(f"layers.{layer}.experts.down_proj").type == where
+        assert placement.device_of(f"layers.{layer}.mlp.down_proj.weight").type == "cuda"
+    with pytest.raises(ConfigError, match=r"25\.00 GB, but cuda:0 has 24\.00 GB"):
+        GpuLimit(torch.device("cuda", 0), "25GB", Demand())
 
 
 def test_load_with_an_fp8_cache(tmp_path):
