@@ -1,10 +1,12 @@
 """GpuLimit: keeps a process within `--gpu-memory`, from the start of loading on.
 
 Torch's allocator refuses what goes beyond the limit, so a plan that is wrong ends in an error and not in more memory. What
-CUDA takes for itself (context, modules) is measured and subtracted from what torch may allocate.
+CUDA takes for itself (context, modules) is measured and subtracted from what torch may allocate. Segments of the allocator are
+expandable: weights that are freed while others are joined would otherwise leave holes that no KV cache fits.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -41,6 +43,7 @@ class GpuLimit:
         if self.limit > total:
             raise ConfigError(f"gpu_memory is {self.limit / 1e9:.2f} GB, but {device} has {total / 1e9:.2f} GB: lower it")
         self.cuda_context = measure_cuda_context(device)
+        use_expandable_segments()
         torch.cuda.set_per_process_memory_fraction(max(0.0, (self.limit - self.cuda_context) / total), device)
 
     def place(self, config: ModelConfig, sizes: Mapping[str, int], dtype: torch.dtype) -> Placement:
@@ -87,6 +90,13 @@ def limit_gpu(
         raise ConfigError("gpu_memory plans the memory of one model: leave verify_with out")
     demand = Demand(context=DEFAULT_CONTEXT if context is None else context, kv=kv)
     return GpuLimit(select_device(device), gpu_memory, demand)
+
+
+def use_expandable_segments() -> None:
+    """Lets torch's allocator give back parts of a segment. It has no public setting for this at run time."""
+    set_option: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    set_option = set_option or torch.cuda.memory._set_allocator_settings  # before torch 2.10
+    set_option("expandable_segments:True")
 
 
 def measure_cuda_context(device: torch.device) -> int:

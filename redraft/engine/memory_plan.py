@@ -180,7 +180,7 @@ class MemoryPlan:
         """Bytes of everything on the GPU but the KV caches."""
         config = self.config
         itemsize = self.dtype.itemsize
-        tokens = self.canvases * config.canvas_length
+        tokens = _padded(self.canvases) * config.canvas_length
         logits = config.canvas_length * config.vocab_size
         graphs = tokens * config.vocab_size * itemsize + (_padded(self.prefill_chunk) + tokens) * self._token_bytes
         sampler = 0
@@ -192,7 +192,7 @@ class MemoryPlan:
             "embedding and head": self.weights.embedding,
             "attention": self.weights.attention,
             "dense MLP": self.weights.dense,
-            "experts": self.weights.total - self._without_experts - self.host_bytes,
+            "experts": sum(self.weights.experts) - self.host_bytes,
             "slots of offloaded experts": self.slot_bytes,
             "router, norms, others": self.weights.other,
             "CUDA graphs: logits and activations": graphs,
@@ -201,10 +201,6 @@ class MemoryPlan:
             "CUDA context": self.cuda_context,
             "reserve": self.limit // RESERVE_SHARE,
         }
-
-    @property
-    def _without_experts(self) -> int:
-        return self.weights.total - sum(self.weights.experts)
 
     @property
     def _token_bytes(self) -> int:
@@ -315,8 +311,9 @@ class MemoryPlan:
         return f"; asked for {asked:,}" if chosen != asked else ""
 
 
-def _padded(chunk: int) -> int:
-    return 1 << (chunk - 1).bit_length()
+def _padded(number: int) -> int:
+    """Graphs are captured for powers of two."""
+    return 1 << (number - 1).bit_length()
 
 
 def plan_memory(

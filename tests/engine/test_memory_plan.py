@@ -202,6 +202,7 @@ def test_a_limit_is_set_before_loading(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
     monkeypatch.setattr(gpu_limit, "measure_cuda_context", lambda device: 6 * 10**8)
+    monkeypatch.setattr(gpu_limit, "use_expandable_segments", lambda: None)
     limit = GpuLimit(torch.device("cuda", 0), "18GB", Demand(context=4096))
     assert fractions == [(18e9 - 6e8) / 24e9]
     sizes = {"embed_tokens.weight": 10**9, **{f"layers.{n}.experts.down_proj": 6 * 10**8 for n in range(30)}}
