@@ -1,8 +1,8 @@
 """GpuLimit: keeps a process within `--gpu-memory`, from the start of loading on.
 
 Torch's allocator refuses what goes beyond the limit, so a plan that is wrong ends in an error and not in more memory. What
-CUDA takes for itself (context, modules) is measured and subtracted from what torch may allocate. Segments of the allocator are
-expandable: weights that are freed while others are joined would otherwise leave holes that no KV cache fits.
+CUDA takes for itself (context, modules) is measured and subtracted from what torch may allocate. Segments of the allocator
+are expandable: weights that are freed while others are joined would otherwise leave holes that no KV cache fits.
 """
 
 from collections.abc import Mapping
