@@ -22,6 +22,7 @@ lint: $(READY)
 
 docs: $(READY)
 	$(VENV)/bin/python docs/make_cli.py
+	$(VENV)/bin/python docs/make_hardware.py
 
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/bench_step.py

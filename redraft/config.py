@@ -228,6 +228,7 @@ class EngineConfig:
     prefill_chunk: int = 2048  # prompt tokens that one step prefills
     prefix_cache_entries: int = 8  # KV caches of finished requests, kept for prompts that begin alike
     rewind: int = 512  # how many tokens a prefix cache entry can be cut back
+    kv: str | None = None  # "fp8": KV caches in 8 bits, half of the memory of bf16; None: as the model says
 
     def __post_init__(self) -> None:
         for name in ("max_running", "prefill_chunk"):
@@ -236,6 +237,8 @@ class EngineConfig:
             require_int(name, getattr(self, name), 0)
         if self.cache_bytes is not None:
             require_int("cache_bytes", self.cache_bytes, 1, 2**63 - 1)
+        if self.kv not in (None, "fp8"):
+            raise ConfigError(f"a KV cache can be stored in fp8 or as the weights are, got {show_value(self.kv)}")
 
 
 def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from redraft import checkpoint
-from redraft.config import SamplerConfig
-from redraft.constraints.budget import Budget
+from redraft.config import EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.pattern_compiler import LocalCompiler, Pattern, PatternCompiler
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
@@ -24,6 +23,7 @@ from redraft.diffusion import rng
 from redraft.diffusion.generate import Finished, Stats, check_inputs, generate
 from redraft.diffusion.verified import generate_verified
 from redraft.engine import Engine, Request, Stopped
+from redraft.engine.gpu_limit import GpuLimit, limit_gpu
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tasks import best_of, edit, infill
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, Span, Suggestion
@@ -31,6 +31,7 @@ from redraft.tasks.generation import (
     GenerationOptions,
     Prompt,
     check_choices,
+    constrain_choices,
     cut_at_stop,
     is_text_prompt,
     new_seed,
@@ -48,7 +49,6 @@ from redraft.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_MODEL = checkpoint.PACKAGED / "tiny"
 SUDOKU_MODEL = checkpoint.PACKAGED / "sudoku"
-DECISION_WORK = 100  # units of the budget for each position of a choice's canvas
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,9 @@ def load(
     quant: str | None = None,
     keep_bf16: bool = False,
     verify_with: str | Path | None = None,
+    kv: str | None = None,
+    gpu_memory: str | float | None = None,
+    context: int | None = None,
 ) -> "Writer":
     """Loads a Writer from a checkpoint folder, a GGUF file or a hub id; by default, the small model that ships with redraft.
 
@@ -87,13 +90,17 @@ def load(
     float32 on a CPU that has no bf16 arithmetic. `quant="nvfp4"`, "int4" or "fp8" rounds the experts while loading, and the
     other layers to fp8, except with `keep_bf16`; see QuantPolicy. `verify_with` is a
     checkpoint with the same vocabulary that verifies what this one drafts, in checked and exact mode (docs/verified.md).
+    `kv="fp8"` stores KV caches in 8 bits. `gpu_memory="18GB"` limits the memory of the GPU and plans it for contexts of
+    `context` tokens, 16,384 unless given (docs/hardware.md).
     """
     options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
-    model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options)
+    limit = limit_gpu(device, gpu_memory, context, kv, verify_with)
+    model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options, **(limit.loading if limit else {}))
+    config = limit.offload(model) if limit else EngineConfig(kv=kv)
     if verify_with is None:
-        return Writer(model, tokenizer, sampler)
+        return Writer(model, tokenizer, sampler, None, config, limit)
     verifier = checkpoint.load_verifier(verify_with, model, tokenizer, str(path_or_id), **options)
-    return Writer(model, tokenizer, sampler.changed(check="exact" if sampler.check == "off" else None), verifier)
+    return Writer(model, tokenizer, sampler.changed(check="exact" if sampler.check == "off" else None), verifier, config)
 
 
 class Writer:
@@ -110,11 +117,14 @@ class Writer:
         tokenizer: Tokenizer,
         sampler: SamplerConfig,
         verifier: DiffusionGemma | None = None,
+        config: EngineConfig | None = None,
+        gpu_limit: GpuLimit | None = None,
     ) -> None:
         self.model = model
+        self.gpu_limit = gpu_limit
         self.tokenizer = tokenizer
         self.sampler = sampler
-        self.engine = Engine(model, verifier=verifier)
+        self.engine = Engine(model, config, verifier)
         # A server sets a compiler that runs in helper processes.
         self.pattern_compiler: PatternCompiler = LocalCompiler(lambda: self.automaton_compiler)
 
@@ -335,17 +345,6 @@ class Writer:
         token_bytes = self.tokenizer.token_bytes
         return (*token_bytes, *[None] * (self.model.config.vocab_size - len(token_bytes)))
 
-    def _constrain_choices(self, choices: Sequence[str], length: int, stop: threading.Event | None) -> list[Constraints]:
-        """One pattern for each choice, on a canvas of this length."""
-        budget = Budget()
-        patterns = []
-        for automaton in self._compile([Pattern(choices=[choice]) for choice in choices], stop):
-            budget.spend(length * (DECISION_WORK + automaton.operations), "the list of choices")
-            constraints = Constraints(automaton=automaton)
-            constraints.validate(self.model.config.vocab_size, length, self.sampler.eos_token_ids)
-            patterns.append(constraints)
-        return patterns
-
     @torch.inference_mode()
     def decide(
         self, prompt: Prompt, choices: Sequence[str], *, seed: int = 0, stop: threading.Event | None = None
@@ -363,7 +362,8 @@ class Writer:
         model = self.model
         check_inputs(model, [ids], cfg, [seed], [Constraints()], None)
         noise_1C = rng.draws([seed], 0, model.device).noise(0, length, model.config.vocab_size)
-        patterns = self._constrain_choices(choices, length, stop)
+        automata = self._compile([Pattern(choices=[choice]) for choice in choices], stop)
+        patterns = constrain_choices(automata, length, model.config.vocab_size, self.sampler.eos_token_ids)
         with self.engine.reserve(len(ids), stop=stop) as cache:
             self.engine.prefill_beside(ids, cache, stop)
             with self.engine.take_turn(length, stop):

@@ -209,6 +209,7 @@ def fourbit_kernels() -> Kernels:
 
 
 def attention_kernels() -> Kernels:
+    fp8_type = {"HAS_FP8_TYPE": CARD.has_fp8}
     for size, window in ((256, 1024), (512, 0)):
         for has_many_tokens in (False, True):
             tiles = attention.tiles_for(CARD, size, has_many_tokens, 2)
@@ -216,19 +217,24 @@ def attention_kernels() -> Kernels:
             for causal in (False, True):
                 for whole in sorted({True, tiles.max_splits == 1}):
                     partial = BF16 if whole else F32
+                    constants = {**shape, **fp8_type, "CAUSAL": causal, "WHOLE": whole, "FP8": False}
                     compiled = compile_kernel(
-                        attention._attend, {**shape, "CAUSAL": causal, "WHOLE": whole}, tiles.warps, tiles.stages,
+                        attention._attend, constants, tiles.warps, tiles.stages,
                         to_binary=not has_many_tokens and causal == whole, partial=partial, softmax=partial,
                     )  # fmt: skip
                     yield within(compiled, tiles.shared_memory(CARD, size, 2))
+            constants = {**shape, **fp8_type, "CAUSAL": False, "WHOLE": True, "FP8": True}  # an fp8 cache
+            binary = {"to_binary": not has_many_tokens}
+            compiled = compile_kernel(attention._attend, constants, tiles.warps, tiles.stages, **binary, base=U8)
+            yield within(compiled, tiles.shared_memory(CARD, size, 2))
     # float32 needs the most shared memory
     tiles = attention.tiles_for(CARD, 512, False, 4)
     shape = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
-    constants = {**shape, "CAUSAL": True, "WHOLE": True}
+    constants = {**shape, **fp8_type, "CAUSAL": True, "WHOLE": True, "FP8": False}
     float32 = dict.fromkeys(("q", "k", "v", "base", "out", "partial", "softmax"), F32)
     compiled = compile_kernel(
         attention._attend,
-        {**constants, "CAUSAL": True, "WHOLE": True},
+        constants,
         tiles.warps,
         tiles.stages,
         to_binary=False,
@@ -237,7 +243,9 @@ def attention_kernels() -> Kernels:
     yield within(compiled, tiles.shared_memory(CARD, 512, 4))
     for size in (256, 512):
         yield compile_kernel(attention._combine_splits, {"J": 4, "K_PADDED": size, "ROWS": 4}, partial=F32, softmax=F32)
-        yield compile_kernel(attention._write_kv, {"K_PADDED": size}, 1)
+        yield compile_kernel(attention._write_kv, {"FP8": False, "K_PADDED": size}, 1)
+        yield compile_kernel(attention._write_kv, {"FP8": True, "K_PADDED": size}, 1, base=U8)
+        yield compile_kernel(attention._round_kv, {"K_PADDED": size}, 1)
 
 
 def other_kernels() -> Kernels:

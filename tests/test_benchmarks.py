@@ -65,6 +65,15 @@ def test_an_adversary_stalls_nobody(tmp_path):
     assert found["memory_more_mb"] < 450  # 300 is the aim of the benchmark; allocators differ between machines
 
 
+def test_a_limit_on_memory_changes_no_token():
+    """On a CPU nothing is limited, but experts are offloaded as planned."""
+    options = {"shape": "tiny", "context": 96, "prompt": 20, "new": 16, "steps": 2}
+    found = last_line("benchmarks/bench_home.py", *(f"--{name}={value}" for name, value in options.items()))["limited"]
+    assert [run["equal"] for run in found] == [True] * 3
+    assert [run["offloaded"] for run in found] == [0, 3, 5]
+    assert [run["step_bytes"] > 0 for run in found] == [False, True, True]
+
+
 def test_scores_of_modes_are_drawn_elsewhere(tmp_path):
     """The machine that measures may have no matplotlib: the picture is drawn from the file of scores."""
     scores = dict.fromkeys(("entropy", "ratio", "doubled_words", "doubled_adjacent", "unknown_words"))

@@ -19,6 +19,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 sys.path.insert(0, str(ROOT / "docs"))
 import make_cli  # noqa: E402
+import make_hardware  # noqa: E402
 
 
 def ranks() -> dict[str, int]:
@@ -191,6 +192,11 @@ def test_no_machine_is_named():
 
 def test_the_command_line_page_is_up_to_date():
     assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == make_cli.document(), "run make docs"
+
+
+def test_the_hardware_page_is_what_the_plan_computes():
+    assert (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8") == make_hardware.document(), "run make docs"
+    assert "| 8 GB |" in make_hardware.document()
 
 
 def blocks(path: Path, language: str) -> list[str]:

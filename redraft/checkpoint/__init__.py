@@ -10,6 +10,7 @@ tensors.py           the tensors of a folder, memory-mapped
 quantization.py      how the weights of config.json are quantized
 compressed.py        quantized weights of compressed-tensors and ModelOpt, under the names of the bf16 layout
 manifest.py          checks that the files of a folder were saved together
+placement.py         on which device each weight is put
 load.py              tensors -> model
 atomic_folder.py     replaces a folder as a whole
 publish_packed.py    packed weights in the layout of compressed-tensors

@@ -349,6 +349,14 @@ class QuantizedTensors(Mapping[str, Tensor | StoredWeight]):
                 raise CheckpointError(f"the weight of {module} is {list(shape)}, those of its layer are {list(first)}")
         return format_class(self.tensors, modules, is_stack, first, **options)
 
+    def stored_format(self, name: str) -> str | None:
+        """The format of a quantized weight, without reading it; None for full precision."""
+        if name not in self._modules or self._format(self._modules[name][0]) is None:
+            return None
+        weight = self[name]
+        assert not isinstance(weight, Tensor)
+        return weight.format
+
     def _order_modules(self, name: str) -> tuple[tuple[str, ...], ...]:
         """The modules of each matrix of a weight. Refuses a stack with a missing expert."""
         stored = set(self._modules[name])

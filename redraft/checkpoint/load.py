@@ -4,8 +4,9 @@ The model is built on the "meta" device, without memory, and takes the tensors o
 mapped file. On a GPU each is copied from the mapped file and converted there, so the host never holds a second copy.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,13 +26,16 @@ from redraft.checkpoint.names import (
     published_name,
     tied_name,
 )
+from redraft.checkpoint.placement import Place, Placement
 from redraft.checkpoint.published_config import read_model_config
 from redraft.checkpoint.quantization import read_quantization
 from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import ModelConfig, read_json
-from redraft.kernels.packed import FORMATS, PackedTensor
+from redraft.kernels.fp8 import Fp8Tensor
+from redraft.kernels.packed import FORMATS, PackedTensor, count_packed_bytes
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.quant.conversion import Converter, log_conversions
+from redraft.model.embedding import PackedEmbedding
+from redraft.model.quant.conversion import Converter, log_conversions, move_packed, stored_format
 from redraft.model.quant.layers import PackedExperts, PackedLinear
 from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QuantPolicy, Target, part_of
 from redraft.model.quant.stored import StoredWeight
@@ -114,11 +118,13 @@ def from_state_dict(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     policy: QuantPolicy | None = None,
+    place: Place | None = None,
 ) -> DiffusionGemma:
     """Makes a model whose weights are these published tensors. Without a dtype, it has the precision of the embedding.
 
     The policy says which weights are packed, and how; by default, as the device runs them best. Each weight is read,
-    converted and put in its place before the next one is read.
+    converted and put in its place before the next one is read. `place` is asked where the weights go, once their sizes are
+    known; without it, all of them go to the device.
     """
     with torch.device("meta"):
         model = DiffusionGemma(config)
@@ -129,10 +135,14 @@ def from_state_dict(
     converter = Converter(policy or QuantPolicy.for_device(device), device)
     weights: dict[str, Tensor] = {}
     experts: dict[str, Tensor | PackedTensor] = {}  # of one layer, until both are there
+    placement = Placement(torch.device(device))
     for name, placeholder in expected.items():
         stored = fetch_weight(tensors, available, published_name(name, layout), placeholder)
-        dtype = dtype or (stored.dtype if isinstance(stored, Tensor) else torch.bfloat16)
-        weight = converter.convert(name, stored, dtype)
+        if dtype is None:  # the embedding comes first, and its dtype is the model's
+            dtype = stored.dtype if isinstance(stored, Tensor) else torch.bfloat16
+        if place is not None and name == "embed_tokens.weight":
+            placement = place(config, plan_bytes(expected, tensors, layout, converter.policy, dtype), dtype)
+        weight = move_packed(converter.convert(name, stored, dtype), placement.device_of(name))
         module_name, _, last = name.rpartition(".")
         if part_of(name) in EXPERTS:
             experts[last] = weight
@@ -141,6 +151,9 @@ def from_state_dict(
                 experts = {}
         elif isinstance(weight, Tensor):
             weights[name] = weight
+        elif name == "embed_tokens.weight":
+            assert isinstance(weight, Fp8Tensor)
+            model.embed_tokens = PackedEmbedding(weight, dtype)
         else:
             model.set_submodule(module_name, PackedLinear(weight))
     _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
@@ -149,6 +162,39 @@ def from_state_dict(
     model.conversions = converter.describe()
     log_conversions(model.conversions)
     return model.eval().requires_grad_(False)
+
+
+def plan_bytes(
+    expected: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | StoredWeight],
+    layout: Layout,
+    policy: QuantPolicy,
+    dtype: torch.dtype,
+) -> dict[str, int]:
+    """The bytes that every weight will take, by its name in the model. Only headers are read.
+
+    4-bit integers of a file are counted with minimums, which only some formats have.
+    """
+    sizes = {}
+    for name, placeholder in expected.items():
+        stored = _find_stored_format(tensors, published_name(name, layout))
+        target = policy.target(part_of(name), stored)
+        if target.format is None or target.is_dequantized:
+            sizes[name] = placeholder.numel() * dtype.itemsize
+            continue
+        has_minimum = target.format == "int4" and stored is not None
+        *stack, rows, inputs = placeholder.shape
+        matrix = count_packed_bytes(rows, inputs, "int4 with minimum" if has_minimum else target.format)
+        sizes[name] = math.prod(stack) * matrix
+    return sizes
+
+
+def _find_stored_format(tensors: Mapping[str, Tensor | StoredWeight], name: str) -> str | None:
+    """The format of a weight, without reading it where the tensors are those of files."""
+    find: Callable[[str], str | None] | None = getattr(tensors, "stored_format", None)
+    if find is not None:
+        return find(name)
+    return stored_format(tensors[name]) if name in tensors else None
 
 
 def _install_experts(

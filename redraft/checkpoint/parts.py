@@ -14,6 +14,7 @@ from redraft.checkpoint.find import find
 from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, open_weights
 from redraft.checkpoint.manifest import verify_files
+from redraft.checkpoint.placement import Place
 from redraft.checkpoint.published_config import read_model_config, read_sampler_config
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
@@ -31,13 +32,19 @@ def load_checkpoint(
     quant: str | None = None,
     keep_bf16: bool = False,
     prefer_small: bool = False,
+    packs_embedding: bool = False,
+    place: Place | None = None,
 ) -> tuple[DiffusionGemma, Tokenizer, SamplerConfig]:
-    """The parts of a Writer, for a caller that wants no engine. `quant` and what follows: see QuantPolicy."""
+    """The parts of a Writer, for a caller that wants no engine.
+
+    `quant` and the three options behind it: see QuantPolicy. `place` is asked where weights go, once their sizes are known.
+    """
     device = select_device(device)
-    policy = QuantPolicy.for_device(device, quant=quant, keep_bf16=keep_bf16, prefer_small=prefer_small)
+    wishes = {"keep_bf16": keep_bf16, "prefer_small": prefer_small, "packs_embedding": packs_embedding}
+    policy = QuantPolicy.for_device(device, quant=quant, **wishes)
     opened = open_checkpoint(find(path_or_id), device)
-    model_dtype = select_dtype(device, _dtype(dtype))
-    model = from_state_dict(opened.config, opened.tensors, dtype=model_dtype, device=device, policy=policy)
+    options: dict[str, Any] = {"dtype": select_dtype(device, _dtype(dtype)), "device": device}
+    model = from_state_dict(opened.config, opened.tensors, policy=policy, place=place, **options)
     if not has_bf16(device):
         model = lay_out_for_cpu(model)
     return model, opened.tokenizer, opened.sampler

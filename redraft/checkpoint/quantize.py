@@ -297,7 +297,9 @@ def _assemble(part: Path, work: Path, shards: dict[str, list[Unit]], source: Ope
     if len(shards) > 1:
         weight_map = {header.name: file for file, units in shards.items() for unit in units for header in unit.headers}
         write_json(part / names.INDEX, {"metadata": {"total_size": sum(u.nbytes for u in units)}, "weight_map": weight_map})
-    draft_head = {name: source.tensors[name] for name in source.tensors if name.startswith(names.DRAFT_HEAD_PREFIX)}
+    draft_head: dict[str, Any] = {  # in full precision always
+        name: source.tensors[name] for name in source.tensors if name.startswith(names.DRAFT_HEAD_PREFIX)
+    }
     if draft_head:
         headers = [TensorHeader(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in draft_head.items()]
         with TensorFileWriter(part / names.DRAFT_HEAD, headers, {"format": "pt", "save_id": secrets.token_hex(16)}) as file:

@@ -60,6 +60,10 @@ class CheckpointTensors(Mapping[str, Tensor]):
         """The size of a tensor, from the header of its file."""
         return math.prod(self.shape(name)) * DTYPE_BYTES.get(self.dtype(name), 1)
 
+    def stored_format(self, name: str) -> str | None:
+        """The format of a quantized weight: none of these is."""
+        return None
+
     def __contains__(self, name: object) -> bool:
         return name in self._file_of  # Mapping's own version would read the tensor
 

@@ -36,10 +36,10 @@ from redraft.cli.generation import (
     TopP,
     with_sampler,
 )
-from redraft.cli.options import Device, Dtype, KeepBf16, Model, Quant, Seed, Threads, VerifyWith
+from redraft.cli.options import Context, Device, Dtype, GpuMemory, KeepBf16, Kv, Model, Quant, Seed, Threads, VerifyWith
 from redraft.cli.recording import Recording
 from redraft.cli.terminal import CanvasView, strip_control_characters, summary
-from redraft.cli.warm import show_builds, show_builds_until_first
+from redraft.cli.warm import show_builds, show_builds_until_first, show_loaded, show_peak
 from redraft.diffusion.generate import Finished
 from redraft.engine import EngineError
 from redraft.tasks.generation import GenerationOptions
@@ -119,10 +119,14 @@ def write(
     quant: Quant = None,
     keep_bf16: KeepBf16 = False,
     verify_with: VerifyWith = None,
+    kv: Kv = None,
+    gpu_memory: GpuMemory = None,
+    context: Context = None,
 ) -> None:
     """Answer a prompt, or continue it when the model has no chat template."""
     text = _read_prompt(prompt)
-    writer = _load(model, device, dtype, verify_with, quant=quant, keep_bf16=keep_bf16)
+    loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
+    writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
     is_chat = writer.tokenizer.can_chat and not raw
     if not is_chat and (system or think):
         raise ValueError("--system and --think need a chat model; this one continues text")
@@ -162,6 +166,7 @@ def write(
         _print_committed(events)
     if recording and record:
         recording.save(record)
+    show_peak(writer, _stderr())
 
 
 @app.command()
@@ -189,9 +194,13 @@ def chat(
     quant: Quant = None,
     keep_bf16: KeepBf16 = False,
     verify_with: VerifyWith = None,
+    kv: Kv = None,
+    gpu_memory: GpuMemory = None,
+    context: Context = None,
 ) -> None:
     """Chat with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
-    writer = _load(model, device, dtype, verify_with, quant=quant, keep_bf16=keep_bf16)
+    loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
+    writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
     options = GenerationOptions(
         max_tokens=max_tokens,
         seed=seed,
@@ -267,16 +276,12 @@ def _read_prompt(argument: str | None) -> str:
     return text
 
 
-def _load(
-    model: str, device: str | None, dtype: str | None, verify_with: str | None, *, quant: str | None, keep_bf16: bool
-) -> Writer:
-    """Loads the model; shows a status line on stderr meanwhile."""
+def _load(model: str, **options: Any) -> Writer:
+    """Loads the model; shows a status line on stderr meanwhile, then what became of its weights, and the memory plan."""
     folder = checkpoint.find(model or DEFAULT_MODEL)  # first: the status line would garble a download's progress bar
-    options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
     with show_builds(_stderr(), message="loading"):
-        writer = redraft.load(folder, verify_with=verify_with, **options)
-    for sentence in writer.model.conversions:
-        _stderr().print(sentence, style="bright_black", markup=False)
+        writer = redraft.load(folder, **options)
+    show_loaded(writer, _stderr())
     return writer
 
 

@@ -74,3 +74,12 @@ VerifyWith = Annotated[
     str | None,
     typer.Option("--verify-with", help="Another checkpoint that verifies what the model drafts; same vocabulary."),
 ]
+Kv = Annotated[str | None, typer.Option("--kv", help="fp8: store KV caches in 8 bits, half of the memory. [as the weights]")]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option("--gpu-memory", help="Use no more GPU memory than this: 18GB, 18GiB; see docs/hardware.md. [all of it]"),
+]
+Context = Annotated[
+    int | None,
+    typer.Option("--context", help="Tokens that --gpu-memory plans for. [16384]", parser=parse_int, metavar="INT"),
+]

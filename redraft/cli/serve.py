@@ -12,9 +12,12 @@ from rich.console import Console
 
 from redraft import writer
 from redraft.cli.options import (
+    Context,
     Device,
     Dtype,
+    GpuMemory,
     KeepBf16,
+    Kv,
     Model,
     Quant,
     Threads,
@@ -23,7 +26,7 @@ from redraft.cli.options import (
     parse_float,
     parse_int,
 )
-from redraft.cli.warm import launch_kernels, show_builds
+from redraft.cli.warm import launch_kernels, show_builds, show_loaded
 from redraft.kernels.backend import select_backend
 
 PORT = 8012  # the default of llama.vim
@@ -70,6 +73,9 @@ def serve(
     quant: Quant = None,
     keep_bf16: KeepBf16 = False,
     verify_with: VerifyWith = None,
+    kv: Kv = None,
+    gpu_memory: GpuMemory = None,
+    context: Context = None,
 ) -> None:
     """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
     if not is_local(host) and not key:
@@ -85,7 +91,8 @@ def serve(
         from redraft.server.middleware import BodyLimits, ConnectionLimits, Limits
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
-    subject = _load(model, device=device, dtype=dtype, quant=quant, keep_bf16=keep_bf16, verify_with=verify_with)
+    loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
+    subject = load_warm(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
     limits = Limits(
         hosts=(host, *(hosts or ())),
         key=key,
@@ -109,6 +116,17 @@ def serve(
     uvicorn.Server(uvicorn_config(app, limits.connections, drain_seconds=drain_seconds, **address)).run()
 
 
+def load_warm(model: str, **options: Any) -> writer.Writer:
+    """Loads a model, shows what became of its weights, and launches its kernels, so that the first requests do not wait for them."""
+    console = Console(stderr=True, highlight=False)
+    with show_builds(console, message="loading"):
+        subject = writer.load(model or writer.DEFAULT_MODEL, **options)
+        show_loaded(subject, console)
+        if select_backend(subject.model.device).uses_triton:
+            launch_kernels(subject)
+    return subject
+
+
 def check_limits(connections: int, max_body: int, body_seconds: float, compile_seconds: float, drain_seconds: float) -> None:
     """Refuses limits under which a server could not work."""
     positive = {
@@ -130,18 +148,6 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _load(model: str, **options: Any) -> writer.Writer:
-    """Loads the model and says which weights were rounded on the way."""
-    console = Console(stderr=True, highlight=False)
-    with show_builds(console, message="loading"):
-        subject = writer.load(model or writer.DEFAULT_MODEL, **options)
-        if select_backend(subject.model.device).uses_triton:
-            launch_kernels(subject)  # now, so that the first requests do not wait
-    for sentence in subject.model.conversions:
-        console.print(sentence, markup=False)
-    return subject
 
 
 def log_to(console: Console) -> None:

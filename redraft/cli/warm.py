@@ -10,9 +10,10 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.table import Table
 
 from redraft import writer
-from redraft.cli.options import Device, Dtype, KeepBf16, Model, Quant
+from redraft.cli.options import Context, Device, Dtype, GpuMemory, KeepBf16, Kv, Model, Quant
 from redraft.config import CHECKS
 from redraft.kernels.backend import select_backend
 from redraft.kernels.builds import watch_builds
@@ -27,12 +28,18 @@ def warm(
     dtype: Dtype = None,
     quant: Quant = None,
     keep_bf16: KeepBf16 = False,
+    kv: Kv = None,
+    gpu_memory: GpuMemory = None,
+    context: Context = None,
 ) -> None:
     """Build the GPU kernels for a model now and keep them on disk, so that no answer waits for them later."""
     console = Console(stderr=True, highlight=False)
     built: list[str] = []
     with show_builds(console, built.append):
-        subject = writer.load(model or writer.DEFAULT_MODEL, device=device, dtype=dtype, quant=quant, keep_bf16=keep_bf16)
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
+        memory: dict[str, Any] = {"kv": kv, "gpu_memory": gpu_memory, "context": context}
+        subject = writer.load(model or writer.DEFAULT_MODEL, **options, **memory)
+        show_loaded(subject, console)
         backend = select_backend(subject.model.device)
         if not backend.uses_triton:
             console.print(f"There are no kernels to build: {backend.reason}.", markup=False)
@@ -40,6 +47,7 @@ def warm(
         launch_kernels(subject)
         launch_other_shapes(subject)
     console.print(f"{len(built)} kernels built, the others were on disk.", markup=False)
+    show_peak(subject, console)
 
 
 def launch_kernels(subject: writer.Writer) -> None:
@@ -89,6 +97,23 @@ def launch_other_shapes(subject: writer.Writer) -> None:
         subject.edit("Once upon a time there was a dog.", seed=0)
     with suppress(ValueError):
         subject.decide(prompt, [" there", " was"])
+
+
+def show_loaded(subject: writer.Writer, console: Console) -> None:
+    """Prints which weights were rounded while they were loaded, and the memory plan, if --gpu-memory asked for one."""
+    for sentence in subject.model.conversions:
+        console.print(sentence, style="bright_black", markup=False)
+    if subject.gpu_limit is not None:
+        table = Table("GPU memory", "", box=None, pad_edge=False)
+        for row in subject.gpu_limit.rows:
+            table.add_row(*row)
+        console.print(table, markup=False)
+
+
+def show_peak(subject: writer.Writer, console: Console) -> None:
+    """Prints the most memory that was used, if --gpu-memory limits it."""
+    if subject.gpu_limit is not None:
+        console.print(subject.gpu_limit.peak, markup=False)
 
 
 @contextmanager

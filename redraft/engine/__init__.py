@@ -9,6 +9,9 @@ In reading order:
     scheduler          Scheduler: which requests run, within the memory budget
     fair_share         FairShare: whose turn it is, when several clients have requests
     memory             what a model takes, and what is free
+    memory_plan        MemoryPlan: what a GPU's memory is used for when it is limited
+    gpu_limit          GpuLimit: keeps a process within its limit
+    offload            ExpertStream: experts in host memory, copied ahead of their use
     prefix_cache       PrefixCache: KV caches of finished requests, for prompts that begin alike
     runner             Runner: forward passes for batches of requests, in plain PyTorch
     batched_cache      BatchedCache: the KV caches of several requests as one

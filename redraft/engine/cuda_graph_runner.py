@@ -26,7 +26,7 @@ from redraft.diffusion import sampler
 from redraft.diffusion.sampler import Canvas
 from redraft.diffusion.verified import Round
 from redraft.engine.fused_layers import CacheTable, FusedLayers
-from redraft.engine.graph_capture import capture_graph, next_power_of_two
+from redraft.engine.graph_capture import next_power_of_two
 from redraft.engine.request import Request, RequestStatus, contain_failure
 from redraft.engine.round_graph import RoundBucket, RoundKey, uses_round_graph
 from redraft.engine.runner import (
@@ -248,7 +248,7 @@ class CudaGraphRunner(Runner):
         entry = self.round_buckets.pop(key, None)
         if entry is None:
             bucket = RoundBucket(self.fused, key)
-            entry = (bucket, capture_graph(bucket.body, self.model.device, self.graph_pool))
+            entry = (bucket, self.fused.capture(bucket.body, self.graph_pool))
         self.round_buckets[key] = entry
         if len(self.round_buckets) > MAX_BUCKETS:
             self.round_buckets.pop(next(iter(self.round_buckets)))
@@ -309,7 +309,7 @@ class LayerBucket:
         self.ids_BC = torch.zeros(count, length, dtype=torch.int64, device=model.device)
         self.soft_BCD = torch.zeros(count, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.hidden_ND: Tensor | None = None
-        self._replay = capture_graph(self._body, model.device, graph_pool)
+        self._replay = fused.capture(self._body, graph_pool)
 
     def _body(self) -> None:
         self.hidden_ND = self.fused.denoise(self.ids_BC, self.soft_BCD, self.table, self.context)
@@ -377,7 +377,7 @@ class StepBucket:
         saved = [buffer.clone() for buffer in buffers]
         try:
             encode_buffers = self.encode_buffers.get(shape)
-            self._replays[shape] = capture_graph(lambda: self._body(encode_buffers), model.device, self._graph_pool)
+            self._replays[shape] = self.fused.capture(lambda: self._body(encode_buffers), self._graph_pool)
         finally:
             for buffer, before in zip(buffers, saved, strict=True):
                 buffer.copy_(before)

@@ -24,7 +24,7 @@ from redraft.diffusion.draft_policy import DraftPolicy
 from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
 from redraft.diffusion.verified import OtherVerifier, Verification, check_steering, require_drafter
 from redraft.engine.errors import USER_ERRORS, Failure, RequestError, Stopped
-from redraft.engine.memory import free_bytes, weight_bytes
+from redraft.engine.memory import measure_budget
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.replay import Replay
 from redraft.engine.request import LOG, MIN_STEP_TOKENS, Request, RequestStatus, client_of, contain_failure
@@ -32,6 +32,7 @@ from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Reservation, Scheduler, Turn
 from redraft.engine.stream import Stream
 from redraft.kernels.backend import select_backend
+from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
@@ -51,10 +52,13 @@ class Engine:
         self.model = model
         self.verifier = verifier
         self.config = config or EngineConfig()
+        if self.config.kv is not None:
+            for each in (model, verifier) if verifier is not None else (model,):
+                each.kv_dtype = FP8_DTYPE
         self.runner = make_runner(model, self.config.prefill_chunk)
         self.scheduler = Scheduler(
             self.config.max_running,
-            self.config.cache_bytes or self._measure_budget(),
+            self.config.cache_bytes or measure_budget(self.runner, self.config.max_running),
             PrefixCache(self.config.prefix_cache_entries),
             self._cache_bytes,
         )
@@ -63,23 +67,6 @@ class Engine:
         self.max_unread: int | None = None  # events a stream may leave unread before its request pauses; None: any number
         self._lock = threading.RLock()  # held during a step
         self._changed = threading.Condition()  # notified after steps, and when work arrives or leaves
-
-    def _measure_budget(self) -> int:
-        """Bytes for KV caches.
-
-        On a GPU that the weights fill to a good part: 90% of the memory that is free after a full step and a prefill chunk
-        were run once. For a small model that run would only delay the first answer, so an eighth of the GPU is set aside
-        for steps. On a CPU: half of the free memory, because other programs use it too.
-        """
-        device = self.model.device
-        if device.type != "cuda":
-            return free_bytes(device) // 2
-        total = torch.cuda.get_device_properties(device).total_memory
-        activation_bytes = total // 8
-        if weight_bytes(self.model) > total // 8:
-            activation_bytes = self.runner.warm_up(self.config.max_running)
-            torch.cuda.empty_cache()  # the memory that is still in use after this belongs to the CUDA graphs
-        return int(0.9 * max(0, free_bytes(device) - activation_bytes))
 
     def add(
         self,
@@ -179,7 +166,7 @@ class Engine:
         when it can never fit, and Stopped once `stop` is set while it waits. Sliding layers keep only their window and
         `rewind` tokens. Inside the block do not reserve again and do not wait for a request: both might wait for this cache.
         """
-        nbytes = KVCache.count_bytes(self.model.config, tokens, self.model.dtype, rewind)
+        nbytes = KVCache.count_bytes(self.model.config, tokens, self.model.cache_dtype, rewind)
         self.scheduler.check(nbytes, tokens, "this text")
         reservation = Reservation(self.scheduler.next_number(), nbytes, client_of(stop))
         self.scheduler.reservations.append(reservation)
@@ -393,12 +380,12 @@ class Engine:
             with contain_failure(request):
                 # The first round of a verified request encodes the last prompt token itself.
                 prompt = request.prompt if request.verification is None else request.prompt[:-1]
-                cached = self.scheduler.prefix_cache.take(prompt)
+                cached = self.scheduler.prefix_cache.take(prompt, request.capacity)
                 if cached is None:
                     request.start(self.model.new_cache(1, request.capacity, rewind=self.config.rewind), [])
                 else:
                     context, cache = cached
-                    request.start(cache.with_capacity(request.capacity), context)
+                    request.start(cache, context)
 
     def _prefill(self, requests: Sequence[Request]) -> None:
         """Prefills at most about one chunk of tokens a step, so that requests in work do not wait for long prompts."""
@@ -468,9 +455,10 @@ class Engine:
 
     def _cache_bytes(self, request: Request) -> int:
         """Bytes of the request's KV cache, in both models if another one verifies."""
-        nbytes = KVCache.count_bytes(self.model.config, request.capacity, self.model.dtype, self.config.rewind)
+        nbytes = KVCache.count_bytes(self.model.config, request.capacity, self.model.cache_dtype, self.config.rewind)
         if request.other_verifier is not None and self.verifier is not None:
-            nbytes += KVCache.count_bytes(self.verifier.config, request.capacity, self.verifier.dtype, self.config.rewind)
+            model = self.verifier
+            nbytes += KVCache.count_bytes(model.config, request.capacity, model.cache_dtype, self.config.rewind)
         return nbytes
 
     def run(self, requests: Sequence[Request]) -> dict[Request, Finished]:

@@ -7,7 +7,7 @@ Shapes: B requests, S new tokens of each, N = B * S, D model size, L layers, K e
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.config import SLIDING
+from redraft.engine.graph_capture import capture_graph
+from redraft.engine.offload import borrow_weights, expert_weights, find_stream
 from redraft.kernels import rope_frequencies
-from redraft.kernels.fp8 import Fp8Tensor
+from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor
 from redraft.kernels.linear_fp8 import linear_fp8, multiply_fp8, packs_activations
 from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
 from redraft.kernels.triton.experts_fourbit import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
 from redraft.model.kv_cache import KVCache
-from redraft.model.quant.layers import PackedExperts, PackedLinear
+from redraft.model.quant.layers import PackedLinear
 
 UNLIMITED = 2**30  # tokens: more than any request has
 
@@ -45,6 +47,7 @@ class CacheTable:
         config = model.config
         layers = config.num_hidden_layers
         device = model.device
+        base_dtype = torch.uint8 if model.cache_dtype == FP8_DTYPE else model.cache_dtype
         slot_size = max(math.prod(config.layer_heads(layer)) for layer in range(layers))
         return cls(
             keys_LB=torch.zeros(layers, rows, dtype=torch.int64, device=device),
@@ -52,7 +55,7 @@ class CacheTable:
             sizes_LB=torch.ones(layers, rows, dtype=torch.int32, device=device),
             lengths_B=torch.zeros(rows, dtype=torch.int32, device=device),
             counts_B=torch.zeros(rows, dtype=torch.int32, device=device),
-            base=torch.zeros(slot_size, dtype=model.dtype, device=device) if base is None else base,
+            base=torch.zeros(slot_size, dtype=base_dtype, device=device) if base is None else base,
         )
 
     def fill(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
@@ -103,6 +106,7 @@ class FusedLayers:
         device = model.device
         self.model = model
         self.side_stream = SideStream(device)
+        self.expert_stream = find_stream(model)
         has_fp8_weights = isinstance(model.layers[0].mlp.gate_proj, PackedLinear)
         is_bf16_on_gpu = device.type == "cuda" and model.dtype == torch.bfloat16
         self.packs_activations = has_fp8_weights and is_bf16_on_gpu and packs_activations(device)
@@ -117,6 +121,13 @@ class FusedLayers:
         sliding = rope_frequencies(config.head_dim, config.rope_theta, 1.0, device)
         full = rope_frequencies(config.global_head_dim, config.global_rope_theta, config.global_rotary_fraction, device)
         self.frequencies = [sliding if kind == SLIDING else full for kind in config.layer_types]
+
+    def capture(self, body: Callable[[], None], graph_pool: object) -> Callable[[], None]:
+        """Captures a body that runs these layers as a CUDA graph and returns its replay."""
+        device = self.model.device
+        if self.expert_stream is not None:
+            return self.expert_stream.capture(body, device, graph_pool)
+        return capture_graph(body, device, graph_pool)
 
     def encode(self, ids_BS: Tensor, table: CacheTable, context: int) -> None:
         """Writes tokens into the KV caches, causally. The caller advances the caches' lengths.
@@ -211,6 +222,8 @@ class FusedLayers:
             q, k, v = (part.unflatten(0, group.x_BSD.shape[:2]) for part in parts)
             key_count = (min(context, window - 1) if window else context) + q.shape[1]
             past = group.table.past(index)
+            if group.is_causal and self.model.cache_dtype == FP8_DTYPE:
+                attention.round_kv_(k, v)
             splits = attention.choose_num_splits(q, key_count)
             attended = attention.attend(q, k, v, past, window=window, causal=group.is_causal, splits=splits)
             outputs.append(attended.flatten(0, 1))
@@ -220,13 +233,9 @@ class FusedLayers:
 
     def _experts(self, layer: Layer, sparse_ND: Tensor | Fp8Tensor, router_ND: Tensor) -> Tensor:
         router = layer.router
-        experts = layer.experts
         chosen_NK, weights_NK = routing.route(router_ND, router.proj.weight, router.per_expert_scale, router.top_k)
-        if isinstance(experts, PackedExperts):
-            weights = (experts.packed("gate_up_proj"), experts.packed("down_proj"))
-        else:
-            weights = (experts.gate_up_proj, experts.down_proj)
-        return gated_experts(sparse_ND, chosen_NK, weights_NK, *weights)
+        with borrow_weights(layer.experts) as weights:
+            return gated_experts(sparse_ND, chosen_NK, weights_NK, *weights)
 
 
 class SideStream:
@@ -275,7 +284,7 @@ class _TokenGroup:
 
 def has_fp8_experts(layer: Layer) -> bool:
     """Whether the experts' first product has an fp8 weight."""
-    return isinstance(layer.experts, PackedExperts) and isinstance(layer.experts.packed("gate_up_proj"), Fp8Tensor)
+    return isinstance(expert_weights(layer.experts)[0], Fp8Tensor)
 
 
 def linear(x_ND: Tensor | Fp8Tensor, weight: Tensor | Fp8Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from redraft.engine.runner import Runner
 from redraft.model.diffusion_gemma import DiffusionGemma
 
 UNKNOWN_FREE_BYTES = 8 * 2**30  # assumed where the operating system does not report free memory
@@ -23,3 +24,21 @@ def free_bytes(device: torch.device) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return UNKNOWN_FREE_BYTES
+
+
+def measure_budget(runner: Runner, max_running: int) -> int:
+    """Bytes for KV caches.
+
+    On a GPU that the weights fill to a good part: 90% of the memory that is free after a full step and a prefill chunk
+    were run once. For a small model that run would only delay the first answer, so an eighth of the GPU is set aside
+    for steps. On a CPU: half of the free memory, because other programs use it too.
+    """
+    device = runner.model.device
+    if device.type != "cuda":
+        return free_bytes(device) // 2
+    total = torch.cuda.get_device_properties(device).total_memory
+    activation_bytes = total // 8
+    if weight_bytes(runner.model) > total // 8:
+        activation_bytes = runner.warm_up(max_running)
+        torch.cuda.empty_cache()  # the memory that is still in use after this belongs to the CUDA graphs
+    return int(0.9 * max(0, free_bytes(device) - activation_bytes))

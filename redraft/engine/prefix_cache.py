@@ -48,21 +48,24 @@ class PrefixCache:
         del self._entries[candidates[0]]
         return True
 
-    def take(self, prompt: Sequence[int]) -> tuple[list[int], KVCache] | None:
+    def take(self, prompt: Sequence[int], capacity: int | None = None) -> tuple[list[int], KVCache] | None:
         """The longest shared prefix of this prompt and its KV cache, or None when no entry shares enough.
 
         An entry that is a prefix of the prompt leaves the cache. An entry that continues differently is copied and stays.
+        The KV cache has the given capacity, that of the entry without one.
         """
         for context in self._matches(prompt):
             shared = _shared_length(context, prompt)
-            cache = self._entries[context] if shared == len(context) else self._entries[context].select_rows([0])
+            entry = self._entries[context]
+            capacity = capacity if capacity is not None else entry.capacity
             try:
-                cache.rewind([shared])
+                if shared == len(context):
+                    entry.rewind([shared])
+                    del self._entries[context]
+                    return list(context), entry.with_capacity(capacity)
+                return list(context[:shared]), entry.copy_prefix(shared, capacity)
             except ValueError:  # its sliding layers no longer hold the window before `shared`
                 continue
-            if shared == len(context):
-                del self._entries[context]
-            return list(context[:shared]), cache
         return None
 
     def _matches(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:

@@ -20,6 +20,7 @@ from redraft.diffusion.draft_policy import TOKEN_COST
 from redraft.diffusion.verified import Round, Verification
 from redraft.engine.batched_cache import BatchedCache
 from redraft.engine.request import Request, contain_failure
+from redraft.kernels.vocabulary import CHUNK_LOGITS
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
@@ -68,7 +69,12 @@ class Runner:
                 for request, logits_1CV in zip(batch, logits_BCV.split(1), strict=True):
                     with contain_failure(request):
                         shaped_1CV = request.apply_logits(logits_1CV)
-                        request.soft_1CD = None if request.is_canvas_done else self.model.soft_embed(shaped_1CV)
+                        request.soft_1CD = None if request.is_canvas_done else self._soft_embed(shaped_1CV)
+
+    def _soft_embed(self, shaped_1CV: Tensor) -> Tensor:
+        """Soft embeddings [1, C, D]. On a GPU some positions at a time: all at once take five times the logits' memory."""
+        count = CHUNK_LOGITS["cuda"] // shaped_1CV.shape[2] if shaped_1CV.is_cuda else shaped_1CV.shape[1]
+        return torch.cat([self.model.soft_embed(part) for part in shaped_1CV.split(max(1, count), dim=1)], dim=1)
 
     def denoise(self, batch: Sequence[Request]) -> Tensor:
         """Logits [B, C, V] of canvases of one length."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from redraft.kernels.fp8 import Fp8Tensor, dequantize
 from redraft.kernels.int4 import Int4Tensor, dequantize_int4
+from redraft.kernels.nibbles import BLOCK
 from redraft.kernels.nvfp4 import Nvfp4Tensor, dequantize_nvfp4
 
 PackedTensor: TypeAlias = Fp8Tensor | Nvfp4Tensor | Int4Tensor
@@ -23,3 +24,15 @@ def dequantize_packed(tensor: PackedTensor, size: int, dtype: torch.dtype = torc
     if isinstance(tensor, Nvfp4Tensor):
         return dequantize_nvfp4(tensor, size, dtype)
     return dequantize_int4(tensor, size, dtype)
+
+
+def count_packed_bytes(rows: int, inputs: int, format: str) -> int:
+    """Bytes of a matrix in memory, its scales included. Inputs of 4-bit formats are padded to blocks of 64."""
+    blocks = -(-inputs // BLOCK)
+    by_format = {
+        "fp8": rows * (inputs + 4),
+        "nvfp4": rows * blocks * 36 + 4,
+        "int4": rows * blocks * 36,
+        "int4 with minimum": rows * blocks * 40,
+    }
+    return by_format[format]

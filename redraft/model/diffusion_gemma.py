@@ -9,7 +9,7 @@ size, V vocabulary, N tokens of all rows, L tokens of a training row.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from redraft.config import FULL, SLIDING, ModelConfig
 from redraft.kernels import apply_rope, attend, rms_norm, rope_table, softcap_
 from redraft.model import masks
 from redraft.model.embedding import Embedding, PackedEmbedding
-from redraft.model.kv_cache import ContextCache, KVCache
+from redraft.model.kv_cache import ContextCache, KVCache, to_stored
 from redraft.model.moe import Experts, Router, Routing
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines
@@ -93,6 +93,22 @@ class DraftHead(nn.Module):
         return hidden_ND + self.outer(F.gelu(self.inner(both), approximate="tanh"))
 
 
+class Rounding(NamedTuple):
+    """Rounds the keys and values of the first `tokens` new tokens as the cache will.
+
+    A token then attends to the same numbers whether they come from the cache or from its own forward, so the result does
+    not depend on how a prompt is divided into chunks.
+    """
+
+    dtype: torch.dtype
+    tokens: int
+
+    def apply(self, x_BSGK: Tensor) -> Tensor:
+        """Keys or values, the first ones rounded."""
+        rounded = to_stored(x_BSGK[:, : self.tokens], self.dtype).to(x_BSGK.dtype)
+        return torch.cat([rounded, x_BSGK[:, self.tokens :]], dim=1)
+
+
 class Attention(nn.Module):
     """Grouped-query attention over [cache ; new tokens]. Full layers have no v_proj: values are the raw keys, normed."""
 
@@ -109,7 +125,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, self.eps)
         self.k_norm = RMSNorm(self.head_dim, self.eps)
 
-    def forward(self, x_BSD: Tensor, rope: Rope, mask: Mask, past: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x_BSD: Tensor, rope: Rope, mask: Mask, past: tuple[Tensor, Tensor], rounding: Rounding | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the layer's output, and the keys and values of the new tokens, which `encode` puts into the cache."""
         heads = (-1, self.head_dim)
         q_BSHK = apply_rope(self.q_norm(self.q_proj(x_BSD).unflatten(-1, heads)), *rope)
@@ -117,6 +135,9 @@ class Attention(nn.Module):
         k_BSGK = apply_rope(self.k_norm(raw_BSGK), *rope)
         v_BSGK = self.v_proj(x_BSD).unflatten(-1, heads) if self.v_proj is not None else raw_BSGK
         v_BSGK = rms_norm(v_BSGK, None, self.eps)
+        if rounding is not None:
+            k_BSGK = rounding.apply(k_BSGK)
+            v_BSGK = rounding.apply(v_BSGK)
         past_keys, past_values = past
         keys = torch.cat([past_keys, k_BSGK], dim=1)
         values = torch.cat([past_values, v_BSGK], dim=1)
@@ -154,10 +175,16 @@ class Layer(nn.Module):
         return self.encoder_layer_scalar, getattr(self, "layer_scalar", self.encoder_layer_scalar)
 
     def forward(
-        self, x_BSD: Tensor, rope: Rope, mask: Mask, past: tuple[Tensor, Tensor], scalar: Tensor
+        self,
+        x_BSD: Tensor,
+        rope: Rope,
+        mask: Mask,
+        past: tuple[Tensor, Tensor],
+        scalar: Tensor,
+        rounding: Rounding | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Routing]:
         """Returns the next residual stream, the keys and values of the new tokens, and the routing."""
-        attended_BSD, k_BSGK, v_BSGK = self.self_attn(self.input_layernorm(x_BSD), rope, mask, past)
+        attended_BSD, k_BSGK, v_BSGK = self.self_attn(self.input_layernorm(x_BSD), rope, mask, past, rounding)
         x_BSD = x_BSD + self.post_attention_layernorm(attended_BSD)
         dense_BSD = self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(x_BSD)))
         x_ND = x_BSD.flatten(0, 1)
@@ -180,6 +207,7 @@ class DiffusionGemma(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.kv_dtype: torch.dtype | None = None  # in which KV caches are stored; None: as the weights
         # Empty: random initialisation, overwritten at once, would make torch import its compiler (1.7 s) on "meta".
         table_VD = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens: Embedding | PackedEmbedding = Embedding(config.vocab_size, config.hidden_size, _weight=table_VD)
@@ -200,6 +228,15 @@ class DiffusionGemma(nn.Module):
         """The precision of the weights and of the residual stream."""
         return self.embed_tokens.dtype
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The precision in which KV caches are stored."""
+        return self.kv_dtype or self.dtype
+
+    def _rounding(self, count: int) -> Rounding | None:
+        """How the keys and values of so many new tokens are rounded; None when the cache stores them as they are."""
+        return Rounding(self.kv_dtype, count) if self.kv_dtype is not None else None
+
     def require_denoiser(self, what: str) -> None:
         """Raises CausalOnlyError, which speaks to the user, if the model has no denoiser. `what` names what needs one."""
         if self.config.is_causal_only:
@@ -213,7 +250,8 @@ class DiffusionGemma(nn.Module):
 
     def new_cache(self, rows: int, capacity: int, rewind: int | None = None) -> KVCache:
         """Allocates an empty cache for this model."""
-        return KVCache(self.config, rows, capacity, dtype=self.dtype, device=self.device, rewind=rewind)
+        dtypes = {"dtype": self.dtype, "stored": self.cache_dtype}
+        return KVCache(self.config, rows, capacity, **dtypes, device=self.device, rewind=rewind)
 
     def encode(self, ids_BS: Tensor, cache: ContextCache, counts: Sequence[int] | None = None) -> Tensor:
         """Runs tokens causally after the cached context and appends them to it. Returns the final hidden states [B, S, D].
@@ -228,10 +266,11 @@ class DiffusionGemma(nn.Module):
             keys = torch.cat([cache.key_positions(index), positions], dim=1)
             mask_of[kind] = masks.causal(positions, keys, self.config.layer_window(index))
         x_BSD = self.embed(ids_BS)
+        rounding = self._rounding(ids_BS.shape[1])
         for index, layer in enumerate(self.layers):
             kind = self.config.layer_types[index]
             past = cache.view(index)
-            x_BSD, k, v, _ = layer(x_BSD, ropes[kind], mask_of[kind], past, layer.encoder_layer_scalar)
+            x_BSD, k, v, _ = layer(x_BSD, ropes[kind], mask_of[kind], past, layer.encoder_layer_scalar, rounding)
             cache.append(index, k, v, counts)
         cache.advance(counts)
         return self.norm(x_BSD)
@@ -282,11 +321,12 @@ class DiffusionGemma(nn.Module):
             mask_of[kind] = masks.joint(starts_B, keys, clean_count, after_J, length, self.config.layer_window(index))
         canvases_BND = self.self_conditioning(self.embed(canvas_BJC.flatten(1)))
         x_BND = torch.cat([self.embed(clean_BS), canvases_BND], dim=1)
+        rounding = self._rounding(clean_count)
         for index, layer in enumerate(self.layers):
             kind = self.config.layer_types[index]
             scalars = [layer.encoder_layer_scalar.expand(clean_count), layer.layer_scalar.expand(canvas_BJC[0].numel())]
             scalar_N1 = torch.cat(scalars)[:, None]
-            x_BND, k, v, _ = layer(x_BND, ropes[kind], mask_of[kind], cache.view(index), scalar_N1)
+            x_BND, k, v, _ = layer(x_BND, ropes[kind], mask_of[kind], cache.view(index), scalar_N1, rounding)
             cache.append(index, k[:, :clean_count], v[:, :clean_count], counts)
         cache.advance(counts)
         hidden_BND = self.norm(x_BND)

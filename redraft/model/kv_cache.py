@@ -6,6 +6,8 @@ Shapes: B rows, T cached tokens in view, S new tokens, G key-value heads, K head
 Full layers store every token. Sliding layers store a ring of the last R tokens, position p in slot p % R. R is `window - 1`
 (all that a canvas attends to) plus `rewind` (how far back the context may be cut). Example: window 4 and rewind 2 give
 R = 5; after 7 tokens the slots hold positions 5, 6, 2, 3, 4. The view is in order of position: 4, 5, 6.
+
+An fp8 cache stores e4m3 numbers without a scale: keys and values are normed, so they are far from its limit of 448.
 """
 
 import copy
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from redraft.config import ModelConfig
+from redraft.kernels.fp8 import FP8_DTYPE, FP8_MAX
 
 
 class ContextCache(Protocol):
@@ -45,6 +48,11 @@ class ContextCache(Protocol):
         """Adds the appended tokens to the context, once every layer has appended them."""
 
 
+def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a cache of this dtype stores them."""
+    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE) if dtype == FP8_DTYPE else x.to(dtype)
+
+
 class KVCache:
     """Keys and values by layer. `append` writes, `advance` makes the tokens count, `view` reads, `rewind` cuts back."""
 
@@ -55,14 +63,20 @@ class KVCache:
         capacity: int,
         *,
         dtype: torch.dtype = torch.float32,
+        stored: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         rewind: int | None = None,
     ) -> None:
-        """Allocates room for `capacity` tokens per row. `rewind=None` allows cutting back to any length, but stores all."""
+        """Allocates room for `capacity` tokens per row. `rewind=None` allows cutting back to any length, but stores all.
+
+        Views have the dtype `dtype`. The memory has the dtype `stored`, the same one unless it is given.
+        """
         self.capacity = capacity
         self.rows = rows
         self.device = torch.device(device)
         self.lengths = [0] * rows
+        self._dtype = dtype
+        self._stored = stored or dtype
         self._rewind = rewind
         self._windows = [config.layer_window(layer) for layer in range(config.num_hidden_layers)]
         self._sizes = [_ring_size(window, capacity, rewind) for window in self._windows]
@@ -73,11 +87,11 @@ class KVCache:
         for layer, size in enumerate(self._sizes):
             heads, head_dim = config.layer_heads(layer)
             for tensors in (self._keys, self._values):
-                tensors.append(torch.zeros(rows, size, heads, head_dim, dtype=dtype, device=self.device))
+                tensors.append(torch.zeros(rows, size, heads, head_dim, dtype=self._stored, device=self.device))
 
     @classmethod
     def count_bytes(cls, config: ModelConfig, capacity: int, dtype: torch.dtype, rewind: int | None = None) -> int:
-        """The memory that a cache of one row would take."""
+        """The memory that a cache of one row would take. `dtype` is the one that is stored."""
         total = 0
         for layer in range(config.num_hidden_layers):
             heads, head_dim = config.layer_heads(layer)
@@ -126,14 +140,20 @@ class KVCache:
         count = self.count_visible(layer)
         start = (self.lengths[0] - count) % size
         if self.has_equal_lengths and start + count <= size:
-            return self._keys[layer][:, start : start + count], self._values[layer][:, start : start + count]
-        rows = torch.arange(self.rows, device=self.device)[:, None]
-        slots = self.key_positions(layer) % size
-        return self._keys[layer][rows, slots], self._values[layer][rows, slots]
+            keys = self._keys[layer][:, start : start + count]
+            values = self._values[layer][:, start : start + count]
+        else:
+            rows = torch.arange(self.rows, device=self.device)[:, None]
+            slots = self.key_positions(layer) % size
+            keys = self._keys[layer][rows, slots]
+            values = self._values[layer][rows, slots]
+        return keys.to(self._dtype), values.to(self._dtype)
 
     def append(self, layer: int, k_BSGK: Tensor, v_BSGK: Tensor, counts: Sequence[int]) -> None:
         """Writes the first counts[row] of S new tokens after each row's context. They count once `advance` is called."""
         size = self._sizes[layer]
+        k_BSGK = to_stored(k_BSGK, self._stored)
+        v_BSGK = to_stored(v_BSGK, self._stored)
         self.check_room(counts)
         start = self.lengths[0] % size
         if self.has_equal_lengths and len(set(counts)) == 1 and start + counts[0] <= size:
@@ -167,27 +187,40 @@ class KVCache:
     def with_capacity(self, capacity: int) -> "KVCache":
         """Moves the context into a cache of another capacity. Do not use the old cache afterwards.
 
-        Returns this cache itself when the capacity is the same.
+        Returns this cache itself when the capacity is the same. The old tensors are freed one by one, so that both caches
+        together need hardly more memory than the larger one.
         """
-        if capacity == self.capacity:
-            return self
+        return self if capacity == self.capacity else self._resized(capacity, frees=True)
+
+    def copy_prefix(self, length: int, capacity: int) -> "KVCache":
+        """A cache of another capacity with the first `length` tokens of the only row, if they can be cut as by `rewind`.
+
+        This cache stays as it is.
+        """
+        other = copy.copy(self)
+        other.rewind([length])
+        return other._resized(capacity, frees=False)
+
+    def _resized(self, capacity: int, *, frees: bool) -> "KVCache":
         other = copy.copy(self)
         other.capacity = capacity
         other._sizes = [_ring_size(window, capacity, self._rewind) for window in self._windows]
-        other._keys = self._moved(self._keys, other._sizes)
-        other._values = self._moved(self._values, other._sizes)
+        other._keys = self._moved(self._keys, other._sizes, frees)
+        other._values = self._moved(self._values, other._sizes, frees)
         other._oldest = [list(oldest) for oldest in self._oldest]
         other._update_oldest()
         return other
 
-    def _moved(self, tensors: list[Tensor], new_sizes: list[int]) -> list[Tensor]:
-        """Copies each layer's stored tokens into a ring of another size."""
+    def _moved(self, tensors: list[Tensor], new_sizes: list[int], frees: bool) -> list[Tensor]:
+        """Copies each layer's stored tokens into a ring of another size; `frees` gives up the old tensor at once."""
         longest = max(self.lengths)
         moved = []
-        for tensor, old_size, new_size in zip(tensors, self._sizes, new_sizes, strict=True):
+        for layer, (old_size, new_size) in enumerate(zip(self._sizes, new_sizes, strict=True)):
             positions = torch.arange(max(0, longest - min(old_size, new_size)), longest, device=self.device)
-            copied = tensor.new_zeros(self.rows, new_size, *tensor.shape[2:])
-            copied[:, positions % new_size] = tensor[:, positions % old_size]
+            copied = tensors[layer].new_zeros(self.rows, new_size, *tensors[layer].shape[2:])
+            copied[:, positions % new_size] = tensors[layer][:, positions % old_size]
+            if frees:
+                tensors[layer] = copied
             moved.append(copied)
         return moved
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from redraft.constraints.pattern_compiler import COMPILE_SECONDS, CompilerProcess
+from redraft.engine.gpu_limit import peak_bytes
 from redraft.server import page
 from redraft.server.api import anthropic, canvas, llamacpp, ollama, openai
 from redraft.server.compiler_pool import CompilerPool
@@ -65,6 +66,8 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
     app.state.parsing = asyncio.Lock()  # held while a long body is parsed
     app.state.will_trim = False  # whether freed memory is about to be returned
     metrics.active.set_function(lambda: worker.active)
+    metrics.gpu_peak.set_function(lambda: peak_bytes(writer.model.device))
+    metrics.gpu_limit.set(writer.gpu_limit.limit if writer.gpu_limit is not None else 0)
     add_error_handlers(app)
     service = Service(writer, worker, metrics, config.name)
     for wire in (canvas, openai, anthropic, ollama, llamacpp):

@@ -22,7 +22,7 @@ def seeds_of(seed: int, best_of: int) -> list[int]:
 
 def count_fitting(engine: Engine, tokens: int) -> int:
     """How many KV caches of so many tokens fit the memory budget."""
-    nbytes = KVCache.count_bytes(engine.model.config, tokens, engine.model.dtype, engine.config.rewind)
+    nbytes = KVCache.count_bytes(engine.model.config, tokens, engine.model.cache_dtype, engine.config.rewind)
     return engine.scheduler.budget // max(1, nbytes)
 
 

@@ -14,11 +14,13 @@ from redraft.constraints.budget import Budget
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.errors import PatternError, shorten
 from redraft.constraints.pattern_compiler import Pattern
+from redraft.constraints.token_automaton import TokenAutomaton
 from redraft.engine import Replay
 from redraft.tokenizer.tokenizer import Message
 
 Prompt = str | Sequence[int] | Sequence[Message]  # a text to continue, its tokens, or a conversation to answer
 MAX_BEST_OF = 64
+DECISION_WORK = 100  # units of the budget for each position of a choice's canvas
 PATTERNS = ("regex", "schema", "choices")  # options that constrain the whole answer; at most one of them is set
 
 
@@ -91,6 +93,20 @@ def check_choices(choices: Sequence[str]) -> None:
         raise PatternError(f"choices must be a list of non-empty strings, got {shorten(choices)}")
     if len(set(choices)) < len(choices):
         raise PatternError(f"choices must differ from one another, got {shorten(choices)}")
+
+
+def constrain_choices(
+    automata: Sequence[TokenAutomaton], length: int, vocab_size: int, stops: Sequence[int]
+) -> list[Constraints]:
+    """One pattern for each choice's automaton, on a canvas of this length."""
+    budget = Budget()
+    patterns = []
+    for automaton in automata:
+        budget.spend(length * (DECISION_WORK + automaton.operations), "the list of choices")
+        constraints = Constraints(automaton=automaton)
+        constraints.validate(vocab_size, length, stops)
+        patterns.append(constraints)
+    return patterns
 
 
 def is_text_prompt(prompt: Prompt) -> bool:

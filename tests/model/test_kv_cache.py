@@ -102,3 +102,24 @@ def test_sliding_layers_do_not_grow_with_the_context():
     heads, size = CONFIG.layer_heads(1)
     assert large.nbytes - small.nbytes == 2 * 100 * heads * size * 4
     assert small._keys[0].shape[1] == 3
+
+
+@pytest.mark.parametrize("capacity", [12, 20, 40])
+def test_a_copied_prefix_is_the_context_cut_back(capacity):
+    """Equal to a copy that is rewound and moved; the cache itself stays. Moving gives the old tensors up."""
+    cache = KVCache(CONFIG, 1, 20, rewind=4)
+    contents: list[list[int]] = [[]]
+    append(cache, contents, [list(range(13))])
+    copied = cache.copy_prefix(11, capacity)
+    check_view(cache, [list(range(13))])
+    check_view(copied, [list(range(11))])
+    assert copied.nbytes == KVCache.count_bytes(CONFIG, capacity, torch.float32, 4)
+    moved = cache.select_rows([0])
+    moved.rewind([11])
+    old = moved._keys
+    moved = moved.with_capacity(capacity)
+    for layer in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(copied.view(layer), moved.view(layer), strict=True))
+        assert capacity == 20 or old[layer] is moved._keys[layer]
+    with pytest.raises(ValueError, match="cannot be cut to 3"):
+        cache.copy_prefix(3, capacity)

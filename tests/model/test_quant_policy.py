@@ -61,25 +61,26 @@ PLAIN_WEIGHT = torch.zeros(2, 2)
         (GPU, ATTENTION, None, None),
         (SMALL, EXPERT_DOWN, None, None),
         (SMALL, EMBEDDING, "Q6_K", None),
+        (replace(SMALL, packs_embedding=True), EMBEDDING, "Q6_K", "fp8"),
+        (replace(BF16, packs_embedding=True), EMBEDDING, None, None),
         (CPU, EXPERT_DOWN, "Q4_K", None),
         (CPU, EXPERT_DOWN, "float-quantized", "fp8"),
         (BF16, ATTENTION, "float-quantized", "fp8"),
     ],
 )
 def test_targets(policy, part, stored, target):
-    weight = PLAIN_WEIGHT if stored is None else FakeStored(stored)
-    assert policy.target(part, weight) == Target(target)
+    assert policy.target(part, stored) == Target(target)
 
 
 @pytest.mark.parametrize("quant", ["nvfp4", "int4", "fp8"])
 def test_targets_that_the_user_asks_for(quant):
     is_dequantized = quant != "fp8"
-    assert QuantPolicy(quant=quant).target(EXPERT_DOWN, PLAIN_WEIGHT) == Target(quant, is_dequantized)
+    assert QuantPolicy(quant=quant).target(EXPERT_DOWN, None) == Target(quant, is_dequantized)
     on_gpu = QuantPolicy(quant=quant, runs_packed=True)
-    assert on_gpu.target(EXPERT_DOWN, PLAIN_WEIGHT) == Target(quant)
-    assert on_gpu.target(ATTENTION, PLAIN_WEIGHT) == Target("fp8")
-    assert replace(on_gpu, keep_bf16=True).target(ATTENTION, PLAIN_WEIGHT) == PLAIN
-    assert on_gpu.target(EMBEDDING, PLAIN_WEIGHT) == PLAIN
+    assert on_gpu.target(EXPERT_DOWN, None) == Target(quant)
+    assert on_gpu.target(ATTENTION, None) == Target("fp8")
+    assert replace(on_gpu, keep_bf16=True).target(ATTENTION, None) == PLAIN
+    assert on_gpu.target(EMBEDDING, None) == PLAIN
 
 
 def test_every_weight_has_a_part():

@@ -193,6 +193,14 @@ def one_slot():
         yield writer, client
 
 
+def test_metrics_show_the_gpu_memory(one_slot):
+    """Nothing is used and nothing is limited without a GPU."""
+    _, client = one_slot
+    lines = client.get("/metrics").text.splitlines()
+    assert "redraft_gpu_limit_bytes 0.0" in lines
+    assert any(line.startswith("redraft_gpu_peak_bytes ") for line in lines)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "body"),

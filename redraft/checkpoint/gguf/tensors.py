@@ -105,6 +105,17 @@ class GgufTensors(Mapping[str, StoredTensor]):
             return padded if weight.type.dtype is None else padded.dequantize(weight.type.dtype)
         return weight if weight.type.dtype is None else self._plain(weight, weight.type.dtype)
 
+    def stored_format(self, name: str) -> str | None:
+        """The format of a quantized weight, without reading it; None for full precision."""
+        ours = self._ours[name]
+        parts = [ours] if ours in self._names else [f"{ours}.gate", f"{ours}.up"]
+        types = [self.file.tensors[self._names[part]].type for part in parts if part in self._names]
+        if all(type_.dtype is not None for type_ in types):
+            return None
+        weight = self[name]
+        assert not isinstance(weight, Tensor)
+        return weight.format
+
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
 

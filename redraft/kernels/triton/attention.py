@@ -8,6 +8,9 @@ partial results.
 A canvas position attends to the whole canvas and to the last `window - 1` cached tokens. A causal token attends to itself
 and the tokens before it, `window` tokens in all. The masks are those of `model/masks.py`.
 
+An fp8 cache holds e4m3 bytes without a scale. GPUs before sm_89 have no such type, so bytes become numbers by integer
+operations there, and numbers become bytes by integer operations everywhere.
+
 Shapes: B requests, S new tokens each, H query heads, G key-value heads (H is a multiple of G), K head size, J splits.
 """
 
@@ -63,7 +66,7 @@ class KVLocations(NamedTuple):
     """Where one layer's KV caches are in memory.
 
     Offsets are relative to `base`, a tensor of the same dtype: from a bare address the compiler could not infer an
-    alignment.
+    alignment. The base of fp8 caches is uint8.
     """
 
     base: Tensor
@@ -72,6 +75,11 @@ class KVLocations(NamedTuple):
     slots_B: Tensor  # int32
     lengths_B: Tensor  # cached tokens, int32
     counts_B: Tensor  # new tokens that `write_kv` stores, int32
+
+
+def has_fp8_type(device: torch.device) -> bool:
+    """Whether the compiler has an e4m3 type for this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def attend(
@@ -92,7 +100,8 @@ def attend(
     _attend[grid](
         q_BSHK, k_BSGK, v_BSGK, *cached, out_BSHK, partial_JRK, softmax_JR2,
         q_BSHK.stride(0), q_BSHK.stride(1), k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
-        b, s, heads, groups, window or 0, causal, splits == 1, size, max(16, triton.next_power_of_2(size)), rows, tiles.keys,
+        b, s, heads, groups, window or 0, causal, splits == 1, cached.base.dtype == torch.uint8, has_fp8_type(q_BSHK.device),
+        size, max(16, triton.next_power_of_2(size)), rows, tiles.keys,
         num_warps=tiles.warps, num_stages=tiles.stages, **pdl_options(),
     )  # fmt: skip
     if splits > 1:
@@ -132,9 +141,13 @@ def _attend(
     q, k, v, base, key_offsets, value_offsets, slots, lengths, counts, out, partial, softmax,
     q_row, q_token, k_row, k_token, v_row, v_token,
     B, S, H, G, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
+    FP8: tl.constexpr, HAS_FP8_TYPE: tl.constexpr,
     K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows of one request and key-value head, over one split of the keys. WHOLE: there is one split."""
+    """One tile of query rows of one request and key-value head, over one split of the keys. WHOLE: there is one split.
+
+    FP8: the caches hold e4m3 bytes.
+    """
     _pdl_wait(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(2)
@@ -170,8 +183,11 @@ def _attend(
         slot = (oldest + start) % slot_count + tl.arange(0, BLOCK_N)  # a modulo per key would cost more than the product
         offs = (tl.where(slot < slot_count, slot, slot - slot_count) * G + group)[:, None] * K + offs_k[None, :]
         mask = mask_n[:, None] & mask_k[None, :]
-        key = tl.load(key_base + offs, mask=mask, other=0.0)
-        value = tl.load(value_base + offs, mask=mask, other=0.0)
+        key = tl.load(key_base + offs, mask=mask, other=0)
+        value = tl.load(value_base + offs, mask=mask, other=0)
+        if FP8:
+            key = _decode_e4m3(key, HAS_FP8_TYPE).to(query.dtype)
+            value = _decode_e4m3(value, HAS_FP8_TYPE).to(query.dtype)
         visible = mask_n[None, :]
         if CAUSAL and WINDOW:
             visible = visible & (length + token[:, None] - (oldest + number)[None, :] < WINDOW)
@@ -199,6 +215,33 @@ def _attend(
         tl.store(partial + out_row[:, None] * K + offs_k[None, :], acc, mask=mask)
         tl.store(softmax + out_row * 2, row_max, mask=mask_m)
         tl.store(softmax + out_row * 2 + 1, row_sum, mask=mask_m)
+
+
+@triton.jit
+def _decode_e4m3(byte, HAS_FP8_TYPE: tl.constexpr):
+    """The numbers that e4m3 bytes stand for.
+
+    Without the type: sign, exponent and fraction at their places in a float32 are the number times 2^-120.
+    """
+    if HAS_FP8_TYPE:
+        number = byte.to(tl.float8e4nv, bitcast=True)
+    else:
+        bits = ((byte.to(tl.int32) & 128) << 24) | ((byte.to(tl.int32) & 127) << 20)
+        number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return number
+
+
+@triton.jit
+def _encode_e4m3(x):
+    """The e4m3 bytes nearest to these numbers, ties to the even code; numbers beyond 448 become 448."""
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
+    size = magnitude.to(tl.int32, bitcast=True)
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # 960: the difference of the exponents' biases, 120 * 8
+    # Below 2^-6 codes are multiples of 2^-9. Adding 2^14, whose last bit is 2^-9, rounds to one.
+    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xFFFFF
+    code = tl.where(magnitude < 0.015625, small, normal)
+    return (((bits >> 24) & 128) | code).to(tl.uint8)
 
 
 @triton.jit
@@ -235,6 +278,31 @@ def _combine_splits(
     tl.store(out + row[:, None] * K + offs_k[None, :], (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
+def round_kv_(k_BSGK: Tensor, v_BSGK: Tensor) -> None:
+    """Rounds keys and values to e4m3, in place: new tokens then attend to the numbers that an fp8 cache will hold."""
+    b, s, groups, size = k_BSGK.shape
+    _round_kv[(b * s, groups)](
+        k_BSGK, v_BSGK, k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
+        s, size, triton.next_power_of_2(size), num_warps=1, **pdl_options(),
+    )  # fmt: skip
+
+
+@triton.jit
+def _round_kv(k, v, k_row, k_token, v_row, v_token, S, K, K_PADDED: tl.constexpr, PDL: tl.constexpr):
+    """One token and one key-value head."""
+    _pdl_wait(PDL)
+    request = (tl.program_id(0) // S).to(tl.int64)
+    token = tl.program_id(0) % S
+    offs_k = tl.arange(0, K_PADDED)
+    offs = tl.program_id(1) * K + offs_k
+    k_ptr = k + request * k_row + token * k_token + offs
+    v_ptr = v + request * v_row + token * v_token + offs
+    key = _decode_e4m3(_encode_e4m3(tl.load(k_ptr, mask=offs_k < K, other=0.0)), False)
+    value = _decode_e4m3(_encode_e4m3(tl.load(v_ptr, mask=offs_k < K, other=0.0)), False)
+    tl.store(k_ptr, key.to(k.dtype.element_ty), mask=offs_k < K)
+    tl.store(v_ptr, value.to(v.dtype.element_ty), mask=offs_k < K)
+
+
 def write_kv(k_BSGK: Tensor, v_BSGK: Tensor, cached: KVLocations) -> None:
     """Writes the first `counts_B` new keys and values into the caches, the last of them where a ring is smaller.
 
@@ -244,14 +312,14 @@ def write_kv(k_BSGK: Tensor, v_BSGK: Tensor, cached: KVLocations) -> None:
     size_padded = triton.next_power_of_2(size)
     _write_kv[(b * s, groups)](
         k_BSGK, v_BSGK, *cached, k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
-        s, groups, size, size_padded, num_warps=1, **pdl_options(),
+        s, groups, size, cached.base.dtype == torch.uint8, size_padded, num_warps=1, **pdl_options(),
     )  # fmt: skip
 
 
 @triton.jit
 def _write_kv(
     k, v, base, key_offsets, value_offsets, slots, lengths, counts, k_row, k_token, v_row, v_token, S, G, K,
-    K_PADDED: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, K_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and one key-value head."""
     _pdl_wait(PDL)
@@ -265,5 +333,8 @@ def _write_kv(
     offs = (((tl.load(lengths + request) + token) % slot_count).to(tl.int64) * G + group) * K + offs_k
     key = tl.load(k + request.to(tl.int64) * k_row + token * k_token + group * K + offs_k, mask=mask, other=0.0)
     value = tl.load(v + request.to(tl.int64) * v_row + token * v_token + group * K + offs_k, mask=mask, other=0.0)
+    if FP8:
+        key = _encode_e4m3(key)
+        value = _encode_e4m3(value)
     tl.store(base + tl.multiple_of(tl.load(key_offsets + request), 16) + offs, key, mask=mask)
     tl.store(base + tl.multiple_of(tl.load(value_offsets + request), 16) + offs, value, mask=mask)

@@ -5,18 +5,21 @@ Shapes: E matrices of a stack, O rows, I inputs.
 
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.packed import FORMATS, PackedTensor, dequantize_packed
-from redraft.model.quant.policy import EXPERT_GATE_UP, FORMAT_WORDS, NATIVE, QuantPolicy, Target, part_of
+from redraft.model.quant.policy import EMBEDDING, EXPERT_GATE_UP, FORMAT_WORDS, NATIVE, QuantPolicy, Target, part_of
 from redraft.model.quant.quantizers import RoundingError, measure_error, quantize_weight
 from redraft.model.quant.stored import StoredWeight
 
 LOG = logging.getLogger("redraft")
 EXPERTS_AT_ONCE = 8
+ROWS_AT_ONCE = 2**14  # of an embedding
+WeightT = TypeVar("WeightT", bound=Tensor | PackedTensor)
 
 
 def split_stack(weight: Tensor | StoredWeight) -> Iterator[Tensor | StoredWeight]:
@@ -27,6 +30,11 @@ def split_stack(weight: Tensor | StoredWeight) -> Iterator[Tensor | StoredWeight
     for first in range(0, weight.shape[0], EXPERTS_AT_ONCE):
         some = slice(first, first + EXPERTS_AT_ONCE)
         yield weight[some] if isinstance(weight, Tensor) else weight.select(some)
+
+
+def stored_format(weight: Tensor | StoredWeight) -> str | None:
+    """The format of a quantized weight; None for one in full precision."""
+    return None if isinstance(weight, Tensor) else weight.format
 
 
 def format_name(weight: Tensor | StoredWeight) -> str:
@@ -49,7 +57,7 @@ def pack_piece(
         native = NATIVE.get(weight.format)
         packed = weight.pack() if native == to else None
         if packed is not None:
-            return PackedPiece(_move(packed, device), None)
+            return PackedPiece(move_packed(packed, device), None)
         if native == to:
             to = substitute
     numbers = (weight if isinstance(weight, Tensor) else weight.dequantize()).to(device)
@@ -81,7 +89,7 @@ class Converter:
 
     def convert(self, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype) -> Tensor | PackedTensor:
         """A weight, by our name of it, in the format that the policy chooses, on the device."""
-        return self.convert_to(self.policy.target(part_of(name), weight), name, weight, dtype)
+        return self.convert_to(self.policy.target(part_of(name), stored_format(weight)), name, weight, dtype)
 
     def convert_to(
         self, target: Target, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype
@@ -89,6 +97,8 @@ class Converter:
         """The same with a given target."""
         if target.format is None:
             return self._read(name, weight, dtype)
+        if part_of(name) == EMBEDDING:
+            return self._pack_embedding(name, weight, dtype)
         pieces = [
             pack_piece(piece, target.format, parts=parts_of(name), substitute=self.policy.substitute, device=self.device)
             for piece in split_stack(weight)
@@ -102,6 +112,20 @@ class Converter:
         if errors:
             self._record(name, weight, words, errors)
         return packed
+
+    def _pack_embedding(self, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype) -> Fp8Tensor:
+        """The embedding in fp8, some rows at a time: in float32 the whole table would take twice its memory."""
+        table = (weight if isinstance(weight, Tensor) else weight.dequantize(dtype)).to(self.device)
+        pieces = []
+        errors = []
+        for rows in table.split(ROWS_AT_ONCE):
+            packed = quantize_weight(rows, "fp8")
+            pieces.append(packed)
+            errors.append(measure_error(rows, packed))
+        self._record(name, weight, FORMAT_WORDS["fp8"], errors)
+        joined = join(pieces)
+        assert isinstance(joined, Fp8Tensor)
+        return joined
 
     def _read(self, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype) -> Tensor:
         """A weight in full precision. First to the device, then to the precision: a conversion on the way would be slow."""
@@ -147,6 +171,10 @@ def join(pieces: list[PackedTensor]) -> PackedTensor:
     return type(pieces[0])(*fields)
 
 
-def _move(packed: PackedTensor, device: torch.device | str) -> PackedTensor:
+def move_packed(weight: WeightT, device: torch.device | str) -> WeightT:
+    """A weight on another device, packed or not."""
+    if isinstance(weight, Tensor):
+        return weight.to(device)
+    packed: Any = weight
     fields: list[Any] = [None if tensor is None else tensor.to(device) for tensor in packed]
     return type(packed)(*fields)

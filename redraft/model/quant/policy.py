@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from redraft.kernels.backend import select_backend
-from redraft.model.quant.stored import StoredWeight
 
 QUANT_FORMATS = ("nvfp4", "int4", "fp8")
 FORMAT_WORDS = {"nvfp4": "NVFP4", "int4": "int4 in groups of 32", "fp8": "fp8 by channel"}
@@ -77,8 +75,9 @@ class QuantPolicy:
     """The user's wishes and what the device can do."""
 
     quant: str | None = None  # the format that the user asks for
-    keep_bf16: bool = False  # attention and dense MLP are not rounded to fp8
+    keep_bf16: bool = False  # attention, dense MLP and embedding are not rounded to fp8
     prefer_small: bool = False  # memory is scarce
+    packs_embedding: bool = False  # the embedding is rounded to fp8
     runs_packed: bool = False  # the device computes with 4-bit weights
 
     def __post_init__(self) -> None:
@@ -86,24 +85,24 @@ class QuantPolicy:
             raise ValueError(f"there is no quantization {self.quant!r}; try {', '.join(QUANT_FORMATS)}")
 
     @classmethod
-    def for_device(
-        cls, device: torch.device | str, *, quant: str | None = None, keep_bf16: bool = False, prefer_small: bool = False
-    ) -> "QuantPolicy":
+    def for_device(cls, device: torch.device | str, *, quant: str | None = None, **wishes: bool) -> "QuantPolicy":
         """The policy of a device. On a GPU 4-bit weights stay packed whatever the kernels, since memory is scarce there."""
         runs_packed = torch.device(device).type == "cuda" or select_backend(device).uses_triton
-        return cls(quant=quant, keep_bf16=keep_bf16, prefer_small=prefer_small, runs_packed=runs_packed)
+        return cls(quant=quant, runs_packed=runs_packed, **wishes)
 
     @property
     def substitute(self) -> str:
         """The format of experts that are stored in a format which no kernel runs."""
         return "nvfp4" if self.prefer_small else "fp8"
 
-    def target(self, part: str, weight: Tensor | StoredWeight) -> Target:
-        """What a weight of this part becomes."""
+    def target(self, part: str, stored_format: str | None) -> Target:
+        """What a weight of this part becomes. `stored_format` is the file's word; None: full precision."""
+        if part == EMBEDDING and self.packs_embedding and not self.keep_bf16:
+            return Target("fp8")
         if part not in QUANTIZED_PARTS:
             return PLAIN
         is_expert = part in EXPERTS
-        native = None if isinstance(weight, Tensor) else NATIVE.get(weight.format)
+        native = NATIVE.get(stored_format) if stored_format is not None else None
         if self.quant is not None:
             wished = self.quant if is_expert else "fp8"
             if not is_expert and self.keep_bf16:
@@ -111,7 +110,7 @@ class QuantPolicy:
             return Target(wished, is_dequantized=wished != "fp8" and not self.runs_packed)
         if native == "fp8":
             return Target("fp8")
-        if isinstance(weight, Tensor):
+        if stored_format is None:
             return Target("fp8") if self.prefer_small and not is_expert and not self.keep_bf16 else PLAIN
         if not self.runs_packed:
             return PLAIN

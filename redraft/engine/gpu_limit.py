@@ -1,0 +1,127 @@
+"""GpuLimit: keeps a process within `--gpu-memory`, from the start of loading on.
+
+Torch's allocator refuses what goes beyond the limit, so a plan that is wrong ends in an error and not in more memory. What
+CUDA takes for itself (context, modules) is measured and subtracted from what torch may allocate. Segments of the allocator
+are expandable: weights that are freed while others are joined would otherwise leave holes that no KV cache fits.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from redraft.checkpoint.placement import Placement
+from redraft.config import ConfigError, EngineConfig, ModelConfig
+from redraft.engine.memory_plan import (
+    CONTEXT_BYTES,
+    DEFAULT_CONTEXT,
+    FP8_EMBEDDING_LIMIT,
+    Demand,
+    MemoryPlan,
+    WeightBytes,
+    parse_bytes,
+    plan_memory,
+)
+from redraft.engine.offload import measure_bus, offload_experts
+from redraft.kernels.backend import select_device
+from redraft.model.diffusion_gemma import DiffusionGemma
+
+MODULE_BYTES = 100_000_000  # that kernels and libraries add to a fresh CUDA context
+
+
+class GpuLimit:
+    """The limit of one process, and the plan that divides it once the sizes of the weights are known."""
+
+    def __init__(self, device: torch.device, limit: str | int | float, demand: Demand) -> None:
+        if device.type != "cuda":
+            raise ConfigError(f"gpu_memory is {limit!r}, but the model runs on {device}: leave it out, or choose a GPU")
+        self.device = device
+        self.limit = parse_bytes(limit)
+        self.demand = demand
+        self.plan: MemoryPlan | None = None
+        self.bus: float | None = None  # bytes per second, measured when experts are offloaded
+        total = torch.cuda.get_device_properties(device).total_memory
+        if self.limit > total:
+            raise ConfigError(f"gpu_memory is {self.limit / 1e9:.2f} GB, but {device} has {total / 1e9:.2f} GB: lower it")
+        self.cuda_context = measure_cuda_context(device)
+        use_expandable_segments()
+        torch.cuda.set_per_process_memory_fraction(max(0.0, (self.limit - self.cuda_context) / total), device)
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Options of `load_checkpoint`. Below 20 GiB all but the experts is fp8, which makes room for a context."""
+        is_small = self.limit < FP8_EMBEDDING_LIMIT
+        return {"place": self.place, "prefer_small": is_small, "packs_embedding": is_small}
+
+    def place(self, config: ModelConfig, sizes: Mapping[str, int], dtype: torch.dtype) -> Placement:
+        """Plans the memory of a model; the loader calls it before it loads weights. Raises MemoryLimitError."""
+        weights = WeightBytes.from_sizes(sizes, config.num_hidden_layers)
+        options = {"dtype": dtype, "cuda_context": self.cuda_context}
+        self.plan = plan_memory(config, weights, self.limit, self.demand, **options)
+        return Placement(self.device, frozenset(self.plan.offloaded_layers))
+
+    def offload(self, model: DiffusionGemma) -> EngineConfig:
+        """Pins the experts that the loader left in host memory, and streams them. Returns the engine's settings."""
+        assert self.plan is not None
+        if self.plan.offloaded:
+            self.bus = measure_bus(self.device)
+            torch.cuda.empty_cache()
+            offload_experts(model, self.plan.offloaded_layers)
+        return self.plan.engine_config
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The plan as lines of a table."""
+        return self.plan.rows(self.bus) if self.plan is not None else []
+
+    @property
+    def peak(self) -> str:
+        """The most memory that the process has used, beside its limit."""
+        return f"GPU memory: at most {peak_bytes(self.device) / 1e9:.2f} of {self.limit / 1e9:.2f} GB"
+
+
+def limit_gpu(
+    device: torch.device | str | None,
+    gpu_memory: str | float | None,
+    context: int | None,
+    kv: str | None,
+    verify_with: object,
+) -> GpuLimit | None:
+    """The limit that a user asks for; None without one. Refuses settings that cannot be, before anything is loaded."""
+    kv = EngineConfig(kv=kv).kv
+    if gpu_memory is None:
+        if context is not None:
+            raise ConfigError(f"context is {context}, but only gpu_memory plans for a context: give both, or leave it out")
+        return None
+    if verify_with is not None:
+        raise ConfigError("gpu_memory plans the memory of one model: leave verify_with out")
+    demand = Demand(context=DEFAULT_CONTEXT if context is None else context, kv=kv)
+    return GpuLimit(select_device(device), gpu_memory, demand)
+
+
+def use_expandable_segments() -> None:
+    """Lets torch's allocator give back parts of a segment. It has no public setting for this at run time."""
+    set_option: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    set_option = set_option or torch.cuda.memory._set_allocator_settings  # before torch 2.10
+    set_option("expandable_segments:True")
+
+
+def measure_cuda_context(device: torch.device) -> int:
+    """Memory that CUDA takes for itself, with what its modules will add.
+
+    The driver reports the whole card: what other processes use is counted too, up to twice the usual size of a context.
+    """
+    torch.zeros(1, device=device)
+    return min(max(_outside_torch(device) + MODULE_BYTES, CONTEXT_BYTES), 2 * CONTEXT_BYTES)
+
+
+def _outside_torch(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has used: what torch has reserved, and CUDA's own. 0 without a GPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_reserved(device) + min(_outside_torch(device), 2 * CONTEXT_BYTES)

@@ -1,0 +1,387 @@
+"""The memory plan: what a GPU's memory is used for when `--gpu-memory` limits it. A pure function of numbers.
+
+    weights + KV caches + graphs + other buffers + CUDA context + reserve <= limit
+
+The plan offloads as few layers' experts as it can. With these it makes the prefill chunks as long as asked for, or as fits,
+and then runs as many canvases at once as asked for, or as fit. None of these choices changes a token of an answer. What is
+left belongs to KV caches: those of running requests and the prefix cache.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from redraft.config import ConfigError, EngineConfig, ModelConfig, require_int, show_value
+from redraft.engine.offload import ALIGNMENT, SLOTS, choose_offloaded, copied_layers
+from redraft.engine.runner import MAX_ROWS
+from redraft.kernels.fp8 import FP8_DTYPE
+from redraft.kernels.packed import count_packed_bytes
+from redraft.kernels.vocabulary import CHUNK_LOGITS
+from redraft.model.kv_cache import KVCache
+
+DEFAULT_CONTEXT = 16_384
+MIN_CHUNK = 256  # tokens of the shortest prefill chunk
+CONTEXT_BYTES = 500_000_000  # of CUDA: context, modules and what libraries allocate by themselves; measured 0.4 to 0.6e9
+WORKSPACE_BYTES = 270_000_000  # of cuBLAS: 32 MiB on Hopper for every stream that multiplies
+RESERVE_SHARE = 200  # a two-hundredth of the limit is for fragmentation
+FP8_EMBEDDING_LIMIT = 20 * 2**30  # below this an embedding in fp8 is the default
+
+UNITS = {"": 1, "gb": 10**9, "g": 10**9, "gib": 2**30, "mb": 10**6, "m": 10**6, "mib": 2**20, "b": 1}
+
+
+class MemoryLimitError(ConfigError):
+    """A model does not fit the memory that it may use. The message says what would have to be smaller."""
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """Bytes from "18GB", "18GiB", "18000MB", "18e9" or "18"; a bare number below 1024 counts gigabytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\+?\d{1,2})?)\s*([gmb]?i?b?)\s*", str(text).lower())
+    unit = UNITS.get(match[2]) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{show_value(text)} is not an amount of memory; write 18GB, 18GiB or 18e9")
+    number = float(match[1])
+    if not match[2] and number < 1024:
+        unit = 10**9
+    if not 10**6 <= number * unit <= 2**50:
+        raise ConfigError(f"{show_value(text)} is {number * unit:.0f} bytes, too few or too many; write 18GB, 18GiB or 18e9")
+    return int(number * unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """The formats of a model's parts: bf16, float32, fp8, nvfp4, int4, or "int4 with minimum"."""
+
+    experts: str = "bf16"
+    attention: str = "bf16"
+    dense: str = "bf16"
+    embedding: str = "bf16"
+
+
+def home_formats(limit: int) -> Formats:
+    """The formats to run a 4-bit checkpoint in within this much memory.
+
+    Attention and dense MLP in fp8: products with 256 rows are bound by arithmetic, which is twice as fast in fp8. Below 20
+    GiB the embedding is fp8 too, which is what makes room for a context.
+    """
+    embedding = "fp8" if limit < FP8_EMBEDDING_LIMIT else "bf16"
+    return Formats(experts="nvfp4", attention="fp8", dense="fp8", embedding=embedding)
+
+
+def count_matrix_bytes(rows: int, inputs: int, format: str) -> int:
+    """Bytes of a matrix in device memory, in full precision or packed."""
+    full_precision = {"float32": 4, "bf16": 2}
+    return full_precision[format] * rows * inputs if format in full_precision else count_packed_bytes(rows, inputs, format)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightBytes:
+    """Bytes of a model's weights by part."""
+
+    embedding: int
+    attention: int
+    dense: int
+    experts: tuple[int, ...]  # of each layer
+    other: int  # router, self-conditioning, draft head, norms, scalars
+
+    @classmethod
+    def from_formats(cls, config: ModelConfig, formats: Formats) -> "WeightBytes":
+        """Counts a model of this shape in these formats. What no format names is bf16."""
+        size = config.hidden_size
+        inner = config.moe_intermediate_size
+        counts = config.parameter_counts()
+        attention = 0
+        for layer, kind in enumerate(config.layer_types):
+            heads, head_size = config.layer_heads(layer)
+            queries = config.num_attention_heads * head_size
+            kv_projections = 2 if kind == "sliding_attention" else 1
+            attention += count_matrix_bytes(queries, size, formats.attention)
+            attention += kv_projections * count_matrix_bytes(heads * head_size, size, formats.attention)
+            attention += count_matrix_bytes(size, queries, formats.attention)
+        dense = 2 * count_matrix_bytes(config.intermediate_size, size, formats.dense)
+        dense += count_matrix_bytes(size, config.intermediate_size, formats.dense)
+        expert = 2 * count_matrix_bytes(inner, size, formats.experts) + count_matrix_bytes(size, inner, formats.experts)
+        rest = ("router", "self-conditioning", "draft head", "norms and scalars")
+        full_precision = 4 if formats.embedding == "float32" else 2
+        return cls(
+            embedding=count_matrix_bytes(config.vocab_size, size, formats.embedding),
+            attention=attention,
+            dense=dense * config.num_hidden_layers,
+            experts=(expert * config.num_experts,) * config.num_hidden_layers,
+            other=full_precision * sum(counts[part] for part in rest),
+        )
+
+    @classmethod
+    def from_sizes(cls, sizes: Mapping[str, int], layers: int) -> "WeightBytes":
+        """Adds up the bytes of single weights, given by their names in the model."""
+        experts = [0] * layers
+        parts = {"embedding": 0, "attention": 0, "dense": 0, "other": 0}
+        for name, size in sizes.items():
+            layer = re.match(r"layers\.(\d+)\.(experts|self_attn\.\w_proj|mlp)\.", name)
+            if name.startswith("embed_tokens."):
+                parts["embedding"] += size
+            elif layer is None:
+                parts["other"] += size
+            elif layer[2] == "experts":
+                experts[int(layer[1])] += size
+            else:
+                parts["dense" if layer[2] == "mlp" else "attention"] += size
+        return cls(**parts, experts=tuple(experts))
+
+    @property
+    def total(self) -> int:
+        """All weights."""
+        return self.embedding + self.attention + self.dense + sum(self.experts) + self.other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What the user asks for. The plan may run fewer canvases and prefill shorter chunks."""
+
+    context: int = DEFAULT_CONTEXT  # tokens of the longest request, answer included
+    canvases: int = EngineConfig.max_running
+    prefill_chunk: int = EngineConfig.prefill_chunk
+    prefix_cache_entries: int = EngineConfig.prefix_cache_entries
+    rewind: int = EngineConfig.rewind
+    kv: str | None = None  # "fp8", or None: as the weights
+    has_constraints: bool = True  # room for constrained and watched requests, which the reference sampler runs
+
+    def __post_init__(self) -> None:
+        for name in ("context", "canvases", "prefill_chunk"):
+            require_int(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """A division of the memory. `parts` adds up to at most the limit."""
+
+    limit: int
+    config: ModelConfig = field(repr=False)
+    weights: WeightBytes
+    demand: Demand
+    canvases: int
+    prefill_chunk: int
+    offloaded: int = 0  # layers whose experts are in host memory
+    dtype: torch.dtype = torch.bfloat16
+    cuda_context: int = CONTEXT_BYTES
+
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """Bytes of everything on the GPU but the KV caches."""
+        config = self.config
+        itemsize = self.dtype.itemsize
+        tokens = _padded(self.canvases) * config.canvas_length
+        logits = config.canvas_length * config.vocab_size
+        graphs = tokens * config.vocab_size * itemsize + (_padded(self.prefill_chunk) + tokens) * self._token_bytes
+        sampler = 0
+        if self.demand.has_constraints:
+            rows = min(MAX_ROWS, self.canvases)
+            # Logits of all rows, shaped logits of one, and the temporary tensors of a chunk, all of them float32.
+            sampler = 4 * rows * logits + 4 * logits + 16 * min(CHUNK_LOGITS["cuda"], logits)
+        return {
+            "embedding and head": self.weights.embedding,
+            "attention": self.weights.attention,
+            "dense MLP": self.weights.dense,
+            "experts": sum(self.weights.experts) - self.host_bytes,
+            "slots of offloaded experts": self.slot_bytes,
+            "router, norms, others": self.weights.other,
+            "CUDA graphs: logits and activations": graphs,
+            "prefill and constrained requests": max(self.prefill_chunk * self._token_bytes, sampler),
+            "workspaces": WORKSPACE_BYTES + self._largest_cache_tensor,
+            "CUDA context": self.cuda_context,
+            "reserve": self.limit // RESERVE_SHARE,
+        }
+
+    @property
+    def _token_bytes(self) -> int:
+        """Activations of one token while it is in a layer."""
+        config = self.config
+        head_width = max(math.prod(config.layer_heads(layer)) for layer in range(config.num_hidden_layers))
+        query_width = config.num_attention_heads * max(config.head_dim, config.global_head_dim)
+        attention = 3 * query_width + 4 * head_width
+        experts = config.top_k_experts * (config.hidden_size + config.moe_intermediate_size)
+        return self.dtype.itemsize * (attention + experts + 4 * config.intermediate_size + 8 * config.hidden_size)
+
+    @property
+    def _largest_cache_tensor(self) -> int:
+        """A KV cache that changes its capacity holds one tensor twice for a moment."""
+        config = self.config
+        width = max(math.prod(config.layer_heads(layer)) for layer in range(config.num_hidden_layers))
+        return self.demand.context * width * self.kv_dtype.itemsize
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """In which KV caches are stored."""
+        return FP8_DTYPE if self.demand.kv == "fp8" else self.dtype
+
+    @property
+    def context_bytes(self) -> int:
+        """The KV cache of one request of the longest context."""
+        return KVCache.count_bytes(self.config, self.demand.context, self.kv_dtype, self.demand.rewind)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What is left for KV caches."""
+        return self.limit - sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether every canvas can have the longest context."""
+        return self.cache_bytes >= self.canvases * self.context_bytes
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which it does not fit."""
+        return max(0, self.canvases * self.context_bytes - self.cache_bytes)
+
+    @property
+    def offloaded_layers(self) -> tuple[int, ...]:
+        """The layers whose experts are in host memory."""
+        return choose_offloaded(len(self.weights.experts), self.offloaded)
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory of offloaded experts."""
+        return sum(self.weights.experts[layer] for layer in self.offloaded_layers)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory through which offloaded experts pass. Tensors in a slot are aligned."""
+        if not self.offloaded:
+            return 0
+        return min(SLOTS, self.offloaded) * (max(self.weights.experts) + 8 * ALIGNMENT)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that one step copies to the GPU."""
+        layers = self.offloaded_layers
+        return sum(self.weights.experts[layers[number]] for number in copied_layers(self.offloaded))
+
+    @property
+    def allocator_bytes(self) -> int:
+        """What torch may allocate: the rest is CUDA's own."""
+        return self.limit - self.cuda_context
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """The settings of an engine that keeps to the plan."""
+        return EngineConfig(
+            max_running=self.canvases,
+            cache_bytes=self.cache_bytes,
+            prefill_chunk=self.prefill_chunk,
+            prefix_cache_entries=self.demand.prefix_cache_entries,
+            rewind=self.demand.rewind,
+            kv=self.demand.kv,
+        )
+
+    def rows(self, bus: float | None = None) -> list[tuple[str, str]]:
+        """The plan as lines of a table: the bytes of each part, then what was chosen. `bus` is its speed in bytes/s."""
+        lines = [(name, f"{size / 1e9:.2f} GB") for name, size in self.parts.items() if size]
+        lines.append(("KV caches", f"{self.cache_bytes / 1e9:.2f} GB"))
+        lines.append(("limit", f"{self.limit / 1e9:.2f} GB"))
+        canvases = f"{self.canvases} at once, each with {self.demand.context:,} tokens of context ({self._kv_name} KV cache)"
+        lines.append(("canvases", canvases + self._asked(self.canvases, self.demand.canvases)))
+        chunk = f"{self.prefill_chunk:,} tokens"
+        lines.append(("prefill chunk", chunk + self._asked(self.prefill_chunk, self.demand.prefill_chunk)))
+        if self.offloaded:
+            where = f"experts of {self.offloaded} of {len(self.weights.experts)} layers, {self.host_bytes / 1e9:.2f} GB"
+            lines.append(("in host memory", where))
+            copies = f"{self.step_bytes / 1e9:.2f} GB a step"
+            if bus:
+                copies += f": {1e3 * self.step_bytes / bus:.0f} ms at {bus / 1e9:.1f} GB/s, measured"
+            lines.append(("over the bus", copies))
+        return lines
+
+    @property
+    def _kv_name(self) -> str:
+        return str(self.kv_dtype).removeprefix("torch.").replace("float8_e4m3fn", "fp8").replace("bfloat16", "bf16")
+
+    @staticmethod
+    def _asked(chosen: int, asked: int) -> str:
+        return f"; asked for {asked:,}" if chosen != asked else ""
+
+
+def _padded(number: int) -> int:
+    """Graphs are captured for powers of two."""
+    return 1 << (number - 1).bit_length()
+
+
+def plan_memory(
+    config: ModelConfig,
+    weights: WeightBytes,
+    limit: int,
+    demand: Demand | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    cuda_context: int = CONTEXT_BYTES,
+) -> MemoryPlan:
+    """Divides `limit` bytes. Raises MemoryLimitError if even the smallest settings do not fit."""
+    demand = demand or Demand()
+    smallest = MemoryPlan(
+        limit=limit,
+        config=config,
+        weights=weights,
+        demand=demand,
+        canvases=1,
+        prefill_chunk=min(MIN_CHUNK, demand.prefill_chunk),
+        dtype=dtype,
+        cuda_context=cuda_context,
+    )
+    layers = len(weights.experts)
+    # Fewer layers than slots, or as many, would take as much memory in slots as they free.
+    plans = [replace(smallest, offloaded=count) for count in (0, *range(SLOTS + 1, layers + 1))]
+    plan = next((plan for plan in plans if plan.fits), None)
+    if plan is None:
+        raise MemoryLimitError(_explain_misfit(min(plans, key=lambda plan: plan.missing)))
+    for chunk in _halvings(demand.prefill_chunk, plan.prefill_chunk):
+        if replace(plan, prefill_chunk=chunk).fits:
+            plan = replace(plan, prefill_chunk=chunk)
+            break
+    for canvases in _halvings(demand.canvases, 1):
+        if replace(plan, canvases=canvases).fits:
+            return replace(plan, canvases=canvases)
+    return plan
+
+
+def _halvings(number: int, smallest: int) -> list[int]:
+    """The number, its half, and so on, all of them above the smallest."""
+    numbers = []
+    while number > smallest:
+        numbers.append(number)
+        number //= 2
+    return numbers
+
+
+def _explain_misfit(plan: MemoryPlan) -> str:
+    """One sentence: what is missing, and what would free how much."""
+    weights = plan.weights
+    ways = []
+    context = find_longest_context(plan, plan.demand.context)
+    if context:
+        ways.append(f"a context of {context:,} tokens instead of {plan.demand.context:,} (--context)")
+    if plan.kv_dtype != FP8_DTYPE:
+        ways.append(f"--kv fp8 ({plan.context_bytes * (1 - 1 / plan.dtype.itemsize) / 1e9:.2f} GB less)")
+    halved = weights.embedding // 2
+    if weights.embedding > plan.config.vocab_size * (plan.config.hidden_size + 4):
+        ways.append(f"an embedding in fp8 ({halved / 1e9:.2f} GB less)")
+    ways.append(f"a limit of {(plan.limit + plan.missing * RESERVE_SHARE // (RESERVE_SHARE - 1) + 1) / 1e9:.2f} GB")
+    where = f" with the experts of {plan.offloaded} layers in host memory" if plan.offloaded else ""
+    return (
+        f"the model does not fit {plan.limit / 1e9:.2f} GB{where}: {plan.missing / 1e9:.2f} GB are missing for one canvas "
+        f"and {plan.demand.context:,} tokens of context; what would fit or help: {', '.join(ways)}"
+    )
+
+
+def find_longest_context(plan: MemoryPlan, most: int) -> int:
+    """The longest context that fits with the other choices of a plan, in steps of 256 tokens; 0 if none does."""
+    low, high = 0, most // 256
+    while low < high:
+        middle = (low + high + 1) // 2
+        if replace(plan, demand=replace(plan.demand, context=256 * middle)).fits:
+            low = middle
+        else:
+            high = middle - 1
+    return 256 * low

@@ -1,0 +1,235 @@
+"""The memory plan: within the limit, better with more memory, refused only when nothing fits; bytes = those of models."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_models import pack_experts
+
+import redraft
+from redraft import checkpoint
+from redraft.checkpoint.placement import Placement
+from redraft.config import ConfigError, ModelConfig
+from redraft.engine import gpu_limit
+from redraft.engine.engine import Engine
+from redraft.engine.gpu_limit import GpuLimit, limit_gpu
+from redraft.engine.memory_plan import (
+    MIN_CHUNK,
+    RESERVE_SHARE,
+    Demand,
+    Formats,
+    MemoryLimitError,
+    MemoryPlan,
+    WeightBytes,
+    parse_bytes,
+    plan_memory,
+)
+from redraft.engine.offload import find_stream, offload_experts
+from redraft.kernels.fp8 import FP8_DTYPE
+from redraft.model.kv_cache import KVCache
+from redraft.model.quant.fp8 import quantize_fp8
+
+RELEASED = ModelConfig()
+LAYOUTS = {
+    "published": Formats(experts="nvfp4"),
+    "fp8 beside": Formats(experts="nvfp4", attention="fp8", dense="fp8"),
+    "fp8 embedding": Formats(experts="nvfp4", attention="fp8", dense="fp8", embedding="fp8"),
+    "bf16": Formats(),
+}
+WEIGHTS = {name: WeightBytes.from_formats(RELEASED, formats) for name, formats in LAYOUTS.items()}
+demands = st.builds(
+    Demand,
+    context=st.sampled_from([256, 4096, 16_384, 131_072, 262_144]),
+    canvases=st.integers(1, 16),
+    prefill_chunk=st.sampled_from([64, 256, 2048, 3000]),
+    rewind=st.sampled_from([0, 512]),
+    kv=st.sampled_from([None, "fp8"]),
+    has_constraints=st.booleans(),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("18GB", 18 * 10**9), ("18 gb", 18 * 10**9), ("18G", 18 * 10**9), ("18GiB", 18 * 2**30), ("18e9", 18 * 10**9),
+        ("18", 18 * 10**9), (18, 18 * 10**9), (1.8e10, 18 * 10**9), ("7.5GB", 7_500_000_000), ("8000MB", 8 * 10**9),
+        ("18000000000", 18 * 10**9), ("512MiB", 2**29),
+    ],
+)  # fmt: skip
+def test_amounts_of_memory(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "18TB", "18 gigs", "1e99", "nan", "inf", "0", "2000", "18GBx", "1e9GB"])
+def test_other_texts_are_refused_with_the_text(text):
+    with pytest.raises(ConfigError, match="write 18GB, 18GiB or 18e9") as error:
+        parse_bytes(text)
+    assert repr(text) in str(error.value)
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(sorted(WEIGHTS)), demands, st.integers(1 * 10**9, 90 * 10**9), st.integers(0, 10 * 10**9))
+def test_plans(layout, demand, limit, more):
+    """The sum is the limit; more memory never means more offloading; only what cannot fit is refused."""
+    weights = WEIGHTS[layout]
+    try:
+        plan = plan_memory(RELEASED, weights, limit, demand)
+    except MemoryLimitError:
+        smallest = MemoryPlan(
+            limit=limit, config=RELEASED, weights=weights, demand=demand, canvases=1,
+            prefill_chunk=min(MIN_CHUNK, demand.prefill_chunk),
+        )  # fmt: skip
+        assert not any(replace(smallest, offloaded=count).fits for count in range(31))
+        return
+    assert sum(plan.parts.values()) + plan.cache_bytes == limit
+    assert all(size >= 0 for size in plan.parts.values())
+    assert plan.cache_bytes >= plan.canvases * KVCache.count_bytes(RELEASED, demand.context, plan.kv_dtype, demand.rewind)
+    assert plan.canvases <= demand.canvases
+    assert plan.prefill_chunk <= demand.prefill_chunk
+    on_device = plan.parts["experts"] + plan.host_bytes
+    assert on_device == sum(weights.experts)
+    assert plan.engine_config.cache_bytes == plan.cache_bytes
+    larger = plan_memory(RELEASED, weights, limit + more, demand)
+    assert rank(larger) >= rank(plan)
+    if plan.offloaded:  # with one layer less in host memory it does not fit, however small
+        fewer = replace(plan, offloaded=0 if plan.offloaded == 3 else plan.offloaded - 1, canvases=1)
+        assert not replace(fewer, prefill_chunk=min(MIN_CHUNK, demand.prefill_chunk)).fits
+
+
+def rank(plan: MemoryPlan) -> tuple[int, int, int]:
+    return -plan.offloaded, plan.prefill_chunk, plan.canvases
+
+
+def test_what_is_refused_says_what_would_fit():
+    """The limit and the context that the message names do fit."""
+    with pytest.raises(MemoryLimitError) as error:
+        plan_memory(RELEASED, WEIGHTS["published"], 8 * 10**9)
+    message = str(error.value)
+    assert "does not fit 8.00 GB with the experts of 30 layers in host memory" in message
+    assert "--kv fp8" in message
+    assert "embedding in fp8" in message
+    context = int(message.split("a context of ")[1].split(" ")[0].replace(",", ""))
+    assert plan_memory(RELEASED, WEIGHTS["published"], 8 * 10**9, Demand(context=context)).offloaded
+    limit = round(float(message.split("a limit of ")[1].split(" ")[0]) * 1e9) + 10**7
+    assert plan_memory(RELEASED, WEIGHTS["published"], limit).offloaded
+
+
+def test_the_sums_of_the_released_shape():
+    """Published sums, and the promise: 4-bit experts, fp8 elsewhere and 16,384 tokens within 18e9 bytes."""
+    totals = {name: round(weights.total / 1e9, 2) for name, weights in WEIGHTS.items()}
+    assert totals == {"published": 17.67, "fp8 beside": 16.03, "fp8 embedding": 15.29, "bf16": 50.5}
+    plan = plan_memory(RELEASED, WEIGHTS["fp8 embedding"], 18 * 10**9)
+    assert (plan.offloaded, plan.demand.context) == (0, 16_384)
+    plan = plan_memory(RELEASED, WEIGHTS["published"], 24 * 10**9)
+    assert plan.offloaded == 0
+    assert plan.allocator_bytes + plan.cuda_context == plan.limit
+    assert plan.parts["reserve"] == plan.limit // RESERVE_SHARE
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4", "int4", "int4 with minimum", None])
+def test_bytes_by_part_equal_those_of_a_model(format):
+    """Counted from the shape, from the sizes of single weights, and from the model itself."""
+    config = replace(tiny.BASE, hidden_size=64, moe_intermediate_size=64)
+    model = tiny.build(config).bfloat16()
+    formats = Formats()
+    if format == "fp8":
+        model = quantize_fp8(model)
+        formats = Formats(experts="fp8", attention="fp8", dense="fp8")
+    elif format:
+        pack_experts(model, format)
+        formats = Formats(experts=format)
+    sizes = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
+    weights = WeightBytes.from_sizes(sizes, config.num_hidden_layers)
+    assert weights == WeightBytes.from_formats(config, formats)
+    assert weights.total == sum(sizes.values())
+
+
+def test_a_plan_runs(tmp_path):
+    """Loading asks where weights go; offloaded experts are loaded to the host, streamed, and give the same tokens."""
+    config = replace(tiny.BASE, layer_types=("sliding_attention",) * 5 + ("full_attention",), hidden_size=64)
+    folder = tiny.save_folder(tmp_path / "model", config)
+    expected, tokenizer, sampler = checkpoint.load_checkpoint(folder, device="cpu", dtype="float32")
+    plans: list[MemoryPlan] = []
+
+    def place(config, sizes, dtype) -> Placement:
+        weights = WeightBytes.from_sizes(sizes, config.num_hidden_layers)
+        assert weights.total == sum(tensor.nbytes for tensor in expected.state_dict().values())
+        options = {"dtype": dtype, "cuda_context": 0}
+        unlimited = plan_memory(config, weights, 10**12, Demand(context=256), **options)
+        smallest = replace(unlimited, canvases=1, prefill_chunk=MIN_CHUNK)
+        used = sum(smallest.parts.values()) - smallest.parts["reserve"] + smallest.context_bytes
+        limit = (used - weights.experts[0] + 8192) * RESERVE_SHARE // (RESERVE_SHARE - 1) + 1
+        plans.append(plan_memory(config, weights, limit, Demand(context=256), **options))
+        return Placement(torch.device("cpu"), frozenset(plans[0].offloaded_layers))
+
+    model, _, _ = checkpoint.load_checkpoint(folder, device="cpu", dtype="float32", place=place)
+    (plan,) = plans
+    assert (plan.offloaded, plan.canvases) == (3, 1)
+    offload_experts(model, plan.offloaded_layers)
+    stream = find_stream(model)
+    assert stream is not None
+    assert stream.device_bytes <= plan.slot_bytes
+    assert stream.step_bytes == plan.step_bytes
+    prompt = [2, *range(30, 40)]
+    found = []
+    for each in (expected, model):
+        engine = Engine(each, plan.engine_config)
+        request = engine.add(prompt, sampler.changed(max_new_tokens=16, max_steps=2), seed=0)
+        found.append(engine.run([request])[request].ids_BT)
+    assert torch.equal(*found)
+    assert tokenizer.size <= config.vocab_size
+
+
+def test_a_limit_needs_a_gpu_and_a_plan():
+    with pytest.raises(ConfigError, match="runs on cpu"):
+        redraft.load(gpu_memory="18GB", device="cpu")
+    with pytest.raises(ConfigError, match="context is 99"):
+        limit_gpu("cpu", None, 99, None, None)
+    with pytest.raises(ConfigError, match="verify_with"):
+        limit_gpu("cpu", "18GB", None, None, "tiny")
+    with pytest.raises(ConfigError, match="'int3'"):
+        redraft.load(kv="int3", device="cpu")
+
+
+def test_a_limit_is_set_before_loading(monkeypatch):
+    """Torch may allocate what CUDA does not take; a card that is too small is refused with both numbers."""
+    fractions = []
+    card = SimpleNamespace(total_memory=24 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    monkeypatch.setattr(gpu_limit, "measure_cuda_context", lambda device: 6 * 10**8)
+    monkeypatch.setattr(gpu_limit, "use_expandable_segments", lambda: None)
+    limit = GpuLimit(torch.device("cuda", 0), "18GB", Demand(context=4096))
+    assert fractions == [(18e9 - 6e8) / 24e9]
+    sizes = {"embed_tokens.weight": 10**9, **{f"layers.{n}.experts.down_proj": 6 * 10**8 for n in range(30)}}
+    placement = limit.place(RELEASED, sizes, torch.bfloat16)
+    assert limit.plan.cuda_context == 6 * 10**8
+    assert placement.host_layers == frozenset(limit.plan.offloaded_layers)
+    assert placement.host_layers
+    for layer in range(30):
+        where = "cpu" if layer in placement.host_layers else "cuda"
+        assert placement.device_of(f"layers.{layer}.experts.down_proj").type == where
+        assert placement.device_of(f"layers.{layer}.mlp.down_proj.weight").type == "cuda"
+    with pytest.raises(ConfigError, match=r"25\.00 GB, but cuda:0 has 24\.00 GB"):
+        GpuLimit(torch.device("cuda", 0), "25GB", Demand())
+
+
+def test_load_with_an_fp8_cache(tmp_path):
+    writer = redraft.load(tiny.save_folder(tmp_path / "model"), device="cpu", kv="fp8")
+    assert writer.model.cache_dtype == FP8_DTYPE
+    assert writer.write("abc", seed=1).text == writer.write("abc", seed=1).text
+
+
+def test_the_table_names_every_part():
+    plan = plan_memory(RELEASED, WEIGHTS["published"], 12 * 10**9)
+    rows = dict(plan.rows(25e9))
+    assert float(rows["limit"].split()[0]) == 12.0
+    named = [float(value.split()[0]) for name, value in rows.items() if name in plan.parts or name == "KV caches"]
+    assert sum(named) == pytest.approx(12.0, abs=0.01 * len(named))
+    assert f"{plan.offloaded} of 30 layers" in rows["in host memory"]
+    assert f"{1e3 * plan.step_bytes / 25e9:.0f} ms at 25.0 GB/s" in rows["over the bus"]
+    assert "asked for 8" in rows["canvases"]
