@@ -117,7 +117,7 @@ def serve(
 
 
 def load_warm(model: str, **options: Any) -> writer.Writer:
-    """Loads a model, shows what became of its weights, and launches its kernels, so that the first requests do not wait for them."""
+    """Loads a model, says what became of its weights, and launches its kernels: the first requests do not wait for them."""
     console = Console(stderr=True, highlight=False)
     with show_builds(console, message="loading"):
         subject = writer.load(model or writer.DEFAULT_MODEL, **options)
