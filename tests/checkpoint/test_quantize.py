@@ -262,7 +262,7 @@ def test_memory_does_not_grow_with_experts_and_layers(source, tmp_path):
     """Eight experts are quantized at a time: 24 times as many weights need hardly more memory."""
     peaks = []
     for experts, layers in ((8, 1), (64, 3)):
-        sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": experts, "layer_types": (FULL,) * layers}
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": experts, "layer_types": (FULL,) * layers}
         model = DiffusionGemma(replace(tiny.BASE, **sizes)).to(torch.bfloat16).requires_grad_(False)
         for weight in model.parameters():
             weight.normal_(std=0.02)
