@@ -70,7 +70,7 @@ def _search(
 
 def _to_blocks(weight: Tensor, group: int) -> Tensor:
     """Returns float32 blocks [..., O, K, G]. The inputs are filled with zeros to a multiple of 64, as packed tensors are."""
-    padded = F.pad(weight.float(), (0, -weight.shape[-1] % BLOCK))
+    padded = F.pad(weight.float(), (0, -weight.shape[-1] % BLOCK)).contiguous()  # weights may be stored by columns
     return padded.unflatten(-1, (-1, group))
 
 
