@@ -6,7 +6,7 @@
     padding to the alignment, then the data of the tensors
 
 The `gguf` package reads the same, but makes an array of every token and every merge: a minute and 1.3 GiB for Gemma's
-vocabulary. This reader takes about a second. A file comes from anywhere, so every count, length and offset is compared with
+vocabulary. This reader takes half a second. A file comes from anywhere, so every count, length and offset is compared with
 the size of the file before anything is allocated.
 """
 
