@@ -16,13 +16,16 @@ from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion.generate import Committed, generate
 from redraft.engine import Intervention, Replay
 from redraft.engine.batched_cache import BatchedCache
-from redraft.engine.cuda_graph_runner import CudaGraphRunner, temperatures
+from redraft.engine.cuda_graph_runner import CudaGraphRunner, StepBucket, temperatures
 from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fused_layers import CacheTable, FusedLayers
 from redraft.engine.runner import Runner
 from redraft.kernels import backend
+from redraft.kernels import vocabulary as reference_vocabulary
+from redraft.kernels.backend import KIB, Card
 from redraft.kernels.fp8 import quantize
-from redraft.kernels.triton import experts
+from redraft.kernels.triton import experts, vocabulary
+from redraft.model.quant import pack_embedding
 from redraft.model.quant.fp8 import quantize_fp8
 from redraft.model.quant.layers import PackedExperts
 
@@ -95,6 +98,23 @@ def test_fused_layers_equal_the_models_layers(quant, monkeypatch):
         found = other.head(fused.denoise(ids, soft, table, 300)).view_as(expected)
         assert torch.allclose(found, expected, atol=tolerance)
         assert torch.allclose(other.denoise(ids, soft, BatchedCache(mine)), expected, atol=tolerance)  # it is still a model
+
+
+def test_the_sampler_of_a_graph_uses_an_embedding_in_8_bits(monkeypatch):
+    """Argmax and soft embeddings are those of the model. The card has no fp8, so that nothing but the weights is rounded."""
+    monkeypatch.setattr(vocabulary, "select_card", lambda device: Card(86, 99 * KIB))
+    monkeypatch.setattr(reference_vocabulary, "packs_activations", lambda device: False)
+    model = pack_embedding(tiny.build(SMALL).to(DEVICE))
+    graph = StepBucket(FusedLayers(model), (2, 4, 64), None)
+    for name, value in (("temperatures_BS", 0.7), ("limit_B", 4), ("settled_B", False)):
+        getattr(graph.rows, name).fill_(value)
+    hidden = torch.randn(8, SMALL.hidden_size, generator=torch.Generator().manual_seed(7)).to(DEVICE) * 3
+    with torch.inference_mode():
+        graph._sample(hidden)
+        shaped = model.head(hidden).view(2, 4, -1) / 0.7
+        assert torch.equal(graph.rows.best_BC.long(), shaped.argmax(dim=-1))
+        expected = model.soft_embed(shaped)
+    assert torch.allclose(graph.soft_BCD, expected, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.fixture(scope="module")

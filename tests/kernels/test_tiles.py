@@ -1,11 +1,14 @@
 """Tiles: every kernel has some that fit every card, the backend follows measured limits, small tiles compute the same."""
 
+import io
 from types import SimpleNamespace
 
 import pytest
 import torch
 from interpreted import DEVICE
+from rich.console import Console
 
+from redraft.cli import info
 from redraft.kernels import attend, backend, gated_experts
 from redraft.kernels.backend import KIB, Card
 from redraft.kernels.triton import attention, experts, linear_fp8
@@ -48,6 +51,17 @@ def test_which_tables_a_card_takes():
     assert {name for name, table in names.items() if table == "large"} == {"H200", "B200"}
     assert describe_tiles(SMALL) == "small: sm_89 with 99 KiB of shared memory per block, less than 200"
     assert describe_tiles(CARDS["H200"]) == "large: sm_90 with 227 KiB of shared memory per block, at least 200"
+
+
+def test_info_says_which_tiles_a_gpu_takes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "RTX 4090")
+    monkeypatch.setattr(backend, "select_device", torch.device)
+    monkeypatch.setattr(backend, "select_backend", lambda place: backend.Backend(True, "RTX 4090"))
+    monkeypatch.setattr(backend, "select_card", lambda device: SMALL)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(info._machine_table())
+    assert describe_tiles(SMALL) in console.file.getvalue()
 
 
 def test_the_formula_of_a_product():

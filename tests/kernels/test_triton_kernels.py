@@ -254,7 +254,7 @@ def test_canvas_steps_equal_the_sampler():
 
 
 FP8_KERNELS = {"_quantize_rows"}  # launched where the card has fp8 only
-SPILLS = {(90, "_attend"): 24}  # bytes; these tiles were chosen on an H200 by time
+SPILLS = {(90, "_attend"): 56}  # bytes; the tiles for heads of 512 were chosen on an H200 by time
 BINARIES = (89, 90, 120)
 
 
