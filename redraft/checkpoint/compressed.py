@@ -22,7 +22,7 @@ from redraft.config import show_value
 from redraft.kernels import int4, nvfp4
 from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.int4 import Int4Tensor
-from redraft.kernels.nibbles import BLOCK, pack_nibbles, unpack_pairs
+from redraft.kernels.nibbles import BLOCK, pack_e2m1, pack_nibbles, unpack_pairs
 from redraft.kernels.nvfp4 import E2M1, Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
 from redraft.model.quant.stored import StoredWeight
@@ -156,7 +156,7 @@ class StoredNvfp4(StoredMatrices):
         scale = self._stack_scales("weight_scale")
         fill = -self.module_shape[1] % BLOCK // nvfp4.GROUP
         filled = F.pad(scale.view(torch.uint8), (0, fill)).view(scale.dtype)
-        return Nvfp4Tensor(pack_nibbles(unpack_pairs(self._stack(self.packed_kind))), filled, 1 / self._global_scale())
+        return Nvfp4Tensor(pack_e2m1(unpack_pairs(self._stack(self.packed_kind))), filled, 1 / self._global_scale())
 
 
 @dataclass(frozen=True)

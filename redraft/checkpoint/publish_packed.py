@@ -16,7 +16,7 @@ from redraft.checkpoint.quantization import COMPRESSED_TENSORS, FLOAT_QUANTIZED,
 from redraft.config import ModelConfig
 from redraft.kernels import int4, nvfp4
 from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor
-from redraft.kernels.nibbles import pack_pairs, unpack_nibbles
+from redraft.kernels.nibbles import pack_pairs, unpack_e2m1, unpack_nibbles
 from redraft.kernels.nvfp4 import Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
 from redraft.model.quant.quantizers import FP8_SCALE_DTYPE
@@ -132,16 +132,16 @@ def _publish_rows(module: str, matrix: PackedTensor, inputs: int, part: int, par
     rows = slice(part * len(matrix[0]) // parts, (part + 1) * len(matrix[0]) // parts)
     if isinstance(matrix, Fp8Tensor):
         return {"weight": matrix.qdata[rows], "weight_scale": matrix.scale[rows].to(FP8_SCALE_DTYPE)}
-    codes = unpack_nibbles(matrix.codes[rows], inputs)
     if isinstance(matrix, Nvfp4Tensor):
         require_whole_groups(f"{module}.weight", "nvfp4", inputs)
         whole = matrix.global_scale[part * len(matrix.global_scale) // parts]
         return {
-            "weight_packed": pack_pairs(codes),
+            "weight_packed": pack_pairs(unpack_e2m1(matrix.codes[rows], inputs)),
             "weight_scale": matrix.scale[rows, : inputs // nvfp4.GROUP].contiguous(),
             "weight_global_scale": (1 / whole).reshape(1),
         }
     require_whole_groups(f"{module}.weight", "int4", inputs)
+    codes = unpack_nibbles(matrix.codes[rows], inputs)
     groups = inputs // int4.GROUP
     tensors = {
         "weight_packed": pack_pairs(codes).contiguous().view(torch.int32),

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft.kernels.nibbles import pack_pairs, unpack_nibbles
+from redraft.kernels.nibbles import pack_pairs, unpack_e2m1, unpack_nibbles
 from redraft.kernels.packed import dequantize_packed
 from redraft.model.quant.quantizers import e2m1_codes, measure_error, quantize_int4, quantize_nvfp4, quantize_weight
 
@@ -39,7 +39,7 @@ def test_plain_codes_of_nvfp4_are_the_reference_packers(inputs):
         "weight_global_scale": (448 * 6 / weight.abs().max()).reshape(1),
     }
     expected = reference.compress("nvfp4-pack-quantized", tensors)
-    assert torch.equal(pack_pairs(unpack_nibbles(packed.codes, inputs)), expected["weight_packed"])
+    assert torch.equal(pack_pairs(unpack_e2m1(packed.codes, inputs)), expected["weight_packed"])
     assert (packed.scale[:, inputs // 16 :].float() == 0).all()
     amax = weight.unflatten(-1, (-1, 16)).abs().amax(dim=-1)
     assert torch.equal(

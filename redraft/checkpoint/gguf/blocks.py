@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.kernels.int4 import Int4Tensor
-from redraft.kernels.nibbles import pack_nibbles
+from redraft.kernels.nibbles import pack_e2m1, pack_nibbles
 from redraft.kernels.nvfp4 import E2M1, Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
 
@@ -156,7 +156,7 @@ def _pack_q4_k(blocks: Tensor) -> Int4Tensor:
 
 def _pack_nvfp4(blocks: Tensor) -> Nvfp4Tensor:
     """The global scale is the caller's."""
-    codes = pack_nibbles(_low_then_high(blocks[..., 4:], 8).flatten(-2))
+    codes = pack_e2m1(_low_then_high(blocks[..., 4:], 8).flatten(-2))
     scales = blocks[..., :4].flatten(-2).contiguous().view(torch.float8_e4m3fn)
     return Nvfp4Tensor(codes, scales, torch.ones(1, device=blocks.device))
 

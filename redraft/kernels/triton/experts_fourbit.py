@@ -55,6 +55,7 @@ TILES = {
         NO_LIMIT: (Tiles(128, 128, 64, 3, 8, 2), Tiles(128, 128, 64, 3, 8, 2)),
     },
 }
+FLOAT32_TILES = Tiles(16, 32, 64, 2, 4)  # products in float32 keep both factors in registers
 
 
 def gated_experts(
@@ -94,7 +95,8 @@ def multiply_gate_up(
 
     `tiles`, `uses_ptx` and `joins` are for benchmarks and tests: tiles, conversion and products other than the device's.
     """
-    tiles = tiles or select_tiles(select_card(x_ND.device).shared_memory, len(order_M), len(ends_E))[0]
+    limit = select_card(x_ND.device).shared_memory
+    tiles = tiles or select_tiles(limit, len(order_M), len(ends_E), x_ND.element_size())[0]
     weight = _kernel_weight(gate_up_E2FD)
     number, rows, _ = weight.codes.shape
     inner_MF = torch.empty(len(order_M), rows // 2, dtype=x_ND.dtype, device=x_ND.device)
@@ -118,7 +120,8 @@ def multiply_down(
     joins: bool | None = None,
 ) -> Tensor:
     """Returns the down products times the router's weights, in token order, outputs_NKD. Options as above."""
-    tiles = tiles or select_tiles(select_card(inner_MF.device).shared_memory, len(order_M), len(ends_E))[1]
+    limit = select_card(inner_MF.device).shared_memory
+    tiles = tiles or select_tiles(limit, len(order_M), len(ends_E), inner_MF.element_size())[1]
     weight = _kernel_weight(down_EDF)
     number, size, _ = weight.codes.shape
     outputs_NKD = torch.empty(*weights_NK.shape, size, dtype=inner_MF.dtype, device=inner_MF.device)
@@ -131,8 +134,13 @@ def multiply_down(
     return outputs_NKD
 
 
-def select_tiles(limit: int, pairs: int, experts: int) -> tuple[Tiles, Tiles]:
-    """Returns the tiles of the gate_up product and of the down product, for blocks with `limit` bytes of shared memory."""
+def select_tiles(limit: int, pairs: int, experts: int, element_size: int = 2) -> tuple[Tiles, Tiles]:
+    """Returns the tiles of the gate_up product and of the down product, for blocks with `limit` bytes of shared memory.
+
+    `element_size` is that of the activations.
+    """
+    if element_size > 2:
+        return FLOAT32_TILES, FLOAT32_TILES
     by_tokens = next(table for kib, table in TILES.items() if limit >= kib * 1024)
     return next(tiles for tokens, tiles in by_tokens.items() if pairs <= tokens * experts)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from redraft.kernels import int4, nvfp4
 from redraft.kernels.fp8 import FP8_DTYPE, FP8_MAX, quantize
 from redraft.kernels.int4 import Int4Tensor
-from redraft.kernels.nibbles import BLOCK, pack_nibbles
+from redraft.kernels.nibbles import BLOCK, pack_e2m1, pack_nibbles
 from redraft.kernels.nvfp4 import E2M1, Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor, dequantize_packed
 
@@ -103,7 +103,7 @@ def quantize_nvfp4(weight: Tensor, parts: int = 1, *, search: bool = True) -> Nv
     codes, fields = _search(blocks, NVFP4_TARGETS if search else (E2M1[-1],), round_with)
     scale = _clear_padding(fields[0], inputs, nvfp4.GROUP).to(FP8_DTYPE)
     global_scale = (1 / reciprocal)[..., None].repeat_interleave(parts, dim=-1)
-    return Nvfp4Tensor(pack_nibbles(codes.flatten(-2)[..., :inputs]), scale, global_scale)
+    return Nvfp4Tensor(pack_e2m1(codes.flatten(-2)[..., :inputs]), scale, global_scale)
 
 
 def quantize_int4(weight: Tensor, *, with_minimum: bool = False, search: bool = True) -> Int4Tensor:
