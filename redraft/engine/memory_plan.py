@@ -320,6 +320,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divides `limit` bytes. Raises MemoryLimitError if even the smallest settings do not fit."""
     demand = demand or Demand()
+    demand = replace(demand, context=min(demand.context, config.max_position_embeddings))
     smallest = MemoryPlan(
         limit=limit,
         config=config,

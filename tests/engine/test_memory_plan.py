@@ -130,6 +130,11 @@ def test_the_sums_of_the_released_shape():
     assert plan.parts["reserve"] == plan.limit // RESERVE_SHARE
 
 
+def test_a_context_is_no_longer_than_the_models():
+    plans = [plan_memory(RELEASED, WEIGHTS["bf16"], 90 * 10**9, Demand(context=context)) for context in (2**18, 2**20)]
+    assert plans[0] == plans[1]
+
+
 @pytest.mark.parametrize("format", ["fp8", "nvfp4", "int4", "int4 with minimum", None])
 def test_bytes_by_part_equal_those_of_a_model(format):
     """Counted from the shape, from the sizes of single weights, and from the model itself."""
