@@ -105,9 +105,7 @@ def write(
     think: Think = False,
     system: System = None,
     regex: Annotated[str | None, typer.Option("--regex", help="The whole answer matches this regular expression.")] = None,
-    schema: Annotated[
-        str | None, typer.Option("--schema", help="The answer is JSON that follows the schema in this file.")
-    ] = None,
+    schema: Annotated[str | None, typer.Option("--schema", help="The answer is JSON that follows this schema file.")] = None,
     choices: Annotated[str | None, typer.Option("--choices", help="The answer is one of these: a,b,c.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, without a chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, statistics and seed as one JSON object.")] = False,

@@ -312,7 +312,7 @@ def test_leftovers_of_killed_writers_are_removed_but_not_the_work_of_a_living_on
     for folder in (*leftovers, *others):
         folder.mkdir()
         (folder / "file").write_text("x")
-    with atomic_folder._locked(leftovers[0]):
+    with atomic_folder.lock_folder(leftovers[0]):
         save(tmp_path / "model", OLD_SEED)
     assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "model", leftovers[0], *others])
 

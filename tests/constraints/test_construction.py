@@ -203,6 +203,6 @@ def test_a_writer_refuses_a_pattern_that_slows_a_step_down():
 def test_a_decision_between_too_many_choices_is_refused_before_the_model_runs(monkeypatch):
     writer = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16))
     monkeypatch.setattr(writer.engine, "prefill_beside", lambda *arguments: pytest.fail("the model ran"))
-    monkeypatch.setattr("redraft.writer.Budget", lambda: Budget(20_000))
+    monkeypatch.setattr("redraft.tasks.generation.Budget", lambda: Budget(20_000))
     with pytest.raises(BudgetError, match="20,000 units"):
         writer.decide("a", [f"choice {number}" for number in range(50)])

@@ -62,7 +62,7 @@ def test_an_fp8_cache_equals_a_cache_of_rounded_entries(rewind):
         for cache in (fp8, plain):
             cache.advance(counts)
     pairs = [(fp8, plain), (fp8.select_rows([1, 0]), plain.select_rows([1, 0]))]
-    pairs.append((pairs[1][0].with_capacity(40), pairs[1][1].with_capacity(40)))
+    pairs.append(tuple(cache.select_rows([1, 0]).with_capacity(40) for cache in (fp8, plain)))
     for cache in pairs[2]:
         cache.rewind([length - 1 for length in cache.lengths])
     for first, second in pairs:

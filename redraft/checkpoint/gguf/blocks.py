@@ -149,8 +149,8 @@ def _pack_q4_1(blocks: Tensor) -> Int4Tensor:
 
 
 def _pack_q4_k(blocks: Tensor) -> Int4Tensor:
-    scales, minimums = _k_scales(blocks)  # the codes have our own order already
-    codes = blocks[..., 16:].flatten(-2)
+    scales, minimums = _k_scales(blocks)
+    codes = pack_nibbles(_low_then_high(blocks[..., 16:], 32).flatten(-2))
     return Int4Tensor(codes, scales.flatten(-2).bfloat16(), (-minimums).flatten(-2).bfloat16())
 
 
