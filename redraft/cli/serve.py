@@ -78,11 +78,8 @@ def serve(
     context: Context = None,
 ) -> None:
     """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
-    if not is_local(host) and not key:
-        raise ValueError(f"{host} can be reached from other machines: set --api-key to listen there")
-    if not 0 < port < 65536 or requests < 1:
-        raise ValueError(f"a port is between 1 and 65535 and requests are at least 1, got {port} and {requests}")
-    check_limits(connections, max_body, body_seconds, compile_seconds, drain_seconds)
+    check_address(host, port, key)
+    check_limits(requests, connections, max_body, body_seconds, compile_seconds, drain_seconds)
     try:
         import uvicorn
 
@@ -127,9 +124,20 @@ def load_warm(model: str, **options: Any) -> writer.Writer:
     return subject
 
 
-def check_limits(connections: int, max_body: int, body_seconds: float, compile_seconds: float, drain_seconds: float) -> None:
+def check_address(host: str, port: int, key: str | None) -> None:
+    """Refuses an address that cannot be, or that others reach without a key."""
+    if not is_local(host) and not key:
+        raise ValueError(f"{host} can be reached from other machines: set --api-key to listen there")
+    if not 0 < port < 65536:
+        raise ValueError(f"a port is between 1 and 65535, got {port}")
+
+
+def check_limits(
+    requests: int, connections: int, max_body: int, body_seconds: float, compile_seconds: float, drain_seconds: float
+) -> None:
     """Refuses limits under which a server could not work."""
     positive = {
+        "requests": requests,
         "connections": connections,
         "max-body": max_body,
         "body-seconds": body_seconds,
