@@ -154,7 +154,7 @@ def test_closing_drains_and_then_stops_requests():
 
 def test_bad_addresses_raise_before_the_model_is_loaded():
     for port in (0, 99999):
-        with pytest.raises(ValueError, match=f"between 1 and 65535 .* got {port}"):
+        with pytest.raises(ValueError, match=f"between 1 and 65535, got {port}"):
             serve.serve(port=port)
     with pytest.raises(ValueError, match="--requests must be above 0, got 0"):
         serve.serve(requests=0)
