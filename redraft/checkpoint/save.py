@@ -36,9 +36,11 @@ from redraft.checkpoint.published_config import (
 )
 from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import SMALLEST_VISION, SamplerConfig, write_text
+from redraft.kernels.fp8 import dequantize
 from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.packed import FORMATS, PackedTensor
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.embedding import PackedEmbedding
 from redraft.model.quant.layers import PackedExperts, PackedLinear
 from redraft.model.quant.policy import QUANTIZED_PARTS, part_of
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -111,13 +113,18 @@ def _publish_weights(model: DiffusionGemma, layout: Layout) -> tuple[dict[str, T
         elif isinstance(module, PackedExperts):
             packed |= {f"{module_name}.{name}": module.packed(name) for name in ("gate_up_proj", "down_proj")}
     is_buffer = re.compile("|".join(rf"{re.escape(name)}(_\w+)?" for name in packed)) if packed else re.compile("$^")
-    tensors = {
-        published_name(name, layout): tensor for name, tensor in model.state_dict().items() if not is_buffer.fullmatch(name)
-    }
-    if not packed:
-        return tensors, None
+    plain = {name: tensor for name, tensor in model.state_dict().items() if not is_buffer.fullmatch(name)}
+    if isinstance(model.embed_tokens, PackedEmbedding):  # published embeddings are in full precision
+        del plain["embed_tokens.weight_scale"]
+        plain["embed_tokens.weight"] = dequantize(model.embed_tokens.table_VD, model.dtype)
     with torch.device("meta"):
         shapes = {name: weight.shape for name, weight in DiffusionGemma(model.config).state_dict().items()}
+    missing = sorted(shapes.keys() - plain.keys() - packed.keys())
+    if missing:
+        raise ValueError(f"the model holds no {missing[0]}: load it without gpu_memory, which offloads experts, to save it")
+    tensors = {published_name(name, layout): tensor for name, tensor in plain.items()}
+    if not packed:
+        return tensors, None
     for name, weight in packed.items():
         tensors |= publish_packed(published_name(name, layout), weight, shapes[name][-1])
     formats = {

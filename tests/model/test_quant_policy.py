@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from redraft import checkpoint
+from redraft.checkpoint.placement import Placement
+from redraft.kernels.fp8 import dequantize
 from redraft.kernels.packed import FORMATS
+from redraft.model.embedding import PackedEmbedding
 from redraft.model.quant.layers import PackedLinear
 from redraft.model.quant.policy import ATTENTION, EMBEDDING, EXPERT_DOWN, PLAIN, QuantPolicy, Target, part_of
 
@@ -135,3 +138,37 @@ def test_experts_are_packed_together_or_not_at_all():
 
 def test_without_a_dtype_a_quantized_embedding_becomes_bf16():
     assert checkpoint.from_state_dict(tiny.BASE, stored_model({EMBEDDING: "Q6_K"})).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("policy", [CPU, GPU, SMALL, replace(SMALL, packs_embedding=True), replace(GPU, quant="nvfp4")])
+def test_planned_bytes_are_those_of_the_model(policy):
+    """The placement is asked once, before a second weight is read, with the bytes that the weights will take."""
+    formats = {EXPERT_DOWN: "Q8_0", "experts.gate_up_proj": "Q8_0", ATTENTION: "Q4_K"}
+    planned = []
+
+    def place(config, sizes, dtype):
+        planned.append((sizes, dtype))
+        return Placement(torch.device("cpu"), frozenset({1}))
+
+    model = checkpoint.from_state_dict(tiny.BASE, stored_model(formats), policy=policy, place=place)
+    ((sizes, dtype),) = planned
+    assert dtype == torch.bfloat16
+    assert sum(sizes.values()) == pytest.approx(sum(tensor.nbytes for tensor in model.state_dict().values()), rel=0.002)
+
+
+def test_a_packed_embedding_is_said_saved_and_loaded(tmp_path):
+    """It is rounded to fp8 while it is loaded, and published in full precision."""
+    policy = replace(SMALL, packs_embedding=True)
+    model = checkpoint.from_state_dict(tiny.BASE, stored_model({EMBEDDING: "Q6_K"}), policy=policy)
+    assert isinstance(model.embed_tokens, PackedEmbedding)
+    assert any(sentence.startswith("embedding, 1 weight: Q6_K -> fp8 by channel") for sentence in model.conversions)
+    checkpoint.save(model, tmp_path / "saved")
+    loaded = checkpoint.load_model(tmp_path / "saved")
+    assert torch.equal(loaded.embed_tokens.weight, dequantize(model.embed_tokens.table_VD, torch.bfloat16))
+
+
+def test_a_model_without_its_experts_is_not_saved(tmp_path):
+    model = tiny.build(tiny.BASE)
+    model.layers[1].experts = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"holds no layers\.1\.experts.* without gpu_memory"):
+        checkpoint.save(model, tmp_path / "saved")
