@@ -24,7 +24,7 @@ import torch
 from redraft.checkpoint.gguf import open_gguf
 from redraft.checkpoint.gguf.blocks import BLOCK_TYPES, TYPE_NAMES
 from redraft.checkpoint.gguf.tensors import LAYER_NAMES, MODEL_NAMES
-from redraft.checkpoint.load import load_gguf_model
+from redraft.checkpoint.load import from_state_dict
 from redraft.config import FULL, SLIDING, ModelConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
 
@@ -222,7 +222,9 @@ def main() -> None:
     opened, figures["header"] = measure(lambda: open_gguf(path))
     _, figures["tokenizer"] = measure(opened.tokenizer)
     dtype = getattr(torch, options.dtype)
-    _, figures["model"] = measure(lambda: load_gguf_model(opened, dtype=dtype, device=options.device))
+    _, figures["model"] = measure(
+        lambda: from_state_dict(opened.config, opened.tensors(options.device), dtype=dtype, device=options.device)
+    )
     if not options.keep:
         path.unlink()
     for part in ("header", "tokenizer", "model"):

@@ -225,8 +225,13 @@ def attention_kernels() -> Kernels:
                     yield within(compiled, tiles.shared_memory(CARD, size, 2))
             constants = {**shape, **fp8_type, "CAUSAL": False, "WHOLE": True, "FP8": True}  # an fp8 cache
             binary = {"to_binary": not has_many_tokens}
-            compiled = compile_kernel(attention._attend, constants, tiles.warps, tiles.stages, **binary, base=U8)
-            yield within(compiled, tiles.shared_memory(CARD, size, 2))
+            # The formula leaves out the decoded keys of a tile; the test compares with the card's limit.
+            yield compile_kernel(attention._attend, constants, tiles.warps, tiles.stages, **binary, base=U8)
+            constants = {**constants, "CAUSAL": True, "WHOLE": False}
+            partial = {"partial": F32, "softmax": F32}
+            yield compile_kernel(
+                attention._attend, constants, tiles.warps, tiles.stages, to_binary=False, base=U8, **partial
+            )
     # float32 needs the most shared memory
     tiles = attention.tiles_for(CARD, 512, False, 4)
     shape = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
@@ -264,6 +269,11 @@ def other_kernels() -> Kernels:
         out_types = {"mlp_out": E4M3, "moe_out": E4M3, "mlp_scale": F32, "moe_scale": F32} if to_fp8 else {}
         flags = {"MLP_TO_FP8": to_fp8, "MOE_TO_FP8": to_fp8}
         yield compile_kernel(norm._add_attention_and_norm, {**flags, **row}, 8, **out_types)
+        if to_fp8:  # 4-bit experts beside a dense MLP in fp8
+            mixed = {"mlp_out": E4M3, "mlp_scale": F32}
+            yield compile_kernel(
+                norm._add_attention_and_norm, {**flags, "MOE_TO_FP8": False, **row}, 8, to_binary=False, **mixed
+            )
         out_types = {"next_out": E4M3, "next_scale": F32} if to_fp8 else {}
         yield compile_kernel(norm._add_mlp_and_norm, {"K": 8, "TO_FP8": to_fp8, **row}, 8, **out_types)
     yield compile_kernel(mlp._gelu_and_mul, {"BLOCK_F": 1024})

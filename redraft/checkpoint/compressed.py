@@ -5,6 +5,7 @@ StoredWeight, which reads its tensors when it is asked for numbers. Headers are 
 Shapes: E matrices of a stack, O rows, I inputs, K groups of inputs that share a scale.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -101,7 +102,7 @@ class StoredMatrices(ABC):
         )
 
     def _stack_scales(self, kind: str, smallest: float = 0.0) -> Tensor:
-        """Scales [E, O, K], checked: a scale that is NaN, infinite or negative is refused."""
+        """Scales [E, O, K], checked: a scale that is NaN, infinite or below the smallest is refused."""
         scales = self._stack(kind, lambda tensor: tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor)
         numbers = scales.float()
         is_good = (numbers >= smallest) & numbers.isfinite()
@@ -220,13 +221,14 @@ class StoredInt4(StoredMatrices):
 
     def _zero_points(self) -> Tensor | None:
         """Zero points 0 to 15, uint8 [E, O, K]; None in a symmetric file. Eight rows share a word."""
-        if f"{self.modules[0][0]}.weight_zero_point" not in self.tensors:
+        names = [f"{module}.weight_zero_point" for modules in self.modules for module in modules]
+        if not any(name in self.tensors for name in names):
             return None
         rows = self.module_shape[0]
         return self._stack("weight_zero_point", lambda words: _unpack_words(words.t().contiguous())[:, :rows].t())
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
-        scale = self._stack_scales("weight_scale")
+        scale = self._stack_scales("weight_scale", -math.inf)
         zero = self._zero_points()
         centre = torch.tensor(int4.ZERO, device=scale.device) if zero is None else self._by_input(zero)
         # compressed-tensors computes in the precision of the scales.
@@ -244,7 +246,7 @@ class StoredInt4(StoredMatrices):
         whole_groups = -(-inputs // int4.GROUP)
         fill = (0, -inputs % BLOCK // int4.GROUP)
         repeats = self.group // int4.GROUP if self.group else whole_groups
-        scale = self._stack_scales("weight_scale").bfloat16()
+        scale = self._stack_scales("weight_scale", -math.inf).bfloat16()
         zero = self._zero_points()
         minimum = None if zero is None else (-(zero.float()) * scale.float()).bfloat16()
 

@@ -167,7 +167,7 @@ def _plan(config: ModelConfig, tensors: Mapping[str, Tensor | StoredWeight], opt
         name = published_name(ours, layout)
         part = part_of(ours)
         shape = tuple(placeholder.shape)
-        if part in QUANTIZED_PARTS and (part in EXPERTS or "fp8" in (options.to, options.rest)):
+        if part in QUANTIZED_PARTS and (part in EXPERTS or options.rest == "fp8"):
             to = options.to if part in EXPERTS else "fp8"
             units.append(Unit(source, name, ours, to, plan_packed(name, to, shape)))
         elif not ours.startswith(names.DRAFT_HEAD_PREFIX):

@@ -107,17 +107,17 @@ class FusedLayers:
         self.model = model
         self.side_stream = SideStream(device)
         self.expert_stream = find_stream(model)
-        has_fp8_weights = isinstance(model.layers[0].mlp.gate_proj, PackedLinear)
-        is_bf16_on_gpu = device.type == "cuda" and model.dtype == torch.bfloat16
-        self.packs_activations = has_fp8_weights and is_bf16_on_gpu and packs_activations(device)
-        # 4-bit and bf16 experts take bf16 tokens, beside a dense MLP in fp8 too
-        self.packs_expert_inputs = [self.packs_activations and has_fp8_experts(layer) for layer in model.layers]
         self.qkv = []
         self.gate_up = []
         for layer in model.layers:
             projections = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
             self.qkv.append(concat_weights([linear for linear in projections if linear is not None]))
             self.gate_up.append(concat_weights([layer.mlp.gate_proj, layer.mlp.up_proj]))
+        # By layer: whether the kernel before a product packs its tokens. Each product has the format of its own weight.
+        can_pack = device.type == "cuda" and model.dtype == torch.bfloat16 and packs_activations(device)
+        self.packs_qkv_inputs = [can_pack and isinstance(weight, Fp8Tensor) for weight in self.qkv]
+        self.packs_mlp_inputs = [can_pack and isinstance(weight, Fp8Tensor) for weight in self.gate_up]
+        self.packs_expert_inputs = [can_pack and has_fp8_experts(layer) for layer in model.layers]
         sliding = rope_frequencies(config.head_dim, config.rope_theta, 1.0, device)
         full = rope_frequencies(config.global_head_dim, config.global_rope_theta, config.global_rotary_fraction, device)
         self.frequencies = [sliding if kind == SLIDING else full for kind in config.layer_types]
@@ -183,7 +183,7 @@ class FusedLayers:
         next_norms = [layer.input_layernorm.weight for layer in model.layers[1:]] + [model.norm.weight]
         for index, layer in enumerate(model.layers):
             attended_ND = self._attention(index, normed_ND, positions_N, groups, context)
-            packs = (self.packs_activations, self.packs_expert_inputs[index])
+            packs = (self.packs_mlp_inputs[index], self.packs_expert_inputs[index])
             x_ND, dense_ND, sparse_ND, router_ND = norm.add_attention_and_norm(
                 x_ND, attended_ND, layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight,
                 layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps, *packs,
@@ -199,7 +199,7 @@ class FusedLayers:
                 layer.post_feedforward_layernorm_2.weight,
                 layer.post_feedforward_layernorm.weight,
             )
-            packs_next = self.packs_activations and layer is not model.layers[-1]
+            packs_next = (*self.packs_qkv_inputs, False)[index + 1]  # the last norm is the head's
             x_ND, normed_ND = norm.add_mlp_and_norm(
                 x_ND, mlp_ND, experts_NKD, norm_weights, layer.scalars, causal_count, next_norms[index], eps, packs_next
             )

@@ -57,13 +57,13 @@ class PrefixCache:
         for context in self._matches(prompt):
             shared = _shared_length(context, prompt)
             entry = self._entries[context]
-            capacity = capacity if capacity is not None else entry.capacity
+            room = capacity if capacity is not None else entry.capacity
             try:
                 if shared == len(context):
                     entry.rewind([shared])
                     del self._entries[context]
-                    return list(context), entry.with_capacity(capacity)
-                return list(context[:shared]), entry.copy_prefix(shared, capacity)
+                    return list(context), entry.with_capacity(room)
+                return list(context[:shared]), entry.copy_prefix(shared, room)
             except ValueError:  # its sliding layers no longer hold the window before `shared`
                 continue
         return None

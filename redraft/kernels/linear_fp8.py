@@ -17,7 +17,7 @@ from redraft.kernels.scaled_mm import prefers_scaled_mm
 
 def linear_fp8(x: Tensor, weight_OD: Fp8Tensor) -> Tensor:
     """Returns x times the transposed weight, in the dtype of x."""
-    x_ND = x.reshape(-1, x.shape[-1])
+    x_ND = x.reshape(-1, x.shape[-1]).contiguous()  # the kernels take no strides
     if packs_activations(x.device):
         y_NO = multiply_fp8(quantize_tokens(x_ND), weight_OD)
     elif uses_triton(x.device):

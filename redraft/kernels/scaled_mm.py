@@ -37,8 +37,9 @@ def prefers_scaled_mm(tokens: int, weight_OD: Tensor, ours: Product, scaled_mm: 
     if torch.cuda.is_current_stream_capturing():  # nothing can be timed now; the run before the capture has chosen
         return _choices.get(key, False)
     if key not in _choices:
-        is_probed = tokens * len(weight_OD) <= MAX_PROBED
-        _choices[key] = is_probed and agrees(ours, scaled_mm) and measure(scaled_mm) <= MAX_TIME * measure(ours)
+        if tokens * len(weight_OD) > MAX_PROBED:
+            return False  # a smaller product of this kind may still be measured
+        _choices[key] = agrees(ours, scaled_mm) and measure(scaled_mm) <= MAX_TIME * measure(ours)
     return _choices[key]
 
 

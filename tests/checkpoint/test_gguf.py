@@ -360,6 +360,17 @@ def test_a_file_is_quantized_to_a_folder(tmp_path):
     assert redraft.load(folder, dtype="float32").write("The", seed=1, max_tokens=16, max_steps=4).ids == expected.ids
 
 
+def test_codes_of_a_file_are_published_as_they_are(tmp_path):
+    """Q4_0 has negative scales, which compressed-tensors can store too."""
+    path = gguf_files.write_model(tmp_path / "model.gguf", tiny.decided(SMALL), "Q4_0")
+    options = checkpoint.QuantizeOptions(to="int4", rest="bf16")
+    *_, projections = checkpoint.quantize_checkpoint(path, tmp_path / "out", options)
+    assert not any(projection.rounded for projection in projections.values())
+    expected = checkpoint.load_model(path).state_dict()
+    for name, weight in checkpoint.load_model(tmp_path / "out").state_dict().items():
+        assert torch.allclose(weight.float(), expected[name].float(), rtol=2**-7), name
+
+
 # Hub
 
 
