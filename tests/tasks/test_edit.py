@@ -23,8 +23,14 @@ WRITER = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(can
 SMALL_WRITER = Writer(
     tiny.decided(tiny.CONFIGS["one layer"]), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=2)
 )
-TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 
+
+def has_no_special_token(text: str) -> bool:
+    """Special tokens, such as <bos>, are refused in a text."""
+    return all(WRITER.tokenizer.token_bytes[token] is not None for token in WRITER.tokenizer.encode(text))
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=40).filter(has_no_special_token)
 
 EDITS = given(TEXT, st.floats(0, 1), st.integers(0, 99), st.data())
 
