@@ -28,12 +28,13 @@ from typing import Any
 import torch
 import triton
 from bench_engine import BYTES
+from random_weights import EXPERT_FORMATS, random_packed
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from redraft.config import ModelConfig
-from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, quantize
+from redraft.kernels.fp8 import Fp8Tensor, quantize
 from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.nvfp4 import Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
@@ -43,8 +44,7 @@ from redraft.kernels.triton.routing import sort_by_expert
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter computes bf16 products wrongly
-FORMATS = ("bf16", "fp8", "nvfp4", "int4", "int4 with minimum")
-SEARCHED = ("nvfp4", "int4", "int4 with minimum")
+FORMATS = ("bf16", "fp8", *EXPERT_FORMATS)
 PRODUCTS = ("gate_up", "down")
 LIMITS = (99, 227)  # KiB of shared memory per block
 
@@ -78,18 +78,9 @@ TINY = Shape(experts=2, chosen=1, size=72, inner=16, tokens=2)
 def random_weight(kind: str, shape: Shape, product: str) -> Weight:
     """Random weights of one layer, made on the device."""
     rows, size = shape.of(product)
-    number, blocks = shape.experts, triton.cdiv(size, 64)
     if kind == "bf16":
-        return torch.randn(number, rows, size, dtype=DTYPE, device=DEVICE) * 0.05
-    if kind == "fp8":
-        qdata = torch.randn(number, rows, size, dtype=DTYPE, device=DEVICE).to(FP8_DTYPE)
-        return Fp8Tensor(qdata, torch.full((number, rows, 1), 0.05, device=DEVICE))
-    codes = torch.randint(256, (number, rows, 32 * blocks), dtype=torch.uint8, device=DEVICE)
-    if kind == "nvfp4":
-        scale = torch.randint(0x40, 0x60, (number, rows, 4 * blocks), dtype=torch.uint8, device=DEVICE)
-        return Nvfp4Tensor(codes, scale.view(FP8_DTYPE), torch.full((number, 1), 0.002, device=DEVICE))
-    scale = (torch.rand(number, rows, 2 * blocks, device=DEVICE) * 0.02).bfloat16()
-    return Int4Tensor(codes, scale, None if kind == "int4" else -8 * scale)
+        return torch.randn(shape.experts, rows, size, dtype=DTYPE, device=DEVICE) * 0.05
+    return random_packed((shape.experts, rows, size), kind, 1, torch.Generator(DEVICE).manual_seed(0))
 
 
 def count_bytes(weight: Weight) -> int:
@@ -155,7 +146,7 @@ def compare_formats(shape: Shape, inputs: Inputs, layers: int) -> dict[str, dict
     for kind, (index, product) in itertools.product(FORMATS, enumerate(PRODUCTS)):
         weights = [random_weight(kind, shape, product) for _ in range(layers)]
         results.setdefault(kind, {})[product] = measure_layers(inputs, product, weights)
-        if kind not in SEARCHED:
+        if kind not in EXPERT_FORMATS:
             continue
         named: dict[str, dict[str, Any]] = {
             f"{kind}, plain": {"uses_ptx": False},
