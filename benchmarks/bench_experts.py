@@ -165,15 +165,16 @@ def compare_formats(shape: Shape, inputs: Inputs, layers: int) -> dict[str, dict
 def candidate_tiles(shape: Shape) -> Iterator[Tiles]:
     """Tiles whose numbers per thread are reasonable. The shared memory is known after compiling."""
     average = shape.tokens * shape.chosen / shape.experts
-    tokens = (16, 32, 64) if average <= 24 else (32, 64, 128)
-    for tile in itertools.product(tokens, (64, 128, 256), (64, 128, 256), (2, 3, 4, 5), (4, 8)):
+    tokens = (16, 32) if average <= 24 else (64, 128)
+    concurrent = (1,) if average <= 48 else (1, 2)
+    for tile in itertools.product(tokens, (64, 128, 256), (64, 128, 256), (2, 3, 4), (4, 8), concurrent):
         tiles = Tiles(*tile)
         threads = 32 * tiles.warps
         weights_of_thread = tiles.features * tiles.inner / threads
         sums_of_thread = tiles.features * tiles.tokens / threads
         buffers = (tiles.features * 0.5625 + 2 * tiles.tokens) * tiles.inner * (tiles.stages - 1)
         if (
-            32 <= weights_of_thread <= 256
+            32 <= weights_of_thread <= 128
             and sums_of_thread <= 64
             and 16 * tiles.warps <= tiles.features
             and buffers <= 200e3
@@ -207,7 +208,8 @@ def search_tiles(shape: Shape, inputs: Inputs, layers: int, kinds: tuple[str, ..
             except triton.runtime.errors.OutOfResources:  # too much shared memory
                 continue
             times.append((us, astuple(tiles), _stage_bytes(kind, tiles)))
-        best = {str(limit): [entry[:2] for entry in sorted(times) if entry[2] <= limit * 1024][:5] for limit in LIMITS}
+        best = {str(limit): [entry[:2] for entry in sorted(times) if entry[2] <= limit * 1024][:6] for limit in LIMITS}
+        print(kind, product, best, flush=True)
         found.setdefault(kind, {})[product] = best
     return found
 

@@ -9,7 +9,8 @@ because random weights never settle. The last line is JSON.
     python benchmarks/bench_home.py [--limits 18e9 24e9 16e9 12e9 8e9] [--context 16384] [--new 1024] [--steps 16]
         [--kv fp8] [--slots 2] [--shape released|tiny]
 
-The limits 24e9 and above run NVIDIA's layout (NVFP4 experts, bf16 elsewhere), the others fp8 beside NVFP4 experts. Requests
+The limits 24e9 and above run NVIDIA's layout (NVFP4 experts, bf16 elsewhere), the others fp8 beside NVFP4 experts,
+in the embedding too. Requests
 have no constraints, and the plans leave no room for any. `--shape tiny` runs on a CPU, where nothing is limited: the same
 code, without a card.
 """
@@ -36,9 +37,10 @@ from redraft.engine.gpu_limit import GpuLimit, peak_bytes
 from redraft.engine.memory_plan import RESERVE_SHARE, Demand, Formats, MemoryPlan, WeightBytes, plan_memory
 from redraft.engine.offload import SLOTS, find_stream, measure_bus, offload_experts
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.quant import pack_embedding
 
 NVIDIA = Formats(experts="nvfp4")
-FP8_BESIDE = Formats(experts="nvfp4", attention="fp8", dense="fp8")
+FP8_BESIDE = Formats(experts="nvfp4", attention="fp8", dense="fp8", embedding="fp8")
 FULL_CARD = 20 * 2**30  # from here on the published layout fits
 UNLIMITED = 10**15
 TINY = ModelConfig(
@@ -74,6 +76,8 @@ def random_model(
         if number in offloaded:
             layer.experts = layer.experts.to("cpu")
     fill_randomly(model, torch.Generator(device).manual_seed(len(model.layers)))
+    if formats.embedding == "fp8":
+        pack_embedding(model)
     if offloaded:
         offload_experts(model, plan.offloaded_layers, slots)
     return model.eval().requires_grad_(False)
