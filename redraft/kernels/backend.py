@@ -27,7 +27,6 @@ OPERATIONS = {  # each operation, and the kernels that run it with the Triton ba
     "vocabulary": "Triton: softcap, temperature, sample, argmax and entropy in one pass",
     "sampler": "Triton: acceptance, noise and the stopping test on the device",
     "fp8 quantization": "Triton",
-    "fp8 products": "Triton, or cuBLAS where it is measured to be faster",
     "other dense products": "cuBLAS",
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from redraft.kernels.backend import select_backend, select_card
 from redraft.kernels.fp8 import Fp8Tensor, dequantize, matmul_fp8, quantize
-from redraft.kernels.scaled_mm import prefers_scaled_mm
+from redraft.kernels.scaled_mm import uses_scaled_mm
 
 
 def linear_fp8(x: Tensor, weight_OD: Fp8Tensor) -> Tensor:
@@ -31,18 +31,12 @@ def linear_fp8(x: Tensor, weight_OD: Fp8Tensor) -> Tensor:
 
 def multiply_fp8(x_ND: Fp8Tensor, weight_OD: Fp8Tensor) -> Tensor:
     """Returns x times the transposed weight, y_NO: bf16 on a GPU, float32 elsewhere."""
-    if not x_ND.qdata.is_cuda or not uses_triton(x_ND.qdata.device):
+    device = x_ND.qdata.device
+    if device.type != "cuda" or not uses_triton(device) or uses_scaled_mm(weight_OD.qdata):
         return matmul_fp8(x_ND, weight_OD)
-    from redraft.kernels.triton import linear_fp8 as triton_linear_fp8
+    from redraft.kernels.triton.linear_fp8 import matmul_fp8 as multiply
 
-    def ours() -> Tensor:
-        return triton_linear_fp8.matmul_fp8(x_ND, weight_OD)
-
-    def scaled_mm() -> Tensor:
-        return matmul_fp8(x_ND, weight_OD)
-
-    uses_scaled_mm = prefers_scaled_mm(len(x_ND.qdata), weight_OD.qdata, ours, scaled_mm)
-    return scaled_mm() if uses_scaled_mm else ours()
+    return multiply(x_ND, weight_OD)
 
 
 def quantize_tokens(x_ND: Tensor) -> Fp8Tensor:

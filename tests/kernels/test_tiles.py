@@ -11,6 +11,7 @@ from rich.console import Console
 from redraft.cli import info
 from redraft.kernels import attend, backend, gated_experts
 from redraft.kernels.backend import KIB, Card
+from redraft.kernels.scaled_mm import Fp8Product
 from redraft.kernels.triton import attention, experts, linear_fp8
 from redraft.kernels.triton.tiles import TileError, Tiles, describe_tiles, select_table
 
@@ -53,15 +54,17 @@ def test_which_tables_a_card_takes():
     assert describe_tiles(CARDS["H200"]) == "large: sm_90 with 227 KiB of shared memory per block, at least 200"
 
 
-def test_info_says_which_tiles_a_gpu_takes(monkeypatch):
+def test_info_says_which_tiles_and_fp8_product_a_gpu_takes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "RTX 4090")
     monkeypatch.setattr(backend, "select_device", torch.device)
     monkeypatch.setattr(backend, "select_backend", lambda place: backend.Backend(True, "RTX 4090"))
     monkeypatch.setattr(backend, "select_card", lambda device: SMALL)
+    monkeypatch.setattr(info, "select_product", lambda device: Fp8Product(False, "sm_89"))
     console = Console(file=io.StringIO(), width=200)
     console.print(info._machine_table())
     assert describe_tiles(SMALL) in console.file.getvalue()
+    assert "Triton (sm_89)" in console.file.getvalue()
 
 
 def test_the_formula_of_a_product():
