@@ -24,6 +24,7 @@ from redraft.kernels.linear_fp8 import linear_fp8, multiply_fp8, packs_activatio
 from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
 from redraft.kernels.triton.experts_fourbit import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
+from redraft.model.embedding import PackedEmbedding
 from redraft.model.kv_cache import KVCache
 from redraft.model.quant.layers import PackedLinear
 
@@ -121,6 +122,8 @@ class FusedLayers:
         sliding = rope_frequencies(config.head_dim, config.rope_theta, 1.0, device)
         full = rope_frequencies(config.global_head_dim, config.global_rope_theta, config.global_rotary_fraction, device)
         self.frequencies = [sliding if kind == SLIDING else full for kind in config.layer_types]
+        embedding = model.embed_tokens
+        self.log_scale_V = embedding.weight_scale.log() if isinstance(embedding, PackedEmbedding) else None
 
     def capture(self, body: Callable[[], None], graph_pool: object) -> Callable[[], None]:
         """Captures a body that runs these layers as a CUDA graph and returns its replay."""
