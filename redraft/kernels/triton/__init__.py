@@ -2,7 +2,7 @@
 
     pdl               programmatic dependent launch, which every kernel uses
     tiles             tile sizes that fit a card's shared memory
-    fp8               quantizes rows to fp8
+    fp8               quantizes rows to fp8; converts bytes to numbers and back
     norm              residual additions and RMS norms between the products of a layer
     qkv_rope          splits the qkv product into heads; norms and RoPE
     attention         attention over [KV cache ; new tokens], and writing the KV cache

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.backend import Card, select_card
+from redraft.kernels.triton.fp8 import _encode_e4m3, _widen_e4m3
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 from redraft.kernels.triton.tiles import check_fits, count_buffers, select_table
 
@@ -77,11 +78,6 @@ class KVLocations(NamedTuple):
     counts_B: Tensor  # new tokens that `write_kv` stores, int32
 
 
-def has_fp8_type(device: torch.device) -> bool:
-    """Whether the compiler has an e4m3 type for this device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def attend(
     q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, cached: KVLocations, *, window: int | None, causal: bool, splits: int
 ) -> Tensor:
@@ -89,6 +85,7 @@ def attend(
     b, s, heads, size = q_BSHK.shape
     groups = k_BSGK.shape[2]
     tiles = select_tiles(q_BSHK)
+    has_fp8_type = select_card(q_BSHK.device).has_fp8
     rows = max(16, min(tiles.rows, triton.next_power_of_2(s * heads // groups)))
     out_BSHK = torch.empty(b, s, heads, size, dtype=q_BSHK.dtype, device=q_BSHK.device)
     partial_JRK = out_BSHK  # unused without splits
@@ -100,7 +97,7 @@ def attend(
     _attend[grid](
         q_BSHK, k_BSGK, v_BSGK, *cached, out_BSHK, partial_JRK, softmax_JR2,
         q_BSHK.stride(0), q_BSHK.stride(1), k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
-        b, s, heads, groups, window or 0, causal, splits == 1, cached.base.dtype == torch.uint8, has_fp8_type(q_BSHK.device),
+        b, s, heads, groups, window or 0, causal, splits == 1, cached.base.dtype == torch.uint8, has_fp8_type,
         size, max(16, triton.next_power_of_2(size)), rows, tiles.keys,
         num_warps=tiles.warps, num_stages=tiles.stages, **pdl_options(),
     )  # fmt: skip
@@ -186,8 +183,8 @@ def _attend(
         key = tl.load(key_base + offs, mask=mask, other=0)
         value = tl.load(value_base + offs, mask=mask, other=0)
         if FP8:
-            key = _decode_e4m3(key, HAS_FP8_TYPE).to(query.dtype)
-            value = _decode_e4m3(value, HAS_FP8_TYPE).to(query.dtype)
+            key = _widen_e4m3(key, query.dtype, HAS_FP8_TYPE)
+            value = _widen_e4m3(value, query.dtype, HAS_FP8_TYPE)
         visible = mask_n[None, :]
         if CAUSAL and WINDOW:
             visible = visible & (length + token[:, None] - (oldest + number)[None, :] < WINDOW)
@@ -215,33 +212,6 @@ def _attend(
         tl.store(partial + out_row[:, None] * K + offs_k[None, :], acc, mask=mask)
         tl.store(softmax + out_row * 2, row_max, mask=mask_m)
         tl.store(softmax + out_row * 2 + 1, row_sum, mask=mask_m)
-
-
-@triton.jit
-def _decode_e4m3(byte, HAS_FP8_TYPE: tl.constexpr):
-    """The numbers that e4m3 bytes stand for.
-
-    Without the type: sign, exponent and fraction at their places in a float32 are the number times 2^-120.
-    """
-    if HAS_FP8_TYPE:
-        number = byte.to(tl.float8e4nv, bitcast=True)
-    else:
-        bits = ((byte.to(tl.int32) & 128) << 24) | ((byte.to(tl.int32) & 127) << 20)
-        number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    return number
-
-
-@triton.jit
-def _encode_e4m3(x):
-    """The e4m3 bytes nearest to these numbers, ties to the even code; numbers beyond 448 become 448."""
-    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
-    size = magnitude.to(tl.int32, bitcast=True)
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # 960: the difference of the exponents' biases, 120 * 8
-    # Below 2^-6 codes are multiples of 2^-9. Adding 2^14, whose last bit is 2^-9, rounds to one.
-    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xFFFFF
-    code = tl.where(magnitude < 0.015625, small, normal)
-    return (((bits >> 24) & 128) | code).to(tl.uint8)
 
 
 @triton.jit
@@ -297,8 +267,8 @@ def _round_kv(k, v, k_row, k_token, v_row, v_token, S, K, K_PADDED: tl.constexpr
     offs = tl.program_id(1) * K + offs_k
     k_ptr = k + request * k_row + token * k_token + offs
     v_ptr = v + request * v_row + token * v_token + offs
-    key = _decode_e4m3(_encode_e4m3(tl.load(k_ptr, mask=offs_k < K, other=0.0)), False)
-    value = _decode_e4m3(_encode_e4m3(tl.load(v_ptr, mask=offs_k < K, other=0.0)), False)
+    key = _widen_e4m3(_encode_e4m3(tl.load(k_ptr, mask=offs_k < K, other=0.0)), tl.float32)
+    value = _widen_e4m3(_encode_e4m3(tl.load(v_ptr, mask=offs_k < K, other=0.0)), tl.float32)
     tl.store(k_ptr, key.to(k.dtype.element_ty), mask=offs_k < K)
     tl.store(v_ptr, value.to(v.dtype.element_ty), mask=offs_k < K)
 
