@@ -42,6 +42,7 @@ from redraft.kernels.triton import (
     vocabulary,
 )
 from redraft.kernels.triton.fp8 import quantize_rows
+from redraft.kernels.triton.tiles import Tiles
 
 C = ModelConfig()
 DTYPE = torch.bfloat16
@@ -276,7 +277,7 @@ def try_tiles(tokens: int, console: Console) -> None:
         select_tiles = module.select_tiles
         times = []
         for sizes in itertools.product((16, 32, 64, 128), (64, 128), (64, 128, 256), (2, 3, 4, 5), (4, 8)):
-            tiles = experts.Tiles(*sizes)
+            tiles = Tiles(*sizes)
             chosen = (tiles, tiles) if module is experts else tiles
             module.select_tiles = lambda *arguments, chosen=chosen: chosen
             try:

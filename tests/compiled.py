@@ -197,32 +197,34 @@ def fourbit_kernels() -> Kernels:
     products = ((experts_fourbit._gate_up_fourbit, 2816, 2), (experts_fourbit._down_fourbit, 704, 1))
     formats = (experts_fourbit._NVFP4.value, experts_fourbit._INT4.value, experts_fourbit._INT4_MINIMUM.value)
     for pairs, quant in itertools.product((2048, 4096, 16384), formats):
-        pair_of_tiles = experts_fourbit.select_tiles(CARD.shared_memory, pairs, 128)
+        pair_of_tiles = experts_fourbit.select_tiles(quant, pairs, 128, CARD)
         for (kernel, size, parts), tiles in zip(products, pair_of_tiles, strict=True):
             blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_J": tiles.inner // 64}
             flags = {"JOINED": CARD.has_shared_products, "EVEN": size % tiles.inner == 0}
             constants = {"K": 8, "FORMAT": quant, "PARTS": parts, "PTX": True, **flags, **blocks}
             options = (tiles.warps, tiles.stages)
-            yield compile_kernel(kernel, constants, *options, to_binary=pairs == 2048, **types)
+            formula = tiles.shared_memory(CARD, experts_fourbit.WEIGHT_BYTES[quant], 2)
+            yield within(compile_kernel(kernel, constants, *options, to_binary=pairs == 2048, **types), formula)
             if pairs == 2048:
-                yield compile_kernel(kernel, {**constants, "PTX": False}, *options, to_binary=False, **types)
+                plain = compile_kernel(kernel, {**constants, "PTX": False}, *options, to_binary=False, **types)
+                yield within(plain, formula)
 
 
 def attention_kernels() -> Kernels:
     fp8_type = {"HAS_FP8_TYPE": CARD.has_fp8}
     for size, window in ((256, 1024), (512, 0)):
         for has_many_tokens in (False, True):
-            tiles = attention.tiles_for(CARD, size, has_many_tokens, 2)
-            shape = {"WINDOW": window, "K": size, "K_PADDED": size, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
+            tiles = attention.select_tiles(size, 2048 if has_many_tokens else 256, CARD, 2)
+            shape = {"WINDOW": window, "K": size, "K_PADDED": size, "BLOCK_M": tiles.tokens, "BLOCK_N": tiles.inner}
             for causal in (False, True):
-                for whole in sorted({True, tiles.max_splits == 1}):
+                for whole in sorted({True, tiles.concurrent == 1}):
                     partial = BF16 if whole else F32
                     constants = {**shape, **fp8_type, "CAUSAL": causal, "WHOLE": whole, "FP8": False}
                     compiled = compile_kernel(
                         attention._attend, constants, tiles.warps, tiles.stages,
                         to_binary=not has_many_tokens and causal == whole, partial=partial, softmax=partial,
                     )  # fmt: skip
-                    yield within(compiled, tiles.shared_memory(CARD, size, 2))
+                    yield within(compiled, attention.shared_memory(tiles, CARD, 2))
             constants = {**shape, **fp8_type, "CAUSAL": False, "WHOLE": True, "FP8": True}  # an fp8 cache
             binary = {"to_binary": not has_many_tokens}
             # The formula leaves out the decoded keys of a tile; the test compares with the card's limit.
@@ -233,19 +235,12 @@ def attention_kernels() -> Kernels:
                 attention._attend, constants, tiles.warps, tiles.stages, to_binary=False, base=U8, **partial
             )
     # float32 needs the most shared memory
-    tiles = attention.tiles_for(CARD, 512, False, 4)
-    shape = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
+    tiles = attention.select_tiles(512, 256, CARD, 4)
+    shape = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": tiles.tokens, "BLOCK_N": tiles.inner}
     constants = {**shape, **fp8_type, "CAUSAL": True, "WHOLE": True, "FP8": False}
     float32 = dict.fromkeys(("q", "k", "v", "base", "out", "partial", "softmax"), F32)
-    compiled = compile_kernel(
-        attention._attend,
-        constants,
-        tiles.warps,
-        tiles.stages,
-        to_binary=False,
-        **float32,
-    )
-    yield within(compiled, tiles.shared_memory(CARD, 512, 4))
+    compiled = compile_kernel(attention._attend, constants, tiles.warps, tiles.stages, to_binary=False, **float32)
+    yield within(compiled, attention.shared_memory(tiles, CARD, 4))
     for size in (256, 512):
         yield compile_kernel(attention._combine_splits, {"J": 4, "K_PADDED": size, "ROWS": 4}, partial=F32, softmax=F32)
         yield compile_kernel(attention._write_kv, {"FP8": False, "K_PADDED": size}, 1)

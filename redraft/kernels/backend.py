@@ -117,6 +117,11 @@ class Card(NamedTuple):
         """Whether tensor cores read their factors from shared memory (sm_90, sm_100). `mma.sync` reads registers."""
         return 90 <= self.architecture < 120
 
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether tensor cores have a memory of their own, for results and one factor (sm_100)."""
+        return 100 <= self.architecture < 120
+
 
 SIMULATED_CARD = Card(90, 227 * KIB)  # where Triton's interpreter runs the kernels: an H200
 

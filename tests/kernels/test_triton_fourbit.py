@@ -13,12 +13,14 @@ import torch
 from interpreted import DEVICE, GPU
 from packed_weights import randint, randn, random_weight
 
-from redraft.kernels import backend, gated_experts
 from redraft.kernels import fp8 as reference_fp8
+from redraft.kernels import gated_experts
+from redraft.kernels.backend import KIB, SMALLEST_LIMIT, Card
 from redraft.kernels.nibbles import pack_e2m1, pack_nibbles, unpack_e2m1, unpack_nibbles
 from redraft.kernels.nvfp4 import E2M1
 from redraft.kernels.packed import dequantize_packed
 from redraft.kernels.triton import experts, experts_fourbit
+from redraft.kernels.triton.tiles import NO_LIMIT, Tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns when an exponential overflows
 
@@ -49,7 +51,7 @@ def assert_equal_to_reference(x, experts_NK, weights, gate_up, down):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_experts_equal_the_reference(kind, tokens, size, inner, joins, monkeypatch):
     """Whole and partial blocks of inputs, gate and up with global scales of their own, an expert without tokens."""
-    monkeypatch.setattr(experts_fourbit, "joins_factors", lambda device: joins)
+    monkeypatch.setattr(experts_fourbit, "select_card", lambda device: Card(90 if joins else 89, SMALLEST_LIMIT))
     gate_up = random_weight(kind, 5, 2 * inner, size, parts=2)
     down = random_weight(kind, 5, size, inner, seed=10)
     assert_equal_to_reference(randn(tokens, size, seed=7).to(DEVICE), *route(tokens, 5), gate_up, down)
@@ -69,23 +71,17 @@ def test_the_two_weights_may_have_different_formats(up_kind, down_kind, monkeypa
 @pytest.mark.parametrize("kind", ["nvfp4", "int4 with minimum"])
 def test_many_tiles_equal_the_reference(kind, monkeypatch):
     """Several tiles of tokens, rows and inputs, and programs that share an expert's tokens, as eight canvases have them."""
-    monkeypatch.setattr(experts_fourbit, "FLOAT32_TILES", experts.Tiles(16, 64, 128, 2, 4, concurrent=2))
+    monkeypatch.setattr(experts_fourbit, "FLOAT32_TILES", Tiles(16, 64, 128, 2, 4, concurrent=2))
     gate_up = random_weight(kind, 3, 72, 136, parts=2)
     down = random_weight(kind, 3, 136, 36, seed=10)
     assert_equal_to_reference(randn(35, 136, seed=7).to(DEVICE), *route(35, 3), gate_up, down)
 
 
-@pytest.mark.parametrize("limit", [99, 227])
-def test_tiles_follow_the_shared_memory_and_the_number_of_tokens(limit, monkeypatch):
-    monkeypatch.setenv(backend.SHARED_MEMORY_VARIABLE, str(limit))
-    table = experts_fourbit.TILES[99 if limit == 99 else 200]
-    found = [
-        experts_fourbit.select_tiles(backend.shared_memory_limit("cpu"), 8 * tokens, 128) for tokens in (256, 512, 9999)
-    ]
-    assert found == [table[24], table[48], table[experts.NO_LIMIT]]
-    monkeypatch.setenv(backend.SHARED_MEMORY_VARIABLE, "64")
-    with pytest.raises(ValueError, match="at least 99, got '64'"):
-        backend.shared_memory_limit("cpu")
+@pytest.mark.parametrize("limit", [99, 163, 227])
+def test_tiles_follow_the_shared_memory_and_the_number_of_tokens(limit):
+    table = experts_fourbit.LARGE_TILES if limit == 227 else experts_fourbit.SMALL_TILES
+    found = [experts_fourbit.select_tiles(0, 8 * tokens, 128, Card(90, limit * KIB)) for tokens in (256, 512, 9999)]
+    assert found == [table[24], table[48], table[NO_LIMIT]]
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 200])

@@ -14,6 +14,7 @@ operations there, and numbers become bytes by integer operations everywhere.
 Shapes: B requests, S new tokens each, H query heads, G key-value heads (H is a multiple of G), K head size, J splits.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,42 +25,21 @@ from torch import Tensor
 from redraft.kernels.backend import Card, select_card
 from redraft.kernels.triton.fp8 import _encode_e4m3, _widen_e4m3
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
-from redraft.kernels.triton.tiles import check_fits, count_buffers, select_table
+from redraft.kernels.triton.tiles import NO_LIMIT, Tiles, check_fits, count_buffers, select_by_size, select_table
 
 COMBINED_ROWS = 4  # rows per program of `_combine_splits`
 MIN_SPLIT_KEYS = 128  # per program
 FEW_TOKENS = 512  # up to here the rows alone do not fill a GPU
 
 
-class Tiles(NamedTuple):
-    """Tile sizes and launch options."""
-
-    rows: int
-    keys: int
-    max_splits: int
-    warps: int
-    stages: int
-
-    def shared_memory(self, card: Card, head_size: int, item_size: int) -> int:
-        """Returns the bytes of shared memory: queries, buffers of keys and values, and weights where registers hold none."""
-        has_shared_products = card.has_shared_products and self.rows >= 64 and item_size == 2
-        buffers = count_buffers(card, self.stages) if has_shared_products else max(1, self.stages - 1)
-        weights = 0 if has_shared_products else self.rows * self.keys
-        return (self.rows * head_size + 2 * self.keys * head_size * buffers + weights) * item_size
-
-
-# Tuned on an H200. The key: (head size > 256, more than FEW_TOKENS new tokens).
+# Tuned on an H200. The keys: the largest head size, then the largest number of new tokens.
 LARGE_TILES = {
-    (False, False): Tiles(64, 32, 4, 4, 2),
-    (True, False): Tiles(32, 32, 2, 4, 2),
-    (False, True): Tiles(128, 64, 1, 8, 2),
-    (True, True): Tiles(64, 32, 1, 8, 2),
+    256: {FEW_TOKENS: Tiles(64, 256, 32, 2, 4, 4), NO_LIMIT: Tiles(128, 256, 64, 2, 8)},
+    NO_LIMIT: {FEW_TOKENS: Tiles(32, 512, 32, 2, 4, 2), NO_LIMIT: Tiles(64, 512, 32, 2, 8)},
 }
 SMALL_TILES = {  # for 99 KiB
-    (False, False): Tiles(64, 32, 4, 8, 2),
-    (True, False): Tiles(32, 32, 2, 8, 2),
-    (False, True): Tiles(64, 32, 1, 8, 2),
-    (True, True): Tiles(32, 32, 1, 8, 2),
+    256: {FEW_TOKENS: Tiles(64, 256, 32, 2, 8, 4), NO_LIMIT: Tiles(64, 256, 32, 2, 8)},
+    NO_LIMIT: {FEW_TOKENS: Tiles(32, 512, 32, 2, 8, 2), NO_LIMIT: Tiles(32, 512, 32, 2, 8)},
 }
 
 
@@ -84,9 +64,9 @@ def attend(
     """Returns softmax(q k) v as [B, S, H * K]. The last two axes of q, k and v must be contiguous."""
     b, s, heads, size = q_BSHK.shape
     groups = k_BSGK.shape[2]
-    tiles = select_tiles(q_BSHK)
+    tiles = _select_tiles_of(q_BSHK)
     has_fp8_type = select_card(q_BSHK.device).has_fp8
-    rows = max(16, min(tiles.rows, triton.next_power_of_2(s * heads // groups)))
+    rows = max(16, min(tiles.tokens, triton.next_power_of_2(s * heads // groups)))
     out_BSHK = torch.empty(b, s, heads, size, dtype=q_BSHK.dtype, device=q_BSHK.device)
     partial_JRK = out_BSHK  # unused without splits
     softmax_JR2 = out_BSHK
@@ -98,7 +78,7 @@ def attend(
         q_BSHK, k_BSGK, v_BSGK, *cached, out_BSHK, partial_JRK, softmax_JR2,
         q_BSHK.stride(0), q_BSHK.stride(1), k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
         b, s, heads, groups, window or 0, causal, splits == 1, cached.base.dtype == torch.uint8, has_fp8_type,
-        size, max(16, triton.next_power_of_2(size)), rows, tiles.keys,
+        size, tiles.features, rows, tiles.inner,
         num_warps=tiles.warps, num_stages=tiles.stages, **pdl_options(),
     )  # fmt: skip
     if splits > 1:
@@ -110,27 +90,36 @@ def attend(
     return out_BSHK.flatten(2)
 
 
-def select_tiles(q_BSHK: Tensor) -> Tiles:
-    """Returns the tile sizes for these queries, on their device."""
-    b, s, _, size = q_BSHK.shape
-    return tiles_for(select_card(q_BSHK.device), size, b * s > FEW_TOKENS, q_BSHK.element_size())
-
-
-def tiles_for(card: Card, head_size: int, has_many_tokens: bool, item_size: int) -> Tiles:
-    """Returns the tile sizes on a card. Raises TileError where they do not fit."""
-    tiles = select_table(card, LARGE_TILES, SMALL_TILES)[head_size > 256, has_many_tokens]
-    if item_size > 2:
-        large = tiles._replace(rows=32, keys=16)
-        tiles = select_table(card, large, tiles._replace(rows=16, keys=16, warps=16))
-    size_padded = max(16, triton.next_power_of_2(head_size))
-    check_fits(f"attention with heads of {head_size}, {tiles},", tiles.shared_memory(card, size_padded, item_size), card)
+def select_tiles(head_size: int, tokens: int, card: Card, token_bytes: int) -> Tiles:
+    """Returns the tiles for this many new tokens. Their features are the head size, padded. Raises TileError if none fit."""
+    by_tokens = select_by_size(select_table(card, LARGE_TILES, SMALL_TILES), head_size)
+    tiles = replace(select_by_size(by_tokens, tokens), features=max(16, triton.next_power_of_2(head_size)))
+    if token_bytes > 2:
+        large = replace(tiles, tokens=32, inner=16)
+        tiles = select_table(card, large, replace(tiles, tokens=16, inner=16, warps=16))
+    check_fits(f"attention with {tiles}", shared_memory(tiles, card, token_bytes), card)
     return tiles
+
+
+def shared_memory(tiles: Tiles, card: Card, token_bytes: int) -> int:
+    """Returns the bytes of shared memory: queries, buffers of keys and values, and weights where registers hold none."""
+    has_shared_products = card.has_shared_products and tiles.tokens >= 64 and token_bytes == 2
+    buffers = count_buffers(card, tiles.stages) if has_shared_products else max(1, tiles.stages - 1)
+    queries = tiles.tokens * tiles.features
+    keys_and_values = 2 * tiles.inner * tiles.features * buffers
+    weights = 0 if has_shared_products else tiles.tokens * tiles.inner
+    return (queries + keys_and_values + weights) * token_bytes
 
 
 def choose_num_splits(q_BSHK: Tensor, keys: int) -> int:
     """Returns among how many programs to split this many keys, a power of two: each gets MIN_SPLIT_KEYS at least."""
-    splits = max(1, min(select_tiles(q_BSHK).max_splits, keys // MIN_SPLIT_KEYS))
+    splits = max(1, min(_select_tiles_of(q_BSHK).concurrent, keys // MIN_SPLIT_KEYS))
     return 1 << (splits.bit_length() - 1)
+
+
+def _select_tiles_of(q_BSHK: Tensor) -> Tiles:
+    b, s, _, size = q_BSHK.shape
+    return select_tiles(size, b * s, select_card(q_BSHK.device), q_BSHK.element_size())
 
 
 @triton.jit

@@ -20,9 +20,8 @@ from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.triton.fp8 import _widen_e4m3, data_and_scale, quantize_rows
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 from redraft.kernels.triton.routing import sort_by_expert
-from redraft.kernels.triton.tiles import Tiles, select_by_size, select_table
+from redraft.kernels.triton.tiles import NO_LIMIT, Tiles, select_by_size, select_table
 
-NO_LIMIT = 2**30
 # Tuned on an H200; `benchmarks/bench_kernels.py --tiles` tries others. The keys: whether weights are fp8, then the largest
 # average number of tokens per expert. The values: tiles of the gate_up product, tiles of the down product.
 LARGE_TILES = {

@@ -19,9 +19,8 @@ from redraft.kernels.backend import Card, select_card
 from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.triton.fp8 import _widen_e4m3, data_and_scale
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
-from redraft.kernels.triton.tiles import Tiles, check_fits, select_by_size, select_table
+from redraft.kernels.triton.tiles import NO_LIMIT, Tiles, check_fits, select_by_size, select_table
 
-NO_LIMIT = 2**30
 MAX_SPLITS = 8
 MIN_SPLIT_TILES = 4  # tiles of the summed axis per program
 SUM_BLOCK = 1024  # features per program of `_sum_splits`
