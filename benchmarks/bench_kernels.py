@@ -33,7 +33,6 @@ from redraft.kernels.fp8 import Fp8Tensor, matmul_fp8, quantize
 from redraft.kernels.triton import (
     attention,
     experts,
-    experts_fourbit,
     linear_fp8,
     mlp,
     norm,
@@ -102,7 +101,7 @@ def expert_cases(tokens: int) -> list[Case]:
         *(
             Case(
                 f"experts {kind}",
-                lambda packed=packed: experts_fourbit.gated_experts(*inputs, *packed),
+                lambda packed=packed: experts.gated_experts(*inputs, *packed),
                 None,
                 sum(map(bench_experts.count_bytes, packed)),
                 flops,

@@ -20,6 +20,7 @@ from redraft.kernels.nibbles import pack_e2m1, pack_nibbles, unpack_e2m1, unpack
 from redraft.kernels.nvfp4 import E2M1
 from redraft.kernels.packed import dequantize_packed
 from redraft.kernels.triton import experts, experts_fourbit
+from redraft.kernels.triton.routing import sort_by_expert
 from redraft.kernels.triton.tiles import NO_LIMIT, Tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns when an exponential overflows
@@ -35,7 +36,7 @@ def route(tokens: int, number: int, chosen: int = 2) -> tuple[torch.Tensor, torc
 
 def assert_equal_to_reference(x, experts_NK, weights, gate_up, down):
     """Compares the error against float64 with the reference's."""
-    actual = experts_fourbit.gated_experts(x, experts_NK.int(), weights, gate_up, down).sum(dim=1)
+    actual = experts.gated_experts(x, experts_NK.int(), weights, gate_up, down).sum(dim=1)
     expected = gated_experts(x, experts_NK, weights, gate_up, down)
     inner = (gate_up if isinstance(gate_up, torch.Tensor) else gate_up[0]).shape[-2] // 2
     sizes = ((gate_up, x.shape[1]), (down, inner))
@@ -191,7 +192,7 @@ def test_the_conversion_in_ptx_equals_the_plain_one(kind):
     """NVFP4 weights are exact in bf16, so the sums differ by their order alone."""
     x = randn(300, 2816, seed=1).bfloat16().to(DEVICE)
     chosen, weights = route(300, 9, 4)
-    order, ends = experts_fourbit.sort_by_expert(chosen.int(), 9)
+    order, ends = sort_by_expert(chosen.int(), 9)
     gate_up = random_weight(kind, 9, 2 * 704, 2816, parts=2)
     down = random_weight(kind, 9, 2816, 704, seed=10)
     inner, other = (

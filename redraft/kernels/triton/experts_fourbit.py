@@ -19,15 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.backend import Card, select_card
-from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.nibbles import BLOCK, UNITS
 from redraft.kernels.nvfp4 import Nvfp4Tensor
-from redraft.kernels.packed import PackedTensor
-from redraft.kernels.triton import experts
-from redraft.kernels.triton.experts import _gelu
+from redraft.kernels.triton.mlp import _gelu
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
-from redraft.kernels.triton.routing import sort_by_expert
 from redraft.kernels.triton.tiles import NO_LIMIT, Tiles, select_by_size, select_table
 
 FourbitTensor: TypeAlias = Nvfp4Tensor | Int4Tensor
@@ -58,29 +54,6 @@ SMALL_TILES = {  # for 99 KiB
     NO_LIMIT: (Tiles(128, 128, 64, 3, 8, 2), Tiles(128, 128, 64, 3, 8, 2)),
 }
 FLOAT32_TILES = Tiles(16, 32, 64, 2, 4)  # products in float32 keep both factors in registers
-
-
-def gated_experts(
-    x_ND: Tensor | Fp8Tensor,
-    experts_NK: Tensor,
-    weights_NK: Tensor,
-    gate_up_E2FD: Tensor | PackedTensor,
-    down_EDF: Tensor | PackedTensor,
-) -> Tensor:
-    """Returns the weighted outputs of every token's experts, outputs_NKD. The caller sums over K.
-
-    Each of the two weights may have any format. Tokens are in fp8 only with an fp8 gate_up weight.
-    """
-    order_M, ends_E = sort_by_expert(experts_NK, len(gate_up_E2FD if isinstance(gate_up_E2FD, Tensor) else gate_up_E2FD[0]))
-    chosen = experts_NK.shape[1]
-    if isinstance(gate_up_E2FD, FourbitTensor):
-        assert isinstance(x_ND, Tensor), "4-bit weights are multiplied with bf16 tokens"
-        inner_MF = multiply_gate_up(x_ND, order_M, ends_E, gate_up_E2FD, chosen)
-    else:
-        inner_MF = experts.multiply_gate_up(x_ND, order_M, ends_E, gate_up_E2FD, chosen)
-    if isinstance(down_EDF, FourbitTensor):
-        return multiply_down(inner_MF, order_M, ends_E, down_EDF, weights_NK)
-    return experts.multiply_down(inner_MF, order_M, ends_E, down_EDF, weights_NK)
 
 
 def multiply_gate_up(

@@ -18,13 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.backend import select_card
-from redraft.kernels.fp8 import FP8_MAX, Fp8Tensor
-from redraft.kernels.triton.fp8 import data_and_scale, empty_fp8
+from redraft.kernels.fp8 import Fp8Tensor
+from redraft.kernels.triton.fp8 import _FP8_MAX, data_and_scale, empty_fp8
 from redraft.kernels.triton.linear_fp8 import sum_rows
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
+from redraft.kernels.vocabulary import BLOCK
 
-_FP8_MAX = tl.constexpr(FP8_MAX)
-BLOCK = 128  # entries per partial sum when sampling, as in the reference
 CHUNK = 4096  # entries per program
 
 
