@@ -186,7 +186,7 @@ def linear_fp8_kernels() -> Kernels:
                 linear_fp8._multiply_fp8, {"SPLITS": splits, **flags, **blocks}, tiles.warps, tiles.stages,
                 to_binary=tokens == 256, scale=F32, **types, **out,
             )  # fmt: skip
-            yield within(compiled, linear_fp8.shared_memory(tiles, CARD, token_bytes))
+            yield within(compiled, tiles.shared_memory(CARD, 1, token_bytes))
         constants = {"SPLITS": 3, **flags, "BLOCK": linear_fp8.SUM_BLOCK}
         yield compile_kernel(linear_fp8._sum_splits, constants, scale=F32, x_scale=F32)
 

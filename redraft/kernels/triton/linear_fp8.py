@@ -19,7 +19,7 @@ from redraft.kernels.backend import Card, select_card
 from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.triton.fp8 import _widen_e4m3, data_and_scale
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
-from redraft.kernels.triton.tiles import NO_LIMIT, Tiles, check_fits, select_by_size, select_table
+from redraft.kernels.triton.tiles import NO_LIMIT, Tiles, select_by_size, select_table
 
 MAX_SPLITS = 8
 MIN_SPLIT_TILES = 4  # tiles of the summed axis per program
@@ -60,14 +60,7 @@ def select_tiles(tokens: int, card: Card, token_bytes: int) -> Tiles:
     """Returns the tiles for this many tokens of elements of this size. Elements of more than a byte mean widened weights."""
     is_widened = token_bytes > 1
     table = WIDENED_TILES if is_widened else select_table(card, LARGE_TILES, SMALL_TILES)
-    tiles = select_by_size(table, tokens).fit(card, 1, token_bytes)
-    check_fits(f"a product with {tiles}", shared_memory(tiles, card, token_bytes), card)
-    return tiles
-
-
-def shared_memory(tiles: Tiles, card: Card, token_bytes: int) -> int:
-    """Returns the bytes of shared memory: buffers of the product, and later, in their place, the float32 result."""
-    return max(tiles.shared_memory(card, 1, token_bytes), tiles.tokens * tiles.features * 4)
+    return select_by_size(table, tokens).fit(card, 1, token_bytes)
 
 
 def choose_num_splits(tiles: Tiles, tokens: int, features: int, inner: int, card: Card) -> int:

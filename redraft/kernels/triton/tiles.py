@@ -41,16 +41,17 @@ class Tiles:
     def shared_memory(self, card: Card, weight_bytes: float, token_bytes: int) -> int:
         """Returns the bytes of shared memory of a product with a weight, for elements of these sizes.
 
-        Weights of fewer bytes than tokens are converted in registers: the stage in use is there, not in shared memory. On
-        sm_100 the converted weights may pass through shared memory on their way to tensor memory.
+        Buffers of weights and tokens, and later, in their place, the float32 result. Weights of fewer bytes than tokens are
+        converted in registers: the stage in use is there, not in shared memory. On sm_100 the converted weights may pass
+        through shared memory on their way to tensor memory.
         """
         is_converted = weight_bytes < token_bytes
         token_buffers = count_buffers(card, self.stages)
         weight_buffers = max(1, self.stages - 1) if is_converted else token_buffers
-        weights = self.features * self.inner * weight_bytes * weight_buffers
+        weights = int(self.features * self.inner * weight_bytes) * weight_buffers
         tokens = self.tokens * self.inner * token_bytes * token_buffers
         converted = self.features * self.inner * token_bytes if is_converted and card.has_tensor_memory else 0
-        return int(weights + tokens + converted)
+        return max(weights + tokens + converted, self.tokens * self.features * 4)
 
     def fit(self, card: Card, weight_bytes: float, token_bytes: int) -> "Tiles":
         """Returns these tiles with as many stages as fit the card. Raises TileError where not even two do."""
