@@ -100,6 +100,12 @@ def select_backend(device: torch.device | str) -> Backend:
     return Backend(True, name)
 
 
+@cache
+def uses_triton(device: torch.device) -> bool:
+    """Whether the Triton kernels run on a device. Selects the backend once: every product asks for it."""
+    return select_backend(device).uses_triton
+
+
 class Card(NamedTuple):
     """What the tiles of the Triton kernels depend on."""
 

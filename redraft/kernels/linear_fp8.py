@@ -4,13 +4,11 @@ On a GPU without fp8 products (before sm_89) the weight is widened instead, and 
 Shapes: N tokens, D in, O out.
 """
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redraft.kernels.backend import select_backend, select_card
+from redraft.kernels.backend import select_card, uses_triton
 from redraft.kernels.fp8 import Fp8Tensor, dequantize, matmul_fp8, quantize
 from redraft.kernels.scaled_mm import uses_scaled_mm
 
@@ -51,9 +49,3 @@ def quantize_tokens(x_ND: Tensor) -> Fp8Tensor:
 def packs_activations(device: torch.device) -> bool:
     """Whether activations are quantized for products with fp8 weights: on every device but GPUs without fp8 products."""
     return device.type != "cuda" or select_card(device).has_fp8
-
-
-@cache
-def uses_triton(device: torch.device) -> bool:
-    """Selects the backend once per device: every product asks for it."""
-    return select_backend(device).uses_triton

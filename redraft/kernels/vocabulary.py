@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redraft.kernels.backend import uses_triton
 from redraft.kernels.fp8 import Fp8Tensor, dequantize, quantize
-from redraft.kernels.linear_fp8 import packs_activations, uses_triton
+from redraft.kernels.linear_fp8 import packs_activations
 
 BLOCK = 128  # vocabulary entries per partial sum when sampling
 # Logits per chunk. On a CPU a chunk fits in the cache; on a GPU large chunks mean few launches.

@@ -1,6 +1,6 @@
 """The operations of `redraft.kernels` as Triton kernels. Each file holds the kernels and the functions that launch them.
 
-    pdl               programmatic dependent launch, which every kernel uses
+    pdl               programmatic dependent launch, which most kernels use
     tiles             tile sizes that fit a card's shared memory
     fp8               quantizes rows to fp8; converts bytes to numbers and back
     norm              residual additions and RMS norms between the products of a layer

@@ -1,7 +1,7 @@
 """The experts' grouped products over 4-bit weights, dequantized in registers. Reference: `kernels/experts.py`.
 
 The two products of `experts.py`, with another inner loop: a load of 16-bit units (`kernels/nibbles.py`) gives four factors
-of 16 inputs per block, so an iteration has four products. Activations and products are bf16.
+of 16 inputs per block. They are multiplied one by one, or joined and multiplied as one. Activations and products are bf16.
 
 On an H200 the number of instructions per weight decides the speed, not the memory. The conversion in PTX handles two weights
 at a time; the loop takes three to four instructions per weight. The plain conversion is its reference, and the one that
@@ -224,7 +224,7 @@ def _multiply(
     FORMAT: tl.constexpr, PTX: tl.constexpr, JOINED: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """The product of some rows of a weight with some tokens, [BLOCK_F, BLOCK_T]; a power of two too small with PTX.
+    """The product of some rows of a weight with some tokens, [BLOCK_F, BLOCK_T]. `_row_scale` completes it.
 
     Rows and tokens past the end repeat others and are not stored, so only the last blocks of inputs are masked. EVEN: all
     blocks are whole. JOINED: the four factors become one, and tensor cores start on it before all of it is converted.
