@@ -119,7 +119,7 @@ def ask(context: int, chunk: int, kv: str | None) -> Demand:
 
 def measure(limit: int, config: ModelConfig, formats: Formats, chunk: int, options: argparse.Namespace) -> dict[str, Any]:
     """One run within a limit; UNLIMITED: without one. `chunk` is the longest prefill chunk."""
-    device = torch.device("cuda" if torch.cuda.is_available() and config is not TINY else "cpu")
+    device = torch.device("cuda:0" if torch.cuda.is_available() and config is not TINY else "cpu")
     weights = WeightBytes.from_formats(config, formats)
     demand = ask(options.context, chunk, options.kv)
     is_limited = device.type == "cuda" and limit < UNLIMITED

@@ -11,6 +11,7 @@ from rich.table import Table
 from redraft import checkpoint
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.kernels import backend
+from redraft.kernels.scaled_mm import select_product
 from redraft.kernels.triton.tiles import describe_tiles
 
 
@@ -124,7 +125,9 @@ def _machine_table() -> Table:
     fast, why = backend.select_backend(place)
     table.add_row("runs on", f"{place}, {'kernels of our own' if fast else 'every operation in plain PyTorch'} ({why})")
     if fast and place == "cuda":
-        table.add_row("tiles", describe_tiles(backend.select_card(backend.select_device(place))))
+        device = backend.select_device(place)
+        table.add_row("tiles", describe_tiles(backend.select_card(device)))
+        table.add_row("fp8 products", str(select_product(device)))
     for operation, by in backend.OPERATIONS.items():
         table.add_row(f"  {operation}", by if fast else "PyTorch")
     return table

@@ -22,7 +22,7 @@ from redraft.kernels import rope_frequencies
 from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor
 from redraft.kernels.linear_fp8 import linear_fp8, multiply_fp8, packs_activations
 from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
-from redraft.kernels.triton.experts_fourbit import gated_experts
+from redraft.kernels.triton.experts import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
 from redraft.model.kv_cache import KVCache
 from redraft.model.quant.layers import PackedLinear

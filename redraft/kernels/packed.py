@@ -27,11 +27,14 @@ def dequantize_packed(tensor: PackedTensor, size: int, dtype: torch.dtype = torc
 
 
 def count_packed_bytes(rows: int, inputs: int, format: str) -> int:
-    """Bytes of a matrix in memory, its scales included. Inputs of 4-bit formats are padded to blocks of 64."""
+    """Bytes of a matrix in memory, its scales included.
+
+    A block of 64 inputs in 4 bits has 32 bytes of codes, 4 of scales and 4 of minimums, and the last block is padded.
+    """
     blocks = -(-inputs // BLOCK)
     by_format = {
         "fp8": rows * (inputs + 4),
-        "nvfp4": rows * blocks * 36 + 4,
+        "nvfp4": rows * blocks * 36 + 4,  # and a global scale
         "int4": rows * blocks * 36,
         "int4 with minimum": rows * blocks * 40,
     }

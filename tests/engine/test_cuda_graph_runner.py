@@ -21,10 +21,8 @@ from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fused_layers import CacheTable, FusedLayers
 from redraft.engine.runner import Runner
 from redraft.kernels import backend
-from redraft.kernels import vocabulary as reference_vocabulary
-from redraft.kernels.backend import KIB, Card
 from redraft.kernels.fp8 import quantize
-from redraft.kernels.triton import experts, vocabulary
+from redraft.kernels.triton import experts
 from redraft.model.quant import pack_embedding
 from redraft.model.quant.fp8 import quantize_fp8
 from redraft.model.quant.layers import PackedExperts
@@ -100,10 +98,8 @@ def test_fused_layers_equal_the_models_layers(quant, monkeypatch):
         assert torch.allclose(other.denoise(ids, soft, BatchedCache(mine)), expected, atol=tolerance)  # it is still a model
 
 
-def test_the_sampler_of_a_graph_uses_an_embedding_in_8_bits(monkeypatch):
-    """Argmax and soft embeddings are those of the model. The card has no fp8, so that nothing but the weights is rounded."""
-    monkeypatch.setattr(vocabulary, "select_card", lambda device: Card(86, 99 * KIB))
-    monkeypatch.setattr(reference_vocabulary, "packs_activations", lambda device: False)
+def test_the_sampler_of_a_graph_uses_an_embedding_in_8_bits():
+    """Argmax and soft embeddings are those of the model."""
     model = pack_embedding(tiny.build(SMALL).to(DEVICE))
     graph = StepBucket(FusedLayers(model), (2, 4, 64), None)
     for name, value in (("temperatures_BS", 0.7), ("limit_B", 4), ("settled_B", False)):
