@@ -4,12 +4,13 @@ Every canvas takes all its steps, because random weights never settle. Seconds a
 commits. `bound` is a lower bound of a step's time: every weight read once, the head and the soft embedding computed, at the
 memory bandwidth and FLOPS below. The last line is JSON.
 
-    python benchmarks/bench_engine.py [--quant none fp8] [--canvases 1 2 4 8] [--contexts 512 4096 16384] [--new 1024]
-        [--steps 16] [--shape released|small] [--no-profile] [--peer] [--pack-embedding]
+    python benchmarks/bench_engine.py [--quant none fp8 nvfp4 int4] [--canvases 1 2 4 8] [--contexts 512 4096 16384]
+        [--new 1024] [--steps 16] [--shape released|small] [--no-profile] [--peer] [--pack-embedding]
     python benchmarks/bench_engine.py --draw FILE.json
 
-`--peer` also times transformers, compiled with a static cache (it compiles for minutes). `--draw` plots a last line that was
-saved to a file, and writes the picture beside it.
+`nvfp4` and `int4` are the formats of the experts; attention and dense MLP are fp8 then. `--peer` also times transformers,
+compiled with a static cache (it compiles for minutes). `--draw` plots a last line that was saved to a file, and writes the
+picture beside it.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_weights import EXPERT_FORMATS, random_model
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +32,7 @@ from redraft import checkpoint
 from redraft.config import FULL, SLIDING, EngineConfig, ModelConfig, SamplerConfig
 from redraft.diffusion.generate import Draft
 from redraft.engine.engine import Engine
+from redraft.kernels.packed import count_packed_bytes
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 from redraft.model.quant import pack_embedding, quantize_fp8
@@ -56,7 +59,7 @@ SHAPES = {
     ),
 }
 PARTS = {  # of a step, by substrings of kernel names
-    "experts": ("_gate_up", "_down"),
+    "experts": ("_gate_up", "_down"),  # 4-bit ones too
     "attention": ("_attend", "_combine_splits"),
     "norms and heads": ("_and_norm", "_split_qkv_rope", "_gelu_and_mul", "rms_norm"),
     "routing": ("_route", "_sort_by_expert"),
@@ -67,35 +70,27 @@ PARTS = {  # of a step, by substrings of kernel names
 }
 
 
-def random_model(config: ModelConfig, device: torch.device) -> DiffusionGemma:
-    """A model of this shape with random weights."""
-    with torch.device("meta"):
-        model = DiffusionGemma(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    model = model.to_empty(device=device).requires_grad_(False)
-    torch.manual_seed(0)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        tensor.normal_(0, 0.02) if tensor.dim() > 1 else tensor.fill_(1.0)
-        if "router.proj" in name:
-            tensor.normal_(0, 1.0)
-    return model
-
-
 def bound_ms(config: ModelConfig, quant: str | None, canvases: int, context: int) -> float:
     """A lower bound, in milliseconds, of one step of so many canvases."""
     with torch.device("meta"):
         model = DiffusionGemma(config)
-    each = 1 if quant else 2
-    layers = sum(p.numel() for p in model.layers.parameters()) * each
     tokens = canvases * config.canvas_length
-    head = 2 * config.vocab_size * config.hidden_size
-    cache = canvases * KVCache.count_bytes(config, context, torch.bfloat16, 0)
-    layer_flops = 0
+    read = canvases * KVCache.count_bytes(config, context, torch.bfloat16, 0)
+    seconds = 0.0  # of arithmetic
     for layer in model.layers:
-        sparse = sum(p.numel() for p in layer.experts.parameters())
-        dense = sum(p.numel() for p in layer.parameters()) - sparse
-        layer_flops += 2 * tokens * (dense + sparse * config.top_k_experts / config.num_experts)
-    slowest = max((layers + cache) / BYTES, layer_flops / (FLOPS * (2 if quant else 1)))
-    return 1e3 * (slowest + 2 * max(head / BYTES, head * tokens / FLOPS))
+        experts = list(layer.experts.parameters())
+        sparse = sum(weight.numel() for weight in experts)
+        dense = sum(weight.numel() for weight in layer.parameters()) - sparse
+        dense_speed, sparse_speed = FLOPS * (2 if quant else 1), FLOPS * (2 if quant == "fp8" else 1)
+        seconds += 2 * tokens * dense / dense_speed
+        seconds += 2 * tokens * sparse * config.top_k_experts / config.num_experts / sparse_speed
+        read += dense * (1 if quant else 2)
+        if quant in EXPERT_FORMATS:
+            read += sum(count_packed_bytes(w.shape[0] * w.shape[1], w.shape[2], quant) for w in experts)
+        else:
+            read += sparse * (1 if quant else 2)
+    head = 2 * config.vocab_size * config.hidden_size
+    return 1e3 * (max(read / BYTES, seconds) + 2 * max(head / BYTES, head * tokens / FLOPS))
 
 
 def run(engine: Engine, canvases: int, context: int, new: int, steps: int) -> dict[str, Any]:
@@ -157,8 +152,8 @@ def measured(quant: str | None, options: argparse.Namespace, console: Console) -
     """Times all runs with one weight format."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = SHAPES[options.shape]
-    model = random_model(config, device)
-    if quant:
+    model = random_model(config, device, quant if quant in EXPERT_FORMATS else None)
+    if quant == "fp8":
         model = quantize_fp8(model)
     if options.pack_embedding:
         model = pack_embedding(model)
@@ -246,7 +241,7 @@ def draw(path: Path) -> None:
                 names.append(f"redraft {kind}, {run_['canvases']} canvas{'es' if run_['canvases'] > 1 else ''}")
                 speeds.append(run_["tokens_per_second"])
                 colours.append("#0072b2")
-        for name, speed in PEERS[one["quant"]].items():
+        for name, speed in PEERS.get(one["quant"], {}).items():
             names.append(f"{name} {kind}, 1 canvas")
             speeds.append(speed)
             colours.append("#999999")
@@ -267,7 +262,7 @@ def draw(path: Path) -> None:
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quant", nargs="+", choices=("none", "fp8"), default=["none", "fp8"])
+    parser.add_argument("--quant", nargs="+", choices=("none", "fp8", *EXPERT_FORMATS), default=["none", "fp8"])
     parser.add_argument("--canvases", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 4096, 16384])
     parser.add_argument("--new", type=int, default=1024)

@@ -28,13 +28,14 @@ from typing import Any
 import torch
 import triton
 from bench_engine import BYTES
+from random_weights import EXPERT_FORMATS, random_packed
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from redraft.config import ModelConfig
 from redraft.kernels.backend import SMALLEST_LIMIT, select_card
-from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, quantize
+from redraft.kernels.fp8 import Fp8Tensor, quantize
 from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.nvfp4 import Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
@@ -44,8 +45,7 @@ from redraft.kernels.triton.tiles import Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter computes bf16 products wrongly
-FORMATS = ("bf16", "fp8", "nvfp4", "int4", "int4 with minimum")
-SEARCHED = ("nvfp4", "int4", "int4 with minimum")
+FORMATS = ("bf16", "fp8", *EXPERT_FORMATS)
 PRODUCTS = ("gate_up", "down")
 LIMITS = (99, 227)  # KiB of shared memory per block
 
@@ -79,18 +79,9 @@ TINY = Shape(experts=2, chosen=1, size=72, inner=16, tokens=2)
 def random_weight(kind: str, shape: Shape, product: str) -> Weight:
     """Random weights of one layer, made on the device."""
     rows, size = shape.of(product)
-    number, blocks = shape.experts, triton.cdiv(size, 64)
     if kind == "bf16":
-        return torch.randn(number, rows, size, dtype=DTYPE, device=DEVICE) * 0.05
-    if kind == "fp8":
-        qdata = torch.randn(number, rows, size, dtype=DTYPE, device=DEVICE).to(FP8_DTYPE)
-        return Fp8Tensor(qdata, torch.full((number, rows, 1), 0.05, device=DEVICE))
-    codes = torch.randint(256, (number, rows, 32 * blocks), dtype=torch.uint8, device=DEVICE)
-    if kind == "nvfp4":
-        scale = torch.randint(0x40, 0x60, (number, rows, 4 * blocks), dtype=torch.uint8, device=DEVICE)
-        return Nvfp4Tensor(codes, scale.view(FP8_DTYPE), torch.full((number, 1), 0.002, device=DEVICE))
-    scale = (torch.rand(number, rows, 2 * blocks, device=DEVICE) * 0.02).bfloat16()
-    return Int4Tensor(codes, scale, None if kind == "int4" else -8 * scale)
+        return torch.randn(shape.experts, rows, size, dtype=DTYPE, device=DEVICE) * 0.05
+    return random_packed((shape.experts, rows, size), kind, 1, torch.Generator(DEVICE).manual_seed(0))
 
 
 def count_bytes(weight: Weight) -> int:
@@ -156,7 +147,7 @@ def compare_formats(shape: Shape, inputs: Inputs, layers: int) -> dict[str, dict
     for kind, (index, product) in itertools.product(FORMATS, enumerate(PRODUCTS)):
         weights = [random_weight(kind, shape, product) for _ in range(layers)]
         results.setdefault(kind, {})[product] = measure_layers(inputs, product, weights)
-        if kind not in SEARCHED:
+        if kind not in EXPERT_FORMATS:
             continue
         format = experts_fourbit.format_of(weights[0])
         small = experts_fourbit.select_tiles(format, len(inputs.order_M), shape.experts, card)
@@ -177,15 +168,16 @@ def compare_formats(shape: Shape, inputs: Inputs, layers: int) -> dict[str, dict
 def candidate_tiles(shape: Shape) -> Iterator[Tiles]:
     """Tiles whose numbers per thread are reasonable. The shared memory is known after compiling."""
     average = shape.tokens * shape.chosen / shape.experts
-    tokens = (16, 32, 64) if average <= 24 else (32, 64, 128)
-    for tile in itertools.product(tokens, (64, 128, 256), (64, 128, 256), (2, 3, 4, 5), (4, 8)):
+    tokens = (16, 32) if average <= 24 else (64, 128)
+    concurrent = (1,) if average <= 48 else (1, 2)
+    for tile in itertools.product(tokens, (64, 128, 256), (64, 128, 256), (2, 3, 4), (4, 8), concurrent):
         tiles = Tiles(*tile)
         threads = 32 * tiles.warps
         weights_of_thread = tiles.features * tiles.inner / threads
         sums_of_thread = tiles.features * tiles.tokens / threads
         buffers = (tiles.features * 0.5625 + 2 * tiles.tokens) * tiles.inner * (tiles.stages - 1)
         if (
-            32 <= weights_of_thread <= 256
+            32 <= weights_of_thread <= 128
             and sums_of_thread <= 64
             and 16 * tiles.warps <= tiles.features
             and buffers <= 200e3
@@ -221,7 +213,8 @@ def search_tiles(shape: Shape, inputs: Inputs, layers: int, kinds: tuple[str, ..
             except triton.runtime.errors.OutOfResources:  # too much shared memory
                 continue
             times.append((us, astuple(tiles), tiles.shared_memory(card, weight_bytes, DTYPE.itemsize)))
-        best = {str(limit): [entry[:2] for entry in sorted(times) if entry[2] <= limit * 1024][:5] for limit in LIMITS}
+        best = {str(limit): [entry[:2] for entry in sorted(times) if entry[2] <= limit * 1024][:6] for limit in LIMITS}
+        print(kind, product, best, flush=True)
         found.setdefault(kind, {})[product] = best
     return found
 

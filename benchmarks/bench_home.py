@@ -9,7 +9,8 @@ because random weights never settle. The last line is JSON.
     python benchmarks/bench_home.py [--limits 18e9 24e9 16e9 12e9 8e9] [--context 16384] [--new 1024] [--steps 16]
         [--kv fp8] [--slots 2] [--shape released|tiny]
 
-The limits 24e9 and above run NVIDIA's layout (NVFP4 experts, bf16 elsewhere), the others fp8 beside NVFP4 experts. Requests
+The limits 24e9 and above run NVIDIA's layout (NVFP4 experts, bf16 elsewhere), the others fp8 beside NVFP4 experts,
+in the embedding too. Requests
 have no constraints, and the plans leave no room for any. `--shape tiny` runs on a CPU, where nothing is limited: the same
 code, without a card.
 """
@@ -25,24 +26,21 @@ from typing import Any
 
 import torch
 from bench_engine import wait
+from random_weights import fill_randomly, pack_randomly
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
 from redraft.diffusion.generate import Draft, Finished
 from redraft.engine.engine import Engine
 from redraft.engine.gpu_limit import GpuLimit, peak_bytes
 from redraft.engine.memory_plan import RESERVE_SHARE, Demand, Formats, MemoryPlan, WeightBytes, plan_memory
-from redraft.engine.offload import SLOTS, expert_weights, find_stream, measure_bus, offload_experts
-from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor
-from redraft.kernels.nvfp4 import Nvfp4Tensor
-from redraft.kernels.packed import PackedTensor
+from redraft.engine.offload import SLOTS, find_stream, measure_bus, offload_experts
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.quant.layers import PackedExperts, PackedLinear
+from redraft.model.quant import pack_embedding
 
 NVIDIA = Formats(experts="nvfp4")
-FP8_BESIDE = Formats(experts="nvfp4", attention="fp8", dense="fp8")
+FP8_BESIDE = Formats(experts="nvfp4", attention="fp8", dense="fp8", embedding="fp8")
 FULL_CARD = 20 * 2**30  # from here on the published layout fits
 UNLIMITED = 10**15
 TINY = ModelConfig(
@@ -65,20 +63,6 @@ TINY = ModelConfig(
 )
 
 
-def random_packed(shape: tuple[int, ...], format: str, parts: int, generator: torch.Generator) -> PackedTensor:
-    """Random codes with scales that make weights of about 0.02."""
-    *rows, size = shape
-    device = generator.device
-    if format == "fp8":
-        codes = torch.randint(0, 112, shape, dtype=torch.uint8, device=device, generator=generator)
-        signs = torch.randint(0, 2, shape, dtype=torch.uint8, device=device, generator=generator)
-        return Fp8Tensor(codes.add_(signs.mul_(128)).view(FP8_DTYPE), torch.full((*rows, 1), 1e-3, device=device))
-    blocks = -(-size // 64)
-    codes = torch.randint(0, 256, (*rows, 32 * blocks), dtype=torch.uint8, device=device, generator=generator)
-    scale = torch.full((*rows, 4 * blocks), 1.0, device=device).to(FP8_DTYPE)
-    return Nvfp4Tensor(codes, scale, torch.full((*rows[:-1], parts), 0.007, device=device))
-
-
 def random_model(
     config: ModelConfig, formats: Formats, device: torch.device, plan: MemoryPlan, slots: int
 ) -> DiffusionGemma:
@@ -86,36 +70,17 @@ def random_model(
     with torch.device("meta"):
         model = DiffusionGemma(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     offloaded = set(plan.offloaded_layers)
+    packed = {part: format if format != "bf16" else None for part, format in vars(formats).items()}
     for number, layer in enumerate(model.layers):
-        generator = torch.Generator(device).manual_seed(number)
-        for part, format in ((layer.self_attn, formats.attention), (layer.mlp, formats.dense)):
-            for name, child in list(part.named_children()):
-                if isinstance(child, nn.Linear) and format == "fp8":
-                    setattr(part, name, PackedLinear(random_packed(tuple(child.weight.shape), format, 1, generator)))
-        gate_up, down = (tuple(weight.shape) for weight in expert_weights(layer.experts))
-        experts = PackedExperts(
-            random_packed(gate_up, formats.experts, 2, generator), random_packed(down, formats.experts, 1, generator)
-        )
-        layer.experts = experts.to("cpu") if number in offloaded else experts
-    generator = torch.Generator(device).manual_seed(len(model.layers))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            parent, _, last = name.rpartition(".")
-            weight = random_weight(name, tensor, generator)
-            module = model.get_submodule(parent)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            setattr(module, last, nn.Parameter(weight, requires_grad=False) if is_parameter else weight)
+        pack_randomly(layer, packed, torch.Generator(device).manual_seed(number))
+        if number in offloaded:
+            layer.experts = layer.experts.to("cpu")
+    fill_randomly(model, torch.Generator(device).manual_seed(len(model.layers)))
+    if formats.embedding == "fp8":
+        pack_embedding(model)
     if offloaded:
         offload_experts(model, plan.offloaded_layers, slots)
     return model.eval().requires_grad_(False)
-
-
-def random_weight(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Norms and scalars are one, matrices small, and the router sharp."""
-    weight = torch.ones(like.shape, dtype=like.dtype, device=generator.device)
-    if like.dim() > 1:
-        weight.normal_(0, 1.0 if "router.proj" in name else 0.02, generator=generator)
-    return weight
 
 
 def run(engine: Engine, prompt_length: int, new: int, steps: int) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import time
 from typing import Any
 
 import torch
-from bench_engine import SHAPES, random_model, wait
+from bench_engine import SHAPES, wait
+from random_weights import random_model
 
 from redraft import checkpoint
 from redraft.engine.fused_layers import CacheTable, FusedLayers

@@ -85,7 +85,7 @@ def expert_cases(tokens: int) -> list[Case]:
     shape = bench_experts.Shape(number, chosen, size, inner, tokens)
     fourbit = {
         kind: [bench_experts.random_weight(kind, shape, product) for product in bench_experts.PRODUCTS]
-        for kind in bench_experts.SEARCHED
+        for kind in bench_experts.EXPERT_FORMATS
     }
     parameters = up.numel() + down.numel()
     flops = 2 * tokens * chosen * parameters / number

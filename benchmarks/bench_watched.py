@@ -7,7 +7,8 @@ import json
 import time
 
 import torch
-from bench_engine import SHAPES, random_model
+from bench_engine import SHAPES
+from random_weights import random_model
 
 from redraft.config import EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints

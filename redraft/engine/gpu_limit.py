@@ -5,6 +5,7 @@ CUDA takes for itself (context, modules) is measured and subtracted from what to
 are expandable: weights that are freed while others are joined would otherwise leave holes that no KV cache fits.
 """
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,8 @@ class GpuLimit:
         total = torch.cuda.get_device_properties(device).total_memory
         if self.limit > total:
             raise ConfigError(f"gpu_memory is {self.limit / 1e9:.2f} GB, but {device} has {total / 1e9:.2f} GB: lower it")
+        gc.collect()
+        torch.cuda.empty_cache()  # memory that torch has kept from an earlier model would be used without a check
         self.cuda_context = measure_cuda_context(device)
         use_expandable_segments()
         torch.cuda.set_per_process_memory_fraction(max(0.0, (self.limit - self.cuda_context) / total), device)

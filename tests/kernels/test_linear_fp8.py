@@ -13,12 +13,14 @@ from interpreted import DEVICE, GPU
 from redraft.kernels import gated_experts, scaled_mm
 from redraft.kernels import vocabulary as reference_vocabulary
 from redraft.kernels.backend import KIB, Card
-from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, dequantize, matmul_fp8, quantize
+from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor, dequantize, quantize
 from redraft.kernels.triton import experts, linear_fp8, vocabulary
 
 RTX_3090 = Card(86, 99 * KIB)
 H200 = Card(90, 227 * KIB)
 
+# Of the largest sum: the tensor cores of an H200 add products of fp8 numbers with about 14 bits.
+PRECISION = 2**-12 if GPU else 1e-6
 SHAPES = [(1, 40, 48), (17, 70, 300), (70, 130, 80)]  # tokens, features, summed axis
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns when an exponential overflows
@@ -37,12 +39,11 @@ def splits(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("tokens", "features", "size"), SHAPES)
-def test_the_fp8_product_has_at_most_twice_the_error_of_the_reference(tokens, features, size, splits):
+def test_the_fp8_product_is_that_of_the_dequantized_factors(tokens, features, size, splits):
     x, weight = quantize(randn(tokens, size)), quantize(randn(features, size, seed=1))
     exact = dequantize(x).double() @ dequantize(weight).double().T
     result = linear_fp8.matmul_fp8(x, weight, torch.float32)
-    error = (matmul_fp8(x, weight) - exact).abs().max()
-    assert (result - exact).abs().max() <= 2 * error + 1e-6 * exact.abs().max()
+    assert (result - exact).abs().max() <= PRECISION * exact.abs().max()
     rounded = linear_fp8.matmul_fp8(x, weight)
     assert rounded.dtype == torch.bfloat16
     assert torch.allclose(rounded.float(), result, rtol=2**-7)
@@ -60,7 +61,8 @@ def test_rows_of_an_fp8_table_are_summed_with_factors(tokens, features, size, sp
     table = quantize(randn(size, features, seed=1))
     factors = quantize(randn(tokens, size).softmax(dim=-1))
     expected = dequantize(factors) @ table.qdata.float()
-    assert torch.allclose(linear_fp8.sum_rows(factors, table, torch.float32), expected, atol=1e-5, rtol=1e-5)
+    error = linear_fp8.sum_rows(factors, table, torch.float32) - expected
+    assert error.abs().max() <= PRECISION * expected.abs().max()
     widened = linear_fp8.sum_rows(dequantize(factors), table, torch.float32)
     assert torch.allclose(widened, expected, atol=1e-5, rtol=1e-5)
 
