@@ -124,11 +124,12 @@ def _machine_table() -> Table:
     place = "cuda" if torch.cuda.is_available() else "cpu"
     fast, why = backend.select_backend(place)
     table.add_row("runs on", f"{place}, {'kernels of our own' if fast else 'every operation in plain PyTorch'} ({why})")
+    operations = dict(backend.OPERATIONS)
     if fast and place == "cuda":
         device = backend.select_device(place)
         table.add_row("tiles", describe_tiles(backend.select_card(device)))
-        table.add_row("fp8 products", str(select_product(device)))
-    for operation, by in backend.OPERATIONS.items():
+        operations["fp8 products"] = str(select_product(device))
+    for operation, by in operations.items():
         table.add_row(f"  {operation}", by if fast else "PyTorch")
     return table
 

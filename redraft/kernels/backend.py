@@ -27,6 +27,7 @@ OPERATIONS = {  # each operation, and the kernels that run it with the Triton ba
     "vocabulary": "Triton: softcap, temperature, sample, argmax and entropy in one pass",
     "sampler": "Triton: acceptance, noise and the stopping test on the device",
     "fp8 quantization": "Triton",
+    "fp8 products": "Triton, or torch._scaled_mm",
     "other dense products": "cuBLAS",
 }
 
