@@ -193,7 +193,6 @@ def test_the_command(source, tmp_path):
     [
         (["--to", "int3", "--out", "OUT"], "no format 'int3'; try nvfp4, int4, fp8"),
         (["--rest", "int4", "--out", "OUT"], "can be fp8 or bf16, not 'int4'"),
-        (["--embedding", "fp8", "--out", "OUT"], "--embedding can be bf16, not 'fp8'"),
         ([], "name the folder to write"),
         (["OUT", "--out", "OUT"], "name the folder to write"),
     ],
