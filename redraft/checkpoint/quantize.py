@@ -3,8 +3,8 @@
     PARENT/NAME                     the new checkpoint: it appears whole
     PARENT/.NAME.quantize-1a2b3c4d  finished shards; the same command continues with them after it was killed
 
-The number at the end is a hash of the source's files and of the options, so shards of another source or of other options are
-never used. A shard has its place in the plan, and gets its name when it is whole.
+The number at the end is a hash of the source's files, of the options and of redraft's own code, so shards of another source,
+of other options or of another version are never used. A shard has its place in the plan, and gets its name when it is whole.
 """
 
 import hashlib
@@ -44,6 +44,7 @@ from redraft.model.quant.stored import StoredWeight
 SHARD_BYTES = 10**9
 STATISTICS = "statistics.json"
 REST_FORMATS = ("fp8", "bf16")
+PROGRAM = Path(__file__).parents[1]  # redraft's own code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,15 +199,16 @@ def _split_shards(plan: list[Unit], shard_bytes: int) -> dict[str, list[Unit]]:
 
 
 def _identify(source: Path, options: QuantizeOptions) -> str:
-    """A hash of the source's files, by name, size and time of change, and of the options."""
-    files = [source] if source.is_file() else sorted(path for path in source.iterdir() if path.is_file())
-    state = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    text = json.dumps([str(source.resolve()), state, asdict(options)])
+    """A hash of the source's files and of redraft's code, by name, size and time of change, and of the options."""
+    files = [source] if source.is_file() else [path for path in source.iterdir() if path.is_file()]
+    files += PROGRAM.rglob("*.py")
+    state = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
+    text = json.dumps([state, asdict(options)])
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _remove_stale(target: Path, work: Path) -> None:
-    """Removes the shards of another source or of other options. Those of a running process are locked."""
+    """Removes the shards of another source, of other options or of another version. Those of a running process are locked."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.quantize-[0-9a-f]{{8}}")
     for path in target.parent.iterdir():
         if path != work and pattern.fullmatch(path.name) and path.is_dir():

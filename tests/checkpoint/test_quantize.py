@@ -178,6 +178,23 @@ def test_other_options_and_sources_do_not_use_old_shards(source, tmp_path):
     assert not list(tmp_path.glob(".*quantize*"))
 
 
+def test_another_version_does_not_use_old_shards(source, tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    program.mkdir()
+    monkeypatch.setattr(checkpoint.quantize, "PROGRAM", program)
+    finished = []
+    for line in ("old", "older", "older"):
+        (program / "quantizers.py").write_text(line)
+        if len(finished) == 2:
+            os.utime(program / "quantizers.py", ns=(7, 7))
+        events = quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(shard_bytes=60_000))
+        assert next(events).done < 60_000
+        (work,) = tmp_path.glob(".out.quantize-*")  # the one before it is gone
+        finished.append(work.name)
+        events.close()
+    assert len(set(finished)) == 3
+
+
 def test_the_command(source, tmp_path):
     run = CliRunner().invoke(app, ["quantize", str(source), "--to", "nvfp4", "--out", str(tmp_path / "out")])
     assert run.exit_code == 0, run.output
