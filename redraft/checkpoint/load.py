@@ -1,14 +1,16 @@
 """Loads a checkpoint: published tensors become a model.
 
 The model is built on the "meta" device, without memory, and takes the tensors one by one. On a CPU they stay views of the
-mapped file. On a GPU each is copied from the mapped file and converted there, so the host never holds a second copy.
+mapped file. To a GPU each is copied from the mapped file in pieces and converted there, so the host never holds a second
+copy. Nothing is copied before the placement is known.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +34,12 @@ from redraft.checkpoint.quantization import read_quantization
 from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import ModelConfig, read_json
 from redraft.kernels.fp8 import Fp8Tensor
-from redraft.kernels.packed import FORMATS, PackedTensor, count_packed_bytes
+from redraft.kernels.packed import FORMATS, count_packed_bytes
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.embedding import PackedEmbedding
-from redraft.model.quant.conversion import Converter, log_conversions, move_packed, stored_format
+from redraft.model.quant.conversion import Converter, log_conversions, plain_dtype, stored_format
 from redraft.model.quant.layers import PackedExperts, PackedLinear
-from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QuantPolicy, Target, part_of
+from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QuantPolicy, part_of
 from redraft.model.quant.stored import StoredWeight
 
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -60,17 +62,17 @@ def open_weights(
 ) -> tuple[ModelConfig, Mapping[str, Tensor | StoredWeight]]:
     """The shape of a checkpoint and its weights under the names of the bf16 layout. Only headers are read.
 
-    Tensors are read onto the device, where experts that are stored apart are stacked.
+    Tensors are views of the mapped file. StoredWeights are converted on the device.
     """
     if is_gguf(folder):
         file = open_gguf(folder)
         return file.config, file.tensors(device)
     with verify_files(folder):
         config = read_model_config(folder)
-        stored = CheckpointTensors(Path(folder), device)
+        stored = CheckpointTensors(Path(folder))
         quantization = read_quantization(Path(folder), read_json(Path(folder) / CONFIG), str(Path(folder) / CONFIG))
     _compare_sizes(config, stored)
-    return config, QuantizedTensors(stored, quantization) if quantization else stored
+    return config, QuantizedTensors(stored, quantization, device) if quantization else stored
 
 
 def _compare_sizes(config: ModelConfig, tensors: CheckpointTensors) -> None:
@@ -132,25 +134,28 @@ def from_state_dict(
     available = set(tensors)  # asking a Mapping `name in tensors` may read the whole tensor
     layout = find_layout(available, is_causal_only=config.is_causal_only)
     refuse_unknown_tensors(tensors, available, {published_name(name, layout) for name in expected}, layout)
-    converter = Converter(policy or QuantPolicy.for_device(device), device)
-    weights: dict[str, Tensor] = {}
-    experts: dict[str, Tensor | PackedTensor] = {}  # of one layer, until both are there
+    policy = policy or QuantPolicy.for_device(device)
+    converter = Converter(policy, device)
+    targets = policy.targets(stored_formats(expected, tensors, layout))
+    if dtype is None:
+        embedding = published_name("embed_tokens.weight", layout)
+        dtype = plain_dtype(fetch_weight(tensors, available, embedding, expected["embed_tokens.weight"])) or torch.bfloat16
     placement = Placement(torch.device(device))
+    if place is not None:
+        placement = place(config, plan_bytes(expected, tensors, layout, policy, dtype), dtype)
+    weights: dict[str, Tensor] = {}
+    experts: dict[str, Any] = {}  # the packed ones of a layer, until both are there
     for name, placeholder in expected.items():
         stored = fetch_weight(tensors, available, published_name(name, layout), placeholder)
-        if dtype is None:  # the embedding comes first, and its dtype is the model's
-            dtype = stored.dtype if isinstance(stored, Tensor) else torch.bfloat16
-        if place is not None and name == "embed_tokens.weight":
-            placement = place(config, plan_bytes(expected, tensors, layout, converter.policy, dtype), dtype)
-        weight = move_packed(converter.convert(name, stored, dtype), placement.device_of(name))
+        weight = converter.convert(targets[name], name, stored, dtype, placement.device_of(name))
         module_name, _, last = name.rpartition(".")
-        if part_of(name) in EXPERTS:
+        if isinstance(weight, Tensor):
+            weights[name] = weight
+        elif part_of(name) in EXPERTS:
             experts[last] = weight
             if len(experts) == 2:
-                weights |= _install_experts(model, module_name, experts, converter)
+                model.set_submodule(module_name, PackedExperts(experts["gate_up_proj"], experts["down_proj"]))
                 experts = {}
-        elif isinstance(weight, Tensor):
-            weights[name] = weight
         elif name == "embed_tokens.weight":
             assert isinstance(weight, Fp8Tensor)
             model.embed_tokens = PackedEmbedding(weight, dtype)
@@ -162,6 +167,14 @@ def from_state_dict(
     model.conversions = converter.describe()
     log_conversions(model.conversions)
     return model.eval().requires_grad_(False)
+
+
+def stored_formats(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor | StoredWeight], layout: Layout
+) -> dict[str, str | None]:
+    """The file's format of every weight, by its name in the model; None: full precision. Only headers are read."""
+    published = {name: published_name(name, layout) for name in expected}
+    return {name: stored_format(tensors[theirs]) if theirs in tensors else None for name, theirs in published.items()}
 
 
 def plan_bytes(
@@ -176,10 +189,12 @@ def plan_bytes(
     4-bit integers of a file are counted with minimums, which only some formats have.
     """
     sizes = {}
+    formats = stored_formats(expected, tensors, layout)
+    targets = policy.targets(formats)
     for name, placeholder in expected.items():
-        stored = _find_stored_format(tensors, published_name(name, layout))
-        target = policy.target(part_of(name), stored)
-        if target.format is None or target.is_dequantized:
+        stored = formats[name]
+        target = targets[name]
+        if target.format is None or not target.is_packed:
             sizes[name] = placeholder.numel() * dtype.itemsize
             continue
         has_minimum = target.format == "int4" and stored is not None
@@ -187,32 +202,6 @@ def plan_bytes(
         matrix = count_packed_bytes(rows, inputs, "int4 with minimum" if has_minimum else target.format)
         sizes[name] = math.prod(stack) * matrix
     return sizes
-
-
-def _find_stored_format(tensors: Mapping[str, Tensor | StoredWeight], name: str) -> str | None:
-    """The format of a weight, without reading it where the tensors are those of files."""
-    find: Callable[[str], str | None] | None = getattr(tensors, "stored_format", None)
-    if find is not None:
-        return find(name)
-    return stored_format(tensors[name]) if name in tensors else None
-
-
-def _install_experts(
-    model: DiffusionGemma, name: str, weights: dict[str, Tensor | PackedTensor], converter: Converter
-) -> dict[str, Tensor]:
-    """Puts the experts of a layer in place if they are packed, else returns them. If one weight is packed, both are."""
-    if all(isinstance(weight, Tensor) for weight in weights.values()):
-        return {f"{name}.{part}": weight for part, weight in weights.items() if isinstance(weight, Tensor)}
-    packed = {}
-    for part, weight in weights.items():
-        if isinstance(weight, Tensor):
-            converted = converter.convert_to(Target("fp8"), f"{name}.{part}", weight, weight.dtype)
-            assert not isinstance(converted, Tensor)
-            packed[part] = converted
-        else:
-            packed[part] = weight
-    model.set_submodule(name, PackedExperts(packed["gate_up_proj"], packed["down_proj"]))
-    return {}
 
 
 def packed_formats(model: DiffusionGemma) -> str | None:
@@ -258,5 +247,5 @@ def refuse_unknown_tensors(
 
 
 def _is_equal(weight: Tensor | StoredWeight, other: Tensor | StoredWeight) -> bool:
-    numbers = (each if isinstance(each, Tensor) else each.dequantize() for each in (weight, other))
+    numbers = (each if isinstance(each, Tensor) else each.dequantize().cpu() for each in (weight, other))
     return torch.equal(*numbers)

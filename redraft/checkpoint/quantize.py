@@ -36,7 +36,7 @@ from redraft.checkpoint.tensor_file import TensorFileWriter, header_bytes
 from redraft.config import SMALLEST_VISION, ModelConfig, read_json
 from redraft.kernels.int4 import Int4Tensor
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.quant.conversion import EXPERTS_AT_ONCE, pack_piece, parts_of, split_stack
+from redraft.model.quant.conversion import EXPERTS_AT_ONCE, pack_piece, parts_of, plain_dtype, split_stack
 from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QUANTIZED_PARTS, part_of
 from redraft.model.quant.quantizers import RoundingError
 from redraft.model.quant.stored import StoredWeight
@@ -173,12 +173,12 @@ def _plan(config: ModelConfig, tensors: Mapping[str, Tensor | StoredWeight], opt
             units.append(Unit(source, name, ours, to, plan_packed(name, to, shape)))
         elif not ours.startswith(names.DRAFT_HEAD_PREFIX):
             weight = fetch_weight(tensors, available, source, placeholder)
-            dtype = weight.dtype if isinstance(weight, Tensor) else torch.bfloat16
+            dtype = plain_dtype(weight) or torch.bfloat16
             units.append(Unit(source, name, ours, None, [TensorHeader(name, dtype, shape)]))
     if not config.is_causal_only:
         for source in sorted(name for name in available if name.startswith(names.VISION)):
             weight = tensors[source]
-            dtype = weight.dtype if isinstance(weight, Tensor) else torch.bfloat16
+            dtype = plain_dtype(weight) or torch.bfloat16
             units.append(Unit(source, source, None, None, [TensorHeader(source, dtype, tuple(weight.shape))]))
     return units
 
@@ -208,7 +208,7 @@ def _identify(source: Path, options: QuantizeOptions) -> str:
 
 
 def _remove_stale(target: Path, work: Path) -> None:
-    """Removes the shards of another source, of other options or of another version. Those of a running process are locked."""
+    """Removes the shards of another source, other options or another version. Those of a running process are locked."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.quantize-[0-9a-f]{{8}}")
     for path in target.parent.iterdir():
         if path != work and pattern.fullmatch(path.name) and path.is_dir():

@@ -23,7 +23,8 @@ def quantize(
         str, typer.Option("--to", help="nvfp4, int4 or fp8: the format of the experts, nine tenths of the model.")
     ] = "fp8",
     rest: Annotated[
-        str, typer.Option("--rest", help="fp8, or bf16 for as stored: attention and dense MLP. The embedding stays as stored.")
+        str,
+        typer.Option("--rest", help="fp8 or bf16: the format of attention and dense MLP. The embedding stays as stored."),
     ] = "fp8",
     force: Annotated[bool, typer.Option("--force", help="Replace the checkpoint that the folder holds.")] = False,
     device: Device = None,

@@ -275,7 +275,7 @@ print(most - before)
 
 @pytest.mark.soak
 def test_memory_does_not_grow_with_experts_and_layers(source, tmp_path):
-    """Eight experts are quantized at a time: 24 times as many weights need hardly more memory."""
+    """A few experts are quantized at a time: 24 times as many weights need hardly more memory."""
     peaks = []
     for experts, layers in ((8, 1), (64, 3)):
         sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": experts, "layer_types": (FULL,) * layers}
