@@ -52,7 +52,10 @@ def load_model(
     device: torch.device | str = "cpu",
     policy: QuantPolicy | None = None,
 ) -> DiffusionGemma:
-    """Loads the model of a folder or of a GGUF file. Without a dtype, weights keep the precision they are stored in."""
+    """Loads the model of a folder or of a GGUF file. Without a dtype, weights keep the precision of the stored embedding.
+
+    Quantized ones and float16 become bf16.
+    """
     config, tensors = open_weights(folder, device)
     return from_state_dict(config, tensors, dtype=dtype, device=device, policy=policy)
 
@@ -122,7 +125,7 @@ def from_state_dict(
     policy: QuantPolicy | None = None,
     place: Place | None = None,
 ) -> DiffusionGemma:
-    """Makes a model whose weights are these published tensors. Without a dtype, it has the precision of the embedding.
+    """Makes a model whose weights are these published tensors. Without a dtype, it has that of `default_dtype`.
 
     The policy says which weights are packed, and how; by default, as the device runs them best. Each weight is read,
     converted and put in its place before the next one is read. `place` is asked where the weights go, once their sizes are
@@ -134,20 +137,23 @@ def from_state_dict(
     available = set(tensors)  # asking a Mapping `name in tensors` may read the whole tensor
     layout = find_layout(available, is_causal_only=config.is_causal_only)
     refuse_unknown_tensors(tensors, available, {published_name(name, layout) for name in expected}, layout)
+    # Tensors of files are views of the mapped file: nothing is read or copied yet.
+    stored = {
+        name: fetch_weight(tensors, available, published_name(name, layout), placeholder)
+        for name, placeholder in expected.items()
+    }
+    formats = {name: stored_format(weight) for name, weight in stored.items()}
     policy = policy or QuantPolicy.for_device(device)
-    converter = Converter(policy, device)
-    targets = policy.targets(stored_formats(expected, tensors, layout))
-    if dtype is None:
-        embedding = published_name("embed_tokens.weight", layout)
-        dtype = plain_dtype(fetch_weight(tensors, available, embedding, expected["embed_tokens.weight"])) or torch.bfloat16
+    dtype = dtype or default_dtype(stored["embed_tokens.weight"])
     placement = Placement(torch.device(device))
     if place is not None:
-        placement = place(config, plan_bytes(expected, tensors, layout, policy, dtype), dtype)
+        placement = place(config, plan_bytes(expected, formats, policy, dtype), dtype)
+    targets = policy.targets(formats)
+    converter = Converter(policy, device)
     weights: dict[str, Tensor] = {}
     experts: dict[str, Any] = {}  # the packed ones of a layer, until both are there
-    for name, placeholder in expected.items():
-        stored = fetch_weight(tensors, available, published_name(name, layout), placeholder)
-        weight = converter.convert(targets[name], name, stored, dtype, placement.device_of(name))
+    for name in expected:
+        weight = converter.convert(targets[name], name, stored.pop(name), dtype, placement.device_of(name))
         module_name, _, last = name.rpartition(".")
         if isinstance(weight, Tensor):
             weights[name] = weight
@@ -169,27 +175,20 @@ def from_state_dict(
     return model.eval().requires_grad_(False)
 
 
-def stored_formats(
-    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor | StoredWeight], layout: Layout
-) -> dict[str, str | None]:
-    """The file's format of every weight, by its name in the model; None: full precision. Only headers are read."""
-    published = {name: published_name(name, layout) for name in expected}
-    return {name: stored_format(tensors[theirs]) if theirs in tensors else None for name, theirs in published.items()}
+def default_dtype(embedding: Tensor | StoredWeight) -> torch.dtype:
+    """The precision of a model whose embedding is stored so. The GPU kernels are made for bf16, not for float16."""
+    dtype = plain_dtype(embedding)
+    return torch.bfloat16 if dtype is None or dtype == torch.float16 else dtype
 
 
 def plan_bytes(
-    expected: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor | StoredWeight],
-    layout: Layout,
-    policy: QuantPolicy,
-    dtype: torch.dtype,
+    expected: Mapping[str, Tensor], formats: Mapping[str, str | None], policy: QuantPolicy, dtype: torch.dtype
 ) -> dict[str, int]:
-    """The bytes that every weight will take, by its name in the model. Only headers are read.
+    """The bytes that every weight will take, by its name in the model.
 
     4-bit integers of a file are counted with minimums, which only some formats have.
     """
     sizes = {}
-    formats = stored_formats(expected, tensors, layout)
     targets = policy.targets(formats)
     for name, placeholder in expected.items():
         stored = formats[name]

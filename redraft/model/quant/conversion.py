@@ -166,7 +166,8 @@ class Converter:
         """A weight in full precision. First to the device, then to the precision: a conversion on the way would be slow."""
         if isinstance(weight, Tensor) and weight.dtype == dtype:
             return weight.to(joined.device)
-        if plain_dtype(weight) is None:
+        stored = plain_dtype(weight)
+        if stored is None or torch.promote_types(stored, dtype) != dtype:  # the dtype cannot hold every number
             self._record(name, weight, dtype_name(dtype), [])
         for piece in split_weight(name, weight):
             joined.append(piece.to(self.device).to(dtype) if isinstance(piece, Tensor) else piece.dequantize(dtype))
