@@ -3,7 +3,8 @@
 Shapes: E matrices of a stack, O rows, I inputs.
 """
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +15,20 @@ from redraft.kernels.nibbles import BLOCK
 from redraft.kernels.nvfp4 import Nvfp4Tensor, dequantize_nvfp4
 
 PackedTensor: TypeAlias = Fp8Tensor | Nvfp4Tensor | Int4Tensor
+Weight: TypeAlias = Tensor | PackedTensor
 FORMATS: dict[type, str] = {Fp8Tensor: "fp8", Nvfp4Tensor: "nvfp4", Int4Tensor: "int4"}
+
+
+def weight_tensors(weight: Weight) -> list[Tensor]:
+    """The tensors that a weight consists of: one, or those of its fields."""
+    return [weight] if isinstance(weight, Tensor) else [tensor for tensor in weight if tensor is not None]
+
+
+def map_weight(weight: Weight, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same kind of weight, made of changed tensors."""
+    if isinstance(weight, Tensor):
+        return change(weight)
+    return type(weight)(*(None if tensor is None else change(tensor) for tensor in weight))
 
 
 def dequantize_packed(tensor: PackedTensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,7 +11,7 @@ from redraft.diffusion.generate import generate
 from redraft.kernels.fp8 import FP8_DTYPE, dequantize, quantize
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.embedding import PackedEmbedding
-from redraft.model.quant import embedding, pack_embedding, quantize_fp8
+from redraft.model.quant import conversion, pack_embedding, quantize_fp8
 
 CONFIG = replace(tiny.BASE, final_logit_softcapping=30.0)
 
@@ -20,10 +20,10 @@ CONFIG = replace(tiny.BASE, final_logit_softcapping=30.0)
 def models() -> tuple[DiffusionGemma, DiffusionGemma]:
     """A model with a packed embedding, and the same model with the numbers that the packed embedding stands for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedding, "CHUNK_ROWS", 100)
+        patch.setattr(conversion, "ROWS_AT_ONCE", 100)
         packed = pack_embedding(tiny.decided(CONFIG))
     plain = tiny.decided(CONFIG)
-    plain.embed_tokens.weight.copy_(dequantize(quantize(plain.embed_tokens.weight)))
+    plain.embed_tokens.weight.copy_(dequantize(quantize(plain.embed_tokens.weight, torch.bfloat16)))
     return packed, plain
 
 

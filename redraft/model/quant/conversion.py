@@ -1,25 +1,36 @@
-"""Conversion: brings a weight into its target format, a few experts at a time, and keeps count of what was rounded.
+"""Conversion: brings a weight into its target format and keeps count of what was rounded.
+
+A few experts, or a few rows of the embedding, are moved to the device and converted there at a time. So the device never
+holds a weight in full precision that is going to be packed.
 
 Shapes: E matrices of a stack, O rows, I inputs.
 """
 
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from redraft.kernels.fp8 import Fp8Tensor
-from redraft.kernels.packed import FORMATS, PackedTensor, dequantize_packed
+from redraft.kernels.packed import FORMATS, PackedTensor, Weight, dequantize_packed, map_weight, weight_tensors
 from redraft.model.quant.policy import EMBEDDING, EXPERT_GATE_UP, FORMAT_WORDS, NATIVE, QuantPolicy, Target, part_of
 from redraft.model.quant.quantizers import RoundingError, measure_error, quantize_weight
-from redraft.model.quant.stored import StoredWeight
+from redraft.model.quant.stored import PLAIN_FORMATS, StoredWeight
 
 LOG = logging.getLogger("redraft")
-EXPERTS_AT_ONCE = 8
-ROWS_AT_ONCE = 2**14  # of an embedding
-WeightT = TypeVar("WeightT", bound=Tensor | PackedTensor)
+EXPERTS_AT_ONCE = 4  # of the released shape: 0.06 GB in float32, and 0.45 GB for the search of NVFP4 scales
+ROWS_AT_ONCE = 2**13  # of an embedding
+
+
+def split_weight(name: str, weight: Tensor | StoredWeight) -> Iterator[Tensor | StoredWeight]:
+    """Yields a weight, by our name of it, in pieces: some experts of a stack, some rows of an embedding, a matrix whole."""
+    if part_of(name) != EMBEDDING:
+        yield from split_stack(weight)
+        return
+    for first in range(0, weight.shape[0], ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        yield weight[rows] if isinstance(weight, Tensor) else weight.select(rows)
 
 
 def split_stack(weight: Tensor | StoredWeight) -> Iterator[Tensor | StoredWeight]:
@@ -34,12 +45,24 @@ def split_stack(weight: Tensor | StoredWeight) -> Iterator[Tensor | StoredWeight
 
 def stored_format(weight: Tensor | StoredWeight) -> str | None:
     """The format of a quantized weight; None for one in full precision."""
-    return None if isinstance(weight, Tensor) else weight.format
+    return None if isinstance(weight, Tensor) or weight.format in PLAIN_FORMATS else weight.format
+
+
+def plain_dtype(weight: Tensor | StoredWeight) -> torch.dtype | None:
+    """The dtype of a weight in full precision; None for a quantized one."""
+    return weight.dtype if isinstance(weight, Tensor) else PLAIN_FORMATS.get(weight.format)
 
 
 def format_name(weight: Tensor | StoredWeight) -> str:
     """The format that a weight is stored in: the file's word, or the dtype."""
-    return str(weight.dtype).removeprefix("torch.") if isinstance(weight, Tensor) else weight.format
+    if isinstance(weight, Tensor):
+        return dtype_name(weight.dtype)
+    return dtype_name(PLAIN_FORMATS[weight.format]) if weight.format in PLAIN_FORMATS else weight.format
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 class PackedPiece(NamedTuple):
@@ -57,7 +80,7 @@ def pack_piece(
         native = NATIVE.get(weight.format)
         packed = weight.pack() if native == to else None
         if packed is not None:
-            return PackedPiece(move_packed(packed, device), None)
+            return PackedPiece(map_weight(packed, lambda tensor: tensor.to(device)), None)
         if native == to:
             to = substitute
     numbers = (weight if isinstance(weight, Tensor) else weight.dequantize()).to(device)
@@ -78,8 +101,33 @@ class Conversion(NamedTuple):
     target: str
 
 
+class JoinedWeight:
+    """A weight that is put together piece by piece on a device: memory holds the result and one piece."""
+
+    def __init__(self, length: int, device: torch.device | str) -> None:
+        self.length = length  # of the first axis
+        self.device = device
+        self.weight: Any = None
+        self._filled = 0
+
+    def append(self, piece: Weight) -> None:
+        """Adds the next matrices of a stack, or the next rows of a matrix."""
+        size = len(weight_tensors(piece)[0])
+        if size == self.length:
+            self.weight = map_weight(piece, lambda tensor: tensor.to(self.device))
+            return
+        if self.weight is None:
+            self.weight = map_weight(piece, self._allocate)
+        for whole, part in zip(weight_tensors(self.weight), weight_tensors(piece), strict=True):
+            whole[self._filled : self._filled + size].copy_(part)
+        self._filled += size
+
+    def _allocate(self, part: Tensor) -> Tensor:
+        return torch.empty((self.length, *part.shape[1:]), dtype=part.dtype, device=self.device)
+
+
 class Converter:
-    """Converts the weights of a model, and remembers every kind of conversion."""
+    """Converts the weights of a model on a device, and remembers every kind of conversion."""
 
     def __init__(self, policy: QuantPolicy, device: torch.device | str) -> None:
         self.policy = policy
@@ -87,57 +135,44 @@ class Converter:
         self._counts: dict[Conversion, int] = {}
         self._errors: dict[Conversion, RoundingError] = {}
 
-    def convert(self, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype) -> Tensor | PackedTensor:
-        """A weight, by our name of it, in the format that the policy chooses, on the device."""
-        return self.convert_to(self.policy.target(part_of(name), stored_format(weight)), name, weight, dtype)
-
-    def convert_to(
-        self, target: Target, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype
-    ) -> Tensor | PackedTensor:
-        """The same with a given target."""
+    def convert(
+        self,
+        target: Target,
+        name: str,
+        weight: Tensor | StoredWeight,
+        dtype: torch.dtype,
+        result_device: torch.device | str | None = None,
+    ) -> Weight:
+        """A weight, by our name of it, as its target says. The result lies on another device if one is given."""
+        joined = JoinedWeight(weight.shape[0], self.device if result_device is None else result_device)
         if target.format is None:
-            return self._read(name, weight, dtype)
-        if part_of(name) == EMBEDDING:
-            return self._pack_embedding(name, weight, dtype)
-        pieces = [
-            pack_piece(piece, target.format, parts=parts_of(name), substitute=self.policy.substitute, device=self.device)
-            for piece in split_stack(weight)
-        ]
-        packed = join([piece.weight for piece in pieces])
-        errors = [piece.error for piece in pieces if piece.error is not None]
+            return self._read(name, weight, dtype, joined)
+        errors = []
+        for piece in split_weight(name, weight):
+            packed, error = pack_piece(
+                piece, target.format, parts=parts_of(name), substitute=self.policy.substitute, device=self.device
+            )
+            joined.append(dequantize_packed(packed, weight.shape[-1], dtype) if target.is_dequantized else packed)
+            errors += [] if error is None else [error]
         words = FORMAT_WORDS[FORMATS[type(packed)]]
         if target.is_dequantized:
             self._record(name, weight, f"{words}, dequantized", errors)
-            return dequantize_packed(packed, weight.shape[-1], dtype)
-        if errors:
+        elif errors:
             self._record(name, weight, words, errors)
-        return packed
+        result: Weight = joined.weight
+        return result
 
-    def _pack_embedding(self, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype) -> Fp8Tensor:
-        """The embedding in fp8, some rows at a time: in float32 the whole table would take twice its memory."""
-        table = (weight if isinstance(weight, Tensor) else weight.dequantize(dtype)).to(self.device)
-        pieces = []
-        errors = []
-        for rows in table.split(ROWS_AT_ONCE):
-            packed = quantize_weight(rows, "fp8")
-            pieces.append(packed)
-            errors.append(measure_error(rows, packed))
-        self._record(name, weight, FORMAT_WORDS["fp8"], errors)
-        joined = join(pieces)
-        assert isinstance(joined, Fp8Tensor)
-        return joined
-
-    def _read(self, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype) -> Tensor:
+    def _read(self, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype, joined: JoinedWeight) -> Tensor:
         """A weight in full precision. First to the device, then to the precision: a conversion on the way would be slow."""
-        if isinstance(weight, Tensor):
-            return weight.to(self.device).to(dtype)
-        self._record(name, weight, str(dtype).removeprefix("torch."), [])
-        numbers = torch.empty(weight.shape, dtype=dtype, device=self.device)
-        pieces = numbers.split(EXPERTS_AT_ONCE) if len(weight.shape) == 3 else (numbers,)
-        for target, piece in zip(pieces, split_stack(weight), strict=True):
-            assert not isinstance(piece, Tensor)
-            target.copy_(piece.dequantize(dtype))
-        return numbers
+        if isinstance(weight, Tensor) and weight.dtype == dtype:
+            return weight.to(joined.device)
+        stored = plain_dtype(weight)
+        if stored is None or torch.promote_types(stored, dtype) != dtype:  # the dtype cannot hold every number
+            self._record(name, weight, dtype_name(dtype), [])
+        for piece in split_weight(name, weight):
+            joined.append(piece.to(self.device).to(dtype) if isinstance(piece, Tensor) else piece.dequantize(dtype))
+        assert isinstance(joined.weight, Tensor)
+        return joined.weight
 
     def _record(self, name: str, weight: Tensor | StoredWeight, target: str, errors: list[RoundingError]) -> None:
         conversion = Conversion(part_of(name), format_name(weight), target)
@@ -161,20 +196,3 @@ def log_conversions(sentences: tuple[str, ...]) -> None:
     """Logs each kind of conversion once."""
     for sentence in sentences:
         LOG.info("%s", sentence)
-
-
-def join(pieces: list[PackedTensor]) -> PackedTensor:
-    """Joins packed stacks into one."""
-    if len(pieces) == 1:
-        return pieces[0]
-    fields: list[Any] = [None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*pieces, strict=True)]
-    return type(pieces[0])(*fields)
-
-
-def move_packed(weight: WeightT, device: torch.device | str) -> WeightT:
-    """A weight on another device, packed or not."""
-    if isinstance(weight, Tensor):
-        return weight.to(device)
-    packed: Any = weight
-    fields: list[Any] = [None if tensor is None else tensor.to(device) for tensor in packed]
-    return type(packed)(*fields)

@@ -12,6 +12,7 @@ is twice as fast in fp8, and gain nothing from four bits. Without kernels for pa
 dequantized while they are loaded. `quant` asks for a format of the experts; the other layers are then fp8.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,6 +67,11 @@ class Target(NamedTuple):
     format: str | None  # one of QUANT_FORMATS; None: full precision
     is_dequantized: bool = False  # rounded to the format, then kept in full precision
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether memory holds the weight in fewer bits."""
+        return self.format is not None and not self.is_dequantized
+
 
 PLAIN = Target(None)
 
@@ -94,6 +100,16 @@ class QuantPolicy:
     def substitute(self) -> str:
         """The format of experts that are stored in a format which no kernel runs."""
         return "nvfp4" if self.prefer_small else "fp8"
+
+    def targets(self, stored_formats: Mapping[str, str | None]) -> dict[str, Target]:
+        """What every weight of a model becomes, by its name. If one of a layer's two expert weights is packed, both are."""
+        targets = {name: self.target(part_of(name), stored) for name, stored in stored_formats.items()}
+        for name, target in list(targets.items()):
+            if part_of(name) in EXPERTS and target.is_packed:
+                for neighbour in (name.replace(EXPERT_DOWN, EXPERT_GATE_UP), name.replace(EXPERT_GATE_UP, EXPERT_DOWN)):
+                    if not targets[neighbour].is_packed:
+                        targets[neighbour] = Target("fp8")
+        return targets
 
     def target(self, part: str, stored_format: str | None) -> Target:
         """What a weight of this part becomes. `stored_format` is the file's word; None: full precision."""
