@@ -286,6 +286,12 @@ class StoredFp8(StoredMatrices):
         _require_tensor(tensors, f"{module}.weight_scale", (rows, 1), SCALE_DTYPES)
         return rows, inputs
 
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of the scales; float32 where some have another one than bf16."""
+        names = (f"{module}.weight_scale" for modules in self.modules for module in modules)
+        return torch.bfloat16 if all(self.tensors.dtype(name) == "BF16" for name in names) else torch.float32
+
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         scale = self._stack_scales("weight_scale")
         return (self._stack("weight").to(scale.dtype) * scale).to(dtype)
