@@ -26,7 +26,7 @@ from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.nibbles import BLOCK, pack_e2m1, pack_nibbles, unpack_pairs
 from redraft.kernels.nvfp4 import E2M1, Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
-from redraft.model.quant.stored import StoredWeight
+from redraft.model.quant.stored import StoredFormat, StoredWeight
 
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # stacked name -> published names
 PER_EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.(gate_proj|up_proj|down_proj)")
@@ -84,6 +84,11 @@ class StoredMatrices(ABC):
         packed = self._pack()
         return packed if self.is_stack or packed is None else packed.select(0)
 
+    @property
+    @abstractmethod
+    def packed_format(self) -> str | None:
+        """The format that `pack` returns."""
+
     @abstractmethod
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         """The numbers of the matrices as a stack."""
@@ -130,6 +135,11 @@ class StoredNvfp4(StoredMatrices):
         _require_tensor(tensors, f"{module}.weight_scale", (rows, -(-inputs // nvfp4.GROUP)), ("F8_E4M3",))
         _require_tensor(tensors, f"{module}.{cls.global_kind}", None, ("F32",))
         return rows, inputs
+
+    @property
+    def packed_format(self) -> str:
+        """The format that `pack` returns."""
+        return "nvfp4"
 
     def _global_scale(self) -> Tensor:
         """What scales are divided by, [E, P]."""
@@ -202,6 +212,17 @@ class StoredInt4(StoredMatrices):
             _require_tensor(tensors, f"{module}.weight_zero_point", (-(-rows // 8), groups), ("I32",))
         return rows, inputs
 
+    @property
+    def packed_format(self) -> str | None:
+        """The format that `pack` returns: it has groups of 32, so only multiples of 32 fit."""
+        if self.group is not None and self.group % int4.GROUP:
+            return None
+        return "int4 with minimum" if self._has_zero_points else "int4"
+
+    @property
+    def _has_zero_points(self) -> bool:
+        return any(f"{module}.weight_zero_point" in self.tensors for modules in self.modules for module in modules)
+
     def _codes(self) -> Tensor:
         """Codes uint8 [E, O, I]. On a little-endian machine the bytes of a word are pairs of inputs."""
         self._check_order()
@@ -221,8 +242,7 @@ class StoredInt4(StoredMatrices):
 
     def _zero_points(self) -> Tensor | None:
         """Zero points 0 to 15, uint8 [E, O, K]; None in a symmetric file. Eight rows share a word."""
-        names = [f"{module}.weight_zero_point" for modules in self.modules for module in modules]
-        if not any(name in self.tensors for name in names):
+        if not self._has_zero_points:
             return None
         rows = self.module_shape[0]
         return self._stack("weight_zero_point", lambda words: _unpack_words(words.t().contiguous())[:, :rows].t())
@@ -240,7 +260,7 @@ class StoredInt4(StoredMatrices):
         return of_groups.repeat_interleave(self.group or inputs, dim=-1)[..., :inputs]
 
     def _pack(self) -> Int4Tensor | None:
-        if self.group is not None and self.group % int4.GROUP:
+        if self.packed_format is None:
             return None
         inputs = self.module_shape[1]
         whole_groups = -(-inputs // int4.GROUP)
@@ -268,6 +288,11 @@ class StoredFp8(StoredMatrices):
         rows, inputs = _matrix_shape(tensors, f"{module}.weight", ("F8_E4M3",))
         _require_tensor(tensors, f"{module}.weight_scale", (rows, 1), SCALE_DTYPES)
         return rows, inputs
+
+    @property
+    def packed_format(self) -> str:
+        """The format that `pack` returns."""
+        return "fp8"
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         scale = self._stack_scales("weight_scale")
@@ -351,13 +376,13 @@ class QuantizedTensors(Mapping[str, Tensor | StoredWeight]):
                 raise CheckpointError(f"the weight of {module} is {list(shape)}, those of its layer are {list(first)}")
         return format_class(self.tensors, modules, is_stack, first, **options)
 
-    def stored_format(self, name: str) -> str | None:
-        """The format of a quantized weight, without reading it; None for full precision."""
+    def stored_format(self, name: str) -> StoredFormat | None:
+        """The formats of a quantized weight, without reading it; None for full precision."""
         if name not in self._modules or self._format(self._modules[name][0]) is None:
             return None
         weight = self[name]
         assert not isinstance(weight, Tensor)
-        return weight.format
+        return StoredFormat(weight.format, weight.packed_format)
 
     def _order_modules(self, name: str) -> tuple[tuple[str, ...], ...]:
         """The modules of each matrix of a weight. Refuses a stack with a missing expert."""

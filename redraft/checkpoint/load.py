@@ -4,7 +4,6 @@ The model is built on the "meta" device, without memory, and takes the tensors o
 mapped file. On a GPU each is copied from the mapped file and converted there, so the host never holds a second copy.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,19 +25,19 @@ from redraft.checkpoint.names import (
     published_name,
     tied_name,
 )
-from redraft.checkpoint.placement import Place, Placement
+from redraft.checkpoint.placement import Place, Placement, plan_bytes
 from redraft.checkpoint.published_config import read_model_config
 from redraft.checkpoint.quantization import read_quantization
 from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import ModelConfig, read_json
 from redraft.kernels.fp8 import Fp8Tensor
-from redraft.kernels.packed import FORMATS, PackedTensor, count_packed_bytes
+from redraft.kernels.packed import FORMATS, PackedTensor
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.embedding import PackedEmbedding
 from redraft.model.quant.conversion import Converter, log_conversions, move_packed, stored_format
 from redraft.model.quant.layers import PackedExperts, PackedLinear
 from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QuantPolicy, Target, part_of
-from redraft.model.quant.stored import StoredWeight
+from redraft.model.quant.stored import StoredFormat, StoredWeight
 
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -141,7 +140,8 @@ def from_state_dict(
         if dtype is None:  # the embedding comes first, and its dtype is the model's
             dtype = stored.dtype if isinstance(stored, Tensor) else torch.bfloat16
         if place is not None and name == "embed_tokens.weight":
-            placement = place(config, plan_bytes(expected, tensors, layout, converter.policy, dtype), dtype)
+            formats = {each: _find_stored_format(tensors, published_name(each, layout)) for each in expected}
+            placement = place(config, plan_bytes(expected, formats, converter.policy, dtype), dtype)
         weight = move_packed(converter.convert(name, stored, dtype), placement.device_of(name))
         module_name, _, last = name.rpartition(".")
         if part_of(name) in EXPERTS:
@@ -164,34 +164,9 @@ def from_state_dict(
     return model.eval().requires_grad_(False)
 
 
-def plan_bytes(
-    expected: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor | StoredWeight],
-    layout: Layout,
-    policy: QuantPolicy,
-    dtype: torch.dtype,
-) -> dict[str, int]:
-    """The bytes that every weight will take, by its name in the model. Only headers are read.
-
-    4-bit integers of a file are counted with minimums, which only some formats have.
-    """
-    sizes = {}
-    for name, placeholder in expected.items():
-        stored = _find_stored_format(tensors, published_name(name, layout))
-        target = policy.target(part_of(name), stored)
-        if target.format is None or target.is_dequantized:
-            sizes[name] = placeholder.numel() * dtype.itemsize
-            continue
-        has_minimum = target.format == "int4" and stored is not None
-        *stack, rows, inputs = placeholder.shape
-        matrix = count_packed_bytes(rows, inputs, "int4 with minimum" if has_minimum else target.format)
-        sizes[name] = math.prod(stack) * matrix
-    return sizes
-
-
-def _find_stored_format(tensors: Mapping[str, Tensor | StoredWeight], name: str) -> str | None:
-    """The format of a weight, without reading it where the tensors are those of files."""
-    find: Callable[[str], str | None] | None = getattr(tensors, "stored_format", None)
+def _find_stored_format(tensors: Mapping[str, Tensor | StoredWeight], name: str) -> StoredFormat | None:
+    """The formats of a quantized weight; None for full precision. Reads nothing where the tensors are those of files."""
+    find: Callable[[str], StoredFormat | None] | None = getattr(tensors, "stored_format", None)
     if find is not None:
         return find(name)
     return stored_format(tensors[name]) if name in tensors else None

@@ -16,7 +16,7 @@ from redraft.checkpoint.gguf.weights import GgufWeight, PaddedWeight, StackedWei
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.config import ModelConfig, show_value
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.quant.stored import StoredWeight
+from redraft.model.quant.stored import StoredFormat, StoredWeight
 
 # Names of the file -> our names. Both lack ".weight" here.
 MODEL_NAMES = {
@@ -105,8 +105,8 @@ class GgufTensors(Mapping[str, StoredTensor]):
             return padded if weight.type.dtype is None else padded.dequantize(weight.type.dtype)
         return weight if weight.type.dtype is None else self._plain(weight, weight.type.dtype)
 
-    def stored_format(self, name: str) -> str | None:
-        """The format of a quantized weight, without reading it; None for full precision."""
+    def stored_format(self, name: str) -> StoredFormat | None:
+        """The formats of a quantized weight, without reading it; None for full precision."""
         ours = self._ours[name]
         parts = [ours] if ours in self._names else [f"{ours}.gate", f"{ours}.up"]
         types = [self.file.tensors[self._names[part]].type for part in parts if part in self._names]
@@ -114,7 +114,7 @@ class GgufTensors(Mapping[str, StoredTensor]):
             return None
         weight = self[name]
         assert not isinstance(weight, Tensor)
-        return weight.format
+        return StoredFormat(weight.format, weight.packed_format)
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes

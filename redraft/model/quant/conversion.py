@@ -4,17 +4,18 @@ Shapes: E matrices of a stack, O rows, I inputs.
 """
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from redraft.kernels.fp8 import Fp8Tensor
-from redraft.kernels.packed import FORMATS, PackedTensor, dequantize_packed
+from redraft.kernels.packed import FORMATS, PackedTensor, count_packed_bytes, dequantize_packed
 from redraft.model.quant.policy import EMBEDDING, EXPERT_GATE_UP, FORMAT_WORDS, NATIVE, QuantPolicy, Target, part_of
 from redraft.model.quant.quantizers import RoundingError, measure_error, quantize_weight
-from redraft.model.quant.stored import StoredWeight
+from redraft.model.quant.stored import StoredFormat, StoredWeight
 
 LOG = logging.getLogger("redraft")
 EXPERTS_AT_ONCE = 8
@@ -32,9 +33,9 @@ def split_stack(weight: Tensor | StoredWeight) -> Iterator[Tensor | StoredWeight
         yield weight[some] if isinstance(weight, Tensor) else weight.select(some)
 
 
-def stored_format(weight: Tensor | StoredWeight) -> str | None:
-    """The format of a quantized weight; None for one in full precision."""
-    return None if isinstance(weight, Tensor) else weight.format
+def stored_format(weight: Tensor | StoredWeight) -> StoredFormat | None:
+    """The formats of a quantized weight; None for one in full precision."""
+    return None if isinstance(weight, Tensor) else StoredFormat(weight.format, weight.packed_format)
 
 
 def format_name(weight: Tensor | StoredWeight) -> str:
@@ -49,17 +50,35 @@ class PackedPiece(NamedTuple):
     error: RoundingError | None
 
 
-def pack_piece(
-    weight: Tensor | StoredWeight, to: str, *, parts: int = 1, substitute: str = "fp8", device: torch.device | str = "cpu"
-) -> PackedPiece:
-    """Packs a few matrices. Codes that fit no format of ours (int4 in groups of 16) are rounded to the substitute."""
-    if not isinstance(weight, Tensor):
-        native = NATIVE.get(weight.format)
-        packed = weight.pack() if native == to else None
+def choose_target(policy: QuantPolicy, name: str, stored: StoredFormat | None) -> Target:
+    """What becomes of a weight, by our name of it. Codes that fit no format of ours are rounded to the substitute.
+
+    Integers in groups of 16 are such codes.
+    """
+    target = policy.target(part_of(name), stored.format if stored is not None else None)
+    if stored is None or stored.packed_format is not None or target.format is None:
+        return target
+    return target._replace(format=policy.substitute) if target.format == NATIVE.get(stored.format) else target
+
+
+def count_bytes(name: str, shape: Sequence[int], target: Target, stored: StoredFormat | None, dtype: torch.dtype) -> int:
+    """The bytes of a weight in memory, by our name of it, once it is converted to its target."""
+    if target.format is None or target.is_dequantized:
+        return math.prod(shape) * dtype.itemsize
+    is_native = stored is not None and target.format == NATIVE.get(stored.format)
+    packed_format = stored.packed_format if stored is not None and is_native else target.format
+    assert packed_format is not None  # `choose_target` has seen to it
+    *stack, rows, inputs = shape
+    parts = parts_of(name)
+    return math.prod(stack) * parts * count_packed_bytes(rows // parts, inputs, packed_format)
+
+
+def pack_piece(weight: Tensor | StoredWeight, to: str, *, parts: int = 1, device: torch.device | str = "cpu") -> PackedPiece:
+    """Packs a few matrices: takes the codes of the file if they have this format, else rounds to it."""
+    if not isinstance(weight, Tensor) and NATIVE.get(weight.format) == to:
+        packed = weight.pack()
         if packed is not None:
             return PackedPiece(move_packed(packed, device), None)
-        if native == to:
-            to = substitute
     numbers = (weight if isinstance(weight, Tensor) else weight.dequantize()).to(device)
     rounded = quantize_weight(numbers, to, parts)
     return PackedPiece(rounded, measure_error(numbers, rounded))
@@ -89,7 +108,7 @@ class Converter:
 
     def convert(self, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype) -> Tensor | PackedTensor:
         """A weight, by our name of it, in the format that the policy chooses, on the device."""
-        return self.convert_to(self.policy.target(part_of(name), stored_format(weight)), name, weight, dtype)
+        return self.convert_to(choose_target(self.policy, name, stored_format(weight)), name, weight, dtype)
 
     def convert_to(
         self, target: Target, name: str, weight: Tensor | StoredWeight, dtype: torch.dtype
@@ -100,8 +119,7 @@ class Converter:
         if part_of(name) == EMBEDDING:
             return self._pack_embedding(name, weight, dtype)
         pieces = [
-            pack_piece(piece, target.format, parts=parts_of(name), substitute=self.policy.substitute, device=self.device)
-            for piece in split_stack(weight)
+            pack_piece(piece, target.format, parts=parts_of(name), device=self.device) for piece in split_stack(weight)
         ]
         packed = join([piece.weight for piece in pieces])
         errors = [piece.error for piece in pieces if piece.error is not None]

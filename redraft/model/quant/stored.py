@@ -3,12 +3,19 @@
 Each kind of file has a class of its own in `checkpoint/`. Nothing is read or allocated before a method is called.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from redraft.kernels.packed import PackedTensor
+
+
+class StoredFormat(NamedTuple):
+    """What the memory plan needs to know of a quantized weight."""
+
+    format: str  # the file's word
+    packed_format: str | None  # as in StoredWeight
 
 
 class StoredWeight(Protocol):
@@ -17,6 +24,10 @@ class StoredWeight(Protocol):
     @property
     def format(self) -> str:
         """The file's own word for the format: "Q4_K", "nvfp4-pack-quantized"."""
+
+    @property
+    def packed_format(self) -> str | None:
+        """The format that `pack` returns, a word of `count_packed_bytes`; None where it returns None. Reads headers only."""
 
     @property
     def shape(self) -> tuple[int, ...]:
