@@ -95,7 +95,7 @@ def load(
     """
     options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
     limit = limit_gpu(device, gpu_memory, context, kv, verify_with)
-    model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options, **(limit.loading if limit else {}))
+    model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options, place=limit.place if limit else None)
     config = limit.offload(model) if limit else EngineConfig(kv=kv)
     if verify_with is None:
         return Writer(model, tokenizer, sampler, None, config, limit)

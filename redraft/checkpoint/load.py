@@ -122,8 +122,8 @@ def from_state_dict(
     """Makes a model whose weights are these published tensors. Without a dtype, it has the precision of the embedding.
 
     The policy says which weights are packed, and how; by default, as the device runs them best. Each weight is read,
-    converted and put in its place before the next one is read. `place` is asked where the weights go, once their sizes are
-    known; without it, all of them go to the device.
+    converted and put in its place before the next one is read. `place` is asked where the weights go and how they are
+    packed, once their sizes are known; without it, all of them go to the device.
     """
     with torch.device("meta"):
         model = DiffusionGemma(config)
@@ -131,17 +131,20 @@ def from_state_dict(
     available = set(tensors)  # asking a Mapping `name in tensors` may read the whole tensor
     layout = find_layout(available, is_causal_only=config.is_causal_only)
     refuse_unknown_tensors(tensors, available, {published_name(name, layout) for name in expected}, layout)
-    converter = Converter(policy or QuantPolicy.for_device(device), device)
+    policy = policy or QuantPolicy.for_device(device)
+    converter = Converter(policy, device)
     weights: dict[str, Tensor] = {}
     experts: dict[str, Tensor | PackedTensor] = {}  # of one layer, until both are there
-    placement = Placement(torch.device(device))
+    placement = Placement(torch.device(device), policy)
     for name, placeholder in expected.items():
         stored = fetch_weight(tensors, available, published_name(name, layout), placeholder)
         if dtype is None:  # the embedding comes first, and its dtype is the model's
             dtype = stored.dtype if isinstance(stored, Tensor) else torch.bfloat16
         if place is not None and name == "embed_tokens.weight":
             formats = {each: _find_stored_format(tensors, published_name(each, layout)) for each in expected}
-            placement = place(config, plan_bytes(expected, formats, converter.policy, dtype), dtype)
+            sizes = {each: plan_bytes(expected, formats, each, dtype) for each in converter.policy.alternatives}
+            placement = place(config, sizes, dtype)
+            converter.policy = placement.policy
         weight = move_packed(converter.convert(name, stored, dtype), placement.device_of(name))
         module_name, _, last = name.rpartition(".")
         if part_of(name) in EXPERTS:

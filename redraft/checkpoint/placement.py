@@ -19,6 +19,7 @@ class Placement:
     """All weights go to one device, but the experts of some layers stay in host memory."""
 
     device: torch.device
+    policy: QuantPolicy  # in which formats
     host_layers: frozenset[int] = frozenset()
 
     def device_of(self, name: str) -> torch.device:
@@ -27,8 +28,9 @@ class Placement:
         return torch.device("cpu") if match and int(match[1]) in self.host_layers else self.device
 
 
-# Called before weights are loaded: the configuration, the bytes of every weight by its name in the model, and the dtype.
-Place: TypeAlias = Callable[[ModelConfig, Mapping[str, int], torch.dtype], Placement]
+# Called before weights are loaded: the configuration, the bytes of every weight by its name in the model, and the dtype. The
+# bytes are those of several policies, of which the placement has one; the first is the one that the user asks for.
+Place: TypeAlias = Callable[[ModelConfig, Mapping[QuantPolicy, Mapping[str, int]], torch.dtype], Placement]
 
 
 def plan_bytes(

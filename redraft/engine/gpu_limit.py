@@ -15,16 +15,16 @@ from redraft.config import ConfigError, EngineConfig, ModelConfig
 from redraft.engine.memory_plan import (
     CONTEXT_BYTES,
     DEFAULT_CONTEXT,
-    FP8_EMBEDDING_LIMIT,
     Demand,
     MemoryPlan,
     WeightBytes,
+    choose_policy,
     parse_bytes,
-    plan_memory,
 )
 from redraft.engine.offload import measure_bus, offload_experts
 from redraft.kernels.backend import select_device
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.quant import QuantPolicy
 
 MODULE_BYTES = 100_000_000  # that kernels and libraries add to a fresh CUDA context
 
@@ -47,18 +47,12 @@ class GpuLimit:
         use_expandable_segments()
         torch.cuda.set_per_process_memory_fraction(max(0.0, (self.limit - self.cuda_context) / total), device)
 
-    @property
-    def loading(self) -> dict[str, Any]:
-        """Options of `load_checkpoint`. Below 20 GiB all but the experts is fp8, which makes room for a context."""
-        is_small = self.limit < FP8_EMBEDDING_LIMIT
-        return {"place": self.place, "prefer_small": is_small, "packs_embedding": is_small}
-
-    def place(self, config: ModelConfig, sizes: Mapping[str, int], dtype: torch.dtype) -> Placement:
+    def place(self, config: ModelConfig, sizes: Mapping[QuantPolicy, Mapping[str, int]], dtype: torch.dtype) -> Placement:
         """Plans the memory of a model; the loader calls it before it loads weights. Raises MemoryLimitError."""
-        weights = WeightBytes.from_sizes(sizes, config.num_hidden_layers)
+        weights = {policy: WeightBytes.from_sizes(each, config.num_hidden_layers) for policy, each in sizes.items()}
         options = {"dtype": dtype, "cuda_context": self.cuda_context}
-        self.plan = plan_memory(config, weights, self.limit, self.demand, **options)
-        return Placement(self.device, frozenset(self.plan.offloaded_layers))
+        policy, self.plan = choose_policy(config, weights, self.limit, self.demand, **options)
+        return Placement(self.device, policy, frozenset(self.plan.offloaded_layers))
 
     def offload(self, model: DiffusionGemma) -> EngineConfig:
         """Pins the experts that the loader left in host memory, and streams them. Returns the engine's settings."""

@@ -17,8 +17,8 @@ from redraft.model.quant.policy import QuantPolicy
 POLICIES = {
     "CPU": QuantPolicy(),
     "GPU": QuantPolicy(runs_packed=True),
-    "small": QuantPolicy(runs_packed=True, prefer_small=True, packs_embedding=True),
-    "bf16": QuantPolicy(runs_packed=True, prefer_small=True, packs_embedding=True, keep_bf16=True),
+    "small": QuantPolicy(runs_packed=True, packs_dense=True, packs_embedding=True, prefer_small=True),
+    "bf16": QuantPolicy(runs_packed=True, packs_dense=True, packs_embedding=True, prefer_small=True, keep_bf16=True),
     "int4": QuantPolicy(runs_packed=True, quant="int4"),
 }
 GGUF_FORMATS = {
@@ -75,8 +75,9 @@ def test_planned_bytes_are_those_of_the_model(files, layout, policy):
     planned = []
 
     def place(config, sizes, dtype):
-        planned.append(WeightBytes.from_sizes(sizes, config.num_hidden_layers))
-        return Placement(torch.device("cpu"))
+        assert len(sizes) == len(POLICIES[policy].alternatives)
+        planned.append(WeightBytes.from_sizes(sizes[POLICIES[policy]], config.num_hidden_layers))
+        return Placement(torch.device("cpu"), POLICIES[policy])
 
     config, tensors = checkpoint.load.open_weights(files(layout))
     model = checkpoint.from_state_dict(config, tensors, dtype=torch.bfloat16, policy=POLICIES[policy], place=place)

@@ -8,7 +8,6 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_models import pack_experts
 
 import redraft
 from redraft import checkpoint
@@ -21,26 +20,28 @@ from redraft.engine.memory_plan import (
     MIN_CHUNK,
     RESERVE_SHARE,
     Demand,
-    Formats,
     MemoryLimitError,
     MemoryPlan,
     WeightBytes,
+    choose_policy,
     parse_bytes,
     plan_memory,
 )
 from redraft.engine.offload import find_stream, offload_experts
 from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.model.kv_cache import KVCache
-from redraft.model.quant.fp8 import quantize_fp8
+from redraft.model.quant.policy import EXPERTS, QUANTIZED_PARTS, QuantPolicy
+from redraft.model.quant.stored import StoredFormat
 
 RELEASED = ModelConfig()
-LAYOUTS = {
-    "published": Formats(experts="nvfp4"),
-    "fp8 beside": Formats(experts="nvfp4", attention="fp8", dense="fp8"),
-    "fp8 embedding": Formats(experts="nvfp4", attention="fp8", dense="fp8", embedding="fp8"),
-    "bf16": Formats(),
+NVIDIA = dict.fromkeys(EXPERTS, StoredFormat("NVFP4 (ModelOpt)", "nvfp4"))
+Q8_0 = dict.fromkeys(QUANTIZED_PARTS, StoredFormat("Q8_0", None))
+GPU = QuantPolicy(runs_packed=True)
+NVIDIA_WEIGHTS = WeightBytes.by_policy(RELEASED, NVIDIA, GPU.alternatives)
+WEIGHTS = {
+    **dict(zip(("published", "fp8 beside", "fp8 embedding"), NVIDIA_WEIGHTS.values(), strict=False)),
+    "bf16": WeightBytes.by_policy(RELEASED, {}, [GPU])[GPU],
 }
-WEIGHTS = {name: WeightBytes.from_formats(RELEASED, formats) for name, formats in LAYOUTS.items()}
 demands = st.builds(
     Demand,
     context=st.sampled_from([256, 4096, 16_384, 131_072, 262_144]),
@@ -111,7 +112,8 @@ def test_what_is_refused_says_what_would_fit():
     message = str(error.value)
     assert "does not fit 8.00 GB with the experts of 30 layers in host memory" in message
     assert "--kv fp8" in message
-    assert "embedding in fp8" in message
+    assert "embedding in fp8 (0.74 GB less: leave out --keep-bf16)" in message
+    assert "--quant" not in message
     context = int(message.split("a context of ")[1].split(" ")[0].replace(",", ""))
     assert plan_memory(RELEASED, WEIGHTS["published"], 8 * 10**9, Demand(context=context)).offloaded
     limit = round(float(message.split("a limit of ")[1].split(" ")[0]) * 1e9) + 10**7
@@ -135,22 +137,35 @@ def test_a_context_is_no_longer_than_the_models():
     assert plans[0] == plans[1]
 
 
-@pytest.mark.parametrize("format", ["fp8", "nvfp4", "int4", "int4 with minimum", None])
-def test_bytes_by_part_equal_those_of_a_model(format):
-    """Counted from the shape, from the sizes of single weights, and from the model itself."""
-    config = replace(tiny.BASE, hidden_size=64, moe_intermediate_size=64)
-    model = tiny.build(config).bfloat16()
-    formats = Formats()
-    if format == "fp8":
-        model = quantize_fp8(model)
-        formats = Formats(experts="fp8", attention="fp8", dense="fp8")
-    elif format:
-        pack_experts(model, format)
-        formats = Formats(experts=format)
-    sizes = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
-    weights = WeightBytes.from_sizes(sizes, config.num_hidden_layers)
-    assert weights == WeightBytes.from_formats(config, formats)
-    assert weights.total == sum(sizes.values())
+@pytest.mark.parametrize(
+    ("stored", "gigabytes", "rounded", "offloads"),
+    [
+        (NVIDIA, 24, {}, False),
+        (NVIDIA, 20, {"packs_dense": True}, False),
+        (NVIDIA, 18, {"packs_dense": True, "packs_embedding": True}, False),
+        (NVIDIA, 12, {"packs_dense": True, "packs_embedding": True, "prefer_small": True}, True),
+        (Q8_0, 32, {}, False),
+        (Q8_0, 24, {"prefer_small": True}, False),
+        (Q8_0, 18, {"prefer_small": True, "packs_dense": True, "packs_embedding": True}, False),
+    ],
+)
+def test_no_more_is_rounded_than_it_takes(stored, gigabytes, rounded, offloads):
+    """Weights stay as they are if they fit without offloading; the table says what was rounded, and why."""
+    weights = WeightBytes.by_policy(RELEASED, stored, GPU.alternatives)
+    policy, plan = choose_policy(RELEASED, weights, gigabytes * 10**9, Demand())
+    assert policy == replace(GPU, **rounded)
+    assert plan.weights == weights[policy]
+    assert bool(plan.offloaded) == offloads
+    sentence = dict(plan.rows()).get("rounded to fit", "")
+    words = {"packs_dense": "dense MLP to fp8", "packs_embedding": "embedding to fp8", "prefer_small": "experts to NVFP4"}
+    changed = {"packs_dense": stored is NVIDIA, "packs_embedding": True, "prefer_small": stored is Q8_0}
+    assert [word for name, word in words.items() if name in rounded and changed[name]] == [
+        word for word in words.values() if word in sentence
+    ]
+    if sentence:  # with that much more memory, nothing would have to be rounded
+        missing = float(sentence.split("otherwise ")[1].split(" GB")[0]) * 1e9 + 10**7
+        policy, _ = choose_policy(RELEASED, weights, int(gigabytes * 10**9 + 1.01 * missing), Demand())
+        assert policy == GPU
 
 
 def test_a_plan_runs(tmp_path):
@@ -161,7 +176,8 @@ def test_a_plan_runs(tmp_path):
     plans: list[MemoryPlan] = []
 
     def place(config, sizes, dtype) -> Placement:
-        weights = WeightBytes.from_sizes(sizes, config.num_hidden_layers)
+        policy = next(iter(sizes))
+        weights = WeightBytes.from_sizes(sizes[policy], config.num_hidden_layers)
         assert weights.total == sum(tensor.nbytes for tensor in expected.state_dict().values())
         options = {"dtype": dtype, "cuda_context": 0}
         unlimited = plan_memory(config, weights, 10**12, Demand(context=256), **options)
@@ -169,7 +185,7 @@ def test_a_plan_runs(tmp_path):
         used = sum(smallest.parts.values()) - smallest.parts["reserve"] + smallest.context_bytes
         limit = (used - weights.experts[0] + 8192) * RESERVE_SHARE // (RESERVE_SHARE - 1) + 1
         plans.append(plan_memory(config, weights, limit, Demand(context=256), **options))
-        return Placement(torch.device("cpu"), frozenset(plans[0].offloaded_layers))
+        return Placement(torch.device("cpu"), policy, frozenset(plans[0].offloaded_layers))
 
     model, _, _ = checkpoint.load_checkpoint(folder, device="cpu", dtype="float32", place=place)
     (plan,) = plans
@@ -211,7 +227,8 @@ def test_a_limit_is_set_before_loading(monkeypatch):
     limit = GpuLimit(torch.device("cuda", 0), "18GB", Demand(context=4096))
     assert fractions == [(18e9 - 6e8) / 24e9]
     sizes = {"embed_tokens.weight": 10**9, **{f"layers.{n}.experts.down_proj": 6 * 10**8 for n in range(30)}}
-    placement = limit.place(RELEASED, sizes, torch.bfloat16)
+    placement = limit.place(RELEASED, {GPU: sizes}, torch.bfloat16)
+    assert placement.policy == GPU
     assert limit.plan.cuda_context == 6 * 10**8
     assert placement.host_layers == frozenset(limit.plan.offloaded_layers)
     assert placement.host_layers

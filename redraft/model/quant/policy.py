@@ -5,14 +5,15 @@
     fp8                           fp8                         fp8                       full precision
     NVFP4                         NVFP4                       fp8                       full precision
     4-bit integers, Q4_0/1, Q4_K  int4                        fp8                       full precision
-    Q5_0/1, Q5_K, Q6_K, Q8_0      fp8, NVFP4 to save memory   fp8                       full precision
+    Q5_0/1, Q5_K, Q6_K, Q8_0      fp8                         fp8                       full precision
 
 Experts are nine tenths of the weights: four bits there decide what fits. The other products are bound by arithmetic, which
 is twice as fast in fp8, and gain nothing from four bits. Without kernels for packed weights, on a CPU, 4-bit weights are
-dequantized while they are loaded. `quant` asks for a format of the experts; the other layers are then fp8.
+dequantized while they are loaded. `quant` asks for a format of the experts; the other layers are then fp8. Where the model
+does not fit a limit, more is rounded: see `alternatives`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -76,8 +77,9 @@ class QuantPolicy:
 
     quant: str | None = None  # the format that the user asks for
     keep_bf16: bool = False  # attention, dense MLP and embedding are not rounded to fp8
-    prefer_small: bool = False  # memory is scarce
+    packs_dense: bool = False  # attention and dense MLP in full precision are rounded to fp8
     packs_embedding: bool = False  # the embedding is rounded to fp8
+    prefer_small: bool = False  # experts in a format that no kernel runs are rounded to NVFP4, not to fp8
     runs_packed: bool = False  # the device computes with 4-bit weights
 
     def __post_init__(self) -> None:
@@ -89,6 +91,13 @@ class QuantPolicy:
         """The policy of a device. On a GPU 4-bit weights stay packed whatever the kernels, since memory is scarce there."""
         runs_packed = torch.device(device).type == "cuda" or select_backend(device).uses_triton
         return cls(quant=quant, runs_packed=runs_packed, **wishes)
+
+    @property
+    def alternatives(self) -> tuple["QuantPolicy", ...]:
+        """This policy and those for less memory, the best first: NVFP4 loses most. The last one takes the least memory."""
+        dense = replace(self, packs_dense=True)
+        larger = (self, dense, replace(dense, packs_embedding=True))
+        return (*larger, *(replace(policy, prefer_small=True) for policy in larger))
 
     @property
     def substitute(self) -> str:
@@ -111,7 +120,7 @@ class QuantPolicy:
         if native == "fp8":
             return Target("fp8")
         if stored_format is None:
-            return Target("fp8") if self.prefer_small and not is_expert and not self.keep_bf16 else PLAIN
+            return Target("fp8") if self.packs_dense and not is_expert and not self.keep_bf16 else PLAIN
         if not self.runs_packed:
             return PLAIN
         if is_expert:
