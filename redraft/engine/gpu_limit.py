@@ -2,9 +2,12 @@
 
 Torch's allocator refuses what goes beyond the limit, so a plan that is wrong ends in an error and not in more memory. What
 CUDA takes for itself (context, modules) is measured and subtracted from what torch may allocate. Segments of the allocator
-are expandable: weights that are freed while others are joined would otherwise leave holes that no KV cache fits.
+are expandable: weights that are freed while others are joined would otherwise leave holes that no KV cache fits. The limit
+ends with its Writer.
 """
 
+import math
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,7 +48,10 @@ class GpuLimit:
             raise ConfigError(f"gpu_memory is {self.limit / 1e9:.2f} GB, but {device} has {total / 1e9:.2f} GB: lower it")
         self.cuda_context = measure_cuda_context(device)
         use_expandable_segments()
-        torch.cuda.set_per_process_memory_fraction(max(0.0, (self.limit - self.cuda_context) / total), device)
+        share = max(0.0, (self.limit - self.cuda_context) / total)
+        torch.cuda.set_per_process_memory_fraction(share, device)
+        self.lift = weakref.finalize(self, _lift_limit, device, share)  # called when this limit is gone, or before
+        self.lift.atexit = False
 
     def place(self, config: ModelConfig, sizes: Mapping[QuantPolicy, Mapping[str, int]], dtype: torch.dtype) -> Placement:
         """Plans the memory of a model; the loader calls it before it loads weights. Raises MemoryLimitError."""
@@ -91,6 +97,12 @@ def limit_gpu(
         raise ConfigError("gpu_memory plans the memory of one model: leave verify_with out")
     demand = Demand(context=DEFAULT_CONTEXT if context is None else context, kv=kv)
     return GpuLimit(select_device(device), gpu_memory, demand)
+
+
+def _lift_limit(device: torch.device, share: float) -> None:
+    """Lets torch allocate all memory again, unless the process has another limit by now."""
+    if math.isclose(torch.cuda.get_per_process_memory_fraction(device), share, rel_tol=1e-6):  # torch keeps whole bytes
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def use_expandable_segments() -> None:

@@ -36,6 +36,7 @@ from redraft.model.quant.stored import StoredFormat
 RELEASED = ModelConfig()
 NVIDIA = dict.fromkeys(EXPERTS, StoredFormat("NVFP4 (ModelOpt)", "nvfp4"))
 Q8_0 = dict.fromkeys(QUANTIZED_PARTS, StoredFormat("Q8_0", None))
+CUDA = torch.device("cuda", 0)
 GPU = QuantPolicy(runs_packed=True)
 NVIDIA_WEIGHTS = WeightBytes.by_policy(RELEASED, NVIDIA, GPU.alternatives)
 WEIGHTS = {
@@ -216,15 +217,35 @@ def test_a_limit_needs_a_gpu_and_a_plan():
         redraft.load(kv="int3", device="cpu")
 
 
-def test_a_limit_is_set_before_loading(monkeypatch):
-    """Torch may allocate what CUDA does not take; a card that is too small is refused with both numbers."""
+@pytest.fixture(name="fractions")
+def _fractions(monkeypatch):
+    """A card of 24 GB. Returns the shares of it that torch was given."""
     fractions = []
     card = SimpleNamespace(total_memory=24 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: int(fractions[-1] * 24e9) / 24e9)
     monkeypatch.setattr(gpu_limit, "measure_cuda_context", lambda device: 6 * 10**8)
     monkeypatch.setattr(gpu_limit, "use_expandable_segments", lambda: None)
-    limit = GpuLimit(torch.device("cuda", 0), "18GB", Demand(context=4096))
+    return fractions
+
+
+def test_a_limit_ends_with_its_owner(fractions):
+    """Without an owner torch may allocate all memory; a newer limit stays when an older one ends."""
+    first = GpuLimit(CUDA, "12GB", Demand())
+    del first
+    assert fractions == [pytest.approx(11.4 / 24), 1.0]
+    older = GpuLimit(CUDA, "12GB", Demand())
+    newer = GpuLimit(CUDA, "18GB", Demand())
+    older.lift()
+    assert fractions[-1] == pytest.approx(17.4 / 24)
+    newer.lift()
+    assert fractions[-1] == 1.0
+
+
+def test_a_limit_is_set_before_loading(fractions):
+    """Torch may allocate what CUDA does not take; a card that is too small is refused with both numbers."""
+    limit = GpuLimit(CUDA, "18GB", Demand(context=4096))
     assert fractions == [(18e9 - 6e8) / 24e9]
     sizes = {"embed_tokens.weight": 10**9, **{f"layers.{n}.experts.down_proj": 6 * 10**8 for n in range(30)}}
     placement = limit.place(RELEASED, {GPU: sizes}, torch.bfloat16)
@@ -237,7 +258,7 @@ def test_a_limit_is_set_before_loading(monkeypatch):
         assert placement.device_of(f"layers.{layer}.experts.down_proj").type == where
         assert placement.device_of(f"layers.{layer}.mlp.down_proj.weight").type == "cuda"
     with pytest.raises(ConfigError, match=r"25\.00 GB, but cuda:0 has 24\.00 GB"):
-        GpuLimit(torch.device("cuda", 0), "25GB", Demand())
+        GpuLimit(CUDA, "25GB", Demand())
 
 
 def test_load_with_an_fp8_cache(tmp_path):
