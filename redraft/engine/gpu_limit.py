@@ -76,8 +76,13 @@ class GpuLimit:
 
     @property
     def peak(self) -> str:
-        """The most memory that the process has used, beside its limit."""
-        return f"GPU memory: at most {peak_bytes(self.device) / 1e9:.2f} of {self.limit / 1e9:.2f} GB"
+        """The most memory that was used, beside the limit."""
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        outside = _outside_torch(self.device)
+        return (
+            f"GPU memory: at most {(reserved + outside) / 1e9:.2f} of {self.limit / 1e9:.2f} GB, {reserved / 1e9:.2f} by torch "
+            f"and {outside / 1e9:.2f} by CUDA and other programs"
+        )
 
 
 def limit_gpu(
@@ -122,12 +127,11 @@ def measure_cuda_context(device: torch.device) -> int:
 
 
 def _outside_torch(device: torch.device) -> int:
+    """Memory of the card that is in use, but not by torch: CUDA's own, and that of other processes."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that this process has used: what torch has reserved, and CUDA's own. 0 without a GPU."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.max_memory_reserved(device) + min(_outside_torch(device), 2 * CONTEXT_BYTES)
+    """The most memory that was used: what torch has reserved, and what CUDA and other programs use now. 0 without a GPU."""
+    return torch.cuda.max_memory_reserved(device) + _outside_torch(device) if device.type == "cuda" else 0

@@ -243,6 +243,16 @@ def test_a_limit_ends_with_its_owner(fractions):
     assert fractions[-1] == 1.0
 
 
+def test_the_peak_is_what_is_measured(fractions, monkeypatch):
+    """Torch's peak and all that is in use beside torch, however much."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10**9, 24 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 18 * 10**9)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 19 * 10**9)
+    assert gpu_limit.peak_bytes(CUDA) == 23 * 10**9
+    peak = GpuLimit(CUDA, "20GB", Demand()).peak
+    assert peak == "GPU memory: at most 23.00 of 20.00 GB, 19.00 by torch and 4.00 by CUDA and other programs"
+
+
 def test_a_limit_is_set_before_loading(fractions):
     """Torch may allocate what CUDA does not take; a card that is too small is refused with both numbers."""
     limit = GpuLimit(CUDA, "18GB", Demand(context=4096))
