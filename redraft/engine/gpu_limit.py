@@ -8,7 +8,8 @@ ends with its Writer.
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from redraft.engine.memory_plan import (
     CONTEXT_BYTES,
     DEFAULT_CONTEXT,
     Demand,
+    MemoryLimitError,
     MemoryPlan,
     WeightBytes,
     choose_policy,
@@ -70,6 +72,11 @@ class GpuLimit:
         return self.plan.engine_config
 
     @property
+    def advice(self) -> str:
+        """What to do if memory runs out in spite of the limit."""
+        return self.plan.advice if self.plan is not None else f"the limit is {self.limit / 1e9:.2f} GB; raise --gpu-memory"
+
+    @property
     def rows(self) -> list[tuple[str, str]]:
         """The plan as lines of a table."""
         return self.plan.rows(self.bus) if self.plan is not None else []
@@ -80,9 +87,20 @@ class GpuLimit:
         reserved = torch.cuda.max_memory_reserved(self.device)
         outside = _outside_torch(self.device)
         return (
-            f"GPU memory: at most {(reserved + outside) / 1e9:.2f} of {self.limit / 1e9:.2f} GB, {reserved / 1e9:.2f} by torch "
-            f"and {outside / 1e9:.2f} by CUDA and other programs"
+            f"GPU memory: at most {(reserved + outside) / 1e9:.2f} of {self.limit / 1e9:.2f} GB, "
+            f"{reserved / 1e9:.2f} by torch and {outside / 1e9:.2f} by CUDA and other programs"
         )
+
+
+@contextmanager
+def explain_lack_of_memory(limit: GpuLimit | None) -> Iterator[None]:
+    """Inside the block, which loads a model within a limit, a lack of memory becomes a MemoryLimitError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if limit is None:
+            raise
+        raise MemoryLimitError(f"out of GPU memory while the model is loaded: {limit.advice}") from None
 
 
 def limit_gpu(

@@ -243,6 +243,17 @@ class MemoryPlan:
             kv=self.demand.kv,
         )
 
+    @property
+    def advice(self) -> str:
+        """What to do if memory runs out in spite of the plan."""
+        parts = {"weights": self.weights.total - self.host_bytes, "KV caches": self.cache_bytes}
+        parts["buffers and CUDA"] = self.limit - sum(parts.values())
+        planned = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        return (
+            f"the limit is {self.limit / 1e9:.2f} GB (planned: {planned}); raise --gpu-memory, lower --context "
+            f"({self.demand.context:,}), send shorter prompts or fewer at once, or close other programs that use the GPU"
+        )
+
     def rows(self, bus: float | None = None) -> list[tuple[str, str]]:
         """The plan as lines of a table: the bytes of each part, then what was chosen. `bus` is its speed in bytes/s."""
         lines = [(name, f"{size / 1e9:.2f} GB") for name, size in self.parts.items() if size]

@@ -1,5 +1,6 @@
 """The memory plan: within the limit, better with more memory, refused only when nothing fits; bytes = those of models."""
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import redraft
-from redraft import checkpoint
+from redraft import Writer, checkpoint
 from redraft.checkpoint.placement import Placement
 from redraft.config import ConfigError, ModelConfig
-from redraft.engine import gpu_limit
+from redraft.engine import EngineError, gpu_limit
 from redraft.engine.engine import Engine
-from redraft.engine.gpu_limit import GpuLimit, limit_gpu
+from redraft.engine.gpu_limit import GpuLimit, explain_lack_of_memory, limit_gpu
 from redraft.engine.memory_plan import (
     MIN_CHUNK,
     RESERVE_SHARE,
@@ -227,7 +228,8 @@ def _fractions(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: int(fractions[-1] * 24e9) / 24e9)
     monkeypatch.setattr(gpu_limit, "measure_cuda_context", lambda device: 6 * 10**8)
     monkeypatch.setattr(gpu_limit, "use_expandable_segments", lambda: None)
-    return fractions
+    yield fractions
+    gc.collect()  # limits end while the card is there
 
 
 def test_a_limit_ends_with_its_owner(fractions):
@@ -251,6 +253,27 @@ def test_the_peak_is_what_is_measured(fractions, monkeypatch):
     assert gpu_limit.peak_bytes(CUDA) == 23 * 10**9
     peak = GpuLimit(CUDA, "20GB", Demand()).peak
     assert peak == "GPU memory: at most 23.00 of 20.00 GB, 19.00 by torch and 4.00 by CUDA and other programs"
+
+
+def test_a_lack_of_memory_names_limit_plan_and_ways_out(fractions, monkeypatch):
+    """While loading it is a MemoryLimitError, in a request the message of its error."""
+    limit = GpuLimit(CUDA, "18GB", Demand())
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    message = r"out of GPU memory while the model is loaded: the limit is 18\.00 GB; raise --gpu-memory"
+    with pytest.raises(MemoryLimitError, match=message), explain_lack_of_memory(limit):
+        fail()
+    limit.plan = plan_memory(RELEASED, WEIGHTS["fp8 embedding"], limit.limit)
+    writer = Writer(tiny.build(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(), gpu_limit=limit)
+    monkeypatch.setattr(writer.engine.runner, "prefill", fail)
+    with pytest.raises(EngineError) as error:
+        writer.write("abc", seed=1)
+    sentence = str(error.value)
+    assert sentence.startswith("out of GPU memory: the limit is 18.00 GB (planned: weights 15.29, KV caches 0.")
+    assert "--gpu-memory" in sentence
+    assert "--context (16,384)" in sentence
 
 
 def test_a_limit_is_set_before_loading(fractions):
