@@ -141,7 +141,9 @@ class MemoryPlan:
         itemsize = self.dtype.itemsize
         tokens = _padded(self.canvases) * config.canvas_length
         logits = config.canvas_length * config.vocab_size
-        graphs = tokens * config.vocab_size * itemsize + (_padded(self.prefill_chunk) + tokens) * self._token_bytes
+        # A packed embedding's factors, probabilities times scales, are fp8 and stand beside the logits.
+        logit_bytes = itemsize + FP8_DTYPE.itemsize if self.weights.embedding <= self._packed_embedding else itemsize
+        graphs = tokens * config.vocab_size * logit_bytes + (_padded(self.prefill_chunk) + tokens) * self._token_bytes
         sampler = 0
         if self.demand.has_constraints:
             rows = min(MAX_ROWS, self.canvases)
@@ -155,15 +157,24 @@ class MemoryPlan:
             "slots of offloaded experts": self.slot_bytes,
             "router, norms, others": self.weights.other,
             "CUDA graphs: logits and activations": graphs,
-            "prefill and constrained requests": max(self.prefill_chunk * self._token_bytes, sampler),
+            # Before a graph is captured, its body runs once outside of the graphs' memory.
+            "prefill, captures, constrained requests": max(self.prefill_chunk * self._token_bytes, graphs, sampler),
             "workspaces": WORKSPACE_BYTES + self._largest_cache_tensor,
             "CUDA context": self.cuda_context,
             "reserve": self.limit // RESERVE_SHARE,
         }
 
     @property
+    def _packed_embedding(self) -> int:
+        """Bytes of an embedding in fp8."""
+        return count_packed_bytes(self.config.vocab_size, self.config.hidden_size, "fp8")
+
+    @property
     def _token_bytes(self) -> int:
-        """Activations of one token while it is in a layer."""
+        """Activations of one token while it is in a layer: those of attention, experts and dense MLP, as if all were kept.
+
+        A layer keeps less (`fused_layers`); the difference covers split sums of attention and of fp8 products.
+        """
         config = self.config
         head_width = max(math.prod(config.layer_heads(layer)) for layer in range(config.num_hidden_layers))
         query_width = config.num_attention_heads * max(config.head_dim, config.global_head_dim)
@@ -365,7 +376,7 @@ def _explain_misfit(plan: MemoryPlan) -> str:
         ways.append(f"a context of {context:,} tokens instead of {plan.demand.context:,} (--context)")
     if plan.kv_dtype != FP8_DTYPE:
         ways.append(f"--kv fp8 ({plan.context_bytes * (1 - 1 / plan.dtype.itemsize) / 1e9:.2f} GB less)")
-    embedding = plan.weights.embedding - count_packed_bytes(config.vocab_size, config.hidden_size, "fp8")
+    embedding = plan.weights.embedding - plan._packed_embedding
     if embedding > 0:
         ways.append(f"an embedding in fp8 ({embedding / 1e9:.2f} GB less: leave out --keep-bf16)")
     expert_size = config.hidden_size * config.moe_intermediate_size

@@ -134,6 +134,18 @@ def test_the_sums_of_the_released_shape():
     assert plan.parts["reserve"] == plan.limit // RESERVE_SHARE
 
 
+@pytest.mark.parametrize("has_constraints", [False, True])
+def test_buffers_beside_the_logits_are_planned(has_constraints):
+    """A packed embedding needs a byte for each logit in the graphs; a capture needs as much as a graph, outside of it."""
+    demand = Demand(canvases=1, prefill_chunk=256, has_constraints=has_constraints)
+    plain, packed = (
+        plan_memory(RELEASED, WEIGHTS[name], 24 * 10**9, demand).parts for name in ("fp8 beside", "fp8 embedding")
+    )
+    graphs = "CUDA graphs: logits and activations"
+    assert packed[graphs] - plain[graphs] == RELEASED.canvas_length * RELEASED.vocab_size
+    assert packed["prefill, captures, constrained requests"] >= packed[graphs]
+
+
 def test_a_context_is_no_longer_than_the_models():
     plans = [plan_memory(RELEASED, WEIGHTS["bf16"], 90 * 10**9, Demand(context=context)) for context in (2**18, 2**20)]
     assert plans[0] == plans[1]
