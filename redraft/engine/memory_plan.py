@@ -20,6 +20,7 @@ import torch
 
 from redraft.checkpoint.placement import plan_bytes
 from redraft.config import ConfigError, EngineConfig, ModelConfig, require_int, show_value
+from redraft.engine.graph_capture import bucket_contexts, next_power_of_two
 from redraft.engine.offload import ALIGNMENT, SLOTS, choose_offloaded, copied_layers
 from redraft.engine.runner import MAX_ROWS
 from redraft.kernels.fp8 import FP8_DTYPE
@@ -139,9 +140,14 @@ class MemoryPlan:
         """Bytes of everything on the GPU but the KV caches."""
         config = self.config
         itemsize = self.dtype.itemsize
-        tokens = _padded(self.canvases) * config.canvas_length
+        tokens = next_power_of_two(self.canvases) * config.canvas_length
+        # Soft embeddings of the buckets for 1, 2, 4 canvases and so on, with the sampler in the graph and without it.
+        buckets = 2 * len(bucket_contexts(self.demand.context)) * (2 * tokens - config.canvas_length)
         logits = config.canvas_length * config.vocab_size
-        graphs = tokens * config.vocab_size * itemsize + (_padded(self.prefill_chunk) + tokens) * self._token_bytes
+        # A packed embedding's factors, probabilities times scales, are fp8 and stand beside the logits.
+        logit_bytes = itemsize + FP8_DTYPE.itemsize if self.weights.embedding <= self._packed_embedding else itemsize
+        graphs = tokens * config.vocab_size * logit_bytes
+        graphs += (next_power_of_two(self.prefill_chunk) + tokens) * self._token_bytes
         sampler = 0
         if self.demand.has_constraints:
             rows = min(MAX_ROWS, self.canvases)
@@ -154,16 +160,25 @@ class MemoryPlan:
             "experts": sum(self.weights.experts) - self.host_bytes,
             "slots of offloaded experts": self.slot_bytes,
             "router, norms, others": self.weights.other,
-            "CUDA graphs: logits and activations": graphs,
-            "prefill and constrained requests": max(self.prefill_chunk * self._token_bytes, sampler),
+            "CUDA graphs: logits and activations": graphs + buckets * config.hidden_size * itemsize,
+            # Before a graph is captured, its body runs once outside of the graphs' memory.
+            "prefill, captures, constrained requests": max(self.prefill_chunk * self._token_bytes, graphs, sampler),
             "workspaces": WORKSPACE_BYTES + self._largest_cache_tensor,
             "CUDA context": self.cuda_context,
             "reserve": self.limit // RESERVE_SHARE,
         }
 
     @property
+    def _packed_embedding(self) -> int:
+        """Bytes of an embedding in fp8."""
+        return count_packed_bytes(self.config.vocab_size, self.config.hidden_size, "fp8")
+
+    @property
     def _token_bytes(self) -> int:
-        """Activations of one token while it is in a layer."""
+        """Activations of one token while it is in a layer: those of attention, experts and dense MLP, as if all were kept.
+
+        A layer keeps less (`fused_layers`); the difference covers split sums of attention and of fp8 products.
+        """
         config = self.config
         head_width = max(math.prod(config.layer_heads(layer)) for layer in range(config.num_hidden_layers))
         query_width = config.num_attention_heads * max(config.head_dim, config.global_head_dim)
@@ -292,11 +307,6 @@ class MemoryPlan:
         return f"; asked for {asked:,}" if chosen != asked else ""
 
 
-def _padded(number: int) -> int:
-    """Graphs are captured for powers of two."""
-    return 1 << (number - 1).bit_length()
-
-
 def choose_policy(
     config: ModelConfig, weights: Mapping[QuantPolicy, WeightBytes], limit: int, demand: Demand, **options: Any
 ) -> tuple[QuantPolicy, MemoryPlan]:
@@ -365,7 +375,8 @@ def _explain_misfit(plan: MemoryPlan) -> str:
         ways.append(f"a context of {context:,} tokens instead of {plan.demand.context:,} (--context)")
     if plan.kv_dtype != FP8_DTYPE:
         ways.append(f"--kv fp8 ({plan.context_bytes * (1 - 1 / plan.dtype.itemsize) / 1e9:.2f} GB less)")
-    embedding = plan.weights.embedding - count_packed_bytes(config.vocab_size, config.hidden_size, "fp8")
+    factors = config.canvas_length * config.vocab_size * FP8_DTYPE.itemsize
+    embedding = plan.weights.embedding - plan._packed_embedding - factors
     if embedding > 0:
         ways.append(f"an embedding in fp8 ({embedding / 1e9:.2f} GB less: leave out --keep-bf16)")
     expert_size = config.hidden_size * config.moe_intermediate_size

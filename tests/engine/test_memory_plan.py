@@ -17,6 +17,7 @@ from redraft.config import ConfigError, ModelConfig
 from redraft.engine import EngineError, gpu_limit
 from redraft.engine.engine import Engine
 from redraft.engine.gpu_limit import GpuLimit, explain_lack_of_memory, limit_gpu
+from redraft.engine.graph_capture import bucket_contexts
 from redraft.engine.memory_plan import (
     MIN_CHUNK,
     RESERVE_SHARE,
@@ -114,7 +115,7 @@ def test_what_is_refused_says_what_would_fit():
     message = str(error.value)
     assert "does not fit 8.00 GB with the experts of 30 layers in host memory" in message
     assert "--kv fp8" in message
-    assert "embedding in fp8 (0.74 GB less: leave out --keep-bf16)" in message
+    assert "embedding in fp8 (0.67 GB less: leave out --keep-bf16)" in message
     assert "--quant" not in message
     context = int(message.split("a context of ")[1].split(" ")[0].replace(",", ""))
     assert plan_memory(RELEASED, WEIGHTS["published"], 8 * 10**9, Demand(context=context)).offloaded
@@ -132,6 +133,30 @@ def test_the_sums_of_the_released_shape():
     assert plan.offloaded == 0
     assert plan.allocator_bytes + plan.cuda_context == plan.limit
     assert plan.parts["reserve"] == plan.limit // RESERVE_SHARE
+
+
+@pytest.mark.parametrize("has_constraints", [False, True])
+def test_buffers_beside_the_logits_are_planned(has_constraints):
+    """A packed embedding needs a byte for each logit in the graphs; a capture needs as much as a graph, outside of it."""
+    demand = Demand(canvases=1, prefill_chunk=256, has_constraints=has_constraints)
+    plain, packed = (
+        plan_memory(RELEASED, WEIGHTS[name], 24 * 10**9, demand).parts for name in ("fp8 beside", "fp8 embedding")
+    )
+    graphs = "CUDA graphs: logits and activations"
+    assert packed[graphs] - plain[graphs] == RELEASED.canvas_length * RELEASED.vocab_size
+    soft_embeddings = 2 * 2 * RELEASED.canvas_length * RELEASED.hidden_size * 2  # two contexts, with the sampler and without
+    assert packed["prefill, captures, constrained requests"] >= packed[graphs] - soft_embeddings
+
+
+def test_the_buffers_of_graphs_are_planned():
+    """Graphs are captured for 1, 2 and 4 canvases and for contexts up to 2,048, 16,384 ... tokens."""
+    assert [bucket_contexts(count)[-1] for count in (1, 2048, 2049, 16_384, 16_385)] == [2048, 2048, 16_384, 16_384, 131_072]
+    short, long = (
+        plan_memory(RELEASED, WEIGHTS["bf16"], 90 * 10**9, Demand(context=context, canvases=4)) for context in (2048, 2304)
+    )
+    graphs = "CUDA graphs: logits and activations"
+    soft_embeddings = (1 + 2 + 4) * RELEASED.canvas_length * RELEASED.hidden_size * 2
+    assert long.parts[graphs] - short.parts[graphs] == 2 * soft_embeddings
 
 
 def test_a_context_is_no_longer_than_the_models():
