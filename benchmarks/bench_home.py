@@ -9,10 +9,9 @@ because random weights never settle. The last line is JSON.
     python benchmarks/bench_home.py [--limits 18e9 24e9 16e9 12e9 8e9] [--context 16384] [--new 1024] [--steps 16]
         [--kv fp8] [--slots 2] [--shape released|tiny]
 
-The limits 24e9 and above run NVIDIA's layout (NVFP4 experts, bf16 elsewhere), the others fp8 beside NVFP4 experts,
-in the embedding too. Requests
-have no constraints, and the plans leave no room for any. `--shape tiny` runs on a CPU, where nothing is limited: the same
-code, without a card.
+The plan rounds NVIDIA's layout (NVFP4 experts, bf16 elsewhere) as far as each limit asks for: `--gpu-memory` does the same.
+Requests have no constraints, and the plans leave no room for any. `--shape tiny` runs on a CPU, where nothing is limited:
+the same code, without a card.
 """
 
 import argparse
@@ -20,13 +19,14 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from bench_engine import wait
-from random_weights import fill_randomly, pack_randomly
+from random_weights import fill_randomly, pack_randomly, random_packed
 from rich.console import Console
 from rich.table import Table
 
@@ -34,14 +34,16 @@ from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
 from redraft.diffusion.generate import Draft, Finished
 from redraft.engine.engine import Engine
 from redraft.engine.gpu_limit import GpuLimit, peak_bytes
-from redraft.engine.memory_plan import RESERVE_SHARE, Demand, Formats, MemoryPlan, WeightBytes, plan_memory
+from redraft.engine.memory_plan import RESERVE_SHARE, Demand, MemoryPlan, WeightBytes, choose_policy, plan_memory
 from redraft.engine.offload import SLOTS, find_stream, measure_bus, offload_experts
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.quant import pack_embedding
+from redraft.model.embedding import PackedEmbedding
+from redraft.model.quant.policy import ATTENTION, DENSE_MLP, EMBEDDING, EXPERT_DOWN, EXPERTS, QuantPolicy
+from redraft.model.quant.stored import StoredFormat
 
-NVIDIA = Formats(experts="nvfp4")
-FP8_BESIDE = Formats(experts="nvfp4", attention="fp8", dense="fp8", embedding="fp8")
-FULL_CARD = 20 * 2**30  # from here on the published layout fits
+NVIDIA = dict.fromkeys(EXPERTS, StoredFormat("NVFP4 (ModelOpt)", "nvfp4"))  # the other parts are bf16
+PUBLISHED = QuantPolicy(runs_packed=True)
+FP8_BESIDE = replace(PUBLISHED, packs_dense=True, packs_embedding=True)
 UNLIMITED = 10**15
 TINY = ModelConfig(
     vocab_size=512,
@@ -64,20 +66,26 @@ TINY = ModelConfig(
 
 
 def random_model(
-    config: ModelConfig, formats: Formats, device: torch.device, plan: MemoryPlan, slots: int
+    config: ModelConfig, policy: QuantPolicy, device: torch.device, plan: MemoryPlan, slots: int
 ) -> DiffusionGemma:
-    """A model in these formats, with experts where the plan puts them. A layer's weights depend on its number alone."""
+    """A model in the policy's formats, experts where the plan puts them. A layer's weights depend on its number only."""
     with torch.device("meta"):
         model = DiffusionGemma(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     offloaded = set(plan.offloaded_layers)
-    packed = {part: format if format != "bf16" else None for part, format in vars(formats).items()}
+    packed = {
+        "experts": policy.target(EXPERT_DOWN, NVIDIA[EXPERT_DOWN].format).format,
+        "attention": policy.target(ATTENTION, None).format,
+        "dense": policy.target(DENSE_MLP, None).format,
+    }
     for number, layer in enumerate(model.layers):
         pack_randomly(layer, packed, torch.Generator(device).manual_seed(number))
         if number in offloaded:
             layer.experts = layer.experts.to("cpu")
-    fill_randomly(model, torch.Generator(device).manual_seed(len(model.layers)))
-    if formats.embedding == "fp8":
-        pack_embedding(model)
+    generator = torch.Generator(device).manual_seed(len(model.layers))
+    if policy.target(EMBEDDING, None).format is not None:
+        table = random_packed(tuple(model.embed_tokens.weight.shape), "fp8", 1, generator)
+        model.embed_tokens = PackedEmbedding(table, model.dtype)
+    fill_randomly(model, generator)
     if offloaded:
         offload_experts(model, plan.offloaded_layers, slots)
     return model.eval().requires_grad_(False)
@@ -117,18 +125,20 @@ def ask(context: int, chunk: int, kv: str | None) -> Demand:
     return Demand(context=context, canvases=1, prefill_chunk=chunk, prefix_cache_entries=0, kv=kv, has_constraints=False)
 
 
-def measure(limit: int, config: ModelConfig, formats: Formats, chunk: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One run within a limit; UNLIMITED: without one. `chunk` is the longest prefill chunk."""
+def measure(
+    limit: int, config: ModelConfig, policies: Sequence[QuantPolicy], chunk: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One run within a limit; UNLIMITED: without one. The plan chooses a policy. `chunk` is the longest prefill chunk."""
     device = torch.device("cuda:0" if torch.cuda.is_available() and config is not TINY else "cpu")
-    weights = WeightBytes.from_formats(config, formats)
+    weights = WeightBytes.by_policy(config, NVIDIA, policies)
     demand = ask(options.context, chunk, options.kv)
     is_limited = device.type == "cuda" and limit < UNLIMITED
     gpu_limit = GpuLimit(device, limit, demand) if is_limited else None
     cuda_context = gpu_limit.cuda_context if gpu_limit else 0
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    plan = plan_memory(config, weights, limit, demand, dtype=dtype, cuda_context=cuda_context)
+    policy, plan = choose_policy(config, weights, limit, demand, dtype=dtype, cuda_context=cuda_context)
     bus = measure_bus(device) if device.type == "cuda" else None
-    model = random_model(config, formats, device, plan, options.slots)
+    model = random_model(config, policy, device, plan, options.slots)
     engine_config = plan.engine_config if limit < UNLIMITED else replace(plan.engine_config, cache_bytes=20 * 2**30)
     engine = Engine(model, engine_config)
     longest = options.context - options.new - config.canvas_length
@@ -138,7 +148,7 @@ def measure(limit: int, config: ModelConfig, formats: Formats, chunk: int, optio
     stream = find_stream(model)
     step_bytes = stream.step_bytes if stream is not None else 0
     found |= {"limit": limit if limit < UNLIMITED else None, "offloaded": plan.offloaded, "step_bytes": step_bytes}
-    found |= {"chunk": plan.prefill_chunk, "plan": dict(plan.rows(bus)), "bus": bus}
+    found |= {"policy": policy, "chunk": plan.prefill_chunk, "plan": dict(plan.rows(bus)), "bus": bus}
     found["copies_ms"] = 1e3 * step_bytes / bus if bus else None
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -155,9 +165,9 @@ def clean_up() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def tiny_limits(config: ModelConfig, formats: Formats, context: int) -> list[int]:
+def tiny_limits(config: ModelConfig, policy: QuantPolicy, context: int) -> list[int]:
     """Limits for the tiny shape: all experts on the device, and all but one and three layers of them."""
-    weights = WeightBytes.from_formats(config, formats)
+    weights = WeightBytes.by_policy(config, NVIDIA, [policy])[policy]
     roomy = plan_memory(config, weights, UNLIMITED, ask(context, 256, None), dtype=torch.float32, cuda_context=0)
     used = sum(roomy.parts.values()) - roomy.parts["reserve"] + roomy.context_bytes
     sizes = [used - layers * weights.experts[0] + layers * 4096 for layers in (0, 1, 3)]
@@ -178,20 +188,22 @@ def main() -> None:
     options, console = parser.parse_args(), Console(width=140, highlight=False)
     config = TINY if options.shape == "tiny" else ModelConfig()
     limits = [int(limit) for limit in options.limits]
+    policies: Sequence[QuantPolicy] = PUBLISHED.alternatives
     if options.shape == "tiny":
         limits = tiny_limits(config, FP8_BESIDE, options.context)
+        policies = [FP8_BESIDE]
     results = []
     table = Table(
         "limit", "layers in host memory", "tokens/s", "ms a step", "copies, ms", "bound", "of bound", "peak", "equal"
     )
-    unlimited: dict[tuple[Formats, int], dict[str, Any]] = {}
+    unlimited: dict[tuple[QuantPolicy, int], dict[str, Any]] = {}
     for limit in limits:
-        formats = NVIDIA if limit >= FULL_CARD else FP8_BESIDE
-        found = measure(limit, config, formats, Demand.prefill_chunk, options)
+        found = measure(limit, config, policies, Demand.prefill_chunk, options)
         clean_up()
-        key = (formats, found["chunk"])
+        policy = found.pop("policy")
+        key = (policy, found["chunk"])
         if key not in unlimited:
-            unlimited[key] = measure(UNLIMITED, config, *key, options)
+            unlimited[key] = measure(UNLIMITED, config, [policy], found["chunk"], options)
             clean_up()
         plain = unlimited[key]
         found["bound_ms"] = max(found["copies_ms"] or 0.0, plain["step_ms"])
@@ -202,7 +214,7 @@ def main() -> None:
         peak = f"{found.get('peak_bytes', 0) / 1e9:.2f}"
         table.add_row(f"{limit / 1e9:.2f}", str(found["offloaded"]), *cells, peak, str(found["equal"]))
     console.print(table)
-    plain_runs = [{**found, "ids": None, "formats": vars(formats)} for (formats, _), found in unlimited.items()]
+    plain_runs = [{**found, "ids": None, "policy": vars(policy)} for (policy, _), found in unlimited.items()]
     print(json.dumps({"shape": options.shape, "context": options.context, "limited": results, "unlimited": plain_runs}))
 
 

@@ -4,26 +4,33 @@ What fits is computed by the memory plan that `--gpu-memory` uses. Speeds are co
 published bandwidth and arithmetic, times the share of such a bound that was measured on an H200.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from redraft.config import ModelConfig
 from redraft.engine.memory_plan import (
     Demand,
-    Formats,
     MemoryLimitError,
+    MemoryPlan,
     WeightBytes,
+    choose_policy,
     find_longest_context,
-    home_formats,
-    plan_memory,
 )
+from redraft.model.quant.policy import ATTENTION, DENSE_MLP, EMBEDDING, EXPERT_DOWN, EXPERTS, QuantPolicy
+from redraft.model.quant.stored import StoredFormat
 
 PAGE = Path(__file__).with_name("hardware.md")
 CONFIG = ModelConfig()
 STEPS = 16
 ATTENTION_FLOPS = 0.218e12  # of a step over 1,024 tokens, at 60% of the peak
 SHARE = 0.63  # of the bound: 6.7 of 10.7 ms, fp8 on an H200 (benchmarks/results/engine_h200_202611.md)
-NVIDIA = Formats(experts="nvfp4")
+PARTS = (EXPERT_DOWN, ATTENTION, DENSE_MLP, EMBEDDING)
+# Files: the formats of the parts that are not stored in bf16.
+NVIDIA = dict.fromkeys(EXPERTS, StoredFormat("NVFP4 (ModelOpt)", "nvfp4"))
+FP8 = dict.fromkeys((*EXPERTS, ATTENTION, DENSE_MLP), StoredFormat("float-quantized", "fp8"))
+OURS = FP8 | NVIDIA  # as `redraft quantize --to nvfp4` writes it
+Q8_0 = dict.fromkeys((*EXPERTS, *PARTS), StoredFormat("Q8_0", None))  # GGUF
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Card:
     bf16: float
     fp8: float
     bus: float
-    formats: Formats | None = None  # None: those for this much memory
+    file: Mapping[str, StoredFormat] = field(default_factory=lambda: OURS)
 
 
 CARDS = (
@@ -44,20 +51,25 @@ CARDS = (
     Card("RTX 4070", 12, 504e9, 58e12, 117e12, 25e9),
     Card("RTX 4080", 16, 717e9, 97e12, 195e12, 25e9),
     Card("RTX 4090 with a limit", 18, 1008e9, 165e12, 330e12, 25e9),
-    Card("RTX 4090", 24, 1008e9, 165e12, 330e12, 25e9, NVIDIA),
+    Card("RTX 4090, NVIDIA's file", 24, 1008e9, 165e12, 330e12, 25e9, NVIDIA),
     Card("RTX 4090", 24, 1008e9, 165e12, 330e12, 25e9),
+    Card("RTX 4090, a GGUF file in Q8_0", 24, 1008e9, 165e12, 330e12, 25e9, Q8_0),
     Card("RTX 5090", 32, 1792e9, 209e12, 419e12, 50e9),
-    Card("H100", 80, 3350e9, 790e12, 1500e12, 50e9, Formats(experts="fp8", attention="fp8", dense="fp8")),
+    Card("H100", 80, 3350e9, 790e12, 1500e12, 50e9, FP8),
     Card("DGX Spark (128 GB, shared with the host)", 100, 273e9, 62e12, 125e12, 50e9),
 )
 
 
-def describe(formats: Formats) -> str:
-    """The formats of experts, attention and dense MLP, embedding."""
-    return f"{formats.experts} / {formats.attention} / {formats.embedding}"
+def plan(card: Card, **wishes: bool) -> tuple[dict[str, str], MemoryPlan]:
+    """The format of each part of the card's file in memory, and the plan, as `--gpu-memory` makes them."""
+    policies = QuantPolicy(runs_packed=True, **wishes).alternatives
+    weights = WeightBytes.by_policy(CONFIG, card.file, policies)
+    policy, memory_plan = choose_policy(CONFIG, weights, card.gigabytes * 10**9, Demand())
+    stored = {part: card.file[part].format if part in card.file else None for part in PARTS}
+    return {part: policy.target(part, stored[part]).format or "bf16" for part in PARTS}, memory_plan
 
 
-def bound_ms(card: Card, formats: Formats, weights: WeightBytes) -> float:
+def bound_ms(card: Card, formats: Mapping[str, str], weights: WeightBytes) -> float:
     """A lower bound of a step of one canvas: for each part the larger of its memory time and its arithmetic."""
     counts = CONFIG.parameter_counts()
     used = counts["experts"] * CONFIG.top_k_experts / CONFIG.num_experts
@@ -66,35 +78,32 @@ def bound_ms(card: Card, formats: Formats, weights: WeightBytes) -> float:
         speed = card.fp8 if format == "fp8" else card.bf16
         return max(size / card.bandwidth, 2 * CONFIG.canvas_length * parameters / speed)
 
-    seconds = part(sum(weights.experts), used, formats.experts)
-    seconds += part(weights.attention, counts["attention"], formats.attention)
-    seconds += part(weights.dense, counts["dense MLP"], formats.dense)
-    seconds += 2 * part(weights.embedding, counts["embedding"], formats.embedding)  # the head and the soft embedding
+    seconds = part(sum(weights.experts), used, formats[EXPERT_DOWN])
+    seconds += part(weights.attention, counts["attention"], formats[ATTENTION])
+    seconds += part(weights.dense, counts["dense MLP"], formats[DENSE_MLP])
+    seconds += 2 * part(weights.embedding, counts["embedding"], formats[EMBEDDING])  # the head and the soft embedding
     return 1e3 * (seconds + ATTENTION_FLOPS / (0.6 * card.bf16))
 
 
 def row(card: Card) -> str:
     """One line of the table."""
-    limit = card.gigabytes * 10**9
-    formats = card.formats or home_formats(limit)
-    weights = WeightBytes.from_formats(CONFIG, formats)
-    plan = plan_memory(CONFIG, weights, limit)
-    one = replace(plan, canvases=1)
+    formats, chosen = plan(card)
+    one = replace(chosen, canvases=1)
     longest = find_longest_context(one, CONFIG.max_position_embeddings)
     with_fp8 = replace(one, demand=replace(one.demand, kv="fp8"))
     longest_fp8 = find_longest_context(with_fp8, CONFIG.max_position_embeddings)
-    copies = 1e3 * plan.step_bytes / card.bus
-    step = max(bound_ms(card, formats, weights) / SHARE, copies)
-    host = f"{plan.offloaded} layers, {plan.host_bytes / 1e9:.1f} GB" if plan.offloaded else "none"
+    copies = 1e3 * chosen.step_bytes / card.bus
+    step = max(bound_ms(card, formats, chosen.weights) / SHARE, copies)
+    host = f"{chosen.offloaded} layers, {chosen.host_bytes / 1e9:.1f} GB" if chosen.offloaded else "none"
     cells = (
         f"{card.gigabytes} GB",
         card.name,
-        describe(formats),
+        " / ".join(formats[part] for part in PARTS if part != DENSE_MLP),
         host,
-        str(plan.canvases),
+        str(chosen.canvases),
         f"{longest:,}",
         f"{longest_fp8:,}",
-        f"{copies:.0f}" if plan.offloaded else "",
+        f"{copies:.0f}" if chosen.offloaded else "",
         f"{step:.0f}",
         f"{1e3 * CONFIG.canvas_length / (STEPS * step):,.0f}",
     )
@@ -119,17 +128,21 @@ def cards_table() -> str:
     return head + "\n".join(row(card) for card in CARDS)
 
 
+def at_home(gigabytes: int) -> Card:
+    """A card of which only the memory matters, with NVIDIA's file."""
+    return Card("", gigabytes, 0.0, 0.0, 0.0, 0.0, NVIDIA)
+
+
 def plan_table(gigabytes: int) -> str:
-    """The plan that `--gpu-memory` prints for the released shape, as a table."""
-    limit = gigabytes * 10**9
-    plan = plan_memory(CONFIG, WeightBytes.from_formats(CONFIG, home_formats(limit)), limit)
-    return "| GPU memory | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in plan.rows())
+    """The plan that `--gpu-memory` prints for NVIDIA's file, as a table."""
+    _, chosen = plan(at_home(gigabytes))
+    return "| GPU memory | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in chosen.rows())
 
 
 def misfit() -> str:
     """What is printed where nothing fits."""
     try:
-        plan_memory(CONFIG, WeightBytes.from_formats(CONFIG, NVIDIA), 6 * 10**9, Demand())
+        plan(at_home(6), keep_bf16=True)
     except MemoryLimitError as error:
         return f"```text\n{error}\n```"
     raise AssertionError("6 GB must not be enough")

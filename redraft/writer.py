@@ -23,7 +23,7 @@ from redraft.diffusion import rng
 from redraft.diffusion.generate import Finished, Stats, check_inputs, generate
 from redraft.diffusion.verified import generate_verified
 from redraft.engine import Engine, Request, Stopped
-from redraft.engine.gpu_limit import GpuLimit, limit_gpu
+from redraft.engine.gpu_limit import GpuLimit, explain_lack_of_memory, limit_gpu
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tasks import best_of, edit, infill
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, Span, Suggestion
@@ -87,16 +87,16 @@ def load(
     """Loads a Writer from a checkpoint folder, a GGUF file or a hub id; by default, the small model that ships with redraft.
 
     "tiny" and "sudoku" name the models in the package. Without a dtype, weights keep their stored precision, but float16
-    becomes bf16; on a CPU that has no bf16 arithmetic all become float32. `quant="nvfp4"`, "int4" or "fp8" rounds the
-    experts while loading, and the other layers to fp8, except with `keep_bf16`; see QuantPolicy. `verify_with` is a
-    checkpoint with the same vocabulary that verifies what this one drafts, in checked and exact mode (docs/verified.md).
-    `kv="fp8"` stores KV caches in 8 bits. `gpu_memory="18GB"` limits the memory of the GPU and plans it for contexts of
-    `context` tokens, 16,384 unless given (docs/hardware.md).
+    becomes bf16; on a CPU without bf16 arithmetic all become float32. `quant="nvfp4"`, "int4" or "fp8" rounds the experts
+    while loading, and the other layers to fp8, except with `keep_bf16`; see QuantPolicy. `verify_with` is a checkpoint of
+    the same vocabulary that verifies what this one drafts (docs/verified.md). `kv="fp8"` stores KV caches in 8 bits.
+    `gpu_memory="18GB"` limits the GPU's memory and plans it for `context` tokens, by default 16,384 (docs/hardware.md).
     """
     options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
     limit = limit_gpu(device, gpu_memory, context, kv, verify_with)
-    model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options, **(limit.loading if limit else {}))
-    config = limit.offload(model) if limit else EngineConfig(kv=kv)
+    with explain_lack_of_memory(limit):
+        model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options, place=limit.place if limit else None)
+        config = limit.offload(model) if limit else EngineConfig(kv=kv)
     if verify_with is None:
         return Writer(model, tokenizer, sampler, None, config, limit)
     verifier = checkpoint.load_verifier(verify_with, model, tokenizer, str(path_or_id), **options)
@@ -125,6 +125,7 @@ class Writer:
         self.tokenizer = tokenizer
         self.sampler = sampler
         self.engine = Engine(model, config, verifier)
+        self.engine.memory_advice = gpu_limit.advice if gpu_limit else self.engine.memory_advice
         # A server sets a compiler that runs in helper processes.
         self.pattern_compiler: PatternCompiler = LocalCompiler(lambda: self.automaton_compiler)
 

@@ -94,6 +94,11 @@ class StoredMatrices(ABC):
         packed = self._pack()
         return packed if self.is_stack or packed is None else packed.select(0)
 
+    @property
+    @abstractmethod
+    def packed_format(self) -> str | None:
+        """The format that `pack` returns."""
+
     @abstractmethod
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         """The numbers of the matrices as a stack."""
@@ -147,6 +152,11 @@ class StoredNvfp4(StoredMatrices):
         _require_tensor(tensors, f"{module}.weight_scale", (rows, -(-inputs // nvfp4.GROUP)), ("F8_E4M3",))
         _require_tensor(tensors, f"{module}.{cls.global_kind}", None, ("F32",))
         return rows, inputs
+
+    @property
+    def packed_format(self) -> str:
+        """The format that `pack` returns."""
+        return "nvfp4"
 
     def _global_scale(self) -> Tensor:
         """What scales are divided by, [E, P]."""
@@ -219,6 +229,17 @@ class StoredInt4(StoredMatrices):
             _require_tensor(tensors, f"{module}.weight_zero_point", (-(-rows // 8), groups), ("I32",))
         return rows, inputs
 
+    @property
+    def packed_format(self) -> str | None:
+        """The format that `pack` returns: it has groups of 32, so only multiples of 32 fit."""
+        if self.group is not None and self.group % int4.GROUP:
+            return None
+        return "int4 with minimum" if self._has_zero_points else "int4"
+
+    @property
+    def _has_zero_points(self) -> bool:
+        return any(f"{module}.weight_zero_point" in self.tensors for modules in self.modules for module in modules)
+
     def _codes(self) -> Tensor:
         """Codes uint8 [E, O, I]. On a little-endian machine the bytes of a word are pairs of inputs."""
         self._check_order()
@@ -238,8 +259,7 @@ class StoredInt4(StoredMatrices):
 
     def _zero_points(self) -> Tensor | None:
         """Zero points 0 to 15, uint8 [E, O, K]; None in a symmetric file. Eight rows share a word."""
-        names = [f"{module}.weight_zero_point" for modules in self.modules for module in modules]
-        if not any(name in self.tensors for name in names):
+        if not self._has_zero_points:
             return None
         rows = self.module_shape[0]
         return self._stack("weight_zero_point", lambda words: _unpack_words(words.t().contiguous())[:, :rows].t())
@@ -257,7 +277,7 @@ class StoredInt4(StoredMatrices):
         return of_groups.repeat_interleave(self.group or inputs, dim=-1)[..., :inputs]
 
     def _pack(self) -> Int4Tensor | None:
-        if self.group is not None and self.group % int4.GROUP:
+        if self.packed_format is None:
             return None
         inputs = self.module_shape[1]
         whole_groups = -(-inputs // int4.GROUP)
@@ -292,6 +312,11 @@ class StoredFp8(StoredMatrices):
         names = (f"{module}.weight_scale" for modules in self.modules for module in modules)
         return torch.bfloat16 if all(self.tensors.dtype(name) == "BF16" for name in names) else torch.float32
 
+    @property
+    def packed_format(self) -> str:
+        """The format that `pack` returns."""
+        return "fp8"
+
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         scale = self._stack_scales("weight_scale")
         return (self._stack("weight").to(scale.dtype) * scale).to(dtype)
@@ -313,6 +338,10 @@ class StoredPlain(StoredMatrices):
     def format(self) -> str:
         """The dtype in safetensors' words."""
         return self.tensors.dtype(f"{self.modules[0][0]}.weight")
+
+    @property
+    def packed_format(self) -> None:
+        """The format that `pack` returns: none."""
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         return self._stack("weight", lambda tensor: tensor.to(dtype))

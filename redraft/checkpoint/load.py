@@ -5,7 +5,6 @@ mapped file. To a GPU each is copied from the mapped file in pieces and converte
 copy. Nothing is copied before the placement is known.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,13 +27,13 @@ from redraft.checkpoint.names import (
     published_name,
     tied_name,
 )
-from redraft.checkpoint.placement import Place, Placement
+from redraft.checkpoint.placement import Place, Placement, plan_bytes
 from redraft.checkpoint.published_config import read_model_config
 from redraft.checkpoint.quantization import read_quantization
 from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import ModelConfig, read_json
 from redraft.kernels.fp8 import Fp8Tensor
-from redraft.kernels.packed import FORMATS, count_packed_bytes
+from redraft.kernels.packed import FORMATS
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.embedding import PackedEmbedding
 from redraft.model.quant.conversion import Converter, log_conversions, plain_dtype, stored_format
@@ -128,8 +127,8 @@ def from_state_dict(
     """Makes a model whose weights are these published tensors. Without a dtype, it has that of `default_dtype`.
 
     The policy says which weights are packed, and how; by default, as the device runs them best. Each weight is read,
-    converted and put in its place before the next one is read. `place` is asked where the weights go, once their sizes are
-    known; without it, all of them go to the device.
+    converted and put in its place before the next one is read. `place` is asked where the weights go and how they are
+    packed, once their sizes are known; without it, all of them go to the device.
     """
     with torch.device("meta"):
         model = DiffusionGemma(config)
@@ -145,11 +144,12 @@ def from_state_dict(
     formats = {name: stored_format(weight) for name, weight in stored.items()}
     policy = policy or QuantPolicy.for_device(device)
     dtype = dtype or default_dtype(stored["embed_tokens.weight"])
-    placement = Placement(torch.device(device))
+    placement = Placement(torch.device(device), policy)
     if place is not None:
-        placement = place(config, plan_bytes(expected, formats, policy, dtype), dtype)
-    targets = policy.targets(formats)
-    converter = Converter(policy, device)
+        sizes = {each: plan_bytes(expected, formats, each, dtype) for each in policy.alternatives}
+        placement = place(config, sizes, dtype)
+    targets = placement.policy.targets(formats)
+    converter = Converter(device)
     weights: dict[str, Tensor] = {}
     experts: dict[str, Any] = {}  # the packed ones of a layer, until both are there
     for name in expected:
@@ -179,28 +179,6 @@ def default_dtype(embedding: Tensor | StoredWeight) -> torch.dtype:
     """The precision of a model whose embedding is stored so. The GPU kernels are made for bf16, not for float16."""
     dtype = plain_dtype(embedding)
     return torch.bfloat16 if dtype is None or dtype == torch.float16 else dtype
-
-
-def plan_bytes(
-    expected: Mapping[str, Tensor], formats: Mapping[str, str | None], policy: QuantPolicy, dtype: torch.dtype
-) -> dict[str, int]:
-    """The bytes that every weight will take, by its name in the model.
-
-    4-bit integers of a file are counted with minimums, which only some formats have.
-    """
-    sizes = {}
-    targets = policy.targets(formats)
-    for name, placeholder in expected.items():
-        stored = formats[name]
-        target = targets[name]
-        if target.format is None or not target.is_packed:
-            sizes[name] = placeholder.numel() * dtype.itemsize
-            continue
-        has_minimum = target.format == "int4" and stored is not None
-        *stack, rows, inputs = placeholder.shape
-        matrix = count_packed_bytes(rows, inputs, "int4 with minimum" if has_minimum else target.format)
-        sizes[name] = math.prod(stack) * matrix
-    return sizes
 
 
 def packed_formats(model: DiffusionGemma) -> str | None:

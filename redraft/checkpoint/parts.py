@@ -31,17 +31,15 @@ def load_checkpoint(
     dtype: torch.dtype | str | None = None,
     quant: str | None = None,
     keep_bf16: bool = False,
-    prefer_small: bool = False,
-    packs_embedding: bool = False,
     place: Place | None = None,
 ) -> tuple[DiffusionGemma, Tokenizer, SamplerConfig]:
     """The parts of a Writer, for a caller that wants no engine.
 
-    `quant` and the three options behind it: see QuantPolicy. `place` is asked where weights go, once their sizes are known.
+    `quant` and `keep_bf16`: see QuantPolicy. `place` is asked where weights go, and in which formats, once their sizes are
+    known.
     """
     device = select_device(device)
-    wishes = {"keep_bf16": keep_bf16, "prefer_small": prefer_small, "packs_embedding": packs_embedding}
-    policy = QuantPolicy.for_device(device, quant=quant, **wishes)
+    policy = QuantPolicy.for_device(device, quant=quant, keep_bf16=keep_bf16)
     opened = open_checkpoint(find(path_or_id), device)
     options: dict[str, Any] = {"dtype": select_dtype(device, _dtype(dtype)), "device": device}
     model = from_state_dict(opened.config, opened.tensors, policy=policy, place=place, **options)

@@ -264,7 +264,7 @@ def _write_unit(file: TensorFileWriter, unit: Unit, weight: Tensor | StoredWeigh
         file.write(unit.name, weight if isinstance(weight, Tensor) else weight.dequantize(header.dtype))
         return projection
     for index, piece in enumerate(split_stack(weight)):
-        packed, error = pack_piece(piece, unit.to, parts=parts_of(unit.name), substitute=unit.to, device=device)
+        packed, error = pack_piece(piece, unit.to, parts=parts_of(unit.name), device=device)
         if isinstance(packed, Int4Tensor) and packed.minimum is not None:  # redraft writes symmetric integers
             assert not isinstance(piece, Tensor)
             packed, error = pack_piece(piece.dequantize(), unit.to, device=device)

@@ -42,6 +42,7 @@ from redraft.cli.terminal import CanvasView, strip_control_characters, summary
 from redraft.cli.warm import show_builds, show_builds_until_first, show_loaded, show_peak
 from redraft.diffusion.generate import Finished
 from redraft.engine import EngineError
+from redraft.engine.errors import MEMORY_ADVICE
 from redraft.tasks.generation import GenerationOptions
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.writer import DEFAULT_MODEL, Writer
@@ -242,9 +243,8 @@ def chat(
         except (ValueError, EngineError) as error:
             if not console.is_terminal:
                 raise
-            sentence = _explain_fault(error) if isinstance(error, EngineError) else str(error)
             # The conversation continues without this message.
-            console.print(strip_control_characters(sentence), style="red", markup=False)
+            console.print(strip_control_characters(str(error)), style="red", markup=False)
             continue
         messages = [*request, {"role": "assistant", "content": answer}]
 
@@ -385,25 +385,17 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except torch.OutOfMemoryError as error:
-        _exit_with_error(
-            f"out of GPU memory: {str(error).split('. ')[0]}; try a smaller model, a shorter prompt, or --device cpu"
-        )
+        _exit_with_error(f"out of GPU memory: {str(error).split('. ')[0]}; {MEMORY_ADVICE}")
     except EngineError as error:  # the log has its trace
         if os.environ.get("REDRAFT_DEBUG"):
             raise
-        _exit_with_error(_explain_fault(error))
+        _exit_with_error(str(error))
     except (ValueError, OSError) as error:
         if os.environ.get("REDRAFT_DEBUG"):
             raise
         if isinstance(error, OSError) and error.filename is not None and error.strerror:
             _exit_with_error(f"{error.filename}: {error.strerror}")
         _exit_with_error(str(error))
-
-
-def _explain_fault(error: EngineError) -> str:
-    if "OutOfMemoryError" in str(error):
-        return "out of GPU memory; try a smaller model, a shorter prompt, or --device cpu"
-    return str(error)
 
 
 def _exit_with_error(sentence: str) -> NoReturn:

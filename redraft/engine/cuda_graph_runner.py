@@ -26,7 +26,7 @@ from redraft.diffusion import sampler
 from redraft.diffusion.sampler import Canvas
 from redraft.diffusion.verified import Round
 from redraft.engine.fused_layers import CacheTable, FusedLayers
-from redraft.engine.graph_capture import next_power_of_two
+from redraft.engine.graph_capture import MIN_CONTEXT, bucket_contexts, next_power_of_two
 from redraft.engine.request import Request, RequestStatus, contain_failure
 from redraft.engine.round_graph import RoundBucket, RoundKey, uses_round_graph
 from redraft.engine.runner import (
@@ -45,7 +45,6 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.embedding import PackedEmbedding
 from redraft.model.kv_cache import KVCache
 
-MIN_CONTEXT = 2048  # context length of the smallest bucket; each larger one is eight times as long
 POLL_SECONDS = 5e-5  # between two looks at the settled flags
 MAX_FUSED_STEPS = 64  # steps whose temperatures the static buffers hold
 MAX_FUSED_CANVAS = 256  # positions that one program of the acceptance kernel can compare with one another
@@ -292,10 +291,7 @@ class CudaGraphRunner(Runner):
 
 def bucket_of(batch: Sequence[Request]) -> BucketKey:
     """The smallest bucket for these canvases and their contexts."""
-    longest = max(len(request.context) for request in batch)
-    context = MIN_CONTEXT
-    while context < longest:
-        context *= 8
+    context = bucket_contexts(max(len(request.context) for request in batch))[-1]
     return next_power_of_two(len(batch)), batch[0].cfg.canvas_length, context
 
 

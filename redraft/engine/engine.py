@@ -23,7 +23,7 @@ from redraft.constraints.constraints import Constraints
 from redraft.diffusion.draft_policy import DraftPolicy
 from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
 from redraft.diffusion.verified import OtherVerifier, Verification, check_steering, require_drafter
-from redraft.engine.errors import USER_ERRORS, Failure, RequestError, Stopped
+from redraft.engine.errors import MEMORY_ADVICE, USER_ERRORS, Failure, RequestError, Stopped
 from redraft.engine.memory import measure_budget
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.replay import Replay
@@ -63,6 +63,7 @@ class Engine:
             self._cache_bytes,
         )
         self.fault = ""  # the engine's own failure in the last step, as text; empty when there was none
+        self.memory_advice = MEMORY_ADVICE  # what a request that lacks memory tells the user
         self.has_thread = False  # whether a background thread makes the steps
         self.max_unread: int | None = None  # events a stream may leave unread before its request pauses; None: any number
         self._lock = threading.RLock()  # held during a step

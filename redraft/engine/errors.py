@@ -6,6 +6,8 @@ EngineError with 500.
 
 from dataclasses import dataclass
 
+import torch
+
 from redraft.constraints.errors import PatternError
 from redraft.model.diffusion_gemma import CausalOnlyError
 
@@ -29,6 +31,7 @@ class Stopped(RuntimeError):
         super().__init__("this request was stopped: the client has left, or a newer request has taken its place")
 
 
+MEMORY_ADVICE = "try a smaller model, a shorter prompt, or --device cpu"
 USER_ERRORS = (RequestError, PatternError, CausalOnlyError)
 
 
@@ -51,6 +54,11 @@ class Failure:
         """Whether the fault is the engine's own."""
         return issubclass(self.error_type, EngineError)
 
-    def to_exception(self) -> Exception:
-        """A new exception of the same type and message, without frames."""
-        return self.error_type(self.message)
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether the GPU's memory was not enough."""
+        return self.is_engine_fault and torch.OutOfMemoryError.__name__ in self.message
+
+    def to_exception(self, memory_advice: str) -> Exception:
+        """A new exception of the same type and message, without frames. A lack of memory says what to do about it."""
+        return self.error_type(f"out of GPU memory: {memory_advice}" if self.is_out_of_memory else self.message)

@@ -2,11 +2,15 @@
 
 Torch's allocator refuses what goes beyond the limit, so a plan that is wrong ends in an error and not in more memory. What
 CUDA takes for itself (context, modules) is measured and subtracted from what torch may allocate. Segments of the allocator
-are expandable: weights that are freed while others are joined would otherwise leave holes that no KV cache fits.
+are expandable: weights that are freed while others are joined would otherwise leave holes that no KV cache fits. The limit
+ends with its Writer.
 """
 
 import gc
-from collections.abc import Mapping
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,16 +20,17 @@ from redraft.config import ConfigError, EngineConfig, ModelConfig
 from redraft.engine.memory_plan import (
     CONTEXT_BYTES,
     DEFAULT_CONTEXT,
-    FP8_EMBEDDING_LIMIT,
     Demand,
+    MemoryLimitError,
     MemoryPlan,
     WeightBytes,
+    choose_policy,
     parse_bytes,
-    plan_memory,
 )
 from redraft.engine.offload import measure_bus, offload_experts
 from redraft.kernels.backend import select_device
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.quant import QuantPolicy
 
 MODULE_BYTES = 100_000_000  # that kernels and libraries add to a fresh CUDA context
 
@@ -48,20 +53,17 @@ class GpuLimit:
         torch.cuda.empty_cache()  # memory that torch has kept from an earlier model would be used without a check
         self.cuda_context = measure_cuda_context(device)
         use_expandable_segments()
-        torch.cuda.set_per_process_memory_fraction(max(0.0, (self.limit - self.cuda_context) / total), device)
+        share = max(0.0, (self.limit - self.cuda_context) / total)
+        torch.cuda.set_per_process_memory_fraction(share, device)
+        self.lift = weakref.finalize(self, _lift_limit, device, share)  # called when this limit is gone, or before
+        self.lift.atexit = False
 
-    @property
-    def loading(self) -> dict[str, Any]:
-        """Options of `load_checkpoint`. Below 20 GiB all but the experts is fp8, which makes room for a context."""
-        is_small = self.limit < FP8_EMBEDDING_LIMIT
-        return {"place": self.place, "prefer_small": is_small, "packs_embedding": is_small}
-
-    def place(self, config: ModelConfig, sizes: Mapping[str, int], dtype: torch.dtype) -> Placement:
+    def place(self, config: ModelConfig, sizes: Mapping[QuantPolicy, Mapping[str, int]], dtype: torch.dtype) -> Placement:
         """Plans the memory of a model; the loader calls it before it loads weights. Raises MemoryLimitError."""
-        weights = WeightBytes.from_sizes(sizes, config.num_hidden_layers)
+        weights = {policy: WeightBytes.from_sizes(each, config.num_hidden_layers) for policy, each in sizes.items()}
         options = {"dtype": dtype, "cuda_context": self.cuda_context}
-        self.plan = plan_memory(config, weights, self.limit, self.demand, **options)
-        return Placement(self.device, frozenset(self.plan.offloaded_layers))
+        policy, self.plan = choose_policy(config, weights, self.limit, self.demand, **options)
+        return Placement(self.device, policy, frozenset(self.plan.offloaded_layers))
 
     def offload(self, model: DiffusionGemma) -> EngineConfig:
         """Pins the experts that the loader left in host memory, and streams them. Returns the engine's settings."""
@@ -73,14 +75,35 @@ class GpuLimit:
         return self.plan.engine_config
 
     @property
+    def advice(self) -> str:
+        """What to do if memory runs out in spite of the limit."""
+        return self.plan.advice if self.plan is not None else f"the limit is {self.limit / 1e9:.2f} GB; raise --gpu-memory"
+
+    @property
     def rows(self) -> list[tuple[str, str]]:
         """The plan as lines of a table."""
         return self.plan.rows(self.bus) if self.plan is not None else []
 
     @property
     def peak(self) -> str:
-        """The most memory that the process has used, beside its limit."""
-        return f"GPU memory: at most {peak_bytes(self.device) / 1e9:.2f} of {self.limit / 1e9:.2f} GB"
+        """The most memory that was used, beside the limit."""
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        outside = _outside_torch(self.device)
+        return (
+            f"GPU memory: at most {(reserved + outside) / 1e9:.2f} of {self.limit / 1e9:.2f} GB, "
+            f"{reserved / 1e9:.2f} by torch and {outside / 1e9:.2f} by CUDA and other programs"
+        )
+
+
+@contextmanager
+def explain_lack_of_memory(limit: GpuLimit | None) -> Iterator[None]:
+    """Inside the block, which loads a model within a limit, a lack of memory becomes a MemoryLimitError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if limit is None:
+            raise
+        raise MemoryLimitError(f"out of GPU memory while the model is loaded: {limit.advice}") from None
 
 
 def limit_gpu(
@@ -102,6 +125,12 @@ def limit_gpu(
     return GpuLimit(select_device(device), gpu_memory, demand)
 
 
+def _lift_limit(device: torch.device, share: float) -> None:
+    """Lets torch allocate all memory again, unless the process has another limit by now."""
+    if math.isclose(torch.cuda.get_per_process_memory_fraction(device), share, rel_tol=1e-6):  # torch keeps whole bytes
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
 def use_expandable_segments() -> None:
     """Lets torch's allocator give back parts of a segment. It has no public setting for this at run time."""
     set_option: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
@@ -119,12 +148,11 @@ def measure_cuda_context(device: torch.device) -> int:
 
 
 def _outside_torch(device: torch.device) -> int:
+    """Memory of the card that is in use, but not by torch: CUDA's own, and that of other processes."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that this process has used: what torch has reserved, and CUDA's own. 0 without a GPU."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.max_memory_reserved(device) + min(_outside_torch(device), 2 * CONTEXT_BYTES)
+    """The most memory that was used: what torch has reserved, and what CUDA and other programs use now. 0 without a GPU."""
+    return torch.cuda.max_memory_reserved(device) + _outside_torch(device) if device.type == "cuda" else 0

@@ -1,9 +1,19 @@
-"""Capturing CUDA graphs."""
+"""Capturing CUDA graphs, and the sizes that they are captured for."""
 
 import gc
 from collections.abc import Callable
 
 import torch
+
+MIN_CONTEXT = 2048  # context length of the smallest bucket; each larger one is eight times as long
+
+
+def bucket_contexts(longest: int) -> list[int]:
+    """The context lengths of buckets, up to the first one that has room for `longest` tokens."""
+    contexts = [MIN_CONTEXT]
+    while contexts[-1] < longest:
+        contexts.append(8 * contexts[-1])
+    return contexts
 
 
 def next_power_of_two(number: int) -> int:

@@ -2,33 +2,41 @@
 
     weights + KV caches + graphs + other buffers + CUDA context + reserve <= limit
 
-The plan offloads as few layers' experts as it can. With these it makes the prefill chunks as long as asked for, or as fits,
-and then runs as many canvases at once as asked for, or as fit. None of these choices changes a token of an answer. What is
-left belongs to KV caches: those of running requests and the prefix cache.
+Weights keep the formats that the user asks for if the model fits like that without offloading. If not, more of them are
+rounded (`QuantPolicy.alternatives`), until it does. If it never does, the smallest formats are used and as few layers'
+experts as possible are offloaded. Then the plan makes the prefill chunks as long as asked for, or as fits, and runs as
+many canvases at once as asked for, or as fit: these choices change no token of an answer. What is left belongs to KV caches:
+those of running requests and the prefix cache.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
+from redraft.checkpoint.placement import plan_bytes
 from redraft.config import ConfigError, EngineConfig, ModelConfig, require_int, show_value
+from redraft.engine.graph_capture import bucket_contexts, next_power_of_two
 from redraft.engine.offload import ALIGNMENT, SLOTS, choose_offloaded, copied_layers
 from redraft.engine.runner import MAX_ROWS
 from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.kernels.packed import count_packed_bytes
 from redraft.kernels.vocabulary import CHUNK_LOGITS
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
+from redraft.model.quant import QuantPolicy
+from redraft.model.quant.policy import part_of
+from redraft.model.quant.stored import StoredFormat
 
 DEFAULT_CONTEXT = 16_384
 MIN_CHUNK = 256  # tokens of the shortest prefill chunk
 CONTEXT_BYTES = 500_000_000  # of CUDA: context, modules and what libraries allocate by themselves; measured 0.4 to 0.6e9
 WORKSPACE_BYTES = 270_000_000  # of cuBLAS: 32 MiB on Hopper for every stream that multiplies
 RESERVE_SHARE = 200  # a two-hundredth of the limit is for fragmentation
-FP8_EMBEDDING_LIMIT = 20 * 2**30  # below this an embedding in fp8 is the default
 
 UNITS = {"": 1, "gb": 10**9, "g": 10**9, "gib": 2**30, "mb": 10**6, "m": 10**6, "mib": 2**20, "b": 1}
 
@@ -52,32 +60,6 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Formats:
-    """The formats of a model's parts: bf16, float32, fp8, nvfp4, int4, or "int4 with minimum"."""
-
-    experts: str = "bf16"
-    attention: str = "bf16"
-    dense: str = "bf16"
-    embedding: str = "bf16"
-
-
-def home_formats(limit: int) -> Formats:
-    """The formats to run a 4-bit checkpoint in within this much memory.
-
-    Attention and dense MLP in fp8: products with 256 rows are bound by arithmetic, which is twice as fast in fp8. Below 20
-    GiB the embedding is fp8 too, which is what makes room for a context.
-    """
-    embedding = "fp8" if limit < FP8_EMBEDDING_LIMIT else "bf16"
-    return Formats(experts="nvfp4", attention="fp8", dense="fp8", embedding=embedding)
-
-
-def count_matrix_bytes(rows: int, inputs: int, format: str) -> int:
-    """Bytes of a matrix in device memory, in full precision or packed."""
-    full_precision = {"float32": 4, "bf16": 2}
-    return full_precision[format] * rows * inputs if format in full_precision else count_packed_bytes(rows, inputs, format)
-
-
-@dataclass(frozen=True, kw_only=True)
 class WeightBytes:
     """Bytes of a model's weights by part."""
 
@@ -88,31 +70,15 @@ class WeightBytes:
     other: int  # router, self-conditioning, draft head, norms, scalars
 
     @classmethod
-    def from_formats(cls, config: ModelConfig, formats: Formats) -> "WeightBytes":
-        """Counts a model of this shape in these formats. What no format names is bf16."""
-        size = config.hidden_size
-        inner = config.moe_intermediate_size
-        counts = config.parameter_counts()
-        attention = 0
-        for layer, kind in enumerate(config.layer_types):
-            heads, head_size = config.layer_heads(layer)
-            queries = config.num_attention_heads * head_size
-            kv_projections = 2 if kind == "sliding_attention" else 1
-            attention += count_matrix_bytes(queries, size, formats.attention)
-            attention += kv_projections * count_matrix_bytes(heads * head_size, size, formats.attention)
-            attention += count_matrix_bytes(size, queries, formats.attention)
-        dense = 2 * count_matrix_bytes(config.intermediate_size, size, formats.dense)
-        dense += count_matrix_bytes(size, config.intermediate_size, formats.dense)
-        expert = 2 * count_matrix_bytes(inner, size, formats.experts) + count_matrix_bytes(size, inner, formats.experts)
-        rest = ("router", "self-conditioning", "draft head", "norms and scalars")
-        full_precision = 4 if formats.embedding == "float32" else 2
-        return cls(
-            embedding=count_matrix_bytes(config.vocab_size, size, formats.embedding),
-            attention=attention,
-            dense=dense * config.num_hidden_layers,
-            experts=(expert * config.num_experts,) * config.num_hidden_layers,
-            other=full_precision * sum(counts[part] for part in rest),
-        )
+    def by_policy(
+        cls, config: ModelConfig, stored: Mapping[str, StoredFormat], policies: Iterable[QuantPolicy]
+    ) -> dict[QuantPolicy, "WeightBytes"]:
+        """Counts the weights of a file under each policy. It stores whole parts in these formats, the others in bf16."""
+        with torch.device("meta"):
+            weights = DiffusionGemma(config).state_dict()
+        formats = {name: stored.get(part_of(name)) for name in weights}
+        sizes = {policy: plan_bytes(weights, formats, policy, torch.bfloat16) for policy in policies}
+        return {policy: cls.from_sizes(each, config.num_hidden_layers) for policy, each in sizes.items()}
 
     @classmethod
     def from_sizes(cls, sizes: Mapping[str, int], layers: int) -> "WeightBytes":
@@ -165,6 +131,7 @@ class MemoryPlan:
     canvases: int
     prefill_chunk: int
     offloaded: int = 0  # layers whose experts are in host memory
+    full_weights: WeightBytes | None = None  # before any were rounded to fit; None: none were
     dtype: torch.dtype = torch.bfloat16
     cuda_context: int = CONTEXT_BYTES
 
@@ -173,9 +140,13 @@ class MemoryPlan:
         """Bytes of everything on the GPU but the KV caches."""
         config = self.config
         itemsize = self.dtype.itemsize
-        tokens = _padded(self.canvases) * config.canvas_length
+        tokens = next_power_of_two(self.canvases) * config.canvas_length
+        # Soft embeddings of the buckets for 1, 2, 4 canvases and so on, with the sampler in the graph and without it.
+        buckets = 2 * len(bucket_contexts(self.demand.context)) * (2 * tokens - config.canvas_length)
         logits = config.canvas_length * config.vocab_size
-        graphs = tokens * config.vocab_size * itemsize + (_padded(self.prefill_chunk) + tokens) * self._token_bytes
+        # The probabilities of the soft embedding are written in place of the logits.
+        graphs = tokens * config.vocab_size * itemsize
+        graphs += (next_power_of_two(self.prefill_chunk) + tokens) * self._token_bytes
         sampler = 0
         if self.demand.has_constraints:
             rows = min(MAX_ROWS, self.canvases)
@@ -188,8 +159,9 @@ class MemoryPlan:
             "experts": sum(self.weights.experts) - self.host_bytes,
             "slots of offloaded experts": self.slot_bytes,
             "router, norms, others": self.weights.other,
-            "CUDA graphs: logits and activations": graphs,
-            "prefill and constrained requests": max(self.prefill_chunk * self._token_bytes, sampler),
+            "CUDA graphs: logits and activations": graphs + buckets * config.hidden_size * itemsize,
+            # Before a graph is captured, its body runs once outside of the graphs' memory.
+            "prefill, captures, constrained requests": max(self.prefill_chunk * self._token_bytes, graphs, sampler),
             "workspaces": WORKSPACE_BYTES + self._largest_cache_tensor,
             "CUDA context": self.cuda_context,
             "reserve": self.limit // RESERVE_SHARE,
@@ -197,7 +169,10 @@ class MemoryPlan:
 
     @property
     def _token_bytes(self) -> int:
-        """Activations of one token while it is in a layer."""
+        """Activations of one token while it is in a layer: those of attention, experts and dense MLP, as if all were kept.
+
+        A layer keeps less (`fused_layers`); the difference covers split sums of attention and of fp8 products.
+        """
         config = self.config
         head_width = max(math.prod(config.layer_heads(layer)) for layer in range(config.num_hidden_layers))
         query_width = config.num_attention_heads * max(config.head_dim, config.global_head_dim)
@@ -277,6 +252,17 @@ class MemoryPlan:
             kv=self.demand.kv,
         )
 
+    @property
+    def advice(self) -> str:
+        """What to do if memory runs out in spite of the plan."""
+        parts = {"weights": self.weights.total - self.host_bytes, "KV caches": self.cache_bytes}
+        parts["buffers and CUDA"] = self.limit - sum(parts.values())
+        planned = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        return (
+            f"the limit is {self.limit / 1e9:.2f} GB (planned: {planned}); raise --gpu-memory, lower --context "
+            f"({self.demand.context:,}), send shorter prompts or fewer at once, or close other programs that use the GPU"
+        )
+
     def rows(self, bus: float | None = None) -> list[tuple[str, str]]:
         """The plan as lines of a table: the bytes of each part, then what was chosen. `bus` is its speed in bytes/s."""
         lines = [(name, f"{size / 1e9:.2f} GB") for name, size in self.parts.items() if size]
@@ -286,6 +272,8 @@ class MemoryPlan:
         lines.append(("canvases", canvases + self._asked(self.canvases, self.demand.canvases)))
         chunk = f"{self.prefill_chunk:,} tokens"
         lines.append(("prefill chunk", chunk + self._asked(self.prefill_chunk, self.demand.prefill_chunk)))
+        if self.full_weights is not None:
+            lines.append(("rounded to fit", self._describe_rounding(self.full_weights)))
         if self.offloaded:
             where = f"experts of {self.offloaded} of {len(self.weights.experts)} layers, {self.host_bytes / 1e9:.2f} GB"
             lines.append(("in host memory", where))
@@ -294,6 +282,15 @@ class MemoryPlan:
                 copies += f": {1e3 * self.step_bytes / bus:.0f} ms at {bus / 1e9:.1f} GB/s, measured"
             lines.append(("over the bus", copies))
         return lines
+
+    def _describe_rounding(self, full_weights: WeightBytes) -> str:
+        """Which parts have fewer bytes than without rounding, and what would be missing then."""
+        formats = {"attention": "fp8", "dense": "fp8", "embedding": "fp8", "experts": "NVFP4"}
+        changed = [part for part in formats if getattr(self.weights, part) != getattr(full_weights, part)]
+        rounded = ", ".join(f"{part} to {formats[part]}" for part in changed).replace("dense", "dense MLP")
+        chunk = min(MIN_CHUNK, self.demand.prefill_chunk)
+        full = replace(self, weights=full_weights, offloaded=0, canvases=1, prefill_chunk=chunk)
+        return f"{rounded}; otherwise {full.missing / 1e9:.2f} GB are missing on the GPU"
 
     @property
     def _kv_name(self) -> str:
@@ -304,9 +301,18 @@ class MemoryPlan:
         return f"; asked for {asked:,}" if chosen != asked else ""
 
 
-def _padded(number: int) -> int:
-    """Graphs are captured for powers of two."""
-    return 1 << (number - 1).bit_length()
+def choose_policy(
+    config: ModelConfig, weights: Mapping[QuantPolicy, WeightBytes], limit: int, demand: Demand, **options: Any
+) -> tuple[QuantPolicy, MemoryPlan]:
+    """Plans with the first policy that needs no offloading; if all need it, with the last, which is the smallest.
+
+    `options` are those of `plan_memory`. Raises MemoryLimitError if even the last does not fit.
+    """
+    smallest = {policy: _smallest_plan(config, each, limit, demand, **options) for policy, each in weights.items()}
+    policy = next((policy for policy, plan in smallest.items() if plan.fits), list(weights)[-1])
+    plan = plan_memory(config, weights[policy], limit, demand, **options)
+    full_weights = next(iter(weights.values()))
+    return policy, replace(plan, full_weights=full_weights if full_weights != plan.weights else None)
 
 
 def plan_memory(
@@ -320,17 +326,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divides `limit` bytes. Raises MemoryLimitError if even the smallest settings do not fit."""
     demand = demand or Demand()
-    demand = replace(demand, context=min(demand.context, config.max_position_embeddings))
-    smallest = MemoryPlan(
-        limit=limit,
-        config=config,
-        weights=weights,
-        demand=demand,
-        canvases=1,
-        prefill_chunk=min(MIN_CHUNK, demand.prefill_chunk),
-        dtype=dtype,
-        cuda_context=cuda_context,
-    )
+    smallest = _smallest_plan(config, weights, limit, demand, dtype=dtype, cuda_context=cuda_context)
+    demand = smallest.demand
     layers = len(weights.experts)
     # Fewer layers than slots, or as many, would take as much memory in slots as they free.
     plans = [replace(smallest, offloaded=count) for count in (0, *range(SLOTS + 1, layers + 1))]
@@ -347,6 +344,13 @@ def plan_memory(
     return plan
 
 
+def _smallest_plan(config: ModelConfig, weights: WeightBytes, limit: int, demand: Demand, **options: Any) -> MemoryPlan:
+    """One canvas and the shortest prefill chunks, without offloading, whether it fits or not."""
+    demand = replace(demand, context=min(demand.context, config.max_position_embeddings))
+    chunk = min(MIN_CHUNK, demand.prefill_chunk)
+    return MemoryPlan(limit=limit, config=config, weights=weights, demand=demand, canvases=1, prefill_chunk=chunk, **options)
+
+
 def _halvings(number: int, smallest: int) -> list[int]:
     """The number, its half, and so on, all of them above the smallest."""
     numbers = []
@@ -358,16 +362,19 @@ def _halvings(number: int, smallest: int) -> list[int]:
 
 def _explain_misfit(plan: MemoryPlan) -> str:
     """One sentence: what is missing, and what would free how much."""
-    weights = plan.weights
+    config = plan.config
     ways = []
     context = find_longest_context(plan, plan.demand.context)
     if context:
         ways.append(f"a context of {context:,} tokens instead of {plan.demand.context:,} (--context)")
     if plan.kv_dtype != FP8_DTYPE:
         ways.append(f"--kv fp8 ({plan.context_bytes * (1 - 1 / plan.dtype.itemsize) / 1e9:.2f} GB less)")
-    halved = weights.embedding // 2
-    if weights.embedding > plan.config.vocab_size * (plan.config.hidden_size + 4):
-        ways.append(f"an embedding in fp8 ({halved / 1e9:.2f} GB less)")
+    embedding = plan.weights.embedding - count_packed_bytes(config.vocab_size, config.hidden_size, "fp8")
+    if embedding > 0:
+        ways.append(f"an embedding in fp8 ({embedding / 1e9:.2f} GB less: leave out --keep-bf16)")
+    expert_size = config.hidden_size * config.moe_intermediate_size
+    if max(plan.weights.experts) >= 3 * config.num_experts * expert_size:
+        ways.append("experts in 4 bits (--quant nvfp4)")
     ways.append(f"a limit of {(plan.limit + plan.missing * RESERVE_SHARE // (RESERVE_SHARE - 1) + 1) / 1e9:.2f} GB")
     where = f" with the experts of {plan.offloaded} layers in host memory" if plan.offloaded else ""
     return (

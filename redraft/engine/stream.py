@@ -10,6 +10,7 @@ class Source(Protocol):
     """What a stream needs of the engine."""
 
     max_unread: int | None
+    memory_advice: str
 
     def wait_for_event(self, request: Request) -> None:
         """Waits until the request has moved."""
@@ -43,7 +44,7 @@ class Stream:
                 self.engine.notify()  # the request goes on
             return event
         if self.request.failure is not None:
-            raise self.request.failure.to_exception()
+            raise self.request.failure.to_exception(self.engine.memory_advice)
         raise StopIteration
 
     def close(self) -> None:

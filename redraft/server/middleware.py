@@ -53,7 +53,7 @@ class Metrics:
         self.drafts = Counter("redraft_drafts", "Drafted tokens that the causal half verified.", ["verdict"], **options)
         self.unsettled = Counter("redraft_unsettled_canvases", "Canvases that changed at their last step.", **options)
         self.active = Gauge("redraft_active_requests", "Requests that run or wait.", **options)
-        self.gpu_peak = Gauge("redraft_gpu_peak_bytes", "The most GPU memory used so far; 0 without a GPU.", **options)
+        self.gpu_peak = Gauge("redraft_gpu_peak_bytes", "The most GPU memory in use so far; 0 without a GPU.", **options)
         self.gpu_limit = Gauge("redraft_gpu_limit_bytes", "The limit of --gpu-memory; 0 without one.", **options)
 
 

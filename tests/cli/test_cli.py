@@ -478,13 +478,13 @@ def test_frames_are_limited(folder, monkeypatch):
 
 def test_a_fault_of_the_engine_is_one_line_and_lack_of_memory_says_what_to_try(monkeypatch, capsys):
     lines = {
-        "the engine failed: OutOfMemoryError: CUDA out of memory.": "out of GPU memory; try a smaller model",
-        "the engine failed: IndexError: 3": "the engine failed: IndexError: 3",
+        EngineError("the engine failed: IndexError: 3"): "the engine failed: IndexError: 3",
+        torch.OutOfMemoryError("CUDA out of memory. Tried"): "out of GPU memory: CUDA out of memory; try a smaller model",
     }
-    for message, line in lines.items():
+    for error, line in lines.items():
 
-        def fail(*_, message=message, **__):
-            raise EngineError(message)
+        def fail(*_, error=error, **__):
+            raise error
 
         monkeypatch.setattr(main, "app", fail)
         with pytest.raises(SystemExit) as left:

@@ -1,5 +1,6 @@
 """The memory plan: within the limit, better with more memory, refused only when nothing fits; bytes = those of models."""
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,39 +9,42 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_models import pack_experts
 
 import redraft
-from redraft import checkpoint
+from redraft import Writer, checkpoint
 from redraft.checkpoint.placement import Placement
 from redraft.config import ConfigError, ModelConfig
-from redraft.engine import gpu_limit
+from redraft.engine import EngineError, gpu_limit
 from redraft.engine.engine import Engine
-from redraft.engine.gpu_limit import GpuLimit, limit_gpu
+from redraft.engine.gpu_limit import GpuLimit, explain_lack_of_memory, limit_gpu
+from redraft.engine.graph_capture import bucket_contexts
 from redraft.engine.memory_plan import (
     MIN_CHUNK,
     RESERVE_SHARE,
     Demand,
-    Formats,
     MemoryLimitError,
     MemoryPlan,
     WeightBytes,
+    choose_policy,
     parse_bytes,
     plan_memory,
 )
 from redraft.engine.offload import find_stream, offload_experts
 from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.model.kv_cache import KVCache
-from redraft.model.quant.fp8 import quantize_fp8
+from redraft.model.quant.policy import EXPERTS, QUANTIZED_PARTS, QuantPolicy
+from redraft.model.quant.stored import StoredFormat
 
 RELEASED = ModelConfig()
-LAYOUTS = {
-    "published": Formats(experts="nvfp4"),
-    "fp8 beside": Formats(experts="nvfp4", attention="fp8", dense="fp8"),
-    "fp8 embedding": Formats(experts="nvfp4", attention="fp8", dense="fp8", embedding="fp8"),
-    "bf16": Formats(),
+NVIDIA = dict.fromkeys(EXPERTS, StoredFormat("NVFP4 (ModelOpt)", "nvfp4"))
+Q8_0 = dict.fromkeys(QUANTIZED_PARTS, StoredFormat("Q8_0", None))
+CUDA = torch.device("cuda", 0)
+GPU = QuantPolicy(runs_packed=True)
+NVIDIA_WEIGHTS = WeightBytes.by_policy(RELEASED, NVIDIA, GPU.alternatives)
+WEIGHTS = {
+    **dict(zip(("published", "fp8 beside", "fp8 embedding"), NVIDIA_WEIGHTS.values(), strict=False)),
+    "bf16": WeightBytes.by_policy(RELEASED, {}, [GPU])[GPU],
 }
-WEIGHTS = {name: WeightBytes.from_formats(RELEASED, formats) for name, formats in LAYOUTS.items()}
 demands = st.builds(
     Demand,
     context=st.sampled_from([256, 4096, 16_384, 131_072, 262_144]),
@@ -111,7 +115,8 @@ def test_what_is_refused_says_what_would_fit():
     message = str(error.value)
     assert "does not fit 8.00 GB with the experts of 30 layers in host memory" in message
     assert "--kv fp8" in message
-    assert "embedding in fp8" in message
+    assert "embedding in fp8 (0.74 GB less: leave out --keep-bf16)" in message
+    assert "--quant" not in message
     context = int(message.split("a context of ")[1].split(" ")[0].replace(",", ""))
     assert plan_memory(RELEASED, WEIGHTS["published"], 8 * 10**9, Demand(context=context)).offloaded
     limit = round(float(message.split("a limit of ")[1].split(" ")[0]) * 1e9) + 10**7
@@ -130,27 +135,64 @@ def test_the_sums_of_the_released_shape():
     assert plan.parts["reserve"] == plan.limit // RESERVE_SHARE
 
 
+@pytest.mark.parametrize("has_constraints", [False, True])
+def test_captures_are_planned(has_constraints):
+    """A capture needs as much as a graph, outside of it. A packed embedding needs no more: probabilities replace logits."""
+    demand = Demand(canvases=1, prefill_chunk=256, has_constraints=has_constraints)
+    plain, packed = (
+        plan_memory(RELEASED, WEIGHTS[name], 24 * 10**9, demand).parts for name in ("fp8 beside", "fp8 embedding")
+    )
+    graphs = "CUDA graphs: logits and activations"
+    assert packed[graphs] == plain[graphs]
+    soft_embeddings = 2 * 2 * RELEASED.canvas_length * RELEASED.hidden_size * 2  # two contexts, with the sampler and without
+    assert packed["prefill, captures, constrained requests"] >= packed[graphs] - soft_embeddings
+
+
+def test_the_buffers_of_graphs_are_planned():
+    """Graphs are captured for 1, 2 and 4 canvases and for contexts up to 2,048, 16,384 ... tokens."""
+    assert [bucket_contexts(count)[-1] for count in (1, 2048, 2049, 16_384, 16_385)] == [2048, 2048, 16_384, 16_384, 131_072]
+    short, long = (
+        plan_memory(RELEASED, WEIGHTS["bf16"], 90 * 10**9, Demand(context=context, canvases=4)) for context in (2048, 2304)
+    )
+    graphs = "CUDA graphs: logits and activations"
+    soft_embeddings = (1 + 2 + 4) * RELEASED.canvas_length * RELEASED.hidden_size * 2
+    assert long.parts[graphs] - short.parts[graphs] == 2 * soft_embeddings
+
+
 def test_a_context_is_no_longer_than_the_models():
     plans = [plan_memory(RELEASED, WEIGHTS["bf16"], 90 * 10**9, Demand(context=context)) for context in (2**18, 2**20)]
     assert plans[0] == plans[1]
 
 
-@pytest.mark.parametrize("format", ["fp8", "nvfp4", "int4", "int4 with minimum", None])
-def test_bytes_by_part_equal_those_of_a_model(format):
-    """Counted from the shape, from the sizes of single weights, and from the model itself."""
-    config = replace(tiny.BASE, hidden_size=64, moe_intermediate_size=64)
-    model = tiny.build(config).bfloat16()
-    formats = Formats()
-    if format == "fp8":
-        model = quantize_fp8(model)
-        formats = Formats(experts="fp8", attention="fp8", dense="fp8")
-    elif format:
-        pack_experts(model, format)
-        formats = Formats(experts=format)
-    sizes = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
-    weights = WeightBytes.from_sizes(sizes, config.num_hidden_layers)
-    assert weights == WeightBytes.from_formats(config, formats)
-    assert weights.total == sum(sizes.values())
+@pytest.mark.parametrize(
+    ("stored", "gigabytes", "rounded", "offloads"),
+    [
+        (NVIDIA, 24, {}, False),
+        (NVIDIA, 20, {"packs_dense": True}, False),
+        (NVIDIA, 18, {"packs_dense": True, "packs_embedding": True}, False),
+        (NVIDIA, 12, {"packs_dense": True, "packs_embedding": True, "prefer_small": True}, True),
+        (Q8_0, 32, {}, False),
+        (Q8_0, 24, {"prefer_small": True}, False),
+        (Q8_0, 18, {"prefer_small": True, "packs_dense": True, "packs_embedding": True}, False),
+    ],
+)
+def test_no_more_is_rounded_than_it_takes(stored, gigabytes, rounded, offloads):
+    """Weights stay as they are if they fit without offloading; the table says what was rounded, and why."""
+    weights = WeightBytes.by_policy(RELEASED, stored, GPU.alternatives)
+    policy, plan = choose_policy(RELEASED, weights, gigabytes * 10**9, Demand())
+    assert policy == replace(GPU, **rounded)
+    assert plan.weights == weights[policy]
+    assert bool(plan.offloaded) == offloads
+    sentence = dict(plan.rows()).get("rounded to fit", "")
+    words = {"packs_dense": "dense MLP to fp8", "packs_embedding": "embedding to fp8", "prefer_small": "experts to NVFP4"}
+    changed = {"packs_dense": stored is NVIDIA, "packs_embedding": True, "prefer_small": stored is Q8_0}
+    assert [word for name, word in words.items() if name in rounded and changed[name]] == [
+        word for word in words.values() if word in sentence
+    ]
+    if sentence:  # with that much more memory, nothing would have to be rounded
+        missing = float(sentence.split("otherwise ")[1].split(" GB")[0]) * 1e9 + 10**7
+        policy, _ = choose_policy(RELEASED, weights, int(gigabytes * 10**9 + 1.01 * missing), Demand())
+        assert policy == GPU
 
 
 def test_a_plan_runs(tmp_path):
@@ -161,7 +203,8 @@ def test_a_plan_runs(tmp_path):
     plans: list[MemoryPlan] = []
 
     def place(config, sizes, dtype) -> Placement:
-        weights = WeightBytes.from_sizes(sizes, config.num_hidden_layers)
+        policy = next(iter(sizes))
+        weights = WeightBytes.from_sizes(sizes[policy], config.num_hidden_layers)
         assert weights.total == sum(tensor.nbytes for tensor in expected.state_dict().values())
         options = {"dtype": dtype, "cuda_context": 0}
         unlimited = plan_memory(config, weights, 10**12, Demand(context=256), **options)
@@ -169,7 +212,7 @@ def test_a_plan_runs(tmp_path):
         used = sum(smallest.parts.values()) - smallest.parts["reserve"] + smallest.context_bytes
         limit = (used - weights.experts[0] + 8192) * RESERVE_SHARE // (RESERVE_SHARE - 1) + 1
         plans.append(plan_memory(config, weights, limit, Demand(context=256), **options))
-        return Placement(torch.device("cpu"), frozenset(plans[0].offloaded_layers))
+        return Placement(torch.device("cpu"), policy, frozenset(plans[0].offloaded_layers))
 
     model, _, _ = checkpoint.load_checkpoint(folder, device="cpu", dtype="float32", place=place)
     (plan,) = plans
@@ -200,18 +243,71 @@ def test_a_limit_needs_a_gpu_and_a_plan():
         redraft.load(kv="int3", device="cpu")
 
 
-def test_a_limit_is_set_before_loading(monkeypatch):
-    """Torch may allocate what CUDA does not take; a card that is too small is refused with both numbers."""
+@pytest.fixture(name="fractions")
+def _fractions(monkeypatch):
+    """A card of 24 GB. Returns the shares of it that torch was given."""
     fractions = []
     card = SimpleNamespace(total_memory=24 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: int(fractions[-1] * 24e9) / 24e9)
     monkeypatch.setattr(gpu_limit, "measure_cuda_context", lambda device: 6 * 10**8)
     monkeypatch.setattr(gpu_limit, "use_expandable_segments", lambda: None)
-    limit = GpuLimit(torch.device("cuda", 0), "18GB", Demand(context=4096))
+    yield fractions
+    gc.collect()  # limits end while the card is there
+
+
+def test_a_limit_ends_with_its_owner(fractions):
+    """Without an owner torch may allocate all memory; a newer limit stays when an older one ends."""
+    first = GpuLimit(CUDA, "12GB", Demand())
+    del first
+    assert fractions == [pytest.approx(11.4 / 24), 1.0]
+    older = GpuLimit(CUDA, "12GB", Demand())
+    newer = GpuLimit(CUDA, "18GB", Demand())
+    older.lift()
+    assert fractions[-1] == pytest.approx(17.4 / 24)
+    newer.lift()
+    assert fractions[-1] == 1.0
+
+
+def test_the_peak_is_what_is_measured(fractions, monkeypatch):
+    """Torch's peak and all that is in use beside torch, however much."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10**9, 24 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 18 * 10**9)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 19 * 10**9)
+    assert gpu_limit.peak_bytes(CUDA) == 23 * 10**9
+    peak = GpuLimit(CUDA, "20GB", Demand()).peak
+    assert peak == "GPU memory: at most 23.00 of 20.00 GB, 19.00 by torch and 4.00 by CUDA and other programs"
+
+
+def test_a_lack_of_memory_names_limit_plan_and_ways_out(fractions, monkeypatch):
+    """While loading it is a MemoryLimitError, in a request the message of its error."""
+    limit = GpuLimit(CUDA, "18GB", Demand())
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    message = r"out of GPU memory while the model is loaded: the limit is 18\.00 GB; raise --gpu-memory"
+    with pytest.raises(MemoryLimitError, match=message), explain_lack_of_memory(limit):
+        fail()
+    limit.plan = plan_memory(RELEASED, WEIGHTS["fp8 embedding"], limit.limit)
+    writer = Writer(tiny.build(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(), gpu_limit=limit)
+    monkeypatch.setattr(writer.engine.runner, "prefill", fail)
+    with pytest.raises(EngineError) as error:
+        writer.write("abc", seed=1)
+    sentence = str(error.value)
+    assert sentence.startswith("out of GPU memory: the limit is 18.00 GB (planned: weights 15.29, KV caches 0.")
+    assert "--gpu-memory" in sentence
+    assert "--context (16,384)" in sentence
+
+
+def test_a_limit_is_set_before_loading(fractions):
+    """Torch may allocate what CUDA does not take; a card that is too small is refused with both numbers."""
+    limit = GpuLimit(CUDA, "18GB", Demand(context=4096))
     assert fractions == [(18e9 - 6e8) / 24e9]
     sizes = {"embed_tokens.weight": 10**9, **{f"layers.{n}.experts.down_proj": 6 * 10**8 for n in range(30)}}
-    placement = limit.place(RELEASED, sizes, torch.bfloat16)
+    placement = limit.place(RELEASED, {GPU: sizes}, torch.bfloat16)
+    assert placement.policy == GPU
     assert limit.plan.cuda_context == 6 * 10**8
     assert placement.host_layers == frozenset(limit.plan.offloaded_layers)
     assert placement.host_layers
@@ -220,7 +316,7 @@ def test_a_limit_is_set_before_loading(monkeypatch):
         assert placement.device_of(f"layers.{layer}.experts.down_proj").type == where
         assert placement.device_of(f"layers.{layer}.mlp.down_proj.weight").type == "cuda"
     with pytest.raises(ConfigError, match=r"25\.00 GB, but cuda:0 has 24\.00 GB"):
-        GpuLimit(torch.device("cuda", 0), "25GB", Demand())
+        GpuLimit(CUDA, "25GB", Demand())
 
 
 def test_load_with_an_fp8_cache(tmp_path):

@@ -80,15 +80,14 @@ def test_integers_and_the_fp8_type_decode_alike(has_type, monkeypatch):
 
 def test_the_limit_holds(tmp_path):
     """Loading and generating within two gigabytes; an allocation beyond the limit fails; the peak is reported."""
-    try:
-        writer = redraft.load(tiny.save_folder(tmp_path / "model"), gpu_memory="2GB", context=512)
-        assert writer.engine.config.cache_bytes == writer.gpu_limit.plan.cache_bytes
-        writer.write("abc", seed=1, max_tokens=32)
-        assert "of 2.00 GB" in writer.gpu_limit.peak
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    writer = redraft.load(tiny.save_folder(tmp_path / "model"), gpu_memory="2GB", context=512)
+    assert writer.engine.config.cache_bytes == writer.gpu_limit.plan.cache_bytes
+    writer.write("abc", seed=1, max_tokens=32)
+    assert "of 2.00 GB" in writer.gpu_limit.peak
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")
+    writer.gpu_limit.lift()
+    torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")
 
 
 def test_measurements():

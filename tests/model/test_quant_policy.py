@@ -18,8 +18,8 @@ from redraft.model.quant.policy import ATTENTION, EMBEDDING, EXPERT_DOWN, PLAIN,
 
 CPU = QuantPolicy()
 GPU = QuantPolicy(runs_packed=True)
-SMALL = QuantPolicy(runs_packed=True, prefer_small=True)
-BF16 = QuantPolicy(runs_packed=True, prefer_small=True, keep_bf16=True)
+SMALL = QuantPolicy(runs_packed=True, packs_dense=True, prefer_small=True)
+BF16 = replace(SMALL, keep_bf16=True)
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class FakeStored:
 
     format: str
     weight: Tensor = field(default_factory=lambda: torch.zeros(2, 2))
+    packed_format: None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,6 +88,15 @@ def test_targets_that_the_user_asks_for(quant):
     assert on_gpu.target(EMBEDDING, None) == PLAIN
 
 
+def test_alternatives_lose_no_more_than_they_must():
+    """The first is the policy itself; a later one never rounds less to NVFP4; the last one rounds all."""
+    first, *_, last = GPU.alternatives
+    assert first == GPU
+    assert last == replace(SMALL, packs_embedding=True)
+    losses = [(policy.prefer_small, policy.packs_embedding, policy.packs_dense) for policy in GPU.alternatives]
+    assert losses == sorted(set(losses))
+
+
 def test_every_weight_has_a_part():
     counts = dict.fromkeys((name for name in tiny.BASE.parameter_counts()), 0)
     for name, weight in tiny.build(replace(tiny.BASE, draft_head_size=8)).state_dict().items():
@@ -142,7 +152,7 @@ def test_experts_lie_where_the_placement_says(formats):
     """Those of layer 1 stay in host memory, in full precision, packed, or packed because their neighbour is."""
 
     def place(config, sizes, dtype):
-        return Placement(torch.device("meta"), frozenset({1}))
+        return Placement(torch.device("meta"), GPU, frozenset({1}))
 
     model = checkpoint.from_state_dict(tiny.BASE, stored_model(formats), policy=GPU, place=place)
     for name, tensor in model.state_dict().items():
@@ -160,13 +170,13 @@ def test_planned_bytes_are_those_of_the_model(policy):
     planned = []
 
     def place(config, sizes, dtype):
-        planned.append((sizes, dtype))
-        return Placement(torch.device("cpu"), frozenset({1}))
+        planned.append((sizes[policy], dtype))
+        return Placement(torch.device("cpu"), policy, frozenset({1}))
 
     model = checkpoint.from_state_dict(tiny.BASE, stored_model(formats), policy=policy, place=place)
     ((sizes, dtype),) = planned
     assert dtype == torch.bfloat16
-    assert sum(sizes.values()) == pytest.approx(sum(tensor.nbytes for tensor in model.state_dict().values()), rel=0.002)
+    assert sum(sizes.values()) == sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def test_a_packed_embedding_is_said_saved_and_loaded(tmp_path):

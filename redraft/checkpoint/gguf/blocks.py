@@ -38,6 +38,7 @@ class BlockType:
     dequantize: Callable[[Tensor], Tensor]
     halves: tuple[int, ...] = ()  # where the fp16 scales of a block begin
     pack: Callable[[Tensor], PackedTensor] | None = None  # None: no format of the kernels holds these codes
+    packed_format: str | None = None  # the format that `pack` makes, as `count_packed_bytes` calls it
     dtype: torch.dtype | None = None  # of plain numbers; None: quantized
 
     def has_only_finite_scales(self, blocks: Tensor) -> bool:
@@ -176,9 +177,9 @@ BLOCK_TYPES = {
         BlockType("Q5_K", 256, 176, _q5_k, (0, 2)),
         BlockType("Q5_1", 32, 24, _q5_1, (0, 2)),
         BlockType("Q5_0", 32, 22, _q5_0, (0,)),
-        BlockType("Q4_K", 256, 144, _q4_k, (0, 2), _pack_q4_k),
-        BlockType("Q4_1", 32, 20, _q4_1, (0, 2), _pack_q4_1),
-        BlockType("Q4_0", 32, 18, _q4_0, (0,), _pack_q4_0),
-        BlockType("NVFP4", 64, 36, _nvfp4, (), _pack_nvfp4),
+        BlockType("Q4_K", 256, 144, _q4_k, (0, 2), _pack_q4_k, "int4 with minimum"),
+        BlockType("Q4_1", 32, 20, _q4_1, (0, 2), _pack_q4_1, "int4 with minimum"),
+        BlockType("Q4_0", 32, 18, _q4_0, (0,), _pack_q4_0, "int4"),
+        BlockType("NVFP4", 64, 36, _nvfp4, (), _pack_nvfp4, "nvfp4"),
     )
 }

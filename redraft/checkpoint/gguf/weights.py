@@ -38,6 +38,11 @@ class GgufWeight:
         return self.type.name
 
     @property
+    def packed_format(self) -> str | None:
+        """The format that `pack` returns."""
+        return self.type.packed_format
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight."""
         return (*self.rows.shape[:-1], self.rows.shape[-1] // self.type.nbytes * self.type.size)
@@ -114,6 +119,11 @@ class StackedWeight:
         return self.gate.format if is_one else f"{self.gate.format} and {self.up.format}"
 
     @property
+    def packed_format(self) -> str | None:
+        """The format that `pack` returns: both halves need the same one."""
+        return self.gate.packed_format if self.gate.packed_format == self.up.packed_format else None
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the stack."""
         experts, rows, inputs = self.gate.shape
@@ -138,13 +148,13 @@ class StackedWeight:
 
     def pack(self) -> PackedTensor | None:
         """The packed stack, if both halves have the same kind of codes. NVFP4 keeps a global scale for each half."""
+        if self.packed_format is None:
+            return None
         gate = self.gate.pack()
         up = self.up.pack()
-        if gate is None or up is None or type(gate) is not type(up):
-            return None
+        assert gate is not None
+        assert up is not None
         pairs: list[tuple[Tensor | None, Tensor | None]] = list(zip(gate, up, strict=True))
-        if any((first is None) != (second is None) for first, second in pairs):
-            return None  # one is symmetric, the other has a minimum
         fields = (None if None in pair else torch.cat(cast(tuple[Tensor, Tensor], pair), dim=1) for pair in pairs)
         return cast(PackedTensor, type(gate)(*fields))
 
@@ -167,6 +177,10 @@ class PaddedWeight:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.stored.nbytes
+
+    @property
+    def packed_format(self) -> None:
+        """The format that `pack` returns: none."""
 
     def select(self, matrices: slice) -> "PaddedWeight":
         """Some matrices of a stack."""

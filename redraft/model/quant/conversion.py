@@ -7,16 +7,25 @@ Shapes: E matrices of a stack, O rows, I inputs.
 """
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from redraft.kernels.packed import FORMATS, PackedTensor, Weight, dequantize_packed, map_weight, weight_tensors
-from redraft.model.quant.policy import EMBEDDING, EXPERT_GATE_UP, FORMAT_WORDS, NATIVE, QuantPolicy, Target, part_of
+from redraft.kernels.packed import (
+    FORMATS,
+    PackedTensor,
+    Weight,
+    count_packed_bytes,
+    dequantize_packed,
+    map_weight,
+    weight_tensors,
+)
+from redraft.model.quant.policy import EMBEDDING, EXPERT_GATE_UP, FORMAT_WORDS, NATIVE, Target, part_of
 from redraft.model.quant.quantizers import RoundingError, measure_error, quantize_weight
-from redraft.model.quant.stored import PLAIN_FORMATS, StoredWeight
+from redraft.model.quant.stored import PLAIN_FORMATS, StoredFormat, StoredWeight
 
 LOG = logging.getLogger("redraft")
 EXPERTS_AT_ONCE = 4  # of the released shape: 0.06 GB in float32, and 0.45 GB for the search of NVFP4 scales
@@ -39,9 +48,11 @@ def _split(weight: Tensor | StoredWeight, count: int) -> Iterator[Tensor | Store
         yield weight[part] if isinstance(weight, Tensor) else weight.select(part)
 
 
-def stored_format(weight: Tensor | StoredWeight) -> str | None:
-    """The format of a quantized weight; None for one in full precision."""
-    return None if isinstance(weight, Tensor) or weight.format in PLAIN_FORMATS else weight.format
+def stored_format(weight: Tensor | StoredWeight) -> StoredFormat | None:
+    """The formats of a quantized weight; None for one in full precision."""
+    if isinstance(weight, Tensor) or weight.format in PLAIN_FORMATS:
+        return None
+    return StoredFormat(weight.format, weight.packed_format)
 
 
 def plain_dtype(weight: Tensor | StoredWeight) -> torch.dtype | None:
@@ -68,17 +79,24 @@ class PackedPiece(NamedTuple):
     error: RoundingError | None
 
 
-def pack_piece(
-    weight: Tensor | StoredWeight, to: str, *, parts: int = 1, substitute: str = "fp8", device: torch.device | str = "cpu"
-) -> PackedPiece:
-    """Packs a few matrices. Codes that fit no format of ours (int4 in groups of 16) are rounded to the substitute."""
-    if not isinstance(weight, Tensor):
-        native = NATIVE.get(weight.format)
-        packed = weight.pack() if native == to else None
+def count_bytes(name: str, shape: Sequence[int], target: Target, stored: StoredFormat | None, dtype: torch.dtype) -> int:
+    """The bytes of a weight in memory, by our name of it, once it is converted to its target."""
+    if target.format is None or not target.is_packed:
+        return math.prod(shape) * dtype.itemsize
+    is_native = stored is not None and target.format == NATIVE.get(stored.format)
+    packed_format = stored.packed_format if stored is not None and is_native else target.format
+    assert packed_format is not None  # `QuantPolicy.targets` has seen to it
+    *stack, rows, inputs = shape
+    parts = parts_of(name)
+    return math.prod(stack) * parts * count_packed_bytes(rows // parts, inputs, packed_format)
+
+
+def pack_piece(weight: Tensor | StoredWeight, to: str, *, parts: int = 1, device: torch.device | str = "cpu") -> PackedPiece:
+    """Packs a few matrices: takes the codes of the file if they have this format, else rounds to it."""
+    if not isinstance(weight, Tensor) and NATIVE.get(weight.format) == to:
+        packed = weight.pack()
         if packed is not None:
             return PackedPiece(map_weight(packed, lambda tensor: tensor.to(device)), None)
-        if native == to:
-            to = substitute
     numbers = (weight if isinstance(weight, Tensor) else weight.dequantize()).to(device)
     rounded = quantize_weight(numbers, to, parts)
     return PackedPiece(rounded, measure_error(numbers, rounded))
@@ -125,8 +143,7 @@ class JoinedWeight:
 class Converter:
     """Converts the weights of a model on a device, and remembers every kind of conversion."""
 
-    def __init__(self, policy: QuantPolicy, device: torch.device | str) -> None:
-        self.policy = policy
+    def __init__(self, device: torch.device | str) -> None:
         self.device = device
         self._counts: dict[Conversion, int] = {}
         self._errors: dict[Conversion, RoundingError] = {}
@@ -145,9 +162,7 @@ class Converter:
             return self._read(name, weight, dtype, joined)
         errors = []
         for piece in split_weight(name, weight):
-            packed, error = pack_piece(
-                piece, target.format, parts=parts_of(name), substitute=self.policy.substitute, device=self.device
-            )
+            packed, error = pack_piece(piece, target.format, parts=parts_of(name), device=self.device)
             joined.append(dequantize_packed(packed, weight.shape[-1], dtype) if target.is_dequantized else packed)
             errors += [] if error is None else [error]
         words = FORMAT_WORDS[FORMATS[type(packed)]]

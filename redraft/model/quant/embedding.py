@@ -4,13 +4,13 @@ from redraft.kernels.fp8 import Fp8Tensor
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.embedding import PackedEmbedding
 from redraft.model.quant.conversion import Converter
-from redraft.model.quant.policy import QuantPolicy, Target
+from redraft.model.quant.policy import Target
 
 
 def pack_embedding(model: DiffusionGemma) -> DiffusionGemma:
     """Replaces a model's embedding by one in 8 bits, in place, and frees the old one. A second call changes nothing."""
     if not isinstance(model.embed_tokens, PackedEmbedding):
-        converter = Converter(QuantPolicy(), model.device)
+        converter = Converter(model.device)
         table_VD = converter.convert(Target("fp8"), "embed_tokens.weight", model.embed_tokens.weight.detach(), model.dtype)
         assert isinstance(table_VD, Fp8Tensor)
         model.embed_tokens = PackedEmbedding(table_VD, model.dtype)

@@ -5,20 +5,22 @@
     fp8                           fp8                         fp8                       full precision
     NVFP4                         NVFP4                       fp8                       full precision
     4-bit integers, Q4_0/1, Q4_K  int4                        fp8                       full precision
-    Q5_0/1, Q5_K, Q6_K, Q8_0      fp8, NVFP4 to save memory   fp8                       full precision
+    Q5_0/1, Q5_K, Q6_K, Q8_0      fp8                         fp8                       full precision
 
 Experts are nine tenths of the weights: four bits there decide what fits. The other products are bound by arithmetic, which
 is twice as fast in fp8, and gain nothing from four bits. Without kernels for packed weights, on a CPU, 4-bit weights are
-dequantized while they are loaded. `quant` asks for a format of the experts; the other layers are then fp8.
+dequantized while they are loaded. `quant` asks for a format of the experts; the other layers are then fp8. Where the model
+does not fit a limit, more is rounded: see `alternatives`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from redraft.kernels.backend import select_backend
+from redraft.model.quant.stored import StoredFormat
 
 QUANT_FORMATS = ("nvfp4", "int4", "fp8")
 FORMAT_WORDS = {"nvfp4": "NVFP4", "int4": "int4 in groups of 32", "fp8": "fp8 by channel"}
@@ -82,8 +84,9 @@ class QuantPolicy:
 
     quant: str | None = None  # the format that the user asks for
     keep_bf16: bool = False  # attention, dense MLP and embedding are not rounded to fp8
-    prefer_small: bool = False  # memory is scarce
+    packs_dense: bool = False  # attention and dense MLP in full precision are rounded to fp8
     packs_embedding: bool = False  # the embedding is rounded to fp8
+    prefer_small: bool = False  # experts in a format that no kernel runs are rounded to NVFP4, not to fp8
     runs_packed: bool = False  # the device computes with 4-bit weights
 
     def __post_init__(self) -> None:
@@ -97,13 +100,29 @@ class QuantPolicy:
         return cls(quant=quant, runs_packed=runs_packed, **wishes)
 
     @property
+    def alternatives(self) -> tuple["QuantPolicy", ...]:
+        """This policy and those for less memory, the best first: NVFP4 loses most. The last one takes the least memory."""
+        dense = replace(self, packs_dense=True)
+        larger = (self, dense, replace(dense, packs_embedding=True))
+        smaller = (replace(policy, prefer_small=True) for policy in larger)
+        return tuple(dict.fromkeys((*larger, *smaller)))  # each once, though this policy may be small already
+
+    @property
     def substitute(self) -> str:
         """The format of experts that are stored in a format which no kernel runs."""
         return "nvfp4" if self.prefer_small else "fp8"
 
-    def targets(self, stored_formats: Mapping[str, str | None]) -> dict[str, Target]:
-        """What every weight of a model becomes, by its name. If one of a layer's two expert weights is packed, both are."""
-        targets = {name: self.target(part_of(name), stored) for name, stored in stored_formats.items()}
+    def targets(self, stored_formats: Mapping[str, StoredFormat | None]) -> dict[str, Target]:
+        """What every weight of a model becomes, by its name. If one of a layer's two expert weights is packed, both are.
+
+        Codes that fit no format of ours, such as integers in groups of 16, are rounded to the substitute.
+        """
+        targets = {}
+        for name, stored in stored_formats.items():
+            target = self.target(part_of(name), stored.format if stored is not None else None)
+            if stored is not None and stored.packed_format is None and target.format == NATIVE.get(stored.format, ""):
+                target = target._replace(format=self.substitute)
+            targets[name] = target
         for name, target in list(targets.items()):
             if part_of(name) in EXPERTS and target.is_packed:
                 for neighbour in (name.replace(EXPERT_DOWN, EXPERT_GATE_UP), name.replace(EXPERT_GATE_UP, EXPERT_DOWN)):
@@ -139,4 +158,4 @@ class QuantPolicy:
             return False
         if self.quant is not None:
             return True
-        return self.prefer_small if stored_format is None else self.runs_packed
+        return self.packs_dense if stored_format is None else self.runs_packed

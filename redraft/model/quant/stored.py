@@ -4,7 +4,7 @@ Each kind of file has a class of its own in `checkpoint/`. Nothing is read or al
 in full precision that is one tensor of its file is a Tensor instead: a view of the mapped file.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,12 +15,23 @@ from redraft.kernels.packed import PackedTensor
 PLAIN_FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+class StoredFormat(NamedTuple):
+    """What the memory plan needs to know of a quantized weight."""
+
+    format: str  # the file's word
+    packed_format: str | None  # as in StoredWeight
+
+
 class StoredWeight(Protocol):
     """A matrix [O, I] of a file, or the stack [E, O, I] of a layer's experts, in a format of the file."""
 
     @property
     def format(self) -> str:
         """The file's own word for the format: "Q4_K", "nvfp4-pack-quantized", "BF16"."""
+
+    @property
+    def packed_format(self) -> str | None:
+        """The format that `pack` returns, a word of `count_packed_bytes`; None where it returns None. Reads headers only."""
 
     @property
     def shape(self) -> tuple[int, ...]:
