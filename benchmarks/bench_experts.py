@@ -34,13 +34,14 @@ from rich.table import Table
 from torch import Tensor
 
 from redraft.config import ModelConfig
+from redraft.kernels.backend import SMALLEST_LIMIT, select_card
 from redraft.kernels.fp8 import Fp8Tensor, quantize
 from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.nvfp4 import Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
 from redraft.kernels.triton import experts, experts_fourbit
-from redraft.kernels.triton.experts import Tiles
 from redraft.kernels.triton.routing import sort_by_expert
+from redraft.kernels.triton.tiles import Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter computes bf16 products wrongly
@@ -142,12 +143,14 @@ def measure_layers(inputs: Inputs, product: str, layers: list[Weight], **options
 def compare_formats(shape: Shape, inputs: Inputs, layers: int) -> dict[str, dict[str, dict[str, float]]]:
     """Every format with the tiles of the tables: results by name, then by product."""
     results: dict[str, dict[str, dict[str, float]]] = {}
-    small = experts_fourbit.select_tiles(99 * 1024, len(inputs.order_M), shape.experts)
+    card = select_card(torch.device(DEVICE))._replace(shared_memory=SMALLEST_LIMIT)
     for kind, (index, product) in itertools.product(FORMATS, enumerate(PRODUCTS)):
         weights = [random_weight(kind, shape, product) for _ in range(layers)]
         results.setdefault(kind, {})[product] = measure_layers(inputs, product, weights)
         if kind not in EXPERT_FORMATS:
             continue
+        format = experts_fourbit.format_of(weights[0])
+        small = experts_fourbit.select_tiles(format, len(inputs.order_M), shape.experts, card)
         named: dict[str, dict[str, Any]] = {
             f"{kind}, plain": {"uses_ptx": False},
             f"{kind}, four products": {"joins": False},
@@ -165,15 +168,16 @@ def compare_formats(shape: Shape, inputs: Inputs, layers: int) -> dict[str, dict
 def candidate_tiles(shape: Shape) -> Iterator[Tiles]:
     """Tiles whose numbers per thread are reasonable. The shared memory is known after compiling."""
     average = shape.tokens * shape.chosen / shape.experts
-    tokens = (16, 32, 64) if average <= 24 else (32, 64, 128)
-    for tile in itertools.product(tokens, (64, 128, 256), (64, 128, 256), (2, 3, 4, 5), (4, 8)):
+    tokens = (16, 32) if average <= 24 else (64, 128)
+    concurrent = (1,) if average <= 48 else (1, 2)
+    for tile in itertools.product(tokens, (64, 128, 256), (64, 128, 256), (2, 3, 4), (4, 8), concurrent):
         tiles = Tiles(*tile)
         threads = 32 * tiles.warps
         weights_of_thread = tiles.features * tiles.inner / threads
         sums_of_thread = tiles.features * tiles.tokens / threads
         buffers = (tiles.features * 0.5625 + 2 * tiles.tokens) * tiles.inner * (tiles.stages - 1)
         if (
-            32 <= weights_of_thread <= 256
+            32 <= weights_of_thread <= 128
             and sums_of_thread <= 64
             and 16 * tiles.warps <= tiles.features
             and buffers <= 200e3
@@ -198,28 +202,25 @@ def search_tiles(shape: Shape, inputs: Inputs, layers: int, kinds: tuple[str, ..
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
             list(pool.map(partial(_compile_job, shape), jobs))
     found: dict[str, dict[str, dict[str, list]]] = {}
+    card = select_card(torch.device(DEVICE))
     for kind, product in itertools.product(kinds, PRODUCTS):
         weights = [random_weight(kind, shape, product) for _ in range(layers)]
+        weight_bytes = experts_fourbit.WEIGHT_BYTES[experts_fourbit.format_of(weights[0])]
         times = []
         for tiles in candidates:
             try:
                 us = measure_layers(inputs, product, weights, tiles=tiles)["us"]
             except triton.runtime.errors.OutOfResources:  # too much shared memory
                 continue
-            times.append((us, astuple(tiles), _stage_bytes(kind, tiles)))
+            times.append((us, astuple(tiles), tiles.shared_memory(card, weight_bytes, DTYPE.itemsize)))
         best = {str(limit): [entry[:2] for entry in sorted(times) if entry[2] <= limit * 1024][:5] for limit in LIMITS}
+        print(kind, product, best, flush=True)
         found.setdefault(kind, {})[product] = best
     return found
 
 
 def _compile_job(shape: Shape, job: tuple[str, str, Tiles]) -> None:
     compile_tiles(shape, *job)
-
-
-def _stage_bytes(kind: str, tiles: Tiles) -> int:
-    """An upper bound of a tile's shared memory: as many buffers as stages."""
-    weight_bits = 5.0 if kind == "int4 with minimum" else 4.5
-    return int((tiles.features * weight_bits / 8 + 2 * tiles.tokens) * tiles.inner * tiles.stages)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -129,7 +129,7 @@ def measure(
     limit: int, config: ModelConfig, policies: Sequence[QuantPolicy], chunk: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """One run within a limit; UNLIMITED: without one. The plan chooses a policy. `chunk` is the longest prefill chunk."""
-    device = torch.device("cuda" if torch.cuda.is_available() and config is not TINY else "cpu")
+    device = torch.device("cuda:0" if torch.cuda.is_available() and config is not TINY else "cpu")
     weights = WeightBytes.by_policy(config, NVIDIA, policies)
     demand = ask(options.context, chunk, options.kv)
     is_limited = device.type == "cuda" and limit < UNLIMITED

@@ -23,8 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from redraft.config import ModelConfig
+from redraft.kernels.backend import KIB, Card
 from redraft.kernels.triton import experts_fourbit
-from redraft.kernels.triton.experts import Tiles
+from redraft.kernels.triton.tiles import Tiles
 
 C = ModelConfig()
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of shared memory per block
@@ -106,7 +107,8 @@ def main() -> None:
     rows = []
     conversions = (True, False) if options.plain else (True,)
     for architecture, kind, uses_ptx in itertools.product(map(int, options.architectures.split(",")), FORMATS, conversions):
-        chosen = experts_fourbit.select_tiles(LIMITS[architecture] * 1024, pairs, C.num_experts)
+        card = Card(architecture, LIMITS[architecture] * KIB)
+        chosen = experts_fourbit.select_tiles(FORMATS[kind], pairs, C.num_experts, card)
         for (product, kernel, size), tiles in zip(products, chosen, strict=True):
             compiled = compile_kernel(kernel, architecture, kind, uses_ptx, tiles, size)
             code = disassemble(compiled.asm["cubin"])

@@ -37,11 +37,12 @@ def random_packed(shape: tuple[int, ...], format: str, parts: int, generator: to
         return Fp8Tensor(codes.add_(signs.mul_(128)).view(FP8_DTYPE), torch.full((*rows, 1), 1e-3, device=device))
     blocks = -(-size // BLOCK)
     codes = torch.randint(0, 256, (*rows, BLOCK // 2 * blocks), dtype=torch.uint8, device=device, generator=generator)
+    # A mean other than zero would send all tokens to the same experts.
     if format == "nvfp4":
         scale = torch.randint(48, 64, (*rows, 4 * blocks), dtype=torch.uint8, device=device, generator=generator)
         return Nvfp4Tensor(codes, scale.view(FP8_DTYPE), torch.full((*rows[:-1], parts), 0.007, device=device))
-    scale = torch.rand((*rows, 2 * blocks), device=device, generator=generator).mul_(0.008).bfloat16()
-    return Int4Tensor(codes, scale, None if format == "int4" else -8 * scale)
+    scale = torch.randn((*rows, 2 * blocks), device=device, generator=generator).mul_(0.005).bfloat16()
+    return Int4Tensor(codes, scale, None if format == "int4" else -7.5 * scale)
 
 
 def pack_randomly(layer: nn.Module, formats: dict[str, str | None], generator: torch.Generator) -> None:

@@ -65,9 +65,7 @@ ARGUMENT_TYPES = {
     **dict.fromkeys(("best", "sampled", "ids_out", "best_out", "sampled_out"), I64),
     **dict.fromkeys(("weights_out", "router_weights", "scale_out", "frequencies"), F32),
     **dict.fromkeys(("temperatures", "temperature", "stats", "sums", "tops", "masses", "top_out", "mass_out"), F32),
-    **dict.fromkeys(
-        ("entropy", "entropy_out", "bounds", "confidences", "log_scale", "factors", "factor_out", "row_factors"), F32
-    ),
+    **dict.fromkeys(("entropy", "entropy_out", "bounds", "confidences"), F32),
     **dict.fromkeys(("accepted_out", "settled"), BOOL),
     "uniform": F64,
     "fp8_out": E4M3,
@@ -186,7 +184,7 @@ def linear_fp8_kernels() -> Kernels:
                 linear_fp8._multiply_fp8, {"SPLITS": splits, **flags, **blocks}, tiles.warps, tiles.stages,
                 to_binary=tokens == 256, scale=F32, **types, **out,
             )  # fmt: skip
-            yield within(compiled, linear_fp8.shared_memory(tiles, CARD, token_bytes))
+            yield within(compiled, tiles.shared_memory(CARD, 1, token_bytes))
         constants = {"SPLITS": 3, **flags, "BLOCK": linear_fp8.SUM_BLOCK}
         yield compile_kernel(linear_fp8._sum_splits, constants, scale=F32, x_scale=F32)
 
@@ -197,32 +195,34 @@ def fourbit_kernels() -> Kernels:
     products = ((experts_fourbit._gate_up_fourbit, 2816, 2), (experts_fourbit._down_fourbit, 704, 1))
     formats = (experts_fourbit._NVFP4.value, experts_fourbit._INT4.value, experts_fourbit._INT4_MINIMUM.value)
     for pairs, quant in itertools.product((2048, 4096, 16384), formats):
-        pair_of_tiles = experts_fourbit.select_tiles(CARD.shared_memory, pairs, 128)
+        pair_of_tiles = experts_fourbit.select_tiles(quant, pairs, 128, CARD)
         for (kernel, size, parts), tiles in zip(products, pair_of_tiles, strict=True):
             blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_J": tiles.inner // 64}
             flags = {"JOINED": CARD.has_shared_products, "EVEN": size % tiles.inner == 0}
             constants = {"K": 8, "FORMAT": quant, "PARTS": parts, "PTX": True, **flags, **blocks}
             options = (tiles.warps, tiles.stages)
-            yield compile_kernel(kernel, constants, *options, to_binary=pairs == 2048, **types)
+            formula = tiles.shared_memory(CARD, experts_fourbit.WEIGHT_BYTES[quant], 2)
+            yield within(compile_kernel(kernel, constants, *options, to_binary=pairs == 2048, **types), formula)
             if pairs == 2048:
-                yield compile_kernel(kernel, {**constants, "PTX": False}, *options, to_binary=False, **types)
+                plain = compile_kernel(kernel, {**constants, "PTX": False}, *options, to_binary=False, **types)
+                yield within(plain, formula)
 
 
 def attention_kernels() -> Kernels:
     fp8_type = {"HAS_FP8_TYPE": CARD.has_fp8}
     for size, window in ((256, 1024), (512, 0)):
         for has_many_tokens in (False, True):
-            tiles = attention.tiles_for(CARD, size, has_many_tokens, 2)
-            shape = {"WINDOW": window, "K": size, "K_PADDED": size, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
+            tiles = attention.select_tiles(size, 2048 if has_many_tokens else 256, CARD, 2)
+            shape = {"WINDOW": window, "K": size, "K_PADDED": size, "BLOCK_M": tiles.tokens, "BLOCK_N": tiles.inner}
             for causal in (False, True):
-                for whole in sorted({True, tiles.max_splits == 1}):
+                for whole in sorted({True, tiles.concurrent == 1}):
                     partial = BF16 if whole else F32
                     constants = {**shape, **fp8_type, "CAUSAL": causal, "WHOLE": whole, "FP8": False}
                     compiled = compile_kernel(
                         attention._attend, constants, tiles.warps, tiles.stages,
                         to_binary=not has_many_tokens and causal == whole, partial=partial, softmax=partial,
                     )  # fmt: skip
-                    yield within(compiled, tiles.shared_memory(CARD, size, 2))
+                    yield within(compiled, attention.shared_memory(tiles, CARD, 2))
             constants = {**shape, **fp8_type, "CAUSAL": False, "WHOLE": True, "FP8": True}  # an fp8 cache
             binary = {"to_binary": not has_many_tokens}
             # The formula leaves out the decoded keys of a tile; the test compares with the card's limit.
@@ -233,19 +233,12 @@ def attention_kernels() -> Kernels:
                 attention._attend, constants, tiles.warps, tiles.stages, to_binary=False, base=U8, **partial
             )
     # float32 needs the most shared memory
-    tiles = attention.tiles_for(CARD, 512, False, 4)
-    shape = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys}
+    tiles = attention.select_tiles(512, 256, CARD, 4)
+    shape = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": tiles.tokens, "BLOCK_N": tiles.inner}
     constants = {**shape, **fp8_type, "CAUSAL": True, "WHOLE": True, "FP8": False}
     float32 = dict.fromkeys(("q", "k", "v", "base", "out", "partial", "softmax"), F32)
-    compiled = compile_kernel(
-        attention._attend,
-        constants,
-        tiles.warps,
-        tiles.stages,
-        to_binary=False,
-        **float32,
-    )
-    yield within(compiled, tiles.shared_memory(CARD, 512, 4))
+    compiled = compile_kernel(attention._attend, constants, tiles.warps, tiles.stages, to_binary=False, **float32)
+    yield within(compiled, attention.shared_memory(tiles, CARD, 4))
     for size in (256, 512):
         yield compile_kernel(attention._combine_splits, {"J": 4, "K_PADDED": size, "ROWS": 4}, partial=F32, softmax=F32)
         yield compile_kernel(attention._write_kv, {"FP8": False, "K_PADDED": size}, 1)
@@ -277,13 +270,11 @@ def other_kernels() -> Kernels:
         out_types = {"next_out": E4M3, "next_scale": F32} if to_fp8 else {}
         yield compile_kernel(norm._add_mlp_and_norm, {"K": 8, "TO_FP8": to_fp8, **row}, 8, **out_types)
     yield compile_kernel(mlp._gelu_and_mul, {"BLOCK_F": 1024})
+    chunk = {"BLOCKS": 32, "BLOCK": 128}
+    yield compile_kernel(vocabulary._reduce_chunks, {"CHUNK": 4096, **chunk})
+    yield compile_kernel(vocabulary._combine_chunks, {"J_PADDED": 64, **chunk})
     for has_scales in (False, True):
-        chunk = {"BLOCKS": 32, "BLOCK": 128, "HAS_SCALES": has_scales}
-        yield compile_kernel(vocabulary._reduce_chunks, {"CHUNK": 4096, **chunk})
-        yield compile_kernel(vocabulary._combine_chunks, {"J_PADDED": 64, **chunk})
-    yield compile_kernel(vocabulary._compute_probs, {"CHUNK": 4096})
-    factors_out = E4M3 if CARD.has_fp8 else BF16
-    yield compile_kernel(vocabulary._compute_factors, {"CHUNK": 4096, "TO_FP8": CARD.has_fp8}, factors_out=factors_out)
+        yield compile_kernel(vocabulary._compute_probs, {"CHUNK": 4096, "HAS_SCALES": has_scales}, scale=F32)
     picks = {"logits": F32, "temperatures": F64, "best_out": F64}
     yield compile_kernel(pick._pick_parts, {"VERIFY": splitmix.VERIFY, "BLOCK": pick.BLOCK, "PART": pick.PART}, 8, **picks)
     yield compile_kernel(sampler_step._draw_step_inputs, {"C_PADDED": 256, "SAMPLE": 1, "NOISE": 2})

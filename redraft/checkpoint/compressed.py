@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.nibbles import BLOCK, pack_e2m1, pack_nibbles, unpack_pairs
 from redraft.kernels.nvfp4 import E2M1, Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
-from redraft.model.quant.stored import StoredFormat, StoredWeight
+from redraft.model.quant.stored import PLAIN_FORMATS, StoredWeight
 
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # stacked name -> published names
 PER_EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.(gate_proj|up_proj|down_proj)")
@@ -54,7 +54,14 @@ class StoredMatrices(ABC):
     modules: tuple[tuple[str, ...], ...] = field(repr=False)  # of each matrix
     is_stack: bool
     module_shape: tuple[int, int]  # rows and inputs of one module
-    format: ClassVar[str]
+    device: torch.device  # where numbers are converted
+    rows: range | None = field(default=None, kw_only=True)  # of the file's matrix, if it is some of them only
+    file_format: ClassVar[str]
+
+    @property
+    def format(self) -> str:
+        """The file's word for the format."""
+        return self.file_format
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,9 +77,12 @@ class StoredMatrices(ABC):
         each = sum(self.tensors.nbytes(f"{self.modules[0][0]}.{kind}") for kind in kinds)
         return each * sum(map(len, self.modules))
 
-    def select(self, matrices: slice) -> "StoredMatrices":
-        """Some matrices of a stack."""
-        return replace(self, modules=self.modules[matrices])
+    def select(self, part: slice) -> "StoredMatrices":
+        """Some matrices of a stack, or some rows of a matrix: of 4-bit integers beginning at a multiple of 8."""
+        if self.is_stack:
+            return replace(self, modules=self.modules[part])
+        rows = range(self.module_shape[0])[part]
+        return replace(self, rows=rows, module_shape=(len(rows), self.module_shape[1]))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers of the format's own library, to the bit, then rounded to the dtype."""
@@ -103,8 +113,15 @@ class StoredMatrices(ABC):
             if name not in self.tensors:
                 raise CheckpointError(f"the checkpoint has no tensor {name}")
         return torch.stack(
-            [torch.cat([prepare(self.tensors[f"{module}.{kind}"]) for module in modules]) for modules in self.modules]
+            [torch.cat([prepare(self._read(module, kind)) for module in modules]) for modules in self.modules]
         )
+
+    def _read(self, module: str, kind: str) -> Tensor:
+        tensor = self.tensors[f"{module}.{kind}"]
+        if self.rows is not None and tensor.numel() > 1:  # a global scale is one number
+            rows_of_word = 8 if kind == "weight_zero_point" else 1
+            tensor = tensor[self.rows.start // rows_of_word : -(-self.rows.stop // rows_of_word)]
+        return tensor.to(self.device)
 
     def _stack_scales(self, kind: str, smallest: float = 0.0) -> Tensor:
         """Scales [E, O, K], checked: a scale that is NaN, infinite or below the smallest is refused."""
@@ -123,7 +140,7 @@ class StoredMatrices(ABC):
 class StoredNvfp4(StoredMatrices):
     """NVFP4 in the layout of compressed-tensors. Its global scale is a divisor."""
 
-    format: ClassVar[str] = NVFP4_PACKED
+    file_format: ClassVar[str] = NVFP4_PACKED
     packed_kind: ClassVar[str] = "weight_packed"
     global_kind: ClassVar[str] = "weight_global_scale"
 
@@ -174,7 +191,7 @@ class StoredNvfp4(StoredMatrices):
 class StoredModeloptNvfp4(StoredNvfp4):
     """NVFP4 in the layout of ModelOpt. Its global scale is a factor."""
 
-    format: ClassVar[str] = "NVFP4 (ModelOpt)"
+    file_format: ClassVar[str] = "NVFP4 (ModelOpt)"
     packed_kind: ClassVar[str] = "weight"
     global_kind: ClassVar[str] = "weight_scale_2"
 
@@ -192,7 +209,7 @@ class StoredModeloptNvfp4(StoredNvfp4):
 class StoredInt4(StoredMatrices):
     """4-bit integers of compressed-tensors, eight to a word, symmetric or with zero points."""
 
-    format: ClassVar[str] = INT4_PACKED
+    file_format: ClassVar[str] = INT4_PACKED
     group: int | None = None  # inputs that share a scale; None: a row does
 
     @classmethod
@@ -280,7 +297,7 @@ class StoredInt4(StoredMatrices):
 class StoredFp8(StoredMatrices):
     """fp8 of compressed-tensors, with a scale for every row."""
 
-    format: ClassVar[str] = FLOAT_QUANTIZED
+    file_format: ClassVar[str] = FLOAT_QUANTIZED
 
     @classmethod
     def check_module(cls, tensors: CheckpointTensors, module: str, group: int | None) -> tuple[int, int]:
@@ -300,6 +317,31 @@ class StoredFp8(StoredMatrices):
 
     def _pack(self) -> Fp8Tensor:
         return Fp8Tensor(self._stack("weight"), self._stack_scales("weight_scale").float())
+
+
+@dataclass(frozen=True)
+class StoredPlain(StoredMatrices):
+    """Experts in full precision, each apart: some files leave the experts of some layers as they were."""
+
+    @classmethod
+    def check_module(cls, tensors: CheckpointTensors, module: str, group: int | None) -> tuple[int, int]:
+        """Checks the header of a module's tensor; returns its rows and inputs."""
+        return _matrix_shape(tensors, f"{module}.weight", tuple(PLAIN_FORMATS))
+
+    @property
+    def format(self) -> str:
+        """The dtype in safetensors' words."""
+        return self.tensors.dtype(f"{self.modules[0][0]}.weight")
+
+    @property
+    def packed_format(self) -> None:
+        """The format that `pack` returns: none."""
+
+    def _dequantize(self, dtype: torch.dtype) -> Tensor:
+        return self._stack("weight", lambda tensor: tensor.to(dtype))
+
+    def _pack(self) -> None:
+        """No codes: the weight is quantized instead."""
 
 
 def _unpack_words(words: Tensor) -> Tensor:
@@ -333,11 +375,15 @@ def _require_tensor(tensors: CheckpointTensors, name: str, shape: tuple[int, ...
 
 
 class QuantizedTensors(Mapping[str, Tensor | StoredWeight]):
-    """The tensors of a quantized folder under the names of the bf16 layout; quantized ones are StoredWeights."""
+    """The tensors of a quantized folder under the names of the bf16 layout.
 
-    def __init__(self, tensors: CheckpointTensors, quantization: Quantization) -> None:
+    Quantized weights, and experts that are stored apart, are StoredWeights, which are converted on the device.
+    """
+
+    def __init__(self, tensors: CheckpointTensors, quantization: Quantization, device: torch.device | str = "cpu") -> None:
         self.tensors = tensors
         self.quantization = quantization
+        self.device = torch.device(device)
         self._plain: list[str] = []
         self._modules: dict[str, list[str]] = {}  # name of the weight -> its modules, in any order
         kinds: dict[str, set[str]] = {}  # of each module
@@ -362,9 +408,7 @@ class QuantizedTensors(Mapping[str, Tensor | StoredWeight]):
             raise CheckpointError(f"the modules of {name} have different formats; redraft runs one format for all of them")
         (format_class,) = formats
         is_stack = not name.endswith(".weight")
-        if format_class is None:  # experts apart, in full precision
-            return torch.stack([torch.cat([self.tensors[f"{m}.weight"] for m in matrix]) for matrix in modules])
-        options = {}
+        options: dict[str, Any] = {}
         group = None
         if format_class is StoredInt4:
             group = self._int4_group(modules[0][0])
@@ -374,15 +418,7 @@ class QuantizedTensors(Mapping[str, Tensor | StoredWeight]):
         for module, shape in shapes.items():
             if shape != first:
                 raise CheckpointError(f"the weight of {module} is {list(shape)}, those of its layer are {list(first)}")
-        return format_class(self.tensors, modules, is_stack, first, **options)
-
-    def stored_format(self, name: str) -> StoredFormat | None:
-        """The formats of a quantized weight, without reading it; None for full precision."""
-        if name not in self._modules or self._format(self._modules[name][0]) is None:
-            return None
-        weight = self[name]
-        assert not isinstance(weight, Tensor)
-        return StoredFormat(weight.format, weight.packed_format)
+        return format_class(self.tensors, modules, is_stack, first, self.device, **options)
 
     def _order_modules(self, name: str) -> tuple[tuple[str, ...], ...]:
         """The modules of each matrix of a weight. Refuses a stack with a missing expert."""
@@ -398,8 +434,8 @@ class QuantizedTensors(Mapping[str, Tensor | StoredWeight]):
                     raise CheckpointError(f"the checkpoint has no tensor {prefix}.{expert}.{part}.weight")
         return tuple(tuple(f"{prefix}.{expert}.{part}" for part in parts) for expert in range(experts))
 
-    def _format(self, module: str) -> "type[StoredNvfp4 | StoredInt4 | StoredFp8] | None":
-        """The class that reads a module, from the kinds and dtypes of its tensors; None for full precision."""
+    def _format(self, module: str) -> "type[StoredNvfp4 | StoredInt4 | StoredFp8 | StoredPlain]":
+        """The class that reads a module, from the kinds and dtypes of its tensors."""
         packed = f"{module}.weight_packed"
         if packed in self.tensors:
             return StoredInt4 if self.tensors.dtype(packed) == "I32" else StoredNvfp4
@@ -407,7 +443,7 @@ class QuantizedTensors(Mapping[str, Tensor | StoredWeight]):
             raise CheckpointError(f"the checkpoint has no tensor {module}.weight")
         if self.tensors.dtype(f"{module}.weight") == "U8":
             return StoredModeloptNvfp4
-        return StoredFp8 if f"{module}.weight_scale" in self.tensors else None
+        return StoredFp8 if f"{module}.weight_scale" in self.tensors else StoredPlain
 
     def _int4_group(self, module: str) -> int | None:
         """The inputs that share a scale. If config.json names several numbers, the shape of the scales decides."""

@@ -1,13 +1,15 @@
 """Loads a checkpoint: published tensors become a model.
 
 The model is built on the "meta" device, without memory, and takes the tensors one by one. On a CPU they stay views of the
-mapped file. On a GPU each is copied from the mapped file and converted there, so the host never holds a second copy.
+mapped file. To a GPU each is copied from the mapped file in pieces and converted there, so the host never holds a second
+copy. Nothing is copied before the placement is known.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +33,13 @@ from redraft.checkpoint.quantization import read_quantization
 from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import ModelConfig, read_json
 from redraft.kernels.fp8 import Fp8Tensor
-from redraft.kernels.packed import FORMATS, PackedTensor
+from redraft.kernels.packed import FORMATS
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.embedding import PackedEmbedding
-from redraft.model.quant.conversion import Converter, log_conversions, move_packed, stored_format
+from redraft.model.quant.conversion import Converter, log_conversions, plain_dtype, stored_format
 from redraft.model.quant.layers import PackedExperts, PackedLinear
-from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QuantPolicy, Target, part_of
-from redraft.model.quant.stored import StoredFormat, StoredWeight
+from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QuantPolicy, part_of
+from redraft.model.quant.stored import StoredWeight
 
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -49,7 +51,10 @@ def load_model(
     device: torch.device | str = "cpu",
     policy: QuantPolicy | None = None,
 ) -> DiffusionGemma:
-    """Loads the model of a folder or of a GGUF file. Without a dtype, weights keep the precision they are stored in."""
+    """Loads the model of a folder or of a GGUF file. Without a dtype, weights keep the precision of the stored embedding.
+
+    Quantized ones and float16 become bf16.
+    """
     config, tensors = open_weights(folder, device)
     return from_state_dict(config, tensors, dtype=dtype, device=device, policy=policy)
 
@@ -59,17 +64,17 @@ def open_weights(
 ) -> tuple[ModelConfig, Mapping[str, Tensor | StoredWeight]]:
     """The shape of a checkpoint and its weights under the names of the bf16 layout. Only headers are read.
 
-    Tensors are read onto the device, where experts that are stored apart are stacked.
+    Tensors are views of the mapped file. StoredWeights are converted on the device.
     """
     if is_gguf(folder):
         file = open_gguf(folder)
         return file.config, file.tensors(device)
     with verify_files(folder):
         config = read_model_config(folder)
-        stored = CheckpointTensors(Path(folder), device)
+        stored = CheckpointTensors(Path(folder))
         quantization = read_quantization(Path(folder), read_json(Path(folder) / CONFIG), str(Path(folder) / CONFIG))
     _compare_sizes(config, stored)
-    return config, QuantizedTensors(stored, quantization) if quantization else stored
+    return config, QuantizedTensors(stored, quantization, device) if quantization else stored
 
 
 def _compare_sizes(config: ModelConfig, tensors: CheckpointTensors) -> None:
@@ -119,7 +124,7 @@ def from_state_dict(
     policy: QuantPolicy | None = None,
     place: Place | None = None,
 ) -> DiffusionGemma:
-    """Makes a model whose weights are these published tensors. Without a dtype, it has the precision of the embedding.
+    """Makes a model whose weights are these published tensors. Without a dtype, it has that of `default_dtype`.
 
     The policy says which weights are packed, and how; by default, as the device runs them best. Each weight is read,
     converted and put in its place before the next one is read. `place` is asked where the weights go and how they are
@@ -131,29 +136,31 @@ def from_state_dict(
     available = set(tensors)  # asking a Mapping `name in tensors` may read the whole tensor
     layout = find_layout(available, is_causal_only=config.is_causal_only)
     refuse_unknown_tensors(tensors, available, {published_name(name, layout) for name in expected}, layout)
+    # Tensors of files are views of the mapped file: nothing is read or copied yet.
+    stored = {
+        name: fetch_weight(tensors, available, published_name(name, layout), placeholder)
+        for name, placeholder in expected.items()
+    }
+    formats = {name: stored_format(weight) for name, weight in stored.items()}
     policy = policy or QuantPolicy.for_device(device)
-    converter = Converter(policy, device)
-    weights: dict[str, Tensor] = {}
-    experts: dict[str, Tensor | PackedTensor] = {}  # of one layer, until both are there
+    dtype = dtype or default_dtype(stored["embed_tokens.weight"])
     placement = Placement(torch.device(device), policy)
-    for name, placeholder in expected.items():
-        stored = fetch_weight(tensors, available, published_name(name, layout), placeholder)
-        if dtype is None:  # the embedding comes first, and its dtype is the model's
-            dtype = stored.dtype if isinstance(stored, Tensor) else torch.bfloat16
-        if place is not None and name == "embed_tokens.weight":
-            formats = {each: _find_stored_format(tensors, published_name(each, layout)) for each in expected}
-            sizes = {each: plan_bytes(expected, formats, each, dtype) for each in converter.policy.alternatives}
-            placement = place(config, sizes, dtype)
-            converter.policy = placement.policy
-        weight = move_packed(converter.convert(name, stored, dtype), placement.device_of(name))
+    if place is not None:
+        placement = place(config, {each: plan_bytes(expected, formats, each, dtype) for each in policy.alternatives}, dtype)
+    targets = placement.policy.targets(formats)
+    converter = Converter(device)
+    weights: dict[str, Tensor] = {}
+    experts: dict[str, Any] = {}  # the packed ones of a layer, until both are there
+    for name in expected:
+        weight = converter.convert(targets[name], name, stored.pop(name), dtype, placement.device_of(name))
         module_name, _, last = name.rpartition(".")
-        if part_of(name) in EXPERTS:
+        if isinstance(weight, Tensor):
+            weights[name] = weight
+        elif part_of(name) in EXPERTS:
             experts[last] = weight
             if len(experts) == 2:
-                weights |= _install_experts(model, module_name, experts, converter)
+                model.set_submodule(module_name, PackedExperts(experts["gate_up_proj"], experts["down_proj"]))
                 experts = {}
-        elif isinstance(weight, Tensor):
-            weights[name] = weight
         elif name == "embed_tokens.weight":
             assert isinstance(weight, Fp8Tensor)
             model.embed_tokens = PackedEmbedding(weight, dtype)
@@ -167,30 +174,10 @@ def from_state_dict(
     return model.eval().requires_grad_(False)
 
 
-def _find_stored_format(tensors: Mapping[str, Tensor | StoredWeight], name: str) -> StoredFormat | None:
-    """The formats of a quantized weight; None for full precision. Reads nothing where the tensors are those of files."""
-    find: Callable[[str], StoredFormat | None] | None = getattr(tensors, "stored_format", None)
-    if find is not None:
-        return find(name)
-    return stored_format(tensors[name]) if name in tensors else None
-
-
-def _install_experts(
-    model: DiffusionGemma, name: str, weights: dict[str, Tensor | PackedTensor], converter: Converter
-) -> dict[str, Tensor]:
-    """Puts the experts of a layer in place if they are packed, else returns them. If one weight is packed, both are."""
-    if all(isinstance(weight, Tensor) for weight in weights.values()):
-        return {f"{name}.{part}": weight for part, weight in weights.items() if isinstance(weight, Tensor)}
-    packed = {}
-    for part, weight in weights.items():
-        if isinstance(weight, Tensor):
-            converted = converter.convert_to(Target("fp8"), f"{name}.{part}", weight, weight.dtype)
-            assert not isinstance(converted, Tensor)
-            packed[part] = converted
-        else:
-            packed[part] = weight
-    model.set_submodule(name, PackedExperts(packed["gate_up_proj"], packed["down_proj"]))
-    return {}
+def default_dtype(embedding: Tensor | StoredWeight) -> torch.dtype:
+    """The precision of a model whose embedding is stored so. The GPU kernels are made for bf16, not for float16."""
+    dtype = plain_dtype(embedding)
+    return torch.bfloat16 if dtype is None or dtype == torch.float16 else dtype
 
 
 def packed_formats(model: DiffusionGemma) -> str | None:
@@ -236,5 +223,5 @@ def refuse_unknown_tensors(
 
 
 def _is_equal(weight: Tensor | StoredWeight, other: Tensor | StoredWeight) -> bool:
-    numbers = (each if isinstance(each, Tensor) else each.dequantize() for each in (weight, other))
+    numbers = (each if isinstance(each, Tensor) else each.dequantize().cpu() for each in (weight, other))
     return torch.equal(*numbers)

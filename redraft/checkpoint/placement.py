@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from redraft.config import ModelConfig
-from redraft.model.quant.conversion import choose_target, count_bytes
-from redraft.model.quant.policy import EXPERT_DOWN, EXPERT_GATE_UP, QuantPolicy, Target
+from redraft.model.quant.conversion import count_bytes
+from redraft.model.quant.policy import QuantPolicy
 from redraft.model.quant.stored import StoredFormat
 
 
@@ -38,14 +38,7 @@ def plan_bytes(
 ) -> dict[str, int]:
     """The bytes that every weight will take, by its name in the model: exactly those of the loaded model.
 
-    `weights` may be on the meta device. If one of the two expert weights of a layer is packed, the other one is too.
+    `weights` may be on the meta device. `stored` are their formats in the file.
     """
-    targets = {name: choose_target(policy, name, stored.get(name)) for name in weights}
-    for name in [name for name in targets if name.endswith(EXPERT_GATE_UP)]:
-        pair = (name, name.replace(EXPERT_GATE_UP, EXPERT_DOWN))
-        is_packed = [targets[each].format is not None and not targets[each].is_dequantized for each in pair]
-        if any(is_packed) and not all(is_packed):
-            targets[pair[is_packed.index(False)]] = Target("fp8")
-    return {
-        name: count_bytes(name, tensor.shape, targets[name], stored.get(name), dtype) for name, tensor in weights.items()
-    }
+    targets = policy.targets(stored)
+    return {name: count_bytes(name, tensor.shape, targets[name], stored[name], dtype) for name, tensor in weights.items()}

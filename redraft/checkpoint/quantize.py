@@ -3,8 +3,8 @@
     PARENT/NAME                     the new checkpoint: it appears whole
     PARENT/.NAME.quantize-1a2b3c4d  finished shards; the same command continues with them after it was killed
 
-The number at the end is a hash of the source's files and of the options, so shards of another source or of other options are
-never used. A shard has its place in the plan, and gets its name when it is whole.
+The number at the end is a hash of the source's files, of the options and of redraft's own code, so shards of another source,
+of other options or of another version are never used. A shard has its place in the plan, and gets its name when it is whole.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from redraft.checkpoint.tensor_file import TensorFileWriter, header_bytes
 from redraft.config import SMALLEST_VISION, ModelConfig, read_json
 from redraft.kernels.int4 import Int4Tensor
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.quant.conversion import EXPERTS_AT_ONCE, pack_piece, parts_of, split_stack
+from redraft.model.quant.conversion import EXPERTS_AT_ONCE, pack_piece, parts_of, plain_dtype, split_stack
 from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QUANTIZED_PARTS, part_of
 from redraft.model.quant.quantizers import RoundingError
 from redraft.model.quant.stored import StoredWeight
@@ -44,6 +44,7 @@ from redraft.model.quant.stored import StoredWeight
 SHARD_BYTES = 10**9
 STATISTICS = "statistics.json"
 REST_FORMATS = ("fp8", "bf16")
+PROGRAM = Path(__file__).parents[1]  # redraft's own code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +173,12 @@ def _plan(config: ModelConfig, tensors: Mapping[str, Tensor | StoredWeight], opt
             units.append(Unit(source, name, ours, to, plan_packed(name, to, shape)))
         elif not ours.startswith(names.DRAFT_HEAD_PREFIX):
             weight = fetch_weight(tensors, available, source, placeholder)
-            dtype = weight.dtype if isinstance(weight, Tensor) else torch.bfloat16
+            dtype = plain_dtype(weight) or torch.bfloat16
             units.append(Unit(source, name, ours, None, [TensorHeader(name, dtype, shape)]))
     if not config.is_causal_only:
         for source in sorted(name for name in available if name.startswith(names.VISION)):
             weight = tensors[source]
-            dtype = weight.dtype if isinstance(weight, Tensor) else torch.bfloat16
+            dtype = plain_dtype(weight) or torch.bfloat16
             units.append(Unit(source, source, None, None, [TensorHeader(source, dtype, tuple(weight.shape))]))
     return units
 
@@ -198,15 +199,16 @@ def _split_shards(plan: list[Unit], shard_bytes: int) -> dict[str, list[Unit]]:
 
 
 def _identify(source: Path, options: QuantizeOptions) -> str:
-    """A hash of the source's files, by name, size and time of change, and of the options."""
-    files = [source] if source.is_file() else sorted(path for path in source.iterdir() if path.is_file())
-    state = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    text = json.dumps([str(source.resolve()), state, asdict(options)])
+    """A hash of the source's files and of redraft's code, by name, size and time of change, and of the options."""
+    files = [source] if source.is_file() else [path for path in source.iterdir() if path.is_file()]
+    files += PROGRAM.rglob("*.py")
+    state = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
+    text = json.dumps([state, asdict(options)])
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _remove_stale(target: Path, work: Path) -> None:
-    """Removes the shards of another source or of other options. Those of a running process are locked."""
+    """Removes the shards of another source, other options or another version. Those of a running process are locked."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.quantize-[0-9a-f]{{8}}")
     for path in target.parent.iterdir():
         if path != work and pattern.fullmatch(path.name) and path.is_dir():

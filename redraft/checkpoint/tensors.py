@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -18,13 +17,12 @@ DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16
 class CheckpointTensors(Mapping[str, Tensor]):
     """The tensors of a folder by published name.
 
-    Nothing is read until a tensor is used. On a CPU a tensor is a view of the mapped file. For another device, the tensor
-    is copied there straight from the mapped file: the host holds no copy of its own, only reclaimable file pages.
+    Nothing is read until a tensor is used: it is a view of the mapped file. The host holds no copy of its own, only
+    reclaimable file pages.
     """
 
-    def __init__(self, folder: Path, device: torch.device | str = "cpu") -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.device = torch.device(device)
         self._files: dict[str, Any] = {}  # file name -> safe_open handle
         self._file_of: dict[str, str] = {}  # tensor name -> file name
         for file in self._list_files():
@@ -46,7 +44,8 @@ class CheckpointTensors(Mapping[str, Tensor]):
         return [*sorted(set(files)), *draft_head]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[self._file_of[name]].get_tensor(name).to(self.device)
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor
 
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, from the header of its file: its values are not read."""
@@ -59,10 +58,6 @@ class CheckpointTensors(Mapping[str, Tensor]):
     def nbytes(self, name: str) -> int:
         """The size of a tensor, from the header of its file."""
         return math.prod(self.shape(name)) * DTYPE_BYTES.get(self.dtype(name), 1)
-
-    def stored_format(self, name: str) -> str | None:
-        """The format of a quantized weight: none of these is."""
-        return None
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of  # Mapping's own version would read the tensor

@@ -11,6 +11,7 @@ from rich.table import Table
 from redraft import checkpoint
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.kernels import backend
+from redraft.kernels.scaled_mm import select_product
 from redraft.kernels.triton.tiles import describe_tiles
 
 
@@ -123,9 +124,12 @@ def _machine_table() -> Table:
     place = "cuda" if torch.cuda.is_available() else "cpu"
     fast, why = backend.select_backend(place)
     table.add_row("runs on", f"{place}, {'kernels of our own' if fast else 'every operation in plain PyTorch'} ({why})")
+    operations = dict(backend.OPERATIONS)
     if fast and place == "cuda":
-        table.add_row("tiles", describe_tiles(backend.select_card(backend.select_device(place))))
-    for operation, by in backend.OPERATIONS.items():
+        device = backend.select_device(place)
+        table.add_row("tiles", describe_tiles(backend.select_card(device)))
+        operations["fp8 products"] = str(select_product(device))
+    for operation, by in operations.items():
         table.add_row(f"  {operation}", by if fast else "PyTorch")
     return table
 

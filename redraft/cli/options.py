@@ -48,7 +48,10 @@ Seed = Annotated[
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1. [a GPU if there is one]")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="float32 or bfloat16. [as stored; float32 on a CPU without bf16]")
+    str | None,
+    typer.Option(
+        "--dtype", help="float32, bfloat16 or float16. [as stored, float16 as bfloat16; float32 on a CPU without bf16]"
+    ),
 ]
 Threads = Annotated[
     int | None,

@@ -16,16 +16,16 @@ MEGABYTE = 10**6
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, or hub id OWNER/NAME.")],
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or hub id OWNER/NAME.")],
     folder: Annotated[str | None, typer.Argument(metavar="[OUT]", help="Folder to write; the same as --out.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Folder to write.")] = None,
     to: Annotated[
         str, typer.Option("--to", help="nvfp4, int4 or fp8: the format of the experts, nine tenths of the model.")
     ] = "fp8",
-    rest: Annotated[str, typer.Option("--rest", help="fp8 or bf16: the format of attention and dense MLP.")] = "fp8",
-    embedding: Annotated[
-        str, typer.Option("--embedding", help="bf16: as stored. In memory it may become smaller, on disk it does not.")
-    ] = "bf16",
+    rest: Annotated[
+        str,
+        typer.Option("--rest", help="fp8 or bf16: the format of attention and dense MLP. The embedding stays as stored."),
+    ] = "fp8",
     force: Annotated[bool, typer.Option("--force", help="Replace the checkpoint that the folder holds.")] = False,
     device: Device = None,
     threads: Threads = None,
@@ -33,8 +33,6 @@ def quantize(
     """Write a checkpoint in 4 or 8 bits, in the compressed-tensors format. A command that was stopped continues."""
     if (folder is None) == (out is None):
         raise ValueError("name the folder to write, once: redraft quantize MODEL --out DIR")
-    if embedding != "bf16":
-        raise ValueError(f"the embedding is written as it is stored: --embedding can be bf16, not {embedding!r}")
     target = str(out or folder)
     options = checkpoint.QuantizeOptions(to=to, rest=rest)
     checkpoint.check_target(target, force=force)  # before a download

@@ -38,8 +38,9 @@ from redraft.engine.runner import (
     group_by_length,
     verification_of,
 )
+from redraft.kernels.triton.linear_fp8 import sum_rows
 from redraft.kernels.triton.sampler_step import CanvasBatch, draw_step_inputs, step_canvases_
-from redraft.kernels.triton.vocabulary import argmax_entropy_sample, compute_probs_, soft_embed_fp8
+from redraft.kernels.triton.vocabulary import argmax_entropy_sample, compute_probs_
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.embedding import PackedEmbedding
 from redraft.model.kv_cache import KVCache
@@ -392,16 +393,16 @@ class StepBucket:
         raw_NV = model.embed_tokens.project(hidden_ND)
         uniform_BC, noise_BC, temperature_BC = draw_step_inputs(rows, model.config.vocab_size)
         temperature_N = temperature_BC.flatten()
-        packed_VD = model.embed_tokens.table_VD if isinstance(model.embed_tokens, PackedEmbedding) else None
-        log_scale_V = packed_VD.scale.log() if packed_VD is not None else None
-        prediction = argmax_entropy_sample(raw_NV, softcap, temperature_N, uniform_BC.flatten(), log_scale_V)
+        prediction = argmax_entropy_sample(raw_NV, softcap, temperature_N, uniform_BC.flatten())
         step_canvases_(rows, prediction.best_N, prediction.entropy_N, prediction.sampled_N, noise_BC)
         with self.fused.side_stream:
             self.settled_flags.publish(rows.settled_B)
-        if packed_VD is not None and log_scale_V is not None:
-            soft_ND = soft_embed_fp8(raw_NV, softcap, temperature_N, prediction, packed_VD, log_scale_V)
+        embedding = model.embed_tokens
+        if isinstance(embedding, PackedEmbedding):
+            factors_NV = compute_probs_(raw_NV, softcap, temperature_N, prediction, embedding.weight_scale)
+            soft_ND = sum_rows(factors_NV, embedding.table_VD, raw_NV.dtype)
         else:
-            soft_ND = compute_probs_(raw_NV, softcap, temperature_N, prediction) @ model.embed_tokens.weight
+            soft_ND = compute_probs_(raw_NV, softcap, temperature_N, prediction) @ embedding.weight
         self.soft_BCD.copy_(soft_ND.view_as(self.soft_BCD) * model.embed_scale)
         self.fused.side_stream.wait()
 

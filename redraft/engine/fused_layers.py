@@ -1,7 +1,8 @@
 """FusedLayers: the model's layers on the kernels of `kernels/triton`. Fewer passes over memory, the same results.
 
-`model/diffusion_gemma.py` is the definition. Here q, k and v are one matrix product, and so are gate and up. The work
-between two products is one kernel. Attention reads KV caches by address, so the caches of a batch are not copied together.
+`model/diffusion_gemma.py` is the definition. Here q, k and v are one matrix product, and so are gate and up, unless a
+checkpoint has them in different formats. The work between two products is one kernel. Attention reads KV caches by address,
+so the caches of a batch are not copied together.
 
 Shapes: B requests, S new tokens of each, N = B * S, D model size, L layers, K experts per token, F inner size of the MLP.
 """
@@ -9,7 +10,7 @@ Shapes: B requests, S new tokens of each, N = B * S, D model size, L layers, K e
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +23,12 @@ from redraft.kernels import rope_frequencies
 from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor
 from redraft.kernels.linear_fp8 import linear_fp8, multiply_fp8, packs_activations
 from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
-from redraft.kernels.triton.experts_fourbit import gated_experts
+from redraft.kernels.triton.experts import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
 from redraft.model.kv_cache import KVCache
 from redraft.model.quant.layers import PackedLinear
 
+JoinedRows: TypeAlias = Tensor | Fp8Tensor | list[Tensor | Fp8Tensor]  # the rows of several weights; a list: apart
 UNLIMITED = 2**30  # tokens: more than any request has
 
 
@@ -287,8 +289,10 @@ def has_fp8_experts(layer: Layer) -> bool:
     return isinstance(expert_weights(layer.experts)[0], Fp8Tensor)
 
 
-def linear(x_ND: Tensor | Fp8Tensor, weight: Tensor | Fp8Tensor) -> Tensor:
+def linear(x_ND: Tensor | Fp8Tensor, weight: JoinedRows) -> Tensor:
     """The matrix product with a weight; both may be packed in 8 bits."""
+    if isinstance(weight, list):
+        return torch.cat([linear(x_ND, rows) for rows in weight], dim=-1)
     if isinstance(x_ND, Fp8Tensor):
         return multiply_fp8(x_ND, weight)
     return linear_fp8(x_ND, weight) if isinstance(weight, Fp8Tensor) else F.linear(x_ND, weight)
@@ -299,8 +303,13 @@ def weight_of(module: nn.Module) -> Tensor | Fp8Tensor:
     return module.packed("weight") if isinstance(module, PackedLinear) else module.weight
 
 
-def concat_weights(modules: Sequence[nn.Module]) -> Tensor | Fp8Tensor:
-    """The weights of several linear modules as one tensor. The modules' own weights become views of it."""
+def concat_weights(modules: Sequence[nn.Module]) -> JoinedRows:
+    """The weights of several linear modules as one tensor. The modules' own weights become views of it.
+
+    Some checkpoints have modules of one layer in different formats: their weights are returned as they are.
+    """
+    if len({isinstance(module, PackedLinear) for module in modules}) > 1:
+        return [weight_of(module) for module in modules]
     sizes = [len(module.weight) for module in modules]
     with torch.no_grad():
         weight = torch.cat([module.weight for module in modules])

@@ -6,6 +6,7 @@ are expandable: weights that are freed while others are joined would otherwise l
 ends with its Writer.
 """
 
+import gc
 import math
 import weakref
 from collections.abc import Iterator, Mapping
@@ -48,6 +49,8 @@ class GpuLimit:
         total = torch.cuda.get_device_properties(device).total_memory
         if self.limit > total:
             raise ConfigError(f"gpu_memory is {self.limit / 1e9:.2f} GB, but {device} has {total / 1e9:.2f} GB: lower it")
+        gc.collect()
+        torch.cuda.empty_cache()  # memory that torch has kept from an earlier model would be used without a check
         self.cuda_context = measure_cuda_context(device)
         use_expandable_segments()
         share = max(0.0, (self.limit - self.cuda_context) / total)

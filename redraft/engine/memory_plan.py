@@ -144,9 +144,7 @@ class MemoryPlan:
         # Soft embeddings of the buckets for 1, 2, 4 canvases and so on, with the sampler in the graph and without it.
         buckets = 2 * len(bucket_contexts(self.demand.context)) * (2 * tokens - config.canvas_length)
         logits = config.canvas_length * config.vocab_size
-        # A packed embedding's factors, probabilities times scales, are fp8 and stand beside the logits.
-        logit_bytes = itemsize + FP8_DTYPE.itemsize if self.weights.embedding <= self._packed_embedding else itemsize
-        graphs = tokens * config.vocab_size * logit_bytes
+        graphs = tokens * config.vocab_size * itemsize
         graphs += (next_power_of_two(self.prefill_chunk) + tokens) * self._token_bytes
         sampler = 0
         if self.demand.has_constraints:
@@ -167,11 +165,6 @@ class MemoryPlan:
             "CUDA context": self.cuda_context,
             "reserve": self.limit // RESERVE_SHARE,
         }
-
-    @property
-    def _packed_embedding(self) -> int:
-        """Bytes of an embedding in fp8."""
-        return count_packed_bytes(self.config.vocab_size, self.config.hidden_size, "fp8")
 
     @property
     def _token_bytes(self) -> int:
@@ -375,8 +368,7 @@ def _explain_misfit(plan: MemoryPlan) -> str:
         ways.append(f"a context of {context:,} tokens instead of {plan.demand.context:,} (--context)")
     if plan.kv_dtype != FP8_DTYPE:
         ways.append(f"--kv fp8 ({plan.context_bytes * (1 - 1 / plan.dtype.itemsize) / 1e9:.2f} GB less)")
-    factors = config.canvas_length * config.vocab_size * FP8_DTYPE.itemsize
-    embedding = plan.weights.embedding - plan._packed_embedding - factors
+    embedding = plan.weights.embedding - count_packed_bytes(config.vocab_size, config.hidden_size, "fp8")
     if embedding > 0:
         ways.append(f"an embedding in fp8 ({embedding / 1e9:.2f} GB less: leave out --keep-bf16)")
     expert_size = config.hidden_size * config.moe_intermediate_size

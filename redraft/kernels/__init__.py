@@ -4,7 +4,7 @@ norm          RMS norm
 rope          rotary position embedding
 attention     grouped-query attention, through SDPA or FlexAttention
 fp8           8-bit tensors: quantize, dequantize, matrix product
-scaled_mm     whether torch._scaled_mm works on a GPU and is faster than our fp8 product
+scaled_mm     the choice between torch._scaled_mm and our fp8 product
 linear_fp8    a linear layer with an fp8 weight; quantizes its activations
 nibbles       4-bit codes, four to a unit of 16 bits
 nvfp4         4-bit floats: the tensor, dequantize

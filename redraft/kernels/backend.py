@@ -27,7 +27,7 @@ OPERATIONS = {  # each operation, and the kernels that run it with the Triton ba
     "vocabulary": "Triton: softcap, temperature, sample, argmax and entropy in one pass",
     "sampler": "Triton: acceptance, noise and the stopping test on the device",
     "fp8 quantization": "Triton",
-    "fp8 products": "Triton, or cuBLAS where it is measured to be faster",
+    "fp8 products": "Triton, or torch._scaled_mm",
     "other dense products": "cuBLAS",
 }
 
@@ -101,6 +101,12 @@ def select_backend(device: torch.device | str) -> Backend:
     return Backend(True, name)
 
 
+@cache
+def uses_triton(device: torch.device) -> bool:
+    """Whether the Triton kernels run on a device. Selects the backend once: every product asks for it."""
+    return select_backend(device).uses_triton
+
+
 class Card(NamedTuple):
     """What the tiles of the Triton kernels depend on."""
 
@@ -117,6 +123,11 @@ class Card(NamedTuple):
     def has_shared_products(self) -> bool:
         """Whether tensor cores read their factors from shared memory (sm_90, sm_100). `mma.sync` reads registers."""
         return 90 <= self.architecture < 120
+
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether tensor cores have a memory of their own, for results and one factor (sm_100)."""
+        return 100 <= self.architecture < 120
 
 
 SIMULATED_CARD = Card(90, 227 * KIB)  # where Triton's interpreter runs the kernels: an H200

@@ -4,15 +4,13 @@ On a GPU without fp8 products (before sm_89) the weight is widened instead, and 
 Shapes: N tokens, D in, O out.
 """
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redraft.kernels.backend import select_backend, select_card
+from redraft.kernels.backend import select_card, uses_triton
 from redraft.kernels.fp8 import Fp8Tensor, dequantize, matmul_fp8, quantize
-from redraft.kernels.scaled_mm import prefers_scaled_mm
+from redraft.kernels.scaled_mm import uses_scaled_mm
 
 
 def linear_fp8(x: Tensor, weight_OD: Fp8Tensor) -> Tensor:
@@ -31,18 +29,12 @@ def linear_fp8(x: Tensor, weight_OD: Fp8Tensor) -> Tensor:
 
 def multiply_fp8(x_ND: Fp8Tensor, weight_OD: Fp8Tensor) -> Tensor:
     """Returns x times the transposed weight, y_NO: bf16 on a GPU, float32 elsewhere."""
-    if not x_ND.qdata.is_cuda or not uses_triton(x_ND.qdata.device):
+    device = x_ND.qdata.device
+    if device.type != "cuda" or not uses_triton(device) or uses_scaled_mm(weight_OD.qdata):
         return matmul_fp8(x_ND, weight_OD)
-    from redraft.kernels.triton import linear_fp8 as triton_linear_fp8
+    from redraft.kernels.triton.linear_fp8 import matmul_fp8 as multiply
 
-    def ours() -> Tensor:
-        return triton_linear_fp8.matmul_fp8(x_ND, weight_OD)
-
-    def scaled_mm() -> Tensor:
-        return matmul_fp8(x_ND, weight_OD)
-
-    uses_scaled_mm = prefers_scaled_mm(len(x_ND.qdata), weight_OD.qdata, ours, scaled_mm)
-    return scaled_mm() if uses_scaled_mm else ours()
+    return multiply(x_ND, weight_OD)
 
 
 def quantize_tokens(x_ND: Tensor) -> Fp8Tensor:
@@ -57,9 +49,3 @@ def quantize_tokens(x_ND: Tensor) -> Fp8Tensor:
 def packs_activations(device: torch.device) -> bool:
     """Whether activations are quantized for products with fp8 weights: on every device but GPUs without fp8 products."""
     return device.type != "cuda" or select_card(device).has_fp8
-
-
-@cache
-def uses_triton(device: torch.device) -> bool:
-    """Selects the backend once per device: every product asks for it."""
-    return select_backend(device).uses_triton

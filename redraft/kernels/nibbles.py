@@ -1,10 +1,11 @@
 """Nibbles: 4-bit codes, four to a unit of 16 bits, in the order that the kernels load them.
 
-A block is 64 inputs in 32 bytes, 16 units. Unit j holds the codes of inputs j, j + 16, j + 32 and j + 48. A kernel turns one
-load of units into four factors of 16 neighbouring inputs each, and no activation has to be moved.
+A block is 64 inputs in 32 bytes, 16 units. Unit j of a block holds the codes of inputs j, j + 16, j + 32 and j + 48. So the
+first codes of all units belong to 16 neighbouring inputs, and so do the second, third and fourth ones. A kernel loads the
+units once, makes four factors of them, and loads the activations in their own order.
 
-An integer code is a nibble of its unit; the first input is in the lowest one. The code of a 4-bit float is divided, so that
-the fewest instructions make a bf16 number of it: bits 12 to 15 are the four signs, bits 0 to 11 the four magnitudes.
+Two packings. Integers: code i of a unit is its nibble i, from the lowest up. 4-bit floats (e2m1): bits 12 to 15 are the four
+signs, bits 0 to 11 the four magnitudes, so that few instructions turn a code into a bf16 number.
 
 Published files store pairs instead: byte j holds input 2j in its low nibble and input 2j + 1 in its high nibble.
 Shapes: I inputs, J blocks of 64 inputs.
@@ -23,7 +24,7 @@ MAGNITUDE_BITS = (0, 3, 6, 9)  # the lowest bit of each magnitude of three bits
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Packs integers uint8 [..., I], each below 16, into bytes [..., 32 J]. A partial last block is filled with zeros."""
-    return _to_bytes(_shift_and_add(_divide(codes), NIBBLE_BITS))
+    return _to_bytes(_place(_split_blocks(codes), NIBBLE_BITS))
 
 
 def unpack_nibbles(packed: Tensor, size: int) -> Tensor:
@@ -33,8 +34,8 @@ def unpack_nibbles(packed: Tensor, size: int) -> Tensor:
 
 def pack_e2m1(codes: Tensor) -> Tensor:
     """Packs e2m1 codes uint8 [..., I], each below 16, into bytes [..., 32 J]. A partial last block is filled with zeros."""
-    divided = _divide(codes)
-    return _to_bytes(_shift_and_add(divided >> 3, SIGN_BITS) | _shift_and_add(divided & 7, MAGNITUDE_BITS))
+    blocks = _split_blocks(codes)
+    return _to_bytes(_place(blocks >> 3, SIGN_BITS) | _place(blocks & 7, MAGNITUDE_BITS))
 
 
 def unpack_e2m1(packed: Tensor, size: int) -> Tensor:
@@ -54,13 +55,16 @@ def unpack_pairs(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
-def _divide(codes: Tensor) -> Tensor:
-    """The codes [..., J, 4, 16]: the second last axis counts the codes of a unit."""
+def _split_blocks(codes: Tensor) -> Tensor:
+    """The codes [..., J, 4, 16]: blocks, codes of a unit, units. A partial last block is filled with zeros."""
     return F.pad(codes, (0, -codes.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK // UNITS, UNITS))
 
 
-def _shift_and_add(codes: Tensor, bits: tuple[int, ...]) -> Tensor:
-    """The units int16 [..., J, 16] with each code at its bits. Bit 15 is the sign of an int16, so shifts may wrap around."""
+def _place(codes: Tensor, bits: tuple[int, ...]) -> Tensor:
+    """The units int16 [..., J, 16] of codes [..., J, 4, 16]: `bits` are the lowest bits of a unit's four codes.
+
+    Bit 15 is the sign of an int16, so a shift may make a unit negative.
+    """
     units = torch.zeros_like(codes[..., 0, :], dtype=torch.int16)
     for index, bit in enumerate(bits):
         units |= codes[..., index, :].to(torch.int16) << bit
@@ -72,10 +76,11 @@ def _to_bytes(units: Tensor) -> Tensor:
 
 
 def _take(packed: Tensor, bit: int, mask: int) -> Tensor:
-    """The bits of every unit from this one up, uint8 [..., J, 16]."""
+    """One code of every unit, uint8 [..., J, 16]: the unit shifted down to its lowest bit, masked."""
     units = packed.contiguous().view(torch.int16).unflatten(-1, (-1, UNITS))
     return (units >> bit & mask).to(torch.uint8)
 
 
 def _join(codes: list[Tensor], size: int) -> Tensor:
+    """The first `size` inputs of the four codes of every unit, each [..., J, 16]."""
     return torch.stack(codes, dim=-2).flatten(-3)[..., :size]

@@ -1,68 +1,69 @@
-"""torch._scaled_mm, the fp8 product of cuBLAS: whether a GPU runs it, and whether it is faster than our own kernel.
+"""The choice between torch._scaled_mm, the fp8 product of cuBLAS, and our Triton kernel.
 
-With scales by row it fails on some cards and drivers, so our kernel is the default. A process measures both at the first
-product of each kind (device, shape of the weight, class of token counts), with the operands of that product, and keeps the
-choice until it ends. cuBLAS must take at most 0.9 of the time, so that noise does not decide. Two processes may still choose
-differently where the two are close; REDRAFT_FP8_PRODUCT=triton or scaled_mm fixes the choice.
+The choice is a rule, never a measurement: a request gives the same text in every process on the same kind of GPU.
+torch._scaled_mm with a scale per row fails on some cards and drivers. It is chosen on sm_90 and sm_100 only, where a small
+product shows that it is right. REDRAFT_FP8_PRODUCT=triton or scaled_mm overrides the rule.
 Shapes: N tokens, D in, O out.
 """
 
 import os
-from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from redraft.kernels.backend import select_card
+from redraft.kernels.fp8 import dequantize, matmul_fp8, quantize
+
 ENV_VARIABLE = "REDRAFT_FP8_PRODUCT"
-TOKEN_CLASSES = (64, 512, 2**62)  # the largest number of tokens of each class
-MAX_TIME = 0.9  # of our kernel's
+ARCHITECTURES = (90, 100)  # where torch._scaled_mm is preferred
+ALIGNMENT = 16  # torch._scaled_mm takes multiples of it, for D and O
+PROBE_SIZE = 256  # N, D and O of the product that is tried
 MAX_DIFFERENCE = 2**-6  # of the largest number: bf16 results of two orders of summation differ by less
-MAX_PROBED = 2**24  # numbers of a result: a probe holds two results, and those of the head would be large
-REPETITIONS = 10
-ROUNDS = 3
-
-Product = Callable[[], Tensor]
-_choices: dict[tuple[torch.device, torch.Size, int], bool] = {}
 
 
-def prefers_scaled_mm(tokens: int, weight_OD: Tensor, ours: Product, scaled_mm: Product) -> bool:
-    """Whether `scaled_mm` computes what `ours` does, in less time. Measures once per kind of product."""
+class Fp8Product(NamedTuple):
+    """The fp8 product of a device, and the reason for the choice."""
+
+    uses_scaled_mm: bool  # else our kernel
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'torch._scaled_mm' if self.uses_scaled_mm else 'Triton'} ({self.reason})"
+
+
+def uses_scaled_mm(weight_OD: Tensor) -> bool:
+    """Whether torch._scaled_mm multiplies with this weight."""
+    is_aligned = all(size % ALIGNMENT == 0 for size in weight_OD.shape)
+    return is_aligned and select_product(weight_OD.device).uses_scaled_mm
+
+
+@cache
+def select_product(device: torch.device) -> Fp8Product:
+    """Chooses the fp8 product of a device, once. The first call must not be in the capture of a CUDA graph."""
     requested = os.environ.get(ENV_VARIABLE, "")
     if requested not in ("", "triton", "scaled_mm"):
         raise ValueError(f"{ENV_VARIABLE} may be triton or scaled_mm, got {requested!r}")
     if requested:
-        return requested == "scaled_mm"
-    token_class = next(largest for largest in TOKEN_CLASSES if tokens <= largest)
-    key = (weight_OD.device, weight_OD.shape, token_class)
-    if torch.cuda.is_current_stream_capturing():  # nothing can be timed now; the run before the capture has chosen
-        return _choices.get(key, False)
-    if key not in _choices:
-        if tokens * len(weight_OD) > MAX_PROBED:
-            return False  # a smaller product of this kind may still be measured
-        _choices[key] = agrees(ours, scaled_mm) and measure(scaled_mm) <= MAX_TIME * measure(ours)
-    return _choices[key]
+        return Fp8Product(requested == "scaled_mm", f"{ENV_VARIABLE}={requested}")
+    architecture = select_card(device).architecture
+    if architecture not in ARCHITECTURES:
+        return Fp8Product(False, f"sm_{architecture}")
+    fault = probe_scaled_mm(device)
+    return Fp8Product(not fault, f"sm_{architecture}, where torch._scaled_mm {fault or 'is right'}")
 
 
-def agrees(ours: Product, scaled_mm: Product) -> bool:
-    """Whether scaled_mm runs on this GPU and gives our result up to rounding."""
-    expected = ours()
+def probe_scaled_mm(device: torch.device) -> str:
+    """Tries torch._scaled_mm with numbers that are the same in every process. Returns what is wrong with it, or ""."""
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randn(2, PROBE_SIZE, PROBE_SIZE, generator=generator).to(device)
+    x_ND, weight_OD = (quantize(factor) for factor in factors)
+    expected_NO = dequantize(x_ND) @ dequantize(weight_OD).T
     try:
-        result = scaled_mm()
-        torch.cuda.synchronize(expected.device)
+        difference = (matmul_fp8(x_ND, weight_OD) - expected_NO).abs().max().item()
+    except torch.OutOfMemoryError:  # says nothing about the product
+        raise
     except RuntimeError:  # CUBLAS_STATUS_NOT_SUPPORTED, or a build without it
-        return False
-    return bool((result - expected).abs().max() <= MAX_DIFFERENCE * expected.abs().max())
-
-
-def measure(product: Product) -> float:
-    """Milliseconds of one product: the shortest of several rounds."""
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(REPETITIONS):
-            product()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / REPETITIONS)
-    return min(times)
+        return "fails"
+    return "" if difference <= MAX_DIFFERENCE * expected_NO.abs().max().item() else "is wrong"

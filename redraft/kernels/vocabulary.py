@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redraft.kernels.fp8 import Fp8Tensor, dequantize, quantize
-from redraft.kernels.linear_fp8 import packs_activations, uses_triton
+from redraft.kernels.backend import uses_triton
+from redraft.kernels.fp8 import Fp8Tensor
 
 BLOCK = 128  # vocabulary entries per partial sum when sampling
 # Logits per chunk. On a CPU a chunk fits in the cache; on a GPU large chunks mean few launches.
@@ -116,22 +116,19 @@ def soft_embed_fp8(logits_BCV: Tensor, embedding_VD: Fp8Tensor) -> Tensor:
     """Returns the expected embedding under softmax(logits), for an embedding in 8 bits, in float32.
 
     The sum runs over the vocabulary, so the scales of the embedding's rows multiply the probabilities. These factors are
-    rounded to fp8 with a scale for each position: a token whose factor is 2^18 times below the largest is lost. A GPU
-    without fp8 products rounds them to the dtype of the logits instead.
+    rounded to the dtype of the logits.
     """
     device = logits_BCV.device
-    factors_NV = (_softmax(logits_BCV) * embedding_VD.scale[:, 0]).flatten(0, -2)
-    factors = quantize(factors_NV) if packs_activations(device) else factors_NV.to(logits_BCV.dtype)
+    factors_NV = (_softmax(logits_BCV) * embedding_VD.scale[:, 0]).to(logits_BCV.dtype).flatten(0, -2)
     if device.type == "cuda" and uses_triton(device):
         from redraft.kernels.triton.linear_fp8 import sum_rows  # importing Triton takes long
 
-        soft_ND = sum_rows(factors, embedding_VD, torch.float32)
+        soft_ND = sum_rows(factors_NV, embedding_VD, torch.float32)
     else:
-        factors_NV = dequantize(factors) if isinstance(factors, Fp8Tensor) else factors.float()
-        soft_ND = factors_NV.new_zeros(len(factors_NV), embedding_VD.qdata.shape[1])
+        soft_ND = torch.zeros(len(factors_NV), embedding_VD.qdata.shape[1], device=device)
         for start in range(0, factors_NV.shape[1], CHUNK_ROWS):  # the widened embedding would take four times its memory
             rows = slice(start, start + CHUNK_ROWS)
-            soft_ND += factors_NV[:, rows] @ embedding_VD.qdata[rows].float()
+            soft_ND += factors_NV[:, rows].float() @ embedding_VD.qdata[rows].float()
     return soft_ND.view(*logits_BCV.shape[:-1], -1)
 
 

@@ -57,5 +57,5 @@ class PackedEmbedding(nn.Module):
         return linear_fp8(hidden, self.table_VD)
 
     def expect(self, logits_BCV: Tensor) -> Tensor:
-        """Returns the expected embedding under softmax(logits). Probabilities times scales are quantized too."""
+        """Returns the expected embedding under softmax(logits)."""
         return soft_embed_fp8(logits_BCV, self.table_VD).to(self.dtype)

@@ -77,6 +77,19 @@ def test_precision_is_that_of_the_file_or_the_given_one(folder, tmp_path, dtype)
     assert {t.dtype for t in checkpoint.load_model(tmp_path / "half", dtype=dtype).state_dict().values()} == {dtype}
 
 
+def test_float16_becomes_bf16_unless_it_is_asked_for(tmp_path):
+    """The kernels are made for bf16. What is rounded on the way is said."""
+    model = tiny.decided(tiny.BASE).half()
+    checkpoint.save(model, tmp_path / "half")
+    loaded = checkpoint.load_model(tmp_path / "half")
+    assert same(model.bfloat16(), loaded)
+    assert "attention, 11 weights: float16 -> bfloat16" in loaded.conversions
+    for dtype in (torch.float16, torch.float32):
+        asked = checkpoint.load_model(tmp_path / "half", dtype=dtype)
+        assert asked.dtype == dtype
+        assert asked.conversions == ()
+
+
 def test_duplicates_must_equal_the_tensor_they_are_tied_to(folder):
     def duplicate(tensors):
         tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"].clone()

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from compressed_folders import FP8, compress_fp8, compressed_config, describe, save_compressed
 from interpreted import DEVICE
 from packed_weights import random_weight
 
+import redraft
 from redraft.config import FULL, SLIDING, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion.generate import Committed, generate
@@ -21,10 +23,8 @@ from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fused_layers import CacheTable, FusedLayers
 from redraft.engine.runner import Runner
 from redraft.kernels import backend
-from redraft.kernels import vocabulary as reference_vocabulary
-from redraft.kernels.backend import KIB, Card
-from redraft.kernels.fp8 import quantize
-from redraft.kernels.triton import experts, vocabulary
+from redraft.kernels.fp8 import dequantize, quantize
+from redraft.kernels.triton import experts
 from redraft.model.quant import pack_embedding
 from redraft.model.quant.fp8 import quantize_fp8
 from redraft.model.quant.layers import PackedExperts
@@ -58,7 +58,16 @@ def replace_experts(model):
         layer.experts = PackedExperts(gate_up, random_weight(kinds[1], number, size, inner, seed=5))
 
 
-@pytest.mark.parametrize("quant", ["", "fp8", "nvfp4"])
+def dequantize_some(model):
+    """Gives some projections full precision, beside neighbours in fp8."""
+    for parent, name in ((model.layers[0].self_attn, "v_proj"), (model.layers[1].mlp, "gate_proj")):
+        packed = getattr(parent, name).packed("weight")
+        linear = torch.nn.Linear(*reversed(packed.qdata.shape), bias=False, device=DEVICE)
+        linear.weight.data = dequantize(packed)
+        setattr(parent, name, linear)
+
+
+@pytest.mark.parametrize("quant", ["", "fp8", "mixed"])
 def test_fused_layers_equal_the_models_layers(quant, monkeypatch):
     """Two prompts encoded and two canvases denoised: the same keys, values and logits. Weights are shared, not copied."""
     config = (
@@ -69,14 +78,16 @@ def test_fused_layers_equal_the_models_layers(quant, monkeypatch):
     model, other = (tiny.build(config).to(DEVICE) for _ in range(2))
     if quant:
         model, other = quantize_fp8(model), quantize_fp8(other)
-        if quant == "nvfp4":
+        if quant == "mixed":
             for either in (model, other):
                 replace_experts(either)
+                dequantize_some(either)
         if DEVICE == "cpu":  # the interpreter rounds to 8 bits in its own way
             monkeypatch.setattr(experts, "quantize_rows", quantize)
     tolerance = 0.1 if quant and DEVICE == "cuda" else 3e-5  # in 8 bits a number between two values may round to either
     fused = FusedLayers(other)
-    whole = fused.qkv[0].qdata if quant else fused.qkv[0]
+    rows = fused.qkv[0][0] if quant == "mixed" else fused.qkv[0]
+    whole = rows.qdata if quant else rows
     assert whole.data_ptr() == other.layers[0].self_attn.q_proj.weight.data_ptr()
     with torch.inference_mode():
         theirs, mine = ([model.new_cache(1, 40, rewind=9) for _ in range(2)] for _ in range(2))
@@ -100,10 +111,8 @@ def test_fused_layers_equal_the_models_layers(quant, monkeypatch):
         assert torch.allclose(other.denoise(ids, soft, BatchedCache(mine)), expected, atol=tolerance)  # it is still a model
 
 
-def test_the_sampler_of_a_graph_uses_an_embedding_in_8_bits(monkeypatch):
-    """Argmax and soft embeddings are those of the model. The card has no fp8, so that nothing but the weights is rounded."""
-    monkeypatch.setattr(vocabulary, "select_card", lambda device: Card(86, 99 * KIB))
-    monkeypatch.setattr(reference_vocabulary, "packs_activations", lambda device: False)
+def test_the_sampler_of_a_graph_uses_an_embedding_in_8_bits():
+    """Argmax and soft embeddings are those of the model."""
     model = pack_embedding(tiny.build(SMALL).to(DEVICE))
     graph = StepBucket(FusedLayers(model), (2, 4, 64), None)
     for name, value in (("temperatures_BS", 0.7), ("limit_B", 4), ("settled_B", False)):
@@ -237,3 +246,16 @@ def test_the_cache_of_temperatures_is_bounded():
     for number in range(1, 200):
         temperatures(CFG.with_temperature(number / 100))
     assert temperatures.cache_info().currsize == temperatures.cache_info().maxsize < 100
+
+
+def test_a_checkpoint_with_neighbours_in_different_formats_generates(tmp_path, monkeypatch):
+    """From the folder to the text: q and gate in fp8, k, v and up in bf16."""
+    rules = {r".*\.self_attn\.q_proj": compress_fp8, r".*\.mlp\.gate_proj": compress_fp8}
+    save_compressed(tmp_path, rules, compressed_config(describe(FP8), file_format=FP8))
+    answers = []
+    for kernels, kind in (("triton", CudaGraphRunner), ("reference", Runner)):
+        monkeypatch.setenv(backend.ENV_VARIABLE, kernels)
+        writer = redraft.load(tmp_path, device=DEVICE, dtype="float32")
+        assert type(writer.engine.runner) is kind
+        answers.append(writer.write("a", seed=1, max_tokens=4, max_steps=1, canvas_length=4).ids)
+    assert answers[0] == answers[1]

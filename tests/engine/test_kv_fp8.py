@@ -13,6 +13,7 @@ from redraft.diffusion.verified import generate_verified
 from redraft.engine.engine import Engine
 from redraft.engine.fused_layers import CacheTable, FusedLayers
 from redraft.kernels import attend, backend
+from redraft.kernels.backend import KIB, Card
 from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.kernels.triton import attention
 from redraft.model import masks
@@ -140,7 +141,7 @@ def test_encoding_and_decoding_equal_torch():
 @pytest.mark.parametrize(("new", "length", "window", "splits"), [(5, 9, None, 1), (33, 40, 6, 1), (1, 70, None, 2)])
 def test_attention_over_an_fp8_cache(causal, new, length, window, splits, has_type, monkeypatch):
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention, "has_fp8_type", lambda device: has_type)
+        monkeypatch.setattr(attention, "select_card", lambda device: Card(89 if has_type else 86, 99 * KIB))
     size, groups = 16, 2
     generator = torch.Generator().manual_seed(length)
     keys, values, q, k, v = (

@@ -17,6 +17,7 @@ from redraft.engine.engine import Engine
 from redraft.engine.gpu_limit import GpuLimit, measure_cuda_context
 from redraft.engine.memory_plan import Demand
 from redraft.engine.offload import measure_bus, offload_experts
+from redraft.kernels.backend import SMALLEST_LIMIT, Card, select_card
 from redraft.kernels.triton import attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -60,9 +61,11 @@ def test_fp8_caches_equal_generate():
 
 @pytest.mark.parametrize("has_type", [False, True])
 def test_integers_and_the_fp8_type_decode_alike(has_type, monkeypatch):
-    if has_type and not attention.has_fp8_type(torch.device("cuda")):
+    card = select_card(torch.device("cuda"))
+    if has_type and not card.has_fp8:
         pytest.skip("this GPU has no fp8 type")
-    monkeypatch.setattr(attention, "has_fp8_type", lambda device: has_type)
+    if not has_type:
+        monkeypatch.setattr(attention, "select_card", lambda device: Card(86, SMALLEST_LIMIT))
     codes = torch.arange(256, dtype=torch.uint8, device="cuda")
     codes[127] = codes[255] = 0  # NaN
     base = codes.view(16, 1, 16).contiguous()

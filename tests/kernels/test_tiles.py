@@ -1,6 +1,7 @@
 """Tiles: every kernel has some that fit every card, the backend follows measured limits, small tiles compute the same."""
 
 import io
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ from rich.console import Console
 from redraft.cli import info
 from redraft.kernels import attend, backend, gated_experts
 from redraft.kernels.backend import KIB, Card
-from redraft.kernels.triton import attention, experts, linear_fp8
-from redraft.kernels.triton.tiles import TileError, Tiles, describe_tiles, select_table
+from redraft.kernels.scaled_mm import Fp8Product
+from redraft.kernels.triton import attention, experts, experts_fourbit, linear_fp8
+from redraft.kernels.triton.tiles import NO_LIMIT, TileError, Tiles, describe_tiles, select_table
 
 CARDS = {
     "A100": Card(80, 163 * KIB),
@@ -24,6 +26,8 @@ CARDS = {
     "RTX 5090": Card(120, 99 * KIB),
 }
 SMALL = CARDS["RTX 4090"]
+PAIRS = (1, 128 * 24, 128 * 48, 128 * 80, 2**20)  # of tokens and 128 experts: the limits of the tables
+FOURBIT = experts_fourbit.WEIGHT_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns when an exponential overflows
 
@@ -31,19 +35,21 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 def test_every_tile_fits_every_card(card):
     for weight_bytes, token_bytes in ((4, 4), (2, 2), (1, 1) if card.has_fp8 else (1, 2)):
-        for pairs in (1, 128 * 24, 128 * 48, 128 * 80, 2**20):
+        for pairs in PAIRS:
             for tiles in experts.select_tiles(weight_bytes, pairs, 128, card, token_bytes):
                 assert tiles.shared_memory(card, weight_bytes, token_bytes) <= card.shared_memory
                 assert tiles.stages >= 3
     for tokens in (1, 64, 256, 4096):
         for token_bytes in (2, 4) if not card.has_fp8 else (1, 4):
             tiles = linear_fp8.select_tiles(tokens, card, token_bytes)
-            assert linear_fp8.shared_memory(tiles, card, token_bytes) <= card.shared_memory
-    for size in (16, 256, 512):
-        for has_many_tokens in (False, True):
-            for item_size in (2, 4):
-                tiles = attention.tiles_for(card, size, has_many_tokens, item_size)
-                assert tiles.shared_memory(card, size, item_size) <= card.shared_memory
+            assert tiles.shared_memory(card, 1, token_bytes) <= card.shared_memory
+    for size, tokens, token_bytes in itertools.product((16, 256, 512), (256, 2048), (2, 4)):
+        tiles = attention.select_tiles(size, tokens, card, token_bytes)
+        assert attention.shared_memory(tiles, card, token_bytes) <= card.shared_memory
+    for (quant, weight_bytes), pairs, token_bytes in itertools.product(FOURBIT.items(), PAIRS, (2, 4)):
+        for tiles in experts_fourbit.select_tiles(quant, pairs, 128, card, token_bytes):
+            assert tiles.shared_memory(card, weight_bytes, token_bytes) <= card.shared_memory
+            assert tiles.stages >= (3 if token_bytes == 2 else 2)
 
 
 def test_which_tables_a_card_takes():
@@ -53,15 +59,17 @@ def test_which_tables_a_card_takes():
     assert describe_tiles(CARDS["H200"]) == "large: sm_90 with 227 KiB of shared memory per block, at least 200"
 
 
-def test_info_says_which_tiles_a_gpu_takes(monkeypatch):
+def test_info_says_which_tiles_and_fp8_product_a_gpu_takes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "RTX 4090")
     monkeypatch.setattr(backend, "select_device", torch.device)
     monkeypatch.setattr(backend, "select_backend", lambda place: backend.Backend(True, "RTX 4090"))
     monkeypatch.setattr(backend, "select_card", lambda device: SMALL)
+    monkeypatch.setattr(info, "select_product", lambda device: Fp8Product(False, "sm_89"))
     console = Console(file=io.StringIO(), width=200)
     console.print(info._machine_table())
     assert describe_tiles(SMALL) in console.file.getvalue()
+    assert "Triton (sm_89)" in console.file.getvalue()
 
 
 def test_the_formula_of_a_product():
@@ -70,16 +78,35 @@ def test_the_formula_of_a_product():
     assert tiles.shared_memory(CARDS["H200"], 2, 2) == 204_800
     assert tiles.shared_memory(CARDS["A100"], 2, 2) == 163_840
     assert Tiles(64, 64, 128, 4, 4).shared_memory(SMALL, 1, 1) == 49_152
-    assert attention.Tiles(32, 32, 2, 8, 2).shared_memory(SMALL, 512, 2) == 100_352
-    assert attention.Tiles(64, 32, 1, 8, 2).shared_memory(CARDS["H200"], 512, 2) == 196_608
+    assert Tiles(128, 128, 64, 3, 8).shared_memory(SMALL, 1, 1) == 65_536  # the result is larger than the buffers
+    assert attention.shared_memory(Tiles(32, 512, 32, 2, 8, 2), SMALL, 2) == 100_352
+    assert attention.shared_memory(Tiles(64, 512, 32, 2, 8), CARDS["H200"], 2) == 196_608
 
 
-def test_a_tile_that_is_too_large_is_refused_before_its_launch():
+@pytest.mark.parametrize(
+    ("tiles", "name", "expected"),
+    [
+        (Tiles(32, 128, 128, 4, 4), "RTX 3090", [52_224, 52_224, 55_296]),
+        (Tiles(64, 128, 128, 4, 4), "RTX 3090", [76_800, 76_800, 79_872]),
+        (Tiles(32, 128, 128, 4, 4), "H200", [60_416, 60_416, 63_488]),
+        (Tiles(128, 128, 128, 3, 8), "H200", [116_736, 116_736, 118_784]),
+    ],
+)
+def test_the_formula_of_a_product_with_4_bit_weights(tiles, name, expected):
+    """Numbers of the compiler, as above: NVFP4, int4, int4 with a minimum. The weights in use are in registers."""
+    assert [tiles.shared_memory(CARDS[name], weight_bytes, 2) for weight_bytes in FOURBIT.values()] == expected
+
+
+def test_a_tile_that_is_too_large_is_refused_before_its_launch(monkeypatch):
     assert Tiles(32, 128, 64, 5, 8).fit(CARDS["H200 with REDRAFT_SHARED_MEMORY=99"], 2, 2).stages == 4
-    with pytest.raises(TileError, match="needs 131,072 bytes of shared memory per block, the card has 101,376"):
+    with pytest.raises(TileError, match="needs 262,144 bytes of shared memory per block, the card has 101,376"):
         Tiles(256, 256, 128, 5, 8).fit(SMALL, 2, 2)
-    with pytest.raises(TileError, match=r"heads of 1024.* needs 198,656 bytes .* the card has 101,376"):
-        attention.tiles_for(SMALL, 1024, False, 2)
+    with pytest.raises(TileError, match=r"features=1024.* needs 198,656 bytes .* the card has 101,376"):
+        attention.select_tiles(1024, 256, SMALL, 2)
+    monkeypatch.setattr(experts_fourbit, "TILES", {NO_LIMIT: (Tiles(64, 128, 512, 5, 8),) * 2})
+    assert [tiles.stages for tiles in experts_fourbit.select_tiles(2, 2048, 128, CARDS["A100"])] == [2, 2]
+    with pytest.raises(TileError, match="needs 106,496 bytes of shared memory per block, the card has 101,376"):
+        experts_fourbit.select_tiles(2, 2048, 128, SMALL)
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", 227), ("99", 99), ("163", 163), ("500", 227)])
@@ -132,6 +159,6 @@ def test_small_tiles_compute_the_same(monkeypatch):
     empty = [torch.zeros(1, dtype=dtype, device=DEVICE) for dtype in (torch.int64, torch.int64, torch.int32)]
     lengths = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     places = attention.KVLocations(torch.zeros(48, device=DEVICE), empty[0], empty[1], empty[2] + 1, lengths, lengths)
-    assert attention.select_tiles(q).rows == 16
+    assert attention.select_tiles(24, 9, SMALL, 4).tokens == 16
     mine = attention.attend(q, k, v, places, window=None, causal=False, splits=1)
     assert torch.allclose(mine, attend(q, k, v, None), atol=1e-5)

@@ -13,12 +13,15 @@ import torch
 from interpreted import DEVICE, GPU
 from packed_weights import randint, randn, random_weight
 
-from redraft.kernels import backend, gated_experts
 from redraft.kernels import fp8 as reference_fp8
+from redraft.kernels import gated_experts
+from redraft.kernels.backend import KIB, SMALLEST_LIMIT, Card
 from redraft.kernels.nibbles import pack_e2m1, pack_nibbles, unpack_e2m1, unpack_nibbles
 from redraft.kernels.nvfp4 import E2M1
 from redraft.kernels.packed import dequantize_packed
 from redraft.kernels.triton import experts, experts_fourbit
+from redraft.kernels.triton.routing import sort_by_expert
+from redraft.kernels.triton.tiles import NO_LIMIT, Tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns when an exponential overflows
 
@@ -33,7 +36,7 @@ def route(tokens: int, number: int, chosen: int = 2) -> tuple[torch.Tensor, torc
 
 def assert_equal_to_reference(x, experts_NK, weights, gate_up, down):
     """Compares the error against float64 with the reference's."""
-    actual = experts_fourbit.gated_experts(x, experts_NK.int(), weights, gate_up, down).sum(dim=1)
+    actual = experts.gated_experts(x, experts_NK.int(), weights, gate_up, down).sum(dim=1)
     expected = gated_experts(x, experts_NK, weights, gate_up, down)
     inner = (gate_up if isinstance(gate_up, torch.Tensor) else gate_up[0]).shape[-2] // 2
     sizes = ((gate_up, x.shape[1]), (down, inner))
@@ -49,7 +52,7 @@ def assert_equal_to_reference(x, experts_NK, weights, gate_up, down):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_experts_equal_the_reference(kind, tokens, size, inner, joins, monkeypatch):
     """Whole and partial blocks of inputs, gate and up with global scales of their own, an expert without tokens."""
-    monkeypatch.setattr(experts_fourbit, "joins_factors", lambda device: joins)
+    monkeypatch.setattr(experts_fourbit, "select_card", lambda device: Card(90 if joins else 89, SMALLEST_LIMIT))
     gate_up = random_weight(kind, 5, 2 * inner, size, parts=2)
     down = random_weight(kind, 5, size, inner, seed=10)
     assert_equal_to_reference(randn(tokens, size, seed=7).to(DEVICE), *route(tokens, 5), gate_up, down)
@@ -69,23 +72,17 @@ def test_the_two_weights_may_have_different_formats(up_kind, down_kind, monkeypa
 @pytest.mark.parametrize("kind", ["nvfp4", "int4 with minimum"])
 def test_many_tiles_equal_the_reference(kind, monkeypatch):
     """Several tiles of tokens, rows and inputs, and programs that share an expert's tokens, as eight canvases have them."""
-    monkeypatch.setattr(experts_fourbit, "FLOAT32_TILES", experts.Tiles(16, 64, 128, 2, 4, concurrent=2))
+    monkeypatch.setattr(experts_fourbit, "FLOAT32_TILES", Tiles(16, 64, 128, 2, 4, concurrent=2))
     gate_up = random_weight(kind, 3, 72, 136, parts=2)
     down = random_weight(kind, 3, 136, 36, seed=10)
     assert_equal_to_reference(randn(35, 136, seed=7).to(DEVICE), *route(35, 3), gate_up, down)
 
 
-@pytest.mark.parametrize("limit", [99, 227])
-def test_tiles_follow_the_shared_memory_and_the_number_of_tokens(limit, monkeypatch):
-    monkeypatch.setenv(backend.SHARED_MEMORY_VARIABLE, str(limit))
-    table = experts_fourbit.TILES[99 if limit == 99 else 200]
-    found = [
-        experts_fourbit.select_tiles(backend.shared_memory_limit("cpu"), 8 * tokens, 128) for tokens in (256, 512, 9999)
-    ]
-    assert found == [table[24], table[48], table[experts.NO_LIMIT]]
-    monkeypatch.setenv(backend.SHARED_MEMORY_VARIABLE, "64")
-    with pytest.raises(ValueError, match="at least 99, got '64'"):
-        backend.shared_memory_limit("cpu")
+@pytest.mark.parametrize("limit", [99, 163, 227])
+def test_tiles_follow_the_number_of_tokens_and_fit_every_card(limit):
+    table = experts_fourbit.TILES
+    found = [experts_fourbit.select_tiles(0, 8 * tokens, 128, Card(90, limit * KIB)) for tokens in (256, 512, 9999)]
+    assert found == [table[24], table[48], table[NO_LIMIT]]
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 200])
@@ -195,7 +192,7 @@ def test_the_conversion_in_ptx_equals_the_plain_one(kind):
     """NVFP4 weights are exact in bf16, so the sums differ by their order alone."""
     x = randn(300, 2816, seed=1).bfloat16().to(DEVICE)
     chosen, weights = route(300, 9, 4)
-    order, ends = experts_fourbit.sort_by_expert(chosen.int(), 9)
+    order, ends = sort_by_expert(chosen.int(), 9)
     gate_up = random_weight(kind, 9, 2 * 704, 2816, parts=2)
     down = random_weight(kind, 9, 2816, 704, seed=10)
     inner, other = (

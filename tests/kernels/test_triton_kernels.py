@@ -24,6 +24,7 @@ from redraft.diffusion import rng, sampler
 from redraft.kernels import Prediction, apply_rope, attend, gated_experts, rms_norm, rope_frequencies, rope_table
 from redraft.kernels import fp8 as reference_fp8
 from redraft.kernels import vocabulary as reference_vocabulary
+from redraft.kernels.backend import SIMULATED_CARD
 from redraft.kernels.triton import (
     attention,
     experts,
@@ -288,7 +289,7 @@ def test_every_kernel_compiles_with_the_tiles_of_a_card(architecture, tmp_path, 
 def test_keys_are_split_when_there_are_many_keys_and_few_tokens():
     few = torch.empty(1, 256, 16, 512)
     many = torch.empty(8, 256, 16, 512)
-    most = attention.LARGE_TILES[True, False].max_splits
+    most = attention.select_tiles(512, 256, SIMULATED_CARD, 4).concurrent
     assert attention.choose_num_splits(few, 100) == 1
     assert attention.choose_num_splits(few, 100_000) == most > 1
     assert attention.choose_num_splits(many, 100_000) == 1

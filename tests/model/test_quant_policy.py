@@ -12,6 +12,7 @@ from redraft.checkpoint.placement import Placement
 from redraft.kernels.fp8 import dequantize
 from redraft.kernels.packed import FORMATS
 from redraft.model.embedding import PackedEmbedding
+from redraft.model.quant import conversion, pack_embedding
 from redraft.model.quant.layers import PackedLinear
 from redraft.model.quant.policy import ATTENTION, EMBEDDING, EXPERT_DOWN, PLAIN, QuantPolicy, Target, part_of
 
@@ -146,6 +147,18 @@ def test_experts_are_packed_together_or_not_at_all():
     assert any("experts.gate_up_proj, 3 weights: bfloat16 -> fp8" in sentence for sentence in model.conversions)
 
 
+@pytest.mark.parametrize("formats", [{}, {EXPERT_DOWN: "Q8_0"}, {EXPERT_DOWN: "Q8_0", "experts.gate_up_proj": "Q8_0"}])
+def test_experts_lie_where_the_placement_says(formats):
+    """Those of layer 1 stay in host memory, in full precision, packed, or packed because their neighbour is."""
+
+    def place(config, sizes, dtype):
+        return Placement(torch.device("meta"), GPU, frozenset({1}))
+
+    model = checkpoint.from_state_dict(tiny.BASE, stored_model(formats), policy=GPU, place=place)
+    for name, tensor in model.state_dict().items():
+        assert tensor.device.type == ("cpu" if name.startswith("layers.1.experts.") else "meta"), name
+
+
 def test_without_a_dtype_a_quantized_embedding_becomes_bf16():
     assert checkpoint.from_state_dict(tiny.BASE, stored_model({EMBEDDING: "Q6_K"})).dtype == torch.bfloat16
 
@@ -175,6 +188,15 @@ def test_a_packed_embedding_is_said_saved_and_loaded(tmp_path):
     checkpoint.save(model, tmp_path / "saved")
     loaded = checkpoint.load_model(tmp_path / "saved")
     assert torch.equal(loaded.embed_tokens.weight, dequantize(model.embed_tokens.table_VD, torch.bfloat16))
+
+
+def test_an_embedding_is_packed_alike_in_memory_and_while_loading(monkeypatch):
+    """A few rows at a time or all at once."""
+    loaded = checkpoint.from_state_dict(tiny.BASE, stored_model({}), policy=replace(SMALL, packs_embedding=True))
+    monkeypatch.setattr(conversion, "ROWS_AT_ONCE", 100)
+    packed = pack_embedding(tiny.build(tiny.BASE, dtype=torch.bfloat16))
+    for mine, other in zip(packed.embed_tokens.table_VD, loaded.embed_tokens.table_VD, strict=True):
+        assert torch.equal(mine.float(), other.float())
 
 
 def test_a_model_without_its_experts_is_not_saved(tmp_path):

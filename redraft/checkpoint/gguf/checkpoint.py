@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from redraft.checkpoint.gguf.header import GgufFile, read_gguf
-from redraft.checkpoint.gguf.settings import EMBEDDING, check_architecture, parse_model_settings, parse_sampler_settings
+from redraft.checkpoint.gguf.settings import check_architecture, parse_model_settings, parse_sampler_settings
 from redraft.checkpoint.gguf.tensors import GgufTensors
 from redraft.checkpoint.gguf.vocabulary import read_tokenizer
 from redraft.checkpoint.names import CheckpointError
@@ -28,11 +28,6 @@ class GgufCheckpoint:
     file: GgufFile
     config: ModelConfig
     sampler: SamplerConfig
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The precision of the embedding; bf16 where it is quantized."""
-        return self.file.tensors[EMBEDDING].type.dtype or torch.bfloat16
 
     def tensors(self, device: torch.device | str = "cpu") -> GgufTensors:
         """The tensors by published name, checked against the settings; numbers are converted on the device."""

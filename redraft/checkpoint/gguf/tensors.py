@@ -1,6 +1,7 @@
 """The tensors of a GGUF file under the names of the published layout. All of them are checked when the file is opened.
 
-A quantized weight is a StoredWeight, anything else a Tensor; both are views of the mapped file until they are used.
+Quantized weights, and those that are not one tensor of the file, are StoredWeights; the others are Tensors. All of them are
+views of the mapped file until they are used.
 """
 
 import re
@@ -16,7 +17,7 @@ from redraft.checkpoint.gguf.weights import GgufWeight, PaddedWeight, StackedWei
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.config import ModelConfig, show_value
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.quant.stored import StoredFormat, StoredWeight
+from redraft.model.quant.stored import StoredWeight
 
 # Names of the file -> our names. Both lack ".weight" here.
 MODEL_NAMES = {
@@ -68,7 +69,7 @@ StoredTensor: TypeAlias = Tensor | StoredWeight
 
 
 class GgufTensors(Mapping[str, StoredTensor]):
-    """The tensors of a file by published name, on a device.
+    """The tensors of a file by published name. StoredWeights are converted on the device.
 
     The scale that an NVFP4 weight has beside it becomes its global scale. For `ffn_down_exps` it has the router's scale of
     each expert folded in, so the router's is 1 then.
@@ -93,28 +94,14 @@ class GgufTensors(Mapping[str, StoredTensor]):
     def __getitem__(self, name: str) -> StoredTensor:
         ours = self._ours[name]
         if ours.endswith(PER_EXPERT_SCALE) and self._is_folded(ours):
-            return torch.ones(self._shapes[name], device=self.device)
+            return torch.ones(self._shapes[name])
         if ours not in self._names:
-            gate, up = (self._weight(self._names[f"{ours}.{part}"]) for part in ("gate", "up"))
-            stored: StoredWeight = StackedWeight(gate, up)
-            return stored if gate.type.dtype is None or up.type.dtype is None else stored.dequantize(gate.type.dtype)
+            return StackedWeight(*(self._weight(self._names[f"{ours}.{part}"]) for part in ("gate", "up")))
         weight = self._weight(self._names[ours])
         if weight.shape != self._shapes[name]:
             parts = next((parts for end, parts in PADDED_ROWS.items() if ours.endswith(end)), 1)
-            padded = PaddedWeight(weight, weight.name, self._shapes[name], parts)
-            return padded if weight.type.dtype is None else padded.dequantize(weight.type.dtype)
+            return PaddedWeight(weight, weight.name, self._shapes[name], parts)
         return weight if weight.type.dtype is None else self._plain(weight, weight.type.dtype)
-
-    def stored_format(self, name: str) -> StoredFormat | None:
-        """The formats of a quantized weight, without reading it; None for full precision."""
-        ours = self._ours[name]
-        parts = [ours] if ours in self._names else [f"{ours}.gate", f"{ours}.up"]
-        types = [self.file.tensors[self._names[part]].type for part in parts if part in self._names]
-        if all(type_.dtype is not None for type_ in types):
-            return None
-        weight = self[name]
-        assert not isinstance(weight, Tensor)
-        return StoredFormat(weight.format, weight.packed_format)
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
@@ -138,7 +125,7 @@ class GgufTensors(Mapping[str, StoredTensor]):
         tensor = weight.rows.view(dtype)
         if tensor.dim() == 1 and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{self.file.path}: tensor {weight.name} has a number that is not finite")
-        return tensor.to(self.device)
+        return tensor
 
     # Checks
 

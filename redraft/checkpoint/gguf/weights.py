@@ -52,10 +52,12 @@ class GgufWeight:
         """Bytes in the file."""
         return self.rows.numel() + (0 if self.global_scale is None else self.global_scale.nbytes)
 
-    def select(self, matrices: slice) -> "GgufWeight":
-        """Some matrices of a stack."""
-        scale = None if self.global_scale is None else self.global_scale[matrices]
-        return replace(self, rows=self.rows[matrices], global_scale=scale)
+    def select(self, part: slice) -> "GgufWeight":
+        """Some matrices of a stack, or some rows of a matrix."""
+        scale = self.global_scale
+        if scale is not None and scale.dim():  # one for each matrix
+            scale = scale[part]
+        return replace(self, rows=self.rows[part], global_scale=scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers that the weight stands for."""
@@ -111,8 +113,10 @@ class StackedWeight:
 
     @property
     def format(self) -> str:
-        """One format, or both where they differ."""
-        return self.gate.format if self.gate.format == self.up.format else f"{self.gate.format} and {self.up.format}"
+        """One format, or both where they differ. Full precision is the gate's."""
+        is_plain = self.gate.type.dtype is not None and self.up.type.dtype is not None
+        is_one = is_plain or self.gate.format == self.up.format
+        return self.gate.format if is_one else f"{self.gate.format} and {self.up.format}"
 
     @property
     def packed_format(self) -> str | None:

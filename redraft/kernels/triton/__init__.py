@@ -1,16 +1,16 @@
 """The operations of `redraft.kernels` as Triton kernels. Each file holds the kernels and the functions that launch them.
 
-    pdl               programmatic dependent launch, which every kernel uses
+    pdl               programmatic dependent launch, which most kernels use
     tiles             tile sizes that fit a card's shared memory
-    fp8               quantizes rows to fp8
+    fp8               quantizes rows to fp8; converts bytes to numbers and back
     norm              residual additions and RMS norms between the products of a layer
     qkv_rope          splits the qkv product into heads; norms and RoPE
     attention         attention over [KV cache ; new tokens], and writing the KV cache
     routing           the router's top-k, and the sort of tokens by expert
-    experts           the experts, as grouped products
-    experts_fourbit   the same with 4-bit weights, and the choice between both
+    mlp               the activation of dense MLP and experts
+    experts_fourbit   the experts with 4-bit weights, as grouped products
+    experts           the experts with weights in any format
     linear_fp8        dense products with fp8 weights, and the soft embedding of an fp8 embedding
-    mlp               the activation of the dense MLP
     vocabulary        argmax, entropy, sample and probabilities of the logits
     sampler_step      random numbers, acceptance and the next canvas
     pick              Gumbel picks of the causal half

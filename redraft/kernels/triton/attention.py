@@ -14,6 +14,7 @@ operations there, and numbers become bytes by integer operations everywhere.
 Shapes: B requests, S new tokens each, H query heads, G key-value heads (H is a multiple of G), K head size, J splits.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,43 +23,23 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.backend import Card, select_card
+from redraft.kernels.triton.fp8 import _encode_e4m3, _widen_e4m3
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
-from redraft.kernels.triton.tiles import check_fits, count_buffers, select_table
+from redraft.kernels.triton.tiles import NO_LIMIT, Tiles, check_fits, count_buffers, select_by_size, select_table
 
 COMBINED_ROWS = 4  # rows per program of `_combine_splits`
 MIN_SPLIT_KEYS = 128  # per program
 FEW_TOKENS = 512  # up to here the rows alone do not fill a GPU
 
 
-class Tiles(NamedTuple):
-    """Tile sizes and launch options."""
-
-    rows: int
-    keys: int
-    max_splits: int
-    warps: int
-    stages: int
-
-    def shared_memory(self, card: Card, head_size: int, item_size: int) -> int:
-        """Returns the bytes of shared memory: queries, buffers of keys and values, and weights where registers hold none."""
-        has_shared_products = card.has_shared_products and self.rows >= 64 and item_size == 2
-        buffers = count_buffers(card, self.stages) if has_shared_products else max(1, self.stages - 1)
-        weights = 0 if has_shared_products else self.rows * self.keys
-        return (self.rows * head_size + 2 * self.keys * head_size * buffers + weights) * item_size
-
-
-# Tuned on an H200. The key: (head size > 256, more than FEW_TOKENS new tokens).
+# Tuned on an H200. The keys: the largest head size, then the largest number of new tokens.
 LARGE_TILES = {
-    (False, False): Tiles(64, 32, 4, 4, 2),
-    (True, False): Tiles(32, 32, 2, 4, 2),
-    (False, True): Tiles(128, 64, 1, 8, 2),
-    (True, True): Tiles(64, 32, 1, 8, 2),
+    256: {FEW_TOKENS: Tiles(64, 256, 32, 2, 4, 4), NO_LIMIT: Tiles(128, 256, 64, 2, 8)},
+    NO_LIMIT: {FEW_TOKENS: Tiles(32, 512, 32, 2, 4, 2), NO_LIMIT: Tiles(64, 512, 32, 2, 8)},
 }
 SMALL_TILES = {  # for 99 KiB
-    (False, False): Tiles(64, 32, 4, 8, 2),
-    (True, False): Tiles(32, 32, 2, 8, 2),
-    (False, True): Tiles(64, 32, 1, 8, 2),
-    (True, True): Tiles(32, 32, 1, 8, 2),
+    256: {FEW_TOKENS: Tiles(64, 256, 32, 2, 8, 4), NO_LIMIT: Tiles(64, 256, 32, 2, 8)},
+    NO_LIMIT: {FEW_TOKENS: Tiles(32, 512, 32, 2, 8, 2), NO_LIMIT: Tiles(32, 512, 32, 2, 8)},
 }
 
 
@@ -77,19 +58,15 @@ class KVLocations(NamedTuple):
     counts_B: Tensor  # new tokens that `write_kv` stores, int32
 
 
-def has_fp8_type(device: torch.device) -> bool:
-    """Whether the compiler has an e4m3 type for this device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def attend(
     q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, cached: KVLocations, *, window: int | None, causal: bool, splits: int
 ) -> Tensor:
     """Returns softmax(q k) v as [B, S, H * K]. The last two axes of q, k and v must be contiguous."""
     b, s, heads, size = q_BSHK.shape
     groups = k_BSGK.shape[2]
-    tiles = select_tiles(q_BSHK)
-    rows = max(16, min(tiles.rows, triton.next_power_of_2(s * heads // groups)))
+    tiles = _select_tiles_of(q_BSHK)
+    has_fp8_type = select_card(q_BSHK.device).has_fp8
+    rows = max(16, min(tiles.tokens, triton.next_power_of_2(s * heads // groups)))
     out_BSHK = torch.empty(b, s, heads, size, dtype=q_BSHK.dtype, device=q_BSHK.device)
     partial_JRK = out_BSHK  # unused without splits
     softmax_JR2 = out_BSHK
@@ -100,8 +77,8 @@ def attend(
     _attend[grid](
         q_BSHK, k_BSGK, v_BSGK, *cached, out_BSHK, partial_JRK, softmax_JR2,
         q_BSHK.stride(0), q_BSHK.stride(1), k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
-        b, s, heads, groups, window or 0, causal, splits == 1, cached.base.dtype == torch.uint8, has_fp8_type(q_BSHK.device),
-        size, max(16, triton.next_power_of_2(size)), rows, tiles.keys,
+        b, s, heads, groups, window or 0, causal, splits == 1, cached.base.dtype == torch.uint8, has_fp8_type,
+        size, tiles.features, rows, tiles.inner,
         num_warps=tiles.warps, num_stages=tiles.stages, **pdl_options(),
     )  # fmt: skip
     if splits > 1:
@@ -113,27 +90,36 @@ def attend(
     return out_BSHK.flatten(2)
 
 
-def select_tiles(q_BSHK: Tensor) -> Tiles:
-    """Returns the tile sizes for these queries, on their device."""
-    b, s, _, size = q_BSHK.shape
-    return tiles_for(select_card(q_BSHK.device), size, b * s > FEW_TOKENS, q_BSHK.element_size())
-
-
-def tiles_for(card: Card, head_size: int, has_many_tokens: bool, item_size: int) -> Tiles:
-    """Returns the tile sizes on a card. Raises TileError where they do not fit."""
-    tiles = select_table(card, LARGE_TILES, SMALL_TILES)[head_size > 256, has_many_tokens]
-    if item_size > 2:
-        large = tiles._replace(rows=32, keys=16)
-        tiles = select_table(card, large, tiles._replace(rows=16, keys=16, warps=16))
-    size_padded = max(16, triton.next_power_of_2(head_size))
-    check_fits(f"attention with heads of {head_size}, {tiles},", tiles.shared_memory(card, size_padded, item_size), card)
+def select_tiles(head_size: int, tokens: int, card: Card, token_bytes: int) -> Tiles:
+    """Returns the tiles for this many new tokens. Their features are the head size, padded. Raises TileError if none fit."""
+    by_tokens = select_by_size(select_table(card, LARGE_TILES, SMALL_TILES), head_size)
+    tiles = replace(select_by_size(by_tokens, tokens), features=max(16, triton.next_power_of_2(head_size)))
+    if token_bytes > 2:
+        large = replace(tiles, tokens=32, inner=16)
+        tiles = select_table(card, large, replace(tiles, tokens=16, inner=16, warps=16))
+    check_fits(f"attention with {tiles}", shared_memory(tiles, card, token_bytes), card)
     return tiles
+
+
+def shared_memory(tiles: Tiles, card: Card, token_bytes: int) -> int:
+    """Returns the bytes of shared memory: queries, buffers of keys and values, and weights where registers hold none."""
+    has_shared_products = card.has_shared_products and tiles.tokens >= 64 and token_bytes == 2
+    buffers = count_buffers(card, tiles.stages) if has_shared_products else max(1, tiles.stages - 1)
+    queries = tiles.tokens * tiles.features
+    keys_and_values = 2 * tiles.inner * tiles.features * buffers
+    weights = 0 if has_shared_products else tiles.tokens * tiles.inner
+    return (queries + keys_and_values + weights) * token_bytes
 
 
 def choose_num_splits(q_BSHK: Tensor, keys: int) -> int:
     """Returns among how many programs to split this many keys, a power of two: each gets MIN_SPLIT_KEYS at least."""
-    splits = max(1, min(select_tiles(q_BSHK).max_splits, keys // MIN_SPLIT_KEYS))
+    splits = max(1, min(_select_tiles_of(q_BSHK).concurrent, keys // MIN_SPLIT_KEYS))
     return 1 << (splits.bit_length() - 1)
+
+
+def _select_tiles_of(q_BSHK: Tensor) -> Tiles:
+    b, s, _, size = q_BSHK.shape
+    return select_tiles(size, b * s, select_card(q_BSHK.device), q_BSHK.element_size())
 
 
 @triton.jit
@@ -186,8 +172,8 @@ def _attend(
         key = tl.load(key_base + offs, mask=mask, other=0)
         value = tl.load(value_base + offs, mask=mask, other=0)
         if FP8:
-            key = _decode_e4m3(key, HAS_FP8_TYPE).to(query.dtype)
-            value = _decode_e4m3(value, HAS_FP8_TYPE).to(query.dtype)
+            key = _widen_e4m3(key, query.dtype, HAS_FP8_TYPE)
+            value = _widen_e4m3(value, query.dtype, HAS_FP8_TYPE)
         visible = mask_n[None, :]
         if CAUSAL and WINDOW:
             visible = visible & (length + token[:, None] - (oldest + number)[None, :] < WINDOW)
@@ -215,33 +201,6 @@ def _attend(
         tl.store(partial + out_row[:, None] * K + offs_k[None, :], acc, mask=mask)
         tl.store(softmax + out_row * 2, row_max, mask=mask_m)
         tl.store(softmax + out_row * 2 + 1, row_sum, mask=mask_m)
-
-
-@triton.jit
-def _decode_e4m3(byte, HAS_FP8_TYPE: tl.constexpr):
-    """The numbers that e4m3 bytes stand for.
-
-    Without the type: sign, exponent and fraction at their places in a float32 are the number times 2^-120.
-    """
-    if HAS_FP8_TYPE:
-        number = byte.to(tl.float8e4nv, bitcast=True)
-    else:
-        bits = ((byte.to(tl.int32) & 128) << 24) | ((byte.to(tl.int32) & 127) << 20)
-        number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    return number
-
-
-@triton.jit
-def _encode_e4m3(x):
-    """The e4m3 bytes nearest to these numbers, ties to the even code; numbers beyond 448 become 448."""
-    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
-    size = magnitude.to(tl.int32, bitcast=True)
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # 960: the difference of the exponents' biases, 120 * 8
-    # Below 2^-6 codes are multiples of 2^-9. Adding 2^14, whose last bit is 2^-9, rounds to one.
-    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xFFFFF
-    code = tl.where(magnitude < 0.015625, small, normal)
-    return (((bits >> 24) & 128) | code).to(tl.uint8)
 
 
 @triton.jit
@@ -297,8 +256,8 @@ def _round_kv(k, v, k_row, k_token, v_row, v_token, S, K, K_PADDED: tl.constexpr
     offs = tl.program_id(1) * K + offs_k
     k_ptr = k + request * k_row + token * k_token + offs
     v_ptr = v + request * v_row + token * v_token + offs
-    key = _decode_e4m3(_encode_e4m3(tl.load(k_ptr, mask=offs_k < K, other=0.0)), False)
-    value = _decode_e4m3(_encode_e4m3(tl.load(v_ptr, mask=offs_k < K, other=0.0)), False)
+    key = _widen_e4m3(_encode_e4m3(tl.load(k_ptr, mask=offs_k < K, other=0.0)), tl.float32)
+    value = _widen_e4m3(_encode_e4m3(tl.load(v_ptr, mask=offs_k < K, other=0.0)), tl.float32)
     tl.store(k_ptr, key.to(k.dtype.element_ty), mask=offs_k < K)
     tl.store(v_ptr, value.to(v.dtype.element_ty), mask=offs_k < K)
 

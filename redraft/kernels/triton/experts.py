@@ -3,7 +3,7 @@
 A canvas gives each expert few tokens (16 on average: 256 tokens, 8 of 128 experts), so loading the weights takes most of the
 time. Each weight is loaded once, by one program per expert and tile of features. The weights are on the M side of the
 product and the few tokens on the N side. Gate and up are one product with interleaved rows, so that both halves of a
-feature are in the registers of one program.
+feature are in the registers of one program. `experts_fourbit.py` has the products with 4-bit weights.
 
 Shapes: N tokens, K experts per token, M = N * K (token, expert) pairs, E experts, D model size, F expert size.
 """
@@ -17,12 +17,15 @@ from torch import Tensor
 
 from redraft.kernels.backend import Card, select_card
 from redraft.kernels.fp8 import Fp8Tensor
+from redraft.kernels.packed import PackedTensor
+from redraft.kernels.triton import experts_fourbit
+from redraft.kernels.triton.experts_fourbit import FourbitTensor
 from redraft.kernels.triton.fp8 import _widen_e4m3, data_and_scale, quantize_rows
+from redraft.kernels.triton.mlp import _gelu
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 from redraft.kernels.triton.routing import sort_by_expert
-from redraft.kernels.triton.tiles import Tiles, select_by_size, select_table
+from redraft.kernels.triton.tiles import NO_LIMIT, Tiles, select_by_size, select_table
 
-NO_LIMIT = 2**30
 # Tuned on an H200; `benchmarks/bench_kernels.py --tiles` tries others. The keys: whether weights are fp8, then the largest
 # average number of tokens per expert. The values: tiles of the gate_up product, tiles of the down product.
 LARGE_TILES = {
@@ -59,15 +62,23 @@ def gated_experts(
     x_ND: Tensor | Fp8Tensor,
     experts_NK: Tensor,
     weights_NK: Tensor,
-    gate_up_E2FD: Tensor | Fp8Tensor,
-    down_EDF: Tensor | Fp8Tensor,
+    gate_up_E2FD: Tensor | PackedTensor,
+    down_EDF: Tensor | PackedTensor,
 ) -> Tensor:
     """Returns the weighted outputs of every token's experts, outputs_NKD. The caller sums over K.
 
-    With fp8 weights the activations are quantized too, except on a card without fp8: there the weights are widened.
+    Each of the two weights may have any format. With an fp8 weight the activations are quantized too, except on a card
+    without fp8: there the weight is widened.
     """
-    order_M, ends_E = sort_by_expert(experts_NK, len(data_and_scale(gate_up_E2FD)[0]))
-    inner_MF = multiply_gate_up(x_ND, order_M, ends_E, gate_up_E2FD, experts_NK.shape[1])
+    order_M, ends_E = sort_by_expert(experts_NK, len(gate_up_E2FD if isinstance(gate_up_E2FD, Tensor) else gate_up_E2FD[0]))
+    chosen = experts_NK.shape[1]
+    if isinstance(gate_up_E2FD, FourbitTensor):
+        assert isinstance(x_ND, Tensor), "4-bit weights are multiplied with bf16 tokens"
+        inner_MF = experts_fourbit.multiply_gate_up(x_ND, order_M, ends_E, gate_up_E2FD, chosen)
+    else:
+        inner_MF = multiply_gate_up(x_ND, order_M, ends_E, gate_up_E2FD, chosen)
+    if isinstance(down_EDF, FourbitTensor):
+        return experts_fourbit.multiply_down(inner_MF, order_M, ends_E, down_EDF, weights_NK)
     return multiply_down(inner_MF, order_M, ends_E, down_EDF, weights_NK)
 
 
@@ -123,12 +134,6 @@ def select_tiles(weight_bytes: int, pairs: int, experts: int, card: Card, token_
     elif token_bytes > weight_bytes:  # weights are widened in registers, so the tokens' tile is larger than the weights'
         up_tiles, down_tiles = replace(up_tiles, inner=64, warps=8), replace(down_tiles, inner=64, warps=8)
     return up_tiles.fit(card, weight_bytes, token_bytes), down_tiles.fit(card, weight_bytes, token_bytes)
-
-
-@triton.jit
-def _gelu(x):
-    """The tanh approximation, with tanh(y) = 2 sigmoid(2 y) - 1."""
-    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit

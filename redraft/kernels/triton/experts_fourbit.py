@@ -1,7 +1,7 @@
 """The experts' grouped products over 4-bit weights, dequantized in registers. Reference: `kernels/experts.py`.
 
 The two products of `experts.py`, with another inner loop: a load of 16-bit units (`kernels/nibbles.py`) gives four factors
-of 16 inputs per block, so an iteration has four products. Activations and products are bf16.
+of 16 inputs per block. They are multiplied one by one, or joined and multiplied as one. Activations and products are bf16.
 
 On an H200 the number of instructions per weight decides the speed, not the memory. The conversion in PTX handles two weights
 at a time; the loop takes three to four instructions per weight. The plain conversion is its reference, and the one that
@@ -18,16 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.backend import select_card
-from redraft.kernels.fp8 import Fp8Tensor
+from redraft.kernels.backend import Card, select_card
 from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.nibbles import BLOCK, UNITS
 from redraft.kernels.nvfp4 import Nvfp4Tensor
-from redraft.kernels.packed import PackedTensor
-from redraft.kernels.triton import experts
-from redraft.kernels.triton.experts import NO_LIMIT, Tiles, _gelu
+from redraft.kernels.triton.mlp import _gelu
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
-from redraft.kernels.triton.routing import sort_by_expert
+from redraft.kernels.triton.tiles import NO_LIMIT, Tiles, select_by_size
 
 FourbitTensor: TypeAlias = Nvfp4Tensor | Int4Tensor
 
@@ -38,47 +35,18 @@ _INT4_MINIMUM = tl.constexpr(2)
 _BLOCK = tl.constexpr(BLOCK)
 _UNITS = tl.constexpr(UNITS)
 
-# By the shared memory of a block in KiB, then by the largest average number of tokens per expert: the tiles of the gate_up
-# product and of the down product. Chosen by instructions per weight and shared memory; `benchmarks/bench_kernels.py
-# --tiles` measures others. `inner` is a multiple of 64.
+# Bytes per weight by FORMAT: half a byte for the code, 4 bytes per block for its scales, 4 more for its minimums.
+WEIGHT_BYTES = {_NVFP4.value: 36 / BLOCK, _INT4.value: 36 / BLOCK, _INT4_MINIMUM.value: 40 / BLOCK}
+
+# The key: the largest average number of tokens per expert. The values: tiles of the gate_up product, tiles of the down
+# product; `inner` is a multiple of 64. Measured on an H200 (`benchmarks/bench_experts.py --tiles`): the conversion is the
+# limit, so tiles with many programs per processor win, and those fit 99 KiB as well.
 TILES = {
-    200: {
-        24: (Tiles(32, 128, 128, 4, 4), Tiles(32, 128, 64, 4, 4)),
-        48: (Tiles(64, 128, 128, 4, 4), Tiles(64, 128, 64, 4, 4)),
-        80: (Tiles(64, 128, 128, 4, 4, 2), Tiles(64, 128, 64, 4, 4, 2)),
-        NO_LIMIT: (Tiles(128, 128, 128, 3, 8, 2), Tiles(128, 128, 64, 4, 8, 2)),
-    },
-    99: {
-        24: (Tiles(32, 128, 128, 3, 4), Tiles(32, 128, 64, 4, 4)),
-        48: (Tiles(64, 128, 64, 4, 4), Tiles(64, 128, 64, 4, 4)),
-        80: (Tiles(64, 128, 64, 4, 4, 2), Tiles(64, 128, 64, 4, 4, 2)),
-        NO_LIMIT: (Tiles(128, 128, 64, 3, 8, 2), Tiles(128, 128, 64, 3, 8, 2)),
-    },
+    24: (Tiles(32, 128, 128, 3, 4), Tiles(32, 128, 64, 4, 4)),
+    48: (Tiles(64, 128, 64, 4, 4), Tiles(64, 128, 64, 4, 4)),
+    NO_LIMIT: (Tiles(64, 128, 64, 3, 4, 2), Tiles(64, 128, 64, 3, 4, 2)),
 }
 FLOAT32_TILES = Tiles(16, 32, 64, 2, 4)  # products in float32 keep both factors in registers
-
-
-def gated_experts(
-    x_ND: Tensor | Fp8Tensor,
-    experts_NK: Tensor,
-    weights_NK: Tensor,
-    gate_up_E2FD: Tensor | PackedTensor,
-    down_EDF: Tensor | PackedTensor,
-) -> Tensor:
-    """Returns the weighted outputs of every token's experts, outputs_NKD. The caller sums over K.
-
-    Each of the two weights may have any format. Tokens are in fp8 only with an fp8 gate_up weight.
-    """
-    order_M, ends_E = sort_by_expert(experts_NK, len(gate_up_E2FD if isinstance(gate_up_E2FD, Tensor) else gate_up_E2FD[0]))
-    chosen = experts_NK.shape[1]
-    if isinstance(gate_up_E2FD, FourbitTensor):
-        assert isinstance(x_ND, Tensor), "4-bit weights are multiplied with bf16 tokens"
-        inner_MF = multiply_gate_up(x_ND, order_M, ends_E, gate_up_E2FD, chosen)
-    else:
-        inner_MF = experts.multiply_gate_up(x_ND, order_M, ends_E, gate_up_E2FD, chosen)
-    if isinstance(down_EDF, FourbitTensor):
-        return multiply_down(inner_MF, order_M, ends_E, down_EDF, weights_NK)
-    return experts.multiply_down(inner_MF, order_M, ends_E, down_EDF, weights_NK)
 
 
 def multiply_gate_up(
@@ -95,8 +63,8 @@ def multiply_gate_up(
 
     `tiles`, `uses_ptx` and `joins` are for benchmarks and tests: tiles, conversion and products other than the device's.
     """
-    limit = select_card(x_ND.device).shared_memory
-    tiles = tiles or select_tiles(limit, len(order_M), len(ends_E), x_ND.element_size())[0]
+    card = select_card(x_ND.device)
+    tiles = tiles or select_tiles(format_of(gate_up_E2FD), len(order_M), len(ends_E), card, x_ND.element_size())[0]
     weight = _kernel_weight(gate_up_E2FD)
     number, rows, _ = weight.codes.shape
     inner_MF = torch.empty(len(order_M), rows // 2, dtype=x_ND.dtype, device=x_ND.device)
@@ -120,8 +88,8 @@ def multiply_down(
     joins: bool | None = None,
 ) -> Tensor:
     """Returns the down products times the router's weights, in token order, outputs_NKD. Options as above."""
-    limit = select_card(inner_MF.device).shared_memory
-    tiles = tiles or select_tiles(limit, len(order_M), len(ends_E), inner_MF.element_size())[1]
+    card = select_card(inner_MF.device)
+    tiles = tiles or select_tiles(format_of(down_EDF), len(order_M), len(ends_E), card, inner_MF.element_size())[1]
     weight = _kernel_weight(down_EDF)
     number, size, _ = weight.codes.shape
     outputs_NKD = torch.empty(*weights_NK.shape, size, dtype=inner_MF.dtype, device=inner_MF.device)
@@ -134,23 +102,13 @@ def multiply_down(
     return outputs_NKD
 
 
-def select_tiles(limit: int, pairs: int, experts: int, element_size: int = 2) -> tuple[Tiles, Tiles]:
-    """Returns the tiles of the gate_up product and of the down product, for blocks with `limit` bytes of shared memory.
-
-    `element_size` is that of the activations.
-    """
-    if element_size > 2:
-        return FLOAT32_TILES, FLOAT32_TILES
-    by_tokens = next(table for kib, table in TILES.items() if limit >= kib * 1024)
-    return next(tiles for tokens, tiles in by_tokens.items() if pairs <= tokens * experts)
-
-
-def joins_factors(device: torch.device) -> bool:
-    """Whether the four factors of a tile are multiplied as one: on sm_90 and sm_100, whose products run asynchronously.
-
-    `mma.sync`, on other cards, wants the joined factor in another order, which would take a detour through shared memory.
-    """
-    return device.type == "cuda" and select_card(device).has_shared_products
+def select_tiles(format: int, pairs: int, experts: int, card: Card, token_bytes: int = 2) -> tuple[Tiles, Tiles]:
+    """Returns the tiles of the gate_up product and of the down product, for a FORMAT of the kernels."""
+    up_tiles, down_tiles = select_by_size(TILES, pairs / experts)
+    if token_bytes > 2:
+        up_tiles, down_tiles = FLOAT32_TILES, FLOAT32_TILES
+    weight_bytes = WEIGHT_BYTES[format]
+    return up_tiles.fit(card, weight_bytes, token_bytes), down_tiles.fit(card, weight_bytes, token_bytes)
 
 
 class _KernelWeight(NamedTuple):
@@ -172,19 +130,28 @@ def _kernel_weight(weight: FourbitTensor) -> _KernelWeight:
 
 
 def _constants(x: Tensor, weight: FourbitTensor, tiles: Tiles, uses_ptx: bool, joins: bool | None) -> dict[str, int | bool]:
-    """The kernels' constants."""
-    int4_format = _INT4 if isinstance(weight, Int4Tensor) and weight.minimum is None else _INT4_MINIMUM
-    parts = weight.global_scale.shape[-1] if isinstance(weight, Nvfp4Tensor) else 1
+    """The kernels' constants.
+
+    JOINED, unless `joins` says otherwise: on cards whose products run asynchronously. `mma.sync`, on other cards, wants the
+    joined factor in another order, which would take a detour through shared memory.
+    """
     return {
-        "FORMAT": (_NVFP4 if isinstance(weight, Nvfp4Tensor) else int4_format).value,
-        "PARTS": parts,
+        "FORMAT": format_of(weight),
+        "PARTS": weight.global_scale.shape[-1] if isinstance(weight, Nvfp4Tensor) else 1,
         "PTX": uses_ptx and x.is_cuda and x.dtype == torch.bfloat16,
-        "JOINED": joins_factors(x.device) if joins is None else joins,
+        "JOINED": select_card(x.device).has_shared_products if joins is None else joins,
         "EVEN": x.shape[1] % tiles.inner == 0,
         "BLOCK_T": tiles.tokens,
         "BLOCK_F": tiles.features,
         "BLOCK_J": tiles.inner // BLOCK,
     }
+
+
+def format_of(weight: FourbitTensor) -> int:
+    """Returns the kernels' constant FORMAT of a weight."""
+    if isinstance(weight, Nvfp4Tensor):
+        return int(_NVFP4.value)
+    return int((_INT4 if weight.minimum is None else _INT4_MINIMUM).value)
 
 
 @triton.jit
@@ -250,7 +217,7 @@ def _multiply(
     FORMAT: tl.constexpr, PTX: tl.constexpr, JOINED: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """The product of some rows of a weight with some tokens, [BLOCK_F, BLOCK_T]; a power of two too small with PTX.
+    """The product of some rows of a weight with some tokens, [BLOCK_F, BLOCK_T]. `_row_scale` completes it.
 
     Rows and tokens past the end repeat others and are not stored, so only the last blocks of inputs are masked. EVEN: all
     blocks are whole. JOINED: the four factors become one, and tensor cores start on it before all of it is converted.

@@ -1,4 +1,7 @@
-"""Quantizes rows to fp8, each with a scale from its largest absolute value. Reference: `quantize` in `kernels/fp8.py`.
+"""fp8 (e4m3): quantizes rows, and converts single numbers. Reference: `kernels/fp8.py`.
+
+A row has one scale, from its largest absolute value. Single numbers have none: they become bytes, and bytes become numbers,
+without the fp8 type that cards before sm_89 lack.
 
 Shapes: N rows of D numbers.
 """
@@ -40,13 +43,31 @@ def data_and_scale(tensor: Tensor | Fp8Tensor, as_bytes: bool = False) -> tuple[
 
 
 @triton.jit
-def _widen_e4m3(byte, dtype: tl.constexpr):
-    """The numbers of e4m3 bytes, exactly, by integer operations: their bits in a wider format are 2^-120 times too small."""
+def _widen_e4m3(byte, dtype: tl.constexpr, HAS_FP8_TYPE: tl.constexpr = False):
+    """The numbers of e4m3 bytes, exactly. Cards before sm_89 lack the type: integer operations replace the conversion there.
+
+    Sign, exponent and fraction at their places in a wider format are the number times 2^-120.
+    """
+    if HAS_FP8_TYPE:
+        return byte.to(tl.float8e4nv, bitcast=True).to(dtype)
     if dtype == tl.bfloat16:
         bits = byte.to(tl.int16)
         return ((bits & 128) << 8 | (bits & 127) << 4).to(tl.bfloat16, bitcast=True) * 1.329227995784916e36
     bits = byte.to(tl.int32)
     return (((bits & 128) << 24 | (bits & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
+
+
+@triton.jit
+def _encode_e4m3(x):
+    """The e4m3 bytes nearest to these numbers, ties to the even code; numbers beyond 448 become 448."""
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
+    size = magnitude.to(tl.int32, bitcast=True)
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # 960: the difference of the exponents' biases, 120 * 8
+    # Below 2^-6 codes are multiples of 2^-9. Adding 2^14, whose last bit is 2^-9, rounds to one.
+    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xFFFFF
+    code = tl.where(magnitude < 0.015625, small, normal)
+    return (((bits >> 24) & 128) | code).to(tl.uint8)
 
 
 @triton.jit

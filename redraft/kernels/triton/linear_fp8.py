@@ -19,9 +19,8 @@ from redraft.kernels.backend import Card, select_card
 from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.triton.fp8 import _widen_e4m3, data_and_scale
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
-from redraft.kernels.triton.tiles import Tiles, check_fits, select_by_size, select_table
+from redraft.kernels.triton.tiles import NO_LIMIT, Tiles, select_by_size, select_table
 
-NO_LIMIT = 2**30
 MAX_SPLITS = 8
 MIN_SPLIT_TILES = 4  # tiles of the summed axis per program
 SUM_BLOCK = 1024  # features per program of `_sum_splits`
@@ -36,7 +35,14 @@ SMALL_TILES = {  # for 99 KiB
     64: Tiles(64, 64, 128, 4, 4),
     NO_LIMIT: Tiles(128, 128, 128, 3, 8),
 }
-WIDENED_TILES = {16: Tiles(16, 64, 128, 4, 4), 64: Tiles(64, 64, 64, 4, 4), NO_LIMIT: Tiles(128, 128, 64, 3, 8)}
+SMALL_WIDENED_TILES = {16: Tiles(16, 64, 128, 4, 4), 64: Tiles(64, 64, 64, 4, 4), NO_LIMIT: Tiles(128, 128, 64, 3, 8)}
+# Measured on an H200: a tile with all tokens of a canvas widens each weight once.
+LARGE_WIDENED_TILES = {
+    16: Tiles(16, 64, 128, 4, 4),
+    64: Tiles(64, 64, 64, 4, 4),
+    128: Tiles(128, 128, 64, 3, 8),
+    NO_LIMIT: Tiles(256, 128, 64, 4, 8),
+}
 
 
 def matmul_fp8(x_ND: Fp8Tensor, weight_OD: Fp8Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -50,25 +56,19 @@ def matmul_widened(x_ND: Tensor, weight_OD: Fp8Tensor) -> Tensor:
     return _multiply(x_ND, weight_OD, x_ND.new_empty(len(x_ND), len(weight_OD.qdata)), by_input=False)
 
 
-def sum_rows(factors_ND: Tensor | Fp8Tensor, table_DO: Fp8Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns factors times the table's fp8 numbers, y_NO. The factors include the scales of the table's rows already."""
-    factors = data_and_scale(factors_ND)[0]
-    out_NO = torch.empty(len(factors), table_DO.qdata.shape[1], dtype=dtype, device=factors.device)
+def sum_rows(factors_ND: Tensor, table_DO: Fp8Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns factors times the table's fp8 numbers, y_NO. The factors include the scales of the table's rows already.
+
+    The table is widened on every card: an fp8 product sums along contiguous memory, and a table's rows are the other way.
+    """
+    out_NO = torch.empty(len(factors_ND), table_DO.qdata.shape[1], dtype=dtype, device=factors_ND.device)
     return _multiply(factors_ND, table_DO, out_NO, by_input=True)
 
 
 def select_tiles(tokens: int, card: Card, token_bytes: int) -> Tiles:
     """Returns the tiles for this many tokens of elements of this size. Elements of more than a byte mean widened weights."""
-    is_widened = token_bytes > 1
-    table = WIDENED_TILES if is_widened else select_table(card, LARGE_TILES, SMALL_TILES)
-    tiles = select_by_size(table, tokens).fit(card, 1, token_bytes)
-    check_fits(f"a product with {tiles}", shared_memory(tiles, card, token_bytes), card)
-    return tiles
-
-
-def shared_memory(tiles: Tiles, card: Card, token_bytes: int) -> int:
-    """Returns the bytes of shared memory: buffers of the product, and later, in their place, the float32 result."""
-    return max(tiles.shared_memory(card, 1, token_bytes), tiles.tokens * tiles.features * 4)
+    tables = (LARGE_WIDENED_TILES, SMALL_WIDENED_TILES) if token_bytes > 1 else (LARGE_TILES, SMALL_TILES)
+    return select_by_size(select_table(card, *tables), tokens).fit(card, 1, token_bytes)
 
 
 def choose_num_splits(tiles: Tiles, tokens: int, features: int, inner: int, card: Card) -> int:
@@ -128,12 +128,8 @@ def _multiply_fp8(
             w_ptr = weight + feature[:, None].to(tl.int64) * D + column[None, :]
         w = tl.load(w_ptr, mask=mask_f[:, None] & mask_k[None, :], other=0.0)
         if WIDEN:
-            acc = tl.dot(_widen_e4m3(w, t.dtype), t, acc, input_precision="ieee")
-        elif BY_INPUT:
-            # fp8 tensor cores add with about 13 bits. Over a vocabulary that loses small terms, so float32 adds the tiles.
-            acc += tl.dot(w, t, max_num_imprecise_acc=BLOCK_K)
-        else:
-            acc = tl.dot(w, t, acc)
+            w = _widen_e4m3(w, t.dtype)
+        acc = tl.dot(w, t, acc, input_precision="ieee")
     y = tl.trans(acc)
     offs = token[:, None].to(tl.int64) * F + feature[None, :]
     mask = mask_t[:, None] & mask_f[None, :]

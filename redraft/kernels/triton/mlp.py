@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.triton.experts import _gelu
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
 
@@ -20,6 +19,12 @@ def gelu_and_mul(gate_up_N2F: Tensor) -> Tensor:
     block = min(1024, triton.next_power_of_2(inner))
     _gelu_and_mul[(n, triton.cdiv(inner, block))](gate_up_N2F, inner_NF, inner, block, num_warps=4, **pdl_options())
     return inner_NF
+
+
+@triton.jit
+def _gelu(x):
+    """The tanh approximation, with tanh(y) = 2 sigmoid(2 y) - 1."""
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit

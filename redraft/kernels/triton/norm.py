@@ -98,6 +98,7 @@ def _divide_by_rms(x, D, EPS):
 
 @triton.jit
 def _rms_norm(x, weight, out, D, HAS_WEIGHT: tl.constexpr, EPS: tl.constexpr, D_PADDED: tl.constexpr, PDL: tl.constexpr):
+    """One token."""
     _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, D_PADDED)
@@ -115,6 +116,7 @@ def _add_attention_and_norm(
     D, EPS: tl.constexpr, ROUTER_SCALE, MLP_TO_FP8: tl.constexpr, MOE_TO_FP8: tl.constexpr,
     D_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One token. Sums and norms are rounded where the layers of the model round theirs."""
     _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, D_PADDED)
@@ -146,6 +148,7 @@ def _add_mlp_and_norm(
     out, next_out, next_scale,
     CAUSAL, D, K: tl.constexpr, EPS: tl.constexpr, TO_FP8: tl.constexpr, D_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One token. The first CAUSAL tokens have another scalar than the canvas."""
     _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, D_PADDED)

@@ -1,9 +1,9 @@
 """Tile sizes that fit a card: the shared memory of a tile by formula, and the choice between tables of tiles.
 
-Every kernel with products has two tables: large tiles for cards with at least 200 KiB of shared memory per block (H100,
-H200, B200), and small tiles that fit 99 KiB (RTX 3090, 4090, 5090). An A100 has 163 KiB; most large tiles would fit, but
-their registers spill there, so it takes the small ones. The large tables are tuned on an H200. The small ones are chosen by
-the formulas of this file and compiled without spills. This file does not import Triton.
+Every kernel with products has two tables at the top of its file: large tiles for cards with at least 200 KiB of shared
+memory per block (H100, H200, B200), and small tiles that fit 99 KiB (RTX 3090, 4090, 5090). An A100 has 163 KiB; most large
+tiles would fit, but their registers spill there, so it takes the small ones. The large tables are tuned on an H200. The
+small ones are chosen by the formulas of this file and compiled without spills. This file does not import Triton.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from typing import TypeVar
 from redraft.kernels.backend import KIB, Card
 
 LARGE_LIMIT = 200 * KIB  # what the largest tile of the large tables needs
+NO_LIMIT = 2**30  # the last key of a table
 
 Table = TypeVar("Table")
 
@@ -23,21 +24,36 @@ class TileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes and launch options of one product of a weight with tokens."""
+    """Tile sizes and launch options of a product: of a weight with tokens, or of attention.
+
+    In attention the tokens are rows of queries, the features are the head size, and the summed axis are the keys.
+    """
 
     tokens: int
     features: int  # rows of the weight
     inner: int  # the summed axis
     stages: int
     warps: int
-    concurrent: int = 1  # programs that share an expert's tokens: they run together and find its weights in the L2 cache
+    # Programs that share an expert's tokens: they run together and find its weights in the L2 cache. In attention: the most
+    # programs that share the keys of a row.
+    concurrent: int = 1
 
-    def shared_memory(self, card: Card, weight_bytes: int, token_bytes: int) -> int:
-        """Returns the bytes of shared memory, for elements of these sizes."""
-        stage = (self.features * weight_bytes + self.tokens * token_bytes) * self.inner
-        return stage * count_buffers(card, self.stages)
+    def shared_memory(self, card: Card, weight_bytes: float, token_bytes: int) -> int:
+        """Returns the bytes of shared memory of a product with a weight, for elements of these sizes.
 
-    def fit(self, card: Card, weight_bytes: int, token_bytes: int) -> "Tiles":
+        Buffers of weights and tokens, and later, in their place, the float32 result. Weights of fewer bytes than tokens are
+        converted in registers: the stage in use is there, not in shared memory. On sm_100 the converted weights may pass
+        through shared memory on their way to tensor memory.
+        """
+        is_converted = weight_bytes < token_bytes
+        token_buffers = count_buffers(card, self.stages)
+        weight_buffers = max(1, self.stages - 1) if is_converted else token_buffers
+        weights = int(self.features * self.inner * weight_bytes) * weight_buffers
+        tokens = self.tokens * self.inner * token_bytes * token_buffers
+        converted = self.features * self.inner * token_bytes if is_converted and card.has_tensor_memory else 0
+        return max(weights + tokens + converted, self.tokens * self.features * 4)
+
+    def fit(self, card: Card, weight_bytes: float, token_bytes: int) -> "Tiles":
         """Returns these tiles with as many stages as fit the card. Raises TileError where not even two do."""
         tiles = self
         while tiles.stages > 2 and tiles.shared_memory(card, weight_bytes, token_bytes) > card.shared_memory:

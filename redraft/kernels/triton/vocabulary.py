@@ -2,12 +2,11 @@
 
     raw logits -> [1 _reduce_chunks] -> statistics of chunks -> [2 _combine_chunks] -> argmax, entropy, sample, normaliser
     raw logits -> [3 _compute_probs] -> probabilities, in the same memory -> one product with the embedding
-    raw logits -> [4 _compute_factors] -> probabilities times the scales of an fp8 embedding's rows -> one product with it
 
 The kernels read the raw logits of the output projection. A sample needs the cumulative weight up to a token: kernel 1 sums
 chunks and the blocks inside them, and kernel 2 reads again only the one block that contains the target.
 
-Shapes: N positions, V vocabulary, J chunks, I blocks per chunk, D model size.
+Shapes: N positions, V vocabulary, J chunks, I blocks per chunk.
 """
 
 from typing import NamedTuple
@@ -17,14 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redraft.kernels.backend import select_card
-from redraft.kernels.fp8 import FP8_MAX, Fp8Tensor
-from redraft.kernels.triton.fp8 import data_and_scale, empty_fp8
-from redraft.kernels.triton.linear_fp8 import sum_rows
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
+from redraft.kernels.vocabulary import BLOCK
 
-_FP8_MAX = tl.constexpr(FP8_MAX)
-BLOCK = 128  # entries per partial sum when sampling, as in the reference
 CHUNK = 4096  # entries per program
 
 
@@ -36,16 +30,10 @@ class VocabularyResult(NamedTuple):
     sampled_N: Tensor  # int64
     top_N: Tensor  # the largest logit after softcap and temperature, float32
     mass_N: Tensor  # the softmax normaliser relative to the largest logit, both rounded to the dtype of the raw logits
-    factor_N: Tensor  # the largest sum of a rounded logit and the log of its row's scale; unused without these scales
 
 
-def argmax_entropy_sample(
-    raw_NV: Tensor, cap: float, temperature_N: Tensor, uniform_N: Tensor, log_scale_V: Tensor | None = None
-) -> VocabularyResult:
-    """Returns argmax, entropy and a sample of softmax(softcap(raw) / temperature).
-
-    `log_scale_V`, the logarithms of the scales of an fp8 embedding's rows, are for its soft embedding.
-    """
+def argmax_entropy_sample(raw_NV: Tensor, cap: float, temperature_N: Tensor, uniform_N: Tensor) -> VocabularyResult:
+    """Returns argmax, entropy and a sample of softmax(softcap(raw) / temperature)."""
     n, vocab = raw_NV.shape
     device = raw_NV.device
     chunk = min(CHUNK, max(BLOCK, triton.next_power_of_2(vocab)))
@@ -54,52 +42,38 @@ def argmax_entropy_sample(
     stats_NJ4 = torch.empty(n, chunks, 4, dtype=torch.float32, device=device)
     argmax_NJ = torch.empty(n, chunks, dtype=torch.int32, device=device)
     sums_NJI = torch.empty(n, chunks, blocks, dtype=torch.float32, device=device)
-    factors_NJ = torch.empty(n, chunks, dtype=torch.float32, device=device)
-    has_scales = log_scale_V is not None
-    log_scale = log_scale_V if has_scales else temperature_N  # without scales the kernel does not read the argument
     _reduce_chunks[(n, chunks)](
-        raw_NV, temperature_N, log_scale, stats_NJ4, argmax_NJ, sums_NJI, factors_NJ,
-        vocab, chunks, cap, chunk, blocks, BLOCK, has_scales, num_warps=4, **pdl_options(),
+        raw_NV, temperature_N, stats_NJ4, argmax_NJ, sums_NJI,
+        vocab, chunks, cap, chunk, blocks, BLOCK, num_warps=4, **pdl_options(),
     )  # fmt: skip
     best_N, sampled_N = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
-    entropy_N, top_N, mass_N, factor_N = (torch.empty(n, dtype=torch.float32, device=device) for _ in range(4))
+    entropy_N, top_N, mass_N = (torch.empty(n, dtype=torch.float32, device=device) for _ in range(3))
     _combine_chunks[(n,)](
-        raw_NV, temperature_N, uniform_N, stats_NJ4, argmax_NJ, sums_NJI, factors_NJ,
-        best_N, entropy_N, sampled_N, top_N, mass_N, factor_N,
-        vocab, chunks, cap, triton.next_power_of_2(chunks), blocks, BLOCK, has_scales, num_warps=4, **pdl_options(),
+        raw_NV, temperature_N, uniform_N, stats_NJ4, argmax_NJ, sums_NJI,
+        best_N, entropy_N, sampled_N, top_N, mass_N,
+        vocab, chunks, cap, triton.next_power_of_2(chunks), blocks, BLOCK, num_warps=4, **pdl_options(),
     )  # fmt: skip
-    return VocabularyResult(best_N, entropy_N, sampled_N, top_N, mass_N, factor_N)
+    return VocabularyResult(best_N, entropy_N, sampled_N, top_N, mass_N)
 
 
-def compute_probs_(raw_NV: Tensor, cap: float, temperature_N: Tensor, result: VocabularyResult) -> Tensor:
+def compute_probs_(
+    raw_NV: Tensor, cap: float, temperature_N: Tensor, result: VocabularyResult, scale_V: Tensor | None = None
+) -> Tensor:
     """Overwrites raw logits with their probabilities, the weights of the soft embedding.
 
-    The logits are rounded to this dtype after softcap and temperature, as in the reference.
+    The logits are rounded to this dtype after softcap and temperature, as in the reference. Each probability is multiplied
+    by the scale of its token, if there are scales: those of an fp8 embedding's rows.
     """
     n, vocab = raw_NV.shape
     chunk = min(CHUNK, triton.next_power_of_2(vocab))
     grid = (n, triton.cdiv(vocab, chunk))
-    _compute_probs[grid](raw_NV, temperature_N, result.top_N, result.mass_N, vocab, cap, chunk, num_warps=4, **pdl_options())
-    return raw_NV
-
-
-def soft_embed_fp8(
-    raw_NV: Tensor, cap: float, temperature_N: Tensor, result: VocabularyResult, embedding_VD: Fp8Tensor, log_scale_V: Tensor
-) -> Tensor:
-    """Returns the expected embedding [N, D] for an embedding in 8 bits, in the dtype of the logits, which it overwrites.
-
-    `result` was computed with `log_scale_V`. Probabilities times row scales are rounded to fp8; on a card without fp8
-    products to the dtype of the logits.
-    """
-    n, vocab = raw_NV.shape
-    to_fp8 = select_card(raw_NV.device).has_fp8
-    factors = empty_fp8(n, vocab, raw_NV.device) if to_fp8 else raw_NV
-    chunk = min(CHUNK, triton.next_power_of_2(vocab))
-    _compute_factors[(n, triton.cdiv(vocab, chunk))](
-        raw_NV, temperature_N, result.top_N, result.mass_N, result.factor_N, log_scale_V, *data_and_scale(factors),
-        vocab, cap, to_fp8, chunk, num_warps=4, **pdl_options(),
+    has_scales = scale_V is not None
+    scale = scale_V if has_scales else temperature_N  # without scales the kernel does not read the argument
+    _compute_probs[grid](
+        raw_NV, temperature_N, result.top_N, result.mass_N, scale, vocab, cap, has_scales, chunk,
+        num_warps=4, **pdl_options(),
     )  # fmt: skip
-    return sum_rows(factors, embedding_VD, raw_NV.dtype)
+    return raw_NV
 
 
 @triton.jit
@@ -110,8 +84,8 @@ def _softcap_and_scale(raw, cap, temperature):
 
 @triton.jit
 def _reduce_chunks(
-    raw, temperatures, log_scale, stats, argmaxes, sums, factors, V, J, cap,
-    CHUNK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr, PDL: tl.constexpr,
+    raw, temperatures, stats, argmaxes, sums, V, J, cap,
+    CHUNK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one position. Stores four statistics: max, sum(exp(z)), sum(exp(z) z), sum(exp(rounded z))."""
     _pdl_wait(PDL)
@@ -125,12 +99,8 @@ def _reduce_chunks(
     top, argmax = tl.max(logit, axis=0, return_indices=True)
     below = tl.where(mask, logit - top, 0.0)
     weight = tl.where(mask, tl.exp(below), 0.0)
-    rounded_logit = logit.to(raw_logit.dtype).to(tl.float32)
-    rounded = tl.exp(rounded_logit - top.to(raw_logit.dtype).to(tl.float32))
+    rounded = tl.exp(logit.to(raw_logit.dtype).to(tl.float32) - top.to(raw_logit.dtype).to(tl.float32))
     index = row * J + chunk
-    if HAS_SCALES:
-        factor = rounded_logit + tl.load(log_scale + offs, mask=mask, other=0.0)
-        tl.store(factors + index, tl.max(factor, axis=0))
     tl.store(stats + index * 4, top)
     tl.store(stats + index * 4 + 1, tl.sum(weight, axis=0))
     tl.store(stats + index * 4 + 2, tl.sum(weight * below, axis=0))
@@ -142,10 +112,9 @@ def _reduce_chunks(
 
 @triton.jit
 def _combine_chunks(
-    raw, temperatures, uniform, stats, argmaxes, sums, factors,
-    best_out, entropy_out, sampled_out, top_out, mass_out, factor_out,
-    V, J, cap, J_PADDED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr,
-    PDL: tl.constexpr,
+    raw, temperatures, uniform, stats, argmaxes, sums,
+    best_out, entropy_out, sampled_out, top_out, mass_out,
+    V, J, cap, J_PADDED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One position: combines its chunks, rescaled to the largest logit, and draws the sample."""
     _pdl_wait(PDL)
@@ -168,8 +137,6 @@ def _combine_chunks(
     rounded_below = tops.to(dtype).to(tl.float32) - top.to(dtype).to(tl.float32)
     rounded_sum = tl.load(stats + index * 4 + 3, mask=mask, other=0.0)
     tl.store(mass_out + row, tl.sum(tl.where(mask, tl.exp(rounded_below) * rounded_sum, 0.0), axis=0))
-    if HAS_SCALES:
-        tl.store(factor_out + row, tl.max(tl.load(factors + index, mask=mask, other=-float("inf")), axis=0))
     # The sample: first the block that contains the target, then the entry inside the block.
     block = tl.arange(0, J_PADDED * BLOCKS)
     block_chunk = block // BLOCKS
@@ -194,7 +161,9 @@ def _combine_chunks(
 
 
 @triton.jit
-def _compute_probs(raw, temperatures, tops, masses, V, cap, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _compute_probs(
+    raw, temperatures, tops, masses, scale, V, cap, HAS_SCALES: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
     """One chunk of one position."""
     _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -205,31 +174,7 @@ def _compute_probs(raw, temperatures, tops, masses, V, cap, CHUNK: tl.constexpr,
     dtype = raw_logit.dtype
     logit = _softcap_and_scale(raw_logit.to(tl.float32), cap, tl.load(temperatures + row)).to(dtype).to(tl.float32)
     top = tl.load(tops + row).to(dtype).to(tl.float32)
-    tl.store(raw + offs, (tl.exp(logit - top) / tl.load(masses + row)).to(dtype), mask=mask)
-
-
-@triton.jit
-def _compute_factors(
-    raw, temperatures, tops, masses, row_factors, log_scale, factors_out, scale_out,
-    V, cap, TO_FP8: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Probabilities times row scales, for one chunk of one position. In fp8 the largest of a position becomes 448."""
-    _pdl_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    mask = column < V
-    offs = row * V + column
-    raw_logit = tl.load(raw + offs, mask=mask, other=0.0)
-    dtype = raw_logit.dtype
-    logit = _softcap_and_scale(raw_logit.to(tl.float32), cap, tl.load(temperatures + row)).to(dtype).to(tl.float32)
-    log_factor = logit + tl.load(log_scale + column, mask=mask, other=0.0)
-    top = tl.load(tops + row).to(dtype).to(tl.float32)
-    mass = tl.load(masses + row)
-    if TO_FP8:
-        largest = tl.load(row_factors + row)
-        factor = tl.minimum(tl.exp(log_factor - largest) * _FP8_MAX, _FP8_MAX)
-        tl.store(factors_out + offs, factor.to(tl.float8e4nv), mask=mask)
-        if tl.program_id(1) == 0:
-            tl.store(scale_out + row, tl.exp(largest - top) / (mass * _FP8_MAX))
-    else:
-        tl.store(factors_out + offs, (tl.exp(log_factor - top) / mass).to(dtype), mask=mask)
+    prob = tl.exp(logit - top) / tl.load(masses + row)
+    if HAS_SCALES:
+        prob = prob * tl.load(scale + column, mask=mask, other=0.0)
+    tl.store(raw + offs, prob.to(dtype), mask=mask)

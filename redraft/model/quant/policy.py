@@ -13,12 +13,14 @@ dequantized while they are loaded. `quant` asks for a format of the experts; the
 does not fit a limit, more is rounded: see `alternatives`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from redraft.kernels.backend import select_backend
+from redraft.model.quant.stored import StoredFormat
 
 QUANT_FORMATS = ("nvfp4", "int4", "fp8")
 FORMAT_WORDS = {"nvfp4": "NVFP4", "int4": "int4 in groups of 32", "fp8": "fp8 by channel"}
@@ -67,6 +69,11 @@ class Target(NamedTuple):
     format: str | None  # one of QUANT_FORMATS; None: full precision
     is_dequantized: bool = False  # rounded to the format, then kept in full precision
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether memory holds the weight in fewer bits."""
+        return self.format is not None and not self.is_dequantized
+
 
 PLAIN = Target(None)
 
@@ -103,6 +110,23 @@ class QuantPolicy:
     def substitute(self) -> str:
         """The format of experts that are stored in a format which no kernel runs."""
         return "nvfp4" if self.prefer_small else "fp8"
+
+    def targets(self, stored_formats: Mapping[str, StoredFormat | None]) -> dict[str, Target]:
+        """What every weight of a model becomes, by its name. If one of a layer's two expert weights is packed, both are."""
+        targets = {name: self._fitting_target(part_of(name), stored) for name, stored in stored_formats.items()}
+        for name, target in list(targets.items()):
+            if part_of(name) in EXPERTS and target.is_packed:
+                for neighbour in (name.replace(EXPERT_DOWN, EXPERT_GATE_UP), name.replace(EXPERT_GATE_UP, EXPERT_DOWN)):
+                    if not targets[neighbour].is_packed:
+                        targets[neighbour] = Target("fp8")
+        return targets
+
+    def _fitting_target(self, part: str, stored: StoredFormat | None) -> Target:
+        """As `target`, but codes that fit no format of ours, integers in groups of 16, are rounded to the substitute."""
+        target = self.target(part, stored.format if stored is not None else None)
+        if stored is None or stored.packed_format is not None or target.format is None:
+            return target
+        return target._replace(format=self.substitute) if target.format == NATIVE.get(stored.format) else target
 
     def target(self, part: str, stored_format: str | None) -> Target:
         """What a weight of this part becomes. `stored_format` is the file's word; None: full precision."""

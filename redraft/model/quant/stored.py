@@ -1,6 +1,7 @@
-"""StoredWeight: a quantized weight as its file stores it, before it becomes a tensor or a packed tensor.
+"""StoredWeight: a weight as its file stores it, before it becomes a tensor or a packed tensor.
 
-Each kind of file has a class of its own in `checkpoint/`. Nothing is read or allocated before a method is called.
+Each kind of file has a class of its own in `checkpoint/`. Nothing is read or allocated before a method is called. A weight
+in full precision that is one tensor of its file is a Tensor instead: a view of the mapped file.
 """
 
 from typing import NamedTuple, Protocol
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor
 
 from redraft.kernels.packed import PackedTensor
+
+# The words of safetensors and GGUF files for full precision.
+PLAIN_FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class StoredFormat(NamedTuple):
@@ -23,7 +27,7 @@ class StoredWeight(Protocol):
 
     @property
     def format(self) -> str:
-        """The file's own word for the format: "Q4_K", "nvfp4-pack-quantized"."""
+        """The file's own word for the format: "Q4_K", "nvfp4-pack-quantized", "BF16"."""
 
     @property
     def packed_format(self) -> str | None:
@@ -37,8 +41,8 @@ class StoredWeight(Protocol):
     def nbytes(self) -> int:
         """Bytes in the file, scales included."""
 
-    def select(self, matrices: slice) -> "StoredWeight":
-        """Some matrices of a stack: conversions work on a few experts at a time, so that they need little memory."""
+    def select(self, part: slice, /) -> "StoredWeight":
+        """Some matrices of a stack, or some rows of a matrix: conversions work on a few at a time and need little memory."""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers that the weight stands for: to the bit those of the format's reference, then rounded to the dtype."""
