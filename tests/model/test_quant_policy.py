@@ -88,12 +88,13 @@ def test_targets_that_the_user_asks_for(quant):
     assert on_gpu.target(EMBEDDING, None) == PLAIN
 
 
-def test_alternatives_lose_no_more_than_they_must():
-    """The first is the policy itself; a later one never rounds less to NVFP4; the last one rounds all."""
-    first, *_, last = GPU.alternatives
-    assert first == GPU
+@pytest.mark.parametrize("policy", [GPU, replace(GPU, packs_dense=True), SMALL, replace(SMALL, packs_embedding=True)])
+def test_alternatives_lose_no_more_than_they_must(policy):
+    """The first is the policy itself; a later one never rounds less to NVFP4; the last one rounds all; none comes twice."""
+    first, last = policy.alternatives[0], policy.alternatives[-1]
+    assert first == policy
     assert last == replace(SMALL, packs_embedding=True)
-    losses = [(policy.prefer_small, policy.packs_embedding, policy.packs_dense) for policy in GPU.alternatives]
+    losses = [(each.prefer_small, each.packs_embedding, each.packs_dense) for each in policy.alternatives]
     assert losses == sorted(set(losses))
 
 
