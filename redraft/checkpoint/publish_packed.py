@@ -65,15 +65,30 @@ class TensorHeader(NamedTuple):
 # 1. Tensors
 
 
-def publish_packed(name: str, packed: PackedTensor, inputs: int, first_expert: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yields the published tensors of a packed weight, or of some experts of a stack, by the name of the weight."""
+def publish_packed(
+    name: str, packed: PackedTensor, inputs: int, first_expert: int = 0, scale_dtype: torch.dtype = FP8_SCALE_DTYPE
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the published tensors of a packed weight, or of some experts of a stack, by the name of the weight.
+
+    `scale_dtype` is that of the scales of fp8; those of other formats have one dtype each.
+    """
     for modules, matrix in zip(_module_names(name, len(packed[0]), first_expert), _matrices(name, packed), strict=True):
         for part, module in enumerate(modules):
             for kind, tensor in _publish_rows(module, matrix, inputs, part, len(modules)).items():
+                if isinstance(matrix, Fp8Tensor) and kind == "weight_scale":
+                    tensor = tensor.to(scale_dtype)
                 yield f"{module}.{kind}", tensor
 
 
-def plan_packed(name: str, to: str, shape: tuple[int, ...]) -> list[TensorHeader]:
+def choose_scale_dtype(packed: PackedTensor) -> torch.dtype:
+    """The smallest dtype that holds the scales of fp8 exactly. Some files have them in float32."""
+    is_exact = not isinstance(packed, Fp8Tensor) or torch.equal(packed.scale.to(FP8_SCALE_DTYPE).float(), packed.scale)
+    return FP8_SCALE_DTYPE if is_exact else torch.float32
+
+
+def plan_packed(
+    name: str, to: str, shape: tuple[int, ...], scale_dtype: torch.dtype = FP8_SCALE_DTYPE
+) -> list[TensorHeader]:
     """The headers of the tensors that `publish_packed` will yield for a weight of this shape, quantized by redraft."""
     *stack, all_rows, inputs = shape
     headers = []
@@ -83,7 +98,7 @@ def plan_packed(name: str, to: str, shape: tuple[int, ...]) -> list[TensorHeader
             require_whole_groups(f"{module}.weight", to, inputs)
             kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]]
             if to == "fp8":
-                kinds = {"weight": (FP8_DTYPE, (rows, inputs)), "weight_scale": (FP8_SCALE_DTYPE, (rows, 1))}
+                kinds = {"weight": (FP8_DTYPE, (rows, inputs)), "weight_scale": (scale_dtype, (rows, 1))}
             elif to == "nvfp4":
                 kinds = {
                     "weight_packed": (torch.uint8, (rows, inputs // 2)),
@@ -131,7 +146,7 @@ def _publish_rows(module: str, matrix: PackedTensor, inputs: int, part: int, par
     """The tensors of one module: one of the equal parts of the rows of a matrix."""
     rows = slice(part * len(matrix[0]) // parts, (part + 1) * len(matrix[0]) // parts)
     if isinstance(matrix, Fp8Tensor):
-        return {"weight": matrix.qdata[rows], "weight_scale": matrix.scale[rows].to(FP8_SCALE_DTYPE)}
+        return {"weight": matrix.qdata[rows], "weight_scale": matrix.scale[rows]}
     if isinstance(matrix, Nvfp4Tensor):
         require_whole_groups(f"{module}.weight", "nvfp4", inputs)
         whole = matrix.global_scale[part * len(matrix.global_scale) // parts]

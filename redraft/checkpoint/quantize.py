@@ -26,6 +26,7 @@ from torch import Tensor
 
 from redraft.checkpoint import names
 from redraft.checkpoint.atomic_folder import check_target, lock_folder, replace_folder
+from redraft.checkpoint.compressed import StoredFp8
 from redraft.checkpoint.load import fetch_weight, refuse_unknown_tensors
 from redraft.checkpoint.names import CheckpointError, find_layout, published_name
 from redraft.checkpoint.parts import OpenCheckpoint, open_checkpoint
@@ -38,7 +39,7 @@ from redraft.kernels.int4 import Int4Tensor
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant.conversion import EXPERTS_AT_ONCE, pack_piece, parts_of, plain_dtype, split_stack
 from redraft.model.quant.policy import EXPERTS, QUANT_FORMATS, QUANTIZED_PARTS, part_of
-from redraft.model.quant.quantizers import RoundingError
+from redraft.model.quant.quantizers import FP8_SCALE_DTYPE, RoundingError
 from redraft.model.quant.stored import StoredWeight
 
 SHARD_BYTES = 10**9
@@ -116,6 +117,7 @@ class Unit(NamedTuple):
     ours: str | None  # our name; None for vision weights
     to: str | None  # None: as it is
     headers: list[TensorHeader]
+    scale_dtype: torch.dtype = FP8_SCALE_DTYPE  # of fp8
 
     @property
     def projection(self) -> str | None:
@@ -168,11 +170,14 @@ def _plan(config: ModelConfig, tensors: Mapping[str, Tensor | StoredWeight], opt
         name = published_name(ours, layout)
         part = part_of(ours)
         shape = tuple(placeholder.shape)
+        if ours.startswith(names.DRAFT_HEAD_PREFIX):  # it has a file of its own
+            continue
+        weight = fetch_weight(tensors, available, source, placeholder)
         if part in QUANTIZED_PARTS and (part in EXPERTS or options.rest == "fp8"):
             to = options.to if part in EXPERTS else "fp8"
-            units.append(Unit(source, name, ours, to, plan_packed(name, to, shape)))
-        elif not ours.startswith(names.DRAFT_HEAD_PREFIX):
-            weight = fetch_weight(tensors, available, source, placeholder)
+            scale_dtype = weight.scale_dtype if isinstance(weight, StoredFp8) else FP8_SCALE_DTYPE
+            units.append(Unit(source, name, ours, to, plan_packed(name, to, shape, scale_dtype), scale_dtype))
+        else:
             dtype = plain_dtype(weight) or torch.bfloat16
             units.append(Unit(source, name, ours, None, [TensorHeader(name, dtype, shape)]))
     if not config.is_causal_only:
@@ -263,7 +268,8 @@ def _write_unit(file: TensorFileWriter, unit: Unit, weight: Tensor | StoredWeigh
         if isinstance(packed, Int4Tensor) and packed.minimum is not None:  # redraft writes symmetric integers
             assert not isinstance(piece, Tensor)
             packed, error = pack_piece(piece.dequantize(), unit.to, device=device)
-        for name, tensor in publish_packed(unit.name, packed, weight.shape[-1], index * EXPERTS_AT_ONCE):
+        first_expert = index * EXPERTS_AT_ONCE
+        for name, tensor in publish_packed(unit.name, packed, weight.shape[-1], first_expert, unit.scale_dtype):
             file.write(name, tensor)
         matrices = piece.shape[0] if len(piece.shape) == 3 else 1
         projection.add(_count(matrices, matrices * weight.shape[-1] * weight.shape[-2], error))

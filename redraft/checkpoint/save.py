@@ -27,7 +27,7 @@ from redraft.checkpoint.names import (
     Layout,
     published_name,
 )
-from redraft.checkpoint.publish_packed import publish_packed, publish_quantization
+from redraft.checkpoint.publish_packed import choose_scale_dtype, publish_packed, publish_quantization
 from redraft.checkpoint.published_config import (
     parse_sampler_config,
     publish_model_config,
@@ -126,7 +126,8 @@ def _publish_weights(model: DiffusionGemma, layout: Layout) -> tuple[dict[str, T
     if not packed:
         return tensors, None
     for name, weight in packed.items():
-        tensors |= publish_packed(published_name(name, layout), weight, shapes[name][-1])
+        scale_dtype = choose_scale_dtype(weight)
+        tensors |= publish_packed(published_name(name, layout), weight, shapes[name][-1], scale_dtype=scale_dtype)
     formats = {
         name: FORMATS[type(packed[name])] if name in packed else None for name in shapes if part_of(name) in QUANTIZED_PARTS
     }

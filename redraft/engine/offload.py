@@ -15,7 +15,6 @@ Only the experts' addresses change, so the results are those of the model withou
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from redraft.engine.graph_capture import capture_graph
 from redraft.kernels import gated_experts
-from redraft.kernels.packed import PackedTensor
+from redraft.kernels.packed import Weight, map_weight, weight_tensors
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant.layers import PackedExperts
 
@@ -31,7 +30,6 @@ SLOTS = 2  # device buffers, each of one layer's experts
 ALIGNMENT = 256  # bytes: as torch aligns memory of a GPU
 BUS_SAMPLE = 2**27  # bytes that are copied to measure the bus
 
-Weight: TypeAlias = Tensor | PackedTensor
 ExpertWeights: TypeAlias = tuple[Weight, Weight]  # gate and up, down
 Allocate: TypeAlias = Callable[[int], Tensor]  # bytes of device memory -> uint8 tensor
 
@@ -67,57 +65,38 @@ def borrow_weights(experts: nn.Module) -> AbstractContextManager[ExpertWeights]:
     return experts.use() if isinstance(experts, StreamedExperts) else nullcontext(expert_weights(experts))
 
 
-@dataclass(frozen=True)
-class _Field:
-    """A tensor's place in a buffer of bytes."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def view(self, buffer: Tensor) -> Tensor:
-        end = self.offset + self.dtype.itemsize * max(1, torch.Size(self.shape).numel())
-        return buffer[self.offset : end].view(self.dtype).as_strided(self.shape, self.stride)
-
-
 class HostExperts:
     """The experts of one layer in one buffer of host memory, pinned if a GPU will read it: one copy moves all of it."""
 
     def __init__(self, weights: ExpertWeights, *, pins: bool) -> None:
-        self._weights = tuple(_map_weight(weight, lambda tensor: tensor.detach()) for weight in weights)
-        self._fields: list[_Field] = []
-        self.nbytes = 0
-        for tensor in _tensors(weights):
-            self._fields.append(_Field(self.nbytes, tensor.dtype, tuple(tensor.shape), tensor.stride()))
-            self.nbytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        tensors = [tensor.detach() for weight in weights for tensor in weight_tensors(weight)]
+        # The weights without their numbers: what `view` needs to know of them.
+        self._shapes = [map_weight(weight, lambda tensor: tensor.detach().to("meta")) for weight in weights]
+        self.nbytes = sum(map(_aligned_bytes, tensors))
         self.buffer = torch.empty(self.nbytes, dtype=torch.uint8)
         if pins:
             _pin(self.buffer)
-        for field, tensor in zip(self._fields, _tensors(weights), strict=True):
-            field.view(self.buffer).copy_(tensor)
-        self._weights = self.view(self.buffer)
+        places = [place for weight in self.view(self.buffer) for place in weight_tensors(weight)]
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor)
 
     def view(self, buffer: Tensor) -> ExpertWeights:
-        """The weights as they lie in a buffer that holds a copy of this one."""
-        fields = iter(self._fields)
-        gate_up, down = (_map_weight(weight, lambda _: next(fields).view(buffer)) for weight in self._weights)
+        """The weights as they lie in a buffer that holds a copy of this one: one tensor behind the other."""
+        offset = 0
+
+        def view_next(shape: Tensor) -> Tensor:
+            nonlocal offset
+            begin = offset
+            offset += _aligned_bytes(shape)
+            return buffer[begin : begin + shape.nbytes].view(shape.dtype).as_strided(shape.shape, shape.stride())
+
+        gate_up, down = (map_weight(weight, view_next) for weight in self._shapes)
         return gate_up, down
 
 
-def _tensors(weights: ExpertWeights) -> list[Tensor]:
-    """All tensors of both weights."""
-    found: list[Tensor] = []
-    for weight in weights:
-        found += [weight] if isinstance(weight, Tensor) else [tensor for tensor in weight if tensor is not None]
-    return found
-
-
-def _map_weight(weight: Weight, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same kind of weight, made of changed tensors."""
-    if isinstance(weight, Tensor):
-        return change(weight)
-    return type(weight)(*(None if tensor is None else change(tensor) for tensor in weight))
+def _aligned_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor in the buffer."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _pin(buffer: Tensor) -> None:

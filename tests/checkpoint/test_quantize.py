@@ -30,6 +30,7 @@ from redraft import checkpoint
 from redraft.checkpoint import CheckpointError, QuantizeOptions, quantize_checkpoint
 from redraft.cli.main import app
 from redraft.config import FULL
+from redraft.kernels.fp8 import quantize
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant.policy import QuantPolicy
 
@@ -136,6 +137,26 @@ def test_a_quantized_source_is_quantized_again(source, tmp_path):
     assert checkpoint.read_model_config(tmp_path / "int4").quant == "int4"
     model = checkpoint.load_model(tmp_path / "int4", policy=PACKED)
     assert model.layers[0].experts.packed("gate_up_proj").minimum is None
+
+
+def test_scales_in_float32_stay_so(tmp_path):
+    """Written again by redraft quantize, and saved after loading. Scales of weights that redraft rounds are bf16."""
+
+    def compress(weight):
+        rounded = quantize(weight.float())
+        return {"weight": rounded.qdata, "weight_scale": rounded.scale}
+
+    config = compressed_config(describe("float-quantized"), file_format="float-quantized")
+    save_compressed(tmp_path / "source", {EXPERTS: compress, ATTENTION: compress}, config)
+    copied = write(tmp_path / "source", tmp_path / "copy", to="fp8")
+    assert copied["experts.down_proj"].rounded == 0
+    checkpoint.save(checkpoint.load_model(tmp_path / "source"), tmp_path / "saved")
+    stored, *others = (checkpoint.tensors.CheckpointTensors(tmp_path / name) for name in ("source", "copy", "saved"))
+    for written in others:
+        scales = [name for name in stored if name.endswith("weight_scale")]
+        assert all(torch.equal(stored[name], written[name]) for name in scales)
+        assert {written.dtype(name) for name in scales} == {"F32"}
+    assert others[0].dtype("model.decoder.layers.0.mlp.up_proj.weight_scale") == "BF16"
 
 
 def interrupt(source: Path, out: Path, after: int, **options) -> None:

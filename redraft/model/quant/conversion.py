@@ -34,22 +34,18 @@ ROWS_AT_ONCE = 2**13  # of an embedding
 
 def split_weight(name: str, weight: Tensor | StoredWeight) -> Iterator[Tensor | StoredWeight]:
     """Yields a weight, by our name of it, in pieces: some experts of a stack, some rows of an embedding, a matrix whole."""
-    if part_of(name) != EMBEDDING:
-        yield from split_stack(weight)
-        return
-    for first in range(0, weight.shape[0], ROWS_AT_ONCE):
-        rows = slice(first, first + ROWS_AT_ONCE)
-        yield weight[rows] if isinstance(weight, Tensor) else weight.select(rows)
+    return _split(weight, ROWS_AT_ONCE) if part_of(name) == EMBEDDING else split_stack(weight)
 
 
 def split_stack(weight: Tensor | StoredWeight) -> Iterator[Tensor | StoredWeight]:
     """Yields a stack a few matrices at a time; a single matrix as it is."""
-    if len(weight.shape) < 3:
-        yield weight
-        return
-    for first in range(0, weight.shape[0], EXPERTS_AT_ONCE):
-        some = slice(first, first + EXPERTS_AT_ONCE)
-        yield weight[some] if isinstance(weight, Tensor) else weight.select(some)
+    return _split(weight, EXPERTS_AT_ONCE) if len(weight.shape) == 3 else iter((weight,))
+
+
+def _split(weight: Tensor | StoredWeight, count: int) -> Iterator[Tensor | StoredWeight]:
+    for first in range(0, weight.shape[0], count):
+        part = slice(first, first + count)
+        yield weight[part] if isinstance(weight, Tensor) else weight.select(part)
 
 
 def stored_format(weight: Tensor | StoredWeight) -> StoredFormat | None:

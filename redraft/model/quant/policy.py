@@ -130,23 +130,30 @@ class QuantPolicy:
 
     def target(self, part: str, stored_format: str | None) -> Target:
         """What a weight of this part becomes. `stored_format` is the file's word; None: full precision."""
+        if part in EXPERTS:
+            return self._expert_target(stored_format)
+        if part in QUANTIZED_PARTS:
+            return Target("fp8") if self._has_fp8_layers(stored_format) else PLAIN
         if part == EMBEDDING and self.packs_embedding and not self.keep_bf16:
             return Target("fp8")
-        if part not in QUANTIZED_PARTS:
-            return PLAIN
-        is_expert = part in EXPERTS
-        native = NATIVE.get(stored_format) if stored_format is not None else None
+        return PLAIN
+
+    def _expert_target(self, stored_format: str | None) -> Target:
         if self.quant is not None:
-            wished = self.quant if is_expert else "fp8"
-            if not is_expert and self.keep_bf16:
-                return Target("fp8") if native == "fp8" else PLAIN
-            return Target(wished, is_dequantized=wished != "fp8" and not self.runs_packed)
-        if native == "fp8":
-            return Target("fp8")
+            return Target(self.quant, is_dequantized=self.quant != "fp8" and not self.runs_packed)
         if stored_format is None:
-            return Target("fp8") if self.packs_dense and not is_expert and not self.keep_bf16 else PLAIN
-        if not self.runs_packed:
             return PLAIN
-        if is_expert:
+        native = NATIVE.get(stored_format)
+        if native == "fp8" or self.runs_packed:
             return Target(native or self.substitute)
-        return PLAIN if self.keep_bf16 else Target("fp8")
+        return PLAIN
+
+    def _has_fp8_layers(self, stored_format: str | None) -> bool:
+        """Whether weights of attention and dense MLP that are stored so become fp8."""
+        if stored_format is not None and NATIVE.get(stored_format) == "fp8":
+            return True  # as stored
+        if self.keep_bf16:
+            return False
+        if self.quant is not None:
+            return True
+        return self.packs_dense if stored_format is None else self.runs_packed
