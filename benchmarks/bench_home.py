@@ -43,7 +43,7 @@ from redraft.model.quant.stored import StoredFormat
 
 NVIDIA = dict.fromkeys(EXPERTS, StoredFormat("NVFP4 (ModelOpt)", "nvfp4"))  # the other parts are bf16
 PUBLISHED = QuantPolicy(runs_packed=True)
-FP8_BESIDE = replace(PUBLISHED, packs_dense=True)
+FP8_BESIDE = replace(PUBLISHED, packs_dense=True, packs_embedding=True)
 UNLIMITED = 10**15
 TINY = ModelConfig(
     vocab_size=512,

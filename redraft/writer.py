@@ -87,10 +87,10 @@ def load(
     """Loads a Writer from a checkpoint folder, a GGUF file or a hub id; by default, the small model that ships with redraft.
 
     "tiny" and "sudoku" name the models in the package. Without a dtype, weights keep their stored precision, but float16
-    becomes bf16; on a CPU that has no bf16 arithmetic all become float32. `quant="nvfp4"`, "int4" or "fp8" rounds the
-    experts while loading, and the other layers to fp8, except with `keep_bf16`; see QuantPolicy. `verify_with` is a
-    checkpoint with the same vocabulary that verifies what this one drafts, in checked and exact mode (docs/verified.md).
-    `kv="fp8"` stores KV caches in 8 bits. `gpu_memory="18GB"` limits the GPU's memory, planned for `context` tokens.
+    becomes bf16; on a CPU without bf16 arithmetic all become float32. `quant="nvfp4"`, "int4" or "fp8" rounds the experts
+    while loading, and the other layers to fp8, except with `keep_bf16`; see QuantPolicy. `verify_with` is a checkpoint of
+    the same vocabulary that verifies what this one drafts (docs/verified.md). `kv="fp8"` stores KV caches in 8 bits.
+    `gpu_memory="18GB"` limits the GPU's memory and plans it for `context` tokens, by default 16,384 (docs/hardware.md).
     """
     options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
     limit = limit_gpu(device, gpu_memory, context, kv, verify_with)

@@ -307,15 +307,15 @@ class StoredFp8(StoredMatrices):
         return rows, inputs
 
     @property
-    def packed_format(self) -> str:
-        """The format that `pack` returns."""
-        return "fp8"
-
-    @property
     def scale_dtype(self) -> torch.dtype:
         """The dtype of the scales; float32 where some have another one than bf16."""
         names = (f"{module}.weight_scale" for modules in self.modules for module in modules)
         return torch.bfloat16 if all(self.tensors.dtype(name) == "BF16" for name in names) else torch.float32
+
+    @property
+    def packed_format(self) -> str:
+        """The format that `pack` returns."""
+        return "fp8"
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         scale = self._stack_scales("weight_scale")

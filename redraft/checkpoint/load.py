@@ -146,7 +146,8 @@ def from_state_dict(
     dtype = dtype or default_dtype(stored["embed_tokens.weight"])
     placement = Placement(torch.device(device), policy)
     if place is not None:
-        placement = place(config, {each: plan_bytes(expected, formats, each, dtype) for each in policy.alternatives}, dtype)
+        sizes = {each: plan_bytes(expected, formats, each, dtype) for each in policy.alternatives}
+        placement = place(config, sizes, dtype)
     targets = placement.policy.targets(formats)
     converter = Converter(device)
     weights: dict[str, Tensor] = {}

@@ -38,7 +38,7 @@ def plan_bytes(
 ) -> dict[str, int]:
     """The bytes that every weight will take, by its name in the model: exactly those of the loaded model.
 
-    `weights` may be on the meta device. `stored` are their formats in the file.
+    `weights` may be on the meta device.
     """
     targets = policy.targets(stored)
     return {name: count_bytes(name, tensor.shape, targets[name], stored[name], dtype) for name, tensor in weights.items()}

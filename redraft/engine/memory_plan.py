@@ -144,6 +144,7 @@ class MemoryPlan:
         # Soft embeddings of the buckets for 1, 2, 4 canvases and so on, with the sampler in the graph and without it.
         buckets = 2 * len(bucket_contexts(self.demand.context)) * (2 * tokens - config.canvas_length)
         logits = config.canvas_length * config.vocab_size
+        # The probabilities of the soft embedding are written in place of the logits.
         graphs = tokens * config.vocab_size * itemsize
         graphs += (next_power_of_two(self.prefill_chunk) + tokens) * self._token_bytes
         sampler = 0

@@ -70,7 +70,7 @@ def load_and_measure(folder, policy: QuantPolicy) -> tuple[int, int, int]:
     def place(config, sizes, dtype) -> Placement:
         placeholders = 4 * config.parameter_counts()["total"]  # the model before it is loaded is on "meta" too
         before.append(memory.forget() - placeholders)
-        return Placement(torch.device("meta"), next(iter(sizes)))
+        return Placement(torch.device("meta"), policy)
 
     config, tensors = checkpoint.open_weights(folder, "meta")
     with DeviceMemory() as memory:

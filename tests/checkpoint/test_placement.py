@@ -75,6 +75,7 @@ def test_planned_bytes_are_those_of_the_model(files, layout, policy):
     planned = []
 
     def place(config, sizes, dtype):
+        assert len(sizes) == len(POLICIES[policy].alternatives)
         planned.append(WeightBytes.from_sizes(sizes[POLICIES[policy]], config.num_hidden_layers))
         return Placement(torch.device("cpu"), POLICIES[policy])
 

@@ -135,11 +135,17 @@ def test_the_sums_of_the_released_shape():
     assert plan.parts["reserve"] == plan.limit // RESERVE_SHARE
 
 
-def test_a_capture_needs_as_much_as_its_graph_outside_of_it():
-    plan = plan_memory(RELEASED, WEIGHTS["published"], 24 * 10**9, Demand(canvases=1, has_constraints=False))
+@pytest.mark.parametrize("has_constraints", [False, True])
+def test_captures_are_planned(has_constraints):
+    """A capture needs as much as a graph, outside of it. A packed embedding needs no more: probabilities replace logits."""
+    demand = Demand(canvases=1, prefill_chunk=256, has_constraints=has_constraints)
+    plain, packed = (
+        plan_memory(RELEASED, WEIGHTS[name], 24 * 10**9, demand).parts for name in ("fp8 beside", "fp8 embedding")
+    )
+    graphs = "CUDA graphs: logits and activations"
+    assert packed[graphs] == plain[graphs]
     soft_embeddings = 2 * 2 * RELEASED.canvas_length * RELEASED.hidden_size * 2  # two contexts, with the sampler and without
-    graphs = plan.parts["CUDA graphs: logits and activations"] - soft_embeddings
-    assert plan.parts["prefill, captures, constrained requests"] == graphs
+    assert packed["prefill, captures, constrained requests"] >= packed[graphs] - soft_embeddings
 
 
 def test_the_buffers_of_graphs_are_planned():

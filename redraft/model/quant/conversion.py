@@ -85,7 +85,7 @@ def count_bytes(name: str, shape: Sequence[int], target: Target, stored: StoredF
         return math.prod(shape) * dtype.itemsize
     is_native = stored is not None and target.format == NATIVE.get(stored.format)
     packed_format = stored.packed_format if stored is not None and is_native else target.format
-    assert packed_format is not None  # else the policy has chosen a substitute
+    assert packed_format is not None  # `QuantPolicy.targets` has seen to it
     *stack, rows, inputs = shape
     parts = parts_of(name)
     return math.prod(stack) * parts * count_packed_bytes(rows // parts, inputs, packed_format)

@@ -104,7 +104,8 @@ class QuantPolicy:
         """This policy and those for less memory, the best first: NVFP4 loses most. The last one takes the least memory."""
         dense = replace(self, packs_dense=True)
         larger = (self, dense, replace(dense, packs_embedding=True))
-        return (*larger, *(replace(policy, prefer_small=True) for policy in larger))
+        smaller = (replace(policy, prefer_small=True) for policy in larger)
+        return tuple(dict.fromkeys((*larger, *smaller)))  # each once, though this policy may be small already
 
     @property
     def substitute(self) -> str:
@@ -112,21 +113,22 @@ class QuantPolicy:
         return "nvfp4" if self.prefer_small else "fp8"
 
     def targets(self, stored_formats: Mapping[str, StoredFormat | None]) -> dict[str, Target]:
-        """What every weight of a model becomes, by its name. If one of a layer's two expert weights is packed, both are."""
-        targets = {name: self._fitting_target(part_of(name), stored) for name, stored in stored_formats.items()}
+        """What every weight of a model becomes, by its name. If one of a layer's two expert weights is packed, both are.
+
+        Codes that fit no format of ours, such as integers in groups of 16, are rounded to the substitute.
+        """
+        targets = {}
+        for name, stored in stored_formats.items():
+            target = self.target(part_of(name), stored.format if stored is not None else None)
+            if stored is not None and stored.packed_format is None and target.format == NATIVE.get(stored.format, ""):
+                target = target._replace(format=self.substitute)
+            targets[name] = target
         for name, target in list(targets.items()):
             if part_of(name) in EXPERTS and target.is_packed:
                 for neighbour in (name.replace(EXPERT_DOWN, EXPERT_GATE_UP), name.replace(EXPERT_GATE_UP, EXPERT_DOWN)):
                     if not targets[neighbour].is_packed:
                         targets[neighbour] = Target("fp8")
         return targets
-
-    def _fitting_target(self, part: str, stored: StoredFormat | None) -> Target:
-        """As `target`, but codes that fit no format of ours, integers in groups of 16, are rounded to the substitute."""
-        target = self.target(part, stored.format if stored is not None else None)
-        if stored is None or stored.packed_format is not None or target.format is None:
-            return target
-        return target._replace(format=self.substitute) if target.format == NATIVE.get(stored.format) else target
 
     def target(self, part: str, stored_format: str | None) -> Target:
         """What a weight of this part becomes. `stored_format` is the file's word; None: full precision."""
