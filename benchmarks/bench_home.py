@@ -18,6 +18,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -209,6 +210,7 @@ def main() -> None:
         found["bound_ms"] = max(found["copies_ms"] or 0.0, plain["step_ms"])
         found["equal"] = found.pop("ids") == plain["ids"]
         results.append(found)
+        print(f"{limit / 1e9:.2f} GB: {found['tokens_per_second']:.0f} tokens/s, equal: {found['equal']}", file=sys.stderr)
         numbers = [found["tokens_per_second"], found["step_ms"], found["copies_ms"] or 0.0, found["bound_ms"]]
         cells = [f"{number:,.1f}" for number in (*numbers, found["step_ms"] / found["bound_ms"])]
         peak = f"{found.get('peak_bytes', 0) / 1e9:.2f}"

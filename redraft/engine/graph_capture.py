@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -21,15 +22,24 @@ def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+@cache
+def warm_up_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which bodies run before their capture.
+
+    There is one, because cuBLAS keeps a workspace (32 MiB on an H200) for every stream that it has run on.
+    """
+    return torch.cuda.Stream(device)
+
+
 def capture_graph(body: Callable[[], None], device: torch.device, graph_pool: object) -> Callable[[], None]:
     """Captures the body as a CUDA graph and returns its replay. On other devices, returns the body itself."""
     if device.type != "cuda":
         return body
-    warm_up_stream = torch.cuda.Stream()
-    warm_up_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up_stream):
+    stream = warm_up_stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         body()  # compiles kernels and lets libraries allocate their workspaces
-    torch.cuda.current_stream().wait_stream(warm_up_stream)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     collects_garbage = gc.isenabled()
     gc.disable()  # GPU memory that is freed during the capture would invalidate it

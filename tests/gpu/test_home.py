@@ -15,6 +15,7 @@ from redraft.config import FULL, SLIDING, EngineConfig
 from redraft.diffusion.generate import generate
 from redraft.engine.engine import Engine
 from redraft.engine.gpu_limit import GpuLimit, measure_cuda_context
+from redraft.engine.graph_capture import capture_graph
 from redraft.engine.memory_plan import Demand
 from redraft.engine.offload import measure_bus, offload_experts
 from redraft.kernels.backend import SMALLEST_LIMIT, Card, select_card
@@ -35,7 +36,7 @@ def tokens_of(model, rounds: int = 3, **settings) -> list[torch.Tensor]:
     return [found[request].ids_BT for request in requests]
 
 
-@pytest.mark.parametrize("format", [None, "fp8"])
+@pytest.mark.parametrize("format", [None, "fp8", "nvfp4", "int4"])
 @pytest.mark.parametrize(("count", "slots"), [(7, 2), (6, 2), (3, 2), (5, 1)])
 def test_offloaded_tokens_are_equal(format, count, slots):
     """The same kernels on the same numbers: equal to the bit, also in bf16."""
@@ -88,6 +89,17 @@ def test_the_limit_holds(tmp_path):
         torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")
     writer.gpu_limit.lift()
     torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")
+
+
+def test_captures_share_one_workspace():
+    """A stream for every capture would cost 32 MiB of memory each, beyond any plan."""
+    x = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+    used = []
+    for _ in range(3):
+        capture_graph(lambda: torch.mm(x, x, out=x), torch.device("cuda", 0), None)
+        torch.cuda.synchronize()
+        used.append(torch.cuda.memory_allocated())
+    assert used[1] == used[2]
 
 
 def test_measurements():
