@@ -33,5 +33,6 @@ def pack_experts(model: DiffusionGemma, format: str, layers: Sequence[int] | Non
     """Replaces the experts of these layers, of all without a list, by packed ones."""
     for number in layers if layers is not None else range(len(model.layers)):
         layer = model.layers[number]
-        gate_up = random_packed(layer.experts.gate_up_proj, format, 2)
-        layer.experts = PackedExperts(gate_up, random_packed(layer.experts.down_proj, format, 1))
+        gate_up, down = layer.experts.gate_up_proj, layer.experts.down_proj
+        packed = PackedExperts(random_packed(gate_up, format, 2), random_packed(down, format, 1))
+        layer.experts = packed.to(gate_up.device)
