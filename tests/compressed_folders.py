@@ -25,7 +25,7 @@ COMPACT = replace(
     intermediate_size=64,
     head_dim=16,
     global_head_dim=16,
-    num_experts=9,  # no multiple of those that are converted at once
+    num_experts=9,  # conversions take a few experts at a time; the last time fewer remain
     layer_types=(SLIDING, FULL),
 )
 Compress = Callable[[Tensor], dict[str, Tensor]]

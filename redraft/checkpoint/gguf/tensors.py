@@ -1,6 +1,6 @@
 """The tensors of a GGUF file under the names of the published layout. All of them are checked when the file is opened.
 
-Quantized weights, and those that are not one tensor of the file, are StoredWeights; the others are Tensors. All of them are
+A weight is a Tensor if the file has it as one tensor in full precision; otherwise it is a StoredWeight. All of them are
 views of the mapped file until they are used.
 """
 
