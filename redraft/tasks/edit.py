@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redraft.config import SamplerConfig
+from redraft.config import SamplerConfig, require_int
 from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft
 from redraft.engine import Engine, Intervention, Replay, Request, RequestError, Stopped
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.tasks.generation import check_deadline, require_text
 from redraft.tokenizer.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # characters of a text: start, and end (exclusive)
@@ -84,7 +85,7 @@ class TokenizedText:
 
     def __init__(self, tokenizer: Tokenizer, text: str, limit: int | None = None) -> None:
         """`limit` as in `Tokenizer.encode`."""
-        self.ids = tokenizer.encode(text, limit)
+        self.ids = tokenizer.encode(require_text("text", text), limit)
         self.bytes = text.encode("utf-8", "replace")
         token_bytes = tokenizer.token_bytes
         pieces = []
@@ -107,10 +108,12 @@ class TokenizedText:
     def positions_in(self, spans: Sequence[Span], text: str) -> set[int]:
         """Positions of the tokens that have a character in one of the spans."""
         is_inside = np.zeros(len(self.ids), dtype=bool)
+        if not isinstance(spans, Sequence):
+            raise RequestError(f"keep must be a list of spans, got {spans!r}")
         for span in spans:
             if not isinstance(span, Sequence) or len(span) != 2:
                 raise RequestError(f"a span is a pair of a start and an end, got {span!r}")
-            start, end = span
+            start, end = (require_int("a character of a span", character, 0) for character in span)
             if not 0 <= start <= end <= len(text):
                 raise RequestError(f"the span {start} to {end} is outside of the text, which has {len(text)} characters")
             first = bisect_right(self.offsets, self.character_starts[start]) - 1
@@ -188,7 +191,8 @@ def check_context(model: DiffusionGemma, prompt_tokens: int, text_tokens: int) -
 
 def check_strength(strength: float) -> None:
     """Refuses a strength outside of 0 to 1."""
-    if not 0 <= strength <= 1:
+    is_number = isinstance(strength, int | float) and not isinstance(strength, bool)
+    if not is_number or not 0 <= strength <= 1:
         raise RequestError(f"strength is the share of tokens to replace, from 0 to 1, got {strength}")
 
 
@@ -309,6 +313,7 @@ def stream_redraft(
     """
     engine.model.require_denoiser("edit")
     check_strength(strength)
+    check_deadline(None, stop)
     check_context(engine.model, len(prompt), len(ids))
     replay = replay or Replay()
     _check_replay(replay, ids, cfg, engine.model.config.vocab_size, set(forbidden), strength)
