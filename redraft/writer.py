@@ -42,6 +42,7 @@ from redraft.tasks.generation import (
 from redraft.tasks.generation import new_seed as new_seed
 from redraft.tasks.infill import Filled, Infiller, Template
 from redraft.tasks.keywords import FillKeywords, GenerationKeywords, SamplerKeywords, SudokuKeywords, list_keywords
+from redraft.tasks.mend import DEFAULT_LEAST, Mender
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solve
 from redraft.tasks.sudoku.board import Board
@@ -434,18 +435,21 @@ class Writer:
         text: str,
         instruction: str | None = None,
         *,
-        strength: float = DEFAULT_EDIT_STRENGTH,
+        strength: float | None = None,
         keep: Sequence[Span] = (),
         seed: int | None = None,
         stop: threading.Event | None = None,
         **settings: Unpack[SamplerKeywords],
     ) -> Edited:
-        """Edits a text in place: replaces at most the share `strength` of its tokens, the least likely ones.
+        """Edits a text in place. Without `strength` and an instruction it makes the repairs that `suggest` would suggest.
 
-        An instruction (chat models only) conditions which tokens are likely. Characters in the spans `keep` (start, end)
-        do not change. `edited.diff()` shows the changes. Raises Stopped once `stop` is set. `settings` are `temperature`
-        and fields of SamplerConfig.
+        With a strength it replaces at most this share of the tokens, the least likely ones; an instruction (chat models
+        only, strength 0.3) conditions which are likely. Characters in the spans `keep` (start, end) do not change.
+        Raises Stopped once `stop` is set. `settings` are `temperature` and fields of SamplerConfig.
         """
+        if instruction is None and strength is None:
+            self._sampler_config(**settings)  # refuses unknown settings
+            return self.mender.mend(text, least=DEFAULT_LEAST, keep=keep, seed=choose_seed(seed), stop=stop)
         prompt: list[int] = []
         if instruction is not None:
             request = f"{require_text('instruction', instruction)}\n\n{require_text('text', text)}"
@@ -455,19 +459,24 @@ class Writer:
             self.tokenizer,
             text,
             self._sampler_config(**settings),
-            strength=strength,
+            strength=DEFAULT_EDIT_STRENGTH if strength is None else strength,
             keep=keep,
             prompt=prompt,
             seed=choose_seed(seed),
             stop=stop,
         )
 
-    def suggest(self, text: str, *, least: float = 20.0, most: int = 3) -> list[Suggestion]:
-        """Finds unlikely tokens in a text: those for which another token is at least `least` times as likely.
+    def suggest(self, text: str, *, least: float = DEFAULT_LEAST, most: int = 3) -> list[Suggestion]:
+        """Finds mistakes with the causal half: places where a small repair makes the text `least` times as likely.
 
         Each suggestion lists at most `most` alternatives.
         """
-        return edit.suggest(self.engine, self.tokenizer, text, self.sampler, least=least, most=most)
+        return self.mender.suggest(text, least=least, most=most)
+
+    @cached_property
+    def mender(self) -> Mender:
+        """Finds and repairs mistakes with the causal half."""
+        return Mender(self.engine, self.tokenizer)
 
     def _sampler_config(self, temperature: float | None = None, **settings: Any) -> SamplerConfig:
         return self.sampler.with_temperature(temperature).changed(**settings)

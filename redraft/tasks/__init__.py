@@ -10,6 +10,7 @@ async_stream.py the same events for asyncio
 decide.py       the probability of each of some choices
 infill.py       infills gaps of known or unknown length between given text (FIM)
 edit.py         edits a text in place where the model finds it unlikely
+mend.py         finds what is wrong in a text with the causal half, and repairs it
 augment.py      variants of many texts, for training sets
 sudoku/         puzzles: boards, an exact solver, a generator, and solving by diffusion
 """

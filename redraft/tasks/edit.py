@@ -116,11 +116,15 @@ class TokenizedText:
             start, end = (require_int("a character of a span", character, 0) for character in span)
             if not 0 <= start <= end <= len(text):
                 raise RequestError(f"the span {start} to {end} is outside of the text, which has {len(text)} characters")
-            first = bisect_right(self.offsets, self.character_starts[start]) - 1
+            first = self.first_token(start)
             last = bisect_left(self.offsets, self.character_starts[end])
             if start < end:
                 is_inside[first:last] = True
         return set(np.flatnonzero(is_inside).tolist())
+
+    def first_token(self, character: int) -> int:
+        """The position of the token that has this character."""
+        return bisect_right(self.offsets, self.character_starts[character]) - 1
 
     def runs(self, is_changed: Sequence[bool]) -> Iterator[tuple[int, int]]:
         """Ranges of adjacent changed tokens, widened to whole characters."""
@@ -200,29 +204,6 @@ def logprob_margins(logprobs_CV: Tensor, ids: Sequence[int]) -> Tensor:
     """By how many nats the most likely token beats the given one, at each position: margin_C."""
     own_C = logprobs_CV.gather(1, torch.tensor(ids, device=logprobs_CV.device)[:, None])[:, 0]
     return logprobs_CV.amax(dim=-1) - own_C
-
-
-def suggest(
-    engine: Engine, tokenizer: Tokenizer, text: str, cfg: SamplerConfig, *, least: float, most: int
-) -> list[Suggestion]:
-    """Tokens for which another is at least `least` times as likely, each with at most `most` alternatives."""
-    engine.model.require_denoiser("suggest")
-    if not least >= 1 or most < 1:
-        raise RequestError(f"least and most must be at least 1, got {least} and {most}")
-    tokens = TokenizedText(tokenizer, text, engine.model.config.max_position_embeddings)
-    suggestions = []
-    for begin, logprobs_CV in score_canvases(engine, start_tokens(tokenizer), tokens.ids, cfg.canvas_length):
-        canvas = tokens.ids[begin : begin + len(logprobs_CV)]
-        for position, margin in enumerate(logprob_margins(logprobs_CV, canvas).tolist()):
-            if margin < math.log(least) or margin == 0:
-                continue
-            own = canvas[position]
-            logprobs_V = logprobs_CV[position]
-            start, end = tokens.to_characters(*tokens.widen(begin + position, begin + position + 1))
-            likeliest = [token for token in logprobs_V.topk(most + 1).indices.tolist() if token != own][:most]
-            alternatives = tuple((tokenizer.decode_fragment([token]), math.exp(logprobs_V[token])) for token in likeliest)
-            suggestions.append(Suggestion(start, end, text[start:end], math.exp(logprobs_V[own]), alternatives))
-    return suggestions
 
 
 # 3. The edit
