@@ -40,7 +40,7 @@ from redraft.tasks.generation import (
     to_messages,
 )
 from redraft.tasks.generation import new_seed as new_seed
-from redraft.tasks.infill import Filled, Infiller, Template
+from redraft.tasks.infill import Filled, Infiller
 from redraft.tasks.keywords import FillKeywords, GenerationKeywords, SamplerKeywords, SudokuKeywords, list_keywords
 from redraft.tasks.mend import DEFAULT_LEAST, Mender
 from redraft.tasks.sudoku import board as boards
@@ -404,9 +404,7 @@ class Writer:
                 raise ValueError("context goes with a prefix; put it into the text that has gaps")
             template = infill.parse_template(text)
         else:
-            for name, part in (("prefix", prefix), ("suffix", suffix), ("context", context)):
-                require_text(name, part if part is not None else "")
-            template = Template((context + (prefix or ""), suffix or ""), (None,), is_fim=True)
+            template = infill.between(prefix or "", suffix or "", context)
         infills = Infiller(self.engine, self.tokenizer).infill(
             template,
             self._sampler_config(**settings),
@@ -418,15 +416,7 @@ class Writer:
             stop=stop,
         )
         if text is None:
-            start = len(prefix or "")
-            infills = [
-                replace(
-                    filled,
-                    text=(prefix or "") + filled.gaps[0] + (suffix or ""),
-                    spans=((start, start + len(filled.gaps[0])),),
-                )
-                for filled in infills
-            ]
+            infills = [filled.without_context(context) for filled in infills]
         return infills[0] if count is None else infills
 
     @list_keywords(SamplerKeywords)
@@ -467,10 +457,7 @@ class Writer:
         )
 
     def suggest(self, text: str, *, least: float = DEFAULT_LEAST, most: int = 3) -> list[Suggestion]:
-        """Finds mistakes with the causal half: places where a small repair makes the text `least` times as likely.
-
-        Each suggestion lists at most `most` alternatives.
-        """
+        """Finds places where a small repair makes the text `least` times as likely. Lists `most` repairs at most."""
         return self.mender.suggest(text, least=least, most=most)
 
     @cached_property

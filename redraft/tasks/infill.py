@@ -15,7 +15,7 @@ token, "hap[[ ]]" in half a word. Such an ending is removed from the prompt, and
 import re
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +81,13 @@ def parse_template(text: str) -> Template:
     return Template(tuple(texts), tuple(lengths))
 
 
+def between(prefix: str, suffix: str, context: str = "") -> Template:
+    """A gap between a prefix and a suffix (FIM). The context precedes the prefix."""
+    for name, part in (("prefix", prefix), ("suffix", suffix), ("context", context)):
+        require_text(name, part)
+    return Template((context + prefix, suffix), (None,), is_fim=True)
+
+
 @dataclass(frozen=True)
 class Filled:
     """A text with its gaps infilled. `str(filled)` is the text."""
@@ -95,6 +102,11 @@ class Filled:
 
     def __str__(self) -> str:
         return self.text
+
+    def without_context(self, context: str) -> "Filled":
+        """The same infill, of a text that begins behind the context."""
+        spans = tuple((start - len(context), end - len(context)) for start, end in self.spans)
+        return replace(self, text=self.text.removeprefix(context), spans=spans)
 
     def __repr__(self) -> str:
         settled = "" if self.settled else ", settled=False"

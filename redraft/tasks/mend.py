@@ -96,7 +96,7 @@ def find_unlikely_words(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields the number of each word that is unlikely after the text before it, and logprobs_V at its first token."""
     model = engine.model
-    word_at = {}  # position of a word's first token -> the word's number
+    word_at: dict[int, int] = {}  # position of a word's first token -> the word's number
     for number, span in enumerate(words):
         word_at.setdefault(tokens.first_token(span[0]), number)
     with engine.reserve(len(prompt) + len(tokens.ids), stop=stop) as cache:
@@ -109,9 +109,9 @@ def find_unlikely_words(
             with engine.take_turn(ids_1S.shape[1], stop):
                 logprobs_SV = model.head(model.encode(ids_1S, cache)[0]).float().log_softmax(dim=-1).cpu()
             for row, logprobs_V in enumerate(logprobs_SV):
-                number = word_at.get(begin + row)
-                if number is not None and logprobs_V.max() - logprobs_V[tokens.ids[begin + row]] >= MIN_MARGIN:
-                    yield number, logprobs_V
+                word = word_at.get(begin + row)
+                if word is not None and logprobs_V.max() - logprobs_V[tokens.ids[begin + row]] >= MIN_MARGIN:
+                    yield word, logprobs_V
 
 
 # 3. Candidates
