@@ -33,7 +33,7 @@ SPELLINGS = 6  # likeliest spellings that are tried
 NEAR = 12  # characters between two places that may show the same mistake
 CHUNK = 64  # tokens of the text in one forward
 BATCH = 32  # repairs in one forward
-# Nats that a repair must win beyond `least`. On 17 sentences no cost of 4 to 8 for `delete`, 0 to 2 for `exchange` was better.
+# Nats that a repair must win beyond `least`. On 17 sentences, 4 to 8 for `delete` and 0 to 2 for `exchange` were no better.
 COSTS = {"delete": 6.0, "doubled": 0.0, "insert": 2.0, "exchange": 1.0, "spell": 1.0}
 
 
