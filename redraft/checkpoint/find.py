@@ -23,6 +23,8 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
 
     With `weights=False` only the small files of a hub id are downloaded; a GGUF file is always downloaded whole.
     """
+    if not isinstance(path_or_id, str | Path):
+        raise CheckpointError(f"a checkpoint is named by a folder, a file or a hub id, got {path_or_id!r}")
     try:
         folder = Path(path_or_id).expanduser()
     except RuntimeError as error:  # ~unknown-user

@@ -14,7 +14,7 @@ from redraft import writer
 from redraft.cli.options import Device, Model, Seed, Threads, option, parse_float, parse_int
 from redraft.cli.terminal import CanvasView, strip_control_characters
 from redraft.config import write_text
-from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, check_strength
+from redraft.tasks.edit import Edited, check_strength
 from redraft.tasks.infill import Filled, parse_template
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -66,22 +66,22 @@ def edit(
     ] = None,
     model: Model = "",
     strength: Annotated[
-        float, option("--strength", help="Maximum share of tokens to replace, 0 to 1.", parser=parse_float)
-    ] = DEFAULT_EDIT_STRENGTH,
+        float | None,
+        option("--strength", help="Maximum share of tokens to replace, 0 to 1. [only repairs]", parser=parse_float),
+    ] = None,
     seed: Seed = None,
-    suggest: Annotated[
-        bool, typer.Option("--suggest", help="Change nothing: print unlikely tokens and alternatives.")
-    ] = False,
+    suggest: Annotated[bool, typer.Option("--suggest", help="Change nothing: print mistakes and their repairs.")] = False,
     as_json: AsJson = False,
     write: Write = False,
     device: Device = None,
     threads: Threads = None,
 ) -> None:
-    """Edit a text in place where the model finds it unlikely, and show the difference."""
+    """Repair the mistakes of a text, or with --strength replace its unlikely tokens, and show the difference."""
     text = read_text(file, write)
     if suggest and (write or instruction is not None):
         raise ValueError("--suggest changes nothing: leave out --write and --instruction")
-    check_strength(strength)
+    if strength is not None:
+        check_strength(strength)
     subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
     console = Console(highlight=False)
     if suggest:

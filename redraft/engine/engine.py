@@ -157,8 +157,10 @@ class Engine:
             self._changed.notify_all()
 
     @contextmanager
-    def reserve(self, tokens: int, *, rewind: int = 0, stop: threading.Event | None = None) -> Iterator[KVCache]:
-        """Lends a KV cache of one row for work beside the engine; its bytes count toward the engine's budget.
+    def reserve(
+        self, tokens: int, *, rows: int = 1, rewind: int = 0, stop: threading.Event | None = None
+    ) -> Iterator[KVCache]:
+        """Lends a KV cache for work beside the engine; its bytes count toward the engine's budget.
 
             with engine.reserve(len(ids), stop=stop) as cache:
                 model.encode(ids_1S, cache)
@@ -167,8 +169,8 @@ class Engine:
         when it can never fit, and Stopped once `stop` is set while it waits. Sliding layers keep only their window and
         `rewind` tokens. Inside the block do not reserve again and do not wait for a request: both might wait for this cache.
         """
-        nbytes = KVCache.count_bytes(self.model.config, tokens, self.model.cache_dtype, rewind)
-        self.scheduler.check(nbytes, tokens, "this text")
+        nbytes = rows * KVCache.count_bytes(self.model.config, tokens, self.model.cache_dtype, rewind)
+        self.scheduler.check(nbytes, rows * tokens, "this text")
         reservation = Reservation(self.scheduler.next_number(), nbytes, client_of(stop))
         self.scheduler.reservations.append(reservation)
         try:
@@ -177,7 +179,7 @@ class Engine:
                 if stop is not None and stop.is_set():
                     raise Stopped
                 self._wait_for_grant(reservation)
-            yield self.model.new_cache(1, tokens, rewind=rewind)
+            yield self.model.new_cache(rows, tokens, rewind=rewind)
         finally:
             reservation.is_released = True
             self.notify()

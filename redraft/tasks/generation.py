@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from redraft.config import SamplerConfig, require_int
+from redraft.config import ConfigError, SamplerConfig, require_int, require_number, show_value
 from redraft.constraints.budget import Budget
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.errors import PatternError, shorten
@@ -54,14 +54,34 @@ class GenerationOptions:
         if self.choices is not None:
             check_choices(self.choices)
         require_int("best_of", self.best_of, 1, MAX_BEST_OF)
+        require_int("candidates", self.candidates, 0)
+        choose_seed(self.seed)
+        check_deadline(self.seconds, self.stop)
+        for name, kind, article in (("constraints", Constraints, "redraft.Constraints"), ("replay", Replay, "a Replay")):
+            if not isinstance(getattr(self, name), kind | None):
+                raise ConfigError(f"{name} must be {article} or None, got {show_value(getattr(self, name))}")
+        for name in ("think", "drafts"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {show_value(getattr(self, name))}")
+        if not isinstance(self.sampler, Mapping):
+            raise ConfigError(f"sampler must be a dictionary of sampler settings, got {show_value(self.sampler)}")
+        if self.draft is not None and not isinstance(self.draft, str) and not _is_token_list(self.draft):
+            raise ConfigError(f"draft must be a text or a list of token ids, got {show_value(self.draft)}")
 
     @classmethod
     def from_keywords(cls, options: "GenerationOptions | None" = None, **keywords: Any) -> "GenerationOptions":
         """Builds the record from keyword arguments, on top of `options`. Other names are fields of SamplerConfig."""
+        if not isinstance(options, cls | None):
+            raise ConfigError(
+                f"options must be a GenerationOptions, got {show_value(options)}: give single options as keywords"
+            )
         base = options if options is not None else cls()
+        extra = keywords.pop("sampler", {})
+        if not isinstance(extra, Mapping):
+            raise ConfigError(f"sampler must be a dictionary of sampler settings, got {show_value(extra)}")
         names = {option.name for option in fields(cls)} - {"sampler"}
         changes = {name: keywords.pop(name) for name in names & keywords.keys()}
-        sampler = {**base.sampler, **keywords.pop("sampler", {}), **keywords}
+        sampler = {**base.sampler, **extra, **keywords}
         return replace(base, **changes, sampler=sampler)
 
     def sampler_config(self, base: SamplerConfig) -> SamplerConfig:
@@ -111,17 +131,55 @@ def constrain_choices(
 
 def is_text_prompt(prompt: Prompt) -> bool:
     """Whether a prompt is a text to continue (a string or token ids) and not a conversation."""
-    return isinstance(prompt, str) or (len(prompt) > 0 and all(isinstance(token, int) for token in prompt))
+    return isinstance(prompt, str) or (_is_token_list(prompt) and len(prompt) > 0)
+
+
+def _is_token_list(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    return is_list and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+
+
+def require_text(name: str, value: Any) -> str:
+    """Returns the value if it is a string, else raises ConfigError."""
+    if not isinstance(value, str):
+        way_out = ": decode it first" if isinstance(value, bytes | bytearray) else ""
+        raise ConfigError(f"{name} must be a string, got {show_value(value)}{way_out}")
+    return value
+
+
+def check_deadline(seconds: float | None, stop: threading.Event | None) -> None:
+    """Refuses a deadline that is no positive number, and a `stop` that cannot be set."""
+    if seconds is not None:
+        require_number("seconds", seconds)
+    if stop is not None and not isinstance(stop, threading.Event):
+        raise ConfigError(
+            f"stop must be a threading.Event, which cancels the request once it is set, got {show_value(stop)}"
+        )
 
 
 def to_messages(prompt: Prompt) -> Sequence[Message]:
     """A conversation; a string becomes its only user message."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+    if not is_list or not (isinstance(prompt, str) or all(isinstance(message, Mapping) for message in prompt)):
+        raise ConfigError(
+            "a prompt is a string, a list of token ids or a list of messages "
+            f'({{"role": "user", "content": "..."}}), got {show_value(prompt)}'
+        )
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt  # type: ignore[return-value]
 
 
 def new_seed() -> int:
     """A random seed. Statistics report it, so that the answer can be reproduced."""
     return secrets.randbits(32)
+
+
+def choose_seed(seed: int | None) -> int:
+    """The seed that was given, or a new one."""
+    if seed is None:
+        return new_seed()
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConfigError(f"seed must be a whole number, got {show_value(seed)}")
+    return seed
 
 
 def cut_at_stop(ids: Sequence[int], cfg: SamplerConfig, max_tokens: int) -> tuple[list[int], bool]:
