@@ -198,6 +198,9 @@ def stream_completion(writer: Writer, params: CompletionParams, stop: threading.
 
 def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams:
     """Checks what this model can do, and fills in what depends on it."""
+    if params.think and not writer.tokenizer.can_think:
+        lack = "has no chat template" if not writer.tokenizer.can_chat else "has a chat template without thinking"
+        raise BadRequestError(f"this model {lack}, so it cannot reason before it answers: leave thinking out", "thinking")
     if not isinstance(params.prompt, str) and not writer.tokenizer.can_chat:
         if params.tools:
             raise BadRequestError("this model has no chat template, so it cannot call tools: leave tools out", "tools")

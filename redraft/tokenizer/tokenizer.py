@@ -168,6 +168,13 @@ class Tokenizer:
         """Whether the checkpoint is made for chat: it has a chat template, or the special token <|turn> of our template."""
         return self.template is not None or self.vocabulary.token_to_id("<|turn>") is not None
 
+    @property
+    def can_think(self) -> bool:
+        """Whether the chat template can ask the model to reason before it answers."""
+        if self.template is not None:
+            return "enable_thinking" in self.template
+        return self.can_chat and self.vocabulary.token_to_id("<|think|>") is not None
+
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Ids of a text. Special tokens such as <|turn> are recognised, none is added. Lone surrogates become "?".
 

@@ -19,7 +19,7 @@ from redraft.diffusion.generate import Stats
 from redraft.server.api.openai_requests import chat_params, check_infill_options, count_candidates, text_params
 from redraft.server.checks import choose_check, warnings_of
 from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, as_stop_strings, text_of_content
-from redraft.server.errors import BadRequestError
+from redraft.server.errors import BadRequestError, NotFoundError
 from redraft.server.fim import Gap, find_gap, find_region
 from redraft.server.frames import Frame
 from redraft.server.infill import MAX_GAP_TOKENS, Infill, rewrite_region
@@ -168,6 +168,7 @@ def routes(service: Service) -> list[Route]:
         Route("/v1/fim/completions", handlers.fim, CompletionRequest),
         Route("/v1/edit/completions", handlers.edit, EditRequest),
         *(Route(path, handlers.models) for path in model_paths),
+        Route("/v1/models/{model_id:path}", handlers.model),
     ]
 
 
@@ -226,9 +227,19 @@ class OpenAIRoutes:
 
     async def models(self) -> dict[str, Any]:
         """GET /v1/models."""
+        return {"object": "list", "data": list(self._model_entries().values())}
+
+    async def model(self, model_id: str) -> dict[str, Any]:
+        """GET /v1/models/ID."""
+        entries = self._model_entries()
+        if model_id not in entries:
+            raise NotFoundError(f"there is no model {model_id[:100]!r} here; this server has {', '.join(entries)}")
+        return entries[model_id]
+
+    def _model_entries(self) -> dict[str, dict[str, Any]]:
         length = self.service.writer.model.config.max_position_embeddings
-        head = {"object": "model", "created": self.started_at, "owned_by": "redraft", "max_model_len": length}
-        return {"object": "list", "data": [{"id": name, **head} for name in (self.service.name, EDIT_MODEL)]}
+        fields = {"object": "model", "created": self.started_at, "owned_by": "redraft", "max_model_len": length}
+        return {name: {"id": name, **fields} for name in (self.service.name, EDIT_MODEL)}
 
     async def _infill(
         self, request: Request, body: CompletionRequest, gaps: Sequence[Gap], builder: ResponseBuilder, *, paragraph: bool
