@@ -12,6 +12,7 @@ service.py     what every route uses: read a body, start a completion, stream it
 completion.py  CompletionParams and the chunks of a completion, independent of the wire format
 canvas_params.py  canvas options under vLLM's names, which every wire format may have
 checks.py      checked and exact mode: which one a request runs in, and its settings
+forced_calls.py  tool calls that the client forces, constrained by the schema of the tool
 frames.py      a canvas after each step, as the tokens that changed
 logprobs.py    tokens of a completion with their log probabilities
 fim.py         finds the prefix and suffix (FIM) or the region to edit that an editor sent

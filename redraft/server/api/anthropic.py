@@ -9,11 +9,13 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from redraft.constraints.errors import shorten
 from redraft.diffusion.generate import Stats
 from redraft.server.canvas_params import canvas_params
 from redraft.server.checks import causal_settings, choose_check, ignored_settings, verification_fields
 from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, adapt_to_model, text_of_content
 from redraft.server.errors import BadRequestError, checking_request
+from redraft.server.forced_calls import choose_tools
 from redraft.server.schema import Body, CanvasFields, CausalOptions, Parts, Seed, StopString, Temperature, Tokens
 from redraft.server.service import Completion, Route, Service, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, sse_response, to_json
@@ -120,9 +122,7 @@ async def stream_events(chunks: Stream[tuple[int, Chunk]], head: dict[str, Any])
 def params_of(body: MessagesRequest, can_think: bool) -> CompletionParams:
     """Translates a request body. "adaptive" leaves it to the model whether it thinks."""
     thinking = (body.thinking or {}).get("type")
-    tool_choice = (body.tool_choice or {}).get("type", "auto" if not body.tool_choice else None)
-    if tool_choice not in ("auto", "none"):
-        raise BadRequestError(f"tool_choice can be auto or none, got {tool_choice!r}", "tool_choice")
+    tools, forced_call = choose_tools([template_tool(tool) for tool in body.tools or ()], tool_choice_of(body))
     messages: list[Message] = []
     if body.system is not None:
         messages.append({"role": "system", "content": text_of_content(body.system, "messages")})
@@ -136,10 +136,26 @@ def params_of(body: MessagesRequest, can_think: bool) -> CompletionParams:
         stop_strings=tuple(body.stop_sequences or ()),
         check=body.check,
         causal_settings=causal_settings(body),
-        tools=[template_tool(tool) for tool in body.tools] if body.tools and tool_choice != "none" else None,
+        tools=tools or None,
+        forced_call=forced_call,
         think=thinking == "enabled" or (thinking == "adaptive" and can_think),
         **canvas_params(body),
     )
+
+
+def tool_choice_of(body: MessagesRequest) -> Any:
+    """Returns the tool choice in OpenAI's words."""
+    match body.tool_choice:
+        case None:
+            return "auto"
+        case {"type": "auto" | "none" as kind}:
+            return kind
+        case {"type": "any"}:
+            return "required"
+        case {"type": "tool", "name": str(name)}:
+            return {"type": "function", "name": name}
+    message = f"tool_choice can be auto, none, any or a tool by its name, got {shorten(body.tool_choice)}"
+    raise BadRequestError(message, "tool_choice")
 
 
 def template_messages(message: InputMessage) -> list[Message]:

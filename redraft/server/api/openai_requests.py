@@ -16,6 +16,7 @@ from redraft.server.completion import (
     text_of_content,
 )
 from redraft.server.errors import BadRequestError
+from redraft.server.forced_calls import choose_tools
 from redraft.server.schema import ChatRequest, CompletionRequest, SamplingOptions
 
 UNSUPPORTED = "guided_grammar stop_token_ids functions function_call audio modalities structured_outputs".split()
@@ -38,15 +39,13 @@ NOT_FOR_INFILL = {
 
 def chat_params(body: ChatRequest) -> CompletionParams:
     """Translates a chat completion."""
-    tool_choice = body.tool_choice
-    if tool_choice not in (None, "none", "auto"):
-        message = f"tool_choice can be none or auto, got {tool_choice!r}: a call cannot be forced"
-        raise BadRequestError(message, "tool_choice")
+    tools, forced_call = choose_tools(body.tools, body.tool_choice)
     enable_thinking = (body.chat_template_kwargs or {}).get("enable_thinking") is True
     params = CompletionParams(
         prompt=[template_message(message) for message in body.messages],
         max_tokens=body.max_completion_tokens or body.max_tokens,
-        tools=body.tools if tool_choice != "none" else None,
+        tools=tools,
+        forced_call=forced_call,
         think=enable_thinking or body.reasoning_effort not in (None, "none"),
         logprobs=chat_logprobs(body),
         **sampling_params(body),
@@ -130,27 +129,29 @@ def parse_logit_bias(logit_bias: Mapping[str, Any] | None) -> dict[int, float]:
 
 def pattern_of(body: SamplingOptions) -> dict[str, Any]:
     """Returns the pattern that the completion must match, under any of the names that clients use."""
-    pattern: dict[str, Any] = {"regex": body.guided_regex, "choices": body.guided_choice, "schema": body.guided_json}
-    response_format = body.response_format or {"type": "text"}
-    match response_format.get("type"):
-        case "text":
-            pass
-        case "json_object":
-            pattern["schema"] = JSON_OBJECT_SCHEMA
-        case "json_schema":
-            inner = response_format.get("json_schema")
-            schema = inner.get("schema") if isinstance(inner, dict) else response_format.get("schema")
-            if not isinstance(schema, dict):
-                message = "response_format json_schema needs a schema: {json_schema: {schema: {...}}}"
-                raise BadRequestError(message, "response_format")
-            pattern["schema"] = schema
-        case "regex":
-            pattern["regex"] = response_format.get("regex") or response_format.get("pattern")
-        case "choice":
-            pattern["choices"] = response_format.get("choices") or response_format.get("choice")
+    guided = {"regex": body.guided_regex, "choices": body.guided_choice, "schema": body.guided_json}
+    pattern = {name: value for name, value in guided.items() if value is not None}
+    return {**pattern, **pattern_of_format(body.response_format, "response_format")}
+
+
+def pattern_of_format(response_format: Any, field: str) -> dict[str, Any]:
+    """Returns the pattern of a response format, which stands in this field of the body."""
+    match response_format or {"type": "text"}:
+        case {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"schema": JSON_OBJECT_SCHEMA}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {"type": "json_schema", "schema": dict(schema)}:
+            return {"schema": schema}
+        case {"type": "json_schema"}:
+            raise BadRequestError(f"{field} json_schema needs a schema: {{json_schema: {{schema: {{...}}}}}}", field)
+        case {"type": "regex"}:
+            return {"regex": response_format.get("regex") or response_format.get("pattern")}
+        case {"type": "choice"}:
+            return {"choices": response_format.get("choices") or response_format.get("choice")}
         case other:
-            raise BadRequestError(f"response_format can be {RESPONSE_FORMATS}, got {other!r}", "response_format")
-    return {name: value for name, value in pattern.items() if value is not None}
+            kind = other.get("type") if isinstance(other, dict) else other
+            raise BadRequestError(f"{field} can be {RESPONSE_FORMATS}, got {shorten(kind)}", field)
 
 
 def check_infill_options(body: CompletionRequest) -> None:
