@@ -24,7 +24,7 @@ from redraft.server.frames import Frame, FrameBuilder
 from redraft.server.logprobs import LogprobCollector, TokenLogprob
 from redraft.server.schema import ChatMessage
 from redraft.tasks import best_of
-from redraft.tasks.generation import GenerationOptions
+from redraft.tasks.generation import GenerationOptions, Prompt
 from redraft.tasks.infill import sequence_logprobs
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.chat_parser import ToolCall
@@ -40,7 +40,7 @@ JSON_OBJECT_SCHEMA = {"type": "object", "additionalProperties": {"type": ["strin
 class CompletionParams:
     """One completion, as a client asks for it."""
 
-    prompt: str | Sequence[Message]
+    prompt: Prompt
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
@@ -146,6 +146,16 @@ def parse_arguments(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(parsed, dict):
         raise BadRequestError(f"the arguments of a tool call must be a JSON object, got {arguments[:60]!r}", "messages")
     return parsed
+
+
+def split_prompts(prompt: str | Sequence[Any]) -> list[str | Sequence[int]]:
+    """Returns the texts to continue, each as a string or as token ids, of a field that holds one or several."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
+def prompt_text(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:
+    """Returns the text of a prompt that may be token ids."""
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, keep_special=True)
 
 
 def join_messages(messages: Sequence[Message]) -> str:

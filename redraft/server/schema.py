@@ -32,6 +32,14 @@ Share = Annotated[Number, Field(ge=0, le=1, allow_inf_nan=False)]  # of the prob
 Penalty = Annotated[Number, Field(ge=0.01, le=100, allow_inf_nan=False)]
 Check = Literal["off", "checked", "exact"]
 Tolerance = Annotated[Number, Field(ge=0, le=10_000, allow_inf_nan=False)]  # nats
+Count = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
+TokenIds = Annotated[list[Count], Field(fail_fast=True, min_length=1)]
+TextPrompts = (  # a text or its token ids, or several
+    str
+    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=64)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=64)]
+)
 StopString = Annotated[str, Field(max_length=2000)]
 Stop = StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=64)] | None
 
@@ -154,7 +162,7 @@ class ChatRequest(SamplingOptions):
 class CompletionRequest(SamplingOptions):
     """POST /v1/completions and /v1/fim/completions."""
 
-    prompt: str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=64)]
+    prompt: TextPrompts
     suffix: str | None = None
     max_tokens: Tokens | None = None
     logprobs: bool | TopLogprobs | None = None
@@ -199,7 +207,6 @@ class InfillRequest(Body):
     stream: bool = False
 
 
-Count = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
 CanvasSize = Annotated[Integer, Field(ge=1, le=4096)]
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=2048)]
 

@@ -420,7 +420,7 @@ def test_a_region_that_almost_matches_takes_linear_time():
 
 
 def test_a_prompt_of_seven_megabytes_is_refused_untouched_and_others_are_tokenized_in_threads():
-    """Its size is checked before a template is rendered and before a token is made; nothing is tokenized on the event loop."""
+    """Its size is checked before a template is rendered and a token is made. The event loop tokenizes nothing."""
     writer = make()
     tokenizer = writer.tokenizer
     tokenizing = []

@@ -1,7 +1,7 @@
 """Requests of OpenAI's wire format: chat completions and completions become CompletionParams."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from redraft.server.completion import (
     text_of_content,
 )
 from redraft.server.errors import BadRequestError
+from redraft.server.fim import Gap, find_gap
 from redraft.server.forced_calls import choose_tools
 from redraft.server.schema import ChatRequest, CompletionRequest, SamplingOptions
 
@@ -58,8 +59,8 @@ def chat_params(body: ChatRequest) -> CompletionParams:
     return replace(params, draft=text_of_content(body.prediction.content, "prediction"))
 
 
-def text_params(body: CompletionRequest, prompt: str) -> CompletionParams:
-    """Translates a completion of one text."""
+def text_params(body: CompletionRequest, prompt: str | Sequence[int]) -> CompletionParams:
+    """Translates a completion of one text, or of its token ids."""
     params = {**sampling_params(body), "logprobs": text_logprobs(body)}
     return CompletionParams(prompt=prompt, max_tokens=body.max_tokens or 16, **params)
 
@@ -141,7 +142,10 @@ def pattern_of_format(response_format: Any, field: str) -> dict[str, Any]:
             return {}
         case {"type": "json_object"}:
             return {"schema": JSON_OBJECT_SCHEMA}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {"type": "json_schema", "schema": dict(schema)}:
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
+            "type": "json_schema",
+            "schema": dict(schema),
+        }:
             return {"schema": schema}
         case {"type": "json_schema"}:
             raise BadRequestError(f"{field} json_schema needs a schema: {{json_schema: {{schema: {{...}}}}}}", field)
@@ -152,6 +156,14 @@ def pattern_of_format(response_format: Any, field: str) -> dict[str, Any]:
         case other:
             kind = other.get("type") if isinstance(other, dict) else other
             raise BadRequestError(f"{field} can be {RESPONSE_FORMATS}, got {shorten(kind)}", field)
+
+
+def find_gaps(body: CompletionRequest, prompts: Sequence[str | Sequence[int]]) -> list[Gap]:
+    """Returns the gaps to infill: before the suffix, or between FIM sentinels in a prompt."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if body.suffix and len(texts) < len(prompts):
+        raise BadRequestError("a suffix needs a text as the prompt, got token ids", "prompt")
+    return [gap for text in texts if (gap := find_gap(text, body.suffix))]
 
 
 def check_infill_options(body: CompletionRequest) -> None:

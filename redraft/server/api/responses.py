@@ -264,6 +264,8 @@ class OutputBuilder:
         return {"type": f"response.output_item.{verb}", "output_index": len(self.items) - 1, "item": item}
 
     def _start(self, kind: str) -> Iterator[dict[str, Any]]:
+        item: dict[str, Any]
+        part: dict[str, Any]
         if kind == "message":
             item = {"id": f"msg_{uuid4().hex}", "type": kind, "role": "assistant", "status": "in_progress", "content": []}
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
