@@ -20,4 +20,5 @@ infill.py      infills a gap and rewrites a region for editors
 schema.py      request bodies
 api/           wire formats: openai, anthropic, ollama, llamacpp, canvas
 page.py        the web page; static/ has its files
+docs_page.py   /docs: every route with the fields of its body
 """

@@ -1,4 +1,4 @@
-"""tool_choice: a forced call is valid under the tool's schema whatever the model writes, on every wire, whole and streamed."""
+"""tool_choice: a forced call is valid under the tool's schema whatever the model writes, whole and streamed."""
 
 import json
 

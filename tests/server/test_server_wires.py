@@ -1,12 +1,18 @@
-"""What the wire formats promise beside plain completions: models by name, counts, refusals, canvas fields."""
+"""What the server promises beside plain completions: models by name, counts, refusals, CORS, log lines, /docs."""
+
+import json
+import re
+from datetime import datetime, timedelta
 
 import anthropic
 import httpx
 import openai
 import pytest
 import tiny
-from serving import EchoWriter, make, served, user
+from serving import EchoWriter, make, served, user, wait_until
 
+from redraft.cli import serve
+from redraft.server.middleware import Limits, parse_origin
 from redraft.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from the clients' own libraries
@@ -110,3 +116,61 @@ def test_anthropic_messages_honour_canvas_fields(http):
     assert http.post("/v1/messages", json={**asked, "vllm_xargs": canvas}).json()["content"] == message["content"]
     refused = http.post("/v1/messages", json={**asked, "diffusion_pinned": [1]})
     assert (refused.status_code, "must name positions" in refused.text) == (400, True)
+
+
+# Pages of other origins, log lines, the list of routes
+
+
+def test_a_page_may_use_the_server_only_if_its_origin_is_named():
+    page = {"Origin": "https://app.example"}
+    wants = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+    limits = Limits(key="secret", origins=(parse_origin("https://App.example:443/"),))
+    with served(make(), limits=limits) as url, httpx.Client(base_url=url, timeout=60) as client:
+        allowed = client.options("/v1/completions", headers={**page, **wants})
+        assert (allowed.status_code, allowed.text) == (204, "")
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        assert allowed.headers["access-control-allow-headers"] == "authorization, content-type"
+        body = {"prompt": "ab", "max_tokens": 2, "odd": 1}
+        answered = client.post("/v1/completions", json=body, headers={**page, "Authorization": "Bearer secret"})
+        assert (answered.status_code, answered.headers["vary"]) == (200, "Origin")
+        assert "x-redraft-unknown-fields" in answered.headers["access-control-expose-headers"]
+        keyless = client.post("/v1/completions", json=body, headers=page)  # the page can read why it was refused
+        assert (keyless.status_code, keyless.headers["access-control-allow-origin"]) == (401, "https://app.example")
+        for origin in ("https://other.example", "http://app.example", "https://app.example:8443", "null"):
+            refused = client.options("/v1/completions", headers={**wants, "Origin": origin})
+            assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (403, False)
+        own = client.get("/health", headers={"Origin": "http://localhost:3000"})
+        assert (own.status_code, "access-control-allow-origin" in own.headers) == (200, False)
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "app.example", "ftp://app.example", "https://app.example/page", ""])
+def test_what_is_no_origin_is_refused_before_a_model_is_loaded(origin):
+    with pytest.raises(ValueError, match="--cors takes the origin of a page, such as ") as refusal:
+        serve.serve(model="/nowhere", cors=[origin])
+    assert str(refusal.value).endswith(repr(origin))
+
+
+def test_a_log_line_has_its_time_and_no_text(url, http, caplog):
+    with caplog.at_level("INFO", logger="redraft.server"):
+        http.post("/v1/completions", json={"prompt": "my secret", "max_tokens": 2})
+        assert wait_until(lambda: bool(caplog.records))
+    line = json.loads(caplog.records[-1].getMessage())
+    assert list(line) == ["time", "route", "method", "status", "seconds"]
+    assert datetime.fromisoformat(line["time"]).utcoffset() == timedelta(0)
+    assert (line["route"], line["method"], line["status"]) == ("/v1/completions", "POST", 200)
+
+
+def test_the_docs_list_every_route_and_load_nothing(http):
+    page = http.get("/docs")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for path, methods in http.get("/openapi.json").json()["paths"].items():
+        for method, entry in methods.items():
+            assert f"<code>{method.upper()} {path}</code></h2>" in page.text
+            schema = entry.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            for name in schema.get("properties", {}):
+                assert f"<td><code>{name}</code></td>" in page.text
+    assert not re.search(r"<script|<img|<link|https?://", page.text)
+    assert "<td>integer, 1 to 1,000,000</td><td>the most tokens of the completion</td>" in page.text
+    with served(make(), limits=Limits(key="secret")) as guarded:
+        assert httpx.get(f"{guarded}/docs").status_code == 200

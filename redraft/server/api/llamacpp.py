@@ -28,13 +28,13 @@ from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.fim import Gap
 from redraft.server.infill import Infill
 from redraft.server.schema import (
+    NOT_BOOLEAN,
     Body,
     CanvasFields,
     CausalOptions,
     Count,
     ExtraFile,
     InfillRequest,
-    Integer,
     Penalty,
     Seed,
     Stop,
@@ -53,7 +53,7 @@ class CompletionRequest(CanvasFields, CausalOptions):
     """POST /completion. Several prompts get a list of completions."""
 
     prompt: TextPrompts
-    n_predict: Annotated[Integer, Field(ge=-1, le=1_000_000)] = -1
+    n_predict: Annotated[int, Field(ge=-1, le=1_000_000), NOT_BOOLEAN] = -1
     temperature: Temperature | None = None
     repeat_penalty: Penalty | None = None
     seed: Seed | None = None  # -1: a random one

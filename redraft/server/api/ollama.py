@@ -23,7 +23,7 @@ from redraft.server.completion import (
 from redraft.server.errors import BadRequestError
 from redraft.server.fim import find_gap
 from redraft.server.logprobs import TokenLogprob, logprobs_of
-from redraft.server.schema import Body, CausalOptions, Integer, Penalty, Seed, Stop, Temperature, TopLogprobs
+from redraft.server.schema import NOT_BOOLEAN, Body, CausalOptions, Penalty, Seed, Stop, Temperature, TopLogprobs
 from redraft.server.service import Route, Service, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, ndjson_response, stream_list
 from redraft.server.worker import Stream
@@ -38,7 +38,7 @@ class Options(CausalOptions):
     """Sampler options. With check "off", those of the causal half are ignored; a header of the response names them."""
 
     repeat_penalty: Penalty | None = None
-    num_predict: Annotated[Integer, Field(ge=-2, le=1_000_000)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=1_000_000), NOT_BOOLEAN] | None = None
     temperature: Temperature | None = None
     seed: Seed | None = None
     stop: Stop = None
