@@ -31,6 +31,14 @@ from redraft.kernels.backend import select_backend
 
 PORT = 8012  # the default of llama.vim
 BROWSER_DELAY = 0.5  # seconds; the server listens by then
+Cors = Annotated[
+    list[str] | None,
+    typer.Option("--cors", metavar="ORIGIN", help="Origin of a web page that may use the server; may be repeated."),
+]
+Proxies = Annotated[
+    list[str] | None,
+    typer.Option("--trusted-proxy", help="Address of a reverse proxy that names the client; may be repeated."),
+]
 
 
 def serve(
@@ -46,10 +54,7 @@ def serve(
     hosts: Annotated[
         list[str] | None, typer.Option("--allow-host", help="Another host name to accept; may be repeated.")
     ] = None,
-    cors: Annotated[
-        list[str] | None,
-        typer.Option("--cors", metavar="ORIGIN", help="Origin of a web page that may use the server; may be repeated."),
-    ] = None,
+    cors: Cors = None,
     requests: Annotated[
         int, option("--requests", help="Maximum requests running or waiting; more are answered 429.", parser=parse_int)
     ] = 72,
@@ -66,10 +71,7 @@ def serve(
     drain_seconds: Annotated[
         float, option("--drain-seconds", help="Time for running requests to finish at shutdown.", parser=parse_float)
     ] = 30.0,
-    proxies: Annotated[
-        list[str] | None,
-        typer.Option("--trusted-proxy", help="Address of a reverse proxy that names the client; may be repeated."),
-    ] = None,
+    proxies: Proxies = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     device: Device = None,
     threads: Threads = None,
