@@ -31,6 +31,14 @@ from redraft.kernels.backend import select_backend
 
 PORT = 8012  # the default of llama.vim
 BROWSER_DELAY = 0.5  # seconds; the server listens by then
+Cors = Annotated[
+    list[str] | None,
+    typer.Option("--cors", metavar="ORIGIN", help="Origin of a web page that may use the server; may be repeated."),
+]
+Proxies = Annotated[
+    list[str] | None,
+    typer.Option("--trusted-proxy", help="Address of a reverse proxy that names the client; may be repeated."),
+]
 
 
 def serve(
@@ -46,6 +54,7 @@ def serve(
     hosts: Annotated[
         list[str] | None, typer.Option("--allow-host", help="Another host name to accept; may be repeated.")
     ] = None,
+    cors: Cors = None,
     requests: Annotated[
         int, option("--requests", help="Maximum requests running or waiting; more are answered 429.", parser=parse_int)
     ] = 72,
@@ -62,10 +71,7 @@ def serve(
     drain_seconds: Annotated[
         float, option("--drain-seconds", help="Time for running requests to finish at shutdown.", parser=parse_float)
     ] = 30.0,
-    proxies: Annotated[
-        list[str] | None,
-        typer.Option("--trusted-proxy", help="Address of a reverse proxy that names the client; may be repeated."),
-    ] = None,
+    proxies: Proxies = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     device: Device = None,
     threads: Threads = None,
@@ -85,13 +91,15 @@ def serve(
 
         from redraft.server.app import ServerConfig, make_app
         from redraft.server.connections import uvicorn_config
-        from redraft.server.middleware import BodyLimits, ConnectionLimits, Limits
+        from redraft.server.middleware import BodyLimits, ConnectionLimits, Limits, parse_origin
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
+    origins = tuple(map(parse_origin, cors or ()))
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     subject = load_warm(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
     limits = Limits(
         hosts=(host, *(hosts or ())),
+        origins=origins,
         key=key,
         bodies=BodyLimits(body_bytes=max_body * 2**20, received_bytes=4 * max_body * 2**20, body_seconds=body_seconds),
         connections=ConnectionLimits(connections=connections, connections_per_client=max(1, connections // 2)),

@@ -19,11 +19,12 @@ from redraft.engine import RequestError, Stopped
 from redraft.server.bodies import check_json_size
 from redraft.server.checks import choose_check, step_settings
 from redraft.server.errors import BadRequestError, checking_request
+from redraft.server.forced_calls import ForcedCall
 from redraft.server.frames import Frame, FrameBuilder
 from redraft.server.logprobs import LogprobCollector, TokenLogprob
 from redraft.server.schema import ChatMessage
 from redraft.tasks import best_of
-from redraft.tasks.generation import GenerationOptions
+from redraft.tasks.generation import GenerationOptions, Prompt
 from redraft.tasks.infill import sequence_logprobs
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.chat_parser import ToolCall
@@ -39,12 +40,13 @@ JSON_OBJECT_SCHEMA = {"type": "object", "additionalProperties": {"type": ["strin
 class CompletionParams:
     """One completion, as a client asks for it."""
 
-    prompt: str | Sequence[Message]
+    prompt: Prompt
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
+    forced_call: ForcedCall | None = None  # the completion is a call of one of the tools
     think: bool = False
     pattern: Mapping[str, Any] = field(default_factory=dict)  # regex, schema or choices
     forbidden: tuple[int, ...] = ()  # token ids
@@ -58,6 +60,11 @@ class CompletionParams:
     best_of: int = 1  # the completion is one of so many, of which the likeliest are returned
     include_frames: bool = False
     logprobs: int | None = None  # how many likely tokens come with each token; None: no logprobs
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a pattern is compiled before the first step."""
+        return bool(self.pattern) or self.forced_call is not None
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,16 @@ def parse_arguments(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return parsed
 
 
+def split_prompts(prompt: str | Sequence[Any]) -> list[str | Sequence[int]]:
+    """Returns the texts to continue, each as a string or as token ids, of a field that holds one or several."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
+def prompt_text(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:
+    """Returns the text of a prompt that may be token ids."""
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, keep_special=True)
+
+
 def join_messages(messages: Sequence[Message]) -> str:
     """Returns a conversation as one text, a paragraph per message: for models without a chat template."""
     return "\n\n".join(str(message.get("content") or "") for message in messages)
@@ -148,6 +165,25 @@ def join_messages(messages: Sequence[Message]) -> str:
 
 def stream_completion(writer: Writer, params: CompletionParams, stop: threading.Event) -> Iterator[Chunk]:
     """Yields Started when the engine has accepted the request, then frames and text deltas, at last Finish."""
+    chunks = stream_text(writer, params, stop)
+    return chunks if params.forced_call is None else text_to_call(chunks, params.forced_call)
+
+
+def text_to_call(chunks: Iterator[Chunk], forced_call: ForcedCall) -> Iterator[Chunk]:
+    """Passes chunks on. The text becomes a tool call, which is sent when it is complete."""
+    texts = []
+    for chunk in chunks:
+        if isinstance(chunk, TextDelta):
+            texts.append(chunk.text)
+        elif isinstance(chunk, Finish):
+            yield TextDelta("", tool_calls=(forced_call.parse("".join(texts)),))
+            yield replace(chunk, finish_reason="tool_calls")
+        else:
+            yield chunk
+
+
+def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event) -> Iterator[Chunk]:
+    """`stream_completion` with a forced call as its text."""
     began = time.perf_counter()
     seed = params.seed if params.seed is not None else new_seed()
     with checking_request():
@@ -198,10 +234,16 @@ def stream_completion(writer: Writer, params: CompletionParams, stop: threading.
 
 def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams:
     """Checks what this model can do, and fills in what depends on it."""
-    if not isinstance(params.prompt, str) and not writer.tokenizer.can_chat:
-        if params.tools:
-            raise BadRequestError("this model has no chat template, so it cannot call tools: leave tools out", "tools")
-        params = replace(params, prompt=join_messages(params.prompt))
+    if params.forced_call is not None:
+        params = constrain_to_call(params, params.forced_call)
+    if params.think and not writer.tokenizer.can_think:
+        lack = "has no chat template" if not writer.tokenizer.can_chat else "has a chat template without thinking"
+        raise BadRequestError(f"this model {lack}, so it cannot reason before it answers: leave thinking out", "thinking")
+    if not is_text_prompt(params.prompt) and not writer.tokenizer.can_chat:
+        if params.tools and params.forced_call is None:
+            message = "this model has no chat template, so it does not know tools: leave tools out, or force a call"
+            raise BadRequestError(message, "tools")
+        params = replace(params, prompt=join_messages(params.prompt), tools=None)  # type: ignore[arg-type]
     if params.logprobs is not None:
         check_logprobs(writer.tokenizer, params)
     params = replace(params, check=choose_check(writer.sampler, params.check, has_draft=bool(params.draft)))
@@ -217,6 +259,14 @@ def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams
         forbidden = (*params.forbidden, *writer.sampler.eos_token_ids)
         params = replace(params, max_tokens=length, forbidden=forbidden)
     return params
+
+
+def constrain_to_call(params: CompletionParams, forced_call: ForcedCall) -> CompletionParams:
+    """The completion is a call and nothing else: no reasoning comes before it, and no stop string cuts it."""
+    if params.pattern:
+        message = "tool_choice forces a call, so no response_format can apply: leave one of them out"
+        raise BadRequestError(message, "tool_choice")
+    return replace(params, pattern={"schema": forced_call.schema}, stop_strings=(), think=False)
 
 
 def submit(writer: Writer, params: CompletionParams, seed: int, stop: threading.Event) -> Iterator[TextEvent]:

@@ -58,7 +58,7 @@ def infill_gap(
         )
     taken = time.perf_counter() - began
     encode = writer.tokenizer.encode
-    prompt_tokens = len(encode(gap.context + gap.prefix)) + len(encode(gap.suffix))
+    prompt_tokens = count_read_tokens(writer, gap)
     infills: dict[str, Infill] = {}
     for candidate in candidates:
         text = trim_infill(candidate.gaps[0], stop_strings, indent, paragraph)
@@ -75,6 +75,15 @@ def infill_gap(
         )
         infills.setdefault(text, Infill(text, stats))
     return list(infills.values())
+
+
+def count_read_tokens(writer: Writer, gap: Gap) -> int:
+    """Counts the tokens around a gap that the model's context can hold; text further away is neither read nor tokenized."""
+    limit = writer.model.config.max_position_embeddings
+    reach = limit * writer.tokenizer.longest_token
+    before = writer.tokenizer.encode((gap.context + gap.prefix)[-reach:])
+    after = writer.tokenizer.encode(gap.suffix[:reach])
+    return min(len(before) + len(after), limit)
 
 
 def trim_infill(text: str, stop_strings: Sequence[str], indent: int, paragraph: bool) -> str:
