@@ -329,16 +329,17 @@ def _draw(writer: Writer, events: Iterator[TextEvent], console: Console, best_of
 
 
 def _print_committed(events: Iterator[TextEvent]) -> str:
-    """Prints committed text to stdout, canvas by canvas, and the statistics to stderr. Returns the text."""
+    """Prints text to stdout as soon as it is final, and the statistics to stderr. Returns the text."""
     committed = ""
     statistics = ""
     try:
         for event in events:
-            if isinstance(event, TextCommitted):
-                committed += event.text
-                print(strip_control_characters(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
-            elif isinstance(event, Finished):
+            if isinstance(event, Finished):
                 statistics = summary(event.stats[0])
+                continue
+            text = event.delta.text
+            committed += text
+            print(strip_control_characters(text) if sys.stdout.isatty() else text, end="", flush=bool(text))
     finally:
         if committed:
             print(flush=True)

@@ -45,6 +45,16 @@ class Draft:
     pinned_BC: Tensor | None = None  # positions that the constraints fix; None without constraints
     top_probs: TopProbs | None = None  # of the likeliest tokens, when the request asked for candidates
     verified: int | None = None  # checked mode: positions from the left that are final; None while all may change
+    final_B: Tensor | None = None  # with settle_prefix: positions from the left that are final
+    logprobs: tuple[float, ...] = ()  # checked mode: of the verified tokens, under the causal half
+    counts: Mapping[str, int] = field(default_factory=dict)  # checked mode: rounds and drafts so far, as in Stats
+
+    @property
+    def final(self) -> int:
+        """Positions of the first row, from the left, that no later step changes."""
+        if self.final_B is not None:
+            return int(self.final_B[0])
+        return self.verified or 0
 
 
 @dataclass(frozen=True)
@@ -285,6 +295,7 @@ def make_draft(block: int, canvas: sampler.Canvas, cfg: SamplerConfig, constrain
         settled_B=canvas.settled_B,
         max_steps=cfg.max_steps,
         pinned_BC=constraints.pinned_BC if constraints is not None else None,
+        final_B=canvas.final_B if cfg.settle_prefix else None,
     )
 
 

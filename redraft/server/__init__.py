@@ -10,6 +10,7 @@ compiler_pool.py  compiles patterns in helper processes
 streams.py     async streams: merge several, stop when the client disconnects, write server-sent events
 service.py     what every route uses: read a body, start a completion, stream it, count it
 completion.py  CompletionParams and the chunks of a completion, independent of the wire format
+stop_strings.py  cuts a completion at a stop string, as early as its text is final or has settled
 checks.py      checked and exact mode: which one a request runs in, and its settings
 frames.py      a canvas after each step, as the tokens that changed
 logprobs.py    tokens of a completion with their log probabilities

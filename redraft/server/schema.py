@@ -52,8 +52,9 @@ class StreamOptions(Body):
 class CanvasOptions(Body):
     """Settings of the canvas, under vLLM's names."""
 
-    diffusion_canvas_length: Annotated[int, Field(ge=1, le=4096)] | None = None
+    diffusion_canvas_length: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] | None = None
     diffusion_max_steps: Annotated[int, Field(ge=1, le=4096)] | None = None
+    diffusion_settle_prefix: bool | None = None  # not vLLM's: text that settles from the left is final at once
     diffusion_seed_canvas: Annotated[list[int], Field(fail_fast=True, max_length=4096)] | None = (
         None  # token ids the first canvas starts from
     )
