@@ -264,6 +264,7 @@ def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 CHECKS = ("off", "checked", "exact")
+DEFAULT_EDIT_STRENGTH = 0.3  # share of the tokens that an edit may replace: the default in Python, CLI and server
 AUTO = "auto"  # in place of a canvas length: chosen for the answer
 AUTO_LENGTHS = (32, 64, 128)  # that a checkpoint is given on request if it was trained at one length only
 MAX_DRAFT_LENGTH = 64

@@ -14,7 +14,7 @@ from typing import Any, overload
 import torch
 
 from redraft import checkpoint
-from redraft.config import EngineConfig, SamplerConfig
+from redraft.config import DEFAULT_EDIT_STRENGTH, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.pattern_compiler import LocalCompiler, Pattern, PatternCompiler
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
@@ -25,7 +25,7 @@ from redraft.engine import Engine, Request, Stopped
 from redraft.engine.gpu_limit import GpuLimit, explain_lack_of_memory, limit_gpu
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tasks import best_of, edit, infill
-from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, Span, Suggestion
+from redraft.tasks.edit import Edited, Span, Suggestion
 from redraft.tasks.generation import (
     GenerationOptions,
     Prompt,

@@ -3,13 +3,17 @@
 An option that has no effect in the mode of the answer is refused: the user asked for something and would not get it.
 """
 
-from typing import Annotated, Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from redraft.cli.options import option, parse_float, parse_int
 from redraft.config import AUTO, SamplerConfig
-from redraft.tasks.generation import GenerationOptions
+
+if TYPE_CHECKING:
+    from redraft.tasks.generation import GenerationOptions
 
 
 def parse_canvas_length(text: str) -> Any:
@@ -104,6 +108,8 @@ def with_sampler(options: GenerationOptions, base: SamplerConfig, **settings: fl
 
     Raises ValueError for a value that no mode takes, and for a setting that the mode of the answer does not use.
     """
+    from redraft.tasks.generation import GenerationOptions
+
     given = {name: value for name, value in settings.items() if value is not None}
     if "max_steps" in given:
         given["draft_steps"] = given["max_steps"]  # checked mode denoises a canvas with as many steps

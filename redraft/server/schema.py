@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH
+from redraft.config import DEFAULT_EDIT_STRENGTH
 from redraft.tasks.generation import MAX_BEST_OF
 
 Temperature = Annotated[float, Field(ge=0, le=2)]

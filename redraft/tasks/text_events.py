@@ -8,11 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-
 from redraft.config import SamplerConfig
-from redraft.diffusion.generate import Committed, Draft, Event, Finished
-from redraft.tasks.generation import cut_at_stop
+from redraft.diffusion.events import Committed, Draft, Event, Finished
 from redraft.tokenizer.chat_parser import ChatParser, Parsed, ToolCall
 from redraft.tokenizer.tokenizer import Decoder, Tokenizer
 
@@ -94,6 +91,8 @@ def add_text(
 
     Not so if `is_compared`: the drafts are then those of one answer among several, and another one may be returned.
     """
+    from redraft.tasks.generation import cut_at_stop
+
     tokens_left = cfg.max_new_tokens
     delivered = 0  # tokens of the canvas in work
     deltas: list[Parsed] = []  # of the canvas in work
@@ -120,6 +119,8 @@ def add_text(
 
 def feed_streamer(events: Iterator[Event], prompts: Sequence[Sequence[int]], streamer: Any) -> Iterator[Event]:
     """Passes events on and feeds a streamer as transformers does: prompt, drafts if it takes them, canvases, end."""
+    import torch
+
     if getattr(streamer, "_takes_logits", False):
         raise ValueError(f"{type(streamer).__name__} wants logits with every draft; redraft sends token ids")
     longest = max(map(len, prompts))
