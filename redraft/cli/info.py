@@ -84,6 +84,8 @@ def _generation_table(sampler: SamplerConfig) -> Table:
         table.add_row("temperature", f"{sampler.temperature:g}, of the causal half")
         table.add_row("draft length", f"{sampler.draft_length} tokens")
     table.add_row("max tokens", f"{sampler.max_new_tokens:,}")
+    if sampler.canvas_lengths:
+        table.add_row("canvas lengths", f"{', '.join(map(str, sampler.canvas_lengths))}: the shortest that holds the answer")
     return table
 
 

@@ -123,14 +123,12 @@ def write(
 ) -> None:
     """Answer a prompt, or continue it when the model has no chat template."""
     text = _read_prompt(prompt)
-    from redraft.tasks.generation import GenerationOptions
-
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
     is_chat = writer.tokenizer.can_chat and not raw
     if not is_chat and (system or think):
         raise ValueError("--system and --think need a chat model; this one continues text")
-    options = GenerationOptions(
+    options = redraft.GenerationOptions(
         max_tokens=max_tokens,
         seed=seed,
         check=check,
@@ -200,11 +198,10 @@ def chat(
 ) -> None:
     """Chat with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
     from redraft.engine import EngineError
-    from redraft.tasks.generation import GenerationOptions
 
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
-    options = GenerationOptions(
+    options = redraft.GenerationOptions(
         max_tokens=max_tokens,
         seed=seed,
         check=check,

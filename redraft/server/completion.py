@@ -248,15 +248,15 @@ def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams
         message = f"with check 'off', logit_bias can only forbid a token with -100, got {token}: {bias}"
         raise BadRequestError(message, "logit_bias")
     length = params.sampler_settings.get("canvas_length", writer.sampler.canvas_length)
-    if isinstance(params.draft, tuple) or params.ignore_eos:  # their canvas is not chosen by the length of the answer
-        length = writer.sampler.canvas_length if length == AUTO else length
-        params = replace(params, sampler_settings={**params.sampler_settings, "canvas_length": length})
+    if length == AUTO:
+        length = writer.sampler.canvas_length  # of a draft, and of a completion that is one canvas
     if isinstance(params.draft, tuple) and len(params.draft) != length:
         message = f"diffusion_seed_canvas has {len(params.draft)} tokens, the canvas has {length}"
         raise BadRequestError(message, "diffusion_seed_canvas")
     if params.ignore_eos:  # one canvas is the whole completion
         forbidden = (*params.forbidden, *writer.sampler.eos_token_ids)
-        params = replace(params, max_tokens=length, forbidden=forbidden)
+        settings = {**params.sampler_settings, "canvas_length": length}
+        params = replace(params, max_tokens=length, forbidden=forbidden, sampler_settings=settings)
     return params
 
 

@@ -89,9 +89,10 @@ class GenerationOptions:
     ) -> SamplerConfig:
         """Chooses the canvas length for a prompt, unless the caller has: from max_tokens, the constraints and the context.
 
-        Only lengths at which the model was trained are chosen, or those of "auto" if the caller gave that.
+        Only lengths at which the model was trained are chosen, or those of "auto" if the caller gave that. A draft keeps the
+        checkpoint's length: what it has behind the answer is context.
         """
-        if self.sampler.get("canvas_length") not in (None, AUTO) or not cfg.canvas_lengths:
+        if self.sampler.get("canvas_length") not in (None, AUTO) or not cfg.canvas_lengths or self.draft:
             return cfg
         tokens = cfg.max_new_tokens
         if self.replay is not None and self.replay.canvases:

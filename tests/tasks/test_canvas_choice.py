@@ -42,6 +42,7 @@ def chosen_length(prompt_tokens: int = 5, writer: Writer = WRITER, **keywords) -
         (16, {"max_tokens": 4, "canvas_length": 16}),  # the caller's own length
         (32, {"max_tokens": 4, "canvas_length": 32}),
         (4, {"max_tokens": 4, "canvas_length": "auto"}),
+        (16, {"max_tokens": 4, "draft": "a text to start from"}),
         (8, {"max_tokens": 40, "replay": Replay(canvases=((20,) * 8,))}),  # the run that is resumed had canvases of 8
         (16, {"max_tokens": 20, "prompt_tokens": 480}),  # two canvases of 16 fill the context of 512
         (8, {"max_tokens": 20, "prompt_tokens": 481}),
