@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any, Unpack, overload
 
 import torch
-from torch import Tensor
 
 from redraft import checkpoint
-from redraft.config import EngineConfig, SamplerConfig
+from redraft.config import DEFAULT_EDIT_STRENGTH, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.pattern_compiler import LocalCompiler, Pattern, PatternCompiler
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
-from redraft.diffusion import rng
 from redraft.diffusion.generate import Finished, generate
 from redraft.diffusion.verified import generate_verified
 from redraft.engine import Engine, Request, Stopped
@@ -28,7 +26,7 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tasks import best_of, decide, edit, infill
 from redraft.tasks.answer import Answer
 from redraft.tasks.async_stream import AsyncStream
-from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, Span, Suggestion
+from redraft.tasks.edit import Edited, Span, Suggestion
 from redraft.tasks.generation import (
     GenerationOptions,
     Prompt,
@@ -37,6 +35,7 @@ from redraft.tasks.generation import (
     cut_at_stop,
     is_text_prompt,
     require_text,
+    start_from_draft,
     to_messages,
 )
 from redraft.tasks.generation import new_seed as new_seed
@@ -177,21 +176,29 @@ class Writer:
         """Yields the events of one answer with their text: every draft, every committed canvas, the end.
 
         A string or token ids are continued, messages are answered. The texts of the committed canvases add up to the
-        answer. After `seconds` the current canvas is committed and the stream ends; once `stop` is set, it ends at once.
+        answer; so do the deltas of all events, which come as soon as their text is final. After `seconds` the current canvas
+        is committed and the stream ends; once `stop` is set, it ends at once.
         With `best_of`, the drafts are those of the first answer, and the canvases of the best one are committed at the end.
         """
         options = GenerationOptions.from_keywords(options, **keywords)
         ids = self.encode_prompt(prompt, options.tools, options.think, options.stop)
-        cfg = options.sampler_config(self.sampler)
+        (cfg,), constraints = self.plan([ids], options)
         seed = choose_seed(options.seed)
         if options.best_of > 1:
             best_of.check_memory(self.engine, len(ids) + cfg.max_answer, options.best_of)
-        constraints = self._constraints(options)
         seeds = best_of.seeds_of(seed, options.best_of)
         streams = [self.engine.stream(self._add_request(ids, cfg, seed, options, constraints)) for seed in seeds]
         events = best_of.stream_likeliest(self.engine, streams, options.stop) if len(streams) > 1 else streams[0]
         assembler = TextAssembler(self.tokenizer, is_chat=not is_text_prompt(prompt))
-        return add_text(events, cfg, assembler, options.drafts)
+        return add_text(events, cfg, assembler, decodes_drafts=options.drafts, is_compared=len(streams) > 1)
+
+    def plan(
+        self, prompts: Sequence[Sequence[int]], options: GenerationOptions
+    ) -> tuple[list[SamplerConfig], Constraints | None]:
+        """The settings with which each prompt is answered, canvas length included, and the constraints on all answers."""
+        cfg = options.sampler_config(self.sampler)
+        constraints = self._constraints(options)
+        return [options.fit_canvas(cfg, len(ids), self._context, constraints) for ids in prompts], constraints
 
     def encode_prompt(
         self,
@@ -224,18 +231,20 @@ class Writer:
     def _answer_prompts(
         self, prompts: Sequence[Sequence[int]], is_chat: bool, options: GenerationOptions, streamer: Any
     ) -> list[Answer]:
-        cfg = options.sampler_config(self.sampler)
-        constraints = self._constraints(options)
+        cfgs, constraints = self.plan(prompts, options)
         first_seed = choose_seed(options.seed)
         seeds = [first_seed + row for row in range(len(prompts))]
         if streamer is not None:
-            end = self._run_with_streamer(prompts, cfg, seeds, options, constraints, streamer)
-            return [self._build_answer(end, row, is_chat, cfg) for row in range(len(prompts))]
+            if len(set(cfgs)) > 1:
+                raise ValueError("with a streamer all prompts need canvases of one length: give canvas_length")
+            end = self._run_with_streamer(prompts, cfgs[0], seeds, options, constraints, streamer)
+            return [self._build_answer(end, row, is_chat, cfgs[0]) for row in range(len(prompts))]
         if options.best_of > 1:
-            best_of.check_memory(self.engine, max(map(len, prompts)) + cfg.max_answer, options.best_of)
+            longest = max(len(ids) + cfg.max_answer for ids, cfg in zip(prompts, cfgs, strict=True))
+            best_of.check_memory(self.engine, longest, options.best_of)
         requests: list[Request] = []
         try:
-            for ids, seed in zip(prompts, seeds, strict=True):
+            for ids, cfg, seed in zip(prompts, cfgs, seeds, strict=True):
                 for candidate_seed in best_of.seeds_of(seed, options.best_of):
                     requests.append(self._add_request(ids, cfg, candidate_seed, options, constraints))
             ends = self.engine.run(requests)
@@ -249,7 +258,7 @@ class Writer:
             candidates = requests[begin : begin + options.best_of]
             candidate_ends = [ends[request] for request in candidates]
             best = best_of.choose_likeliest(self.engine, candidates, candidate_ends, options.stop)
-            answers.append(self._build_answer(candidate_ends[best], 0, is_chat, cfg))
+            answers.append(self._build_answer(candidate_ends[best], 0, is_chat, candidates[best].cfg))
         return answers
 
     def _add_request(
@@ -260,21 +269,12 @@ class Writer:
             cfg,
             seed=seed,
             constraints=constraints,
-            first_canvas_1C=self._first_canvas(options.draft, cfg, seed) if options.draft else None,
+            first_canvas_1C=start_from_draft([seed], options.draft, self.tokenizer, cfg, self.model.config.vocab_size),
             seconds=options.seconds,
             stop=options.stop,
             replay=options.replay,
             candidates=options.candidates,
         )
-
-    def _first_canvas(self, draft: str | Sequence[int], cfg: SamplerConfig, seed: int) -> Tensor:
-        """A first canvas that begins with the draft's tokens; noise fills the rest."""
-        canvas_1C = rng.draws([seed], 0, "cpu").noise(0, cfg.canvas_length, self.model.config.vocab_size)
-        if isinstance(draft, str):
-            draft = self.tokenizer.encode(draft[: cfg.canvas_length * self.tokenizer.longest_token])
-        ids = draft[: cfg.canvas_length]
-        canvas_1C[0, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        return canvas_1C
 
     def _run_with_streamer(
         self,
@@ -288,9 +288,7 @@ class Writer:
         """Runs `generate` instead of the engine: a streamer expects all rows of a batch at the same step."""
         if options.seconds is not None or options.stop is not None or options.replay is not None:
             raise ValueError("seconds, stop and replay do not work with a streamer; iterate over Writer.stream instead")
-        first_canvas_BC = None
-        if options.draft:
-            first_canvas_BC = torch.cat([self._first_canvas(options.draft, cfg, seed) for seed in seeds])
+        first_canvas_BC = start_from_draft(seeds, options.draft, self.tokenizer, cfg, self.model.config.vocab_size)
         if cfg.check != "off":
             if options.draft or options.best_of > 1:
                 raise ValueError("draft and best_of do not work with a streamer in checked and exact mode")

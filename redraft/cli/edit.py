@@ -1,21 +1,25 @@
 """The commands redraft fill FILE|- (infilling) and redraft edit FILE|- (editing in place)."""
 
+from __future__ import annotations
+
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from redraft import writer
 from redraft.cli.options import Device, Model, Seed, Threads, option, parse_float, parse_int
 from redraft.cli.terminal import CanvasView, strip_control_characters
 from redraft.config import write_text
-from redraft.tasks.edit import Edited, check_strength
-from redraft.tasks.infill import Filled, parse_template
+
+if TYPE_CHECKING:
+    from redraft.tasks.edit import Edited
+    from redraft.tasks.infill import Filled
+    from redraft.writer import Writer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Write = Annotated[bool, typer.Option("--write", "-w", help="Replace the file with the result, atomically.")]
@@ -37,6 +41,9 @@ def fill(
 ) -> None:
     """Infill the gaps of a text; the text around them does not change."""
     text = read_text(file, write)
+    from redraft import writer
+    from redraft.tasks.infill import parse_template
+
     texts = parse_template(text).texts  # checks the gaps before the model is loaded
     subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
     console = Console(highlight=False)
@@ -80,6 +87,9 @@ def edit(
     text = read_text(file, write)
     if suggest and (write or instruction is not None):
         raise ValueError("--suggest changes nothing: leave out --write and --instruction")
+    from redraft import writer
+    from redraft.tasks.edit import check_strength
+
     if strength is not None:
         check_strength(strength)
     subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
@@ -128,7 +138,7 @@ def colour_diff(edited: Edited, name: str) -> Text:
     return coloured
 
 
-def _print_suggestions(subject: writer.Writer, text: str, as_json: bool) -> None:
+def _print_suggestions(subject: Writer, text: str, as_json: bool) -> None:
     suggestions = subject.suggest(text)
     if as_json:
         print(json.dumps([asdict(suggestion) for suggestion in suggestions]))

@@ -3,13 +3,23 @@
 An option that has no effect in the mode of the answer is refused: the user asked for something and would not get it.
 """
 
-from typing import Annotated
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from redraft.cli.options import option, parse_float, parse_int
-from redraft.config import SamplerConfig
-from redraft.tasks.generation import GenerationOptions
+from redraft.config import AUTO, SamplerConfig
+
+if TYPE_CHECKING:
+    from redraft.tasks.generation import GenerationOptions
+
+
+def parse_canvas_length(text: str) -> Any:
+    """Parses a number of tokens, or the word auto."""
+    return text if text == AUTO else parse_int(text)
+
 
 MaxTokens = Annotated[
     int | None,
@@ -77,18 +87,29 @@ RepetitionPenalty = Annotated[
     float | None,
     option("--repetition-penalty", help="Checked, exact: above 1, tokens seen before are less likely.", parser=parse_float),
 ]
-CanvasLength = Annotated[int | None, option("--canvas-length", help="Tokens per canvas. [checkpoint's]", parser=parse_int)]
+CanvasLength = Annotated[
+    str | None,
+    typer.Option(
+        "--canvas-length",
+        help="Tokens per canvas, or auto: the shortest of several that holds the answer. [auto where the checkpoint was "
+        "trained at several, else the checkpoint's]",
+        parser=parse_canvas_length,
+        metavar="INT|auto",
+    ),
+]
 Think = Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")]
 
 CAUSAL_SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty")  # how the causal half picks a token
 CANVAS_SETTINGS = {"max_steps": "steps", "entropy_bound": "entropy-bound", "canvas_length": "canvas-length"}
 
 
-def with_sampler(options: GenerationOptions, base: SamplerConfig, **settings: float | None) -> GenerationOptions:
+def with_sampler(options: GenerationOptions, base: SamplerConfig, **settings: float | str | None) -> GenerationOptions:
     """Adds sampler settings from the command line to the options; None was not given.
 
     Raises ValueError for a value that no mode takes, and for a setting that the mode of the answer does not use.
     """
+    from redraft.tasks.generation import GenerationOptions
+
     given = {name: value for name, value in settings.items() if value is not None}
     if "max_steps" in given:
         given["draft_steps"] = given["max_steps"]  # checked mode denoises a canvas with as many steps

@@ -4,21 +4,21 @@ On a terminal the canvas is drawn live; in a pipe only the committed text goes t
 stderr with exit code 2. Ctrl-C keeps the committed text and exits with 130.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import torch
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
 import redraft
-from redraft import checkpoint
 from redraft.cli import augment, edit, info, quantize, serve, sudoku, train, warm
 from redraft.cli.generation import (
     BestOf,
@@ -40,12 +40,11 @@ from redraft.cli.options import Context, Device, Dtype, GpuMemory, KeepBf16, Kv,
 from redraft.cli.recording import Recording
 from redraft.cli.terminal import CanvasView, strip_control_characters, summary
 from redraft.cli.warm import show_builds, show_builds_until_first, show_loaded, show_peak
-from redraft.diffusion.generate import Finished
-from redraft.engine import EngineError
-from redraft.engine.errors import MEMORY_ADVICE
-from redraft.tasks.generation import GenerationOptions
+from redraft.diffusion.events import Finished
 from redraft.tasks.text_events import TextCommitted, TextEvent
-from redraft.writer import DEFAULT_MODEL, Writer
+
+if TYPE_CHECKING:
+    from redraft.writer import Writer
 
 
 class DefaultToWrite(TyperGroup):
@@ -129,7 +128,7 @@ def write(
     is_chat = writer.tokenizer.can_chat and not raw
     if not is_chat and (system or think):
         raise ValueError("--system and --think need a chat model; this one continues text")
-    options = GenerationOptions(
+    options = redraft.GenerationOptions(
         max_tokens=max_tokens,
         seed=seed,
         check=check,
@@ -198,9 +197,11 @@ def chat(
     context: Context = None,
 ) -> None:
     """Chat with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
+    from redraft.engine import EngineError
+
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
-    options = GenerationOptions(
+    options = redraft.GenerationOptions(
         max_tokens=max_tokens,
         seed=seed,
         check=check,
@@ -276,6 +277,9 @@ def _read_prompt(argument: str | None) -> str:
 
 def _load(model: str, **options: Any) -> Writer:
     """Loads the model; shows a status line on stderr meanwhile, then what became of its weights, and the memory plan."""
+    from redraft import checkpoint
+    from redraft.writer import DEFAULT_MODEL
+
     folder = checkpoint.find(model or DEFAULT_MODEL)  # first: the status line would garble a download's progress bar
     with show_builds(_stderr(), message="loading"):
         writer = redraft.load(folder, **options)
@@ -329,16 +333,17 @@ def _draw(writer: Writer, events: Iterator[TextEvent], console: Console, best_of
 
 
 def _print_committed(events: Iterator[TextEvent]) -> str:
-    """Prints committed text to stdout, canvas by canvas, and the statistics to stderr. Returns the text."""
+    """Prints text to stdout as soon as it is final, and the statistics to stderr. Returns the text."""
     committed = ""
     statistics = ""
     try:
         for event in events:
-            if isinstance(event, TextCommitted):
-                committed += event.text
-                print(strip_control_characters(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
-            elif isinstance(event, Finished):
+            if isinstance(event, Finished):
                 statistics = summary(event.stats[0])
+                continue
+            text = event.delta.text
+            committed += text
+            print(strip_control_characters(text) if sys.stdout.isatty() else text, end="", flush=bool(text))
     finally:
         if committed:
             print(flush=True)
@@ -384,18 +389,28 @@ def main() -> None:
         _exit_with_error(f"{error.format_message()} (see redraft --help)")
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except torch.OutOfMemoryError as error:
-        _exit_with_error(f"out of GPU memory: {str(error).split('. ')[0]}; {MEMORY_ADVICE}")
-    except EngineError as error:  # the log has its trace
-        if os.environ.get("REDRAFT_DEBUG"):
-            raise
-        _exit_with_error(str(error))
     except (ValueError, OSError) as error:
         if os.environ.get("REDRAFT_DEBUG"):
             raise
         if isinstance(error, OSError) and error.filename is not None and error.strerror:
             _exit_with_error(f"{error.filename}: {error.strerror}")
         _exit_with_error(str(error))
+    except RuntimeError as error:
+        if os.environ.get("REDRAFT_DEBUG") or (sentence := _explain_failure(error)) is None:
+            raise
+        _exit_with_error(sentence)
+
+
+def _explain_failure(error: RuntimeError) -> str | None:
+    """What to tell the user about a failure that is not theirs; None if it is a fault of redraft that needs its trace."""
+    import torch
+
+    from redraft.engine import EngineError
+    from redraft.engine.errors import MEMORY_ADVICE
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of GPU memory: {str(error).split('. ')[0]}; {MEMORY_ADVICE}"
+    return str(error) if isinstance(error, EngineError) else None  # the log has its trace
 
 
 def _exit_with_error(sentence: str) -> NoReturn:

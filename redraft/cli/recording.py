@@ -23,7 +23,7 @@ from redraft.cli.terminal import (
     summary,
 )
 from redraft.config import write_text
-from redraft.diffusion.generate import Draft, Finished
+from redraft.diffusion.events import Draft, Finished
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.tokenizer import Tokenizer
 

@@ -1,16 +1,17 @@
 """The command redraft serve: runs the server on a port of this machine."""
 
+from __future__ import annotations
+
 import ipaddress
 import logging
 import threading
 import webbrowser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from redraft import writer
 from redraft.cli.options import (
     Context,
     Device,
@@ -27,7 +28,9 @@ from redraft.cli.options import (
     parse_int,
 )
 from redraft.cli.warm import launch_kernels, show_builds, show_loaded
-from redraft.kernels.backend import select_backend
+
+if TYPE_CHECKING:
+    from redraft.writer import Writer
 
 PORT = 8012  # the default of llama.vim
 BROWSER_DELAY = 0.5  # seconds; the server listens by then
@@ -96,6 +99,8 @@ def serve(
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
     origins = tuple(map(parse_origin, cors or ()))
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
+    from redraft.writer import DEFAULT_MODEL
+
     subject = load_warm(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
     limits = Limits(
         hosts=(host, *(hosts or ())),
@@ -105,7 +110,7 @@ def serve(
         connections=ConnectionLimits(connections=connections, connections_per_client=max(1, connections // 2)),
     )
     config = ServerConfig(
-        name=name or Path(model or writer.DEFAULT_MODEL).name,
+        name=name or Path(model or DEFAULT_MODEL).name,
         limits=limits,
         requests=requests,
         compile_seconds=compile_seconds,
@@ -121,8 +126,11 @@ def serve(
     uvicorn.Server(uvicorn_config(app, limits.connections, drain_seconds=drain_seconds, **address)).run()
 
 
-def load_warm(model: str, **options: Any) -> writer.Writer:
+def load_warm(model: str, **options: Any) -> Writer:
     """Loads a model, says what became of its weights, and launches its kernels: the first requests do not wait for them."""
+    from redraft import writer
+    from redraft.kernels.backend import select_backend
+
     console = Console(stderr=True, highlight=False)
     with show_builds(console, message="loading"):
         subject = writer.load(model or writer.DEFAULT_MODEL, **options)

@@ -4,6 +4,8 @@ One puzzle is drawn while it settles; a file of puzzles runs in batches with a p
 sure that every puzzle has exactly one solution, and a board that breaks the rules is reported as wrong.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import json
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -26,8 +28,9 @@ from redraft.config import replace_file
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solver
 from redraft.tasks.sudoku.board import Board, BoardError
-from redraft.tasks.sudoku.solve import Solution, SolveStep
-from redraft.writer import SUDOKU_MODEL, load, new_seed
+
+if TYPE_CHECKING:
+    from redraft.tasks.sudoku.solve import Solution, SolveStep
 
 COLUMNS = ("puzzle", "board", "solved", "canvases", "forwards", "revisions", "seconds", "seed")
 
@@ -52,6 +55,8 @@ def sudoku(
     for where, board in located_puzzles:
         with _prefix_errors(where):
             solver.solve(board)  # raises BoardError unless there is exactly one solution
+    from redraft.writer import SUDOKU_MODEL, load, new_seed
+
     writer = load(model or SUDOKU_MODEL, device=device, dtype=dtype)
     puzzles = [board for _, board in located_puzzles]
     seed = seed if seed is not None else new_seed()
@@ -122,6 +127,8 @@ def _prefix_errors(where: str) -> Iterator[None]:
 
 
 def _last_solution(events: Iterable[SolveStep | Solution]) -> Solution:
+    from redraft.tasks.sudoku.solve import Solution
+
     *_, last = events
     assert isinstance(last, Solution)
     return last
@@ -129,6 +136,8 @@ def _last_solution(events: Iterable[SolveStep | Solution]) -> Solution:
 
 def _draw_steps(events: Iterable[SolveStep | Solution], puzzle: Board, console: Console) -> Solution:
     """Draws the first canvas after every step, then the final board."""
+    from redraft.tasks.sudoku.solve import Solution
+
     before: Board | None = None
     solution: Solution | None = None
     last_frame = time.monotonic() - FRAME_SECONDS
@@ -199,6 +208,8 @@ def summarize(solution: Solution) -> str:
 
 def _solve_many(events: Iterable[SolveStep | Solution], count: int, as_json: bool, out: str | None) -> list[Solution]:
     """Writes results in the order of the puzzles, each as soon as the ones before it are done; progress goes to stderr."""
+    from redraft.tasks.sudoku.solve import Solution
+
     console = Console(stderr=True, highlight=False)
     solutions: list[Solution] = []
     waiting: dict[int, Solution] = {}

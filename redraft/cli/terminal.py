@@ -19,7 +19,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from redraft.diffusion.generate import Draft, Finished, Stats
+from redraft.diffusion.events import Draft, Finished, Stats
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.tokenizer import Tokenizer
 

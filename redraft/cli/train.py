@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -52,6 +51,7 @@ def train(
 @contextmanager
 def _join_processes(device: str | None) -> Iterator[tuple[str, bool]]:
     """Yields this process's device and whether it is the main process. Joins the others if torchrun started several."""
+    import torch
     import torch.distributed as dist
 
     local_device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,15 +7,16 @@ Batches are padded to buckets (number of canvases, canvas length, context length
 graphs. The graph reads all it needs of a request (seed, step, settings, addresses of its KV cache) from these buffers. The
 host waits once a step for the flags that say which canvases have settled, and launches the next step before other work.
 
-A request whose sampler the kernels do not implement (constraints, quota, spread, top probabilities, interventions) goes
-through the same layers, as a graph when its canvas has the model's length, and then through the reference sampler.
+A request whose sampler the kernels do not implement (constraints, quota, spread, settle_prefix, top probabilities,
+interventions) goes through the same layers, as a graph when its canvas has the model's length, and then through the
+reference sampler.
 
 Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C, P encoded rows of S tokens.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 
 import torch
@@ -54,7 +55,8 @@ BucketKey = tuple[int, int, int]  # number of canvases, canvas length, context l
 EncodeShape = tuple[int, int]  # rows and tokens that are encoded in the same graph as a step; (0, 0): none
 PendingEncode = tuple[Request, Tensor]  # ids_1S: the last tokens of the request's context
 NO_ENCODE: EncodeShape = (0, 0)
-CANVAS_FIELDS = tuple(field.name for field in fields(Canvas) if field.name not in ("skipped_B", "step"))
+HOST_FIELDS = ("skipped_B", "same_BC", "final_B", "step")  # of a canvas: the fused sampler changes none but the step
+CANVAS_FIELDS = tuple(field.name for field in fields(Canvas) if field.name not in HOST_FIELDS)
 
 
 def uses_fused_sampler(request: Request) -> bool:
@@ -64,7 +66,7 @@ def uses_fused_sampler(request: Request) -> bool:
     and interventions need the host between two steps.
     """
     cfg = request.cfg
-    has_special_settings = cfg.quota or cfg.accept_at_end or cfg.spread or cfg.stops_last
+    has_special_settings = cfg.quota or cfg.accept_at_end or cfg.spread or cfg.stops_last or cfg.settle_prefix
     needs_host = request.candidates > 0 or request.plan.has_interventions
     fits = cfg.canvas_length <= MAX_FUSED_CANVAS and cfg.max_steps <= MAX_FUSED_STEPS
     return request.canvas_constraints is None and not has_special_settings and not needs_host and fits
@@ -445,7 +447,8 @@ class StepBucket:
         for row, request in enumerate(batch):
             assert request.canvas is not None
             values = {name: tensor[row : row + 1] for name, tensor in copies.items()}
-            canvases.append(Canvas(**values, skipped_B=skipped_1, step=request.canvas.step + 1))
+            canvas = replace(request.canvas, **values, skipped_B=skipped_1, step=request.canvas.step + 1)
+            canvases.append(canvas)
         self.loaded[: len(canvases)] = canvases
         return canvases, list(softs[: len(batch)]), settled[: len(batch)]
 

@@ -11,6 +11,7 @@ streams.py     async streams: merge several, stop when the client disconnects, w
 service.py     what every route uses: read a body, start a completion, stream it, count it
 completion.py  CompletionParams and the chunks of a completion, independent of the wire format
 canvas_params.py  canvas options under vLLM's names, which every wire format may have
+stop_strings.py  cuts a completion at a stop string, as early as its text is final or has settled
 checks.py      checked and exact mode: which one a request runs in, and its settings
 forced_calls.py  tool calls that the client forces, constrained by the schema of the tool
 frames.py      a canvas after each step, as the tokens that changed

@@ -27,7 +27,11 @@ def canvas_params(body: CanvasFields) -> dict[str, Any]:
     pinned = options.diffusion_pinned or []
     if pinned and (seed_canvas is None or not all(0 <= position < len(seed_canvas) for position in pinned)):
         raise BadRequestError("diffusion_pinned must name positions of diffusion_seed_canvas", "diffusion_pinned")
-    settings = {"canvas_length": options.diffusion_canvas_length, "max_steps": options.diffusion_max_steps}
+    settings = {
+        "canvas_length": options.diffusion_canvas_length,
+        "max_steps": options.diffusion_max_steps,
+        "settle_prefix": options.diffusion_settle_prefix,
+    }
     params: dict[str, Any] = {"sampler_settings": {name: value for name, value in settings.items() if value is not None}}
     if seed_canvas is not None:
         params["draft"] = tuple(seed_canvas)

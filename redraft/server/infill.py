@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from redraft.diffusion.generate import Stats
 from redraft.server.checks import temperature_settings
-from redraft.server.completion import StopStringFilter
 from redraft.server.errors import checking_request
 from redraft.server.fim import Gap, Region
+from redraft.server.stop_strings import StopStringFilter
 from redraft.writer import Writer, new_seed
 
 MAX_GAP_TOKENS = 64  # even if the client allows more: several lengths are tried, so each token costs

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH
+from redraft.config import DEFAULT_EDIT_STRENGTH
 from redraft.tasks.generation import MAX_BEST_OF
 
 
@@ -71,8 +71,9 @@ class StreamOptions(Body):
 class CanvasOptions(Body):
     """Settings of the canvas, under vLLM's names."""
 
-    diffusion_canvas_length: Annotated[int, Field(ge=1, le=4096), NOT_BOOLEAN] | None = None
+    diffusion_canvas_length: Annotated[int, Field(ge=1, le=4096), NOT_BOOLEAN] | Literal["auto"] | None = None
     diffusion_max_steps: Annotated[int, Field(ge=1, le=4096), NOT_BOOLEAN] | None = None
+    diffusion_settle_prefix: bool | None = None  # not vLLM's: text that settles from the left is final at once
     diffusion_seed_canvas: Annotated[list[ListedInteger], Field(fail_fast=True, max_length=4096)] | None = (
         None  # token ids the first canvas starts from
     )

@@ -31,7 +31,6 @@ from redraft.tasks.generation import check_deadline, require_text
 from redraft.tokenizer.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # characters of a text: start, and end (exclusive)
-DEFAULT_EDIT_STRENGTH = 0.3  # share of the tokens that an edit may replace: the default in Python, CLI and server
 SELECTION_SALT = 7919  # the draws that break ties in the selection differ from those that denoise the canvas
 
 

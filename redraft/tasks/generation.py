@@ -9,14 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from redraft.config import ConfigError, SamplerConfig, require_int, require_number, show_value
+import torch
+from torch import Tensor
+
+from redraft.config import AUTO, AUTO_LENGTHS, ConfigError, SamplerConfig, require_int, require_number, show_value
 from redraft.constraints.budget import Budget
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.errors import PatternError, shorten
 from redraft.constraints.pattern_compiler import Pattern
 from redraft.constraints.token_automaton import TokenAutomaton
+from redraft.diffusion import rng
 from redraft.engine import Replay
-from redraft.tokenizer.tokenizer import Message
+from redraft.tokenizer.tokenizer import Message, Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Message]  # a text to continue, its tokens, or a conversation to answer
 MAX_BEST_OF = 64
@@ -45,7 +49,7 @@ class GenerationOptions:
     drafts: bool = True  # False: drafts carry no text, which saves decoding it
     replay: Replay | None = None  # resumes an earlier run, with its interventions
     candidates: int = 0  # drafts carry the probabilities of this many most likely tokens at each position
-    sampler: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplerConfig that replace the checkpoint's
+    sampler: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplerConfig; canvas_length may be "auto"
 
     def __post_init__(self) -> None:
         patterns = [name for name in PATTERNS if getattr(self, name) is not None]
@@ -89,12 +93,35 @@ class GenerationOptions:
 
         A run that is resumed or steered is not checked unless the caller insists.
         """
-        check = "off" if self.check is None and self.replay is not None and self.replay.is_steered else self.check
-        base = base.changed(check=check)
+        is_steered = self.replay is not None and self.replay.is_steered
+        base = base.changed(check="off" if self.check is None and is_steered else self.check)
+        base = base.changed(settle_prefix=False if is_steered else None)
         settings = {"max_new_tokens": self.max_tokens, **self.sampler}
+        if settings.get("canvas_length") == AUTO:
+            settings["canvas_length"] = None
+            base = base.changed(canvas_lengths=base.canvas_lengths or AUTO_LENGTHS)
         if base.changed(check=self.sampler.get("check")).check == "off":
             return base.with_temperature(self.temperature).changed(**settings)
         return base.changed(**{"temperature": self.temperature, **settings})
+
+    def fit_canvas(
+        self, cfg: SamplerConfig, prompt_tokens: int, context: int, constraints: Constraints | None
+    ) -> SamplerConfig:
+        """Chooses the canvas length for a prompt, unless the caller has: from max_tokens, the constraints and the context.
+
+        Only lengths at which the model was trained are chosen, or those of "auto" if the caller gave that. A draft keeps the
+        checkpoint's length: what it has behind the answer is context.
+        """
+        if self.sampler.get("canvas_length") not in (None, AUTO) or not cfg.canvas_lengths or self.draft:
+            return cfg
+        tokens = cfg.max_new_tokens
+        if self.replay is not None and self.replay.canvases:
+            return cfg.fit_canvas(len(self.replay.canvases[0]), context - prompt_tokens)
+        if constraints is not None and constraints.automaton is not None:
+            longest = constraints.automaton.longest_match(min(tokens, cfg.canvas_length))
+            needed = longest + 1 if longest is not None else tokens  # and a stop token
+            tokens = min(tokens, max([needed, *(position + 1 for position in constraints.pins)]))
+        return cfg.fit_canvas(tokens, context - prompt_tokens)
 
     @property
     def pattern(self) -> Pattern | None:
@@ -191,3 +218,17 @@ def cut_at_stop(ids: Sequence[int], cfg: SamplerConfig, max_tokens: int) -> tupl
         if token in cfg.eos_token_ids:
             return list(ids[:position]), True
     return list(ids[:max_tokens]), False
+
+
+def start_from_draft(
+    seeds: Sequence[int], draft: str | Sequence[int] | None, tokenizer: Tokenizer, cfg: SamplerConfig, vocab_size: int
+) -> Tensor | None:
+    """First canvases, ids_BC, that begin with the draft's tokens; noise fills the rest. None without a draft."""
+    if not draft:
+        return None
+    canvas_BC = rng.draws(list(seeds), 0, "cpu").noise(0, cfg.canvas_length, vocab_size)
+    if isinstance(draft, str):
+        draft = tokenizer.encode(draft[: cfg.canvas_length * tokenizer.longest_token])
+    ids = draft[: cfg.canvas_length]
+    canvas_BC[:, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    return canvas_BC

@@ -18,7 +18,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class SamplerKeywords(TypedDict, total=False):
     """Fields of SamplerConfig. `temperature` scales the checkpoint's schedule where the causal half does not check."""
 
-    canvas_length: int
+    canvas_length: int | str
+    canvas_lengths: Sequence[int]
     max_new_tokens: int
     max_steps: int
     entropy_bound: float
@@ -26,6 +27,7 @@ class SamplerKeywords(TypedDict, total=False):
     t_max: float
     stability_threshold: int
     confidence_threshold: float
+    settle_prefix: bool
     eos_token_ids: Sequence[int]
     pad_token_id: int
     quota: bool

@@ -11,8 +11,8 @@ from PIL import Image
 from serving import served
 
 import redraft
+from redraft.config import DEFAULT_EDIT_STRENGTH
 from redraft.server.middleware import Limits
-from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

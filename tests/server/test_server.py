@@ -13,8 +13,8 @@ from serving import NO_END, make, served, user
 from redraft.model.quant import quantize_fp8
 from redraft.server import fim, infill
 from redraft.server.api.ollama import parameter_count
-from redraft.server.completion import StopStringFilter
 from redraft.server.infill import trim_infill
+from redraft.server.stop_strings import StopStringFilter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from the clients' own libraries
 

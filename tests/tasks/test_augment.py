@@ -18,7 +18,7 @@ TEXTS = ["one two three four five six", "name: Ann, age: 41", "x", "a longer tex
 
 @pytest.fixture
 def records(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli_augment.writer, "load", lambda *args, **kwargs: WRITER)
+    monkeypatch.setattr("redraft.writer.load", lambda *args, **kwargs: WRITER)
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"id": number, "text": text}) + "\n\n" for number, text in enumerate(TEXTS)))
     return path
@@ -130,7 +130,7 @@ def test_nothing_is_lost_by_a_run_that_cannot_go_on(records, tmp_path, monkeypat
     fewer.write_text(json.dumps({"text": TEXTS[0]}) + "\n")
     with pytest.raises(ValueError, match="other records"):
         cli_augment.augment(str(fewer), str(out), resume=True, count=5, share="60%")
-    monkeypatch.setattr(cli_augment.writer, "load", fail)
+    monkeypatch.setattr("redraft.writer.load", fail)
     with pytest.raises(ValueError, match="no such model"):
         cli_augment.augment(str(records), str(out), resume=True, count=5, share="60%")
     assert out.read_bytes() == before

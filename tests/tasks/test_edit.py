@@ -204,7 +204,7 @@ def test_mistakes_are_named(call, words):
 
 @pytest.fixture
 def shipped(monkeypatch):
-    monkeypatch.setattr(cli_edit.writer, "load", lambda *args, **kwargs: WRITER)
+    monkeypatch.setattr("redraft.writer.load", lambda *args, **kwargs: WRITER)
 
 
 def test_the_commands(shipped, tmp_path, capsys, monkeypatch):
