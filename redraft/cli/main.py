@@ -160,7 +160,7 @@ def write(
     if as_json:
         _print_json(events, seed)
     elif console.is_terminal if visual is None else visual:
-        _draw(writer, events, console, best_of)
+        _draw(writer, events, console, best_of, f"{text}\n" if is_chat else text)
     else:
         _print_committed(events)
     if recording and record:
@@ -308,14 +308,14 @@ def _waiting_message(best_of: int) -> str:
     return f"generating {best_of} answers" if best_of > 1 else ""
 
 
-def _draw(writer: Writer, events: Iterator[TextEvent], console: Console, best_of: int) -> str:
+def _draw(writer: Writer, events: Iterator[TextEvent], console: Console, best_of: int, prompt: str = "") -> str:
     """Draws the answer live and returns its text. After Ctrl-C, KeyboardInterrupt carries the text as `committed`.
 
     Of several answers the first is drawn while all of them are generated, and the best is written at the end.
     """
     committed = ""
     label = f"first of {best_of} answers" if best_of > 1 else ""
-    with CanvasView(console, writer.tokenizer, writer.sampler.eos_token_ids, label) as view:
+    with CanvasView(console, writer.tokenizer, writer.sampler.eos_token_ids, label, prompt) as view:
         try:
             for event in view.show(events):
                 if isinstance(event, TextCommitted):
