@@ -1,5 +1,6 @@
 """The command line.
 
+start.py      the entry point
 main.py       write, chat; user errors become one sentence
 options.py    options that several commands share
 generation.py options of the commands that generate an answer

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from redraft.cli.options import Threads
 from redraft.cli.terminal import CHANGED, FRAME_SECONDS, NOISE, QUIET, defer_interrupt
 from redraft.config import replace_file
 from redraft.tasks.sudoku import board as boards
@@ -45,6 +46,7 @@ def sudoku(
         bool | None, typer.Option("--visual/--no-visual", help="Draw the board while it settles. [on a terminal]")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
+    threads: Threads = None,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
 ) -> None:
     """Solve Sudoku by diffusion: one puzzle, drawn while it settles, or a file of puzzles."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from redraft.cli.options import KeepBf16, Quant
+from redraft.cli.options import KeepBf16, LongThreads, Quant, Threads
 from redraft.config import write_text
 
 METRICS = "metrics.jsonl"
@@ -34,6 +34,7 @@ def train(
     ] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="The run's folder. [runs/RECIPE]")] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
+    threads: Threads = None,
 ) -> None:
     """Train a model. A stopped run resumes from its last checkpoint; torchrun starts it on several processes."""
     from redraft.train.loop import Trainer
@@ -163,6 +164,7 @@ def evaluate(
         list[str] | None, typer.Option("--set", help="Change a sampler setting: --set max_steps=40 --set t_max=1.0.")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
+    threads: LongThreads = None,
     quant: Quant = None,
     keep_bf16: KeepBf16 = False,
     allow_code_execution: Annotated[

@@ -363,7 +363,6 @@ def test_invalid_bytes_ascii_consoles_and_a_closed_stdin(run, folder, monkeypatc
     assert closed.stderr.startswith(b"redraft: there is no prompt")
     assert run("\udcff", "-m", folder, "-n", "5")[0] == 0  # an invalid byte of an argument is a lone surrogate
     assert run("hi", "-s", "\udcff", "-m", folder, "-n", "5")[0] == 0
-    assert run("-", "-m", folder, "-n", "5", stdin=b"\xff")[0] == 0
     monkeypatch.setattr(sys, "argv", ["redraft", "chat", "-m", folder])
     monkeypatch.setattr(sys, "stdin", None)  # as Python starts with a closed stdin
     with pytest.raises(SystemExit) as left:
