@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 import redraft
 from redraft import checkpoint
-from redraft.cli import augment, edit, info, quantize, serve, sudoku, train, warm
+from redraft.cli import augment, demo, edit, info, quantize, serve, sudoku, train, warm
 from redraft.cli.generation import (
     FLAGS,
     BestOf,
@@ -244,6 +244,7 @@ def chat(
     _converse(writer, options, _conversation(system, None), visual)
 
 
+app.command()(demo.demo)
 app.command()(edit.fill)
 app.command()(edit.edit)
 app.command()(augment.augment)

@@ -63,7 +63,7 @@ def sudoku(
     console = Console(highlight=False)
     draws_board = not as_json and not out and (console.is_terminal if visual is None else visual)
     if len(puzzles) == 1 and not as_json and not out:
-        solution = _draw_steps(events, puzzles[0], console) if draws_board else _last_solution(events)
+        solution = draw_steps(events, puzzles[0], console) if draws_board else last_solution(events)
         _print_solution(solution, drawn=draws_board)
         solutions = [solution]
     else:
@@ -123,17 +123,20 @@ def _prefix_errors(where: str) -> Iterator[None]:
 # 2. One puzzle
 
 
-def _last_solution(events: Iterable[SolveStep | Solution]) -> Solution:
+def last_solution(events: Iterable[SolveStep | Solution]) -> Solution:
+    """The solution of a lone puzzle."""
     *_, last = events
     assert isinstance(last, Solution)
     return last
 
 
-def _draw_steps(events: Iterable[SolveStep | Solution], puzzle: Board, console: Console) -> Solution:
-    """Draws the first canvas after every step, then the final board."""
+def draw_steps(
+    events: Iterable[SolveStep | Solution], puzzle: Board, console: Console, step_seconds: float = FRAME_SECONDS
+) -> Solution:
+    """Draws the first canvas after every step, each for `step_seconds` at least, then the final board."""
     before: Board | None = None
     solution: Solution | None = None
-    last_frame = time.monotonic() - FRAME_SECONDS
+    last_frame = time.monotonic() - step_seconds
     with Live(console=console, auto_refresh=False) as live:
         for event in events:
             if isinstance(event, Solution):
@@ -141,7 +144,7 @@ def _draw_steps(events: Iterable[SolveStep | Solution], puzzle: Board, console: 
                 solution = event
                 break
             digits = tuple(event.boards_NC[0].tolist())
-            time.sleep(max(0.0, last_frame + FRAME_SECONDS - time.monotonic()))  # else too quick to see
+            time.sleep(max(0.0, last_frame + step_seconds - time.monotonic()))  # else too quick to see
             last_frame = time.monotonic()
             attempt = f" · canvas {event.attempts[0] + 1}, {len(event.attempts)} at once" if event.attempts[0] else ""
             status = Text(f"step {event.step}{attempt}", QUIET)

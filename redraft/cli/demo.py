@@ -1,0 +1,65 @@
+"""The command redraft demo: a Sudoku and a story, each drawn while it settles, with a line that says what was seen.
+
+In a pipe it prints the solved board and the story alone.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from rich.console import Console
+
+from redraft import writer
+from redraft.cli.options import Device, Threads, option, parse_int
+from redraft.cli.sudoku import draw_steps, last_solution
+from redraft.cli.terminal import QUIET, CanvasView
+from redraft.diffusion.generate import Finished
+from redraft.tasks.sudoku import board as boards
+from redraft.tasks.text_events import TextCommitted, TextEvent
+
+PUZZLE = "000000010400000000020000000000050407008000300001090000300400200050100000000806000"
+PROMPT = "Once upon a time"
+MAX_TOKENS = 160
+STEP_SECONDS = 0.3  # a step on the board is shown for so long: the run itself is too quick to see
+
+
+def demo(
+    seed: Annotated[int, option("--seed", help="Another seed gives another story.", parser=parse_int)] = 1,
+    device: Device = None,
+    threads: Threads = None,
+) -> None:
+    """Watch text diffusion: a Sudoku is solved, then a story is written, by the two models that ship."""
+    console = Console(highlight=False)
+    show_sudoku(writer.load(writer.SUDOKU_MODEL, device=device, dtype="float32"), seed, console)
+    storyteller = writer.load(device=device)
+    show_story(storyteller, storyteller.stream(PROMPT, seed=seed, max_tokens=MAX_TOKENS), console)
+
+
+def show_sudoku(solver: writer.Writer, seed: int, console: Console) -> None:
+    """Solves the puzzle at full speed, then draws its steps slowly."""
+    puzzle = boards.parse_puzzle(PUZZLE)
+    events = list(solver.sudoku_events([puzzle], seed=seed))
+    if not console.is_terminal:
+        print(boards.to_grid(last_solution(events).board), end="\n\n")
+        return
+    solution = draw_steps(events, puzzle, console, STEP_SECONDS)
+    console.print(
+        f"{'Solved' if solution.solved else 'NOT solved'}: the {puzzle.count(0)} open cells changed together, in "
+        f"{solution.forwards} steps and {solution.seconds:.2f} s (shown slower).\n",
+        style=QUIET,
+    )
+
+
+def show_story(storyteller: writer.Writer, events: Iterator[TextEvent], console: Console) -> None:
+    """Draws a story while it settles."""
+    if not console.is_terminal:
+        print(PROMPT + "".join(event.text for event in events if isinstance(event, TextCommitted)))
+        return
+    with CanvasView(console, storyteller.tokenizer, storyteller.sampler.eos_token_ids, prompt=PROMPT) as view:
+        for event in view.show(events):
+            if isinstance(event, Finished):
+                stats = event.stats[0]
+    console.print(
+        f"Written: {stats.new_tokens} tokens in {stats.forwards} forwards and {stats.seconds:.1f} s: a canvas is drafted "
+        "at once, then checked from the left.",
+        style=QUIET,
+    )
