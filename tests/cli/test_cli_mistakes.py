@@ -134,3 +134,13 @@ def test_left_to_right_is_autoregressive_and_temperature_0_takes_the_likeliest_t
     code, out, err = run("Hello", *flags)
     assert (code, out) == (0, expected + "\n")
     assert f"{len(ids)} forwards" in err
+
+
+@pytest.mark.parametrize("command", [["train", "tiny"], ["eval", "{model}", "--task", "stories", "--data", "nowhere"]])
+def test_missing_data_is_named_with_where_it_comes_from(run, folder, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REDRAFT_DATA", "nowhere")
+    code, out, err = run(*[word.format(model=folder) for word in command])
+    assert (code, out) == (2, "")
+    assert err.startswith("redraft: nowhere/stories/")
+    assert "is missing: redraft ships no data. docs/training.md says where it comes from" in err
