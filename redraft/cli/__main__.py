@@ -1,5 +1,5 @@
 """`python -m redraft.cli` is `redraft`."""
 
-from redraft.cli.main import main
+from redraft.cli.start import start
 
-main()
+start()

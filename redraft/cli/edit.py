@@ -12,7 +12,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from redraft.cli.options import Device, Model, Seed, Threads, option, parse_float, parse_int
+from redraft.cli.options import (
+    Device,
+    Model,
+    Seed,
+    Threads,
+    decode_utf8,
+    option,
+    parse_float,
+    parse_int,
+    read_stdin,
+    refuse_sudoku_model,
+)
 from redraft.cli.terminal import CanvasView, strip_control_characters
 from redraft.config import write_text
 
@@ -41,11 +52,15 @@ def fill(
 ) -> None:
     """Infill the gaps of a text; the text around them does not change."""
     text = read_text(file, write)
+    if count < 1:
+        raise ValueError(f"--count must be at least 1, got {count}")
     from redraft import writer
     from redraft.tasks.infill import parse_template
 
     texts = parse_template(text).texts  # checks the gaps before the model is loaded
     subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
+    refuse_sudoku_model(subject)
+    check_longest(longest, subject.model.config.max_position_embeddings)
     console = Console(highlight=False)
     status_console = Console(stderr=True, highlight=False)
     with CanvasView(status_console, subject.tokenizer, subject.sampler.eos_token_ids) as view:
@@ -56,6 +71,8 @@ def fill(
     if as_json:
         print(json.dumps([asdict(filled) for filled in infills] if count > 1 else asdict(infills[0])))
         return
+    if count == 1:
+        print(f"seed {infills[0].seed}", file=sys.stderr)
     for rank, filled in enumerate([] if write else infills, 1):
         if count > 1:
             blank_line = "" if rank == 1 else "\n"
@@ -93,6 +110,7 @@ def edit(
     if strength is not None:
         check_strength(strength)
     subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
+    refuse_sudoku_model(subject)
     console = Console(highlight=False)
     if suggest:
         _print_suggestions(subject, text, as_json)
@@ -103,7 +121,9 @@ def edit(
         write_text(file, edited.text)
     if as_json:
         print(json.dumps(asdict(edited)))
-    elif console.is_terminal:
+        return
+    print(f"seed {edited.seed}", file=sys.stderr)
+    if console.is_terminal:
         console.print(colour_diff(edited, "text" if file == "-" else file), soft_wrap=True, end="")
     elif not write:
         sys.stdout.write(edited.text)
@@ -113,11 +133,13 @@ def read_text(file: str, write: bool) -> str:
     """The text of a file, or of stdin for `-`."""
     if file == "-" and write:
         raise ValueError("--write replaces a file, but - is stdin: name a file")
-    raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}") from None
+    return read_stdin() if file == "-" else decode_utf8(Path(file).read_bytes(), file)
+
+
+def check_longest(longest: int, context: int) -> None:
+    """Refuses gaps that could not fit the model's context."""
+    if not 0 < longest < context:
+        raise ValueError(f"--longest must be from 1 to {context - 1}, below the model's context, got {longest}")
 
 
 def colour_gaps(texts: tuple[str, ...], filled: Filled) -> Text:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
+import os
+import socket
 import threading
 import webbrowser
 from pathlib import Path
@@ -89,6 +92,7 @@ def serve(
     """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
     check_address(host, port, key)
     check_limits(requests, connections, max_body, body_seconds, compile_seconds, drain_seconds)
+    sockets = bind_address(host, port)
     try:
         import uvicorn
 
@@ -123,7 +127,7 @@ def serve(
         threading.Timer(BROWSER_DELAY, webbrowser.open, [f"http://{url_host}:{port}"]).start()
     app = make_app(subject, config)
     address: dict[str, Any] = {"host": host, "port": port, "trusted_proxies": tuple(proxies or ())}
-    uvicorn.Server(uvicorn_config(app, limits.connections, drain_seconds=drain_seconds, **address)).run()
+    uvicorn.Server(uvicorn_config(app, limits.connections, drain_seconds=drain_seconds, **address)).run(sockets)
 
 
 def load_warm(model: str, **options: Any) -> Writer:
@@ -146,6 +150,27 @@ def check_address(host: str, port: int, key: str | None) -> None:
         raise ValueError(f"{host} can be reached from other machines: set --api-key to listen there")
     if not 0 < port < 65536:
         raise ValueError(f"a port is between 1 and 65535, got {port}")
+
+
+def bind_address(host: str, port: int) -> list[socket.socket]:
+    """Takes the port before a model is loaded: one that is in use is refused at once. A name may have several addresses."""
+    sockets = []
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+        listener = socket.socket(family, kind)
+        sockets.append(listener)
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            for bound in sockets:
+                bound.close()
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(f"port {port} of {host} is in use: name another one with --port") from None
+            raise ValueError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
+    return sockets
 
 
 def check_limits(
