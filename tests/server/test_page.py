@@ -2,100 +2,17 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
-import httpx
 import pytest
+from browsing import DONE, SCREENSHOTS, STORY, go_to, screenshot, server_events, small, tokens, write
 from PIL import Image
 from serving import served
 
-import redraft
 from redraft.server.middleware import Limits
 from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH
 
 sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed; .ci/run installs it"),
-]
-SCREENSHOTS = Path(__file__).parents[2] / "build" / "page"
-STORY = {"prompt": "Once upon a time", "seed": 1, "max_tokens": 32, "max_steps": 10}
-TIMEOUT_MS = 60_000  # a run may take long on a busy machine
-
-
-@pytest.fixture(scope="module")
-def url():
-    with served(small(), name="tiny") as address:
-        yield address
-
-
-def small():
-    """The shipped model with short canvases, which are fast on two cores."""
-    writer = redraft.load()
-    writer.sampler = writer.sampler.changed(canvas_length=32, check="off")
-    return writer
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    sync_api.expect.set_options(timeout=TIMEOUT_MS)
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def opened(chromium):
-    """Opens browser pages; at the end of the test their consoles must be empty."""
-    messages = []
-    contexts = []
-
-    def open_(address, width=1440, height=900, **options):
-        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(TIMEOUT_MS)
-        page.on("console", lambda message: messages.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: messages.append(str(error)))
-        page.goto(address)
-        return page
-
-    open_.messages = messages
-    yield open_
-    for context in contexts:
-        context.close()
-    assert messages == []
-
-
-def write(page, **changes):
-    fields = {**STORY, **changes}
-    page.click("#tab-write")
-    for name, value in fields.items():
-        page.fill(f"#form-write [name={name}]", str(value))
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector(".badge")
-
-
-def go_to(page, index):
-    page.locator(".slider").evaluate("(e, to) => { e.value = to; e.dispatchEvent(new Event('input')); }", index)
-
-
-def tokens(page):
-    return page.locator(".canvas .t").all_inner_texts()
-
-
-def server_events(url, **body):
-    answer = httpx.post(f"{url}/v1/canvas", json={"stream": False, **body}, timeout=60)
-    return answer.json()["events"]
-
-
-def screenshot(page, name):
-    page.evaluate("document.activeElement?.blur()")
-    page.wait_for_timeout(600)  # until the flash animation has ended
-    page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
 def count_frames(url) -> int:
@@ -104,7 +21,7 @@ def count_frames(url) -> int:
 
 
 def test_write_shows_the_text_of_the_server(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     sync_api.expect(page.locator("#model")).to_have_text("tiny")
     write(page)
     end = server_events(url, **STORY)[-1]
@@ -116,7 +33,7 @@ def test_write_shows_the_text_of_the_server(opened, url):
 
 
 def test_the_slider_shows_every_step(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     write(page)
     frames = [event for event in server_events(url, **STORY) if event["type"] == "frame"]
     go_to(page, 0)
@@ -150,7 +67,7 @@ def test_the_slider_shows_every_step(opened, url):
 
 
 def test_a_token_shows_its_candidates_and_its_history(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     write(page)
     go_to(page, 5)
     token = page.locator(".canvas .changed").first
@@ -166,7 +83,7 @@ def test_a_token_shows_its_candidates_and_its_history(opened, url):
 
 
 def test_a_token_is_replaced_and_the_run_resumes_from_that_step(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     write(page)
     go_to(page, 3)
     before = tokens(page)
@@ -176,7 +93,7 @@ def test_a_token_is_replaced_and_the_run_resumes_from_that_step(opened, url):
     assert page.inner_text(".resume .go") == "Resume from canvas 1, step 4"
     screenshot(page, "steer")
     page.click(".resume .go")
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     interventions = [{"block": 0, "step": 4, "pins": [{"position": 5, "text": " dragon"}], "bans": []}]
     expected = server_events(url, **STORY, interventions=interventions)[-1]["text"]
     assert page.inner_text(".canvas") == STORY["prompt"] + expected
@@ -193,13 +110,13 @@ def test_a_token_is_replaced_and_the_run_resumes_from_that_step(opened, url):
         page.keyboard.press("ArrowRight")
     page.keyboard.press("b")
     page.keyboard.press("g")
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     assert page.locator(".canvas .t").nth(9).text_content() != old
     assert page.locator(".canvas .t").nth(5).inner_text().strip() == "dragon"
 
 
 def test_at_the_end_a_token_is_the_committed_one(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     write(page)
     committed = server_events(url, **STORY)[-2]
     for at in range(0, 32, 4):
@@ -207,13 +124,13 @@ def test_at_the_end_a_token_is_the_committed_one(opened, url):
         page.keyboard.press("p")
         assert f"id {committed['ids'][at]} " in page.inner_text(".details .facts >> nth=0")
     page.click(".resume .go")
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     again = page.locator(".canvas .t").all_text_contents()
     assert [again[at] for at in range(0, 32, 4)] == [committed["texts"][at] for at in range(0, 32, 4)]
 
 
 def test_a_check_sweeps_over_the_canvas_and_steering_turns_it_off(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.select_option("#form-write [name=check]", "checked")
     write(page, max_steps=4)
     assert page.inner_text(".badge") == "checked"
@@ -251,7 +168,7 @@ def test_a_check_sweeps_over_the_canvas_and_steering_turns_it_off(opened, url):
 
 
 def test_gaps_are_filled_and_html_is_previewed(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.click("#tab-fill")
     text = "The [[ ]] sat on the [[ ]]."
     for name, value in {"text": text, "length": 2, "seed": 3, "max_steps": 6}.items():
@@ -269,7 +186,7 @@ def test_gaps_are_filled_and_html_is_previewed(opened, url):
     page.wait_for_selector(".result ins")
     assert page.locator(".result ins").count() == 1
     page.click(".refill")  # with the length that was found, the canvas can be steered
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     sync_api.expect(page.locator(".position")).to_have_text("the end")
     page.locator(".canvas .t:not(.pinned)").first.click()
     assert page.locator(".actions .ban").count() == 1
@@ -279,7 +196,7 @@ def test_gaps_are_filled_and_html_is_previewed(opened, url):
 
 
 def test_an_edit_shows_its_changes(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.click("#tab-edit")
     assert float(page.input_value("#form-edit [name=strength]")) == DEFAULT_EDIT_STRENGTH
     page.fill("#form-edit [name=seed]", "4")
@@ -293,13 +210,13 @@ def test_an_edit_shows_its_changes(opened, url):
     changed.click()
     page.keyboard.press("b")  # not that one: another
     page.click(".resume .go")
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     assert page.inner_text(".result") != text
     assert page.locator(".canvas .t:not(.pinned)").first.text_content() != old
 
 
 def test_a_decision_is_shown_as_bars(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.keyboard.press("Alt+6")
     page.click("#form-decide [type=submit]")
     page.wait_for_selector(".result .candidates li")
@@ -322,7 +239,7 @@ def test_a_decision_is_shown_as_bars(opened, url):
 
 
 def test_a_puzzle_races_against_autoregressive(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.click("#tab-sudoku")
     page.fill("#form-sudoku [name=seed]", "1")
     page.click("#race-boards")
@@ -340,7 +257,7 @@ def test_a_puzzle_is_solved_and_shown_step_by_step(opened, url):
     page.click("text=Puzzle 2")
     page.fill("#form-sudoku [name=seed]", "1")
     page.click("#form-sudoku [type=submit]")
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     assert page.inner_text(".badge") == "solved"
     digits = "".join(page.locator(".board td").all_inner_texts())
     assert len(digits) == 81
@@ -351,7 +268,7 @@ def test_a_puzzle_is_solved_and_shown_step_by_step(opened, url):
 
 
 def test_a_conversation_continues(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.click("#tab-chat")
     page.fill("#form-chat [name=max_steps]", "8")
     page.fill("#form-chat [name=seed]", "1")
@@ -375,12 +292,12 @@ def test_a_conversation_continues(opened, url):
     page.fill("#form-write [name=max_steps]", "10")
     page.click("#form-write [type=submit]")
     page.click("#tab-chat")
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     assert page.locator("#conversation li").count() == 4
 
 
 def test_a_text_races_against_autoregressive(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     for name, value in STORY.items():
         page.fill(f"#form-write [name={name}]", str(value))
     page.click("#start-race")
@@ -397,7 +314,7 @@ def test_a_text_races_against_autoregressive(opened, url):
 
 
 def test_a_replay_is_one_file_that_plays_without_a_server(opened, url, tmp_path):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     write(page)
     ended = page.inner_text(".canvas")
     with page.expect_download() as download:
@@ -440,7 +357,7 @@ def test_the_layout_fits_a_phone_and_a_large_screen(opened, url, width, height, 
 
 
 def test_generated_scripts_never_run(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     evil = "<p>Look</p><img src=x onerror=\"top.document.title='run'\"><script>top.document.title='run'</script> and"
     write(page, prompt=evil, max_tokens=8)
     assert page.inner_text(".prefix") == evil
@@ -451,7 +368,7 @@ def test_generated_scripts_never_run(opened, url):
 
 
 def test_errors_are_shown_and_runs_can_be_stopped(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.fill("#form-write [name=regex]", "(")
     page.click("#form-write [type=submit]")
     sync_api.expect(page.locator("#status")).to_have_text(re.compile(".{10}"))
@@ -472,7 +389,7 @@ def test_errors_are_shown_and_runs_can_be_stopped(opened, url):
     page.keyboard.press("?")
     page.wait_for_selector("#help[open]")
     page.keyboard.press("Escape")
-    page.wait_for_selector(".badge")  # Escape closed the dialog and did not stop the run
+    page.wait_for_selector(DONE)  # Escape closed the dialog and did not stop the run
     assert page.inner_text("#status") == ""
 
 
@@ -485,5 +402,5 @@ def test_the_page_asks_for_the_api_key(opened):
         page.wait_for_selector("#key[open]")
         page.fill("#key input", "secret")
         page.click("#key [value=ok]")
-        page.wait_for_selector(".badge")
+        page.wait_for_selector(DONE)
         opened.messages.clear()  # the browser logs the 401s
