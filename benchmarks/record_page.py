@@ -1,8 +1,8 @@
 """Records the runs that the web page plays before the user has made one: redraft/server/static/recorded_*.json.
 
 Each file is a list of runs of one mode: the request, every event of the server's answer, and the time of each event in
-milliseconds since the first. A request is sent three times; the run of median length is kept. The Sudoku file has two runs of the same
-puzzle: by diffusion, then cell after cell.
+milliseconds since the first. A request is sent three times; the run of median length is kept. The Sudoku file has two
+runs of the same puzzle: by diffusion, then cell after cell.
 """
 
 import argparse
@@ -20,6 +20,7 @@ STORY = {"prompt": "Once upon a time", "max_tokens": 96, "canvas_length": 96, "s
 GAPS = "The little [[ ]] wanted to play in the park. She saw a big [[ ]] and said hello."
 FAULTY = "The cat sat on the mat and looked at the bird. It wanted to sleep the bird."
 QUESTION = "Lily lost her favorite doll. She looked everywhere but could not find it. She was very"
+ANSWERS = [" sad", " happy", " hungry"]
 REQUESTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "sudoku": [
         ("/v1/canvas/sudoku", {"puzzle": PUZZLE, "seed": 1}),
@@ -29,7 +30,10 @@ REQUESTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "fill": [("/v1/canvas", {"text": GAPS, "seed": 1, "candidates": 3})],
     "edit": [("/v1/canvas/edit", {"text": FAULTY, "strength": 0.1, "seed": 1, "candidates": 3})],
     "decide": [
-        ("/v1/canvas/decide", {"messages": [{"role": "user", "content": QUESTION}], "choices": [" sad", " happy", " hungry"]})
+        (
+            "/v1/canvas/decide",
+            {"messages": [{"role": "user", "content": QUESTION}], "choices": ANSWERS},
+        )
     ],
 }
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from browsing import DONE, SCREENSHOTS, STORY, go_to, screenshot, server_events, small, tokens, write
+from browsing import DONE, RUNNING, SCREENSHOTS, STORY, go_to, screenshot, server_events, small, tokens, write
 from PIL import Image
 from serving import served
 
@@ -43,7 +43,7 @@ def test_the_slider_shows_every_step(opened, url):
     assert shown == first[: len(shown)]
     noise = sum(token["s"] == "n" for token in frames[0]["tokens"][: len(shown)])
     assert page.locator(".canvas .noise").count() == noise > 0
-    page.locator("h1").click()
+    page.locator("#model").click()
     for _ in range(3):
         page.keyboard.press("j")
     assert page.inner_text(".position") == "canvas 1, step 4 of 10"
@@ -174,7 +174,7 @@ def test_gaps_are_filled_and_html_is_previewed(opened, url):
     for name, value in {"text": text, "length": 2, "seed": 3, "max_steps": 6}.items():
         page.fill(f"#form-fill [name={name}]", str(value))
     page.click("#form-fill [type=submit]")
-    page.wait_for_selector(".result:visible")
+    page.wait_for_selector(DONE)
     known = server_events(url, text=text.replace("[[ ]]", "[[ 2 ]]"), seed=3, max_steps=6)[-1]["text"]
     assert page.inner_text(".result pre") == known
     assert page.locator(".canvas .pinned").count() > 3
@@ -183,7 +183,7 @@ def test_gaps_are_filled_and_html_is_previewed(opened, url):
     page.fill("#form-fill [name=text]", "<h1>The dog was very [[ ]].</h1>")
     page.fill("#form-fill [name=length]", "")
     page.click("#form-fill [type=submit]")
-    page.wait_for_selector(".result ins")
+    page.wait_for_selector(DONE)
     assert page.locator(".result ins").count() == 1
     page.click(".refill")  # with the length that was found, the canvas can be steered
     page.wait_for_selector(DONE)
@@ -201,7 +201,7 @@ def test_an_edit_shows_its_changes(opened, url):
     assert float(page.input_value("#form-edit [name=strength]")) == DEFAULT_EDIT_STRENGTH
     page.fill("#form-edit [name=seed]", "4")
     page.click("#form-edit [type=submit]")
-    page.wait_for_selector(".result ins")
+    page.wait_for_selector(DONE)
     assert page.locator(".result ins").count() == page.locator(".result del").count() > 0
     page.click(".order")
     screenshot(page, "edit")
@@ -219,7 +219,7 @@ def test_a_decision_is_shown_as_bars(opened, url):
     page = opened(f"{url}/#write")
     page.keyboard.press("Alt+6")
     page.click("#form-decide [type=submit]")
-    page.wait_for_selector(".result .candidates li")
+    page.wait_for_selector(DONE)
     words = page.locator(".result .candidates span").all_text_contents()
     shares = [float(share.rstrip("%")) for share in page.locator(".result .candidates b").all_inner_texts()]
     assert {" happy", " sad"} <= set(words)
@@ -230,9 +230,12 @@ def test_a_decision_is_shown_as_bars(opened, url):
     page.fill("#form-decide [name=choices]", " sad\n sad")
     page.click("#form-decide [type=submit]")
     sync_api.expect(page.locator("#status")).to_have_text(re.compile("choices must differ"))
+    assert page.locator(".result .candidates span").all_text_contents() == words  # the run before it stays
     page.click("#tab-write")
+    assert page.locator(".board, .result .candidates").count() == 0  # each tab has its own stage
+    assert page.inner_text("#status") == ""
     page.click("#form-write [type=submit]")
-    page.wait_for_selector(".canvas .t")  # the canvas is shown again, and the run can be stopped
+    page.wait_for_selector(f"{RUNNING} .canvas .t")  # the canvas is shown again, and the run can be stopped
     page.click("#stop")
     sync_api.expect(page.locator("#status")).to_have_text("stopped")
     opened.messages.clear()  # the browser logs the 400
@@ -243,7 +246,7 @@ def test_a_puzzle_races_against_autoregressive(opened, url):
     page.click("#tab-sudoku")
     page.fill("#form-sudoku [name=seed]", "1")
     page.click("#race-boards")
-    page.wait_for_selector(".race .arrived >> nth=1")
+    page.wait_for_selector(DONE)
     facts = page.locator(".race .facts").all_inner_texts()
     assert facts[0].startswith("solved")
     assert "51 forwards, 0 digits" in facts[1]
@@ -252,9 +255,9 @@ def test_a_puzzle_races_against_autoregressive(opened, url):
 
 
 def test_a_puzzle_is_solved_and_shown_step_by_step(opened, url):
-    page = opened(url, color_scheme="dark")
+    page = opened(f"{url}/#write", color_scheme="dark")
     page.keyboard.press("Alt+5")
-    page.click("text=Puzzle 2")
+    page.click("text=Hard")
     page.fill("#form-sudoku [name=seed]", "1")
     page.click("#form-sudoku [type=submit]")
     page.wait_for_selector(DONE)
@@ -267,33 +270,60 @@ def test_a_puzzle_is_solved_and_shown_step_by_step(opened, url):
     screenshot(page, "sudoku")
 
 
-def test_a_conversation_continues(opened, url):
-    page = opened(f"{url}/#write")
-    page.click("#tab-chat")
-    page.fill("#form-chat [name=max_steps]", "8")
-    page.fill("#form-chat [name=seed]", "1")
+def test_a_conversation_continues_is_kept_and_can_be_edited(opened, url):
+    page = opened(f"{url}/#chat")
+    messages = page.locator("#conversation li")
+    sync_api.expect(page.locator("#cannot-chat")).to_have_text(re.compile("tiny was not made to chat"))
+    fields = {"max_steps": 8, "seed": 1, "max_tokens": 32, "system": "You like cats."}
+    for name, value in fields.items():
+        page.fill(f"#form-chat [name={name}]", str(value))
+    page.set_input_files("#file", {"name": "cat.txt", "mimeType": "text/plain", "buffer": b"Tom is a cat.\n"})
+    sync_api.expect(page.locator("#files li")).to_have_count(1)
+    asked = []
+    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
     for count in (2, 4):
-        page.fill("#form-chat [name=message]", "Tell me about a cat.")
+        page.fill("#form-chat [name=message]", "Tell me about a **cat**.")
         page.click("#form-chat [type=submit]")
-        sync_api.expect(page.locator("#conversation li")).to_have_count(count)
-    assert page.locator("#conversation li.assistant").count() == 2
+        page.wait_for_selector(".stage[aria-busy=false]", state="attached")
+        sync_api.expect(page.locator("#conversation li.assistant")).to_have_count(count // 2)
+    assert [message["role"] for message in asked[1]["messages"]] == ["system", "user", "assistant", "user"]
+    assert asked[0]["messages"][1]["content"] == "Tell me about a **cat**.\n\ncat.txt:\n```\nTom is a cat.\n```"
+    answer = server_events(url, **asked[1])[-1]["text"]
+    assert page.inner_text("body").count(answer.strip()[:20]) == 1  # the answer is shown once
+    assert page.locator("#conversation li.user strong").first.inner_text() == "cat"
+    assert page.locator("#conversation li.user pre").first.inner_text() == "Tom is a cat."
+    page.click("text=Show the canvas")
+    assert page.locator(".canvas .t").count() > 0
+    assert page.inner_text("body").count(answer.strip()[:20]) == 1
     screenshot(page, "chat")
-    # A stopped message is not added, and text typed meanwhile stays.
+    page.reload()  # the browser has kept it
+    page.locator("#conversations button").first.click()
+    assert messages.count() == 4
+    page.click("#conversation li.user >> nth=1 >> text=Edit")
+    page.fill("#form-chat [name=message]", "Tell me about a dog.")
+    page.fill("#form-chat [name=max_steps]", "2")
+    page.fill("#form-chat [name=max_tokens]", "8")
+    page.click("#form-chat [type=submit]")
+    sync_api.expect(page.locator("#conversation li.user .text").nth(1)).to_have_text("Tell me about a dog.")
+    sync_api.expect(page.locator("#conversation li.assistant")).to_have_count(2)
+    page.click("text=Retry")
+    page.wait_for_selector(DONE, state="attached")
+    assert [message["content"] for message in asked[3]["messages"]] == [
+        message["content"] for message in asked[2]["messages"]
+    ]
+    assert asked[3]["seed"] != asked[2]["seed"]
+
+
+def test_a_message_that_is_stopped_is_not_sent(opened, url):
+    page = opened(f"{url}/#chat")
     for name, value in {"max_steps": 96, "temperature": 2, "max_tokens": 600}.items():  # it cannot settle meanwhile
         page.fill(f"#form-chat [name={name}]", str(value))
     page.fill("#form-chat [name=message]", "Never mind.")
     page.press("#form-chat [name=message]", "Control+Enter")
-    page.wait_for_selector(".canvas .noise")
+    page.wait_for_selector(f"{RUNNING} .canvas .noise")
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#form-chat [name=message]")).to_have_value("Never mind.")
-    assert page.locator("#conversation li").count() == 4
-    # A run of the write tab is not added to the conversation.
-    page.click("#tab-write")
-    page.fill("#form-write [name=max_steps]", "10")
-    page.click("#form-write [type=submit]")
-    page.click("#tab-chat")
-    page.wait_for_selector(DONE)
-    assert page.locator("#conversation li").count() == 4
+    assert page.locator("#conversation li").count() == 0
 
 
 def test_a_text_races_against_autoregressive(opened, url):
@@ -301,14 +331,14 @@ def test_a_text_races_against_autoregressive(opened, url):
     for name, value in STORY.items():
         page.fill(f"#form-write [name={name}]", str(value))
     page.click("#start-race")
-    page.wait_for_selector(".race .arrived >> nth=1")
+    page.wait_for_selector(DONE)
     assert "times as fast" in page.inner_text(".race > .hint")
     facts = page.locator(".race .facts").all_inner_texts()
     assert f"{count_frames(url)} forwards" in facts[0]
     assert int(facts[1].split(" tokens")[0]) == int(facts[1].split(", ")[1].split()[0])  # one forward per token
     screenshot(page, "race")
     page.click("#start-race")
-    page.wait_for_selector(".race .clock")
+    page.wait_for_selector(f"{RUNNING} .race .clock")
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#status")).to_have_text("stopped")
 
@@ -376,16 +406,16 @@ def test_errors_are_shown_and_runs_can_be_stopped(opened, url):
     opened.messages.clear()  # the browser logs the 400
     page.fill("#form-write [name=regex]", "")
     page.click("#form-write [type=submit]")
-    page.wait_for_selector(".canvas .t")
+    page.wait_for_selector(f"{RUNNING} .canvas .t")
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#status")).to_have_text("stopped")
     page.fill("#form-write [name=max_steps]", "")
     page.click("#form-write [type=submit]")
-    page.wait_for_selector(".canvas .noise")
+    page.wait_for_selector(f"{RUNNING} .canvas .noise")
     page.locator(".canvas .t").nth(4).click()
     page.type(".replacement", " gogo", delay=150)  # while steps arrive: the keys type, they are no shortcuts
     assert page.input_value(".replacement") == " gogo"
-    page.locator("h1").click()
+    page.locator("#model").click()
     page.keyboard.press("?")
     page.wait_for_selector("#help[open]")
     page.keyboard.press("Escape")

@@ -286,6 +286,12 @@ function setCheck(check) {
   localStorage.setItem("redraft-check", check);
 }
 
+// Settings are open in all forms or in none, and the browser keeps that.
+function setSettings(isOpen) {
+  for (const settings of $$(".settings")) settings.open = isOpen;
+  localStorage.setItem("redraft-settings", isOpen ? "open" : "");
+}
+
 function insertGap() {
   const box = formOf("fill").elements.text;
   box.setRangeText("[[ ]]", box.selectionStart, box.selectionEnd, "end");
@@ -346,6 +352,7 @@ function listen() {
   $("#insert-gap").addEventListener("click", insertGap);
   $("#theme").addEventListener("click", toggleTheme);
   for (const select of $$("[name=check]")) select.addEventListener("change", () => setCheck(select.value));
+  for (const settings of $$(".settings")) settings.addEventListener("toggle", () => setSettings(settings.open));
   $("#show-help").addEventListener("click", () => $("#help").showModal());
   $("#save-replay").addEventListener("click", saveReplay);
   $("#save-trace").addEventListener("click", saveTrace);
@@ -364,6 +371,7 @@ async function describeModel() {
 listen();
 if (localStorage.getItem("redraft-theme")) setTheme(localStorage.getItem("redraft-theme"));
 setCheck(localStorage.getItem("redraft-check") ?? "");
+setSettings(localStorage.getItem("redraft-settings") === "open");
 mode = "";
 openAddress();
 describeModel();

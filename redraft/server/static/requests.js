@@ -24,8 +24,8 @@ export const PRESETS = {
     ["Python", { text: "def add(a, b):\n    return [[ 3 ]]\n", length: "" }],
   ],
   edit: [
-    ["A wrong word", { text: "The cat sat on the mat and looked at the bird. It wanted to sleep the bird.", strength: 0.1 }],
     ["Mistakes", { text: "The dog was very happy happy. He runned to the park and play with his friend.", strength: 0.3 }],
+    ["A wrong word", { text: "The cat sat on the mat and looked at the bird. It wanted to sleep the bird.", strength: 0.1 }],
     ["Another story", { text: "Once upon a time there was a little girl named Lily. She loved to play with her toys.", strength: 0.7 }],
   ],
   sudoku: PUZZLES.map((puzzle, i) => [["Easy", "Hard", "Very hard"][i], { puzzle }]),

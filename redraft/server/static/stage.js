@@ -53,6 +53,7 @@ export class Stage {
 
   show(run, state) {
     this.race.hidden = true;
+    this.race.replaceChildren();
     this.playerRoot.hidden = false;
     this.state = state;
     this.player.show(run);
