@@ -190,7 +190,7 @@ def test_gaps_are_filled_and_html_is_previewed(opened, url):
     sync_api.expect(page.locator(".position")).to_have_text("the end")
     page.locator(".canvas .t:not(.pinned)").first.click()
     assert page.locator(".actions .ban").count() == 1
-    shown = page.frame_locator("#preview iframe")
+    shown = page.frame_locator(".preview iframe")
     assert shown.locator("h1").inner_text().startswith("The")
     screenshot(page, "fill_preview")
 
@@ -289,12 +289,15 @@ def test_a_conversation_continues_is_kept_and_can_be_edited(opened, url):
     assert [message["role"] for message in asked[1]["messages"]] == ["system", "user", "assistant", "user"]
     assert asked[0]["messages"][1]["content"] == "Tell me about a **cat**.\n\ncat.txt:\n```\nTom is a cat.\n```"
     answer = server_events(url, **asked[1])[-1]["text"]
-    assert page.inner_text("body").count(answer.strip()[:20]) == 1  # the answer is shown once
+    kept = json.loads(page.evaluate("localStorage['redraft-conversations']"))
+    assert kept[0]["messages"][-1] == {"role": "assistant", "content": answer}
+    assert page.locator("#conversation li.assistant .text:visible").count() == 2  # an answer is shown once: as text,
+    assert page.locator(".canvas:visible").count() == 0
     assert page.locator("#conversation li.user strong").first.inner_text() == "cat"
     assert page.locator("#conversation li.user pre").first.inner_text() == "Tom is a cat."
     page.click("text=Show the canvas")
-    assert page.locator(".canvas .t").count() > 0
-    assert page.inner_text("body").count(answer.strip()[:20]) == 1
+    assert page.locator("#conversation li.assistant .text:visible").count() == 1  # or as its canvas
+    assert page.inner_text(".canvas").endswith(answer)
     screenshot(page, "chat")
     page.reload()  # the browser has kept it
     page.locator("#conversations button").first.click()
@@ -308,9 +311,7 @@ def test_a_conversation_continues_is_kept_and_can_be_edited(opened, url):
     sync_api.expect(page.locator("#conversation li.assistant")).to_have_count(2)
     page.click("text=Retry")
     page.wait_for_selector(DONE, state="attached")
-    assert [message["content"] for message in asked[3]["messages"]] == [
-        message["content"] for message in asked[2]["messages"]
-    ]
+    assert asked[3]["messages"] == asked[2]["messages"]
     assert asked[3]["seed"] != asked[2]["seed"]
 
 
@@ -391,7 +392,7 @@ def test_generated_scripts_never_run(opened, url):
     evil = "<p>Look</p><img src=x onerror=\"top.document.title='run'\"><script>top.document.title='run'</script> and"
     write(page, prompt=evil, max_tokens=8)
     assert page.inner_text(".prefix") == evil
-    assert page.frame_locator("#preview iframe").locator("p").first.inner_text() == "Look"  # shown, without its scripts
+    assert page.frame_locator(".preview iframe").locator("p").first.inner_text() == "Look"  # shown, without its scripts
     page.wait_for_timeout(300)
     assert page.title() == "redraft"
     opened.messages[:] = [line for line in opened.messages if "sandbox" not in line and "Content Security" not in line]
@@ -425,7 +426,7 @@ def test_errors_are_shown_and_runs_can_be_stopped(opened, url):
 
 def test_the_page_asks_for_the_api_key(opened):
     with served(small(), limits=Limits(key="secret")) as address:
-        page = opened(address)
+        page = opened(f"{address}/#write")
         page.fill("#form-write [name=max_tokens]", "16")
         page.fill("#form-write [name=max_steps]", "2")
         page.click("#form-write [type=submit]")

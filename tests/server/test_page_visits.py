@@ -48,7 +48,7 @@ def test_the_page_greets_with_recorded_runs(opened, url):
     rows = [diffusion["text"][9 * row : 9 * row + 9] for row in range(9)]
     for group in (rows, ["".join(column) for column in zip(*rows, strict=True)]):
         assert {"".join(sorted(cells)) for cells in group} == {"123456789"}
-    assert page.locator(".lane.won h3").inner_text().startswith("Diffusion")
+    assert page.locator(".lane.won h2").inner_text().startswith("Diffusion")
     story = recorded("write")[0]
     assert page.inner_text(".home .canvas") == story["request"]["body"]["prompt"] + story["events"][-1]["text"]
     for tab in TABS:
@@ -79,7 +79,7 @@ def test_a_recorded_run_plays_and_gives_way_to_a_run(opened, url):
     page.click("#form-write [type=submit]")
     page.wait_for_selector("#status.bad")
     assert page.inner_text(".canvas") == shown  # bad input erases nothing
-    assert page.inner_text(".meters").endswith("seed 1")
+    assert "seed 1" in page.inner_text(".meters")
     opened.messages.clear()  # the browser logs the 400
 
 

@@ -261,6 +261,12 @@ function choose(name) {
   playRecorded(name);
 }
 
+function goTo(name) {
+  if (name === mode) return;
+  history.pushState(null, "", `#${name}`);
+  choose(name);
+}
+
 // Shows what the address names: a tab, with or without a run; else the greeting.
 function openAddress() {
   const [name, body] = readLink(location.hash);
@@ -314,7 +320,7 @@ function onKey(event) {
   const dialog = document.querySelector("dialog[open]");
   if (event.key === "Escape" && !dialog) running ? abort.abort() : playerShown().closeDetails();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && mode !== "home") return void (event.preventDefault(), formOf(mode).requestSubmit());
-  if (event.altKey && /^Digit[1-6]$/.test(event.code)) return void (event.preventDefault(), (location.hash = MODES[event.code.at(-1) - 1]));
+  if (event.altKey && /^Digit[1-6]$/.test(event.code)) return void (event.preventDefault(), goTo(MODES[event.code.at(-1) - 1]));
   if (event.target.matches("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === " " && event.target.matches("button, a, summary")) return;
   if (!KEYS[event.key] || dialog || !(playerShown().run || ALWAYS.includes(event.key))) return;
@@ -323,13 +329,12 @@ function onKey(event) {
 }
 
 function listenToTabs() {
-  for (const tab of $$("[role=tab]")) tab.addEventListener("click", () => (location.hash = tab.dataset.mode));
+  for (const tab of $$("[role=tab]")) tab.addEventListener("click", () => goTo(tab.dataset.mode));
   $("[role=tablist]").addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!by) return;
-    const next = MODES[(MODES.indexOf(mode) + by + MODES.length) % MODES.length];
-    location.hash = next;
-    $(`#tab-${next}`).focus();
+    goTo(MODES[(Math.max(0, MODES.indexOf(mode)) + by + MODES.length) % MODES.length]);
+    $("[aria-selected=true]").focus();
   });
   addEventListener("hashchange", openAddress);
 }

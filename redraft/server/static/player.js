@@ -23,7 +23,7 @@ export class Player {
     this.canvas = element("div", { className: "canvas", tabIndex: 0 });
     this.canvas.setAttribute("role", "group");
     this.canvas.setAttribute("aria-label", "The canvas, token by token: arrow keys choose one");
-    this.details = element("aside", { className: "details" });
+    this.details = element("section", { className: "details" });
     this.details.setAttribute("aria-label", "The chosen token");
     this.orderButton = element("button", { type: "button", className: "order", title: "The step that decided each token (o)", onclick: () => this.toggleOrder() }, "Order map");
     this.orderButton.setAttribute("aria-pressed", "false");

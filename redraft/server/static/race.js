@@ -27,7 +27,7 @@ class Lane {
     this.content = element("div", { className: "lane-text" }, this.prompt);
     this.facts = element("p", { className: "facts" });
     this.place = element("span", { className: "badge good", hidden: true }, "won");
-    this.root = element("section", { className: "lane" }, element("h3", {}, title, this.place, this.clock), this.content, this.facts);
+    this.root = element("section", { className: "lane" }, element("h2", {}, title, this.place, this.clock), this.content, this.facts);
     this.events = []; // with their times
     this.shown = 0; // number of events shown
   }
