@@ -39,7 +39,7 @@ def opened(chromium):
         page.set_default_timeout(TIMEOUT_MS)
         page.on("console", lambda message: messages.append(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: messages.append(str(error)))
-        context.add_init_script("localStorage.setItem('redraft-settings', 'open')")
+        context.add_init_script("if (location.protocol === 'http:') localStorage.setItem('redraft-settings', 'open')")
         page.goto(address)
         return page
 
