@@ -237,6 +237,7 @@ class LlamaCppRoutes:
             "total_slots": writer.engine.config.max_running,
             "model_path": self.service.name,
             "chat_template": writer.tokenizer.template or "",
+            "can_chat": writer.tokenizer.can_chat,
         }
 
     async def health(self) -> Response:
