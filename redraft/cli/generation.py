@@ -104,6 +104,7 @@ CanvasLength = Annotated[
 Think = Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")]
 
 FLAGS = {  # by the settings that they set
+    "max_tokens": "--max-tokens",
     "max_new_tokens": "--max-tokens",
     "max_steps": "--steps",
     "draft_steps": "--steps",

@@ -43,14 +43,14 @@ def read_stdin() -> str:
 
 @contextmanager
 def name_flags(flags: Mapping[str, str]) -> Iterator[None]:
-    """Errors that begin with the name of a setting begin with its flag instead."""
+    """Errors name flags in place of settings. A common word (check, seed) is a setting at the start of a sentence only."""
     try:
         yield
     except ValueError as error:
-        setting = re.match(r"\w+", str(error))
-        if setting is None or setting[0] not in flags:
+        message = re.sub(r"^\w+|\b\w+_\w+\b", lambda word: flags.get(word[0], word[0]), str(error))
+        if message == str(error):
             raise
-        raise ValueError(flags[setting[0]] + str(error)[setting.end() :]) from None
+        raise ValueError(message) from None
 
 
 def refuse_sudoku_model(writer: "Writer") -> None:

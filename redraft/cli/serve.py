@@ -99,12 +99,11 @@ def serve(
         from redraft.server.app import ServerConfig, make_app
         from redraft.server.connections import uvicorn_config
         from redraft.server.middleware import BodyLimits, ConnectionLimits, Limits, parse_origin
+        from redraft.writer import DEFAULT_MODEL
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
     origins = tuple(map(parse_origin, cors or ()))
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
-    from redraft.writer import DEFAULT_MODEL
-
     subject = load_warm(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
     limits = Limits(
         hosts=(host, *(hosts or ())),
@@ -121,10 +120,10 @@ def serve(
         drain_seconds=drain_seconds,
     )
     log_to(Console(stderr=True, highlight=False))
-    url_host = f"[{host}]" if ":" in host else host
-    Console(stderr=True, highlight=False).print(f"{config.name} at http://{url_host}:{port} (Ctrl-C stops it)")
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    Console(stderr=True, highlight=False).print(f"{config.name} at {url} (Ctrl-C stops it)")
     if open_page:
-        threading.Timer(BROWSER_DELAY, webbrowser.open, [f"http://{url_host}:{port}"]).start()
+        threading.Timer(BROWSER_DELAY, webbrowser.open, [url]).start()
     app = make_app(subject, config)
     address: dict[str, Any] = {"host": host, "port": port, "trusted_proxies": tuple(proxies or ())}
     uvicorn.Server(uvicorn_config(app, limits.connections, drain_seconds=drain_seconds, **address)).run(sockets)

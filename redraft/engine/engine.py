@@ -23,7 +23,7 @@ from redraft.constraints.constraints import Constraints
 from redraft.diffusion.draft_policy import DraftPolicy
 from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
 from redraft.diffusion.verified import OtherVerifier, Verification, check_steering, require_drafter
-from redraft.engine.errors import MEMORY_ADVICE, USER_ERRORS, Failure, RequestError, Stopped
+from redraft.engine.errors import MEMORY_ADVICE, USER_ERRORS, EngineError, Failure, RequestError, Stopped
 from redraft.engine.memory import measure_budget
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.replay import Replay
@@ -192,7 +192,8 @@ class Engine:
                 model.encode(ids_1S, cache)
 
         Two forwards at once would take the cores from each other. Waits until the client is not ahead of others; `tokens`
-        counts as its work. Raises Stopped once `stop` is set while it waits. Do not wait for a request inside the block.
+        counts as its work. Raises Stopped once `stop` is set while it waits. A fault in the block becomes an EngineError.
+        Do not wait for a request inside the block.
         """
         turn = Turn(client_of(stop), tokens)
         self.scheduler.turns.append(turn)
@@ -207,6 +208,10 @@ class Engine:
                 if stop is not None and stop.is_set():
                     raise Stopped
                 yield
+        except (Stopped, *USER_ERRORS):
+            raise
+        except Exception as error:
+            raise EngineError(Failure.from_exception(error).message) from error
         finally:
             turn.is_done = True
             with suppress(ValueError):

@@ -285,7 +285,8 @@ class Tokenizer:
 
 def _too_long(characters: int, limit: int) -> TokenizerError:
     return TokenizerError(
-        f"the text of {characters:,} characters has more than {limit:,} tokens, the model's limit: shorten it"
+        f"the text of {characters:,} characters has more than {limit:,} tokens, the model's limit: "
+        "shorten it, or take it in parts"
     )
 
 

@@ -132,14 +132,14 @@ def test_a_stream_of_several_answers_that_nobody_reads_is_cancelled():
         (["--check", "checked", "--tolerance", "wide"], "'wide' is not a number"),
         (["--check", "exact", "--tolerance", "1"], "--tolerance is for --check checked, but this answer has --check exact"),
         (["--tolerance", "1"], "this answer has --check off"),
-        (["--best-of", "0"], "best_of must be "),
+        (["--best-of", "0"], "--best-of must be "),
         (["--best-of", "1000"], "got 1000"),
         (["--best-of", "some"], "'some' is not a whole number"),
         (["--top-k", "5"], "--top-k is for the causal half, which --check off does not use"),
         (["--repetition-penalty", "1.1", "--check", "off"], "--repetition-penalty is for the causal half"),
         (["--check", "exact", "--steps", "5"], "--steps is for a canvas, and --check exact has none"),
         (["--check", "exact", "--canvas-length", "8"], "--canvas-length is for a canvas"),
-        (["--check", "exact", "--top-p", "0"], "top_p must be above 0"),
+        (["--check", "exact", "--top-p", "0"], "--top-p must be above 0"),
         (["--check", "exact", "--temp", "-1"], "temperature must be "),
     ],
 )
@@ -156,7 +156,8 @@ def test_more_answers_than_memory_are_refused(run, folder, monkeypatch):
     monkeypatch.setattr("redraft.tasks.best_of.count_fitting", lambda engine, tokens: 2)
     code, out, err = run("Hello", "-m", folder, "--best-of", "3")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "best_of is 3, but only 2 answers of this length fit the memory" in err
+    assert "--best-of is 3, but only 2 answers of this length fit the memory" in err
+    assert "lower --best-of or --max-tokens" in err
 
 
 @pytest.mark.parametrize("flags", [["--check", "checked"], ["--check", "exact"], ["--check", "checked", "--best-of", "2"]])

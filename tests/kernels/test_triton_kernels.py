@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -245,8 +246,16 @@ def test_canvas_steps_equal_the_sampler():
                 accepted = sampler.select_accepted(prediction, state, cfg)
                 done, unchanged = sampler.settled(prediction, state, cfg, None)
                 ids = torch.where(accepted, prediction.sampled_BC, noise[row : row + 1])
-                states[row] = sampler.Canvas(
-                    ids, *prediction[:2], accepted, unchanged, state.steps_B + 1, done, state.skipped_B, step + 1
+                states[row] = replace(
+                    state,
+                    ids_BC=ids,
+                    best_BC=prediction.best_BC,
+                    entropy_BC=prediction.entropy_BC,
+                    accepted_BC=accepted,
+                    unchanged_B=unchanged,
+                    steps_B=state.steps_B + 1,
+                    settled_B=done,
+                    step=step + 1,
                 )
             state = states[row]
             for name in ("ids_BC", "best_BC", "accepted_BC", "unchanged_B", "steps_B", "settled_B"):

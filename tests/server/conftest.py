@@ -12,9 +12,9 @@ def url():
         yield address
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
-    """A browser. Without one, tests that need it are skipped."""
+    """A browser. Without one, tests that need it are skipped. It ends with its module: no other loop runs beside its own."""
     sync_api = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed; .ci/run installs it")

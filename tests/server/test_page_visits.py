@@ -7,7 +7,7 @@ import json
 from importlib.resources import files
 
 import pytest
-from browsing import DONE, STORY, go_to, screenshot, server_events, write
+from browsing import DONE, STORY, go_to, screenshot, tokens, write
 from serving import make, served
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -70,7 +70,8 @@ def test_a_recorded_run_plays_and_gives_way_to_a_run(opened, url):
     assert page.locator(".result ins").all_inner_texts() == [change["new"] for change in changed["changes"]]
     page.click("#tab-write")
     write(page)
-    assert page.inner_text(".canvas") == STORY["prompt"] + server_events(url, **STORY)[-1]["text"]
+    assert page.inner_text(".canvas").startswith(STORY["prompt"])
+    assert 0 < len(tokens(page)) <= STORY["max_tokens"]  # test_page.py compares the text, of a model that writes words
     page.click("#tab-edit")
     assert page.locator(".stage[data-state=recorded]").count() == 1  # its own stage
     page.click("#tab-write")
