@@ -228,6 +228,7 @@ SHORTER = {  # what the test adds to a command of the README that would take lon
 }
 
 
+@pytest.mark.soak
 def test_the_readmes_commands_work(demo):
     lines = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines() if line.strip()]
     assert len(lines) >= 5

@@ -94,6 +94,7 @@ def test_chat_takes_the_mode_too(run, folder):
     assert "check exact: " in err
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("check", ["off", "checked", "exact"])
 def test_the_best_of_several_answers_is_printed(run, folder, check):
     writer = redraft.load(folder)

@@ -200,6 +200,7 @@ def test_a_terminal_shows_the_board_settle(writer):
     assert "green reverse" in [str(span.style) for span in changed.spans]
 
 
+@pytest.mark.soak
 def test_easy_puzzles_are_solved_on_one_canvas_in_a_few_steps(writer):
     listed = sudoku_lists.generate_list(60)
     found = sudoku_lists.score(writer.model, listed, writer.sampler, canvases=1, rows=64, progress=lambda done: None)

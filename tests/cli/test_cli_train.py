@@ -180,6 +180,7 @@ def test_stories_and_code_are_scored(run, data, tmp_path):
     assert (code, err.count("\n")) == (2, 1)
 
 
+@pytest.mark.soak
 def test_samples_are_scored_by_a_judge(run, data, tmp_path, monkeypatch):
     class Letters:
         """Finds letters likelier than anything else."""

@@ -154,6 +154,7 @@ def test_canvases_equal_those_of_generate(engine, model):
         assert found[request].stats[0].steps == expected.stats[0].steps
 
 
+@pytest.mark.soak
 def test_a_committed_canvas_is_encoded_with_the_first_step_of_the_next(engine, model):
     """One graph for both, for one request or for two, beside a canvas that is at another step or not."""
     cfg = replace(CFG, max_new_tokens=12, max_steps=2)
@@ -166,6 +167,7 @@ def test_a_committed_canvas_is_encoded_with_the_first_step_of_the_next(engine, m
     assert not engine.runner.pending_encodes
 
 
+@pytest.mark.soak
 def test_a_step_launched_ahead_is_dropped_when_requests_come_or_leave(engine, model):
     cfg = replace(CFG, max_new_tokens=4, confidence_threshold=1e-9)
     first = engine.add([2, 3, 4], cfg, seed=5)

@@ -186,6 +186,7 @@ def test_fused_layers_equal_the_models_layers():
         assert torch.allclose(other.head(fused.denoise(canvas, None, table, 30)).view_as(expected), expected, atol=3e-4)
 
 
+@pytest.mark.soak
 def test_the_triton_engine_equals_generate(monkeypatch):
     monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
     model = fp8_model(SMALL)

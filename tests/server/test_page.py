@@ -32,6 +32,7 @@ def test_write_shows_the_text_of_the_server(opened, url):
     screenshot(page, "write_end")
 
 
+@pytest.mark.soak
 def test_the_slider_shows_every_step(opened, url):
     page = opened(f"{url}/#write")
     write(page)
@@ -66,6 +67,7 @@ def test_the_slider_shows_every_step(opened, url):
     assert len(saved.getcolors(2**24)) > 30  # text on many background colours
 
 
+@pytest.mark.soak
 def test_a_token_shows_its_candidates_and_its_history(opened, url):
     page = opened(f"{url}/#write")
     write(page)
@@ -82,6 +84,7 @@ def test_a_token_shows_its_candidates_and_its_history(opened, url):
     screenshot(page, "details")
 
 
+@pytest.mark.soak
 def test_a_token_is_replaced_and_the_run_resumes_from_that_step(opened, url):
     page = opened(f"{url}/#write")
     write(page)
@@ -115,6 +118,7 @@ def test_a_token_is_replaced_and_the_run_resumes_from_that_step(opened, url):
     assert page.locator(".canvas .t").nth(5).inner_text().strip() == "dragon"
 
 
+@pytest.mark.soak
 def test_at_the_end_a_token_is_the_committed_one(opened, url):
     page = opened(f"{url}/#write")
     write(page)
@@ -167,6 +171,7 @@ def test_a_check_sweeps_over_the_canvas_and_steering_turns_it_off(opened, url):
     screenshot(page, "exact")
 
 
+@pytest.mark.soak
 def test_gaps_are_filled_and_html_is_previewed(opened, url):
     page = opened(f"{url}/#write")
     page.click("#tab-fill")
@@ -195,6 +200,7 @@ def test_gaps_are_filled_and_html_is_previewed(opened, url):
     screenshot(page, "fill_preview")
 
 
+@pytest.mark.soak
 def test_an_edit_shows_its_changes(opened, url):
     page = opened(f"{url}/#write")
     page.click("#tab-edit")
@@ -215,6 +221,7 @@ def test_an_edit_shows_its_changes(opened, url):
     assert page.locator(".canvas .t:not(.pinned)").first.text_content() != old
 
 
+@pytest.mark.soak
 def test_a_decision_is_shown_as_bars(opened, url):
     page = opened(f"{url}/#write")
     page.keyboard.press("Alt+6")
@@ -241,6 +248,7 @@ def test_a_decision_is_shown_as_bars(opened, url):
     opened.messages.clear()  # the browser logs the 400
 
 
+@pytest.mark.soak
 def test_a_puzzle_races_against_autoregressive(opened, url):
     page = opened(f"{url}/#write")
     page.click("#tab-sudoku")
@@ -315,6 +323,7 @@ def test_a_conversation_continues_is_kept_and_can_be_edited(opened, url):
     assert asked[3]["seed"] != asked[2]["seed"]
 
 
+@pytest.mark.soak
 def test_a_message_that_is_stopped_is_not_sent(opened, url):
     page = opened(f"{url}/#chat")
     for name, value in {"max_steps": 96, "temperature": 2, "max_tokens": 600}.items():  # it cannot settle meanwhile
@@ -327,6 +336,7 @@ def test_a_message_that_is_stopped_is_not_sent(opened, url):
     assert page.locator("#conversation li").count() == 0
 
 
+@pytest.mark.soak
 def test_a_text_races_against_autoregressive(opened, url):
     page = opened(f"{url}/#write")
     for name, value in STORY.items():
@@ -344,6 +354,7 @@ def test_a_text_races_against_autoregressive(opened, url):
     sync_api.expect(page.locator("#status")).to_have_text("stopped")
 
 
+@pytest.mark.soak
 def test_a_replay_is_one_file_that_plays_without_a_server(opened, url, tmp_path):
     page = opened(f"{url}/#write")
     write(page)
@@ -371,6 +382,7 @@ def test_a_replay_is_one_file_that_plays_without_a_server(opened, url, tmp_path)
     screenshot(again, "replay")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("width", "height", "scheme"), [(360, 780, "dark"), (3840, 2160, "light")])
 def test_the_layout_fits_a_phone_and_a_large_screen(opened, url, width, height, scheme):
     page = opened(url, width, height, color_scheme=scheme)

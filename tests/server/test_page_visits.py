@@ -84,6 +84,7 @@ def test_a_recorded_run_plays_and_gives_way_to_a_run(opened, url):
     opened.messages.clear()  # the browser logs the 400
 
 
+@pytest.mark.soak
 def test_a_run_is_kept_and_a_link_holds_it(opened, url):
     page = opened(f"{url}/#write")
     write(page)

@@ -52,7 +52,9 @@ def close_clients():
         (client._client if isinstance(client, ollama.Client) else client).close()
 
 
-@pytest.fixture(scope="module", params=[pytest.param("off", marks=pytest.mark.soak), "checked", "exact"])
+@pytest.fixture(
+    scope="module", params=["checked", *(pytest.param(check, marks=pytest.mark.soak) for check in ("off", "exact"))]
+)
 def by_default(request):
     """The address of a server whose checkpoint has this mode, and the mode."""
     with served(writer_with(request.param), name="small") as address:

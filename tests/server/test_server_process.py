@@ -61,6 +61,7 @@ def active(url):
     return next(float(line.split()[1]) for line in lines if line.startswith("redraft_active_requests "))
 
 
+@pytest.mark.soak
 def test_a_killed_client_does_not_disturb_others(folder):
     with process(folder) as (url, _):
         alone = completion(url)

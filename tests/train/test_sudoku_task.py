@@ -163,6 +163,7 @@ def test_resumed_is_unbroken(puzzles, tmp_path):
     assert last.why == "done"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_few_steps_memorize_puzzles(puzzles, tmp_path, causal):
     """The loss falls below chance (2.2 nats), which is impossible without attention to the board."""
