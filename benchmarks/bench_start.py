@@ -65,12 +65,12 @@ def main() -> None:
     repeat = parser.parse_args().repeat
     process_seconds("-c", "import torch")  # the files are in memory
     stories = [story_seconds() for _ in range(repeat)]
-    sudoku = ("-m", "redraft.cli", "sudoku", PUZZLE, "--json", "--seed", "1")
+    sudoku = ("-m", "redraft", "sudoku", PUZZLE, "--json", "--seed", "1")
     seconds = {
         "import torch": min(process_seconds("-c", "import torch") for _ in range(repeat)),
-        "redraft --version": min(process_seconds("-m", "redraft.cli", "--version") for _ in range(repeat)),
-        "redraft --help": min(process_seconds("-m", "redraft.cli", "--help") for _ in range(repeat)),
-        "a usage error": min(process_seconds("-m", "redraft.cli", "--steps", "x", code=2) for _ in range(repeat)),
+        "redraft --version": min(process_seconds("-m", "redraft", "--version") for _ in range(repeat)),
+        "redraft --help": min(process_seconds("-m", "redraft", "--help") for _ in range(repeat)),
+        "a usage error": min(process_seconds("-m", "redraft", "--steps", "x", code=2) for _ in range(repeat)),
         "first frame": min(first for first, _ in stories),
         "finished story": min(whole for _, whole in stories),
         "redraft sudoku": min(process_seconds(*sudoku) for _ in range(repeat)),

@@ -208,7 +208,7 @@ def _demo(tmp_path_factory):
     """An empty folder in which the README's commands find redraft."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "bin").mkdir()
-    (folder / "bin" / "redraft").write_text(f'#!/bin/sh\nexec {sys.executable} -m redraft.cli "$@"\n')
+    (folder / "bin" / "redraft").write_text(f'#!/bin/sh\nexec {sys.executable} -m redraft "$@"\n')
     (folder / "bin" / "redraft").chmod(0o755)
     return folder
 

@@ -23,7 +23,8 @@ METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 CONFIG = "recipe.json"
 DATA_ADVICE = (
-    "redraft ships no data. docs/training.md says where it comes from; REDRAFT_DATA (eval: also --data) names its folder"
+    "redraft ships no data. docs/training.md says where it comes from, redraft data stories samples stories from a "
+    "teacher, and REDRAFT_DATA (eval: also --data) names the folder"
 )
 
 

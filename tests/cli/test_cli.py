@@ -303,7 +303,7 @@ def test_ctrl_c_keeps_what_is_committed(restless, restless_canvases):
 
 
 def test_ctrl_c_in_a_pipe_is_130_and_keeps_the_text(restless, restless_canvases):
-    command = [sys.executable, "-m", "redraft.cli", "Hello", "-m", restless, "--seed", "5", "--raw"]
+    command = [sys.executable, "-m", "redraft", "Hello", "-m", restless, "--seed", "5", "--raw"]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -354,7 +354,7 @@ def test_json_keeps_what_was_committed(run, folder, monkeypatch):
 
 def test_invalid_bytes_ascii_consoles_and_a_closed_stdin(run, folder, monkeypatch):
     def shell(command: str, **env: str) -> subprocess.CompletedProcess:
-        line = f"{sys.executable} -m redraft.cli {command}"
+        line = f"{sys.executable} -m redraft {command}"
         return subprocess.run(["bash", "-c", line], capture_output=True, env={**environment(), **env})
 
     assert shell(f"$'\\xff' -s $'\\xff' -m {folder} -n 30 --seed 3", PYTHONIOENCODING="ascii").returncode == 0
@@ -371,7 +371,7 @@ def test_invalid_bytes_ascii_consoles_and_a_closed_stdin(run, folder, monkeypatc
 
 
 def test_a_closed_pipe_is_no_traceback(folder):
-    command = f"{sys.executable} -m redraft.cli Hello -m {folder} -n 400 --raw | true"
+    command = f"{sys.executable} -m redraft Hello -m {folder} -n 400 --raw | true"
     process = subprocess.run(["bash", "-c", command], capture_output=True, env=environment())
     assert process.stderr == b""
 

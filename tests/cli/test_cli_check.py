@@ -161,7 +161,14 @@ def test_more_answers_than_memory_are_refused(run, folder, monkeypatch):
     assert "lower --best-of or --max-tokens" in err
 
 
-@pytest.mark.parametrize("flags", [["--check", "checked"], ["--check", "exact"], ["--check", "checked", "--best-of", "2"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--check", "checked"],
+        pytest.param(["--check", "exact"], marks=pytest.mark.soak),
+        pytest.param(["--check", "checked", "--best-of", "2"], marks=pytest.mark.soak),
+    ],
+)
 def test_on_a_terminal_only_the_text_remains(folder, flags):
     best_of = int(flags[3]) if len(flags) > 2 else 1
     answer = redraft.load(folder).write("Hello", seed=5, max_tokens=60, check=flags[1], best_of=best_of)

@@ -87,7 +87,7 @@ def test_ctrl_c_while_the_command_line_is_imported_is_quiet(tmp_path):
     for name in ("torch", "typer"):
         (tmp_path / f"{name}.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    command = [sys.executable, "-m", "redraft.cli", "hi"]
+    command = [sys.executable, "-m", "redraft", "hi"]
     handle = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # a background shell ignores it
     ended = subprocess.run(command, capture_output=True, env=environment, **handle)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")

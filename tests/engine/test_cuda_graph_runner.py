@@ -67,7 +67,7 @@ def dequantize_some(model):
         setattr(parent, name, linear)
 
 
-@pytest.mark.parametrize("quant", ["", "fp8", "mixed"])
+@pytest.mark.parametrize("quant", ["", *(pytest.param(quant, marks=pytest.mark.soak) for quant in ("fp8", "mixed"))])
 def test_fused_layers_equal_the_models_layers(quant, monkeypatch):
     """Two prompts encoded and two canvases denoised: the same keys, values and logits. Weights are shared, not copied."""
     config = (

@@ -133,6 +133,7 @@ def test_at_the_end_a_token_is_the_committed_one(opened, url):
     assert [again[at] for at in range(0, 32, 4)] == [committed["texts"][at] for at in range(0, 32, 4)]
 
 
+@pytest.mark.soak
 def test_a_check_sweeps_over_the_canvas_and_steering_turns_it_off(opened, url):
     page = opened(f"{url}/#write")
     page.select_option("#form-write [name=check]", "checked")
@@ -262,6 +263,7 @@ def test_a_puzzle_races_against_autoregressive(opened, url):
     screenshot(page, "race_boards")
 
 
+@pytest.mark.soak
 def test_a_puzzle_is_solved_and_shown_step_by_step(opened, url):
     page = opened(f"{url}/#write", color_scheme="dark")
     page.keyboard.press("Alt+5")
@@ -278,6 +280,7 @@ def test_a_puzzle_is_solved_and_shown_step_by_step(opened, url):
     screenshot(page, "sudoku")
 
 
+@pytest.mark.soak
 def test_a_conversation_continues_is_kept_and_can_be_edited(opened, url):
     page = opened(f"{url}/#chat")
     messages = page.locator("#conversation li")

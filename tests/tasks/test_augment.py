@@ -61,6 +61,7 @@ def test_a_variant_is_the_same_alone_and_among_others():
         assert list(alone) == [together[number]]
 
 
+@pytest.mark.soak
 def test_a_resumed_run_equals_the_unbroken_one(records, tmp_path, capsys):
     options = {"count": 5, "share": "60%", "seed": 2}
     cli_augment.augment(str(records), str(tmp_path / "a.jsonl"), **options)

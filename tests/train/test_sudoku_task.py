@@ -150,6 +150,7 @@ def test_a_solved_puzzle_leaves_its_slot_and_an_unsolved_one_is_dropped(puzzles)
     assert not slots.probs_BCG.any()
 
 
+@pytest.mark.soak
 def test_resumed_is_unbroken(puzzles, tmp_path):
     cfg = config(replace(puzzles, unrolled_steps=2), microbatches=2)
     whole = Trainer(cfg, tmp_path / "whole")
