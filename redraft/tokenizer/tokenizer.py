@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
-
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Vocabulary
+from typing import TYPE_CHECKING, Any
 
 from redraft.config import read_file, read_json, show_value, write_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Vocabulary
 
 FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -39,7 +39,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: "Vocabulary",
         *,
         template: str | None = None,
         settings: Mapping[str, Any] | None = None,
@@ -62,6 +62,8 @@ class Tokenizer:
         if not (folder / FILE).exists():
             raise TokenizerError(f"{folder / FILE} does not exist; a checkpoint folder needs it")
         content = read_file(folder / FILE)
+        from tokenizers import Tokenizer as Vocabulary  # not above: help and usage errors need no tokenizer
+
         try:
             vocabulary = Vocabulary.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
@@ -75,6 +77,9 @@ class Tokenizer:
     @classmethod
     def byte_level(cls, special_tokens: Sequence[str]) -> "Tokenizer":
         """A vocabulary of these special tokens and then one token for every byte, for toy models and tests."""
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Vocabulary
+
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         ids = {token: number for number, token in enumerate([*special_tokens, *alphabet])}
         vocabulary = Vocabulary(models.BPE(vocab=ids, merges=[]))

@@ -21,6 +21,7 @@ END = 2  # of a Llama text; the start token of the next one ends it too
 MIN_P = 0.015
 BATCH = 64  # stories sampled together
 LONGEST = 512  # tokens of a story of a redraft checkpoint
+MAX_FRUITLESS = 4  # batches without a story that ends, before the teacher is refused
 
 
 def sample_stories(teacher: str | Path, device: torch.device | str | None, seed: int) -> Iterator[str]:
@@ -29,12 +30,18 @@ def sample_stories(teacher: str | Path, device: torch.device | str | None, seed:
 
     torch.manual_seed(seed)
     place = select_device(device)
-    if (Path(teacher) / "tokens.jsonl").exists():
-        return _sample_llama(LlamaCheckpoint(teacher, place))
-    return _sample_redraft(teacher, place)
+    is_llama = (Path(teacher) / "tokens.jsonl").exists()
+    batches = _sample_llama(LlamaCheckpoint(teacher, place)) if is_llama else _sample_redraft(teacher, place)
+    fruitless = 0
+    for batch in batches:
+        fruitless = 0 if batch else fruitless + 1
+        if fruitless == MAX_FRUITLESS:
+            raise ValueError(f"{teacher} ended none of {MAX_FRUITLESS * BATCH} stories: choose another --teacher")
+        yield from batch
 
 
-def _sample_llama(llama: LlamaCheckpoint) -> Iterator[str]:
+def _sample_llama(llama: LlamaCheckpoint) -> Iterator[list[str]]:
+    """Yields the stories of each batch that ended."""
     start_B1 = torch.full((BATCH, 1), START, device=llama.model.device)
     while True:
         with torch.inference_mode():
@@ -47,13 +54,13 @@ def _sample_llama(llama: LlamaCheckpoint) -> Iterator[str]:
                 eos_token_id=[START, END],
                 pad_token_id=END,
             )
-        for ids in ids_BT[:, 1:].tolist():
-            end = next((position for position, token in enumerate(ids) if token in (START, END)), None)
-            if end:
-                yield llama.decode(ids[:end])
+        rows = ids_BT[:, 1:].tolist()
+        ends = [next((position for position, token in enumerate(ids) if token in (START, END)), None) for ids in rows]
+        yield [llama.decode(ids[:end]) for ids, end in zip(rows, ends, strict=True) if end]
 
 
-def _sample_redraft(teacher: str | Path, device: torch.device) -> Iterator[str]:
+def _sample_redraft(teacher: str | Path, device: torch.device) -> Iterator[list[str]]:
+    """Yields the stories of each batch that ended."""
     from redraft.checkpoint import load_checkpoint
     from redraft.train.own_text import OwnTextConfig, OwnTextSampler
 
@@ -64,9 +71,8 @@ def _sample_redraft(teacher: str | Path, device: torch.device) -> Iterator[str]:
     sampler = OwnTextSampler(model, OwnTextConfig(rows=BATCH, length=length, ended_share=1.0))
     stops = set(model.config.eos_token_ids)
     while True:
-        for ids in sampler.sample([[tokenizer.bos_id]] * BATCH, [1.0] * BATCH):
-            if ids[-1] in stops:
-                yield tokenizer.decode(ids[:-1])
+        batch = sampler.sample([[tokenizer.bos_id]] * BATCH, [1.0] * BATCH)
+        yield [tokenizer.decode(ids[:-1]) for ids in batch if ids[-1] in stops]
 
 
 def write_stories(stories: Iterator[str], count: int, folder: Path) -> Iterator[int]:

@@ -8,7 +8,7 @@ SCRIPT = """
 import contextlib, io, json, sys
 from redraft.cli import main
 
-HEAVY = {"torch", "numpy", "transformers", "triton", "fastapi", "uvicorn", "safetensors", "jinja2", "huggingface_hub"}
+HEAVY = set("torch numpy transformers triton fastapi uvicorn safetensors jinja2 huggingface_hub tokenizers".split())
 results = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["redraft", *arguments]

@@ -1,5 +1,6 @@
 """Stories are sampled from a teacher into the files that a recipe reads."""
 
+import itertools
 import json
 
 import pytest
@@ -57,13 +58,20 @@ def test_a_recipe_reads_the_stories_of_a_llama(llama, tmp_path, capsys):
         make_stories("a")
 
 
-def test_a_redraft_checkpoint_is_a_teacher_too(tmp_path):
+@pytest.mark.soak
+def test_the_model_that_ships_is_a_teacher_too(monkeypatch):
+    monkeypatch.setattr(stories, "BATCH", 12)
+    texts = list(itertools.islice(stories.sample_stories("tiny", "cpu", seed=0), 9))
+    assert all(len(text) > 20 and "<" not in text for text in texts)
+
+
+def test_a_teacher_that_ends_no_story_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(stories, "BATCH", 2)
+    monkeypatch.setattr(stories, "LONGEST", 64)
     writer = make(32)
     checkpoint.save(writer.model, tmp_path / "model", tokenizer=writer.tokenizer, sampler=writer.sampler)
-    texts = stories.sample_stories(tmp_path / "model", "cpu", seed=0)
-    for written in stories.write_stories(texts, 9, tmp_path / "stories"):
-        assert written <= 9
-    assert len(list((tmp_path / "stories").glob("*.xz"))) == 8
+    with pytest.raises(ValueError, match="ended none of 8 stories: choose another --teacher"):
+        next(stories.sample_stories(tmp_path / "model", "cpu", seed=0))
 
 
 def test_an_interrupted_run_leaves_no_file(tmp_path):
