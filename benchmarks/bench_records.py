@@ -29,7 +29,7 @@ def main() -> None:
     """Prints the records, then the longest value of each field as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--check", default=None)
     arguments = parser.parse_args()
     writer = redraft.load(dtype="float32")
@@ -42,7 +42,6 @@ def main() -> None:
             schema=SCHEMA,
             seed=seed,
             max_tokens=arguments.max_tokens,
-            canvas_length=arguments.max_tokens,
             check=arguments.check,
         )
         print(answer.text, flush=True)

@@ -16,6 +16,9 @@ MAX_DIGITS = 15  # of an integer with a bound: all integers of 15 digits are exa
 # Where a schema has no limit, a value has at most so many ...
 FREE_DIGITS = 9  # digits, before the point
 FREE_DECIMALS = 6  # digits behind the point
+MAIL_PART = (
+    "[a-z0-9]{1,12}"  # characters of a part of an e-mail address, at most three parts before the @ and four behind it
+)
 MAX_BOUND_DIGITS = 20  # of `minimum` and `maximum`
 MAX_REPEAT = 20_000  # `minLength`, `maxLength`, `minItems`, `maxItems`
 MAX_SCHEMA_CHARACTERS = 1_000_000  # of JSON text
@@ -55,7 +58,7 @@ FORMATS = {
     "date-time": f"{DATE}T{TIME}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "ipv4": rf"(?:{IPV4_BYTE}\.){{3}}{IPV4_BYTE}",
-    "email": r"[a-z0-9]{1,12}(?:[._-][a-z0-9]{1,12})?@[a-z0-9]{1,12}(?:-[a-z0-9]{1,12})?\.[a-z]{2,4}(?:\.[a-z]{2,3})?",
+    "email": rf"{MAIL_PART}(?:[._+-]{MAIL_PART}){{0,2}}@(?:{MAIL_PART}(?:-{MAIL_PART})?\.){{1,3}}[a-z]{{2,10}}",
 }
 ANNOTATION_KEYWORDS = {  # they describe a schema and do not restrict it
     "title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly", "writeOnly",

@@ -19,8 +19,8 @@ from redraft.constraints.json_schema import build_regex
         ({"type": "number"}, ["3.5", "-0.000001"], ["3.1415926", "1000000000.5"]),
         (
             {"type": "string", "format": "email"},
-            ['"lily@home.org"', '"tom.smith@my-school.co.uk"'],
-            [f'"{"a" * 280}@b.com"', '"a.b.c@d.com"', '"lily@home"'],
+            ['"lily@home.org"', '"tom.smith@my-school.co.uk"', '"john.h.smith@mail.company.co.uk"'],
+            [f'"{"a" * 280}@b.com"', '"a.b.c.d@e.com"', '"lily@home"'],
         ),
         ({"type": "string"}, ['""', f'"{"long " * 100}"'], ['"']),
     ],
