@@ -336,7 +336,7 @@ def test_a_conversation_that_is_opened_during_a_run_stays_as_it_is(opened, url):
     page.fill("#form-chat [name=message]", "new")
     page.click("#form-chat [type=submit]")
     page.locator("#conversations button").first.click()
-    page.wait_for_function("JSON.parse(localStorage['redraft-conversations']).length === 2")
+    sync_api.expect(page.locator("#conversations button")).to_have_count(2)
     kept = json.loads(page.evaluate("localStorage['redraft-conversations']"))
     assert kept[1] == old
     assert kept[0]["messages"][0]["content"] == "new"
