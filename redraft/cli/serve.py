@@ -92,7 +92,6 @@ def serve(
     """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
     check_address(host, port, key)
     check_limits(requests, connections, max_body, body_seconds, compile_seconds, drain_seconds)
-    sockets = bind_address(host, port)
     try:
         import uvicorn
 
@@ -103,6 +102,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
     origins = tuple(map(parse_origin, cors or ()))
+    sockets = bind_address(host, port)
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     subject = load_warm(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
     limits = Limits(
