@@ -12,6 +12,7 @@ compressed.py        quantized weights of compressed-tensors and ModelOpt, under
 manifest.py          checks that the files of a folder were saved together
 placement.py         on which device each weight is put
 load.py              tensors -> model
+adapter_files.py     adapters in peft's format
 atomic_folder.py     replaces a folder as a whole
 publish_packed.py    packed weights in the layout of compressed-tensors
 save.py              model -> folder
@@ -21,6 +22,7 @@ part_sizes.py        bits and bytes of the parts of a checkpoint
 parts.py             folder or GGUF file -> model, tokenizer and sampler settings on a device
 """
 
+from redraft.checkpoint.adapter_files import fingerprint, is_adapter, load_adapter, save_adapter
 from redraft.checkpoint.atomic_folder import check_target, put_in_place, replace_folder, sync_files
 from redraft.checkpoint.find import PACKAGED, find
 from redraft.checkpoint.gguf import is_gguf, open_gguf
@@ -49,10 +51,13 @@ __all__ = [
     "QuantizeOptions",
     "check_target",
     "find",
+    "fingerprint",
     "folder_with_vision",
     "from_state_dict",
+    "is_adapter",
     "is_gguf",
     "lay_out_for_cpu",
+    "load_adapter",
     "load_checkpoint",
     "load_model",
     "load_verifier",
@@ -71,6 +76,7 @@ __all__ = [
     "read_sampler_config",
     "replace_folder",
     "save",
+    "save_adapter",
     "sync_files",
     "verify_files",
 ]

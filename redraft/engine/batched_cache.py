@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.model.kv_cache import ContextCache, KVCache
+from redraft.model.lora import Adapter
 
 
 class BatchedCache(ContextCache):
@@ -18,6 +19,11 @@ class BatchedCache(ContextCache):
     def __init__(self, caches: Sequence[KVCache]) -> None:
         self.caches = list(caches)
         self.device = caches[0].device
+
+    @property
+    def adapters(self) -> list[Adapter | None]:
+        """The adapter of each cache."""
+        return [cache.adapter for cache in self.caches]
 
     @property
     def lengths_B(self) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from redraft.engine.graph_capture import capture_graph
-from redraft.kernels import gated_experts
+from redraft.kernels import NO_ADAPTER, ExpertAdapter, gated_experts
 from redraft.kernels.packed import Weight, map_weight, weight_tensors
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant.layers import PackedExperts
@@ -215,10 +215,10 @@ class StreamedExperts(nn.Module):
         """The weights, on the device until the end of the block."""
         return self.stream.use(self.number)
 
-    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, adapter: ExpertAdapter = NO_ADAPTER) -> Tensor:
         """The weighted sum of the outputs of each token's experts."""
         with self.use() as (gate_up, down):
-            return gated_experts(x_ND, experts_NK, weights_NK, gate_up, down)
+            return gated_experts(x_ND, experts_NK, weights_NK, gate_up, down, adapter)
 
 
 def offload_experts(

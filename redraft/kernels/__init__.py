@@ -10,6 +10,7 @@ nibbles       4-bit codes, four to a unit of 16 bits
 nvfp4         4-bit floats: the tensor, dequantize
 int4          4-bit integers: the tensor, dequantize
 packed        a tensor in any of these formats: dequantize
+linear_packed a linear layer with a packed weight, with its gradient
 experts       the experts of a mixture-of-experts layer
 vocabulary    softcap, argmax, entropy and sample of the logits; the soft embedding
 splitmix      the counter-based random number generator of the sampler
@@ -20,12 +21,15 @@ triton/       the same operations as Triton kernels
 """
 
 from redraft.kernels.attention import attend
-from redraft.kernels.experts import gated_experts
+from redraft.kernels.experts import NO_ADAPTER, ExpertAdapter, LowRank, gated_experts
 from redraft.kernels.norm import rms_norm
 from redraft.kernels.rope import apply_rope, rope_frequencies, rope_table
 from redraft.kernels.vocabulary import Prediction, TopProbs, argmax_entropy_sample, compute_top_probs, soft_embed, softcap_
 
 __all__ = [
+    "NO_ADAPTER",
+    "ExpertAdapter",
+    "LowRank",
     "Prediction",
     "TopProbs",
     "apply_rope",

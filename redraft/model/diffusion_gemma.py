@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 
 from redraft.config import FULL, SLIDING, ModelConfig
 from redraft.kernels import apply_rope, attend, rms_norm, rope_table, softcap_
 from redraft.model import masks
 from redraft.model.embedding import Embedding, PackedEmbedding
 from redraft.model.kv_cache import ContextCache, KVCache, to_stored
+from redraft.model.lora import DENOISE, ENCODE, EVERYTHING, ActiveAdapters, Adapter, Span, adapters_of_rows
 from redraft.model.moe import Experts, Router, Routing
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines
@@ -44,6 +46,12 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+def project(linear: nn.Module, x_BSI: Tensor, adapters: ActiveAdapters | None, name: str) -> Tensor:
+    """The output of a linear layer, with what the adapters add to it. `name` is the layer's name in its module."""
+    y_BSO = linear(x_BSI)
+    return y_BSO if adapters is None else adapters.add(name, x_BSI, y_BSO)
+
+
 class GatedMLP(nn.Module):
     """down(GELU(gate(x)) * up(x))."""
 
@@ -53,9 +61,11 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(size, inner, bias=False)
         self.down_proj = nn.Linear(inner, size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: ActiveAdapters | None = None) -> Tensor:
         """Returns a tensor of the same shape as x."""
-        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+        gate = project(self.gate_proj, x, adapters, "gate_proj")
+        inner = F.gelu(gate, approximate="tanh") * project(self.up_proj, x, adapters, "up_proj")
+        return project(self.down_proj, inner, adapters, "down_proj")
 
 
 class SelfConditioning(GatedMLP):
@@ -66,10 +76,12 @@ class SelfConditioning(GatedMLP):
         self.eps = config.rms_norm_eps
         self.pre_norm = RMSNorm(config.hidden_size, self.eps)
 
-    def forward(self, x_BCD: Tensor, soft_BCD: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]  # GatedMLP is its inner part
+        self, x_BCD: Tensor, soft_BCD: Tensor | None = None, adapters: ActiveAdapters | None = None
+    ) -> Tensor:
         """On a canvas's first step there are no soft embeddings; the MLP of zeros is zero, so only the norm remains."""
         if soft_BCD is not None:
-            x_BCD = x_BCD + super().forward(self.pre_norm(soft_BCD))
+            x_BCD = x_BCD + super().forward(self.pre_norm(soft_BCD), adapters)
         return rms_norm(x_BCD, None, self.eps)
 
 
@@ -126,14 +138,22 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, self.eps)
 
     def forward(
-        self, x_BSD: Tensor, rope: Rope, mask: Mask, past: tuple[Tensor, Tensor], rounding: Rounding | None = None
+        self,
+        x_BSD: Tensor,
+        rope: Rope,
+        mask: Mask,
+        past: tuple[Tensor, Tensor],
+        rounding: Rounding | None = None,
+        adapters: ActiveAdapters | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the layer's output, and the keys and values of the new tokens, which `encode` puts into the cache."""
         heads = (-1, self.head_dim)
-        q_BSHK = apply_rope(self.q_norm(self.q_proj(x_BSD).unflatten(-1, heads)), *rope)
-        raw_BSGK = self.k_proj(x_BSD).unflatten(-1, heads)
+        q_BSHK = apply_rope(self.q_norm(project(self.q_proj, x_BSD, adapters, "q_proj").unflatten(-1, heads)), *rope)
+        raw_BSGK = project(self.k_proj, x_BSD, adapters, "k_proj").unflatten(-1, heads)
         k_BSGK = apply_rope(self.k_norm(raw_BSGK), *rope)
-        v_BSGK = self.v_proj(x_BSD).unflatten(-1, heads) if self.v_proj is not None else raw_BSGK
+        v_BSGK = raw_BSGK
+        if self.v_proj is not None:
+            v_BSGK = project(self.v_proj, x_BSD, adapters, "v_proj").unflatten(-1, heads)
         v_BSGK = rms_norm(v_BSGK, None, self.eps)
         if rounding is not None:
             k_BSGK = rounding.apply(k_BSGK)
@@ -141,7 +161,7 @@ class Attention(nn.Module):
         past_keys, past_values = past
         keys = torch.cat([past_keys, k_BSGK], dim=1)
         values = torch.cat([past_values, v_BSGK], dim=1)
-        return self.o_proj(attend(q_BSHK, keys, values, mask)), k_BSGK, v_BSGK
+        return project(self.o_proj, attend(q_BSHK, keys, values, mask), adapters, "o_proj"), k_BSGK, v_BSGK
 
 
 class Layer(nn.Module):
@@ -182,14 +202,22 @@ class Layer(nn.Module):
         past: tuple[Tensor, Tensor],
         scalar: Tensor,
         rounding: Rounding | None = None,
+        adapters: ActiveAdapters | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Routing]:
         """Returns the next residual stream, the keys and values of the new tokens, and the routing."""
-        attended_BSD, k_BSGK, v_BSGK = self.self_attn(self.input_layernorm(x_BSD), rope, mask, past, rounding)
+        of_attention = adapters and adapters.at("self_attn")
+        x = self.input_layernorm(x_BSD)
+        attended_BSD, k_BSGK, v_BSGK = self.self_attn(x, rope, mask, past, rounding, of_attention)
         x_BSD = x_BSD + self.post_attention_layernorm(attended_BSD)
-        dense_BSD = self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(x_BSD)))
+        dense_BSD = self.mlp(self.pre_feedforward_layernorm(x_BSD), adapters and adapters.at("mlp"))
+        dense_BSD = self.post_feedforward_layernorm_1(dense_BSD)
         x_ND = x_BSD.flatten(0, 1)
         routing = self.router(x_ND)  # the router takes the raw residual stream, the experts take its norm
-        mixed_ND = self.experts(self.pre_feedforward_layernorm_2(x_ND), routing.experts_NK, routing.weights_NK)
+        normed_ND = self.pre_feedforward_layernorm_2(x_ND)
+        if adapters is None:
+            mixed_ND = self.experts(normed_ND, routing.experts_NK, routing.weights_NK)
+        else:
+            mixed_ND = adapters.run_experts(self.experts, normed_ND, routing, x_BSD.shape)
         sparse_BSD = self.post_feedforward_layernorm_2(mixed_ND.view_as(x_BSD))
         x_BSD = (x_BSD + self.post_feedforward_layernorm(dense_BSD + sparse_BSD)) * scalar
         return x_BSD, k_BSGK, v_BSGK, routing
@@ -248,10 +276,12 @@ class DiffusionGemma(nn.Module):
         if self.config.is_causal_only:
             raise RuntimeError(f"{method}() was called on a causal-only model; the caller must call require_denoiser first")
 
-    def new_cache(self, rows: int, capacity: int, rewind: int | None = None) -> KVCache:
-        """Allocates an empty cache for this model."""
+    def new_cache(self, rows: int, capacity: int, rewind: int | None = None, adapter: Adapter | None = None) -> KVCache:
+        """Allocates an empty cache for this model. What is encoded into it or denoised after it goes through the adapter."""
         dtypes = {"dtype": self.dtype, "stored": self.cache_dtype}
-        return KVCache(self.config, rows, capacity, **dtypes, device=self.device, rewind=rewind)
+        cache = KVCache(self.config, rows, capacity, **dtypes, device=self.device, rewind=rewind)
+        cache.adapter = adapter
+        return cache
 
     def encode(self, ids_BS: Tensor, cache: ContextCache, counts: Sequence[int] | None = None) -> Tensor:
         """Runs tokens causally after the cached context and appends them to it. Returns the final hidden states [B, S, D].
@@ -267,10 +297,13 @@ class DiffusionGemma(nn.Module):
             mask_of[kind] = masks.causal(positions, keys, self.config.layer_window(index))
         x_BSD = self.embed(ids_BS)
         rounding = self._rounding(ids_BS.shape[1])
+        adapters = adapters_of_rows(cache.adapters, [(ENCODE, EVERYTHING)])
         for index, layer in enumerate(self.layers):
             kind = self.config.layer_types[index]
             past = cache.view(index)
-            x_BSD, k, v, _ = layer(x_BSD, ropes[kind], mask_of[kind], past, layer.encoder_layer_scalar, rounding)
+            of_layer = _of_layer(adapters, index)
+            scalar = layer.encoder_layer_scalar
+            x_BSD, k, v, _ = layer(x_BSD, ropes[kind], mask_of[kind], past, scalar, rounding, of_layer)
             cache.append(index, k, v, counts)
         cache.advance(counts)
         return self.norm(x_BSD)
@@ -288,10 +321,14 @@ class DiffusionGemma(nn.Module):
             for kind, index in self._example_layers.items():
                 window = self.config.layer_window(index)
                 mask_of[kind] = masks.canvas(cache.lengths_B, cache.key_positions(index), length, window)
-        x_BCD = self.self_conditioning(self.embed(canvas_BC), soft_BCD)
+        adapters = adapters_of_rows(cache.adapters, [(DENOISE, EVERYTHING)])
+        of_conditioning = adapters and adapters.at("self_conditioning")
+        x_BCD = self.self_conditioning(self.embed(canvas_BC), soft_BCD, of_conditioning)
         for index, layer in enumerate(self.layers):
             kind = self.config.layer_types[index]
-            x_BCD, _, _, _ = layer(x_BCD, ropes[kind], mask_of[kind], cache.view(index), layer.layer_scalar)
+            past = cache.view(index)
+            of_layer = _of_layer(adapters, index)
+            x_BCD, _, _, _ = layer(x_BCD, ropes[kind], mask_of[kind], past, layer.layer_scalar, None, of_layer)
         return self.head(self.norm(x_BCD))
 
     def joint(
@@ -322,11 +359,15 @@ class DiffusionGemma(nn.Module):
         canvases_BND = self.self_conditioning(self.embed(canvas_BJC.flatten(1)))
         x_BND = torch.cat([self.embed(clean_BS), canvases_BND], dim=1)
         rounding = self._rounding(clean_count)
+        halves = [(ENCODE, slice(clean_count)), (DENOISE, slice(clean_count, None))]
+        adapters = adapters_of_rows(cache.adapters, halves)
         for index, layer in enumerate(self.layers):
             kind = self.config.layer_types[index]
+            of_layer = _of_layer(adapters, index)
             scalars = [layer.encoder_layer_scalar.expand(clean_count), layer.layer_scalar.expand(canvas_BJC[0].numel())]
             scalar_N1 = torch.cat(scalars)[:, None]
-            x_BND, k, v, _ = layer(x_BND, ropes[kind], mask_of[kind], cache.view(index), scalar_N1, rounding)
+            past = cache.view(index)
+            x_BND, k, v, _ = layer(x_BND, ropes[kind], mask_of[kind], past, scalar_N1, rounding, of_layer)
             cache.append(index, k[:, :clean_count], v[:, :clean_count], counts)
         cache.advance(counts)
         hidden_BND = self.norm(x_BND)
@@ -339,23 +380,35 @@ class DiffusionGemma(nn.Module):
         soft_BLD: Tensor | None,
         positions_BL: Tensor,
         mask_of: Mapping[str, Tensor | BlockMask],
+        *,
+        adapter: Adapter | None = None,
+        recomputes: bool = False,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
         """Denoises and encodes in one forward without a cache. Returns hidden states of noisy and clean, and the routings.
 
         `mask_of` is `masks.training` by layer type. With it the noisy half equals `denoise` after a cache of the clean text
-        before each canvas, and the clean half equals `encode`.
+        before each canvas, and the clean half equals `encode`. `recomputes` saves memory: the backward pass computes each
+        layer's activations again (gradient checkpointing).
         """
         self._assert_denoiser("forward_train")
         length = noisy_BL.shape[1]
         ropes = self.rope_tables(positions_BL.repeat(1, 2))
-        x_BSD = torch.cat([self.self_conditioning(self.embed(noisy_BL), soft_BLD), self.embed(clean_BL)], dim=1)
+        adapters = _training_adapters(adapter, length)
+        of_conditioning = adapter and ActiveAdapters((Span(adapter, DENOISE, EVERYTHING, EVERYTHING),), "self_conditioning.")
+        noisy_BLD = self.self_conditioning(self.embed(noisy_BL), soft_BLD, of_conditioning)
+        x_BSD = torch.cat([noisy_BLD, self.embed(clean_BL)], dim=1)
         routings = []
         for index, layer in enumerate(self.layers):
             kind = self.config.layer_types[index]
             empty_past = x_BSD.new_empty(len(x_BSD), 0, *self.config.layer_heads(index))
             halves = (layer.layer_scalar.expand(length), layer.encoder_layer_scalar.expand(length))
             scalar = torch.cat(halves)[:, None]
-            x_BSD, _, _, routing = layer(x_BSD, ropes[kind], mask_of[kind], (empty_past, empty_past), scalar)
+            past = (empty_past, empty_past)
+            arguments = (x_BSD, ropes[kind], mask_of[kind], past, scalar, None, _of_layer(adapters, index))
+            if recomputes:
+                x_BSD, _, _, routing = checkpoint(layer, *arguments, use_reentrant=False)
+            else:
+                x_BSD, _, _, routing = layer(*arguments)
             routings.append(routing)
         noisy_BLD, clean_BLD = self.norm(x_BSD).chunk(2, dim=1)
         return noisy_BLD, clean_BLD, routings
@@ -398,3 +451,18 @@ class DiffusionGemma(nn.Module):
             SLIDING: rope_table(positions_BS, c.head_dim, c.rope_theta, 1.0, self.dtype),
             FULL: rope_table(positions_BS, c.global_head_dim, c.global_rope_theta, c.global_rotary_fraction, self.dtype),
         }
+
+
+def _of_layer(adapters: ActiveAdapters | None, layer: int) -> ActiveAdapters | None:
+    """The adapters of a forward, seen from one of its layers."""
+    return adapters and adapters.at("layers").at(layer)
+
+
+def _training_adapters(adapter: Adapter | None, length: int) -> ActiveAdapters | None:
+    """The adapter of a training forward over [noisy | clean], of so many tokens each."""
+    if adapter is None:
+        return None
+    if adapter.is_tied:
+        return ActiveAdapters((Span(adapter, DENOISE, EVERYTHING, EVERYTHING),))
+    halves = ((DENOISE, slice(length)), (ENCODE, slice(length, None)))
+    return ActiveAdapters(tuple(Span(adapter, half, EVERYTHING, tokens) for half, tokens in halves))

@@ -19,10 +19,15 @@ from torch import Tensor
 
 from redraft.config import ModelConfig
 from redraft.kernels.fp8 import FP8_DTYPE, FP8_MAX
+from redraft.model.lora import Adapter
 
 
 class ContextCache(Protocol):
     """The methods of a cache that `DiffusionGemma.encode` and `.denoise` call. KVCache has them, and BatchedCache."""
+
+    @property
+    def adapters(self) -> Sequence[Adapter | None]:
+        """The adapter of each row: keys and values that were made with one adapter are of no use with another."""
 
     @property
     def lengths_B(self) -> Tensor:
@@ -75,6 +80,7 @@ class KVCache:
         self.rows = rows
         self.device = torch.device(device)
         self.lengths = [0] * rows
+        self.adapter: Adapter | None = None  # of all rows
         self._dtype = dtype
         self._stored = stored or dtype
         self._rewind = rewind
@@ -98,6 +104,11 @@ class KVCache:
             size = _ring_size(config.layer_window(layer), capacity, rewind)
             total += 2 * size * heads * head_dim * dtype.itemsize
         return total
+
+    @property
+    def adapters(self) -> list[Adapter | None]:
+        """The adapter of each row."""
+        return [self.adapter] * self.rows
 
     @property
     def lengths_B(self) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from redraft.config import ModelConfig
-from redraft.kernels import gated_experts, rms_norm
+from redraft.kernels import NO_ADAPTER, ExpertAdapter, gated_experts, rms_norm
 
 
 class Routing(NamedTuple):
@@ -53,6 +53,6 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * expert_size, size))
         self.down_proj = nn.Parameter(torch.empty(experts, size, expert_size))
 
-    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, adapter: ExpertAdapter = NO_ADAPTER) -> Tensor:
         """The weighted sum of the outputs of each token's experts."""
-        return gated_experts(x_ND, experts_NK, weights_NK, self.gate_up_proj, self.down_proj)
+        return gated_experts(x_ND, experts_NK, weights_NK, self.gate_up_proj, self.down_proj, adapter)

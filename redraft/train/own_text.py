@@ -63,6 +63,7 @@ class FixedCache:
     """
 
     has_equal_lengths = True
+    adapters = ()
 
     def __init__(self, config: ModelConfig, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.width = capacity

@@ -4,13 +4,11 @@ The buffers of a packed weight are named after it: the codes have the name of th
 (`gate_up_proj`, `gate_up_proj_scale`, `gate_up_proj_global_scale`). Shapes: N tokens, D model size, K experts per token.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.kernels import gated_experts
-from redraft.kernels.fp8 import Fp8Tensor
-from redraft.kernels.linear_fp8 import linear_fp8
-from redraft.kernels.packed import PackedTensor, dequantize_packed
+from redraft.kernels import NO_ADAPTER, ExpertAdapter, gated_experts
+from redraft.kernels.linear_packed import linear_packed
+from redraft.kernels.packed import PackedTensor
 
 
 class _PackedLayer(nn.Module):
@@ -44,10 +42,7 @@ class PackedLinear(_PackedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x times the transposed weight."""
-        weight = self.packed("weight")
-        if isinstance(weight, Fp8Tensor):
-            return linear_fp8(x, weight)
-        return F.linear(x, dequantize_packed(weight, x.shape[-1], x.dtype))
+        return linear_packed(x, self.packed("weight"))
 
 
 class PackedExperts(_PackedLayer):
@@ -56,6 +51,7 @@ class PackedExperts(_PackedLayer):
     def __init__(self, gate_up: PackedTensor, down: PackedTensor) -> None:
         super().__init__(gate_up_proj=gate_up, down_proj=down)
 
-    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, adapter: ExpertAdapter = NO_ADAPTER) -> Tensor:
         """The weighted sum of the outputs of each token's experts."""
-        return gated_experts(x_ND, experts_NK, weights_NK, self.packed("gate_up_proj"), self.packed("down_proj"))
+        gate_up = self.packed("gate_up_proj")
+        return gated_experts(x_ND, experts_NK, weights_NK, gate_up, self.packed("down_proj"), adapter)
