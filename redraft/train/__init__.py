@@ -11,6 +11,8 @@ sudoku_data.py  puzzles to train on
 config.py       TrainConfig: everything that describes a run
 text_task.py    training on text
 sudoku_task.py  training on puzzles
+held_out.py     evaluation on records that are not learned
+export.py       the model or the adapter that a run leaves behind
 loop.py         Trainer: the run, its reports, resuming
 recipe.py       finds a recipe by name and changes its settings
 recipes/        the recipes that ship: toy, tiny, tiny_draft, sudoku, tiny_sudoku

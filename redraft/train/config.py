@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict, dataclass, field
 
 from redraft.config import ModelConfig, SamplerConfig
+from redraft.model.lora import AdapterConfig
 from redraft.train.data import DataConfig
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
@@ -17,22 +18,27 @@ class TrainConfig:
 
     model: ModelConfig
     data: DataConfig | PuzzleConfig
+    held_out: DataConfig | None = None  # records on which the run is evaluated; never learned
     draft_data: DataConfig | None = None  # texts of the draft rows, the last `loss.draft.rows` of a microbatch
     sampler: SamplerConfig  # saved with the model
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     tokenizer: str = "bpe"  # "bpe": trained on the data; "bytes"; or a folder that holds one
-    init: str = ""  # checkpoint folder with the initial weights and tokenizer; empty: random weights
+    init: str = ""  # checkpoint with the initial weights and tokenizer; empty: random weights
+    adapter: AdapterConfig | None = None  # train this adapter for `init`, whose weights stay as they are
+    quant: str | None = None  # pack the weights of `init` like this; for adapters
     steps: int = 1000
     rows: int = 16  # of a microbatch
     microbatches: int = 1  # of a step, over all processes
     seed: int = 0
     precision: str = "float32"  # of the computation; weights are always float32. "bfloat16" on GPUs
+    recompute: bool = False  # gradient checkpointing: less memory, a third more work
     compile: bool = False
     prefetch: bool = False  # make batches in separate processes
     streams: int = 1  # of rows, for each microbatch; one process each with prefetch
     report_every: int = 10
     save_every: int = 500
+    evaluate_every: int = 100  # on the held-out records
     keep: int = 2  # checkpoints on disk
     max_seconds: float = math.inf  # stop with a checkpoint when this call has run as long
     by_clock: bool = False  # the learning rate cools down by time: the run, over all its calls, ends after max_seconds
@@ -41,7 +47,9 @@ class TrainConfig:
         if self.streams < 1 or self.rows % self.streams:
             raise ValueError(f"{self.rows} rows cannot be taken from {self.streams} streams in turn")
         self._check_drafts()
-        for name in ("steps", "rows", "microbatches", "report_every", "save_every", "keep"):
+        if self.adapter is not None and not self.init:
+            raise ValueError("an adapter needs a model to adapt: set init")
+        for name in ("steps", "rows", "microbatches", "report_every", "save_every", "evaluate_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
         if self.by_clock and math.isinf(self.max_seconds):

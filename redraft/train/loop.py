@@ -8,6 +8,7 @@ outlives a step: a checkpoint holds tensors, positions in the data, and the step
 them.
 """
 
+import json
 import random
 import signal
 import time
@@ -26,11 +27,14 @@ from torch.distributed.tensor import DTensor
 from redraft import checkpoint
 from redraft.config import ModelConfig
 from redraft.model.diffusion_gemma import DiffusionGemma, DraftHead
+from redraft.model.lora import Adapter, new_adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints, data, sudoku_data
 from redraft.train.config import TrainConfig
 from redraft.train.data import SPECIAL_TOKENS, DataConfig
 from redraft.train.draft_loss import expected_length
+from redraft.train.export import LAST, AdapterExport, export_model, load_base
+from redraft.train.held_out import Evaluated, HeldOut
 from redraft.train.loss import Losses
 from redraft.train.optim import Optimizer, learning_rate_scale
 from redraft.train.sudoku_data import PuzzleConfig
@@ -76,14 +80,18 @@ class Saved:
 
 @dataclass(frozen=True)
 class Ended:
-    """The run ended. The folder `model` holds the averaged weights, ready to load."""
+    """The run ended. The folder `model` holds the averaged weights, or the best adapter, ready to load."""
 
     step: int
     model: Path
     why: str  # "done", "stopped" or "out of time"
 
 
-Event = Report | Saved | Ended
+Event = Report | Evaluated | Saved | Ended
+
+
+class LostLossError(ValueError):
+    """A loss that is not finite ended the training of an adapter. The message names the records of that step."""
 
 
 # 1. Tokenizer and model
@@ -171,8 +179,8 @@ def shard_objective(objective: nn.Module, precision: str) -> None:
 
 
 def with_compute_dtype(objective: nn.Module, precision: str) -> Callable[..., Any]:
-    """Returns the objective with its float32 weights cast for the computation; gradients arrive in float32."""
-    weights = dict(objective.named_parameters())
+    """Returns the objective with its trained weights, float32, cast for the computation; gradients arrive in float32."""
+    weights = {name: p for name, p in objective.named_parameters() if p.requires_grad}
     dtype = getattr(torch, precision)
 
     def run(*arguments: Any) -> Any:
@@ -198,25 +206,33 @@ class Trainer:
         self.world: int = dist.get_world_size() if dist.is_initialized() else 1
         if cfg.microbatches % self.world:
             raise ValueError(f"{cfg.microbatches} microbatches cannot be shared by {self.world} processes: set a multiple")
-        checkpoint.check_target(self.out / EXPORT, force=True)  # now, and not after days of training
-        self.tokenizer = build_tokenizer(cfg, self.out)
-        model = build_model(cfg)
+        self.adapter: Adapter | None = None
+        if cfg.adapter is not None:
+            model, self.tokenizer = load_base(cfg, self.device)
+            self.adapter = new_adapter(cfg.adapter, model.config, cfg.seed)
+            self.adapter_export = AdapterExport(self.adapter, cfg, model)
+        else:
+            checkpoint.check_target(self.out / EXPORT, force=True)  # now, and not after days of training
+            self.tokenizer = build_tokenizer(cfg, self.out)
+            model = build_model(cfg)
         self.config = model.config
         task_class = SudokuTask if isinstance(cfg.data, PuzzleConfig) else TextTask
         self.task = task_class(cfg, self.config, self.tokenizer, self.device, self.microbatches)
-        self.objective = self.task.objective(model).to(self.device)
+        self.held_out = HeldOut(cfg, self.task) if cfg.held_out and isinstance(self.task, TextTask) else None
+        self.objective = self.task.objective(model, self.adapter).to(self.device)
         self.buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}  # as they will be saved
         for layer in model.layers:  # a float32 scalar would promote all later activations to float32
             layer.layer_scalar.data = layer.layer_scalar.to(getattr(torch, cfg.precision))
             layer.encoder_layer_scalar.data = layer.encoder_layer_scalar.to(getattr(torch, cfg.precision))
         if self.world > 1:
             shard_objective(self.objective, cfg.precision)
-        self.optimizer = Optimizer(self.objective.model, cfg.optim)
+        self.optimizer = Optimizer(self.adapter or self.objective.model, cfg.optim)
         needs_cast = cfg.precision != "float32" and self.world == 1  # FSDP casts by its own policy
         self.compute = with_compute_dtype(self.objective, cfg.precision) if needs_cast else self.objective
         if cfg.compile:
             self.objective.compile(dynamic=False)
         self.step = 0
+        self.best: dict[str, Any] | None = None  # the best evaluation so far
         self.earlier_seconds = 0.0
         self.start_time = time.perf_counter()
         self.rate_scale = 0.0
@@ -230,6 +246,7 @@ class Trainer:
         if state["batch"] != self._batch:
             raise ValueError(f"{folder} was made with {state['batch']}, this run has {self._batch}: give another folder")
         self.step = state["step"]
+        self.best = state["best"]
         self.earlier_seconds = state["seconds"]
         self.task.positions = state["positions"]
 
@@ -251,9 +268,13 @@ class Trainer:
         return -self._max_over_processes(-min(by_steps, by_time))
 
     @property
-    def _batch(self) -> dict[str, int]:
-        """The settings that positions in the data depend on."""
-        return {name: getattr(self.cfg, name) for name in ("rows", "microbatches", "streams")}
+    def _batch(self) -> dict[str, Any]:
+        """The settings that positions in the data, and the tensors of an adapter, depend on."""
+        batch = {name: getattr(self.cfg, name) for name in ("rows", "microbatches", "streams")}
+        if self.cfg.adapter is None:
+            return batch
+        adapter = {name: getattr(self.cfg.adapter, name) for name in ("rank", "targets", "layers", "halves")}
+        return json.loads(json.dumps(batch | adapter))
 
     @property
     def microbatches(self) -> range:
@@ -280,6 +301,8 @@ class Trainer:
             must_stop = self._max_over_processes(float(stop.is_set or seconds > cfg.max_seconds)) > 0
             if self.step % cfg.report_every == 0 or self.step == cfg.steps or must_stop:
                 yield meter.report()
+            if self.held_out and (self.step % cfg.evaluate_every == 0 or self.step == cfg.steps):
+                yield self._evaluate()
             if must_stop:
                 break
             if self.step % cfg.save_every == 0 and self.step < cfg.steps:
@@ -299,7 +322,11 @@ class Trainer:
         step_losses = []
         for m in self.microbatches:
             seed = random.Random(f"{self.cfg.seed} {self.step} {m}").getrandbits(62)
+            if self.adapter is not None:
+                torch.manual_seed(seed)  # for dropout, which has no generator of its own
             losses = self.task.losses(self.compute, m, torch.Generator().manual_seed(seed))
+            if self.adapter is not None:
+                self._require_finite(losses.total)
             # FSDP averages over processes; the division averages over this process's microbatches.
             (losses.total / len(self.microbatches)).backward()
             step_losses.append(Losses(*(t.detach() for t in losses)))
@@ -307,6 +334,31 @@ class Trainer:
         norm = self.optimizer.step(self.step, self.rate_scale)
         self.step += 1
         return step_losses, norm
+
+    def _require_finite(self, loss: Tensor) -> None:
+        """Stops at a loss that is not finite, before it reaches the weights: fine-tuning has few steps to lose."""
+        if self._max_over_processes(float(not loss.isfinite())) > 0:
+            records = ", ".join(getattr(self.task, "records", [])) or "unknown records"
+            raise LostLossError(
+                f"the loss is {float(loss)} at step {self.step + 1}, in the rows of {records}; the last checkpoint is kept: "
+                "lower the learning rate, or look at these records, and start again"
+            )
+
+    def _evaluate(self) -> Evaluated:
+        """Computes the losses on the held-out records with the averaged weights; writes the adapter if they are the best."""
+        assert self.held_out is not None
+        with self.optimizer.averaged_weights():
+            self.objective.eval()
+            denoiser, ar = self.held_out.evaluate(self.compute)
+            self.objective.train()
+        score = self.held_out.weigh(denoiser, ar)
+        is_best = self.best is None or score < self.best["score"]
+        evaluated = Evaluated(self.step, denoiser, ar, is_best)
+        if is_best:
+            self.best = {"score": score, **evaluated.scores}
+            if self.adapter is not None:
+                self._export_adapter(self.out, evaluated.scores)
+        return evaluated
 
     def _max_over_processes(self, number: float) -> float:
         """Returns the largest of all processes' numbers, so that all of them decide alike."""
@@ -322,23 +374,33 @@ class Trainer:
             gathered: list[Any] = [None] * self.world
             dist.all_gather_object(gathered, positions)
             positions = {m: position for part in gathered for m, position in part.items()}
-        state = {"step": self.step, "seconds": self.seconds, "positions": positions, "batch": self._batch}
+        state = {"step": self.step, "seconds": self.seconds, "positions": positions, "batch": self._batch, "best": self.best}
         return Saved(self.step, checkpoints.save(self.out, self.step, self._tensors(), state, self.cfg.keep))
 
     def export(self) -> Path:
-        """Writes the averaged weights in the published layout, bf16, with tokenizer and sampler settings.
-
-        An earlier export of the run is replaced as a whole.
-        """
+        """Writes what the run has learned. Returns the folder to load: the model, or the best adapter."""
+        if self.adapter is not None:
+            if self.best is None:
+                self._export_adapter(self.out, None)
+            else:
+                self._export_adapter(self.out / LAST, None)
+            return self.out
         folder = self.out / EXPORT
-        average = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.optimizer.average.items()}
+        weights = self._gather_average() | self.buffers
         if checkpoints.is_main_process():
-            model = DiffusionGemma(self.config)
-            model.load_state_dict(average | self.buffers)
-            model.to(torch.bfloat16)
-            checkpoint.save(model, folder, tokenizer=self.tokenizer, sampler=self.cfg.sampler, force=True)
+            export_model(self.config, weights, folder, self.tokenizer, self.cfg)
         checkpoints.barrier()
         return folder
+
+    def _export_adapter(self, folder: Path, scores: dict[str, Any] | None) -> None:
+        weights = self._gather_average()
+        if checkpoints.is_main_process():
+            self.adapter_export.write(weights, folder, self.step, scores)
+        checkpoints.barrier()
+
+    def _gather_average(self) -> dict[str, Tensor]:
+        """The averaged weights, whole in every process."""
+        return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.optimizer.average.items()}
 
 
 class Meter:

@@ -27,6 +27,7 @@ from redraft.config import ModelConfig
 from redraft.kernels import argmax_entropy_sample
 from redraft.model import masks
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.lora import Adapter
 from redraft.model.masks import Layout, Spans
 from redraft.model.moe import Routing
 from redraft.train.draft_loss import (
@@ -314,6 +315,7 @@ def self_conditioning_forward(
     canvas_BL: Tensor,
     mask_of: Masks,
     soft_embedding: Callable[[DiffusionGemma, Tensor, Tensor], Tensor] = predict_soft_embedding,
+    adapter: Adapter | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs the first R rows without gradient. Returns the soft embeddings and the ids that the training forward reads.
 
@@ -324,7 +326,8 @@ def self_conditioning_forward(
     on_policy = len(noise.uniform_OL)
     noisy_RL = noise.noisy_BL[:rows]
     clean_RL = batch.ids_BL[:rows]
-    hidden_RLD, _, _ = model.forward_train(noisy_RL, clean_RL, None, batch.layout.positions[:rows], mask_of)
+    positions_RL = batch.layout.positions[:rows]
+    hidden_RLD, _, _ = model.forward_train(noisy_RL, clean_RL, None, positions_RL, mask_of, adapter=adapter)
     rows_at_once = max(1, MAX_LOGITS // model.config.vocab_size // noisy_RL.shape[1])
     slices = [slice(begin, begin + rows_at_once) for begin in range(0, rows, rows_at_once)]
     soft_parts = [soft_embedding(model, hidden_RLD[part], noise.temperature_R[part]) for part in slices]
@@ -376,12 +379,19 @@ def load_balance(routings: Sequence[Routing]) -> tuple[Tensor, Tensor]:
 
 
 class Objective(nn.Module):
-    """The objective as one module that can be compiled, sharded and differentiated."""
+    """The objective as one module that can be compiled, sharded and differentiated.
 
-    def __init__(self, model: DiffusionGemma, cfg: LossConfig) -> None:
+    With an adapter, the adapter is trained and the model stays as it is. `recomputes`: see `forward_train`.
+    """
+
+    def __init__(
+        self, model: DiffusionGemma, cfg: LossConfig, adapter: Adapter | None = None, *, recomputes: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.cfg = cfg
+        self.adapter = adapter
+        self.recomputes = recomputes
         self.cross_entropy = cross_entropy
         self.soft_embedding = predict_soft_embedding
         self.draft_terms = draft_terms
@@ -402,10 +412,13 @@ class Objective(nn.Module):
         soft_BLD = None
         if len(noise.temperature_R):
             soft_BLD, noisy_BL = self_conditioning_forward(
-                self.model, batch, noise, canvas_BL, self_conditioning_mask_of, self.soft_embedding
+                self.model, batch, noise, canvas_BL, self_conditioning_mask_of, self.soft_embedding, self.adapter
             )
         positions_BL = batch.layout.positions
-        noisy_BLD, clean_BLD, routings = self.model.forward_train(noisy_BL, batch.ids_BL, soft_BLD, positions_BL, mask_of)
+        options: dict[str, Any] = {"adapter": self.adapter, "recomputes": self.recomputes}
+        noisy_BLD, clean_BLD, routings = self.model.forward_train(
+            noisy_BL, batch.ids_BL, soft_BLD, positions_BL, mask_of, **options
+        )
         counted_BL = canvas_BL
         if self.cfg.noise == "mask":
             counted_BL = canvas_BL & (noise.noisy_BL != batch.ids_BL)

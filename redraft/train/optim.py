@@ -7,6 +7,7 @@ place, so a checkpoint loads directly into it.
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ class OptimConfig:
     warmup: int = 100  # steps to the full learning rate
     cooldown: float = 0.4  # over this last share of the run the learning rate falls to zero
     ema: float = 0.998
+    muon: bool = True  # False: AdamW updates all weights
 
     def __post_init__(self) -> None:
         for name in ("muon_lr", "adamw_lr", "clip"):
@@ -165,29 +167,34 @@ class Optimizer:
         self.cfg = cfg
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = named
-        self.stacks = [(n, p) for n, p in named.items() if uses_muon(n, p) and p.dim() > 2]
+        by_muon = {n for n, p in named.items() if cfg.muon and uses_muon(n, p)}
+        self.stacks = [(n, p) for n, p in named.items() if n in by_muon and p.dim() > 2]
         self.expert_matrices = {n: m.detach() for name, p in self.stacks for n, m in split_matrices(name, p)}
-        plain_matrices = {n: p for n, p in named.items() if uses_muon(n, p) and p.dim() == 2}
+        plain_matrices = {n: p for n, p in named.items() if n in by_muon and p.dim() == 2}
         self.muon_weights = {**plain_matrices, **self.expert_matrices}
-        self.adamw_weights = {n: p for n, p in named.items() if not uses_muon(n, p)}
+        self.adamw_weights = {n: p for n, p in named.items() if n not in by_muon}
         decay = {"weight_decay": cfg.weight_decay}
-        self.muon = Muon(
-            self.muon_weights.values(), lr=cfg.muon_lr, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw", **decay
-        )
+        # By name: the optimizer, its weights and its learning rate. An optimizer without weights is left out.
+        self.optimizers: dict[str, tuple[torch.optim.Optimizer, dict[str, Tensor], float]] = {}
+        if self.muon_weights:
+            options = {"lr": cfg.muon_lr, "momentum": cfg.momentum, "adjust_lr_fn": "match_rms_adamw", **decay}
+            self.optimizers["muon"] = (Muon(self.muon_weights.values(), **options), self.muon_weights, cfg.muon_lr)
         norms = [p for p in self.adamw_weights.values() if p.dim() < 2]  # without weight decay
         others = [p for p in self.adamw_weights.values() if p.dim() >= 2]
         groups = [{"params": others, **decay}, {"params": norms, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.adamw_lr, betas=cfg.betas)
+        if self.adamw_weights:
+            adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.adamw_lr, betas=cfg.betas)
+            self.optimizers["adamw"] = (adamw, self.adamw_weights, cfg.adamw_lr)
         self.average = {name: p.detach().clone() for name, p in named.items()}
         self._init_state()
 
     def _init_state(self) -> None:
         """Creates the state that both optimizers would create at their first step, so that a checkpoint can load into it."""
-        for p in self.muon_weights.values():
-            self.muon.state[p]["momentum_buffer"] = torch.zeros_like(p.detach())
-        for p in self.adamw_weights.values():
-            zeros = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
-            self.adamw.state[p] = {"step": torch.tensor(0.0), **zeros}
+        for kind, (optimizer, weights, _) in self.optimizers.items():
+            names = ("momentum_buffer",) if kind == "muon" else ("exp_avg", "exp_avg_sq")
+            for p in weights.values():
+                first = {} if kind == "muon" else {"step": torch.tensor(0.0)}
+                optimizer.state[p] = {**first, **{name: torch.zeros_like(p.detach()) for name in names}}
 
     def step(self, step: int, scale: float) -> Tensor:
         """Updates the weights with learning rates times `scale`.
@@ -199,7 +206,7 @@ class Optimizer:
             if p.grad is not None:
                 for matrix_name, gradient in split_matrices(name, p.grad):
                     self.expert_matrices[matrix_name].grad = gradient
-        for optimizer, lr in ((self.muon, self.cfg.muon_lr), (self.adamw, self.cfg.adamw_lr)):
+        for optimizer, _, lr in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = lr * scale
             optimizer.step()
@@ -213,11 +220,24 @@ class Optimizer:
             get_ema_multi_avg_fn(min(self.cfg.ema, early_decay))(averages, weights, None)
         return norm
 
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside the block the model has the averaged weights."""
+        with torch.no_grad():
+            kept = {name: p.detach().clone() for name, p in self.weights.items()}
+            for name, p in self.weights.items():
+                p.copy_(self.average[name])
+            try:
+                yield
+            finally:
+                for name, p in self.weights.items():
+                    p.copy_(kept[name])
+
     def state(self) -> dict[str, Tensor]:
         """Returns every tensor that a checkpoint must hold, by name; the tensors themselves, not copies."""
         state = {f"weight.{name}": p.detach() for name, p in self.weights.items()}
         state |= {f"average.{name}": tensor for name, tensor in self.average.items()}
-        for kind, optimizer, named in (("muon", self.muon, self.muon_weights), ("adamw", self.adamw, self.adamw_weights)):
-            for name, p in named.items():
+        for kind, (optimizer, weights, _) in self.optimizers.items():
+            for name, p in weights.items():
                 state |= {f"{kind}.{name}.{key}": tensor for key, tensor in optimizer.state[p].items()}
         return state

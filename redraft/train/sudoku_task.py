@@ -24,6 +24,7 @@ from redraft.diffusion import sampler
 from redraft.kernels import softcap_
 from redraft.model import masks
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.lora import Adapter
 from redraft.tasks.sudoku import encoding
 from redraft.tasks.sudoku.board import CELLS
 from redraft.tasks.sudoku.generator import SYMMETRY_DRAWS
@@ -281,8 +282,10 @@ class SudokuTask:
         self.counts = torch.zeros(2, device=device)  # puzzles that left their slot, and solved ones among them
         self.positions: dict[str, Any] = {}
 
-    def objective(self, model: DiffusionGemma) -> nn.Module:
+    def objective(self, model: DiffusionGemma, adapter: Adapter | None = None) -> nn.Module:
         """Returns the module that is compiled, sharded and differentiated."""
+        if adapter is not None:
+            raise ValueError("adapters are trained on text: write the puzzles as records, as recipes/tune_sudoku.py does")
         objective = CausalObjective if self.data.causal else BoardObjective
         return objective(model, self.cfg.loss.balance_weight)
 

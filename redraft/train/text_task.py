@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from redraft.config import ModelConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.lora import Adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import data
 from redraft.train.config import TrainConfig
@@ -49,9 +50,9 @@ class TextTask:
         self.positions: dict[str, Any] = {}
         self.streams: dict[int, list[InterleavedBatches]] = {}  # by microbatch: the rows of pages, then the draft rows
 
-    def objective(self, model: DiffusionGemma) -> nn.Module:
+    def objective(self, model: DiffusionGemma, adapter: Adapter | None = None) -> nn.Module:
         """Returns the module that is compiled, sharded and differentiated."""
-        return Objective(model, self.cfg.loss)
+        return Objective(model, self.cfg.loss, adapter, recomputes=self.cfg.recompute)
 
     def open(self) -> None:
         """Starts the streams of this process's microbatches, each at its position."""
@@ -93,7 +94,11 @@ class TextTask:
         """Computes the objective on the next batch of microbatch m."""
         parts, positions = zip(*(next(stream) for stream in self.streams[m]), strict=True)
         self.positions[str(m)] = [position for part in positions for position in part]
-        batch = data.to_batch(np.concatenate(parts, axis=1))
+        return self.compute_losses(compute, np.concatenate(parts, axis=1), generator)
+
+    def compute_losses(self, compute: Callable[..., Losses], columns_5BL: np.ndarray, generator: torch.Generator) -> Losses:
+        """Computes the objective on some rows."""
+        batch = data.to_batch(columns_5BL)
         batch, noise = prepare(batch, self.cfg.loss, self.config.vocab_size, generator)
         noise = Noise(*(self._to_device(t) for t in vars(noise).values()))
         batch = batch.map(self._to_device)

@@ -256,6 +256,7 @@ class PrefixCache:
     def __init__(self, model) -> None:
         self.config, self.length, self.pairs = model.config, 0, {}
 
+    adapters = ()
     has_equal_lengths = False
 
     @property

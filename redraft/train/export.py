@@ -1,0 +1,76 @@
+"""What a run leaves behind: a model in the published layout, or an adapter in peft's."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redraft import checkpoint
+from redraft.checkpoint.parts import open_checkpoint
+from redraft.config import ModelConfig
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.lora import Adapter
+from redraft.model.quant import QuantPolicy
+from redraft.tokenizer.tokenizer import Tokenizer
+from redraft.train.config import TrainConfig
+from redraft.train.data import DataConfig
+
+LAST = "last"  # the folder of the last adapter, in the run's folder, which holds the best one
+
+
+def export_model(
+    config: ModelConfig, weights: Mapping[str, Tensor], folder: Path, tokenizer: Tokenizer, cfg: TrainConfig
+) -> None:
+    """Writes a model in the published layout, bf16, with tokenizer and sampler settings.
+
+    An earlier export of the run is replaced as a whole.
+    """
+    model = DiffusionGemma(config)
+    model.load_state_dict(dict(weights))
+    model.to(torch.bfloat16)
+    checkpoint.save(model, folder, tokenizer=tokenizer, sampler=cfg.sampler, force=True)
+
+
+def load_base(cfg: TrainConfig, device: torch.device) -> tuple[DiffusionGemma, Tokenizer]:
+    """The model that an adapter is trained for, in the precision of the run; packed weights stay packed."""
+    opened = open_checkpoint(checkpoint.find(cfg.init), device)
+    model = checkpoint.from_state_dict(
+        opened.config,
+        opened.tensors,
+        dtype=getattr(torch, cfg.precision),
+        device=device,
+        policy=QuantPolicy.for_device(device, quant=cfg.quant),
+    )
+    model.require_denoiser("training an adapter")
+    return model, opened.tokenizer
+
+
+class AdapterExport:
+    """Writes the adapter of a run: the best one to the run's folder, the last one to a folder in it."""
+
+    def __init__(self, adapter: Adapter, cfg: TrainConfig, model: DiffusionGemma) -> None:
+        self.adapter = copy.deepcopy(adapter)  # the run's own may be sharded
+        self.cfg = cfg
+        self.fingerprint = checkpoint.fingerprint(model)
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path, step: int, scores: dict[str, Any] | None) -> None:
+        """Writes the adapter with these weights, which are those of its parameters by name."""
+        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+            raise ValueError(f"the adapter has weights that are not finite at step {step}; the last good one stays")
+        self.adapter.load_state_dict(dict(weights))
+        checkpoint.save_adapter(self.adapter, folder, base=self.cfg.init, metadata=self._describe(step, scores))
+
+    def _describe(self, step: int, scores: dict[str, Any] | None) -> dict[str, Any]:
+        assert isinstance(self.cfg.data, DataConfig)
+        files = [Path(file).name for source in self.cfg.data.sources for file in source.files]
+        described = {
+            "fingerprint": self.fingerprint,
+            "data": files,
+            "steps": step,
+            "tokens": step * self.cfg.step_tokens,
+            "seed": self.cfg.seed,
+        }
+        return described | ({"scores": {"held_out": scores}} if scores else {})
