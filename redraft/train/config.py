@@ -5,9 +5,9 @@ import math
 from dataclasses import asdict, dataclass, field
 
 from redraft.config import ModelConfig, SamplerConfig
-from redraft.train.data import DataConfig
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
+from redraft.train.records import DataConfig
 from redraft.train.sudoku_data import PuzzleConfig
 
 

@@ -29,10 +29,12 @@ from redraft.model.diffusion_gemma import DiffusionGemma, DraftHead
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints, data, sudoku_data
 from redraft.train.config import TrainConfig
-from redraft.train.data import SPECIAL_TOKENS, DataConfig
+from redraft.train.data import SPECIAL_TOKENS
+from redraft.train.documents import crop_text
 from redraft.train.draft_loss import expected_length
 from redraft.train.loss import Losses
 from redraft.train.optim import Optimizer, learning_rate_scale
+from redraft.train.records import DataConfig, read_shuffled
 from redraft.train.sudoku_data import PuzzleConfig
 from redraft.train.sudoku_task import SudokuTask
 from redraft.train.text_task import TextTask
@@ -60,6 +62,7 @@ class Report:
     epoch: int  # of the first source
     bad: int  # records skipped
     lost: int  # microbatches whose loss was not finite; they did not change the weights
+    shortened: int = 0  # records with a cut prompt or a divided answer
     solved: float | None = None  # share of solved puzzles among those that left their slot
     draft: float | None = None  # the loss of drafts
     accepted: float | None = None  # drafts that a check by the causal half would accept, of the longest draft canvas
@@ -108,10 +111,10 @@ def _sample_texts(cfg: DataConfig) -> Iterator[str]:
     """Yields texts from every source, about the same amount from each."""
     for source in cfg.sources:
         remaining = VOCABULARY_BYTES // len(cfg.sources)
-        for _, record in data.read_shuffled(cfg, source, 0):
+        for _, record in read_shuffled(cfg, source, 0):
             if remaining <= 0:
                 break
-            record = data.crop_text(record, source, random.Random(0))
+            record = crop_text(record, source, random.Random(0))
             if isinstance(record, dict) and isinstance(record.get("text"), str):
                 remaining -= len(record["text"])
                 yield record["text"]

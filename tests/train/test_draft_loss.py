@@ -12,10 +12,10 @@ from test_loop import events
 from redraft import checkpoint
 from redraft.model.masks import Layout
 from redraft.train import draft_loss, loss
-from redraft.train.data import DataConfig, Source
 from redraft.train.draft_loss import DraftConfig
 from redraft.train.loop import Report, Trainer, add_draft_head, build_model
 from redraft.train.loss import Batch, LossConfig
+from redraft.train.records import DataConfig, Source
 
 CONFIG = replace(tiny.BASE, draft_head_size=12, eos_token_ids=(1,))
 LENGTH = 48

@@ -16,10 +16,10 @@ from redraft import checkpoint
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints
 from redraft.train.config import TrainConfig
-from redraft.train.data import DataConfig, Source
 from redraft.train.loop import Ended, Report, Saved, Trainer, init_model, with_compute_dtype
 from redraft.train.loss import LossConfig, Objective
 from redraft.train.optim import OptimConfig
+from redraft.train.records import DataConfig, Source
 
 ROOT = Path(__file__).parents[2]
 
