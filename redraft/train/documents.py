@@ -207,6 +207,10 @@ def _encode_turn(
     if has_calls and not text:  # some templates write a line break between text and calls
         written = render_turn("")
         tail = written[len(head) :] if written.startswith(head) else tail
+    for call in message.get("tool_calls") or []:
+        name = call.get("function", call)["name"]
+        if name not in tail:
+            raise BadRecord(f"the chat template does not write the call to {show_value(name)}, so it cannot be learned")
     lead = _find_lead(prompt, head, reasoning, tokenizer)
     return tokenizer.encode(prompt), [*tokenizer.encode(lead + text), *_encode_tail(tail, has_calls, tokenizer, stop)]
 
@@ -240,7 +244,9 @@ def _encode_tail(tail: str, has_calls: bool, tokenizer: Tokenizer, stop: int) ->
     if not has_calls:
         ends = [index for index, token in enumerate(ids) if token in special_tokens]
         return ids[: ends[0] + 1] if ends else [stop]
-    if ids and ids[-1] in special_tokens and ids[-1] != token_of[CALL_END]:
+    if not ids or ids[-1] not in special_tokens:
+        return [*ids, stop]
+    if ids[-1] != token_of[CALL_END]:
         return ids
     ends = [token for token in (token_of[RESPONSE_START], token_of[TURN_END], stop) if token is not None]
-    return [*ids, ends[0]]
+    return [*ids, ends[0]]  # our template leaves a turn open behind a call
