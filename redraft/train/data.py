@@ -127,9 +127,8 @@ class Position:
     shortened: int = 0  # records with a cut prompt or a divided answer, each counted once
     waiting: list[Document] = field(default_factory=list)  # read but not yet packed
     records: list[str] = field(default_factory=list)  # the names of the records in the last batch
-    notes: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # records skipped or shortened since the batch before, and why
+    # The records that were skipped or shortened in the last batch, and what happened to each.
+    notes: list[tuple[str, str]] = field(default_factory=list)
 
     @classmethod
     def start(cls, sources: int) -> "Position":

@@ -104,7 +104,8 @@ def check_records(cfg: DataConfig) -> Iterator[DataCheck]:
             record_bytes += size
             if source.every and number % source.every == source.every - 1:
                 held_out += 1
-            if size <= MAX_SAMPLED_BYTES and not isinstance(usable, BadRecord):
+            is_small = size <= MAX_SAMPLED_BYTES or not sample.items
+            if is_small and not isinstance(usable, BadRecord):
                 sample.add((where, usable, size))
             if (number + 1) % REPORT_EVERY == 0:
                 yield report(done_bytes + end)

@@ -20,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
 Record = Mapping[str, Any]
 
-MAX_LINE = 64 * 2**20  # bytes of a line of JSON; a longer one is a bad record, and is skipped without being held
+JSON_LINES = (".jsonl", ".ndjson", ".json")  # the names of files with one JSON object in each line
+MAX_LINE = 64 * 2**20  # bytes of a record; a longer one is a bad record, and is skipped without being held
 MAX_SHUFFLED = 64 * 2**20  # bytes of the records in the shuffle buffer; long records shuffle less far
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -143,38 +144,41 @@ def scan_records(path: str | Path, separator: str) -> Iterator[ReadRecord]:
     """Yields every record with its size and the progress in the file."""
     uncompressed = Path(path).with_suffix("") if Path(path).suffix in (".xz", ".gz") else Path(path)
     with _open_bytes(path) as (file, stored):
-        if uncompressed.suffix == ".jsonl":
+        if uncompressed.suffix in JSON_LINES:
             for number, line in enumerate(_read_lines(file), 1):
                 if line.strip():
                     where = f"{path}:{number}"
                     yield ReadRecord(where, _parse_line(line, where, number), len(line), stored.tell())
             return
         first_line = 1
-        lines: list[bytes] = []
-        for number, line in enumerate(file, 1):
+        text = bytearray()
+        for number, line in enumerate(_read_lines(file), 1):
             if line.rstrip(b"\r\n") != separator.encode():
-                lines.append(line)
+                text += line[: MAX_LINE + 1 - len(text)]
                 continue
-            yield _join_lines(lines, f"{path}:{first_line}", stored.tell())
+            where = f"{path}:{first_line}"
+            yield ReadRecord(where, _decode_text(text, where, separator), len(text), stored.tell())
             first_line = number + 1
-            lines = []
-        if b"".join(lines).strip():
-            yield _join_lines(lines, f"{path}:{first_line}", stored.tell())
+            text.clear()
+        if text.strip():
+            where = f"{path}:{first_line}"
+            yield ReadRecord(where, _decode_text(text, where, separator), len(text), stored.tell())
 
 
-def _join_lines(lines: list[bytes], where: str, end: int) -> ReadRecord:
+def _decode_text(encoded: bytearray, where: str, separator: str) -> Record | BadRecord:
     """The record of one text of a .txt file."""
-    joined = b"".join(lines)
+    if len(encoded) > MAX_LINE:
+        return BadRecord(f"{where}: a text of more than {MAX_LINE:,} bytes; divide it by lines of {separator!r}")
     try:
-        text = joined.decode().replace("\r\n", "\n").replace("\r", "\n")
+        text = encoded.decode()
     except UnicodeDecodeError as error:
-        return ReadRecord(where, _not_utf8(error, where), len(joined), end)
-    return ReadRecord(where, {"text": text.strip("\n")}, len(joined), end)
+        return _not_utf8(error, where)
+    return {"text": text.replace("\r\n", "\n").replace("\r", "\n").strip("\n")}
 
 
 def _parse_line(line: bytes, where: str, number: int) -> Record | BadRecord:
     if len(line) > MAX_LINE:
-        return BadRecord(f"{where}: a line of more than {MAX_LINE:,} bytes; split the record")
+        return BadRecord(f"{where}: a line of more than {MAX_LINE:,} bytes; divide the record")
     try:
         record = json.loads(line.removeprefix(BYTE_ORDER_MARK if number == 1 else b"").decode())
     except UnicodeDecodeError as error:

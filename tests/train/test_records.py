@@ -13,7 +13,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft.train import records
+from redraft.train import data_check, records
 from redraft.train.data import Batches, Position, PrefetchedBatches, Row, Rows, cut_prompt
 from redraft.train.data_check import SAMPLE, check_records, estimate_tokens, packed_size
 from redraft.train.documents import to_documents
@@ -89,6 +89,15 @@ def test_bytes_around_records_do_not_matter(tmp_path):
     assert [(where.rsplit(":", 1)[1], record["text"]) for where, record in got] == [("1", "a"), ("3", "\u2028"), ("4", "c")]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.ndjson", "a.json.gz"])
+def test_names_of_files_with_json_lines(tmp_path, name):
+    content = b'{"text": "a"}\n[\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    (_, good), (_, bad) = read_records(tmp_path / name, "-")
+    assert good == {"text": "a"}
+    assert isinstance(bad, BadRecord)
+
+
 def test_a_text_file_has_bad_texts_too(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\n--\r\nx\xff\n--\nthree")
     first, second, third = read_records(tmp_path / "a.txt", "--")
@@ -113,6 +122,11 @@ def test_a_line_without_end_is_never_held(tmp_path, monkeypatch):
     assert first[1]["text"] == "a" * 980
     assert "2: a line of more than 1,000 bytes" in str(second[1])
     assert third == (f"{path}:3", {"text": "c"})
+    (tmp_path / "a.txt").write_text("line\n" * 300 + "-\n" + "x" * 5000 + "\n-\nshort")
+    first, second, third = read_records(tmp_path / "a.txt", "-")
+    assert "a.txt:1: a text of more than 1,000 bytes" in str(first[1])
+    assert "a.txt:302: a text of more than 1,000 bytes" in str(second[1])
+    assert third == (f"{tmp_path}/a.txt:304", {"text": "short"})
 
 
 # 2. Held-out records
@@ -229,6 +243,17 @@ def test_the_check_counts_kinds_and_names_bad_records(tmp_path):
     assert check.read_bytes == check.total_bytes == (tmp_path / "a.jsonl").stat().st_size
     with pytest.raises(BadRecord, match=r"a\.jsonl:3: not JSON"):
         list(check_records(config(path)))
+
+
+def test_a_sample_of_large_records_is_not_empty(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_check, "MAX_SAMPLED_BYTES", 10)
+    cfg = config(write(tmp_path / "a.jsonl", [chat("x" * 50)] * 3))
+    *_, check = check_records(cfg)
+    assert len(check.sample) == 1
+    assert estimate_tokens(check, cfg, TOKENIZER, STOP).answer == 3 * 51
+    *_, check = check_records(config(write(tmp_path / "empty.jsonl", [])))
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        estimate_tokens(check, cfg, TOKENIZER, STOP)
 
 
 def test_the_check_reports_progress(tmp_path):
