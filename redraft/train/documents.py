@@ -26,6 +26,7 @@ KINDS = {  # the kind of a record by the keys that it has
     frozenset({"ids"}): "ids",
 }
 KEYS = frozenset().union(*KINDS)
+MAX_REASON = 500  # characters of what is wrong with a record; it may quote the record
 ASSISTANT_ROLES = ("assistant", "model")
 REASONING_KEYS = ("reasoning_content", "reasoning")
 TURN_END = "<turn|>"
@@ -95,7 +96,7 @@ def check_record(record: Record | BadRecord, where: str) -> str:
             if not isinstance(record.get("prompt", ""), str):
                 raise BadRecord(f"the prompt is not a text: {show_value(record['prompt'])}")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise BadRecord(f"{where}: {error}") from None
+        raise BadRecord(f"{where}: {str(error)[:MAX_REASON]}") from None
     return kind
 
 
@@ -116,7 +117,7 @@ def to_documents(record: Record | BadRecord, where: str, tokenizer: Tokenizer, s
             turns = _find_turns(messages)
             pairs = [_encode_turn(messages[: index + 1], record.get("tools"), tokenizer, stop) for index in turns]
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise BadRecord(f"{where}: {error}") from None
+        raise BadRecord(f"{where}: {str(error)[:MAX_REASON]}") from None
     return [Document(prompt, answer, where=where) for prompt, answer in pairs]
 
 
@@ -124,7 +125,7 @@ def _require_tokens(ids: Any, vocab_size: int | None = None) -> list[int]:
     if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
         raise BadRecord("ids must be a list of tokens")
     if vocab_size is not None and max(ids) >= vocab_size:
-        raise BadRecord(f"ids must be tokens below {vocab_size}, got {max(ids)}")
+        raise BadRecord(f"ids must be a list of tokens below {vocab_size}, got {max(ids)}")
     return ids
 
 

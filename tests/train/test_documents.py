@@ -249,8 +249,14 @@ def test_a_bad_record_is_found_without_a_tokenizer(record, why):
         documents(record)
 
 
+def test_a_reason_is_short_even_if_it_quotes_the_record():
+    with pytest.raises(BadRecord, match="message 0 has the role") as raised:
+        check_record({"messages": [{"role": "x" * 10_000, "content": "y"}]}, "f:1")
+    assert len(str(raised.value)) < 600
+
+
 def test_what_only_the_tokenizer_knows():
-    with pytest.raises(BadRecord, match="f:1: ids must be tokens below"):
+    with pytest.raises(BadRecord, match="f:1: ids must be a list of tokens below"):
         documents({"ids": [TOKENIZER.size]})
     with pytest.raises(BadRecord, match=r"f:1: .*cannot chat"):
         documents({"messages": [USER, assistant("x")]}, Tokenizer.byte_level(["<pad>", "<eos>", "<bos>"]))
