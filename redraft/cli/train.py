@@ -59,7 +59,7 @@ def train(
 
 def require_data(config: "TrainConfig") -> None:
     """Refuses a recipe whose files are not there, before a model is built."""
-    from redraft.train.data import DataConfig
+    from redraft.train.records import DataConfig
 
     for data in (config.data, config.draft_data):
         for source in data.sources if isinstance(data, DataConfig) else ():

@@ -261,9 +261,13 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         think: bool = False,
+        add_generation_prompt: bool = True,
         stop: threading.Event | None = None,
     ) -> str:
-        """Text of a conversation, written by the chat template. Setting `stop` ends it early, with HelperStoppedError."""
+        """Text of a conversation, written by the chat template. Setting `stop` ends it early, with HelperStoppedError.
+
+        The generation prompt is the start of the model's turn.
+        """
         check_messages(messages)
         check_tools(tools)
         if not self.can_chat:
@@ -271,10 +275,10 @@ class Tokenizer:
         from redraft.tokenizer import chat_template  # jinja2 takes long to import
 
         variables = {
-            "messages": _prepare_messages(messages),
+            "messages": prepare_messages(messages),
             "tools": list(tools) if tools else None,
             "enable_thinking": think,
-            "add_generation_prompt": True,
+            "add_generation_prompt": add_generation_prompt,
             **self.template_tokens,
         }
         try:
@@ -399,7 +403,7 @@ def _check_function_name(entry: Any, label: str) -> None:
         raise TokenizerError(f"{label} has no name: {entry!r}")
 
 
-def _prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages in the form that templates expect.
 
     OpenAI clients send the arguments of a call as JSON text, and a tool's response with the id of the call instead of the

@@ -2,7 +2,10 @@
 
 draft_loss.py   the objective of draft rows: canvases behind any token, acceptance by the causal half
 loss.py         the objective: noise, self-conditioning, cross-entropies of both halves, the loss of drafts
-data.py         files to packed rows and batches
+records.py      files to records: JSON lines and texts, shuffled, in bounded memory
+documents.py    records to documents: prompt ids and answer ids, one pair for each turn of a conversation
+data.py         documents to packed rows and batches
+data_check.py   checks all records before a run, and estimates their tokens
 own_text.py     samples texts of a model in large batches, as data for draft rows
 stories.py      samples stories from a teacher, as training data
 optim.py        Muon and AdamW, learning-rate schedule, moving average

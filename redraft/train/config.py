@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.model.lora import AdapterConfig
-from redraft.train.data import DataConfig
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
+from redraft.train.records import DataConfig
 from redraft.train.sudoku_data import PuzzleConfig
 
 

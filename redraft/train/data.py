@@ -1,25 +1,20 @@
-"""Training data: text and JSON lines become packed rows with canvas boundaries.
+"""Training data: documents become packed rows with canvas boundaries, and rows become batches.
 
     sources -> records -> documents (prompt ids, answer ids) -> rows of L tokens -> batches
 
-The stream is shuffled by seed, sharded, and resumable to the document. A record is one of {"text"}, {"prompt",
-"completion"}, {"messages"}, {"ids"} (tokens, as `own_text.py` writes them); in a .txt file a separator line stands between
-documents. Sources are mixed by share, and each repeats its files epoch after epoch. An answer ends with the stop token, and
-more stop tokens fill its last canvas. The model learns to predict this fill: it is how it ends a text. Shapes: B rows,
+The stream is shuffled by seed, sharded, and resumable to the document. `records.py` reads the records, `documents.py`
+tokenizes them. Sources are mixed by share, and each repeats its files epoch after epoch. An answer ends with the stop token,
+and more stop tokens fill its last canvas. The model learns to predict this fill: it is how it ends a text. Shapes: B rows,
 L tokens of a row.
 """
 
-import gzip
-import json
-import lzma
 import multiprocessing
 import queue
 import random
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,9 +23,9 @@ from tokenizers import Tokenizer as Vocabulary
 
 from redraft.model.masks import Layout
 from redraft.tokenizer.tokenizer import Tokenizer
+from redraft.train.documents import Document, crop_text, move_start_to_prompt, to_documents
 from redraft.train.loss import Batch
-
-Record = Mapping[str, Any]
+from redraft.train.records import BadRecord, DataConfig, Record, read_shuffled
 
 # The first ids of vocabularies that we train. transformers treats image tokens specially wherever they occur, so no word may
 # have their ids.
@@ -39,189 +34,7 @@ PAD_ID = 0
 STOP_ID = 1
 
 
-class BadRecord(ValueError):
-    """A record that cannot be used; the message names the file, the line and the reason."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """Token ids of a prompt, which is given, and of an answer, which is learned.
-
-    The answer ends with the stop token unless a later piece continues it, or the model was cut off when it wrote it.
-    """
-
-    prompt: list[int]
-    answer: list[int]
-    own: bool = False  # the model itself wrote it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Files of one kind."""
-
-    files: tuple[str, ...]
-    share: float = 1.0  # of the documents, relative to the other sources
-    text: str = "text"  # the key of the text in JSON records
-    mid_start: float = 0.0  # share of text records that start at a random line instead of the first
-    prompt_share: float = 0.0  # share of text records whose beginning, up to a quarter of the text, becomes the prompt
-    own: bool = False  # texts that the model itself wrote: the causal half does not learn from them
-
-    def __post_init__(self) -> None:
-        if not self.files:
-            raise ValueError("a source has no files")
-        if not self.share > 0:
-            raise ValueError(f"share must be above 0, got {self.share!r}")
-        for name in ("mid_start", "prompt_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The texts, their order, and how they are packed."""
-
-    sources: tuple[Source, ...]
-    length: int = 512  # tokens of a row
-    canvas_lengths: tuple[int, ...] = (256,)  # row i has canvases of canvas_lengths[i % len(canvas_lengths)] tokens
-    seed: int = 0
-    short_fill: float = 0.0  # share of documents whose last canvas is cut at a random place after its end, to save tokens
-    lookahead: int = 32  # documents to choose from when a row is filled
-    shuffle: int = 4096  # records in the shuffle buffer; 1 keeps the order of the files
-    separator: str = "<|endofstory|>"  # the line between documents of a .txt file
-    skip_bad: bool = False  # count bad records instead of stopping at the first one
-
-    def __post_init__(self) -> None:
-        if not self.sources:
-            raise ValueError("there are no sources to learn from")
-        for name in ("length", "lookahead", "shuffle"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.short_fill <= 1:
-            raise ValueError(f"short_fill is a share between 0 and 1, got {self.short_fill!r}")
-        if not self.canvas_lengths or min(self.canvas_lengths) < 1 or max(self.canvas_lengths) > self.length:
-            raise ValueError(f"canvas_lengths must be between 1 and the row length {self.length}, got {self.canvas_lengths}")
-
-
-# 1. Files to records
-
-
-def open_text(path: str | Path) -> TextIO:
-    """Opens a text file; .xz and .gz are decompressed."""
-    openers: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
-    return openers.get(Path(path).suffix, open)(path, "rt", encoding="utf-8")
-
-
-def read_records(path: str | Path, separator: str) -> Iterator[tuple[str, Record | BadRecord]]:
-    """Yields ("file:line", record) for every record. A line that is no JSON object is yielded as a BadRecord."""
-    uncompressed = Path(path).with_suffix("") if Path(path).suffix in (".xz", ".gz") else Path(path)
-    with open_text(path) as file:
-        if uncompressed.suffix == ".jsonl":
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path}:{number}", _parse_line(line, f"{path}:{number}")
-            return
-        first_line = 1
-        lines: list[str] = []
-        for number, line in enumerate(file, 1):
-            if line.rstrip("\n") != separator:
-                lines.append(line)
-                continue
-            yield f"{path}:{first_line}", {"text": "".join(lines).strip("\n")}
-            first_line = number + 1
-            lines = []
-        if "".join(lines).strip():
-            yield f"{path}:{first_line}", {"text": "".join(lines).strip("\n")}
-
-
-def _parse_line(line: str, where: str) -> Record | BadRecord:
-    try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        return BadRecord(f"{where}: not JSON: {error}")
-    return record if isinstance(record, dict) else BadRecord(f"{where}: a JSON {type(record).__name__}, not an object")
-
-
-def read_shuffled(cfg: DataConfig, source: Source, epoch: int) -> Iterator[tuple[str, Record | BadRecord]]:
-    """Yields all records once. The order depends on seed and epoch only: files are shuffled, then records pass a buffer."""
-    rng = random.Random(f"{cfg.seed} {epoch}")
-    files = list(source.files)
-    if cfg.shuffle > 1:
-        rng.shuffle(files)
-    buffer: list[tuple[str, Record | BadRecord]] = []
-    for file in files:
-        for item in read_records(file, cfg.separator):
-            if len(buffer) < cfg.shuffle:
-                buffer.append(item)
-                continue
-            index = rng.randrange(len(buffer)) if cfg.shuffle > 1 else 0
-            yield buffer[index]
-            buffer[index] = item
-    if cfg.shuffle > 1:
-        rng.shuffle(buffer)
-    yield from buffer
-
-
-# 2. Records to documents
-
-
-def crop_text(record: Record | BadRecord, source: Source, rng: random.Random) -> Record | BadRecord:
-    """Moves the text to the key "text" and, with probability `mid_start`, starts it at a random line."""
-    if isinstance(record, BadRecord):
-        return record
-    if source.text != "text" and source.text in record:
-        record = {**record, "text": record[source.text]}
-    text = record.get("text")
-    if isinstance(text, str) and rng.random() < source.mid_start:
-        line_starts = [index + 1 for index, letter in enumerate(text) if letter == "\n"]
-        record = {**record, "text": text[rng.choice([0, *line_starts]) :].lstrip("\n") or text}
-    return record
-
-
-def to_document(record: Record | BadRecord, where: str, tokenizer: Tokenizer, stop: int) -> Document:
-    """Tokenizes a record; raises BadRecord if it cannot be used."""
-    if isinstance(record, BadRecord):
-        raise record
-    keys = set(record) & {"text", "prompt", "completion", "messages", "ids"}
-    start_ids = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
-    try:
-        if keys == {"ids"}:
-            return Document(start_ids, _require_tokens(record["ids"], where, tokenizer.size))
-        if keys == {"text"}:
-            prompt, answer, end = start_ids, record["text"], stop
-        elif keys == {"prompt", "completion"}:
-            prompt, answer, end = tokenizer.encode_prompt(record["prompt"]), record["completion"], stop
-        elif keys == {"messages"} and record["messages"] and record["messages"][-1].get("role") == "assistant":
-            *history, reply = record["messages"]
-            prompt = tokenizer.encode_chat(history)
-            answer = reply["content"]
-            end = tokenizer.vocabulary.token_to_id("<turn|>") or stop
-        else:
-            kinds = "text, ids, prompt and completion, or messages that end with the assistant's"
-            raise BadRecord(f"{where}: a record has {kinds}; this one has {sorted(record)}")
-        if not isinstance(answer, str) or not answer:
-            raise BadRecord(f"{where}: nothing to learn from {answer!r}")
-        return Document(list(prompt), [*tokenizer.encode(answer), end])
-    except BadRecord:
-        raise
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise BadRecord(f"{where}: {error}") from None
-
-
-def _require_tokens(ids: Any, where: str, vocab_size: int) -> list[int]:
-    if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
-        raise BadRecord(f"{where}: ids must be a list of tokens below {vocab_size}")
-    return ids
-
-
-def move_start_to_prompt(document: Document, source: Source, rng: random.Random) -> Document:
-    """Moves a random beginning of the answer to the prompt, with probability `prompt_share`: a canvas may start anywhere."""
-    if rng.random() >= source.prompt_share:
-        return document
-    count = rng.randint(0, len(document.answer) // 4)
-    return replace(document, prompt=document.prompt + document.answer[:count], answer=document.answer[count:])
-
-
-# 3. Documents to rows
+# 1. Documents to rows
 
 
 @dataclass
@@ -233,11 +46,12 @@ class Row:
     starts: list[int] = field(default_factory=list)
     documents: list[int] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
+    records: list[str] = field(default_factory=list)  # the names of the records, "file:line"
 
     def append(self, document: Document, canvas_length: int, room: int, stop: int, max_fill: int) -> Document | None:
         """Appends the part of a document that fits in `room`, filled to a whole canvas by at most `max_fill` stop tokens.
 
-        Returns the rest of the document, or None. The rest gets the end of the appended part as its prompt.
+        Returns the rest of the document, or None. The rest has the appended part as its prompt.
         """
         capacity = max(0, (room - len(document.prompt)) // canvas_length * canvas_length)
         answer = document.answer[:capacity]
@@ -254,7 +68,8 @@ class Row:
         self.starts += [prompt_length + offset // canvas_length * canvas_length for offset in range(len(filled))]
         self.documents += [number] * len(ids)
         self.own += [document.own] * len(ids)
-        return replace(document, prompt=ids[-(room // 4) :], answer=rest) if rest else None
+        self.records += [document.where] if document.where not in self.records else []
+        return replace(document, prompt=ids, answer=rest) if rest else None
 
     def padded(self, length: int, pad: int) -> "Row":
         """Returns the row padded to `length` tokens."""
@@ -265,7 +80,38 @@ class Row:
             self.starts + [-1] * missing,
             self.documents + [-1] * missing,
             self.own + [False] * missing,
+            self.records,
         )
+
+
+def cut_prompt(document: Document, most: int, kept: int | None) -> Document:
+    """Keeps the last `most` tokens of a prompt. If the prompt begins with the token `kept`, the result does so too."""
+    if len(document.prompt) <= most:
+        return document
+    start = [kept] if kept is not None and document.prompt[0] == kept and most > 0 else []
+    return replace(document, prompt=start + document.prompt[len(document.prompt) - most + len(start) :])
+
+
+def describe_cuts(documents: Sequence[Document], cfg: DataConfig) -> str:
+    """What is lost or divided when a record's documents are packed; empty if they are packed whole."""
+    canvas_length = max(cfg.canvas_lengths)
+    max_prompt = cfg.length - canvas_length
+    prompts = [len(document.prompt) for document in documents if len(document.prompt) > max_prompt]
+    answers = [
+        len(document.answer)
+        for document in documents
+        if min(len(document.prompt), max_prompt) + -(-len(document.answer) // canvas_length) * canvas_length > cfg.length
+    ]
+    cuts = []
+    if prompts:
+        cuts.append(
+            f"{len(prompts)} of {len(documents)} prompts cut to {max_prompt} tokens (the longest has {max(prompts)})"
+        )
+    if answers:
+        cuts.append(
+            f"{len(answers)} of {len(documents)} answers divided between rows (the longest has {max(answers)} tokens)"
+        )
+    return "; ".join(cuts)
 
 
 @dataclass
@@ -274,20 +120,32 @@ class Position:
 
     epochs: list[int] = field(default_factory=list)  # of each source
     taken: list[int] = field(default_factory=list)  # records of this epoch that all shards have read, for each source
+    begun: list[int] = field(default_factory=list)  # documents that were taken from the record after them
     documents: int = 0
     rows: int = 0
-    bad: int = 0
+    bad: int = 0  # records skipped, each counted once
+    shortened: int = 0  # records with a cut prompt or a divided answer, each counted once
     waiting: list[Document] = field(default_factory=list)  # read but not yet packed
+    records: list[str] = field(default_factory=list)  # the names of the records in the last batch
+    # The records that were skipped or shortened in the last batch, and what happened to each.
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, sources: int) -> "Position":
+        """The position before the first record of every source."""
+        return cls(epochs=[0] * sources, taken=[0] * sources, begun=[0] * sources)
 
     def to_json(self) -> dict[str, Any]:
         """Returns a copy as JSON values."""
-        lists = {"epochs": list(self.epochs), "taken": list(self.taken)}
-        return {**vars(self), **lists, "waiting": [list(vars(document).values()) for document in self.waiting]}
+        copies = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
+        waiting = [list(vars(document).values()) for document in self.waiting]
+        return {**vars(self), **copies, "waiting": waiting, "notes": [list(note) for note in self.notes]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Position":
         """Restores the position from the values of `to_json`."""
-        return cls(**{**values, "waiting": [Document(*document) for document in values["waiting"]]})
+        waiting = [Document(*document) for document in values["waiting"]]
+        return cls(**{**values, "waiting": waiting, "notes": [(where, note) for where, note in values["notes"]]})
 
 
 class Rows:
@@ -313,9 +171,10 @@ class Rows:
         self.shard = shard
         self.shards = shards
         sources = len(cfg.sources)
-        self.position = position if position is not None else Position(epochs=[0] * sources, taken=[0] * sources)
+        self.position = position if position is not None else Position.start(sources)
         if len(self.position.taken) != sources:
             raise ValueError(f"the position is one of {len(self.position.taken)} sources, the data has {sources}")
+        self._kept = tokenizer.bos_id if cfg.keeps_bos else None  # at the start of a prompt that is cut
         self._documents_of = [self._read_source(number) for number in range(sources)]
 
     def _next_document(self) -> Document:
@@ -326,7 +185,7 @@ class Rows:
         return next(self._documents_of[source])
 
     def _read_source(self, number: int) -> Iterator[Document]:
-        """Yields documents of a source from the position on, epoch after epoch. Skips records that were taken before."""
+        """Yields documents of a source from the position on, epoch after epoch. Skips documents that were taken before."""
         source = self.cfg.sources[number]
         position = self.position
         while True:
@@ -337,24 +196,41 @@ class Rows:
                 if seen <= position.taken[number]:
                     usable += 1
                     continue
+                if (seen - 1) % self.shards == self.shard:
+                    documents = self._read_documents(number, seen, where, record)
+                    usable += len(documents)
+                    for index in range(position.begun[number], len(documents)):
+                        position.begun[number] = index + 1
+                        yield documents[index]
                 position.taken[number] = seen
-                if (seen - 1) % self.shards != self.shard:
-                    continue
-                rng = random.Random(f"{self.cfg.seed} {position.epochs[number]} {seen}")
-                try:
-                    document = to_document(crop_text(record, source, rng), where, self.tokenizer, self.stop)
-                    document = move_start_to_prompt(replace(document, own=source.own), source, rng)
-                except BadRecord:
-                    if not self.cfg.skip_bad:
-                        raise
-                    position.bad += 1
-                    continue
-                usable += 1
-                yield document
+                position.begun[number] = 0
             if not usable:
-                raise ValueError(f"there is nothing to learn from in {', '.join(source.files)}")
+                counts = f"{seen} records, {position.bad} skipped, {self.shards} shards"
+                raise ValueError(f"there is nothing to learn from in {', '.join(source.files)}: {counts}")
             position.epochs[number] += 1
             position.taken[number] = 0
+
+    def _read_documents(self, number: int, seen: int, where: str, record: Record | BadRecord) -> list[Document]:
+        """Tokenizes a record, and notes in the first epoch whether it is skipped or shortened."""
+        source = self.cfg.sources[number]
+        position = self.position
+        is_new = position.epochs[number] == 0 and position.begun[number] == 0
+        rng = random.Random(f"{self.cfg.seed} {position.epochs[number]} {seen}")
+        try:
+            documents = to_documents(crop_text(record, source, rng), where, self.tokenizer, self.stop)
+        except BadRecord as error:
+            if not self.cfg.skip_bad:
+                raise
+            position.bad += is_new
+            position.notes += [(where, str(error).removeprefix(f"{where}: "))] if is_new else []
+            return []
+        documents = [move_start_to_prompt(replace(document, own=source.own), source, rng) for document in documents]
+        cuts = describe_cuts(documents, self.cfg)
+        if cuts and is_new:
+            position.shortened += 1
+            position.notes.append((where, cuts))
+        max_prompt = self.cfg.length - min(self.cfg.canvas_lengths)  # no row takes more, and memory stays bounded
+        return [cut_prompt(document, max_prompt, self._kept) for document in documents]
 
     def __iter__(self) -> Iterator[Row]:
         return self
@@ -373,19 +249,17 @@ class Rows:
             if not fitting:
                 break
             document = waiting.pop(max(fitting, key=sizes.__getitem__))
-            max_prompt = room - canvas_length
-            if len(document.prompt) > max_prompt:  # keep the end of a prompt that is too long
-                document = replace(document, prompt=document.prompt[len(document.prompt) - max_prompt :])
+            document = cut_prompt(document, room - canvas_length, self._kept)
             rng = random.Random(f"{self.cfg.seed} {self.shard} {self.position.rows} {room}")
             max_fill = rng.randint(0, canvas_length) if rng.random() < self.cfg.short_fill else canvas_length
             rest = row.append(document, canvas_length, room, self.stop, max_fill)
-            if rest is not None:
-                waiting.insert(0, rest)
+            if rest is not None:  # it sees the last quarter of a row
+                waiting.insert(0, cut_prompt(rest, room // 4, self._kept))
         self.position.rows += 1
         return row.padded(self.cfg.length, self.pad)
 
 
-# 4. Rows to batches
+# 2. Rows to batches
 
 COLUMNS = ("ids", "positions", "starts", "documents", "own")
 
@@ -410,8 +284,11 @@ class Batches:
 
     def __next__(self) -> tuple[np.ndarray, dict[str, Any]]:
         """Returns the columns of the next rows and the position after them."""
-        columns_5BL = stack_rows([next(self.stream) for _ in range(self.rows)])
-        return columns_5BL, self.stream.position.to_json()
+        position = self.stream.position
+        position.notes = []
+        rows = [next(self.stream) for _ in range(self.rows)]
+        position.records = list(dict.fromkeys(where for row in rows for where in row.records))
+        return stack_rows(rows), position.to_json()
 
     def close(self) -> None:
         """Does nothing: no process is held."""
@@ -478,7 +355,7 @@ def _make_batches(stream: dict[str, Any], rows: int, out: Any) -> None:
         out.put(error)
 
 
-# 5. Vocabulary
+# 3. Vocabulary
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, special_tokens: Sequence[str]) -> Tokenizer:

@@ -16,7 +16,7 @@ from redraft.model.lora import Adapter
 from redraft.model.quant import QuantPolicy
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.config import TrainConfig
-from redraft.train.data import DataConfig
+from redraft.train.records import DataConfig
 
 LAST = "last"  # the folder of the last adapter, in the run's folder, which holds the best one
 

@@ -31,17 +31,20 @@ from redraft.model.lora import Adapter, new_adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints, data, sudoku_data
 from redraft.train.config import TrainConfig
-from redraft.train.data import SPECIAL_TOKENS, DataConfig
+from redraft.train.data import SPECIAL_TOKENS
+from redraft.train.documents import crop_text
 from redraft.train.draft_loss import expected_length
 from redraft.train.export import LAST, AdapterExport, export_model, load_base
 from redraft.train.held_out import Evaluated, HeldOut
 from redraft.train.loss import Losses
 from redraft.train.optim import Optimizer, learning_rate_scale
+from redraft.train.records import DataConfig, read_shuffled
 from redraft.train.sudoku_data import PuzzleConfig
 from redraft.train.sudoku_task import SudokuTask
 from redraft.train.text_task import TextTask
 
 EXPORT = "model"  # the folder of the averaged weights, in the run's folder
+MOST_NAMED = 20  # records in a message
 VOCABULARY_BYTES = 40_000_000  # of text that a BPE vocabulary is trained on
 
 
@@ -64,6 +67,7 @@ class Report:
     epoch: int  # of the first source
     bad: int  # records skipped
     lost: int  # microbatches whose loss was not finite; they did not change the weights
+    shortened: int = 0  # records with a cut prompt or a divided answer
     solved: float | None = None  # share of solved puzzles among those that left their slot
     draft: float | None = None  # the loss of drafts
     accepted: float | None = None  # drafts that a check by the causal half would accept, of the longest draft canvas
@@ -116,10 +120,10 @@ def _sample_texts(cfg: DataConfig) -> Iterator[str]:
     """Yields texts from every source, about the same amount from each."""
     for source in cfg.sources:
         remaining = VOCABULARY_BYTES // len(cfg.sources)
-        for _, record in data.read_shuffled(cfg, source, 0):
+        for _, record in read_shuffled(cfg, source, 0):
             if remaining <= 0:
                 break
-            record = data.crop_text(record, source, random.Random(0))
+            record = crop_text(record, source, random.Random(0))
             if isinstance(record, dict) and isinstance(record.get("text"), str):
                 remaining -= len(record["text"])
                 yield record["text"]
@@ -338,7 +342,8 @@ class Trainer:
     def _require_finite(self, loss: Tensor) -> None:
         """Stops at a loss that is not finite, before it reaches the weights: fine-tuning has few steps to lose."""
         if self._max_over_processes(float(not loss.isfinite())) > 0:
-            records = ", ".join(getattr(self.task, "records", [])) or "unknown records"
+            names = [where for of_microbatch in getattr(self.task, "records", {}).values() for where in of_microbatch]
+            records = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if names[MOST_NAMED:] else "")
             raise LostLossError(
                 f"the loss is {float(loss)} at step {self.step + 1}, in the rows of {records}; the last checkpoint is kept: "
                 "lower the learning rate, or look at these records, and start again"

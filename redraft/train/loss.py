@@ -57,6 +57,7 @@ class LossConfig:
     on_policy: float = 0.0  # share of self-conditioned rows: the model's own confident samples replace their noise
     on_policy_nats: float = 2.0  # the entropy limit of such a sample is drawn between 0 and this for each row
     ar_weight: float = 1.0
+    learns_prompts: bool = True  # False: the causal half learns to predict the tokens of answers only
     balance_weight: float = 0.01  # of the experts' load-balance loss
     t_min: float = 0.4  # the temperature of self-conditioning logits is drawn between this and 1, as inference scales them
     draft: DraftConfig = field(default_factory=DraftConfig)  # draft rows have no denoiser loss and no self-conditioning
@@ -85,11 +86,13 @@ class Batch:
     ids_BL: Tensor
     layout: Layout
     own_BL: Tensor | None = None  # whether a token belongs to a text that the model itself wrote; None: no token does
+    given_BL: Tensor | None = None  # whether a token is given and not learned by the causal half; None: no token is
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Applies a function, such as a copy to a device, to all tensors."""
         layout = Layout(*(function(getattr(self.layout, f.name)) for f in fields(Layout)))
-        return Batch(function(self.ids_BL), layout, None if self.own_BL is None else function(self.own_BL))
+        own_BL, given_BL = (None if tensor is None else function(tensor) for tensor in (self.own_BL, self.given_BL))
+        return Batch(function(self.ids_BL), layout, own_BL, given_BL)
 
     @property
     def canvas_BL(self) -> Tensor:
@@ -106,7 +109,8 @@ class Batch:
     @property
     def learned_next_BL(self) -> Tensor:
         """Whether the causal half learns to predict the next token. Its own texts would only make it surer of itself."""
-        return self.next_BL if self.own_BL is None else self.next_BL & ~self.own_BL
+        learned_BL = self.next_BL if self.own_BL is None else self.next_BL & ~self.own_BL
+        return learned_BL if self.given_BL is None else learned_BL & ~self.given_BL.roll(-1, dims=1)
 
 
 class Losses(NamedTuple):
@@ -219,7 +223,8 @@ def _slice_layout(layout: Layout, rows: slice) -> Layout:
 
 def prepare(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Generator) -> tuple[Batch, Noise]:
     """Lays out the canvases of draft rows and draws the noise: what one forward needs, made on the CPU."""
-    batch = Batch(batch.ids_BL, lay_out_drafts(batch.layout, cfg.draft, generator), batch.own_BL)
+    given_BL = None if cfg.learns_prompts else ~batch.canvas_BL  # now: the canvases of draft rows are not where answers are
+    batch = Batch(batch.ids_BL, lay_out_drafts(batch.layout, cfg.draft, generator), batch.own_BL, given_BL)
     return batch, draw_noise(batch, cfg, vocab_size, generator)
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from redraft.config import ModelConfig, replace_file
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train.data import BadRecord, DataConfig, crop_text, read_shuffled
+from redraft.train.documents import crop_text
+from redraft.train.records import BadRecord, DataConfig, read_shuffled
 
 BEGINNING_CHARACTERS = 400  # of a document that are tokenized: more than the longest beginning needs
 WIDTH = 64  # a step attends to the first slots of the cache, a multiple of this many

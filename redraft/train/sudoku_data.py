@@ -19,7 +19,8 @@ from redraft.tasks.sudoku import encoding, generator
 from redraft.tasks.sudoku.board import CELLS, Board, BoardError, parse
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints
-from redraft.train.data import SPECIAL_TOKENS, open_text
+from redraft.train.data import SPECIAL_TOKENS
+from redraft.train.records import open_text
 
 PUZZLES_AT_ONCE = 8192  # generated or written together
 MIN_CLUES, MAX_CLUES = 24, 45  # of generated puzzles that are not minimal

@@ -4,6 +4,7 @@ A task provides to the training loop: `objective(model)`, `open` and `close`, `l
 checkpoint (`positions` as JSON, `tensors`), and its fields of a Report. `sudoku_task.py` has the other task.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,10 +18,12 @@ from redraft.model.lora import Adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import data
 from redraft.train.config import TrainConfig
-from redraft.train.data import PAD_ID, STOP_ID, Batches, DataConfig, InterleavedBatches, Position, PrefetchedBatches, Rows
+from redraft.train.data import PAD_ID, STOP_ID, Batches, InterleavedBatches, Position, PrefetchedBatches, Rows
 from redraft.train.loss import Losses, Masks, Noise, Objective, SparseMasks, dense_masks, prepare, slice_masks
+from redraft.train.records import DataConfig
 
 FLEX_BLOCK = 128  # FlexAttention finds no kernel on a GPU for rows shorter than a block; these get dense masks
+MAX_NOTES = 10_000  # kept until they are taken
 
 
 class TextTask:
@@ -49,6 +52,8 @@ class TextTask:
         self.sparse = SparseMasks(config, cfg.rows, cfg.data.length, device) if uses_flex else None
         self.positions: dict[str, Any] = {}
         self.streams: dict[int, list[InterleavedBatches]] = {}  # by microbatch: the rows of pages, then the draft rows
+        self.records: dict[int, list[str]] = {}  # by microbatch: the names of the records in its last batch, for errors
+        self._notes: deque[tuple[str, str]] = deque(maxlen=MAX_NOTES)
 
     def objective(self, model: DiffusionGemma, adapter: Adapter | None = None) -> nn.Module:
         """Returns the module that is compiled, sharded and differentiated."""
@@ -94,6 +99,8 @@ class TextTask:
         """Computes the objective on the next batch of microbatch m."""
         parts, positions = zip(*(next(stream) for stream in self.streams[m]), strict=True)
         self.positions[str(m)] = [position for part in positions for position in part]
+        self.records[m] = [where for position in self.positions[str(m)] for where in position["records"]]
+        self._notes.extend((where, note) for position in self.positions[str(m)] for where, note in position["notes"])
         return self.compute_losses(compute, np.concatenate(parts, axis=1), generator)
 
     def compute_losses(self, compute: Callable[..., Losses], columns_5BL: np.ndarray, generator: torch.Generator) -> Losses:
@@ -105,6 +112,12 @@ class TextTask:
         mask_of: Masks = self.sparse(batch.layout) if self.sparse else dense_masks(self.config, batch.layout)
         return compute(batch, noise, mask_of, slice_masks(mask_of, len(noise.temperature_R)))
 
+    def take_notes(self) -> list[tuple[str, str]]:
+        """Returns the records that were skipped or shortened since the last call, and what happened to each."""
+        notes = list(self._notes)
+        self._notes.clear()
+        return notes
+
     def _to_device(self, tensor: Tensor) -> Tensor:
         """Copies to the device without waiting for it."""
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
@@ -114,10 +127,11 @@ class TextTask:
         return {}
 
     def report_fields(self) -> dict[str, Any]:
-        """Returns this task's fields of a Report: epochs of the first source, and records skipped."""
+        """Returns this task's fields of a Report: epochs of the first source, records skipped and shortened."""
         positions = [position for streams in self.positions.values() for position in streams]
         pages = [position for streams in self.positions.values() for position in streams[: self.cfg.streams]]
         return {
             "epoch": min(position["epochs"][0] for position in pages),
             "bad": sum(position["bad"] for position in positions),
+            "shortened": sum(position["shortened"] for position in positions),
         }

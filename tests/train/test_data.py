@@ -11,19 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redraft.train.data import (
-    BadRecord,
     Batches,
-    DataConfig,
     InterleavedBatches,
     Position,
     PrefetchedBatches,
     Rows,
-    Source,
-    read_records,
     stack_rows,
     to_batch,
     train_tokenizer,
 )
+from redraft.train.records import BadRecord, DataConfig, Source, read_records
 
 TOKENIZER = tiny.byte_tokenizer()
 STOP, PAD, BOS = 1, 0, 2

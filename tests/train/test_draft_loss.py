@@ -12,10 +12,10 @@ from test_loop import events
 from redraft import checkpoint
 from redraft.model.masks import Layout
 from redraft.train import draft_loss, loss
-from redraft.train.data import DataConfig, Source
 from redraft.train.draft_loss import DraftConfig
 from redraft.train.loop import Report, Trainer, add_draft_head, build_model
 from redraft.train.loss import Batch, LossConfig
+from redraft.train.records import DataConfig, Source
 
 CONFIG = replace(tiny.BASE, draft_head_size=12, eos_token_ids=(1,))
 LENGTH = 48
@@ -264,3 +264,13 @@ def test_draft_rows_that_do_not_fit_are_refused(run, change, complaint):
 def test_nonsense_is_refused(change):
     with pytest.raises(ValueError, match="draft"):
         DraftConfig(**change)
+
+
+def test_draft_rows_learn_the_next_tokens_of_answers_only_if_pages_do():
+    data = batch()
+    starts_BL = data.layout.starts.masked_fill(data.layout.positions < 5, -1)  # the first canvas becomes a prompt
+    data = Batch(data.ids_BL, Layout(data.layout.positions, starts_BL, data.layout.documents))
+    prepared, _ = loss.prepare(data, LossConfig(draft=DRAFTS, learns_prompts=False), tiny.VOCAB, generator())
+    assert not torch.equal(prepared.layout.starts[2:], starts_BL[2:])
+    assert torch.equal(prepared.learned_next_BL[2:], prepared.learned_next_BL[:2])
+    assert int(prepared.learned_next_BL[0].sum()) == (20 - 5) + (25 - 5)

@@ -1,6 +1,7 @@
 """Resumed = unbroken, and whatever happens there is a checkpoint that loads, or none. tests/cli has many processes = one."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -16,10 +17,10 @@ from redraft import checkpoint
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints
 from redraft.train.config import TrainConfig
-from redraft.train.data import DataConfig, Source
 from redraft.train.loop import Ended, Report, Saved, Trainer, init_model, with_compute_dtype
 from redraft.train.loss import LossConfig, Objective
 from redraft.train.optim import OptimConfig
+from redraft.train.records import DataConfig, Source
 
 ROOT = Path(__file__).parents[2]
 
@@ -252,3 +253,19 @@ def test_a_killed_run_leaves_no_checkpoint_that_loads_wrongly(tmp_path, step):
     assert len(outcomes) >= 6
     assert outcomes == sorted(outcomes)  # the old one, then from the rename on the new one
     assert set(outcomes[:-1]) == {1.0, 2.0}
+
+
+def test_a_run_names_the_records_that_it_reads_skips_and_shortens(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    lines = [{"prompt": "x", "completion": "y" * (60 if n == 3 else 5)} for n in range(9)] + [{"prompt": "x"}]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    data = DataConfig(sources=(Source(files=(str(path),)),), length=40, canvas_lengths=(8,), skip_bad=True)
+    trainer = Trainer(config(tmp_path, data=data, steps=6), tmp_path / "run")
+    *_, report = (event for event in trainer.run() if isinstance(event, Report))
+    assert (report.bad, report.shortened) == (1, 1)
+    assert set(trainer.task.records) == {0, 1}  # by microbatch
+    assert {name for names in trainer.task.records.values() for name in names} <= {f"{path}:{n}" for n in range(1, 10)}
+    notes = dict(trainer.task.take_notes())
+    assert set(notes) == {f"{path}:4", f"{path}:10"}
+    assert "divided between rows" in notes[f"{path}:4"]
+    assert trainer.task.take_notes() == []

@@ -394,3 +394,19 @@ def test_a_few_steps_learn_a_sentence():
 def test_nonsense_is_refused(change):
     with pytest.raises(ValueError, match=str(next(iter(change.values())))):
         LossConfig(**change)
+
+
+def test_the_causal_half_may_learn_answers_only():
+    model, data = tiny.build(tiny.BASE), batch()
+    cfg = LossConfig(self_condition=0.0, learns_prompts=False)
+    got = loss.compute_losses(model, data, cfg, generator())
+    everything = loss.compute_losses(model, data, replace(cfg, learns_prompts=True), generator())
+    _, noise = loss.prepare(data, cfg, tiny.VOCAB, generator())
+    mask_of = loss.dense_masks(model.config, data.layout)
+    _, clean_BLD, _ = model.forward_train(noise.noisy_BL, data.ids_BL, None, data.layout.positions, mask_of)
+    per_token = F.cross_entropy(model.head(clean_BLD)[:, :-1].transpose(1, 2), data.ids_BL[:, 1:], reduction="none")
+    same_document = data.layout.documents[:, :-1] == data.layout.documents[:, 1:]
+    learned = same_document & (data.layout.starts[:, 1:] >= 0)
+    assert torch.allclose(got.ar, per_token[learned].mean(), rtol=1e-5)
+    assert got.ar != everything.ar
+    assert got.denoiser == everything.denoiser

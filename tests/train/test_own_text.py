@@ -7,8 +7,9 @@ import pytest
 import tiny
 import torch
 
-from redraft.train.data import DataConfig, Rows, Source
+from redraft.train.data import Rows
 from redraft.train.own_text import FixedCache, OwnTextConfig, OwnTextSampler, find_loops, read_beginnings, write_own_text
+from redraft.train.records import DataConfig, Source
 
 TOKENIZER = tiny.byte_tokenizer()
 CONFIG = replace(tiny.BASE, eos_token_ids=(1,))

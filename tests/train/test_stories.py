@@ -10,8 +10,8 @@ from serving import make
 from redraft import checkpoint
 from redraft.cli import data as cli_data
 from redraft.train import stories
-from redraft.train.data import DataConfig, Source, read_shuffled
 from redraft.train.evals.judge import FIRST_BYTE, FIRST_TOKEN
+from redraft.train.records import DataConfig, Source, read_shuffled
 
 
 @pytest.fixture(scope="module")

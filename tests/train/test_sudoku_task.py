@@ -16,9 +16,9 @@ from redraft.tasks.sudoku.board import CELLS, is_solution
 from redraft.tasks.sudoku.solve import FORBIDDEN
 from redraft.train import sudoku_data, sudoku_task
 from redraft.train.config import TrainConfig
-from redraft.train.data import open_text
 from redraft.train.loop import Trainer, init_model
 from redraft.train.optim import OptimConfig
+from redraft.train.records import open_text
 from redraft.train.sudoku_data import PuzzleConfig, PuzzlePool
 from redraft.train.sudoku_task import BoardObjective, Slots, SudokuTask
 

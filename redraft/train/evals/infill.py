@@ -23,9 +23,9 @@ from redraft.engine import Engine
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tasks.infill import Infiller, Template
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train.data import open_text
 from redraft.train.evals import sandbox
 from redraft.train.evals.code_lines import first_statement, generate_until
+from redraft.train.records import open_text
 
 MAX_GAP_TOKENS = 32  # of a removed part, and of a gap of unknown length
 SENTENCE_END = r"[.!?]+[\"']?(?=\s)"

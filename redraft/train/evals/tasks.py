@@ -10,11 +10,11 @@ from typing import Any
 from redraft.config import SamplerConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train.data import open_text
 from redraft.train.evals import code_lines, edit_repair, extraction, likelihood, sandbox, sudoku_lists, words
 from redraft.train.evals import infill as infill_cases
 from redraft.train.evals import samples as story_samples
 from redraft.train.evals.judge import LlamaJudge
+from redraft.train.records import open_text
 
 STORY_PROMPT = "Once upon a time"
 

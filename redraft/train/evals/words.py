@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from redraft.config import write_text
-from redraft.train.data import open_text
+from redraft.train.records import open_text
 
 WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 DOUBLED = re.compile(rf"\b({WORD.pattern})(?=\s+\1\b(?!['’]))")  # nothing but white space between the two

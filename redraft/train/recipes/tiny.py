@@ -11,9 +11,9 @@ from pathlib import Path
 
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
 from redraft.train.config import TrainConfig
-from redraft.train.data import DataConfig, Source
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
+from redraft.train.records import DataConfig, Source
 
 
 def recipe(folder: Path) -> TrainConfig:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from redraft import checkpoint
 from redraft.train.config import TrainConfig
-from redraft.train.data import DataConfig, Source
 from redraft.train.draft_loss import DraftConfig
 from redraft.train.optim import OptimConfig
 from redraft.train.recipe import load_recipe
+from redraft.train.records import DataConfig, Source
 
 OWN_SHARE = 0.65  # of the documents of draft rows
 

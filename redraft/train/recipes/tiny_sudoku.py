@@ -12,10 +12,10 @@ from pathlib import Path
 from redraft import checkpoint
 from redraft.train import sudoku_data
 from redraft.train.config import TrainConfig
-from redraft.train.data import DataConfig, Source
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
 from redraft.train.recipe import load_recipe
+from redraft.train.records import DataConfig, Source
 from redraft.train.sudoku_data import PuzzleConfig
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig, write_text
 from redraft.train.config import TrainConfig
-from redraft.train.data import DataConfig, Source
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
+from redraft.train.records import DataConfig, Source
 
 DETERMINERS = ("the", "our")
 ADJECTIVES = ("big", "shy", "fat", "old")
