@@ -26,6 +26,10 @@ def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockM
         out_BHSK = flex(q, k, v, block_mask=mask, scale=1.0, enable_gqa=is_grouped)
     else:
         dense = mask[:, None] if mask is not None else None
+        if is_grouped and dense is not None and q.is_cuda and q.requires_grad:
+            # The kernel that needs little memory takes no groups; without it all scores would be stored.
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+            is_grouped = False
         out_BHSK = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=1.0, enable_gqa=is_grouped)
     return out_BHSK.transpose(1, 2).flatten(2)
 

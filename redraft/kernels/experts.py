@@ -15,6 +15,7 @@ from redraft.kernels.linear_packed import linear_packed
 from redraft.kernels.packed import PackedTensor, dequantize_packed
 
 MANY_TOKENS = 1024
+EXPERTS_AT_ONCE = 8
 
 
 class LowRank(NamedTuple):
@@ -190,6 +191,16 @@ def _grouped_linear(x_MI: Tensor, ends_E: Tensor, weights: Tensor | PackedTensor
     return y_MO + F.grouped_mm(low_MR, added.b_EOR.transpose(1, 2), offs=ends_E)
 
 
+def _dequantize_stack(weights: PackedTensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Dequantizes a stack a few experts at a time: the float32 numbers in between take more memory than the result."""
+    experts, rows = weights[0].shape[:2]
+    dense_EOI = torch.empty(experts, rows, size, dtype=dtype, device=weights[0].device)
+    for begin in range(0, experts, EXPERTS_AT_ONCE):
+        part = slice(begin, begin + EXPERTS_AT_ONCE)
+        dense_EOI[part] = dequantize_packed(weights.select(part), size, dtype)
+    return dense_EOI
+
+
 class _PackedGroupedLinear(torch.autograd.Function):
     """Grouped products with a packed stack. It is dequantized for each direction, so that only its codes stay in memory."""
 
@@ -198,13 +209,13 @@ class _PackedGroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(ends_E)
         ctx.weights = weights
         ctx.size = x_MI.shape[1]
-        dense_EOI = dequantize_packed(weights, ctx.size, x_MI.dtype)
+        dense_EOI = _dequantize_stack(weights, ctx.size, x_MI.dtype)
         return F.grouped_mm(x_MI, dense_EOI.transpose(1, 2), offs=ends_E)
 
     @staticmethod
     def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor, None, None]:
         (ends_E,) = ctx.saved_tensors
-        dense_EOI = dequantize_packed(ctx.weights, ctx.size, grad_MO.dtype)
+        dense_EOI = _dequantize_stack(ctx.weights, ctx.size, grad_MO.dtype)
         return F.grouped_mm(grad_MO, dense_EOI, offs=ends_E), None, None
 
 

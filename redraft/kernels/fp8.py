@@ -20,8 +20,8 @@ class Fp8Tensor(NamedTuple):
     qdata: Tensor
     scale: Tensor
 
-    def select(self, index: int) -> "Fp8Tensor":
-        """Returns one matrix of a stack."""
+    def select(self, index: int | slice) -> "Fp8Tensor":
+        """Returns one matrix of a stack, or some of them."""
         return Fp8Tensor(self.qdata[index], self.scale[index])
 
 

@@ -22,8 +22,8 @@ class Int4Tensor(NamedTuple):
     scale: Tensor  # bfloat16 [..., O, 2 J]; 0 in the padding
     minimum: Tensor | None = None  # bfloat16 [..., O, 2 J]; None: symmetric
 
-    def select(self, index: int) -> "Int4Tensor":
-        """Returns one matrix of a stack."""
+    def select(self, index: int | slice) -> "Int4Tensor":
+        """Returns one matrix of a stack, or some of them."""
         minimum = None if self.minimum is None else self.minimum[index]
         return Int4Tensor(self.codes[index], self.scale[index], minimum)
 

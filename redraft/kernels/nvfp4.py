@@ -26,8 +26,8 @@ class Nvfp4Tensor(NamedTuple):
     scale: Tensor  # float8_e4m3fn [..., O, 4 J], never negative; 0 in the padding
     global_scale: Tensor  # float32 [..., P]
 
-    def select(self, index: int) -> "Nvfp4Tensor":
-        """Returns one matrix of a stack."""
+    def select(self, index: int | slice) -> "Nvfp4Tensor":
+        """Returns one matrix of a stack, or some of them."""
         return Nvfp4Tensor(self.codes[index], self.scale[index], self.global_scale[index])
 
 

@@ -127,15 +127,14 @@ class LoraPair(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the matrix's product with x. Dropout is active in training only."""
+        """What is added to the matrix's product with x, in its precision. Dropout is active in training only."""
         if self.training and self.dropout:
             x = F.dropout(x, self.dropout)
-        return F.linear(F.linear(x, self.a) * self.scale, self.b)
+        return F.linear(F.linear(x, self.a.to(x.dtype)) * self.scale, self.b.to(x.dtype))
 
-    @property
-    def low_rank(self) -> LowRank:
+    def low_rank(self, dtype: torch.dtype) -> LowRank:
         """The pair of a stack of experts, as the experts' kernel takes it."""
-        return LowRank(self.a, self.b * self.scale)
+        return LowRank(self.a.to(dtype), (self.b * self.scale).to(dtype))
 
     def delta(self) -> Tensor:
         """The sum that merging adds to the weight, float32, [O, I] or [E, O, I]."""
@@ -247,7 +246,7 @@ class ActiveAdapters:
         plain_N = torch.ones(len(x_ND), dtype=torch.bool, device=x_ND.device)
         parts = []
         for span in self.spans:
-            of_experts = ExpertAdapter(*(self._low_rank(span, module) for module in EXPERTS))
+            of_experts = ExpertAdapter(*(self._low_rank(span, module, x_ND.dtype) for module in EXPERTS))
             if of_experts != NO_ADAPTER:
                 where_M = numbers_BS[span.rows, span.tokens].flatten()
                 plain_N[where_M] = False
@@ -263,9 +262,9 @@ class ActiveAdapters:
                 y_ND = y_ND.index_copy(0, where_M, mixed_MD)
         return y_ND
 
-    def _low_rank(self, span: Span, module: str) -> LowRank | None:
+    def _low_rank(self, span: Span, module: str, dtype: torch.dtype) -> LowRank | None:
         pair = span.adapter.pair(span.half, self.prefix + module)
-        return None if pair is None else pair.low_rank
+        return None if pair is None else pair.low_rank(dtype)
 
 
 def adapters_of_rows(adapters: Sequence[Adapter | None], halves: Iterable[tuple[str, slice]] = ()) -> ActiveAdapters | None:

@@ -183,8 +183,8 @@ def shard_objective(objective: nn.Module, precision: str) -> None:
 
 
 def with_compute_dtype(objective: nn.Module, precision: str) -> Callable[..., Any]:
-    """Returns the objective with its trained weights, float32, cast for the computation; gradients arrive in float32."""
-    weights = {name: p for name, p in objective.named_parameters() if p.requires_grad}
+    """Returns the objective with its float32 weights cast for the computation; gradients arrive in float32."""
+    weights = dict(objective.named_parameters())
     dtype = getattr(torch, precision)
 
     def run(*arguments: Any) -> Any:
@@ -231,7 +231,8 @@ class Trainer:
         if self.world > 1:
             shard_objective(self.objective, cfg.precision)
         self.optimizer = Optimizer(self.adapter or self.objective.model, cfg.optim)
-        needs_cast = cfg.precision != "float32" and self.world == 1  # FSDP casts by its own policy
+        # FSDP casts by its own policy, adapters cast themselves: a recomputed layer would not see cast weights.
+        needs_cast = cfg.precision != "float32" and self.world == 1 and self.adapter is None
         self.compute = with_compute_dtype(self.objective, cfg.precision) if needs_cast else self.objective
         if cfg.compile:
             self.objective.compile(dynamic=False)

@@ -350,13 +350,13 @@ def self_conditioning_forward(
 # 5. The two cross-entropies
 
 
-def cross_entropy(model: DiffusionGemma, hidden_BLD: Tensor, targets_BL: Tensor) -> Tensor:
-    """Returns the mean over targets that are not IGNORED, in float32. Computes more than MAX_LOGITS logits in pieces."""
+def cross_entropy(model: DiffusionGemma, hidden_BLD: Tensor, targets_BL: Tensor, most: int = MAX_LOGITS) -> Tensor:
+    """Returns the mean over targets that are not IGNORED, in float32. Computes more than `most` logits in pieces."""
 
     def summed(hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         return F.cross_entropy(model.head(hidden_ND), targets_N, ignore_index=IGNORED, reduction="sum")
 
-    tokens_at_once = MAX_LOGITS // model.config.vocab_size
+    tokens_at_once = max(1, most // model.config.vocab_size)
     hidden_ND = hidden_BLD.flatten(0, 1)
     targets_N = targets_BL.flatten()
     pieces = list(zip(hidden_ND.split(tokens_at_once), targets_N.split(tokens_at_once), strict=True))
@@ -429,9 +429,10 @@ class Objective(nn.Module):
             counted_BL = canvas_BL & (noise.noisy_BL != batch.ids_BL)
         page_rows = len(batch.ids_BL) - self.cfg.draft.rows
         targets_BL = torch.where(counted_BL, batch.ids_BL, IGNORED)
-        denoiser = self.cross_entropy(self.model, noisy_BLD[:page_rows], targets_BL[:page_rows])
+        most = MAX_LOGITS // 8 if self.recomputes else MAX_LOGITS
+        denoiser = self.cross_entropy(self.model, noisy_BLD[:page_rows], targets_BL[:page_rows], most)
         next_ids_BL = torch.where(batch.learned_next_BL, batch.ids_BL.roll(-1, dims=1), IGNORED)
-        ar = self.cross_entropy(self.model, clean_BLD, next_ids_BL)
+        ar = self.cross_entropy(self.model, clean_BLD, next_ids_BL, most)
         balance, share_E = load_balance(routings)
         total = denoiser + self.cfg.ar_weight * ar + self.cfg.balance_weight * balance
         if not self.cfg.draft.rows:
