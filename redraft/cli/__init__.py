@@ -13,6 +13,7 @@ warm.py       warm: builds GPU kernels ahead
 sudoku.py     sudoku
 demo.py       demo: a Sudoku and a story
 train.py      train, eval
+tune.py       tune: trains an adapter
 data.py       data: makes training data
 terminal.py   draws events on a terminal
 recording.py  records events as an animated picture

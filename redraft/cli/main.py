@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import redraft
-from redraft.cli import augment, data, demo, edit, info, quantize, serve, sudoku, train, warm
+from redraft.cli import augment, data, demo, edit, info, quantize, serve, sudoku, train, tune, warm
 from redraft.cli.generation import (
     FLAGS,
     BestOf,
@@ -255,6 +255,7 @@ app.command()(serve.serve)
 app.command()(warm.warm)
 app.command()(train.train)
 app.command("eval")(train.evaluate)
+app.command()(tune.tune)
 app.command()(data.data)
 app.command()(info.info)
 app.command()(quantize.quantize)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 CONFIG = "recipe.json"
+NOTES = "records.jsonl"  # which records were shortened or skipped, and why
 DATA_ADVICE = (
     "redraft ships no data. docs/training.md says where it comes from, redraft data stories samples stories from a "
     "teacher, and REDRAFT_DATA (eval: also --data) names the folder"
@@ -47,14 +48,19 @@ def train(
     from redraft.train.recipe import load_recipe
 
     folder = Path(out or f"runs/{Path(recipe).stem}")
-    with _join_processes(device) as (local_device, is_main):
+    with join_processes(device) as (local_device, is_main):
         config = load_recipe(recipe, folder, changes or [])
         require_data(config)
         trainer = Trainer(config, folder, local_device)
         if is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / CONFIG, config.to_json())
-        _run_trainer(trainer, folder, is_main)
+            write_config(config, folder)
+        run_trainer(trainer, folder, is_main)
+
+
+def write_config(config: "TrainConfig", folder: Path) -> None:
+    """Writes the configuration of a run into its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / CONFIG, config.to_json())
 
 
 def require_data(config: "TrainConfig") -> None:
@@ -69,7 +75,7 @@ def require_data(config: "TrainConfig") -> None:
 
 
 @contextmanager
-def _join_processes(device: str | None) -> Iterator[tuple[str, bool]]:
+def join_processes(device: str | None) -> Iterator[tuple[str, bool]]:
     """Yields this process's device and whether it is the main process. Joins the others if torchrun started several."""
     import torch
     import torch.distributed as dist
@@ -89,9 +95,10 @@ def _join_processes(device: str | None) -> Iterator[tuple[str, bool]]:
         dist.destroy_process_group()
 
 
-def _run_trainer(trainer: Any, folder: Path, is_main: bool) -> None:
+def run_trainer(trainer: Any, folder: Path, is_main: bool) -> None:
     """Runs a trainer to its end: a progress bar on a terminal, lines elsewhere, metrics in the folder, a plot at the end."""
     from redraft.train import plot
+    from redraft.train.held_out import Evaluated
     from redraft.train.loop import Ended, Report, Saved
 
     console = Console(stderr=True, highlight=False)
@@ -106,6 +113,10 @@ def _run_trainer(trainer: Any, folder: Path, is_main: bool) -> None:
                 metrics.write(json.dumps(asdict(event)) + "\n")
                 metrics.flush()
                 show(event)
+                write_notes(trainer.task, folder / NOTES)
+            elif isinstance(event, Evaluated):
+                metrics.write(json.dumps({"step": event.step, "held_out": asdict(event)}) + "\n")
+                console.print(format_evaluation(event), soft_wrap=True)
             elif isinstance(event, Saved) and not console.is_terminal:
                 console.print(f"saved {event.folder}", soft_wrap=True)
             elif isinstance(event, Ended):
@@ -115,11 +126,25 @@ def _run_trainer(trainer: Any, folder: Path, is_main: bool) -> None:
         console.print(f"losses: {folder / CURVES}", soft_wrap=True)
     except ValueError as error:
         console.print(str(error), markup=False)
-    summary = f"{ended.why} at step {ended.step} of {trainer.cfg.steps}; try it: redraft -m {ended.model} PROMPT"
-    console.print(summary, soft_wrap=True)
+    use = f"-m {ended.model}" if trainer.adapter is None else f"-m {trainer.cfg.init} --adapter {ended.model}"
+    console.print(f"{ended.why} at step {ended.step} of {trainer.cfg.steps}; try it: redraft {use} PROMPT", soft_wrap=True)
     print(ended.model)
     if ended.why == "stopped":
         raise KeyboardInterrupt  # gives the exit code of an interrupted command
+
+
+def write_notes(task: Any, path: Path) -> None:
+    """Appends the names of records that were shortened or skipped to a file of JSON lines."""
+    notes = task.take_notes() if hasattr(task, "take_notes") else []
+    if notes:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"record": where, "note": note}) + "\n" for where, note in notes)
+
+
+def format_evaluation(event: Any) -> str:
+    """Formats an evaluation in one line."""
+    best = ", the best so far" if event.is_best else ""
+    return f"step {event.step}  held out: denoiser {event.denoiser:.3f}, next token {event.ar:.3f}{best}"
 
 
 def drop_later_reports(metrics: Path, step: int) -> None:

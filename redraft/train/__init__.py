@@ -17,6 +17,7 @@ sudoku_task.py  training on puzzles
 held_out.py     evaluation on records that are not learned
 export.py       the model or the adapter that a run leaves behind
 loop.py         Trainer: the run, its reports, resuming
+tuning.py       fine-tuning: a base model and files of records -> the configuration of a run
 recipe.py       finds a recipe by name and changes its settings
 recipes/        the recipes that ship: toy, tiny, tiny_draft, sudoku, tiny_sudoku
 plot.py         the picture of a run's metrics
