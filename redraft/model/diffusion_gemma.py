@@ -397,6 +397,8 @@ class DiffusionGemma(nn.Module):
         of_conditioning = adapter and ActiveAdapters((Span(adapter, DENOISE, EVERYTHING, EVERYTHING),), "self_conditioning.")
         noisy_BLD = self.self_conditioning(self.embed(noisy_BL), soft_BLD, of_conditioning)
         x_BSD = torch.cat([noisy_BLD, self.embed(clean_BL)], dim=1)
+        if adapter is not None and torch.is_grad_enabled():
+            x_BSD.requires_grad_()  # else the first layer's packed weights would run as in inference, with rounded inputs
         routings = []
         for index, layer in enumerate(self.layers):
             kind = self.config.layer_types[index]

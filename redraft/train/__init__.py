@@ -16,6 +16,7 @@ text_task.py    training on text
 sudoku_task.py  training on puzzles
 held_out.py     evaluation on records that are not learned
 export.py       the model or the adapter that a run leaves behind
+meter.py        averages losses between two reports
 loop.py         Trainer: the run, its reports, resuming
 tuning.py       fine-tuning: a base model and files of records -> the configuration of a run
 recipe.py       finds a recipe by name and changes its settings

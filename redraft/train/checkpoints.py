@@ -52,11 +52,15 @@ def latest(out: Path) -> Path | None:
     return out / f"step-{max(steps):08}" if steps else None
 
 
-def load(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Loads tensors in place, whatever number of processes wrote them. Returns the state."""
+def read_state(folder: Path) -> dict[str, Any]:
+    """The state of a checkpoint, without its tensors."""
+    return read_json(folder / STATE)
+
+
+def load(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Loads tensors in place, whatever number of processes wrote them."""
     with _ignore_warnings():
         dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    return read_json(folder / STATE)
 
 
 def is_main_process() -> bool:

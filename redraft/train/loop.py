@@ -33,10 +33,10 @@ from redraft.train import checkpoints, data, sudoku_data
 from redraft.train.config import TrainConfig
 from redraft.train.data import SPECIAL_TOKENS
 from redraft.train.documents import crop_text
-from redraft.train.draft_loss import expected_length
 from redraft.train.export import LAST, AdapterExport, export_model, load_base
 from redraft.train.held_out import Evaluated, HeldOut
 from redraft.train.loss import Losses
+from redraft.train.meter import Meter, Report
 from redraft.train.optim import Optimizer, learning_rate_scale
 from redraft.train.records import DataConfig, read_shuffled
 from redraft.train.sudoku_data import PuzzleConfig
@@ -46,32 +46,6 @@ from redraft.train.text_task import TextTask
 EXPORT = "model"  # the folder of the averaged weights, in the run's folder
 MOST_NAMED = 20  # records in a message
 VOCABULARY_BYTES = 40_000_000  # of text that a BPE vocabulary is trained on
-
-
-@dataclass(frozen=True)
-class Report:
-    """Metrics, averaged over the steps since the last report."""
-
-    step: int
-    steps: int
-    loss: float
-    denoiser: float  # nats per token
-    ar: float  # nats per token
-    balance: float  # the busiest expert's share of tokens over an even share, in the worst layer
-    idle: float  # the same for the least used expert
-    gradient: float  # norm before clipping, at the last step
-    rate: float  # factor on the learning rates
-    tokens: int
-    tokens_per_second: float
-    seconds: float
-    epoch: int  # of the first source
-    bad: int  # records skipped
-    lost: int  # microbatches whose loss was not finite; they did not change the weights
-    shortened: int = 0  # records with a cut prompt or a divided answer
-    solved: float | None = None  # share of solved puzzles among those that left their slot
-    draft: float | None = None  # the loss of drafts
-    accepted: float | None = None  # drafts that a check by the causal half would accept, of the longest draft canvas
-    acceptance: tuple[float, ...] | None = None  # by slot of a draft canvas
 
 
 @dataclass(frozen=True)
@@ -247,9 +221,10 @@ class Trainer:
         folder = checkpoints.latest(self.out)
         if folder is None:
             return
-        state = checkpoints.load(folder, self._tensors())
+        state = checkpoints.read_state(folder)
         if state["batch"] != self._batch:
             raise ValueError(f"{folder} was made with {state['batch']}, this run has {self._batch}: give another folder")
+        checkpoints.load(folder, self._tensors())
         self.step = state["step"]
         self.best = state["best"]
         self.earlier_seconds = state["seconds"]
@@ -346,7 +321,7 @@ class Trainer:
             names = [where for of_microbatch in getattr(self.task, "records", {}).values() for where in of_microbatch]
             records = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if names[MOST_NAMED:] else "")
             raise LostLossError(
-                f"the loss is {float(loss)} at step {self.step + 1}, in the rows of {records}; the last checkpoint is kept: "
+                f"the loss is {float(loss.detach())} at step {self.step + 1}, in the rows of {records}; the last checkpoint is kept: "
                 "lower the learning rate, or look at these records, and start again"
             )
 
@@ -358,6 +333,7 @@ class Trainer:
             denoiser, ar = self.held_out.evaluate(self.compute)
             self.objective.train()
         score = self.held_out.weigh(denoiser, ar)
+        score = self._max_over_processes(score)  # the same in all processes, to the last bit
         is_best = self.best is None or score < self.best["score"]
         evaluated = Evaluated(self.step, denoiser, ar, is_best)
         if is_best:
@@ -407,70 +383,6 @@ class Trainer:
     def _gather_average(self) -> dict[str, Tensor]:
         """The averaged weights, whole in every process."""
         return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.optimizer.average.items()}
-
-
-class Meter:
-    """Collects losses on the device and reads them only for a report, since reading makes the GPU wait."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self._reset()
-
-    def _reset(self) -> None:
-        self.losses: list[Losses] = []
-        self.norm = torch.zeros(())
-        self.steps = 0
-        self.start_time = time.perf_counter()
-
-    def add(self, losses: list[Losses], norm: Tensor) -> None:
-        """Adds the results of one step."""
-        self.losses += losses
-        self.norm = norm
-        self.steps += 1
-
-    def report(self) -> Report:
-        """Returns the averages since the last report. Raises ValueError if no loss was finite."""
-        trainer = self.trainer
-        cfg = trainer.cfg
-        terms = torch.stack([torch.stack([*losses[:3], losses.draft.to(losses.total)]) for losses in self.losses])
-        is_finite = terms[:, 0].isfinite()
-        sums = torch.cat([terms.where(is_finite[:, None], 0.0).sum(dim=0), is_finite.sum()[None]])
-        share = torch.stack([losses.share_E for losses in self.losses]).mean(dim=0)
-        acceptance_S = torch.stack([losses.acceptance_S for losses in self.losses]).mean(dim=0)
-        if trainer.world > 1:
-            for tensor in (sums, share, *([acceptance_S] if len(acceptance_S) else [])):
-                dist.all_reduce(tensor)
-            share /= trainer.world
-            acceptance_S /= trainer.world
-        *totals, finite = sums.tolist()
-        if not finite:
-            raise ValueError(
-                f"the loss is {float(terms[-1, 0])} at step {trainer.step}: lower the learning rates, or check the data"
-            )
-        loss, denoiser, ar, draft = (total / finite for total in totals)
-        relative_share = share * share.shape[1]
-        has_drafts = len(acceptance_S) > 0
-        report = Report(
-            step=trainer.step,
-            steps=cfg.steps,
-            loss=loss,
-            denoiser=denoiser,
-            ar=ar,
-            balance=float(relative_share.max()),
-            idle=float(relative_share.min()),
-            gradient=float(self.norm),
-            rate=trainer.rate_scale,
-            tokens=trainer.step * cfg.step_tokens,
-            tokens_per_second=self.steps * cfg.step_tokens / (time.perf_counter() - self.start_time),
-            seconds=trainer.seconds,
-            lost=self.steps * cfg.microbatches - int(finite),
-            draft=draft if has_drafts else None,
-            accepted=float(expected_length(acceptance_S)) if has_drafts else None,
-            acceptance=tuple(acceptance_S.tolist()) if has_drafts else None,
-            **trainer.task.report_fields(),
-        )
-        self._reset()
-        return report
 
 
 @dataclass

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -419,6 +420,8 @@ class Objective(nn.Module):
             soft_BLD, noisy_BL = self_conditioning_forward(
                 self.model, batch, noise, canvas_BL, self_conditioning_mask_of, self.soft_embedding, self.adapter
             )
+        elif dist.is_initialized():
+            self._run_idle_forward(batch, mask_of)
         positions_BL = batch.layout.positions
         options: dict[str, Any] = {"adapter": self.adapter, "recomputes": self.recomputes}
         noisy_BLD, clean_BLD, routings = self.model.forward_train(
@@ -440,6 +443,12 @@ class Objective(nn.Module):
         drafts = self._draft_losses(batch, noise, canvas_BL, noisy_BLD, clean_BLD)
         total = total + self.cfg.draft.weight * drafts.loss
         return Losses(total, denoiser, ar, share_E, drafts.loss, drafts.acceptance_S)
+
+    @torch.no_grad()
+    def _run_idle_forward(self, batch: Batch, mask_of: Masks) -> None:
+        """Another process may have self-conditioned rows where this one has none: FSDP waits until all gather the layers."""
+        ids_1L = batch.ids_BL[:1]
+        self.model.forward_train(ids_1L, ids_1L, None, batch.layout.positions[:1], slice_masks(mask_of, 1))
 
     def _draft_losses(
         self, batch: Batch, noise: Noise, canvas_BL: Tensor, noisy_BLD: Tensor, clean_BLD: Tensor
