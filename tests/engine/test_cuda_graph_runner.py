@@ -15,13 +15,14 @@ from packed_weights import random_weight
 import redraft
 from redraft.config import FULL, SLIDING, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
-from redraft.diffusion.generate import Committed, generate
+from redraft.diffusion.generate import Committed, Draft, generate
 from redraft.engine import Intervention, Replay
 from redraft.engine.batched_cache import BatchedCache
-from redraft.engine.cuda_graph_runner import CudaGraphRunner, StepBucket, temperatures
+from redraft.engine.cuda_graph_runner import CudaGraphRunner
 from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fused_layers import CacheTable, FusedLayers
 from redraft.engine.runner import Runner
+from redraft.engine.step_graph import StepBucket, temperatures
 from redraft.kernels import backend
 from redraft.kernels.fp8 import dequantize, quantize
 from redraft.kernels.triton import experts
@@ -164,6 +165,29 @@ def test_a_committed_canvas_is_encoded_with_the_first_step_of_the_next(engine, m
         assert torch.equal(found[request].ids_BT, expected.ids_BT)
     assert any(bucket.encode_buffers for bucket in engine.runner.step_buckets.values())
     assert not engine.runner.pending_encodes
+
+
+@pytest.mark.parametrize("settings", [{}, {"quota": True, "accept_at_end": True, "spread": 2, "stops_last": True}])
+def test_watched_requests_and_those_of_small_models_are_sampled_in_the_graph(engine, model, settings):
+    """The probabilities of every draft are the reference's, beside a request that does not ask for them."""
+    cfg = replace(CFG, max_new_tokens=4, max_steps=3, confidence_threshold=1e-9, **settings)
+    watched = engine.add([2, 3, 4, 5], cfg, seed=1, candidates=3)
+    plain = engine.add([6, 7], cfg, seed=2)
+    reference = Engine(model, EngineConfig(cache_bytes=2**24, prefill_chunk=8))
+    reference.runner = Runner(model, 8)
+    expected = [event for _, event in reference.events([reference.add([2, 3, 4, 5], cfg, seed=1, candidates=3)])]
+    found = engine.events([watched, plain])
+    drafts = [event for request, event in found if request is watched and isinstance(event, Draft)]
+    assert not engine.runner.layer_buckets
+    for mine, theirs in zip(drafts, (event for event in expected if isinstance(event, Draft)), strict=True):
+        assert torch.equal(mine.canvas_BC, theirs.canvas_BC)
+        assert torch.equal(mine.accepted_BC, theirs.accepted_BC)
+        assert torch.equal(mine.top_probs.ids_BCK, theirs.top_probs.ids_BCK)
+        for name in ("own_BC", "draft_BC", "probs_BCK"):
+            assert torch.allclose(getattr(mine.top_probs, name), getattr(theirs.top_probs, name), atol=1e-5)
+    *_, expected_plain = generate(model, [[6, 7]], cfg, seeds=[2])
+    assert plain.top_probs is None
+    assert plain.counter.canvases[0].tolist() == expected_plain.ids_BT.tolist()
 
 
 def test_a_step_launched_ahead_is_dropped_when_requests_come_or_leave(engine, model):
