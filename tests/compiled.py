@@ -32,6 +32,7 @@ from redraft.kernels import splitmix
 from redraft.kernels.backend import KIB, Card
 from redraft.kernels.triton import (
     attention,
+    attention_wide,
     experts,
     experts_fourbit,
     fp8,
@@ -45,6 +46,7 @@ from redraft.kernels.triton import (
     token_automaton,
     vocabulary,
 )
+from redraft.kernels.triton.tiles import LARGE_LIMIT
 
 BF16 = "*bf16"
 F32 = "*fp32"
@@ -66,13 +68,16 @@ ARGUMENT_TYPES = {
     **dict.fromkeys(("weights_out", "router_weights", "scale_out", "frequencies"), F32),
     **dict.fromkeys(("temperatures", "temperature", "stats", "sums", "tops", "masses", "top_out", "mass_out"), F32),
     **dict.fromkeys(("entropy", "entropy_out", "bounds", "confidences"), F32),
-    **dict.fromkeys(("accepted_out", "settled"), BOOL),
+    **dict.fromkeys(("accepted_out", "settled", "quotas", "at_ends", "lasts"), BOOL),
+    "spreads": I32,
+    "stops": I64,
     "uniform": F64,
     "fp8_out": E4M3,
     "cap": "fp32",
     "ROUTER_SCALE": "fp32",
 }
 
+TOP_PROBS = ("own_out", "draft_out", "probs_out")
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # per block, by architecture
 FORMULA_SLACK = 1024  # bytes: reductions and barriers, which the formulas leave out
 CARD = Card(90, 227 * KIB)  # the command line changes both
@@ -208,6 +213,20 @@ def fourbit_kernels() -> Kernels:
                 yield within(plain, formula)
 
 
+def wide_attention_kernels() -> Kernels:
+    tiles = attention_wide.TILES
+    shape = {"K": 512, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys, "BLOCK_K": tiles.inner}
+    stats = {"tile_max": F32, "tile_sum": F32}
+    for causal in (False, True):
+        constants = {**shape, "CAUSAL": causal}
+        yield compile_kernel(attention_wide._score_tiles, constants, tiles.warps, tiles.stages, **stats)
+        columns = {"BLOCK_D": tiles.columns, "BLOCKS_PADDED": 32, "WHOLE": causal}
+        partial = {} if causal else {"partial": F32, "softmax": F32}
+        yield compile_kernel(
+            attention_wide._sum_values, {**constants, **columns}, tiles.warps, tiles.stages, **stats, **partial
+        )
+
+
 def attention_kernels() -> Kernels:
     fp8_type = {"HAS_FP8_TYPE": CARD.has_fp8}
     for size, window in ((256, 1024), (512, 0)):
@@ -239,6 +258,8 @@ def attention_kernels() -> Kernels:
     float32 = dict.fromkeys(("q", "k", "v", "base", "out", "partial", "softmax"), F32)
     compiled = compile_kernel(attention._attend, constants, tiles.warps, tiles.stages, to_binary=False, **float32)
     yield within(compiled, attention.shared_memory(tiles, CARD, 4))
+    if CARD.shared_memory >= LARGE_LIMIT:
+        yield from wide_attention_kernels()
     for size in (256, 512):
         yield compile_kernel(attention._combine_splits, {"J": 4, "K_PADDED": size, "ROWS": 4}, partial=F32, softmax=F32)
         yield compile_kernel(attention._write_kv, {"FP8": False, "K_PADDED": size}, 1)
@@ -273,12 +294,14 @@ def other_kernels() -> Kernels:
     chunk = {"BLOCKS": 32, "BLOCK": 128}
     yield compile_kernel(vocabulary._reduce_chunks, {"CHUNK": 4096, **chunk})
     yield compile_kernel(vocabulary._combine_chunks, {"J_PADDED": 64, **chunk})
+    top = {"K": 5, "K_PADDED": 8, "J_PADDED": 64, "CHUNK": 4096}
+    yield compile_kernel(vocabulary._find_top_probs, top, ids=I64, ids_out=I64, **dict.fromkeys(TOP_PROBS, F32))
     for has_scales in (False, True):
         yield compile_kernel(vocabulary._compute_probs, {"CHUNK": 4096, "HAS_SCALES": has_scales}, scale=F32)
     picks = {"logits": F32, "temperatures": F64, "best_out": F64}
     yield compile_kernel(pick._pick_parts, {"VERIFY": splitmix.VERIFY, "BLOCK": pick.BLOCK, "PART": pick.PART}, 8, **picks)
     yield compile_kernel(sampler_step._draw_step_inputs, {"C_PADDED": 256, "SAMPLE": 1, "NOISE": 2})
-    yield compile_kernel(sampler_step._step_canvases, {"C_PADDED": 256}, 8)
+    yield compile_kernel(sampler_step._step_canvases, {"C_PADDED": 256, "E": sampler_step.MAX_STOPS}, 8)
 
 
 def automaton_kernels() -> Kernels:

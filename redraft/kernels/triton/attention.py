@@ -155,9 +155,16 @@ def _attend(
     if WINDOW:
         oldest = tl.maximum(length - (WINDOW - 1), 0)
     cached = length - oldest
-    split_keys = tl.cdiv(tl.cdiv(cached + S, BLOCK_N), tl.num_programs(2)) * BLOCK_N
-    begin = split * split_keys
-    end = tl.minimum((split + 1) * split_keys, cached + S)
+    first_key = 0
+    end_key = cached + S
+    if CAUSAL:  # blocks of keys that no row of this tile attends to are left out
+        first_token = tile * BLOCK_M // group_heads
+        end_key = cached + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_heads + 1, S)
+        if WINDOW:
+            first_key = tl.maximum(length + first_token - (WINDOW - 1) - oldest, 0)
+    split_keys = tl.cdiv(tl.cdiv(end_key - first_key, BLOCK_N), tl.num_programs(2)) * BLOCK_N
+    begin = first_key + split * split_keys
+    end = tl.minimum(begin + split_keys, end_key)
     row_max = tl.full((BLOCK_M,), -1e30, tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, K_PADDED), tl.float32)
