@@ -220,7 +220,7 @@ def wide_attention_kernels() -> Kernels:
     for causal in (False, True):
         constants = {**shape, "CAUSAL": causal}
         yield compile_kernel(attention_wide._score_tiles, constants, tiles.warps, tiles.stages, **stats)
-        columns = {"BLOCK_D": tiles.columns, "BLOCKS_PADDED": 32, "WHOLE": causal}
+        columns = {"BLOCK_D": tiles.columns, "BLOCK_I": attention_wide.STATS_BLOCK, "WHOLE": causal}
         partial = {} if causal else {"partial": F32, "softmax": F32}
         yield compile_kernel(
             attention_wide._sum_values, {**constants, **columns}, tiles.warps, tiles.stages, **stats, **partial

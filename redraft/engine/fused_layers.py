@@ -228,7 +228,7 @@ class FusedLayers:
             past = group.table.past(index)
             if group.is_causal and self.model.cache_dtype == FP8_DTYPE:
                 attention.round_kv_(k, v)
-            if attention_wide.is_wide(q, kv_heads, past, window, select_card(q.device)):
+            if attention_wide.is_wide(q, kv_heads, past, window, context, select_card(q.device)):
                 attended = attention_wide.attend_wide(q, k, v, past, causal=group.is_causal, context=context)
             else:
                 splits = attention.choose_num_splits(q, key_count)

@@ -191,6 +191,7 @@ def test_attention_of_wide_heads_equals_the_reference(causal, new, lengths, max_
     """Whole, in slices of the tokens, and in splits of the keys, all at once and one after another."""
     monkeypatch.setattr(attention_wide, "PROGRAMS", 1 if new == 21 else 8)
     monkeypatch.setattr(attention_wide, "MIN_SLICE", 6)
+    monkeypatch.setattr(attention_wide, "MAX_KEY_TILES", 2)
     groups, size = 2, 32
     past, _rings, ordered = cached(lengths, groups, size, None)
     q, k, v = randn(2, new, 4, size, seed=5), randn(2, new, groups, size, seed=6), randn(2, new, groups, size, seed=7)

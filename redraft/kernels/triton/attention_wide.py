@@ -31,8 +31,11 @@ from redraft.kernels.triton.tiles import LARGE_LIMIT
 
 MIN_HEAD = 512  # below this `attention.py` is faster
 MIN_ROWS = 512  # of a key-value head
-MAX_WEIGHTS = 2**27  # numbers in memory at a time
-MIN_SLICE = 128  # new tokens that are computed together where the weights of all would take more memory
+MAX_WEIGHTS = 2**26  # numbers in memory at a time: as many as a canvas of the released model has logits
+MIN_SLICE = 256  # new tokens that are computed together where the weights of all would take more memory
+MAX_SPLITS = 8  # with more, the sums of the splits take longer than the products save
+MAX_KEY_TILES = 64  # programs of the first product that share the keys of a split
+STATS_BLOCK = 16  # tiles of keys whose statistics are loaded together
 PROGRAMS = 128  # of the second product, at least: about the number of processors
 
 
@@ -50,9 +53,11 @@ class WideTiles(NamedTuple):
 TILES = WideTiles()  # tuned on an H200
 
 
-def is_wide(q_BSHK: Tensor, groups: int, cached: KVLocations, window: int | None, card: Card) -> bool:
-    """Whether `attend_wide` computes this attention: a large head, many rows, a card with large tiles."""
-    _, s, heads, size = q_BSHK.shape
+def is_wide(q_BSHK: Tensor, groups: int, cached: KVLocations, window: int | None, context: int, card: Card) -> bool:
+    """Whether `attend_wide` computes this attention: a large head, many rows, weights that fit, a card with large tiles."""
+    b, s, heads, size = q_BSHK.shape
+    if b * min(s, MIN_SLICE) * heads * (context + s) > MAX_SPLITS * MAX_WEIGHTS:
+        return False
     is_large = size >= MIN_HEAD and size % TILES.columns == 0 and s * heads // groups >= MIN_ROWS
     is_plain = window is None and q_BSHK.element_size() == 2 and cached.base.dtype == q_BSHK.dtype
     return is_large and is_plain and card.shared_memory >= LARGE_LIMIT
@@ -104,26 +109,29 @@ def _attend_slice(
     split_blocks = triton.cdiv(blocks, splits)
     row_tiles = triton.cdiv(rows, tiles.rows)
     out_BSHK = torch.empty(b, tokens, heads, size, dtype=q_BSHK.dtype, device=device)
-    weights = torch.empty(launched, b * groups, rows, split_blocks * tiles.keys, dtype=q_BSHK.dtype, device=device)
+    # Always the same size, so that the logits find room in the same memory later.
+    weight_count = max(max_weights, launched * b * groups * rows * split_blocks * tiles.keys)
+    weights = torch.empty(weight_count, dtype=q_BSHK.dtype, device=device)
     stats = torch.empty(2, launched, b * groups, rows, split_blocks, dtype=torch.float32, device=device)
     partial_JRK = out_BSHK  # unused without splits
     softmax_JR2 = out_BSHK
     if splits > 1:
         partial_JRK = torch.empty(splits, b * tokens * heads, size, dtype=torch.float32, device=device)
         softmax_JR2 = torch.empty(splits, b * tokens * heads, 2, dtype=torch.float32, device=device)
+    key_tiles = min(split_blocks, MAX_KEY_TILES)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages, **pdl_options()}
     for first_split in range(0, splits, launched):
-        _score_tiles[(row_tiles, b * groups, launched * split_blocks)](
+        _score_tiles[(row_tiles, b * groups, launched * key_tiles)](
             q_BSHK, k_BSGK, cached.base, cached.key_offsets_B, cached.slots_B, cached.lengths_B, weights, *stats,
             q_BSHK.stride(0), q_BSHK.stride(1), k_BSGK.stride(0), k_BSGK.stride(1),
-            s, tokens, first_token, heads, groups, split_blocks, first_split, splits, causal,
+            s, tokens, first_token, heads, groups, split_blocks, first_split, splits, key_tiles, causal,
             size, tiles.rows, tiles.keys, tiles.inner, **options,
         )  # fmt: skip
         _sum_values[(row_tiles, size // tiles.columns, b * groups * launched)](
             weights, *stats, v_BSGK, cached.base, cached.value_offsets_B, cached.slots_B, cached.lengths_B,
             out_BSHK, partial_JRK, softmax_JR2, v_BSGK.stride(0), v_BSGK.stride(1),
             b, s, tokens, first_token, heads, groups, split_blocks, first_split, splits, causal, splits == 1,
-            size, tiles.rows, tiles.keys, tiles.inner, tiles.columns, triton.next_power_of_2(split_blocks), **options,
+            size, tiles.rows, tiles.keys, tiles.inner, tiles.columns, STATS_BLOCK, **options,
         )  # fmt: skip
     if splits > 1:
         total_rows = b * tokens * heads
@@ -187,39 +195,40 @@ def _multiply_heads(
 @triton.jit
 def _score_tiles(
     q, k, base, key_offsets, slots, lengths, weights, tile_max, tile_sum,
-    q_row, q_token, k_row, k_token, S, TOKENS, OFFSET, H, G, BLOCKS, FIRST, SPLITS, CAUSAL: tl.constexpr,
+    q_row, q_token, k_row, k_token, S, TOKENS, OFFSET, H, G, BLOCKS, FIRST, SPLITS, KEY_TILES, CAUSAL: tl.constexpr,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one request and key-value head, and one tile of keys."""
     _pdl_wait(PDL)
     tile = tl.program_id(0)
     pair = tl.program_id(1)
-    split = tl.program_id(2) // BLOCKS
-    key_tile = tl.program_id(2) % BLOCKS
+    split = tl.program_id(2) // KEY_TILES
     request = pair // G
     group = pair % G
     group_heads = H // G
     length = tl.load(lengths + request)
+    slot_count = tl.load(slots + request)
     padded, begin, end = _locate_blocks(length, S, FIRST, split, BLOCKS, SPLITS, BLOCK_N)
-    start = begin + key_tile * BLOCK_N
-    if start < tl.minimum(end, _find_row_end(tile, padded, S, OFFSET, group_heads, CAUSAL, BLOCK_M)):
-        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask_m = row < TOKENS * group_heads
-        token = row // group_heads
-        head = group * group_heads + row % group_heads
-        q_ptr = q + request.to(tl.int64) * q_row + token * q_token + head * K
-        offs_n = tl.arange(0, BLOCK_N)
+    end = tl.minimum(end, _find_row_end(tile, padded, S, OFFSET, group_heads, CAUSAL, BLOCK_M))
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = row < TOKENS * group_heads
+    token = row // group_heads
+    head = group * group_heads + row % group_heads
+    q_ptr = q + request.to(tl.int64) * q_row + token * q_token + head * K
+    out_row = (split * tl.num_programs(1) + pair).to(tl.int64) * TOKENS * group_heads + row
+    offs_n = tl.arange(0, BLOCK_N)
+    # New keys are addressed from `base` too: a choice between two pointers would lose their alignment.
+    item_size: tl.constexpr = k.dtype.element_ty.primitive_bitwidth // 8
+    new_base = (k.to(tl.int64) - base.to(tl.int64)) // item_size + request.to(tl.int64) * k_row
+    for start in range(begin + tl.program_id(2) % KEY_TILES * BLOCK_N, end, KEY_TILES * BLOCK_N):
+        key_tile = (start - begin) // BLOCK_N
         is_cached = start < padded
         number = tl.where(is_cached, start, start - padded) + offs_n
         mask_n = number < tl.where(is_cached, length, S)
-        slot_count = tl.load(slots + request)
         slot = start % slot_count + offs_n
         slot = tl.where(slot < slot_count, slot, slot - slot_count)
         cached_offs = tl.load(key_offsets + request) + (slot.to(tl.int64) * G + group) * K
-        # New keys are addressed from `base` too: a choice between two pointers would lose their alignment.
-        item_size: tl.constexpr = k.dtype.element_ty.primitive_bitwidth // 8
-        new_offs = (k.to(tl.int64) - base.to(tl.int64)) // item_size + request.to(tl.int64) * k_row
-        new_offs = new_offs + number.to(tl.int64) * k_token + group * K
+        new_offs = new_base + number.to(tl.int64) * k_token + group * K
         key_ptr = base + tl.multiple_of(tl.where(is_cached, cached_offs, new_offs), 16)
         score = _multiply_heads(q_ptr, key_ptr, mask_m, mask_n, K, BLOCK_M, BLOCK_N, BLOCK_K)
         visible = mask_n[None, :] & mask_m[:, None]
@@ -228,7 +237,6 @@ def _score_tiles(
         score = tl.where(visible, score, -1e30)
         largest = tl.max(score, axis=1)
         weight = tl.where(visible, tl.exp(score - largest[:, None]), 0.0)
-        out_row = (split * tl.num_programs(1) + pair).to(tl.int64) * TOKENS * group_heads + row
         tl.store(tile_max + out_row * BLOCKS + key_tile, largest, mask=mask_m)
         tl.store(tile_sum + out_row * BLOCKS + key_tile, tl.sum(weight, axis=1), mask=mask_m)
         weight_ptr = weights + (out_row * BLOCKS + key_tile)[:, None] * BLOCK_N + offs_n[None, :]
@@ -240,7 +248,7 @@ def _sum_values(
     weights, tile_max, tile_sum, v, base, value_offsets, slots, lengths, out, partial, softmax, v_row, v_token,
     B, S, TOKENS, OFFSET, H, G, BLOCKS, FIRST, SPLITS, CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one request and key-value head, and some columns of the values, over one split of the keys."""
     _pdl_wait(PDL)
@@ -258,12 +266,16 @@ def _sum_values(
     mask_m = row < TOKENS * group_heads
     in_row = (split * pairs + pair).to(tl.int64) * TOKENS * group_heads + row
     # The largest score and the sum of the split.
-    offs_i = tl.arange(0, BLOCKS_PADDED)
-    mask_i = mask_m[:, None] & (begin + offs_i * BLOCK_N < end)[None, :]
-    largest_MI = tl.load(tile_max + in_row[:, None] * BLOCKS + offs_i[None, :], mask=mask_i, other=-1e30)
-    row_max = tl.max(largest_MI, axis=1)
-    sum_MI = tl.load(tile_sum + in_row[:, None] * BLOCKS + offs_i[None, :], mask=mask_i, other=0.0)
-    row_sum = tl.sum(tl.exp(largest_MI - row_max[:, None]) * sum_MI, axis=1)
+    row_max = tl.full((BLOCK_M,), -1e30, tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    stats_ptr = in_row[:, None] * BLOCKS + tl.arange(0, BLOCK_I)[None, :]
+    for first in range(0, tl.cdiv(end - begin, BLOCK_N), BLOCK_I):
+        mask_i = mask_m[:, None] & (begin + (first + tl.arange(0, BLOCK_I)) * BLOCK_N < end)[None, :]
+        largest = tl.load(tile_max + stats_ptr + first, mask=mask_i, other=-1e30)
+        sums = tl.load(tile_sum + stats_ptr + first, mask=mask_i, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(largest, axis=1))
+        row_sum = row_sum * tl.exp(row_max - new_max) + tl.sum(tl.exp(largest - new_max[:, None]) * sums, axis=1)
+        row_max = new_max
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     offs_n = tl.arange(0, BLOCK_K)
