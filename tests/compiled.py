@@ -165,7 +165,7 @@ def expert_kernels() -> Kernels:
             weight_bytes = 1 if is_fp8 else 2
             up_tiles, down_tiles = experts.select_tiles(weight_bytes, pairs, 128, CARD, token_bytes)
             for kernel, tiles, inputs in ((experts._gate_up, up_tiles, "x"), (experts._down, down_tiles, "h")):
-                blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_K": tiles.inner}
+                blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_K": tiles.inner, "REST": tiles.rest}
                 input_types = {inputs: E4M3, f"{inputs}_scale": F32} if token_bytes == 1 else {}
                 constants = {"K": 8, "FP8": is_fp8, "WIDEN": widens, **blocks}
                 compiled = compile_kernel(

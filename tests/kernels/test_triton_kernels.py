@@ -38,6 +38,7 @@ from redraft.kernels.triton import (
     token_automaton,
     vocabulary,
 )
+from redraft.kernels.triton.tiles import Tiles
 from redraft.model import masks
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns when an exponential overflows
@@ -65,12 +66,17 @@ def test_routing_selects_the_top_experts_and_sorts_by_expert(tokens, number, cho
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
-@pytest.mark.parametrize("case", ["spread", "one token", "all to one", "more than a tile"])
+@pytest.mark.parametrize("case", ["spread", "one token", "all to one", "more than a tile", "a tile and a rest"])
 def test_experts_equal_the_reference(is_fp8, case, monkeypatch):
-    tokens = {"one token": 1, "more than a tile": 150}.get(case, 21)
+    if case == "a tile and a rest":  # experts with one tile, with a part of it, with a tile and some more, and with two
+        tiles = Tiles(32, 32, 32, 2, 4, rest=16)
+        monkeypatch.setattr(experts, "select_tiles", lambda *arguments: (tiles, tiles))
+    tokens = {"one token": 1, "more than a tile": 150, "a tile and a rest": 80}.get(case, 21)
     size, inner, number = (48, 32, 6) if is_fp8 else (40, 24, 6)
     x = randn(tokens, size)
     experts_NK = torch.stack([torch.randperm(number, generator=torch.Generator().manual_seed(n))[:2] for n in range(tokens)])
+    if case == "a tile and a rest":  # of the first column, 7, 25, 48 tokens
+        experts_NK = torch.stack([torch.tensor([0] * 7 + [1] * 25 + [2] * 48), torch.tensor([3] * 30 + [4] * 50)], dim=1)
     if case == "all to one":
         experts_NK = torch.tensor([[5, 0]]).repeat(tokens, 1)
     weights, up, down = randn(tokens, 2).abs(), randn(number, 2 * inner, size, seed=1), randn(number, size, inner, seed=2)

@@ -31,7 +31,7 @@ from redraft.kernels.triton.tiles import LARGE_LIMIT
 
 MIN_HEAD = 512  # below this `attention.py` is faster
 MIN_ROWS = 512  # of a key-value head
-MAX_WEIGHTS = 2**26  # numbers in memory at a time: as many as a canvas of the released model has logits
+MAX_WEIGHTS = 2**26  # numbers in memory at a time for a request: as many as a canvas of the released model has logits
 MIN_SLICE = 256  # new tokens that are computed together where the weights of all would take more memory
 MAX_SPLITS = 8  # with more, the sums of the splits take longer than the products save
 MAX_KEY_TILES = 64  # programs of the first product that share the keys of a split
@@ -43,10 +43,10 @@ class WideTiles(NamedTuple):
     """Tile sizes and launch options of the two products."""
 
     rows: int = 128
-    keys: int = 128  # of the first product
+    keys: int = 256  # of the first product
     inner: int = 64  # the summed axis of both
     columns: int = 128  # of the second product
-    stages: int = 4
+    stages: int = 3
     warps: int = 8
 
 
@@ -55,8 +55,8 @@ TILES = WideTiles()  # tuned on an H200
 
 def is_wide(q_BSHK: Tensor, groups: int, cached: KVLocations, window: int | None, context: int, card: Card) -> bool:
     """Whether `attend_wide` computes this attention: a large head, many rows, weights that fit, a card with large tiles."""
-    b, s, heads, size = q_BSHK.shape
-    if b * min(s, MIN_SLICE) * heads * (context + s) > MAX_SPLITS * MAX_WEIGHTS:
+    _, s, heads, size = q_BSHK.shape
+    if min(s, MIN_SLICE) * heads * (context + s) > MAX_SPLITS * MAX_WEIGHTS:
         return False
     is_large = size >= MIN_HEAD and size % TILES.columns == 0 and s * heads // groups >= MIN_ROWS
     is_plain = window is None and q_BSHK.element_size() == 2 and cached.base.dtype == q_BSHK.dtype
@@ -76,6 +76,7 @@ def attend_wide(
 ) -> Tensor:
     """Returns softmax(q k) v as [B, S, H * K]. `context` is at least the number of cached tokens of every request."""
     b, s, heads, _ = q_BSHK.shape
+    max_weights *= b
     blocks = triton.cdiv(context, tiles.keys) + triton.cdiv(s, tiles.keys)  # of keys, at most
     slice_tokens = s
     while slice_tokens > MIN_SLICE and b * slice_tokens * heads * blocks * tiles.keys > max_weights:
@@ -271,10 +272,10 @@ def _sum_values(
     stats_ptr = in_row[:, None] * BLOCKS + tl.arange(0, BLOCK_I)[None, :]
     for first in range(0, tl.cdiv(end - begin, BLOCK_N), BLOCK_I):
         mask_i = mask_m[:, None] & (begin + (first + tl.arange(0, BLOCK_I)) * BLOCK_N < end)[None, :]
-        largest = tl.load(tile_max + stats_ptr + first, mask=mask_i, other=-1e30)
+        maxima = tl.load(tile_max + stats_ptr + first, mask=mask_i, other=-1e30)
         sums = tl.load(tile_sum + stats_ptr + first, mask=mask_i, other=0.0)
-        new_max = tl.maximum(row_max, tl.max(largest, axis=1))
-        row_sum = row_sum * tl.exp(row_max - new_max) + tl.sum(tl.exp(largest - new_max[:, None]) * sums, axis=1)
+        new_max = tl.maximum(row_max, tl.max(maxima, axis=1))
+        row_sum = row_sum * tl.exp(row_max - new_max) + tl.sum(tl.exp(maxima - new_max[:, None]) * sums, axis=1)
         row_max = new_max
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -284,13 +285,17 @@ def _sum_values(
     new_base = v + request.to(tl.int64) * v_row
     weight_ptr = weights + in_row[:, None] * BLOCKS * BLOCK_N + offs_n[None, :]
     max_ptr = tile_max + in_row * BLOCKS
+    last_tile = tl.maximum(tl.cdiv(end - begin, BLOCK_N) - 1, 0)
+    largest = tl.load(max_ptr, mask=mask_m, other=0.0)
     for start in range(begin, tl.minimum(end, padded), BLOCK_K):
         slot = start % slot_count + offs_n
         slot = tl.where(slot < slot_count, slot, slot - slot_count)
         offs = (slot.to(tl.int64) * G + group)[:, None] * K + column[None, :]
         value = tl.load(value_base + offs, mask=(start + offs_n < length)[:, None], other=0.0)
         weight = tl.load(weight_ptr + (start - begin), mask=mask_m[:, None], other=0.0)
-        factor = tl.exp(tl.load(max_ptr + (start - begin) // BLOCK_N, mask=mask_m, other=0.0) - row_max)
+        factor = tl.exp(largest - row_max)
+        next_tile = tl.minimum((start - begin + BLOCK_K) // BLOCK_N, last_tile)
+        largest = tl.load(max_ptr + next_tile, mask=mask_m, other=0.0)  # one iteration ahead of its use
         weight = (weight.to(tl.float32) * factor[:, None]).to(value.dtype)
         acc = tl.dot(weight, value, acc, input_precision="ieee")
     for start in range(tl.maximum(begin, padded), end, BLOCK_K):
@@ -298,7 +303,9 @@ def _sum_values(
         offs = number.to(tl.int64)[:, None] * v_token + group * K + column[None, :]
         value = tl.load(new_base + offs, mask=(number < S)[:, None], other=0.0)
         weight = tl.load(weight_ptr + (start - begin), mask=mask_m[:, None], other=0.0)
-        factor = tl.exp(tl.load(max_ptr + (start - begin) // BLOCK_N, mask=mask_m, other=0.0) - row_max)
+        factor = tl.exp(largest - row_max)
+        next_tile = tl.minimum((start - begin + BLOCK_K) // BLOCK_N, last_tile)
+        largest = tl.load(max_ptr + next_tile, mask=mask_m, other=0.0)  # one iteration ahead of its use
         weight = (weight.to(tl.float32) * factor[:, None]).to(value.dtype)
         acc = tl.dot(weight, value, acc, input_precision="ieee")
     head = group * group_heads + row % group_heads
