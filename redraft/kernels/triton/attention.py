@@ -155,13 +155,7 @@ def _attend(
     if WINDOW:
         oldest = tl.maximum(length - (WINDOW - 1), 0)
     cached = length - oldest
-    first_key = 0
-    end_key = cached + S
-    if CAUSAL:  # blocks of keys that no row of this tile attends to are left out
-        first_token = tile * BLOCK_M // group_heads
-        end_key = cached + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_heads + 1, S)
-        if WINDOW:
-            first_key = tl.maximum(length + first_token - (WINDOW - 1) - oldest, 0)
+    first_key, end_key = _find_key_range(tile, length, oldest, S, group_heads, WINDOW, CAUSAL, BLOCK_M)
     split_keys = tl.cdiv(tl.cdiv(end_key - first_key, BLOCK_N), tl.num_programs(2)) * BLOCK_N
     begin = first_key + split * split_keys
     end = tl.minimum(begin + split_keys, end_key)
@@ -208,6 +202,18 @@ def _attend(
         tl.store(partial + out_row[:, None] * K + offs_k[None, :], acc, mask=mask)
         tl.store(softmax + out_row * 2, row_max, mask=mask_m)
         tl.store(softmax + out_row * 2 + 1, row_sum, mask=mask_m)
+
+
+@triton.jit
+def _find_key_range(tile, length, oldest, S, group_heads, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The numbers of the first key that a row of this tile attends to, and of the one behind the last."""
+    first_key = 0
+    end_key = length - oldest + S
+    if CAUSAL:
+        end_key = length - oldest + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_heads + 1, S)
+        if WINDOW:
+            first_key = tl.maximum(length + tile * BLOCK_M // group_heads - (WINDOW - 1) - oldest, 0)
+    return first_key, end_key
 
 
 @triton.jit
