@@ -1,4 +1,4 @@
-# make demo: a story, redrafted on your terminal.  make test: lint and tests.  make soak: minutes of load and long training.
+# make demo: a Sudoku and a story, redrafted on your terminal.  make test: lint and tests.  make soak: minutes of load and long training.
 # make bench: speeds.  make lint: style and types.
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ READY := $(VENV)/ready
 .PHONY: demo test soak lint docs bench clean
 
 demo: $(READY)
-	$(VENV)/bin/redraft "Once upon a time"
+	@$(VENV)/bin/redraft demo
 
 test: lint
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not soak"
@@ -33,7 +33,8 @@ clean:
 	rm -rf $(VENV) build
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "redraft needs Python 3.11 or newer, this is " + sys.version)'
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	touch $(READY)
+	@echo "setting up $(VENV)" >&2
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "redraft needs Python 3.11 or newer, this is " + sys.version)'
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" >&2
+	@touch $(READY)

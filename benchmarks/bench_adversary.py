@@ -47,7 +47,7 @@ def serve(model: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = ["--port", str(port), "--body-seconds", "10", "--drain-seconds", str(DRAIN_SECONDS), "--dtype", "float32"]
-    command = [sys.executable, "-m", "redraft.cli", "serve", *(["-m", model] if model else []), *flags]
+    command = [sys.executable, "-m", "redraft", "serve", *(["-m", model] if model else []), *flags]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:

@@ -23,7 +23,7 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS
 
 def story_seconds(tokens: int, *flags: str) -> float:
     """Wall time of one whole process."""
-    command = [sys.executable, "-m", "redraft.cli", "Once upon a time", "--seed", "1", "--device", "cpu", "-n", str(tokens)]
+    command = [sys.executable, "-m", "redraft", "Once upon a time", "--seed", "1", "--device", "cpu", "-n", str(tokens)]
     began = time.perf_counter()
     subprocess.run([*command, *flags], check=True, capture_output=True, env=ENVIRONMENT)
     return time.perf_counter() - began

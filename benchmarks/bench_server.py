@@ -34,7 +34,7 @@ def free_port() -> int:
 
 def start_server(model: str, port: int, requests: int) -> subprocess.Popen[bytes]:
     """Starts a server process and waits until it answers."""
-    command = [sys.executable, "-m", "redraft.cli", "serve", "--port", str(port), "--requests", str(requests)]
+    command = [sys.executable, "-m", "redraft", "serve", "--port", str(port), "--requests", str(requests)]
     command += ["--dtype", "float32"]
     server = subprocess.Popen([*command, *(["-m", model] if model else [])], stderr=subprocess.DEVNULL)
     for _ in range(1200):

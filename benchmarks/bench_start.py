@@ -1,4 +1,4 @@
-"""From the start of the process: first frame, finished story, a Sudoku; beside what importing PyTorch alone takes.
+"""From the start of the process: help, a usage error, first frame, finished story, a Sudoku; beside `import torch` alone.
 
 Every row is a process of its own, the best of some. A ratio is the row's time over that of `import torch` in the same run.
 The last line is JSON.
@@ -29,11 +29,14 @@ main.main()
 PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
 
 
-def process_seconds(*arguments: str) -> float:
-    """Wall time of one Python process."""
+def process_seconds(*arguments: str, code: int = 0) -> float:
+    """Wall time of one Python process, which ends with this exit code."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
-    return time.perf_counter() - began
+    process = subprocess.run([sys.executable, *arguments], capture_output=True)
+    seconds = time.perf_counter() - began
+    if process.returncode != code:
+        raise SystemExit(f"{arguments} ended with {process.returncode}: {process.stderr.decode()}")
+    return seconds
 
 
 def story_seconds() -> tuple[float, float]:
@@ -62,10 +65,12 @@ def main() -> None:
     repeat = parser.parse_args().repeat
     process_seconds("-c", "import torch")  # the files are in memory
     stories = [story_seconds() for _ in range(repeat)]
-    sudoku = ("-m", "redraft.cli", "sudoku", PUZZLE, "--json", "--seed", "1")
+    sudoku = ("-m", "redraft", "sudoku", PUZZLE, "--json", "--seed", "1")
     seconds = {
         "import torch": min(process_seconds("-c", "import torch") for _ in range(repeat)),
-        "redraft --version": min(process_seconds("-m", "redraft.cli", "--version") for _ in range(repeat)),
+        "redraft --version": min(process_seconds("-m", "redraft", "--version") for _ in range(repeat)),
+        "redraft --help": min(process_seconds("-m", "redraft", "--help") for _ in range(repeat)),
+        "a usage error": min(process_seconds("-m", "redraft", "--steps", "x", code=2) for _ in range(repeat)),
         "first frame": min(first for first, _ in stories),
         "finished story": min(whole for _, whole in stories),
         "redraft sudoku": min(process_seconds(*sudoku) for _ in range(repeat)),

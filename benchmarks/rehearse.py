@@ -202,7 +202,7 @@ def environment() -> dict[str, str]:
 
 def write_once(folder: str, prompt: str, tokens: int, steps: int) -> dict[str, Any]:
     """`redraft PROMPT -m FOLDER --json`: seconds of the process, and the statistics that it prints."""
-    command = [sys.executable, "-m", "redraft.cli", "-", "-m", folder, "--json"]
+    command = [sys.executable, "-m", "redraft", "-", "-m", folder, "--json"]
     command += ["--seed", "1", "-n", str(tokens), "--steps", str(steps), "--raw"]
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -229,7 +229,7 @@ def first_text(folder: str, steps: int) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
-        "redraft.cli",
+        "redraft",
         QUESTION,
         "-m",
         folder,
@@ -261,7 +261,7 @@ def first_text(folder: str, steps: int) -> dict[str, Any]:
 
 def chat_twice(folder: str, steps: int) -> dict[str, Any]:
     """`redraft chat`, two messages through a pipe."""
-    command = [sys.executable, "-m", "redraft.cli", "chat", "-m", folder, "-n", "256", "--steps", str(steps), "--seed", "1"]
+    command = [sys.executable, "-m", "redraft", "chat", "-m", folder, "-n", "256", "--steps", str(steps), "--seed", "1"]
     began = time.perf_counter()
     run = subprocess.run(command, input=f"{QUESTION}\nAnd at night?\n", capture_output=True, text=True, env=environment())
     if run.returncode:
@@ -275,7 +275,7 @@ def serve_openai(folder: str, prompt: str, tokens: int, steps: int) -> dict[str,
     import openai
 
     port = 18012
-    command = [sys.executable, "-m", "redraft.cli", "serve", "-m", folder, "--port", str(port)]
+    command = [sys.executable, "-m", "redraft", "serve", "-m", folder, "--port", str(port)]
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment())
     try:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from redraft.config import ConfigError, ModelConfig, SamplerConfig
     from redraft.constraints.constraints import Constraints
     from redraft.diffusion.generate import Finished, Stats
+    from redraft.tasks.answer import Answer
     from redraft.tasks.edit import Change, Edited, Suggestion
     from redraft.tasks.generation import GenerationOptions
     from redraft.tasks.infill import Filled
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from redraft.tasks.text_events import TextDraft as Draft
     from redraft.tokenizer.chat_parser import Parsed, ToolCall
     from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
-    from redraft.writer import Answer, Writer, load
+    from redraft.writer import Writer, load
 
 __all__ = [
     "Answer",
@@ -58,13 +59,14 @@ MODULES = {  # where each public name is defined
     "redraft.config": ("ConfigError", "ModelConfig", "SamplerConfig"),
     "redraft.constraints.constraints": ("Constraints",),
     "redraft.diffusion.generate": ("Finished", "Stats"),
+    "redraft.tasks.answer": ("Answer",),
     "redraft.tasks.edit": ("Change", "Edited", "Suggestion"),
     "redraft.tasks.generation": ("GenerationOptions",),
     "redraft.tasks.infill": ("Filled",),
     "redraft.tasks.text_events": ("TextCommitted", "TextDraft"),
     "redraft.tokenizer.chat_parser": ("Parsed", "ToolCall"),
     "redraft.tokenizer.tokenizer": ("Tokenizer", "TokenizerError"),
-    "redraft.writer": ("Answer", "Writer", "load"),
+    "redraft.writer": ("Writer", "load"),
 }
 RENAMED = {"Committed": "TextCommitted", "Draft": "TextDraft"}  # public name -> name where it is defined
 

@@ -52,6 +52,7 @@ LARGEST = {
 }
 LARGEST_DRAFT_HEAD = 2**16
 MOST_LAYERS = 10_000
+MOST_LENGTHS = 64
 MAX_FILE_BYTES = 64 * 2**20  # of a file that is read whole; Gemma's tokenizer.json has half of it
 
 
@@ -97,6 +98,13 @@ def require_ids(name: str, value: Any, vocab_size: int = 2**31) -> tuple[int, ..
     """Returns the token ids, given as one id or as a list of them, else raises ConfigError."""
     ids = value if isinstance(value, list | tuple) else (value,)
     return tuple(require_int(name, token, 0, vocab_size - 1) for token in ids)
+
+
+def require_lengths(name: str, value: Any) -> tuple[int, ...]:
+    """Returns the lengths, shortest first, if the value is a list of whole numbers above 0, else raises ConfigError."""
+    if not isinstance(value, list | tuple) or len(value) > MOST_LENGTHS:
+        raise ConfigError(f"{name} must be a list of at most {MOST_LENGTHS} lengths, got {show_value(value)}")
+    return tuple(sorted({require_int(name, length) for length in value}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +264,9 @@ def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 CHECKS = ("off", "checked", "exact")
+DEFAULT_EDIT_STRENGTH = 0.3  # share of the tokens that an edit may replace: the default in Python, CLI and server
+AUTO = "auto"  # in place of a canvas length: chosen for the answer
+AUTO_LENGTHS = (32, 64, 128)  # that a checkpoint is given on request if it was trained at one length only
 MAX_DRAFT_LENGTH = 64
 
 
@@ -268,6 +279,7 @@ class SamplerConfig:
     """
 
     canvas_length: int = 256
+    canvas_lengths: tuple[int, ...] = ()  # at which the denoiser was trained: a short answer takes a short canvas
     max_new_tokens: int = 256
     max_steps: int = 48
     entropy_bound: float = 0.1  # nats: summed entropy of the tokens one step accepts, without the last one's own
@@ -275,6 +287,7 @@ class SamplerConfig:
     t_max: float = 0.8
     stability_threshold: int = 1  # steps for which the argmax of the canvas must not change
     confidence_threshold: float = 0.005  # nats: the mean entropy must be strictly below this
+    settle_prefix: bool = False  # positions that settle from the left are final at once, before the whole canvas settles
     eos_token_ids: tuple[int, ...] = (1, 106, 50)
     pad_token_id: int = 0
     # For small models, whose entropies exceed the bound (see docs/tour.md). Off for published checkpoints.
@@ -298,6 +311,7 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         for name in ("canvas_length", "max_new_tokens", "max_steps"):
             require_int(name, getattr(self, name))
+        object.__setattr__(self, "canvas_lengths", require_lengths("canvas_lengths", self.canvas_lengths))
         require_int("stability_threshold", self.stability_threshold, 0)
         require_ids("pad_token_id", self.pad_token_id)
         object.__setattr__(self, "eos_token_ids", require_ids("eos_token_ids", self.eos_token_ids))  # JSON gives a list
@@ -309,7 +323,7 @@ class SamplerConfig:
         if self.t_max < self.t_min:
             raise ConfigError(f"t_max must not be below t_min, got {self.t_max} and {self.t_min}")
         require_int("spread", self.spread, 0)
-        for name in ("quota", "accept_at_end", "stops_last"):
+        for name in ("settle_prefix", "quota", "accept_at_end", "stops_last"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         self._check_verification()
@@ -337,6 +351,18 @@ class SamplerConfig:
         """The number of canvases that hold max_new_tokens; the last one may be filled only in part."""
         return -(-self.max_new_tokens // self.canvas_length)
 
+    def fit_canvas(self, tokens: int, room: int) -> "SamplerConfig":
+        """Chooses the canvas for an answer of at most `tokens`: the shortest trained length that holds it.
+
+        The canvases of an answer must fit the `room` that the prompt leaves. Where no length does both, it is the longest
+        that fits, and the settings stay as they are where none fits.
+        """
+        shorter = [length for length in self.canvas_lengths if length < self.canvas_length]
+        choices = [replace(self, canvas_length=length) for length in (*shorter, self.canvas_length)]
+        fitting = [cfg for cfg in choices if cfg.max_answer <= room]
+        holding = [cfg for cfg in fitting if cfg.canvas_length >= tokens]
+        return (holding[:1] or fitting[-1:] or [self])[0]
+
     @property
     def max_answer(self) -> int:
         """Positions that an answer may take: whole canvases, or just max_new_tokens in exact mode, which has none."""
@@ -344,8 +370,8 @@ class SamplerConfig:
 
     @property
     def for_drafts(self) -> "SamplerConfig":
-        """Checked mode: the settings with which a whole canvas is drafted before it is verified."""
-        return replace(self, max_steps=self.draft_steps)
+        """Checked mode: the settings with which a whole canvas is drafted before it is verified. Nothing of it is final."""
+        return replace(self, max_steps=self.draft_steps, settle_prefix=False)
 
     @property
     def without_filters(self) -> "SamplerConfig":

@@ -6,70 +6,54 @@ is a text to continue, or a conversation (a list of messages) to answer, which g
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
-from torch import Tensor
 
 from redraft import checkpoint
-from redraft.config import EngineConfig, SamplerConfig
+from redraft.config import DEFAULT_EDIT_STRENGTH, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.pattern_compiler import LocalCompiler, Pattern, PatternCompiler
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
-from redraft.diffusion import rng
-from redraft.diffusion.generate import Finished, Stats, check_inputs, generate
+from redraft.diffusion.generate import Finished, generate
 from redraft.diffusion.verified import generate_verified
 from redraft.engine import Engine, Request, Stopped
 from redraft.engine.gpu_limit import GpuLimit, explain_lack_of_memory, limit_gpu
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.tasks import best_of, edit, infill
-from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, Span, Suggestion
+from redraft.tasks import best_of, decide, edit, infill
+from redraft.tasks.answer import Answer
+from redraft.tasks.async_stream import AsyncStream
+from redraft.tasks.edit import Edited, Span, Suggestion
 from redraft.tasks.generation import (
     GenerationOptions,
     Prompt,
     check_choices,
-    constrain_choices,
+    choose_seed,
     cut_at_stop,
     is_text_prompt,
-    new_seed,
+    require_text,
+    start_from_draft,
     to_messages,
 )
-from redraft.tasks.infill import Filled, Infiller, Template
+from redraft.tasks.generation import new_seed as new_seed
+from redraft.tasks.infill import Filled, Infiller
+from redraft.tasks.keywords import FillKeywords, GenerationKeywords, SamplerKeywords, SudokuKeywords, list_keywords
+from redraft.tasks.mend import DEFAULT_LEAST, Mender
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solve
 from redraft.tasks.sudoku.board import Board
 from redraft.tasks.sudoku.solve import Solution
 from redraft.tasks.text_events import TextAssembler, TextEvent, add_text, feed_streamer
-from redraft.tokenizer.chat_parser import Parsed, ToolCall, parse_chat
+from redraft.tokenizer.chat_parser import Parsed, parse_chat
 from redraft.tokenizer.helper_process import HelperStoppedError
 from redraft.tokenizer.tokenizer import Tokenizer
 
+Options = GenerationOptions | None
 DEFAULT_MODEL = checkpoint.PACKAGED / "tiny"
 SUDOKU_MODEL = checkpoint.PACKAGED / "sudoku"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A generated answer. `str(answer)` is its text."""
-
-    text: str
-    reason: str  # why it ended: "stop" (a stop token), "length" (max_tokens) or "deadline" (`seconds` have passed)
-    settled: bool  # False when a canvas used all its steps without settling: its text is less reliable
-    ids: tuple[int, ...]  # without the stop token
-    stats: Stats
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-
-    @property
-    def seed(self) -> int:
-        """The seed that reproduces this answer."""
-        return self.stats.seed
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def load(
@@ -129,63 +113,92 @@ class Writer:
         # A server sets a compiler that runs in helper processes.
         self.pattern_compiler: PatternCompiler = LocalCompiler(lambda: self.automaton_compiler)
 
+    def __repr__(self) -> str:
+        million = self.model.config.parameter_counts()["total"] / 1e6
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"Writer({million:,.1f} million parameters, {dtype}, {self.model.device}, check={self.sampler.check!r})"
+
     # 1. Generate
 
     @overload
-    def write(
-        self, prompt: str, options: GenerationOptions | None = None, *, streamer: Any = None, **keywords: Any
+    def write(  # type: ignore[overload-overlap]
+        self, prompt: str, options: Options = None, *, streamer: Any = None, **keywords: Unpack[GenerationKeywords]
     ) -> Answer: ...
     @overload
     def write(
-        self, prompt: Sequence[str], options: GenerationOptions | None = None, *, streamer: Any = None, **keywords: Any
+        self, prompt: Sequence[str], options: Options = None, *, streamer: Any = None, **keywords: Unpack[GenerationKeywords]
     ) -> list[Answer]: ...
 
+    @list_keywords(GenerationKeywords)
     def write(
         self,
         prompt: str | Sequence[str],
-        options: GenerationOptions | None = None,
+        options: Options = None,
         *,
         streamer: Any = None,
-        **keywords: Any,
+        **keywords: Unpack[GenerationKeywords],
     ) -> Answer | list[Answer]:
         """Continues a text, or several texts in one batch: text number i has the seed `seed + i`, as it would alone.
 
         `streamer` is a streamer of transformers; it receives the prompt, every draft and every committed canvas.
         """
         options = GenerationOptions.from_keywords(options, **keywords)
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str | bytes | bytearray) or not isinstance(prompt, Sequence):
+            prompts = [require_text("a text to continue", prompt)]
+        else:
+            prompts = [require_text("each text to continue", text) for text in prompt]
         answers = self._answer_prompts(
             [self.encode_prompt(text, options.tools, options.think) for text in prompts], False, options, streamer
         )
         return answers[0] if isinstance(prompt, str) else answers
 
+    @list_keywords(GenerationKeywords)
     def chat(
-        self, messages: Prompt, options: GenerationOptions | None = None, *, streamer: Any = None, **keywords: Any
+        self, messages: Prompt, options: Options = None, *, streamer: Any = None, **keywords: Unpack[GenerationKeywords]
     ) -> Answer:
         """Answers a conversation. A string is a conversation of one user message."""
         options = GenerationOptions.from_keywords(options, **keywords)
         ids = self.encode_prompt(to_messages(messages), options.tools, options.think, options.stop)
         return self._answer_prompts([ids], True, options, streamer)[0]
 
-    def stream(self, prompt: Prompt, options: GenerationOptions | None = None, **keywords: Any) -> Iterator[TextEvent]:
+    @list_keywords(GenerationKeywords)
+    def astream(self, prompt: Prompt, options: Options = None, **keywords: Unpack[GenerationKeywords]) -> AsyncStream:
+        """The events of `stream` for asyncio: `async for event in writer.astream(...)`, or `await` it for the stream.
+
+        Closing the stream, or cancelling the task that reads it, sets `stop`, which cancels the request.
+        """
+        options = GenerationOptions.from_keywords(options, **keywords)
+        stop = options.stop if options.stop is not None else threading.Event()
+        return AsyncStream(lambda: self.stream(prompt, replace(options, stop=stop)), stop)
+
+    @list_keywords(GenerationKeywords)
+    def stream(self, prompt: Prompt, options: Options = None, **keywords: Unpack[GenerationKeywords]) -> Iterator[TextEvent]:
         """Yields the events of one answer with their text: every draft, every committed canvas, the end.
 
         A string or token ids are continued, messages are answered. The texts of the committed canvases add up to the
-        answer. After `seconds` the current canvas is committed and the stream ends; once `stop` is set, it ends at once.
+        answer; so do the deltas of all events, which come as soon as their text is final. After `seconds` the current canvas
+        is committed and the stream ends; once `stop` is set, it ends at once.
         With `best_of`, the drafts are those of the first answer, and the canvases of the best one are committed at the end.
         """
         options = GenerationOptions.from_keywords(options, **keywords)
         ids = self.encode_prompt(prompt, options.tools, options.think, options.stop)
-        cfg = options.sampler_config(self.sampler)
-        seed = options.seed if options.seed is not None else new_seed()
+        (cfg,), constraints = self.plan([ids], options)
+        seed = choose_seed(options.seed)
         if options.best_of > 1:
             best_of.check_memory(self.engine, len(ids) + cfg.max_answer, options.best_of)
-        constraints = self._constraints(options)
         seeds = best_of.seeds_of(seed, options.best_of)
         streams = [self.engine.stream(self._add_request(ids, cfg, seed, options, constraints)) for seed in seeds]
         events = best_of.stream_likeliest(self.engine, streams, options.stop) if len(streams) > 1 else streams[0]
         assembler = TextAssembler(self.tokenizer, is_chat=not is_text_prompt(prompt))
-        return add_text(events, cfg, assembler, options.drafts)
+        return add_text(events, cfg, assembler, decodes_drafts=options.drafts, is_compared=len(streams) > 1)
+
+    def plan(
+        self, prompts: Sequence[Sequence[int]], options: GenerationOptions
+    ) -> tuple[list[SamplerConfig], Constraints | None]:
+        """The settings with which each prompt is answered, canvas length included, and the constraints on all answers."""
+        cfg = options.sampler_config(self.sampler)
+        constraints = self._constraints(options)
+        return [options.fit_canvas(cfg, len(ids), self._context, constraints) for ids in prompts], constraints
 
     def encode_prompt(
         self,
@@ -218,18 +231,20 @@ class Writer:
     def _answer_prompts(
         self, prompts: Sequence[Sequence[int]], is_chat: bool, options: GenerationOptions, streamer: Any
     ) -> list[Answer]:
-        cfg = options.sampler_config(self.sampler)
-        constraints = self._constraints(options)
-        first_seed = options.seed if options.seed is not None else new_seed()
+        cfgs, constraints = self.plan(prompts, options)
+        first_seed = choose_seed(options.seed)
         seeds = [first_seed + row for row in range(len(prompts))]
         if streamer is not None:
-            end = self._run_with_streamer(prompts, cfg, seeds, options, constraints, streamer)
-            return [self._build_answer(end, row, is_chat, cfg) for row in range(len(prompts))]
+            if len(set(cfgs)) > 1:
+                raise ValueError("with a streamer all prompts need canvases of one length: give canvas_length")
+            end = self._run_with_streamer(prompts, cfgs[0], seeds, options, constraints, streamer)
+            return [self._build_answer(end, row, is_chat, cfgs[0]) for row in range(len(prompts))]
         if options.best_of > 1:
-            best_of.check_memory(self.engine, max(map(len, prompts)) + cfg.max_answer, options.best_of)
+            longest = max(len(ids) + cfg.max_answer for ids, cfg in zip(prompts, cfgs, strict=True))
+            best_of.check_memory(self.engine, longest, options.best_of)
         requests: list[Request] = []
         try:
-            for ids, seed in zip(prompts, seeds, strict=True):
+            for ids, cfg, seed in zip(prompts, cfgs, seeds, strict=True):
                 for candidate_seed in best_of.seeds_of(seed, options.best_of):
                     requests.append(self._add_request(ids, cfg, candidate_seed, options, constraints))
             ends = self.engine.run(requests)
@@ -243,7 +258,7 @@ class Writer:
             candidates = requests[begin : begin + options.best_of]
             candidate_ends = [ends[request] for request in candidates]
             best = best_of.choose_likeliest(self.engine, candidates, candidate_ends, options.stop)
-            answers.append(self._build_answer(candidate_ends[best], 0, is_chat, cfg))
+            answers.append(self._build_answer(candidate_ends[best], 0, is_chat, candidates[best].cfg))
         return answers
 
     def _add_request(
@@ -254,21 +269,12 @@ class Writer:
             cfg,
             seed=seed,
             constraints=constraints,
-            first_canvas_1C=self._first_canvas(options.draft, cfg, seed) if options.draft else None,
+            first_canvas_1C=start_from_draft([seed], options.draft, self.tokenizer, cfg, self.model.config.vocab_size),
             seconds=options.seconds,
             stop=options.stop,
             replay=options.replay,
             candidates=options.candidates,
         )
-
-    def _first_canvas(self, draft: str | Sequence[int], cfg: SamplerConfig, seed: int) -> Tensor:
-        """A first canvas that begins with the draft's tokens; noise fills the rest."""
-        canvas_1C = rng.draws([seed], 0, "cpu").noise(0, cfg.canvas_length, self.model.config.vocab_size)
-        if isinstance(draft, str):
-            draft = self.tokenizer.encode(draft[: cfg.canvas_length * self.tokenizer.longest_token])
-        ids = draft[: cfg.canvas_length]
-        canvas_1C[0, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        return canvas_1C
 
     def _run_with_streamer(
         self,
@@ -282,9 +288,7 @@ class Writer:
         """Runs `generate` instead of the engine: a streamer expects all rows of a batch at the same step."""
         if options.seconds is not None or options.stop is not None or options.replay is not None:
             raise ValueError("seconds, stop and replay do not work with a streamer; iterate over Writer.stream instead")
-        first_canvas_BC = None
-        if options.draft:
-            first_canvas_BC = torch.cat([self._first_canvas(options.draft, cfg, seed) for seed in seeds])
+        first_canvas_BC = start_from_draft(seeds, options.draft, self.tokenizer, cfg, self.model.config.vocab_size)
         if cfg.check != "off":
             if options.draft or options.best_of > 1:
                 raise ValueError("draft and best_of do not work with a streamer in checked and exact mode")
@@ -346,7 +350,6 @@ class Writer:
         token_bytes = self.tokenizer.token_bytes
         return (*token_bytes, *[None] * (self.model.config.vocab_size - len(token_bytes)))
 
-    @torch.inference_mode()
     def decide(
         self, prompt: Prompt, choices: Sequence[str], *, seed: int = 0, stop: threading.Event | None = None
     ) -> dict[str, float]:
@@ -358,36 +361,18 @@ class Writer:
         check_choices(choices)
         self.model.require_denoiser("decide")
         ids = self.encode_prompt(prompt, stop=stop)
-        cfg = self.sampler.changed(max_new_tokens=self.sampler.canvas_length, check="off")
-        length = cfg.canvas_length
-        model = self.model
-        check_inputs(model, [ids], cfg, [seed], [Constraints()], None)
-        noise_1C = rng.draws([seed], 0, model.device).noise(0, length, model.config.vocab_size)
         automata = self._compile([Pattern(choices=[choice]) for choice in choices], stop)
-        patterns = constrain_choices(automata, length, model.config.vocab_size, self.sampler.eos_token_ids)
-        with self.engine.reserve(len(ids), stop=stop) as cache:
-            self.engine.prefill_beside(ids, cache, stop)
-            with self.engine.take_turn(length, stop):
-                logits_CV = model.denoise(noise_1C, None, cache)[0].float().cpu()
-        del cache  # its memory is the engine's again
-        log_totals_C = logits_CV.double().logsumexp(dim=1).numpy()
-        log_probs = []
-        for constraints in patterns:
-            if stop is not None and stop.is_set():
-                raise Stopped
-            automaton = constraints.canvas_automaton(constraints.initial_state, 0, length, length)
-            assert automaton is not None
-            log_probs.append(automaton.log_match_probability(logits_CV.numpy(), log_totals_C))
-        probabilities = torch.tensor(log_probs, dtype=torch.float64).softmax(dim=0).tolist()
+        probabilities = decide.decide(self.engine, ids, automata, self.sampler, choose_seed(seed), stop)
         return dict(zip(choices, probabilities, strict=True))
 
     # 3. Infill and edit
 
     @overload
-    def fill(self, text: str | None = None, *, count: None = None, **options: Any) -> Filled: ...
+    def fill(self, text: str | None = None, *, count: None = None, **options: Unpack[FillKeywords]) -> Filled: ...
     @overload
-    def fill(self, text: str | None = None, *, count: int, **options: Any) -> list[Filled]: ...
+    def fill(self, text: str | None = None, *, count: int, **options: Unpack[FillKeywords]) -> list[Filled]: ...
 
+    @list_keywords(FillKeywords)
     def fill(
         self,
         text: str | None = None,
@@ -401,7 +386,7 @@ class Writer:
         seconds: float | None = None,
         watch: infill.Watch | None = None,
         stop: threading.Event | None = None,
-        **settings: Any,
+        **settings: Unpack[SamplerKeywords],
     ) -> Filled | list[Filled]:
         """Infills the gaps of a text, written [[ ]] or [[ 8 ]] for 8 tokens; or the gap between a prefix and a suffix (FIM).
 
@@ -417,11 +402,11 @@ class Writer:
                 raise ValueError("context goes with a prefix; put it into the text that has gaps")
             template = infill.parse_template(text)
         else:
-            template = Template((context + (prefix or ""), suffix or ""), (None,), is_fim=True)
+            template = infill.between(prefix or "", suffix or "", context)
         infills = Infiller(self.engine, self.tokenizer).infill(
             template,
             self._sampler_config(**settings),
-            seed=seed if seed is not None else new_seed(),
+            seed=choose_seed(seed),
             count=1 if count is None else count,
             longest=longest,
             seconds=seconds,
@@ -429,45 +414,54 @@ class Writer:
             stop=stop,
         )
         if text is None:
-            infills = [replace(filled, text=(prefix or "") + filled.gaps[0] + (suffix or "")) for filled in infills]
+            infills = [filled.without_context(context) for filled in infills]
         return infills[0] if count is None else infills
 
+    @list_keywords(SamplerKeywords)
     def edit(
         self,
         text: str,
         instruction: str | None = None,
         *,
-        strength: float = DEFAULT_EDIT_STRENGTH,
+        strength: float | None = None,
         keep: Sequence[Span] = (),
         seed: int | None = None,
         stop: threading.Event | None = None,
-        **settings: Any,
+        **settings: Unpack[SamplerKeywords],
     ) -> Edited:
-        """Edits a text in place: replaces at most the share `strength` of its tokens, the least likely ones.
+        """Edits a text in place. Without `strength` and an instruction it makes the repairs that `suggest` would suggest.
 
-        An instruction (chat models only) conditions which tokens are likely. Characters in the spans `keep` (start, end)
-        do not change. `edited.diff()` shows the changes. Raises Stopped once `stop` is set. `settings` are `temperature`
-        and fields of SamplerConfig.
+        With a strength it replaces at most this share of the tokens, the least likely ones; an instruction (chat models
+        only, strength 0.3) conditions which are likely. Characters in the spans `keep` (start, end) do not change.
+        Raises Stopped once `stop` is set. `settings` are `temperature` and fields of SamplerConfig.
         """
-        prompt = [] if instruction is None else self.encode_prompt(to_messages(f"{instruction}\n\n{text}"), stop=stop)
+        if instruction is None and strength is None:
+            self._sampler_config(**settings)  # refuses unknown settings
+            return self.mender.mend(text, least=DEFAULT_LEAST, keep=keep, seed=choose_seed(seed), stop=stop)
+        prompt: list[int] = []
+        if instruction is not None:
+            request = f"{require_text('instruction', instruction)}\n\n{require_text('text', text)}"
+            prompt = self.encode_prompt(to_messages(request), stop=stop)
         return edit.edit(
             self.engine,
             self.tokenizer,
             text,
             self._sampler_config(**settings),
-            strength=strength,
+            strength=DEFAULT_EDIT_STRENGTH if strength is None else strength,
             keep=keep,
             prompt=prompt,
-            seed=seed if seed is not None else new_seed(),
+            seed=choose_seed(seed),
             stop=stop,
         )
 
-    def suggest(self, text: str, *, least: float = 20.0, most: int = 3) -> list[Suggestion]:
-        """Finds unlikely tokens in a text: those for which another token is at least `least` times as likely.
+    def suggest(self, text: str, *, least: float = DEFAULT_LEAST, most: int = 3) -> list[Suggestion]:
+        """Finds places where a small repair makes the text `least` times as likely. Lists `most` repairs at most."""
+        return self.mender.suggest(text, least=least, most=most)
 
-        Each suggestion lists at most `most` alternatives.
-        """
-        return edit.suggest(self.engine, self.tokenizer, text, self.sampler, least=least, most=most)
+    @cached_property
+    def mender(self) -> Mender:
+        """Finds and repairs mistakes with the causal half."""
+        return Mender(self.engine, self.tokenizer)
 
     def _sampler_config(self, temperature: float | None = None, **settings: Any) -> SamplerConfig:
         return self.sampler.with_temperature(temperature).changed(**settings)
@@ -475,21 +469,24 @@ class Writer:
     # 4. Sudoku
 
     @overload
-    def solve_sudoku(self, puzzle: str | Board, **options: Any) -> Solution: ...
+    def solve_sudoku(  # type: ignore[overload-overlap]
+        self, puzzle: str | Board, *, seed: int | None = None, **options: Unpack[SudokuKeywords]
+    ) -> Solution: ...
     @overload
-    def solve_sudoku(self, puzzle: Sequence[str | Board], **options: Any) -> list[Solution]: ...
-
     def solve_sudoku(
-        self, puzzle: str | Board | Sequence[str | Board], *, seed: int | None = None, **options: Any
+        self, puzzle: Sequence[str | Board], *, seed: int | None = None, **options: Unpack[SudokuKeywords]
+    ) -> list[Solution]: ...
+
+    @list_keywords(SudokuKeywords)
+    def solve_sudoku(
+        self, puzzle: str | Board | Sequence[str | Board], *, seed: int | None = None, **options: Unpack[SudokuKeywords]
     ) -> Solution | list[Solution]:
         """Solves a puzzle (81 characters, a drawn grid, or 81 numbers) or a batch of them. Needs a Sudoku model.
 
         Puzzle number i has the seed `seed + i`. `options` are `canvases=64`, `check=True`, and fields of SamplerConfig.
         """
-        items = [puzzle] if isinstance(puzzle, str) else list(puzzle)
-        is_single = isinstance(puzzle, str) or (len(items) > 0 and not hasattr(items[0], "__iter__"))
-        puzzles = [boards.to_board(item) for item in ([puzzle] if is_single else items)]  # type: ignore[arg-type]
-        events = self.sudoku_events(puzzles, seed=seed if seed is not None else new_seed(), **options)
+        puzzles, is_single = boards.to_boards(puzzle)
+        events = self.sudoku_events(puzzles, seed=choose_seed(seed), **options)
         solutions = sorted((e for e in events if isinstance(e, Solution)), key=lambda solution: solution.number)
         return solutions[0] if is_single else solutions
 

@@ -65,6 +65,7 @@ def test_an_adversary_stalls_nobody(tmp_path):
     assert found["memory_more_mb"] < 450  # 300 is the aim of the benchmark; allocators differ between machines
 
 
+@pytest.mark.soak
 def test_a_limit_on_memory_changes_no_token():
     """On a CPU nothing is limited, but experts are offloaded as planned."""
     options = {"shape": "tiny", "context": 96, "prompt": 20, "new": 16, "steps": 2}

@@ -36,6 +36,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
     assert tracked - names == set()
 
 
+@pytest.mark.soak
 def test_a_recipe_trains_from_the_wheel_alone(wheel, tmp_path):
     """In an empty folder, with only the wheel's redraft on the path: the checkout cannot be imported by accident."""
     content = tmp_path / "content"

@@ -13,6 +13,7 @@ from redraft.checkpoint.names import CONFIG, CheckpointError
 
 PACKAGED = Path(__file__).parents[1] / "weights"
 PACKAGED_NAMES = ("tiny", "sudoku")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # how torch.save names its files
 REPOSITORY = r"[\w-][\w.-]*/[\w-][\w.-]*"
 HUB_FILE = re.compile(rf"({REPOSITORY})/([\w./ -]+)")
 HUB_TAG = re.compile(rf"({REPOSITORY}):([\w.-]+)")
@@ -23,6 +24,8 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
 
     With `weights=False` only the small files of a hub id are downloaded; a GGUF file is always downloaded whole.
     """
+    if not isinstance(path_or_id, str | Path):
+        raise CheckpointError(f"a checkpoint is named by a folder, a file or a hub id, got {path_or_id!r}")
     try:
         folder = Path(path_or_id).expanduser()
     except RuntimeError as error:  # ~unknown-user
@@ -31,10 +34,13 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
         return PACKAGED / str(path_or_id)
     if folder.is_dir():
         _refuse_folder_of_gguf_files(folder)
+        if weights:
+            _refuse_pickles(folder, sorted(path for path in folder.iterdir()))
         return folder
     if folder.exists() and is_gguf(folder):
         return folder
     if folder.exists():
+        _refuse_pickles(folder, [folder])
         raise CheckpointError(
             f"{path_or_id} is a file; give a .gguf file, or the folder that holds config.json and the weights"
         )
@@ -58,6 +64,17 @@ def _refuse_folder_of_gguf_files(folder: Path) -> None:
     files = [] if (folder / CONFIG).exists() else sorted(path for path in folder.iterdir() if is_gguf(path))
     if files:
         raise CheckpointError(f"{folder} has no {CONFIG}, but GGUF files: name one of them, such as {files[0]}")
+
+
+def _refuse_pickles(name: Path, files: list[Path]) -> None:
+    """Refuses weights that are stored as pickles only."""
+    pickles = [file for file in files if file.suffix in PICKLES]
+    if pickles and not any(file.suffix == ".safetensors" for file in files):
+        inside = "" if pickles == [name] else f"{name} holds its weights as a pickle: "
+        raise CheckpointError(
+            f"{inside}{pickles[0].name} is a pickle of torch.save, which can run any code when it is loaded; "
+            "convert it to safetensors where you trust it"
+        )
 
 
 def _find_tagged_file(hub_id: str, tag: str) -> str:

@@ -83,8 +83,8 @@ CAUSAL_GENERATION_KEYS = ("max_new_tokens", "pad_token_id", "repetition_penalty"
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")  # of causal-only checkpoints, used where do_sample is true
 TRANSFORMERS_TOP_K = 50
 REDRAFT_KEYS = (
-    "canvas_length quota accept_at_end spread stops_last check tolerance draft_length draft_steps draft_token temperature "
-    "top_k top_p min_p repetition_penalty"
+    "canvas_length canvas_lengths settle_prefix quota accept_at_end spread stops_last check tolerance draft_length "
+    "draft_steps draft_token temperature top_k top_p min_p repetition_penalty"
 ).split()
 
 

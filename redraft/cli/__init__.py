@@ -1,5 +1,6 @@
 """The command line.
 
+start.py      the entry point
 main.py       write, chat; user errors become one sentence
 options.py    options that several commands share
 generation.py options of the commands that generate an answer
@@ -10,7 +11,9 @@ info.py       info
 quantize.py   quantize
 warm.py       warm: builds GPU kernels ahead
 sudoku.py     sudoku
+demo.py       demo: a Sudoku and a story
 train.py      train, eval
+data.py       data: makes training data
 terminal.py   draws events on a terminal
 recording.py  records events as an animated picture
 """

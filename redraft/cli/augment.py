@@ -4,21 +4,24 @@ The variants of a record are written together, in the order of the records; each
 run resumes after the last complete record of the output.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from redraft import writer
 from redraft.cli.options import Device, Model, Threads, option, parse_int
-from redraft.tasks.augment import BATCH, Plan, Variant, check_text, choose_spans, variants
+
+if TYPE_CHECKING:
+    from redraft.tasks.augment import Plan, Variant
 
 ORIGIN = "redraft"  # the field of a variant that names its record, seed and spans
 
@@ -40,13 +43,17 @@ def augment(
     threads: Threads = None,
 ) -> None:
     """Make variants of texts for a training set: some words are replaced by others that fit."""
-    plan = Plan(share=parse_share(share), regex=regex, keep=keep, count=count, seed=seed)
+    share_of_words = parse_share(share)
     records = read_records(Path(file), field)
     target = Path(out)
     if target.exists() and not resume:
         raise ValueError(f"{out} exists already: continue it with --resume, or name another file")
     if not target.absolute().parent.is_dir():
         raise ValueError(f"there is no folder {str(target.parent)!r} to write {out!r} into")
+    from redraft import writer
+    from redraft.tasks.augment import BATCH, Plan, check_text, variants
+
+    plan = Plan(share=share_of_words, regex=regex, keep=keep, count=count, seed=seed)
     begin = 0
     kept_bytes = 0
     if target.exists():
@@ -124,6 +131,8 @@ def find_resume_point(path: Path, texts: Sequence[str], plan: Plan) -> tuple[int
     That is the last record in the output, since its variants may be incomplete. Refuses an output that these records and
     options would not have produced.
     """
+    from redraft.tasks.augment import choose_spans
+
     written = path.read_bytes()
     last_record = 0
     kept_bytes = 0

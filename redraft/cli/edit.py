@@ -1,21 +1,36 @@
 """The commands redraft fill FILE|- (infilling) and redraft edit FILE|- (editing in place)."""
 
+from __future__ import annotations
+
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from redraft import writer
-from redraft.cli.options import Device, Model, Seed, Threads, option, parse_float, parse_int
+from redraft.cli.options import (
+    Device,
+    Model,
+    Seed,
+    Threads,
+    decode_utf8,
+    option,
+    parse_float,
+    parse_int,
+    read_stdin,
+    refuse_sudoku_model,
+)
 from redraft.cli.terminal import CanvasView, strip_control_characters
 from redraft.config import write_text
-from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH, Edited, check_strength
-from redraft.tasks.infill import Filled, parse_template
+
+if TYPE_CHECKING:
+    from redraft.tasks.edit import Edited
+    from redraft.tasks.infill import Filled
+    from redraft.writer import Writer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Write = Annotated[bool, typer.Option("--write", "-w", help="Replace the file with the result, atomically.")]
@@ -37,8 +52,15 @@ def fill(
 ) -> None:
     """Infill the gaps of a text; the text around them does not change."""
     text = read_text(file, write)
+    if count < 1:
+        raise ValueError(f"--count must be at least 1, got {count}")
+    from redraft import writer
+    from redraft.tasks.infill import parse_template
+
     texts = parse_template(text).texts  # checks the gaps before the model is loaded
     subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
+    refuse_sudoku_model(subject)
+    check_longest(longest, subject.model.config.max_position_embeddings)
     console = Console(highlight=False)
     status_console = Console(stderr=True, highlight=False)
     with CanvasView(status_console, subject.tokenizer, subject.sampler.eos_token_ids) as view:
@@ -49,6 +71,8 @@ def fill(
     if as_json:
         print(json.dumps([asdict(filled) for filled in infills] if count > 1 else asdict(infills[0])))
         return
+    if count == 1:
+        print(f"seed {infills[0].seed}", file=sys.stderr)
     for rank, filled in enumerate([] if write else infills, 1):
         if count > 1:
             blank_line = "" if rank == 1 else "\n"
@@ -66,23 +90,27 @@ def edit(
     ] = None,
     model: Model = "",
     strength: Annotated[
-        float, option("--strength", help="Maximum share of tokens to replace, 0 to 1.", parser=parse_float)
-    ] = DEFAULT_EDIT_STRENGTH,
+        float | None,
+        option("--strength", help="Maximum share of tokens to replace, 0 to 1. [only repairs]", parser=parse_float),
+    ] = None,
     seed: Seed = None,
-    suggest: Annotated[
-        bool, typer.Option("--suggest", help="Change nothing: print unlikely tokens and alternatives.")
-    ] = False,
+    suggest: Annotated[bool, typer.Option("--suggest", help="Change nothing: print mistakes and their repairs.")] = False,
     as_json: AsJson = False,
     write: Write = False,
     device: Device = None,
     threads: Threads = None,
 ) -> None:
-    """Edit a text in place where the model finds it unlikely, and show the difference."""
+    """Repair the mistakes of a text, or with --strength replace its unlikely tokens, and show the difference."""
     text = read_text(file, write)
     if suggest and (write or instruction is not None):
         raise ValueError("--suggest changes nothing: leave out --write and --instruction")
-    check_strength(strength)
+    from redraft import writer
+    from redraft.tasks.edit import check_strength
+
+    if strength is not None:
+        check_strength(strength)
     subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
+    refuse_sudoku_model(subject)
     console = Console(highlight=False)
     if suggest:
         _print_suggestions(subject, text, as_json)
@@ -93,7 +121,9 @@ def edit(
         write_text(file, edited.text)
     if as_json:
         print(json.dumps(asdict(edited)))
-    elif console.is_terminal:
+        return
+    print(f"seed {edited.seed}", file=sys.stderr)
+    if console.is_terminal:
         console.print(colour_diff(edited, "text" if file == "-" else file), soft_wrap=True, end="")
     elif not write:
         sys.stdout.write(edited.text)
@@ -103,11 +133,13 @@ def read_text(file: str, write: bool) -> str:
     """The text of a file, or of stdin for `-`."""
     if file == "-" and write:
         raise ValueError("--write replaces a file, but - is stdin: name a file")
-    raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}") from None
+    return read_stdin() if file == "-" else decode_utf8(Path(file).read_bytes(), file)
+
+
+def check_longest(longest: int, context: int) -> None:
+    """Refuses gaps that could not fit the model's context."""
+    if not 0 < longest < context:
+        raise ValueError(f"--longest must be from 1 to {context - 1}, below the model's context, got {longest}")
 
 
 def colour_gaps(texts: tuple[str, ...], filled: Filled) -> Text:
@@ -128,7 +160,7 @@ def colour_diff(edited: Edited, name: str) -> Text:
     return coloured
 
 
-def _print_suggestions(subject: writer.Writer, text: str, as_json: bool) -> None:
+def _print_suggestions(subject: Writer, text: str, as_json: bool) -> None:
     suggestions = subject.suggest(text)
     if as_json:
         print(json.dumps([asdict(suggestion) for suggestion in suggestions]))

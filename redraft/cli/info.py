@@ -1,18 +1,18 @@
 """The command redraft info: a checkpoint's shape, how it generates text, formats and memory, and what runs here."""
 
-import platform
-from typing import Annotated
+from __future__ import annotations
 
-import torch
+import platform
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from redraft import checkpoint
 from redraft.config import ModelConfig, SamplerConfig
-from redraft.kernels import backend
-from redraft.kernels.scaled_mm import select_product
-from redraft.kernels.triton.tiles import describe_tiles
+
+if TYPE_CHECKING:
+    from redraft.checkpoint import PartSize
 
 
 def info(
@@ -21,11 +21,13 @@ def info(
     ] = "",
 ) -> None:
     """Show a checkpoint's shape, its memory by format, and which kernels run on this machine."""
+    from redraft import checkpoint
+
     console = Console(highlight=False)
     config = ModelConfig()
     sampler = SamplerConfig()
     stored = None
-    parts: list[checkpoint.PartSize] = []
+    parts: list[PartSize] = []
     if model:
         folder = checkpoint.find(model, weights=False)
         config, sampler = checkpoint.read_configs(folder)
@@ -82,10 +84,12 @@ def _generation_table(sampler: SamplerConfig) -> Table:
         table.add_row("temperature", f"{sampler.temperature:g}, of the causal half")
         table.add_row("draft length", f"{sampler.draft_length} tokens")
     table.add_row("max tokens", f"{sampler.max_new_tokens:,}")
+    if sampler.canvas_lengths:
+        table.add_row("canvas lengths", f"{', '.join(map(str, sampler.canvas_lengths))}: the shortest that holds the answer")
     return table
 
 
-def _stored_table(parts: list[checkpoint.PartSize]) -> Table:
+def _stored_table(parts: list[PartSize]) -> Table:
     """The formats of a checkpoint by part, as its files say."""
     table = Table("stored", "weights", "format", "bits", "bytes", box=None, pad_edge=False)
     for size in parts:
@@ -116,6 +120,12 @@ def _memory_table(config: ModelConfig, stored: int | None) -> Table:
 
 
 def _machine_table() -> Table:
+    import torch
+
+    from redraft.kernels import backend
+    from redraft.kernels.scaled_mm import select_product
+    from redraft.kernels.triton.tiles import describe_tiles
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     table = Table("here", "", box=None, pad_edge=False)
     table.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")

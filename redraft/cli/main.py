@@ -4,27 +4,29 @@ On a terminal the canvas is drawn live; in a pipe only the committed text goes t
 stderr with exit code 2. Ctrl-C keeps the committed text and exits with 130.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import torch
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
 import redraft
-from redraft import checkpoint
-from redraft.cli import augment, edit, info, quantize, serve, sudoku, train, warm
+from redraft.cli import augment, data, demo, edit, info, quantize, serve, sudoku, train, warm
 from redraft.cli.generation import (
+    FLAGS,
     BestOf,
     Bound,
     CanvasLength,
     Check,
+    LeftToRight,
     MaxTokens,
     MinP,
     RepetitionPenalty,
@@ -34,18 +36,33 @@ from redraft.cli.generation import (
     Tolerance,
     TopK,
     TopP,
-    with_sampler,
+    build_options,
 )
-from redraft.cli.options import Context, Device, Dtype, GpuMemory, KeepBf16, Kv, Model, Quant, Seed, Threads, VerifyWith
-from redraft.cli.recording import Recording
+from redraft.cli.options import (
+    Context,
+    Device,
+    Dtype,
+    GpuMemory,
+    KeepBf16,
+    Kv,
+    Model,
+    Quant,
+    Seed,
+    Threads,
+    VerifyWith,
+    name_flags,
+    read_stdin,
+    refuse_sudoku_model,
+)
+from redraft.cli.recording import Recording, check_recording
 from redraft.cli.terminal import CanvasView, strip_control_characters, summary
 from redraft.cli.warm import show_builds, show_builds_until_first, show_loaded, show_peak
-from redraft.diffusion.generate import Finished
-from redraft.engine import EngineError
-from redraft.engine.errors import MEMORY_ADVICE
-from redraft.tasks.generation import GenerationOptions
+from redraft.diffusion.events import Finished
 from redraft.tasks.text_events import TextCommitted, TextEvent
-from redraft.writer import DEFAULT_MODEL, Writer
+
+if TYPE_CHECKING:
+    from redraft.tasks.generation import GenerationOptions
+    from redraft.writer import Writer
 
 
 class DefaultToWrite(TyperGroup):
@@ -92,6 +109,7 @@ def write(
     model: Model = "",
     max_tokens: MaxTokens = None,
     check: Check = None,
+    left_to_right: LeftToRight = False,
     tolerance: Tolerance = None,
     best_of: BestOf = 1,
     steps: Steps = None,
@@ -124,12 +142,23 @@ def write(
 ) -> None:
     """Answer a prompt, or continue it when the model has no chat template."""
     text = _read_prompt(prompt)
+    check_recording(record)
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
     is_chat = writer.tokenizer.can_chat and not raw
     if not is_chat and (system or think):
         raise ValueError("--system and --think need a chat model; this one continues text")
-    options = GenerationOptions(
+    options = build_options(
+        writer.sampler,
+        max_steps=steps,
+        entropy_bound=entropy_bound,
+        canvas_length=canvas_length,
+        tolerance=tolerance,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        left_to_right=left_to_right,
         max_tokens=max_tokens,
         seed=seed,
         check=check,
@@ -140,30 +169,19 @@ def write(
         schema=Path(schema).read_text(encoding="utf-8", errors="replace") if schema is not None else None,
         choices=choices.split(",") if choices is not None else None,
     )
-    options = with_sampler(
-        options,
-        writer.sampler,
-        max_steps=steps,
-        entropy_bound=entropy_bound,
-        canvas_length=canvas_length,
-        tolerance=tolerance,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )
     console = Console(highlight=False)
-    events = writer.stream(_conversation(system, text) if is_chat else text, options=options)
+    with name_flags(FLAGS):
+        events = writer.stream(_conversation(system, text) if is_chat else text, options=options)
     events = show_builds_until_first(events, _stderr(), message=_waiting_message(best_of))
-    recording = Recording(text, writer.tokenizer, writer.sampler.eos_token_ids) if record else None
-    events = recording.watch(events) if recording else events
+    recording = Recording(text, writer.tokenizer, writer.sampler.eos_token_ids) if record is not None else None
+    events = recording.watch(events) if recording is not None else events
     if as_json:
         _print_json(events, seed)
     elif console.is_terminal if visual is None else visual:
-        _draw(writer, events, console, best_of)
+        _draw(writer, events, console, best_of, f"{text}\n" if is_chat else text)
     else:
         _print_committed(events)
-    if recording and record:
+    if recording is not None and record is not None:
         recording.save(record)
     show_peak(writer, _stderr())
 
@@ -173,6 +191,7 @@ def chat(
     model: Model = "",
     max_tokens: MaxTokens = None,
     check: Check = None,
+    left_to_right: LeftToRight = False,
     tolerance: Tolerance = None,
     best_of: BestOf = 1,
     steps: Steps = None,
@@ -200,16 +219,13 @@ def chat(
     """Chat with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
-    options = GenerationOptions(
-        max_tokens=max_tokens,
-        seed=seed,
-        check=check,
-        temperature=temperature,
-        best_of=best_of,
-        think=think,
-    )
-    options = with_sampler(
-        options,
+    if not writer.tokenizer.can_chat:
+        from redraft.writer import DEFAULT_MODEL
+
+        raise ValueError(
+            f'{model or DEFAULT_MODEL.name} cannot chat, it only continues texts: try redraft "PROMPT", or another --model'
+        )
+    options = build_options(
         writer.sampler,
         max_steps=steps,
         entropy_bound=entropy_bound,
@@ -219,10 +235,74 @@ def chat(
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        left_to_right=left_to_right,
+        max_tokens=max_tokens,
+        seed=seed,
+        check=check,
+        temperature=temperature,
+        best_of=best_of,
+        think=think,
     )
+    _converse(writer, options, _conversation(system, None), visual)
+
+
+app.command()(demo.demo)
+app.command()(edit.fill)
+app.command()(edit.edit)
+app.command()(augment.augment)
+app.command()(sudoku.sudoku)
+app.command()(serve.serve)
+app.command()(warm.warm)
+app.command()(train.train)
+app.command("eval")(train.evaluate)
+app.command()(data.data)
+app.command()(info.info)
+app.command()(quantize.quantize)
+
+
+def _read_prompt(argument: str | None) -> str:
+    """The prompt from the argument, or from stdin."""
+    if argument is not None and argument != "-":
+        text = argument
+    elif sys.stdin is not None and (argument == "-" or not sys.stdin.isatty()):
+        text = read_stdin()
+    else:
+        raise ValueError("there is no prompt: give one as an argument, or pipe it in")
+    if not text.strip():
+        raise ValueError("the prompt is empty")
+    return text
+
+
+def _load(model: str, **options: Any) -> Writer:
+    """Loads the model; shows a status line on stderr meanwhile, then what became of its weights, and the memory plan."""
+    from redraft import checkpoint
+    from redraft.writer import DEFAULT_MODEL
+
+    folder = checkpoint.find(model or DEFAULT_MODEL)  # first: the status line would garble a download's progress bar
+    with show_builds(_stderr(), message="loading"):
+        writer = redraft.load(folder, **options)
+    refuse_sudoku_model(writer)
+    show_loaded(writer, _stderr())
+    return writer
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def _conversation(system: str | None, user: str | None) -> list[dict[str, str]]:
+    roles = (("system", system), ("user", user))
+    return [{"role": role, "content": text} for role, text in roles if text is not None]
+
+
+def _converse(
+    writer: Writer, options: GenerationOptions, system_messages: list[dict[str, str]], visual: bool | None
+) -> None:
+    """Answers one line after another, each with the conversation before it."""
+    from redraft.engine import EngineError
+
     console = Console(highlight=False)
     is_drawn = console.is_terminal if visual is None else visual
-    system_messages = _conversation(system, None)
     messages = list(system_messages)
     for line in _read_lines(console):
         if line == "/exit":
@@ -233,8 +313,8 @@ def chat(
         request = [*messages, {"role": "user", "content": line}]
         try:
             events = writer.stream(request, options=options)
-            events = show_builds_until_first(events, _stderr(), message=_waiting_message(best_of))
-            answer = _draw(writer, events, console, best_of) if is_drawn else _print_committed(events)
+            events = show_builds_until_first(events, _stderr(), message=_waiting_message(options.best_of))
+            answer = _draw(writer, events, console, options.best_of) if is_drawn else _print_committed(events)
         except KeyboardInterrupt as interrupt:
             if not console.is_terminal:
                 raise
@@ -247,49 +327,6 @@ def chat(
             console.print(strip_control_characters(str(error)), style="red", markup=False)
             continue
         messages = [*request, {"role": "assistant", "content": answer}]
-
-
-app.command()(edit.fill)
-app.command()(edit.edit)
-app.command()(augment.augment)
-app.command()(sudoku.sudoku)
-app.command()(serve.serve)
-app.command()(warm.warm)
-app.command()(train.train)
-app.command("eval")(train.evaluate)
-app.command()(info.info)
-app.command()(quantize.quantize)
-
-
-def _read_prompt(argument: str | None) -> str:
-    """The prompt from the argument, or from stdin."""
-    if argument is not None and argument != "-":
-        text = argument
-    elif sys.stdin is not None and (argument == "-" or not sys.stdin.isatty()):
-        text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
-    else:
-        raise ValueError("there is no prompt: give one as an argument, or pipe it in")
-    if not text.strip():
-        raise ValueError("the prompt is empty")
-    return text
-
-
-def _load(model: str, **options: Any) -> Writer:
-    """Loads the model; shows a status line on stderr meanwhile, then what became of its weights, and the memory plan."""
-    folder = checkpoint.find(model or DEFAULT_MODEL)  # first: the status line would garble a download's progress bar
-    with show_builds(_stderr(), message="loading"):
-        writer = redraft.load(folder, **options)
-    show_loaded(writer, _stderr())
-    return writer
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, highlight=False)
-
-
-def _conversation(system: str | None, user: str | None) -> list[dict[str, str]]:
-    roles = (("system", system), ("user", user))
-    return [{"role": role, "content": text} for role, text in roles if text is not None]
 
 
 def _read_lines(console: Console) -> Iterator[str]:
@@ -308,14 +345,14 @@ def _waiting_message(best_of: int) -> str:
     return f"generating {best_of} answers" if best_of > 1 else ""
 
 
-def _draw(writer: Writer, events: Iterator[TextEvent], console: Console, best_of: int) -> str:
+def _draw(writer: Writer, events: Iterator[TextEvent], console: Console, best_of: int, prompt: str = "") -> str:
     """Draws the answer live and returns its text. After Ctrl-C, KeyboardInterrupt carries the text as `committed`.
 
     Of several answers the first is drawn while all of them are generated, and the best is written at the end.
     """
     committed = ""
     label = f"first of {best_of} answers" if best_of > 1 else ""
-    with CanvasView(console, writer.tokenizer, writer.sampler.eos_token_ids, label) as view:
+    with CanvasView(console, writer.tokenizer, writer.sampler.eos_token_ids, label, prompt) as view:
         try:
             for event in view.show(events):
                 if isinstance(event, TextCommitted):
@@ -329,16 +366,17 @@ def _draw(writer: Writer, events: Iterator[TextEvent], console: Console, best_of
 
 
 def _print_committed(events: Iterator[TextEvent]) -> str:
-    """Prints committed text to stdout, canvas by canvas, and the statistics to stderr. Returns the text."""
+    """Prints text to stdout as soon as it is final, and the statistics to stderr. Returns the text."""
     committed = ""
     statistics = ""
     try:
         for event in events:
-            if isinstance(event, TextCommitted):
-                committed += event.text
-                print(strip_control_characters(event.text) if sys.stdout.isatty() else event.text, end="", flush=True)
-            elif isinstance(event, Finished):
+            if isinstance(event, Finished):
                 statistics = summary(event.stats[0])
+                continue
+            text = event.delta.text
+            committed += text
+            print(strip_control_characters(text) if sys.stdout.isatty() else text, end="", flush=bool(text))
     finally:
         if committed:
             print(flush=True)
@@ -384,18 +422,28 @@ def main() -> None:
         _exit_with_error(f"{error.format_message()} (see redraft --help)")
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except torch.OutOfMemoryError as error:
-        _exit_with_error(f"out of GPU memory: {str(error).split('. ')[0]}; {MEMORY_ADVICE}")
-    except EngineError as error:  # the log has its trace
-        if os.environ.get("REDRAFT_DEBUG"):
-            raise
-        _exit_with_error(str(error))
     except (ValueError, OSError) as error:
         if os.environ.get("REDRAFT_DEBUG"):
             raise
         if isinstance(error, OSError) and error.filename is not None and error.strerror:
             _exit_with_error(f"{error.filename}: {error.strerror}")
         _exit_with_error(str(error))
+    except RuntimeError as error:
+        if os.environ.get("REDRAFT_DEBUG") or (sentence := _explain_failure(error)) is None:
+            raise
+        _exit_with_error(sentence)
+
+
+def _explain_failure(error: RuntimeError) -> str | None:
+    """What to tell the user about a failure that is not theirs; None if it is a fault of redraft that needs its trace."""
+    import torch
+
+    from redraft.engine import EngineError
+    from redraft.engine.errors import MEMORY_ADVICE
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of GPU memory: {str(error).split('. ')[0]}; {MEMORY_ADVICE}"
+    return str(error) if isinstance(error, EngineError) else None  # the log has its trace
 
 
 def _exit_with_error(sentence: str) -> NoReturn:

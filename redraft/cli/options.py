@@ -1,8 +1,15 @@
-"""Options that several commands share: model, seed, device, dtype, threads; and number parsers with clear messages."""
+"""Options that several commands share: model, seed, device, dtype, threads; and input that is parsed with clear messages."""
 
-from typing import Annotated, Any
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from redraft.writer import Writer
 
 
 def parse_int(text: str) -> int:
@@ -21,6 +28,39 @@ def parse_float(text: str) -> float:
         raise typer.BadParameter(f"{text!r} is not a number") from None
 
 
+def decode_utf8(raw: bytes, name: str) -> str:
+    """Decodes the text of a file; `name` is its name in the error message."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}") from None
+
+
+def read_stdin() -> str:
+    """The text on stdin."""
+    return decode_utf8(sys.stdin.buffer.read(), "stdin")
+
+
+@contextmanager
+def name_flags(flags: Mapping[str, str]) -> Iterator[None]:
+    """Errors name flags in place of settings. A common word (check, seed) is a setting at the start of a sentence only."""
+    try:
+        yield
+    except ValueError as error:
+        message = re.sub(r"^\w+|\b\w+_\w+\b", lambda word: flags.get(word[0], word[0]), str(error))
+        if message == str(error):
+            raise
+        raise ValueError(message) from None
+
+
+def refuse_sudoku_model(writer: "Writer") -> None:
+    """A Sudoku model knows digits only: refuses it where text is asked for."""
+    from redraft.tasks.sudoku.solve import is_sudoku_model
+
+    if is_sudoku_model(writer.model):
+        raise ValueError("this model solves Sudoku and knows no words: try redraft sudoku PUZZLE, or another --model")
+
+
 def _fix_threads(threads: int | None) -> int | None:
     if threads is not None:
         from redraft.kernels.threads import fix_threads
@@ -32,6 +72,16 @@ def _fix_threads(threads: int | None) -> int | None:
 def option(*names: str, help: str, parser: Any = None) -> Any:
     """A typer option; `parser` is parse_int or parse_float."""
     return typer.Option(*names, help=help, parser=parser, metavar={parse_int: "INT", parse_float: "FLOAT"}.get(parser))
+
+
+def _threads_option(*names: str) -> Any:
+    return typer.Option(
+        *names,
+        help="CPU threads. [OMP_NUM_THREADS, or as many as there are free cores]",
+        parser=parse_int,
+        metavar="INT",
+        callback=_fix_threads,
+    )
 
 
 Model = Annotated[
@@ -53,17 +103,8 @@ Dtype = Annotated[
         "--dtype", help="float32, bfloat16 or float16. [as stored, float16 as bfloat16; float32 on a CPU without bf16]"
     ),
 ]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        "-t",
-        help="CPU threads. [OMP_NUM_THREADS, or as many as there are free cores]",
-        parser=parse_int,
-        metavar="INT",
-        callback=_fix_threads,
-    ),
-]
+Threads = Annotated[int | None, _threads_option("--threads", "-t")]
+LongThreads = Annotated[int | None, _threads_option("--threads")]  # for a command in which -t is another option
 Quant = Annotated[
     str | None,
     typer.Option(

@@ -1,16 +1,18 @@
 """The command redraft quantize: writes a checkpoint in fewer bits, and says what rounding did to each projection."""
 
-from typing import Annotated
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from redraft import checkpoint
-from redraft.checkpoint.quantize import Projection, Quantized
 from redraft.cli.options import Device, Threads
-from redraft.kernels.backend import select_device
+
+if TYPE_CHECKING:
+    from redraft.checkpoint.quantize import Projection
 
 MEGABYTE = 10**6
 
@@ -33,6 +35,10 @@ def quantize(
     """Write a checkpoint in 4 or 8 bits, in the compressed-tensors format. A command that was stopped continues."""
     if (folder is None) == (out is None):
         raise ValueError("name the folder to write, once: redraft quantize MODEL --out DIR")
+    from redraft import checkpoint
+    from redraft.checkpoint.quantize import Quantized
+    from redraft.kernels.backend import select_device
+
     target = str(out or folder)
     options = checkpoint.QuantizeOptions(to=to, rest=rest)
     checkpoint.check_target(target, force=force)  # before a download

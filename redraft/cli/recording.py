@@ -4,6 +4,7 @@ In checked mode a frame for each round follows: the cursor sweeps over the canva
 The colours are those of the terminal. The file holds text and style only: no script, no external resource.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -23,7 +24,7 @@ from redraft.cli.terminal import (
     summary,
 )
 from redraft.config import write_text
-from redraft.diffusion.generate import Draft, Finished
+from redraft.diffusion.events import Draft, Finished
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.tokenizer import Tokenizer
 
@@ -87,6 +88,18 @@ class Recording:
         if not self.frames:
             raise ValueError("nothing was recorded: the run has no events")
         write_text(path, svg(self.frames, self.seconds))
+
+
+def check_recording(path: str | None) -> None:
+    """Refuses a file that `Recording.save` could not write, or that no program would play, before the run."""
+    if path is None:
+        return
+    if Path(path).suffix.lower() != ".svg":
+        raise ValueError(f"--record writes an animated SVG picture: name a file that ends in .svg, got {path!r}")
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--record: there is no folder {str(Path(path).parent)!r} to write {path!r} into")
+    if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK | os.X_OK):
+        raise ValueError(f"--record: {path!r} cannot be written")
 
 
 def _pieces(line: Text) -> Line:

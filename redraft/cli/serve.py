@@ -1,16 +1,20 @@
 """The command redraft serve: runs the server on a port of this machine."""
 
+from __future__ import annotations
+
+import errno
 import ipaddress
 import logging
+import os
+import socket
 import threading
 import webbrowser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from redraft import writer
 from redraft.cli.options import (
     Context,
     Device,
@@ -27,10 +31,20 @@ from redraft.cli.options import (
     parse_int,
 )
 from redraft.cli.warm import launch_kernels, show_builds, show_loaded
-from redraft.kernels.backend import select_backend
+
+if TYPE_CHECKING:
+    from redraft.writer import Writer
 
 PORT = 8012  # the default of llama.vim
 BROWSER_DELAY = 0.5  # seconds; the server listens by then
+Cors = Annotated[
+    list[str] | None,
+    typer.Option("--cors", metavar="ORIGIN", help="Origin of a web page that may use the server; may be repeated."),
+]
+Proxies = Annotated[
+    list[str] | None,
+    typer.Option("--trusted-proxy", help="Address of a reverse proxy that names the client; may be repeated."),
+]
 
 
 def serve(
@@ -46,6 +60,7 @@ def serve(
     hosts: Annotated[
         list[str] | None, typer.Option("--allow-host", help="Another host name to accept; may be repeated.")
     ] = None,
+    cors: Cors = None,
     requests: Annotated[
         int, option("--requests", help="Maximum requests running or waiting; more are answered 429.", parser=parse_int)
     ] = 72,
@@ -62,10 +77,7 @@ def serve(
     drain_seconds: Annotated[
         float, option("--drain-seconds", help="Time for running requests to finish at shutdown.", parser=parse_float)
     ] = 30.0,
-    proxies: Annotated[
-        list[str] | None,
-        typer.Option("--trusted-proxy", help="Address of a reverse proxy that names the client; may be repeated."),
-    ] = None,
+    proxies: Proxies = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     device: Device = None,
     threads: Threads = None,
@@ -80,41 +92,48 @@ def serve(
     """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
     check_address(host, port, key)
     check_limits(requests, connections, max_body, body_seconds, compile_seconds, drain_seconds)
+    sockets = bind_address(host, port)
     try:
         import uvicorn
 
         from redraft.server.app import ServerConfig, make_app
         from redraft.server.connections import uvicorn_config
-        from redraft.server.middleware import BodyLimits, ConnectionLimits, Limits
+        from redraft.server.middleware import BodyLimits, ConnectionLimits, Limits, parse_origin
+        from redraft.writer import DEFAULT_MODEL
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
+    origins = tuple(map(parse_origin, cors or ()))
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     subject = load_warm(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
     limits = Limits(
         hosts=(host, *(hosts or ())),
+        origins=origins,
         key=key,
         bodies=BodyLimits(body_bytes=max_body * 2**20, received_bytes=4 * max_body * 2**20, body_seconds=body_seconds),
         connections=ConnectionLimits(connections=connections, connections_per_client=max(1, connections // 2)),
     )
     config = ServerConfig(
-        name=name or Path(model or writer.DEFAULT_MODEL).name,
+        name=name or Path(model or DEFAULT_MODEL).name,
         limits=limits,
         requests=requests,
         compile_seconds=compile_seconds,
         drain_seconds=drain_seconds,
     )
     log_to(Console(stderr=True, highlight=False))
-    url_host = f"[{host}]" if ":" in host else host
-    Console(stderr=True, highlight=False).print(f"{config.name} at http://{url_host}:{port} (Ctrl-C stops it)")
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    Console(stderr=True, highlight=False).print(f"{config.name} at {url} (Ctrl-C stops it)")
     if open_page:
-        threading.Timer(BROWSER_DELAY, webbrowser.open, [f"http://{url_host}:{port}"]).start()
+        threading.Timer(BROWSER_DELAY, webbrowser.open, [url]).start()
     app = make_app(subject, config)
     address: dict[str, Any] = {"host": host, "port": port, "trusted_proxies": tuple(proxies or ())}
-    uvicorn.Server(uvicorn_config(app, limits.connections, drain_seconds=drain_seconds, **address)).run()
+    uvicorn.Server(uvicorn_config(app, limits.connections, drain_seconds=drain_seconds, **address)).run(sockets)
 
 
-def load_warm(model: str, **options: Any) -> writer.Writer:
+def load_warm(model: str, **options: Any) -> Writer:
     """Loads a model, says what became of its weights, and launches its kernels: the first requests do not wait for them."""
+    from redraft import writer
+    from redraft.kernels.backend import select_backend
+
     console = Console(stderr=True, highlight=False)
     with show_builds(console, message="loading"):
         subject = writer.load(model or writer.DEFAULT_MODEL, **options)
@@ -130,6 +149,27 @@ def check_address(host: str, port: int, key: str | None) -> None:
         raise ValueError(f"{host} can be reached from other machines: set --api-key to listen there")
     if not 0 < port < 65536:
         raise ValueError(f"a port is between 1 and 65535, got {port}")
+
+
+def bind_address(host: str, port: int) -> list[socket.socket]:
+    """Takes the port before a model is loaded: one that is in use is refused at once. A name may have several addresses."""
+    sockets = []
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+        listener = socket.socket(family, kind)
+        sockets.append(listener)
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            for bound in sockets:
+                bound.close()
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(f"port {port} of {host} is in use: name another one with --port") from None
+            raise ValueError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
+    return sockets
 
 
 def check_limits(

@@ -4,6 +4,8 @@ One puzzle is drawn while it settles; a file of puzzles runs in batches with a p
 sure that every puzzle has exactly one solution, and a board that breaks the rules is reported as wrong.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import json
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -21,13 +23,15 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from redraft.cli.options import Threads
 from redraft.cli.terminal import CHANGED, FRAME_SECONDS, NOISE, QUIET, defer_interrupt
 from redraft.config import replace_file
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solver
 from redraft.tasks.sudoku.board import Board, BoardError
-from redraft.tasks.sudoku.solve import Solution, SolveStep
-from redraft.writer import SUDOKU_MODEL, load, new_seed
+
+if TYPE_CHECKING:
+    from redraft.tasks.sudoku.solve import Solution, SolveStep
 
 COLUMNS = ("puzzle", "board", "solved", "canvases", "forwards", "revisions", "seconds", "seed")
 
@@ -45,6 +49,7 @@ def sudoku(
         bool | None, typer.Option("--visual/--no-visual", help="Draw the board while it settles. [on a terminal]")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
+    threads: Threads = None,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
 ) -> None:
     """Solve Sudoku by diffusion: one puzzle, drawn while it settles, or a file of puzzles."""
@@ -52,6 +57,8 @@ def sudoku(
     for where, board in located_puzzles:
         with _prefix_errors(where):
             solver.solve(board)  # raises BoardError unless there is exactly one solution
+    from redraft.writer import SUDOKU_MODEL, load, new_seed
+
     writer = load(model or SUDOKU_MODEL, device=device, dtype=dtype)
     puzzles = [board for _, board in located_puzzles]
     seed = seed if seed is not None else new_seed()
@@ -61,7 +68,7 @@ def sudoku(
     console = Console(highlight=False)
     draws_board = not as_json and not out and (console.is_terminal if visual is None else visual)
     if len(puzzles) == 1 and not as_json and not out:
-        solution = _draw_steps(events, puzzles[0], console) if draws_board else _last_solution(events)
+        solution = draw_steps(events, puzzles[0], console) if draws_board else last_solution(events)
         _print_solution(solution, drawn=draws_board)
         solutions = [solution]
     else:
@@ -121,17 +128,24 @@ def _prefix_errors(where: str) -> Iterator[None]:
 # 2. One puzzle
 
 
-def _last_solution(events: Iterable[SolveStep | Solution]) -> Solution:
+def last_solution(events: Iterable[SolveStep | Solution]) -> Solution:
+    """The solution of a lone puzzle."""
+    from redraft.tasks.sudoku.solve import Solution
+
     *_, last = events
     assert isinstance(last, Solution)
     return last
 
 
-def _draw_steps(events: Iterable[SolveStep | Solution], puzzle: Board, console: Console) -> Solution:
-    """Draws the first canvas after every step, then the final board."""
+def draw_steps(
+    events: Iterable[SolveStep | Solution], puzzle: Board, console: Console, step_seconds: float = FRAME_SECONDS
+) -> Solution:
+    """Draws the first canvas after every step, each for `step_seconds` at least, then the final board."""
+    from redraft.tasks.sudoku.solve import Solution
+
     before: Board | None = None
     solution: Solution | None = None
-    last_frame = time.monotonic() - FRAME_SECONDS
+    last_frame = time.monotonic() - step_seconds
     with Live(console=console, auto_refresh=False) as live:
         for event in events:
             if isinstance(event, Solution):
@@ -139,7 +153,7 @@ def _draw_steps(events: Iterable[SolveStep | Solution], puzzle: Board, console: 
                 solution = event
                 break
             digits = tuple(event.boards_NC[0].tolist())
-            time.sleep(max(0.0, last_frame + FRAME_SECONDS - time.monotonic()))  # else too quick to see
+            time.sleep(max(0.0, last_frame + step_seconds - time.monotonic()))  # else too quick to see
             last_frame = time.monotonic()
             attempt = f" · canvas {event.attempts[0] + 1}, {len(event.attempts)} at once" if event.attempts[0] else ""
             status = Text(f"step {event.step}{attempt}", QUIET)
@@ -199,6 +213,8 @@ def summarize(solution: Solution) -> str:
 
 def _solve_many(events: Iterable[SolveStep | Solution], count: int, as_json: bool, out: str | None) -> list[Solution]:
     """Writes results in the order of the puzzles, each as soon as the ones before it are done; progress goes to stderr."""
+    from redraft.tasks.sudoku.solve import Solution
+
     console = Console(stderr=True, highlight=False)
     solutions: list[Solution] = []
     waiting: dict[int, Solution] = {}

@@ -2,7 +2,8 @@
 
 While a canvas is denoised: grey tokens are noise, green ones changed at this step, violet ones were accepted before,
 underlined ones are pinned. While it is checked: plain text is final, a token that was just corrected is yellow, and the grey
-text ahead of the cursor is draft. Committed text is plain. Redraws at most 20 times a second.
+text ahead of the cursor is draft. Committed text is plain and wraps by words; the prompt before it is dimmed. Redraws at
+most 20 times a second.
 """
 
 import signal
@@ -14,12 +15,11 @@ from contextlib import contextmanager
 from itertools import groupby
 from types import FrameType
 
-from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from redraft.diffusion.generate import Draft, Finished, Stats
+from redraft.diffusion.events import Draft, Finished, Stats
 from redraft.tasks.text_events import TextCommitted, TextEvent
 from redraft.tokenizer.tokenizer import Tokenizer
 
@@ -32,6 +32,9 @@ PINNED = "underline"
 AHEAD = "grey58"  # checked mode: draft ahead of the cursor
 CORRECTED = "bold yellow"
 FINAL = ""
+PROMPT = "dim"
+MAX_PROMPT_LINES = 8
+TAB_SIZE = 8
 FLASH_ROUNDS = 3  # a corrected token stays visible for so many rounds: a single one may fall between two frames
 
 
@@ -124,16 +127,23 @@ class Painter:
 
 
 class CanvasView:
-    """Draws one answer. Use it as a context manager around the stream: leaving it clears the unfinished canvas."""
+    """Draws one answer. Use it as a context manager around the stream: leaving it clears the unfinished canvas.
 
-    def __init__(self, console: Console, tokenizer: Tokenizer, stops: Iterable[int], label: str = "") -> None:
+    Committed text wraps by words. Its last line may still grow, so it is drawn with the canvas until it is full. `prompt` is
+    written first, dimmed; of a long one only the end.
+    """
+
+    def __init__(
+        self, console: Console, tokenizer: Tokenizer, stops: Iterable[int], label: str = "", prompt: str = ""
+    ) -> None:
         self.console = console
         self.label = label  # precedes the line below the canvas
         self.painter = Painter(tokenizer, stops)
         self._live: Live | None = None
         self._drawn = 0.0
-        self._column = 0  # of the cursor, at the end of the committed text
+        self._line = Text()  # the last line of the committed text, not written yet
         self._wrote_reasoning = False  # reasoning was written last: the answer starts a new line
+        self._write(shorten_prompt(prompt, console), PROMPT)
 
     def __enter__(self) -> "CanvasView":
         return self
@@ -163,7 +173,6 @@ class CanvasView:
             case Draft():
                 self._draft(event)
             case TextCommitted():
-                self._clear()
                 self.painter.start_canvas()
                 if event.reasoning:
                     self._write(event.reasoning, QUIET)
@@ -172,56 +181,62 @@ class CanvasView:
                     self._end_line()
                     self._wrote_reasoning = False
                 self._write(event.text)
+                self._draw(Text(), Text())
             case Finished():
+                self._clear()
                 self._end_line()
 
     def _draft(self, event: Draft) -> None:
         canvas = self.painter.render_draft(event)
+        self._draw(canvas, meter(event, self.label))
+
+    def _draw(self, canvas: Text, status: Text) -> None:
+        """Draws the unfinished line of the committed text, the canvas after it, and a status line."""
         now = time.monotonic()
-        if now - self._drawn < FRAME_SECONDS:
-            return
-        self._drawn = now
         if self._live is None:
-            if self._column:
-                self.console.out("")  # the canvas is drawn below; `_clear` moves the cursor back
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
             self._live.start()
-        lines = canvas.wrap(self.console, self.console.width)
+        elif now - self._drawn < FRAME_SECONDS:
+            return
+        self._drawn = now
+        lines = Text.assemble(self._line, canvas).wrap(self.console, self.console.width)
         max_lines = max(1, self.console.height - 3)
-        self._live.update(Group(Text("\n").join(lines[-max_lines:]), meter(event, self.label)), refresh=True)
+        self._live.update(Group(Text("\n").join(lines[-max_lines:]), status), refresh=True)
 
     def _clear(self) -> None:
-        """Removes the canvas and moves the cursor back to the end of the committed text."""
-        if self._live is None:
-            return
-        self._live.stop()
-        self._live = None
-        if self._column:
-            self.console.file.write(f"\x1b[1A\x1b[{self._column}C")
-            self.console.file.flush()
+        """Removes the canvas and the unfinished line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def _end_line(self) -> None:
-        if self._column:
-            self.console.out("")
-            self._column = 0
+        if self._line:
+            self._line.rstrip()
+            self._print(self._line)
+            self._line = Text()
 
-    def _write(self, text: str, style: str | None = None) -> None:
-        text = strip_control_characters(text)
-        self.console.out(text, style=style, end="", highlight=False)
-        self._column = column_after(text, self._column, self.console.width)
+    def _write(self, text: str, style: str = FINAL) -> None:
+        """Adds to the committed text and prints the lines that are full."""
+        text_so_far = Text.assemble(self._line, (strip_control_characters(text), style))
+        text_so_far.expand_tabs(TAB_SIZE)
+        *full_lines, last = text_so_far.wrap(self.console, self.console.width)
+        for line in full_lines:
+            self._print(line)
+        # Wrapping cuts the blanks at the end of the last line, but they separate it from the next word: they are kept.
+        words = text_so_far.plain.rstrip(" ")
+        self._line = text_so_far.divide([len(words) - len(last.plain.rstrip(" "))])[-1]
+
+    def _print(self, line: Text) -> None:
+        self._clear()
+        self.console.print(line, soft_wrap=True)
 
 
-def column_after(text: str, column: int, width: int) -> int:
-    """The cursor's column after a text. It is 0 when the last line is exactly full: the next character starts a new line."""
-    for character in text:
-        cells = 8 - column % 8 if character == "\t" else cell_len(character)
-        if character == "\n":
-            column = 0
-        elif column + cells > width:  # a wide character that does not fit moves to the next line
-            column = cells
-        else:
-            column += cells
-    return column % width
+def shorten_prompt(prompt: str, console: Console) -> str:
+    """A prompt as it is shown before its answer: the last lines of a long one, after an ellipsis."""
+    lines = Text(strip_control_characters(prompt)).wrap(console, console.width)
+    if len(lines) <= MAX_PROMPT_LINES:
+        return prompt
+    return "…" + "\n".join(line.plain for line in lines[-MAX_PROMPT_LINES:])
 
 
 def meter(event: Draft, label: str = "") -> Text:

@@ -6,20 +6,26 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from redraft.cli.options import KeepBf16, Quant
+from redraft.cli.options import KeepBf16, LongThreads, Quant, Threads
 from redraft.config import write_text
+
+if TYPE_CHECKING:
+    from redraft.train.config import TrainConfig
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 CONFIG = "recipe.json"
+DATA_ADVICE = (
+    "redraft ships no data. docs/training.md says where it comes from, redraft data stories samples stories from a "
+    "teacher, and REDRAFT_DATA (eval: also --data) names the folder"
+)
 
 
 # 1. redraft train
@@ -34,6 +40,7 @@ def train(
     ] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="The run's folder. [runs/RECIPE]")] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
+    threads: Threads = None,
 ) -> None:
     """Train a model. A stopped run resumes from its last checkpoint; torchrun starts it on several processes."""
     from redraft.train.loop import Trainer
@@ -42,6 +49,7 @@ def train(
     folder = Path(out or f"runs/{Path(recipe).stem}")
     with _join_processes(device) as (local_device, is_main):
         config = load_recipe(recipe, folder, changes or [])
+        require_data(config)
         trainer = Trainer(config, folder, local_device)
         if is_main:
             folder.mkdir(parents=True, exist_ok=True)
@@ -49,9 +57,21 @@ def train(
         _run_trainer(trainer, folder, is_main)
 
 
+def require_data(config: "TrainConfig") -> None:
+    """Refuses a recipe whose files are not there, before a model is built."""
+    from redraft.train.data import DataConfig
+
+    for data in (config.data, config.draft_data):
+        for source in data.sources if isinstance(data, DataConfig) else ():
+            for file in source.files:
+                if not Path(file).exists():
+                    raise ValueError(f"{file} is missing: {DATA_ADVICE}")
+
+
 @contextmanager
 def _join_processes(device: str | None) -> Iterator[tuple[str, bool]]:
     """Yields this process's device and whether it is the main process. Joins the others if torchrun started several."""
+    import torch
     import torch.distributed as dist
 
     local_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -163,6 +183,7 @@ def evaluate(
         list[str] | None, typer.Option("--set", help="Change a sampler setting: --set max_steps=40 --set t_max=1.0.")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
+    threads: LongThreads = None,
     quant: Quant = None,
     keep_bf16: KeepBf16 = False,
     allow_code_execution: Annotated[
@@ -200,7 +221,10 @@ def evaluate(
         sampler = change_setting(sampler, change)
     with console.status("scoring") as status:
         options = replace(options, progress=status.update)
-        scores = tasks.TASKS[task](subject.model, subject.tokenizer, sampler, options)
+        try:
+            scores = tasks.TASKS[task](subject.model, subject.tokenizer, sampler, options)
+        except FileNotFoundError as error:
+            raise ValueError(f"{error.filename} is missing: {DATA_ADVICE}") from None
     table = Table("score", "", box=None, pad_edge=False)
     for name, value in flatten_scores(scores):
         table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))

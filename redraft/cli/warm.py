@@ -4,19 +4,21 @@ Triton compiles a kernel for a model's shape at its first launch and keeps it on
 waits for that, later processes do not.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from redraft import writer
 from redraft.cli.options import Context, Device, Dtype, GpuMemory, KeepBf16, Kv, Model, Quant
 from redraft.config import CHECKS
-from redraft.kernels.backend import select_backend
-from redraft.kernels.builds import watch_builds
+
+if TYPE_CHECKING:
+    from redraft.writer import Writer
 
 BATCHES = (1, 2, 4, 8)  # requests at once: kernels are specialised by how many rows they get
 T = TypeVar("T")
@@ -33,6 +35,9 @@ def warm(
     context: Context = None,
 ) -> None:
     """Build the GPU kernels for a model now and keep them on disk, so that no answer waits for them later."""
+    from redraft import writer
+    from redraft.kernels.backend import select_backend
+
     console = Console(stderr=True, highlight=False)
     built: list[str] = []
     with show_builds(console, built.append):
@@ -50,7 +55,7 @@ def warm(
     show_peak(subject, console)
 
 
-def launch_kernels(subject: writer.Writer) -> None:
+def launch_kernels(subject: Writer) -> None:
     """Runs a short request of every kind: some at once, one with a pattern, one that is watched.
 
     A model that refuses one of them is not run that way later either: the Sudoku model takes no text.
@@ -68,7 +73,7 @@ def launch_kernels(subject: writer.Writer) -> None:
             pass
 
 
-def launch_other_shapes(subject: writer.Writer) -> None:
+def launch_other_shapes(subject: Writer) -> None:
     """Runs requests of other canvas lengths and modes, infills, edits and long prompts.
 
     A server starts without them, so the first client that asks for such a shape makes the others wait while its kernels
@@ -99,7 +104,7 @@ def launch_other_shapes(subject: writer.Writer) -> None:
         subject.decide(prompt, [" there", " was"])
 
 
-def show_loaded(subject: writer.Writer, console: Console) -> None:
+def show_loaded(subject: Writer, console: Console) -> None:
     """Prints which weights were rounded while they were loaded, and the memory plan, if --gpu-memory asked for one."""
     for sentence in subject.model.conversions:
         console.print(sentence, style="bright_black", markup=False)
@@ -110,7 +115,7 @@ def show_loaded(subject: writer.Writer, console: Console) -> None:
         console.print(table, markup=False)
 
 
-def show_peak(subject: writer.Writer, console: Console) -> None:
+def show_peak(subject: Writer, console: Console) -> None:
     """Prints the most memory that was used, if --gpu-memory limits it."""
     if subject.gpu_limit is not None:
         console.print(subject.gpu_limit.peak, markup=False)
@@ -122,6 +127,8 @@ def show_builds(console: Console, report: Callable[[str], None] = lambda name: N
 
     With a message, a terminal shows it from the beginning.
     """
+    from redraft.kernels.builds import watch_builds
+
     count = 0
     status = console.status(message)
     if message and console.is_terminal:

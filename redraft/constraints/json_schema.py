@@ -12,7 +12,13 @@ from redraft.constraints import regex_dfa
 from redraft.constraints.budget import Budget
 from redraft.constraints.errors import MAX_SHOWN, BudgetError, PatternError, shorten
 
-MAX_DIGITS = 15  # of an integer: all integers of 15 digits are exact as floating-point numbers
+MAX_DIGITS = 15  # of an integer with a bound: all integers of 15 digits are exact as floating-point numbers
+# Where a schema has no limit, a value has at most so many ...
+FREE_DIGITS = 9  # digits, before the point
+FREE_DECIMALS = 6  # digits behind the point
+MAIL_PART = (
+    "[a-z0-9]{1,12}"  # characters of a part of an e-mail address, at most three parts before the @ and four behind it
+)
 MAX_BOUND_DIGITS = 20  # of `minimum` and `maximum`
 MAX_REPEAT = 20_000  # `minLength`, `maxLength`, `minItems`, `maxItems`
 MAX_SCHEMA_CHARACTERS = 1_000_000  # of JSON text
@@ -27,8 +33,8 @@ INTEGER_WORK = 5_000  # range of integers
 COPY_WORK = 1  # character of a regular expression that is kept
 CHARACTER = r'(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt])'
 STRING = f'"{CHARACTER}*"'
-INTEGER = f"-?(?:0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})"
-NUMBER = INTEGER + r"(?:\.[0-9]{1,15})?"
+INTEGER = f"-?(?:0|[1-9][0-9]{{0,{FREE_DIGITS - 1}}})"
+NUMBER = rf"{INTEGER}(?:\.[0-9]{{1,{FREE_DECIMALS}}})?"
 
 
 def _build_date_regex() -> str:
@@ -52,7 +58,7 @@ FORMATS = {
     "date-time": f"{DATE}T{TIME}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "ipv4": rf"(?:{IPV4_BYTE}\.){{3}}{IPV4_BYTE}",
-    "email": r"[a-z0-9]+(?:[._-][a-z0-9]+)*@[a-z0-9]+(?:-[a-z0-9]+)*(?:\.[a-z]{2,})+",
+    "email": rf"{MAIL_PART}(?:[._+-]{MAIL_PART}){{0,2}}@(?:{MAIL_PART}(?:-{MAIL_PART})?\.){{1,3}}[a-z]{{2,10}}",
 }
 ANNOTATION_KEYWORDS = {  # they describe a schema and do not restrict it
     "title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly", "writeOnly",
@@ -259,13 +265,18 @@ class _RegexBuilder:
         return f'"{CHARACTER}{_format_repeat(least, most)}"'
 
     def _build_integer(self, schema: Mapping[str, Any], path: str) -> str:
+        if not KEYWORDS_OF_TYPE["integer"] & set(schema):
+            return INTEGER
         limit = 10**MAX_DIGITS - 1
         low = _read_integer(schema, "minimum", -limit, path)
         high = _read_integer(schema, "maximum", limit, path)
         low = max(low, _read_integer(schema, "exclusiveMinimum", -limit - 1, path) + 1)
         high = min(high, _read_integer(schema, "exclusiveMaximum", limit + 1, path) - 1)
-        if (low, high) == (-limit, limit):
-            return INTEGER
+        free = 10**FREE_DIGITS - 1
+        if high == limit and low <= free:
+            high = free
+        if low == -limit and high >= -free:
+            low = -free
         if low > high:
             raise PatternError(f"{_name_path(path)} has no whole number between {shorten(low)} and {shorten(high)}")
         self.budget.spend(INTEGER_WORK, _name_path(path))

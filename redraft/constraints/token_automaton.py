@@ -113,6 +113,22 @@ class TokenAutomaton:
         token_class = self.classes_V[token]
         return pairs_E[begins_K[token_class] : begins_K[token_class + 1]]
 
+    def longest_match(self, limit: int) -> int | None:
+        """The most tokens that a match can have, stop token not counted; None if it can have more than `limit`."""
+        is_text_R = self.to_R != self.states - 1
+        from_R = self.from_R[is_text_R]
+        to_R = self.to_R[is_text_R]
+        reached_Q = np.arange(self.states) == self.start
+        for length in range(limit + 1):
+            next_Q = np.zeros_like(reached_Q)
+            next_Q[to_R[reached_Q[from_R]]] = True
+            if not next_Q.any():
+                return length
+            if (next_Q == reached_Q).all():  # a loop: every number of tokens leads here
+                return None
+            reached_Q = next_Q
+        return None
+
     def step_back(self, ends_Q: np.ndarray, count: int, pins: Mapping[int, int]) -> np.ndarray:
         """The states from which `count` tokens can lead to one of `ends_Q`, with pinned tokens at some of the positions."""
         pinned = sorted(position for position in pins if position < count)

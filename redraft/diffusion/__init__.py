@@ -1,6 +1,7 @@
 """How a prompt becomes tokens.
 
 Files in reading order:
+events.py          what a generation yields: drafts, committed canvases, the end with its statistics
 generate.py        the whole loop in one plain function; every faster version must give the same tokens
 sampler.py         logits to the next canvas: accept, renoise, settle, commit
 rng.py             random numbers as a pure function of (seed, block, step, position)

@@ -20,100 +20,14 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, Constraints, StepCost, build_canvas_constraints
 from redraft.diffusion import rng, sampler
-from redraft.kernels import TopProbs
+from redraft.diffusion.events import Committed, Draft, Event, Finished, Stats
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward: the causal mask has this many rows, and a column for each cached token
 
 
-# 1. Events
-
-
-@dataclass(frozen=True)
-class Draft:
-    """The canvas after one denoising step."""
-
-    block: int  # index of the canvas
-    step: int  # the first step is 1
-    ids_BC: Tensor  # the draft: the argmax token of every position
-    canvas_BC: Tensor  # the input of the next step: sampled tokens where accepted, noise elsewhere
-    accepted_BC: Tensor
-    entropy_BC: Tensor  # nats
-    settled_B: Tensor
-    max_steps: int
-    pinned_BC: Tensor | None = None  # positions that the constraints fix; None without constraints
-    top_probs: TopProbs | None = None  # of the likeliest tokens, when the request asked for candidates
-    verified: int | None = None  # checked mode: positions from the left that are final; None while all may change
-
-
-@dataclass(frozen=True)
-class Committed:
-    """A canvas that will not change any more. Its tokens include the stop token; padding follows it."""
-
-    block: int
-    ids_BC: Tensor
-    entropy_BC: Tensor  # nats, at the last step
-    settled_B: Tensor  # False where the canvas was still changing at the last allowed step: its text is less reliable
-    steps_B: Tensor  # denoising steps used
-    logprobs: tuple[float, ...] = ()  # checked and exact mode: of every token, under the causal half
-    top_probs: TopProbs | None = None  # in these modes: of the likeliest tokens, when the request asked for candidates
-    counts: Mapping[str, int] = field(default_factory=dict)  # in these modes: rounds and drafts so far, as in Stats
-
-
-@dataclass(frozen=True)
-class Stats:
-    """The cost of one row."""
-
-    seed: int  # reproduces the tokens
-    prompt_tokens: int
-    new_tokens: int  # tokens of the answer: up to and including the stop token, at most max_new_tokens
-    canvases: int
-    settled: int  # canvases that settled before the last allowed step
-    steps: int  # denoising forwards
-    commits: int  # causal forwards over committed canvases
-    seconds: float
-    prefill_seconds: float
-    reused: int = 0  # prompt tokens taken from the prefix cache
-    check: str = "off"
-    rounds: int = 0  # checked and exact mode: forwards that verify, each with the next drafts
-    drafted: int = 0  # drafts that were verified
-    accepted: int = 0
-    corrected: int = 0  # drafts that were replaced
-    logprob: float | None = None  # in these modes: of the whole answer, under the causal half
-
-    @property
-    def forwards(self) -> int:
-        """Forwards of the model after prefill."""
-        return self.steps + self.commits + self.rounds
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """New tokens per forward; the forwards of commits count too."""
-        return self.new_tokens / max(1, self.forwards)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output speed: new tokens over wall time, prefill included."""
-        return self.new_tokens / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The last event: the tokens of every row (whole canvases, padded), why each row ended, and its cost.
-
-    A reason is "stop" (the row has a stop token) or "length" (max_new_tokens reached); the engine adds "deadline".
-    """
-
-    ids_BT: Tensor
-    reasons: tuple[str, ...]
-    stats: tuple[Stats, ...]
-
-
-Event = Draft | Committed | Finished
-
-
-# 2. The story
+# 1. The story
 
 
 @torch.inference_mode()
@@ -181,7 +95,7 @@ def generate(
     yield counter.finish(ended_B)  # 8. The end
 
 
-# 3. Its parts
+# 2. Its parts
 
 
 def prefill(model: DiffusionGemma, prompts: Sequence[Sequence[int]], cache: KVCache) -> None:
@@ -285,6 +199,7 @@ def make_draft(block: int, canvas: sampler.Canvas, cfg: SamplerConfig, constrain
         settled_B=canvas.settled_B,
         max_steps=cfg.max_steps,
         pinned_BC=constraints.pinned_BC if constraints is not None else None,
+        final_B=canvas.final_B if cfg.settle_prefix else None,
     )
 
 

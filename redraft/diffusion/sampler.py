@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.config import SamplerConfig
-from redraft.constraints.constraints import CanvasConstraints
+from redraft.constraints.constraints import NEVER, CanvasConstraints
 from redraft.diffusion.rng import Draws
 from redraft.kernels import Prediction, argmax_entropy_sample
 
@@ -34,6 +34,8 @@ class Canvas:
     steps_B: Tensor  # denoising steps that each row has used
     settled_B: Tensor  # rows that are stable and confident; no step changes them any more
     skipped_B: Tensor  # rows whose text ended on an earlier canvas
+    same_BC: Tensor  # with `settle_prefix`: consecutive steps in which each position of best_BC has not changed
+    final_B: Tensor  # with `settle_prefix`: positions from the left that no step changes any more
     step: int
 
     @property
@@ -61,6 +63,8 @@ def start(ids_BC: Tensor, constraints: CanvasConstraints | None = None, ended_B:
         steps_B=zero_B,
         settled_B=false_B,
         skipped_B=ended_B if ended_B is not None else false_B,
+        same_BC=torch.zeros_like(ids_BC),
+        final_B=zero_B,
         step=0,
     )
 
@@ -97,8 +101,7 @@ def select_accepted(prediction: Prediction, canvas: Canvas, cfg: SamplerConfig) 
     rank_BC = prediction.entropy_BC  # positions are accepted in this order
     least_B = count_required(canvas, cfg)
     if cfg.stops_last:
-        stops = torch.tensor(cfg.eos_token_ids, dtype=torch.long, device=rank_BC.device)
-        rank_BC = rank_BC + BEHIND * torch.isin(prediction.best_BC, stops)
+        rank_BC = rank_BC + BEHIND * find_stops(prediction.best_BC, cfg)
     is_last_step = canvas.step + 1 == cfg.max_steps
     if not cfg.spread or is_last_step:
         return accept_by_entropy(rank_BC, cfg.entropy_bound, least_B)
@@ -140,19 +143,48 @@ def settled(
 ) -> tuple[Tensor, Tensor]:
     """Whether each row is stable and confident (bool_B), and for how many steps its argmax has not changed (long_B).
 
-    Confidence is the mean entropy of the positions that the model decides: pinned positions have no entropy.
+    Confidence is the mean entropy of the positions that the model decides: pinned and final positions have no entropy.
     """
     is_unchanged_B = torch.zeros_like(canvas.settled_B)
     if canvas.step > 0:
         is_unchanged_B = (prediction.best_BC == canvas.best_BC).all(dim=-1)
     unchanged_B = torch.where(is_unchanged_B, canvas.unchanged_B + 1, 0)
     mean_B = prediction.entropy_BC.mean(dim=-1)
-    if constraints is not None:
-        open_B = (~constraints.pinned_BC).sum(dim=-1).clamp(min=1)
+    if constraints is not None or cfg.settle_prefix:
+        fixed_BC = final_positions(canvas)
+        fixed_BC = fixed_BC | constraints.pinned_BC if constraints is not None else fixed_BC
+        open_B = (~fixed_BC).sum(dim=-1).clamp(min=1)
         mean_B = prediction.entropy_BC.sum(dim=-1) / open_B
     is_stable_B = unchanged_B >= cfg.stability_threshold
     is_confident_B = mean_B < cfg.confidence_threshold
     return is_stable_B & is_confident_B, unchanged_B
+
+
+def final_positions(canvas: Canvas) -> Tensor:
+    """The positions that no step changes any more, bool_BC."""
+    return torch.arange(canvas.ids_BC.shape[1], device=canvas.final_B.device) < canvas.final_B[:, None]
+
+
+def hold_final(logits_BCV: Tensor, canvas: Canvas) -> Tensor:
+    """Leaves final positions no choice but their token."""
+    is_other_BCV = torch.arange(logits_BCV.shape[-1], device=logits_BCV.device) != canvas.best_BC[..., None]
+    return logits_BCV.masked_fill(final_positions(canvas)[..., None] & is_other_BCV, NEVER)
+
+
+def count_settled(same_BC: Tensor, entropy_BC: Tensor, cfg: SamplerConfig) -> Tensor:
+    """How many positions from the left have settled, long_B: the rule of a whole canvas, applied to each of them.
+
+    They are stable (unchanged for `same_BC` steps) and confident.
+    """
+    is_settled_BC = (same_BC >= cfg.stability_threshold) & (entropy_BC < cfg.confidence_threshold)
+    return is_settled_BC.long().cumprod(dim=-1).sum(dim=-1)
+
+
+def settle_prefix(prediction: Prediction, canvas: Canvas, cfg: SamplerConfig) -> tuple[Tensor, Tensor]:
+    """How many positions from the left are final now (long_B), and for how many steps each has not changed (long_BC)."""
+    is_same_BC = (prediction.best_BC == canvas.best_BC) & (canvas.step > 0)
+    same_BC = torch.where(is_same_BC, canvas.same_BC + 1, 0)
+    return torch.maximum(count_settled(same_BC, prediction.entropy_BC, cfg), canvas.final_B), same_BC
 
 
 def step(
@@ -165,6 +197,8 @@ def step(
     length = canvas.ids_BC.shape[1]
     number = canvas.step + 1
     matching_BC = None
+    if cfg.settle_prefix:
+        logits_BCV = hold_final(logits_BCV, canvas)
     if constraints is None:
         shaped_BCV = logits_BCV / temperature(canvas.step, cfg)
     else:
@@ -176,6 +210,10 @@ def step(
     accepted_BC = select_accepted(prediction, canvas, cfg)
     if constraints is not None:
         accepted_BC = accepted_BC | constraints.pinned_BC
+    final_B, same_BC = canvas.final_B, canvas.same_BC
+    if cfg.settle_prefix:
+        accepted_BC = accepted_BC | final_positions(canvas)
+        final_B, same_BC = settle_prefix(prediction, canvas, cfg)
     noise_BC = draws.noise(number, length, logits_BCV.shape[-1])
     settled_B, unchanged_B = settled(prediction, canvas, cfg, constraints)
     next_canvas = Canvas(
@@ -187,9 +225,23 @@ def step(
         steps_B=canvas.steps_B + 1,
         settled_B=settled_B,
         skipped_B=canvas.skipped_B,
+        same_BC=same_BC,
+        final_B=final_B,
         step=number,
     )
+    if cfg.settle_prefix:
+        next_canvas = replace(next_canvas, settled_B=settled_B | has_final_stop(next_canvas, cfg))
     return _keep_frozen_rows(canvas, next_canvas), shaped_BCV
+
+
+def has_final_stop(canvas: Canvas, cfg: SamplerConfig) -> Tensor:
+    """Whether a row's text has ended for good, bool_B: one of its final tokens is a stop token."""
+    return (find_stops(canvas.best_BC, cfg) & final_positions(canvas)).any(dim=-1)
+
+
+def find_stops(ids_BC: Tensor, cfg: SamplerConfig) -> Tensor:
+    """The positions of stop tokens, bool_BC."""
+    return torch.isin(ids_BC, torch.tensor(cfg.eos_token_ids, dtype=torch.long, device=ids_BC.device))
 
 
 def _keep_frozen_rows(old: Canvas, new: Canvas) -> Canvas:
@@ -248,8 +300,7 @@ def commit(canvas: Canvas, cfg: SamplerConfig) -> CommitResult:
 
     The last sample would not do: on a canvas that never settled it has noise wherever the last step rejected a token.
     """
-    stops = torch.tensor(cfg.eos_token_ids, dtype=torch.long, device=canvas.best_BC.device)
-    is_stop_BC = torch.isin(canvas.best_BC, stops)
+    is_stop_BC = find_stops(canvas.best_BC, cfg)
     stops_before_BC = is_stop_BC.cumsum(dim=-1) - is_stop_BC.long()
     is_text_BC = (stops_before_BC == 0) & ~canvas.skipped_B[:, None]
     ids_BC = torch.where(is_text_BC, canvas.best_BC, cfg.pad_token_id)

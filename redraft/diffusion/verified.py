@@ -222,6 +222,8 @@ def check_steering(
         raise ValueError(f"bans together with a pattern need check 'off', got {cfg.check!r}")
     if cfg.check != "off" and is_steered:
         raise ValueError(f"a steered or resumed canvas needs check 'off', got {cfg.check!r}")
+    if cfg.settle_prefix and is_steered:
+        raise ValueError("a steered or resumed canvas may change anywhere: leave settle_prefix out")
     if cfg.check == "exact" and has_draft:
         raise ValueError("check 'exact' generates from left to right and takes no draft: choose 'checked' or 'off'")
 
@@ -492,4 +494,6 @@ def make_checked_draft(state: Verification, block: int, device: torch.device) ->
         settled_B=torch.tensor([state.is_canvas_done], device=device),
         max_steps=state.cfg.draft_steps,
         verified=verified,
+        logprobs=tuple(state.logprobs[begin:]),
+        counts=state.counts,
     )

@@ -23,7 +23,7 @@ from redraft.constraints.constraints import Constraints
 from redraft.diffusion.draft_policy import DraftPolicy
 from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
 from redraft.diffusion.verified import OtherVerifier, Verification, check_steering, require_drafter
-from redraft.engine.errors import MEMORY_ADVICE, USER_ERRORS, Failure, RequestError, Stopped
+from redraft.engine.errors import MEMORY_ADVICE, USER_ERRORS, EngineError, Failure, RequestError, Stopped
 from redraft.engine.memory import measure_budget
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.replay import Replay
@@ -157,8 +157,10 @@ class Engine:
             self._changed.notify_all()
 
     @contextmanager
-    def reserve(self, tokens: int, *, rewind: int = 0, stop: threading.Event | None = None) -> Iterator[KVCache]:
-        """Lends a KV cache of one row for work beside the engine; its bytes count toward the engine's budget.
+    def reserve(
+        self, tokens: int, *, rows: int = 1, rewind: int = 0, stop: threading.Event | None = None
+    ) -> Iterator[KVCache]:
+        """Lends a KV cache for work beside the engine; its bytes count toward the engine's budget.
 
             with engine.reserve(len(ids), stop=stop) as cache:
                 model.encode(ids_1S, cache)
@@ -167,8 +169,8 @@ class Engine:
         when it can never fit, and Stopped once `stop` is set while it waits. Sliding layers keep only their window and
         `rewind` tokens. Inside the block do not reserve again and do not wait for a request: both might wait for this cache.
         """
-        nbytes = KVCache.count_bytes(self.model.config, tokens, self.model.cache_dtype, rewind)
-        self.scheduler.check(nbytes, tokens, "this text")
+        nbytes = rows * KVCache.count_bytes(self.model.config, tokens, self.model.cache_dtype, rewind)
+        self.scheduler.check(nbytes, rows * tokens, "this text")
         reservation = Reservation(self.scheduler.next_number(), nbytes, client_of(stop))
         self.scheduler.reservations.append(reservation)
         try:
@@ -177,7 +179,7 @@ class Engine:
                 if stop is not None and stop.is_set():
                     raise Stopped
                 self._wait_for_grant(reservation)
-            yield self.model.new_cache(1, tokens, rewind=rewind)
+            yield self.model.new_cache(rows, tokens, rewind=rewind)
         finally:
             reservation.is_released = True
             self.notify()
@@ -190,7 +192,8 @@ class Engine:
                 model.encode(ids_1S, cache)
 
         Two forwards at once would take the cores from each other. Waits until the client is not ahead of others; `tokens`
-        counts as its work. Raises Stopped once `stop` is set while it waits. Do not wait for a request inside the block.
+        counts as its work. Raises Stopped once `stop` is set while it waits. A fault in the block becomes an EngineError.
+        Do not wait for a request inside the block.
         """
         turn = Turn(client_of(stop), tokens)
         self.scheduler.turns.append(turn)
@@ -205,6 +208,10 @@ class Engine:
                 if stop is not None and stop.is_set():
                     raise Stopped
                 yield
+        except (Stopped, *USER_ERRORS):
+            raise
+        except Exception as error:
+            raise EngineError(Failure.from_exception(error).message) from error
         finally:
             turn.is_done = True
             with suppress(ValueError):

@@ -11,7 +11,7 @@ Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C, P
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 
 import torch
@@ -39,11 +39,12 @@ BucketKey = tuple[int, int, int]  # number of canvases, canvas length, context l
 EncodeShape = tuple[int, int]  # rows and tokens that are encoded in the same graph as a step; (0, 0): none
 PendingEncode = tuple[Request, Tensor]  # ids_1S: the last tokens of the request's context
 NO_ENCODE: EncodeShape = (0, 0)
-CANVAS_FIELDS = tuple(field.name for field in fields(Canvas) if field.name not in ("skipped_B", "step"))
+HOST_FIELDS = ("skipped_B", "same_BC", "final_B", "step")  # of a canvas: the fused sampler changes none but the step
+CANVAS_FIELDS = tuple(field.name for field in fields(Canvas) if field.name not in HOST_FIELDS)
 
 
 def uses_fused_sampler(request: Request) -> bool:
-    """Whether the sampler kernels implement this request's sampler: no constraints on this canvas, no interventions.
+    """Whether the sampler kernels implement this request's sampler: no constraints on this canvas, no settled prefix.
 
     The canvas must fit one program of the acceptance kernel, and the steps, the candidates and the stop tokens that
     `stops_last` looks for must fit the static buffers. Interventions need the host between two steps.
@@ -52,7 +53,8 @@ def uses_fused_sampler(request: Request) -> bool:
     fits = cfg.canvas_length <= MAX_FUSED_CANVAS and cfg.max_steps <= MAX_FUSED_STEPS
     fits = fits and request.candidates <= MAX_FUSED_CANDIDATES
     fits = fits and (not cfg.stops_last or len(cfg.eos_token_ids) <= MAX_STOPS)
-    return fits and request.canvas_constraints is None and not request.plan.has_interventions
+    needs_host = request.plan.has_interventions or cfg.settle_prefix
+    return fits and request.canvas_constraints is None and not needs_host
 
 
 def count_candidates(batch: Sequence[Request]) -> int:
@@ -225,7 +227,7 @@ class StepBucket:
         for row, request in enumerate(batch):
             assert request.canvas is not None
             values = {name: tensor[row : row + 1] for name, tensor in copies.items()}
-            canvases.append(Canvas(**values, skipped_B=skipped_1, step=request.canvas.step + 1))
+            canvases.append(replace(request.canvas, **values, skipped_B=skipped_1, step=request.canvas.step + 1))
         self.loaded[: len(canvases)] = canvases
         return canvases, list(softs[: len(batch)]), settled[: len(batch)]
 

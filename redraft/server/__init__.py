@@ -10,7 +10,10 @@ compiler_pool.py  compiles patterns in helper processes
 streams.py     async streams: merge several, stop when the client disconnects, write server-sent events
 service.py     what every route uses: read a body, start a completion, stream it, count it
 completion.py  CompletionParams and the chunks of a completion, independent of the wire format
+canvas_params.py  canvas options under vLLM's names, which every wire format may have
+stop_strings.py  cuts a completion at a stop string, as early as its text is final or has settled
 checks.py      checked and exact mode: which one a request runs in, and its settings
+forced_calls.py  tool calls that the client forces, constrained by the schema of the tool
 frames.py      a canvas after each step, as the tokens that changed
 logprobs.py    tokens of a completion with their log probabilities
 fim.py         finds the prefix and suffix (FIM) or the region to edit that an editor sent
@@ -18,4 +21,5 @@ infill.py      infills a gap and rewrites a region for editors
 schema.py      request bodies
 api/           wire formats: openai, anthropic, ollama, llamacpp, canvas
 page.py        the web page; static/ has its files
+docs_page.py   /docs: every route with the fields of its body
 """

@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 
 from redraft.constraints.pattern_compiler import COMPILE_SECONDS, CompilerProcess
 from redraft.engine.gpu_limit import peak_bytes
-from redraft.server import page
-from redraft.server.api import anthropic, canvas, llamacpp, ollama, openai
+from redraft.server import docs_page, page
+from redraft.server.api import anthropic, canvas, llamacpp, ollama, openai, responses
 from redraft.server.compiler_pool import CompilerPool
 from redraft.server.errors import STATUS_CODES, ServerBusyError, log_fault, message_of, status_of
 from redraft.server.middleware import AccessMiddleware, Limits, Metrics
@@ -70,7 +70,7 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
     metrics.gpu_limit.set(writer.gpu_limit.limit if writer.gpu_limit is not None else 0)
     add_error_handlers(app)
     service = Service(writer, worker, metrics, config.name)
-    for wire in (canvas, openai, anthropic, ollama, llamacpp):
+    for wire in (canvas, openai, responses, anthropic, ollama, llamacpp):
         for route in wire.routes(service):
             if route.body is None:
                 app.add_api_route(route.path, route.handler, methods=["GET"])
@@ -78,7 +78,8 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
                 schema = {"requestBody": describe_body(route.body)}
                 app.add_api_route(route.path, route.handler, methods=["POST"], openapi_extra=schema, responses=RESPONSES)
 
-    for path, handler in (("/", page.index), ("/page/{name}", page.file)):
+    docs = docs_page.docs_handler(app.openapi)
+    for path, handler in (("/", page.index), ("/page/{name}", page.file), ("/docs", docs)):
         app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
 
     @app.get("/metrics", response_class=PlainTextResponse)

@@ -13,20 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from redraft.config import AUTO
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Draft, Finished, Stats
 from redraft.engine import RequestError, Stopped
 from redraft.server.bodies import check_json_size
 from redraft.server.checks import choose_check, step_settings
 from redraft.server.errors import BadRequestError, checking_request
+from redraft.server.forced_calls import ForcedCall
 from redraft.server.frames import Frame, FrameBuilder
 from redraft.server.logprobs import LogprobCollector, TokenLogprob
 from redraft.server.schema import ChatMessage
+from redraft.server.stop_strings import SettledStop, StopStringFilter
 from redraft.tasks import best_of
-from redraft.tasks.generation import GenerationOptions
+from redraft.tasks.generation import GenerationOptions, Prompt
 from redraft.tasks.infill import sequence_logprobs
-from redraft.tasks.text_events import TextCommitted, TextEvent
-from redraft.tokenizer.chat_parser import ToolCall
+from redraft.tasks.text_events import NOTHING, TextCommitted, TextDraft, TextEvent
+from redraft.tokenizer.chat_parser import Parsed, ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
 from redraft.writer import Writer, is_text_prompt, new_seed
 
@@ -39,12 +42,13 @@ JSON_OBJECT_SCHEMA = {"type": "object", "additionalProperties": {"type": ["strin
 class CompletionParams:
     """One completion, as a client asks for it."""
 
-    prompt: str | Sequence[Message]
+    prompt: Prompt
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
+    forced_call: ForcedCall | None = None  # the completion is a call of one of the tools
     think: bool = False
     pattern: Mapping[str, Any] = field(default_factory=dict)  # regex, schema or choices
     forbidden: tuple[int, ...] = ()  # token ids
@@ -59,6 +63,11 @@ class CompletionParams:
     include_frames: bool = False
     logprobs: int | None = None  # how many likely tokens come with each token; None: no logprobs
 
+    @property
+    def compiles(self) -> bool:
+        """Whether a pattern is compiled before the first step."""
+        return bool(self.pattern) or self.forced_call is not None
+
 
 @dataclass(frozen=True)
 class Started:
@@ -67,7 +76,7 @@ class Started:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """What a committed canvas adds to the completion."""
+    """What has become final since the last delta: a part of a canvas, or all of it."""
 
     text: str
     reasoning: str = ""
@@ -141,6 +150,16 @@ def parse_arguments(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return parsed
 
 
+def split_prompts(prompt: str | Sequence[Any]) -> list[str | Sequence[int]]:
+    """Returns the texts to continue, each as a string or as token ids, of a field that holds one or several."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
+def prompt_text(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:
+    """Returns the text of a prompt that may be token ids."""
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, keep_special=True)
+
+
 def join_messages(messages: Sequence[Message]) -> str:
     """Returns a conversation as one text, a paragraph per message: for models without a chat template."""
     return "\n\n".join(str(message.get("content") or "") for message in messages)
@@ -148,6 +167,25 @@ def join_messages(messages: Sequence[Message]) -> str:
 
 def stream_completion(writer: Writer, params: CompletionParams, stop: threading.Event) -> Iterator[Chunk]:
     """Yields Started when the engine has accepted the request, then frames and text deltas, at last Finish."""
+    chunks = stream_text(writer, params, stop)
+    return chunks if params.forced_call is None else text_to_call(chunks, params.forced_call)
+
+
+def text_to_call(chunks: Iterator[Chunk], forced_call: ForcedCall) -> Iterator[Chunk]:
+    """Passes chunks on. The text becomes a tool call, which is sent when it is complete."""
+    texts = []
+    for chunk in chunks:
+        if isinstance(chunk, TextDelta):
+            texts.append(chunk.text)
+        elif isinstance(chunk, Finish):
+            yield TextDelta("", tool_calls=(forced_call.parse("".join(texts)),))
+            yield replace(chunk, finish_reason="tool_calls")
+        else:
+            yield chunk
+
+
+def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event) -> Iterator[Chunk]:
+    """`stream_completion` with a forced call as its text."""
     began = time.perf_counter()
     seed = params.seed if params.seed is not None else new_seed()
     with checking_request():
@@ -158,50 +196,92 @@ def stream_completion(writer: Writer, params: CompletionParams, stop: threading.
     stop_filter = StopStringFilter(params.stop_strings)
     frames = FrameBuilder(writer.tokenizer)
     logprobs = LogprobCollector(writer.tokenizer, params.logprobs, is_chat=not is_text_prompt(params.prompt))
-    canvases: list[tuple[TextCommitted, str]] = []
+    cost = CostSoFar(params)
+    held: list[TextDelta] = []  # final, but not sent: frames show the canvas in work, and logprobs come with its commit
+    sends_early = not params.include_frames and params.logprobs is None
+    watch = watch_for_stop(writer, params)
     draft: Draft | None = None
-    draft_steps = 0  # checked mode: denoising steps so far
+    has_tool_calls = False
     finished: Finished | None = None
     for event in events:
-        match event:
-            case Draft():
-                draft = event
-                draft_steps += event.verified is None
-                if params.include_frames:
-                    yield frames.build(event)
-            case TextCommitted():
-                text = stop_filter.feed(event.text)
-                canvases.append((event, text))
-                logprobs.add_canvas(event, draft)
-                tokens = logprobs.release(text)
-                yield TextDelta(text, event.reasoning, event.tool_calls, tokens)
-                frames = FrameBuilder(writer.tokenizer)
-                if stop_filter.found is not None:
-                    stats = stats_at_stop_string(writer, params, canvases, draft_steps, seed, time.perf_counter() - began)
-                    kept = writer.tokenizer.encode("".join(event.reasoning + text for event, text in canvases))
-                    mean_logprob = mean_logprob_of(writer, params, stats, kept, stop)
-                    stop.set()
-                    writer.engine.notify()
-                    yield Finish("stop", stats, stop_filter.found, mean_logprob)
-                    return
-            case Finished():
-                finished = event
+        if isinstance(event, Finished):
+            finished = event
+            continue
+        cost.add(event)
+        if isinstance(event, TextDraft):
+            draft = event
+            if params.include_frames:
+                yield frames.build(event)
+            if params.logprobs is not None:
+                continue
+        delta = event.delta
+        if watch is not None:
+            delta = watch.add(event) or delta
+        if isinstance(event, TextDraft) and delta == NOTHING:
+            continue
+        if isinstance(event, TextCommitted):
+            logprobs.add_canvas(event, draft)
+            frames = FrameBuilder(writer.tokenizer)
+            has_tool_calls = has_tool_calls or bool(event.tool_calls)
+            delta = delta if params.logprobs is None else Parsed(event.text, event.reasoning, event.tool_calls)
+        text = stop_filter.feed(delta.text)
+        cost.text += delta.reasoning + text
+        held.append(TextDelta(text, delta.reasoning, delta.tool_calls, logprobs.release(text)))
+        if sends_early or isinstance(event, TextCommitted) or stop_filter.found is not None:
+            yield join_deltas(held)
+            held = []
+        if stop_filter.found is not None:
+            stats = cost.stats(writer, seed, time.perf_counter() - began)
+            mean_logprob = mean_logprob_of(writer, params, stats, writer.tokenizer.encode(cost.text), stop)
+            stop.set()
+            writer.engine.notify()
+            yield Finish("stop", stats, stop_filter.found, mean_logprob)
+            return
     if finished is None:
         raise Stopped
     if rest := stop_filter.flush():
         yield TextDelta(rest, tokens=logprobs.release(rest))
     stats = finished.stats[0]
     mean_logprob = mean_logprob_of(writer, params, stats, finished.ids_BT[0, : stats.new_tokens].tolist(), stop)
-    has_tool_calls = any(event.tool_calls for event, _ in canvases)
     yield Finish("tool_calls" if has_tool_calls else finished.reasons[0], stats, mean_logprob=mean_logprob)
+
+
+def watch_for_stop(writer: Writer, params: CompletionParams) -> SettledStop | None:
+    """With check off, what ends a canvas when a stop string has settled on it. Logprobs come with whole canvases only.
+
+    With `settle_prefix` the deltas of drafts have the settled text already.
+    """
+    cfg = writer.sampler.changed(
+        max_new_tokens=params.max_tokens, settle_prefix=params.sampler_settings.get("settle_prefix")
+    )
+    has_deltas = params.check != "off" or cfg.settle_prefix
+    if has_deltas or params.logprobs is not None or not any(params.stop_strings):
+        return None
+    return SettledStop(params.stop_strings, writer.tokenizer, cfg, is_chat=not is_text_prompt(params.prompt))
+
+
+def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Deltas that follow one another as one."""
+    return TextDelta(
+        text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+    )
 
 
 def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams:
     """Checks what this model can do, and fills in what depends on it."""
-    if not isinstance(params.prompt, str) and not writer.tokenizer.can_chat:
-        if params.tools:
-            raise BadRequestError("this model has no chat template, so it cannot call tools: leave tools out", "tools")
-        params = replace(params, prompt=join_messages(params.prompt))
+    if params.forced_call is not None:
+        params = constrain_to_call(params, params.forced_call)
+    if params.think and not writer.tokenizer.can_think:
+        lack = "has no chat template" if not writer.tokenizer.can_chat else "has a chat template without thinking"
+        raise BadRequestError(f"this model {lack}, so it cannot reason before it answers: leave thinking out", "thinking")
+    if not is_text_prompt(params.prompt) and not writer.tokenizer.can_chat:
+        if params.tools and params.forced_call is None:
+            message = "this model has no chat template, so it does not know tools: leave tools out, or force a call"
+            raise BadRequestError(message, "tools")
+        params = replace(params, prompt=join_messages(params.prompt), tools=None)  # type: ignore[arg-type]
     if params.logprobs is not None:
         check_logprobs(writer.tokenizer, params)
     params = replace(params, check=choose_check(writer.sampler, params.check, has_draft=bool(params.draft)))
@@ -210,13 +290,24 @@ def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams
         message = f"with check 'off', logit_bias can only forbid a token with -100, got {token}: {bias}"
         raise BadRequestError(message, "logit_bias")
     length = params.sampler_settings.get("canvas_length", writer.sampler.canvas_length)
+    if length == AUTO:
+        length = writer.sampler.canvas_length  # of a draft, and of a completion that is one canvas
     if isinstance(params.draft, tuple) and len(params.draft) != length:
         message = f"diffusion_seed_canvas has {len(params.draft)} tokens, the canvas has {length}"
         raise BadRequestError(message, "diffusion_seed_canvas")
     if params.ignore_eos:  # one canvas is the whole completion
         forbidden = (*params.forbidden, *writer.sampler.eos_token_ids)
-        params = replace(params, max_tokens=length, forbidden=forbidden)
+        settings = {**params.sampler_settings, "canvas_length": length}
+        params = replace(params, max_tokens=length, forbidden=forbidden, sampler_settings=settings)
     return params
+
+
+def constrain_to_call(params: CompletionParams, forced_call: ForcedCall) -> CompletionParams:
+    """The completion is a call and nothing else: no reasoning comes before it, and no stop string cuts it."""
+    if params.pattern:
+        message = "tool_choice forces a call, so no response_format can apply: leave one of them out"
+        raise BadRequestError(message, "tool_choice")
+    return replace(params, pattern={"schema": forced_call.schema}, stop_strings=(), think=False)
 
 
 def submit(writer: Writer, params: CompletionParams, seed: int, stop: threading.Event) -> Iterator[TextEvent]:
@@ -249,10 +340,10 @@ def submit(writer: Writer, params: CompletionParams, seed: int, stop: threading.
 
 def check_best_of_memory(writer: Writer, params: CompletionParams, options: GenerationOptions) -> None:
     """Refuses to compare more completions than the memory budget holds at once."""
-    prompt_tokens = len(writer.encode_prompt(params.prompt, params.tools, params.think))
-    max_answer = options.sampler_config(writer.sampler).max_answer
+    ids = writer.encode_prompt(params.prompt, params.tools, params.think)
+    (cfg,), _ = writer.plan([ids], options)
     try:
-        best_of.check_memory(writer.engine, prompt_tokens + max_answer, params.best_of)
+        best_of.check_memory(writer.engine, len(ids) + cfg.max_answer, params.best_of)
     except RequestError as error:
         raise BadRequestError(str(error), "best_of") from None
 
@@ -280,73 +371,45 @@ def check_logprobs(tokenizer: Tokenizer, params: CompletionParams) -> None:
         raise BadRequestError("this model's tokens do not spell text: leave logprobs out", "logprobs") from None
 
 
-def stats_at_stop_string(
-    writer: Writer,
-    params: CompletionParams,
-    canvases: Sequence[tuple[TextCommitted, str]],
-    draft_steps: int,
-    seed: int,
-    seconds: float,
-) -> Stats:
-    """Returns the stats of a completion that a stop string ended: tokens that were sent, and the cost of whole canvases.
+@dataclass
+class CostSoFar:
+    """What a completion has cost and sent up to some event: the stats of one that a stop string ends."""
 
-    In checked and exact mode the cost is that of the rounds up to the stop string.
-    """
-    assert params.check is not None
-    new_tokens = len(writer.tokenizer.encode("".join(event.reasoning + text for event, text in canvases)))
-    stats = Stats(
-        seed=seed,
-        prompt_tokens=len(writer.encode_prompt(params.prompt, params.tools, params.think)),
-        new_tokens=new_tokens,
-        canvases=len(canvases),
-        settled=sum(bool(event.settled_B[0]) for event, _ in canvases),
-        steps=sum(int(event.steps_B[0]) for event, _ in canvases),
-        commits=len(canvases) - 1,
-        seconds=seconds,
-        prefill_seconds=0.0,
-        check=params.check,
-    )
-    if params.check == "off":
-        return stats
-    logprobs = [logprob for event, _ in canvases for logprob in event.logprobs]
-    counts: dict[str, Any] = dict(canvases[-1][0].counts)
-    return replace(
-        stats,
-        canvases=0,
-        settled=0,
-        steps=draft_steps,
-        commits=len(canvases) - 1 if params.check == "checked" else 0,
-        logprob=sum(logprobs[:new_tokens]),
-        **counts,
-    )
+    params: CompletionParams
+    text: str = ""  # sent, reasoning included
+    steps: int = 0  # of denoising
+    committed: list[TextCommitted] = field(default_factory=list)
+    draft: TextDraft | None = None  # of a canvas that is not committed yet
 
+    def add(self, event: TextDraft | TextCommitted) -> None:
+        """Counts an event."""
+        if isinstance(event, TextCommitted):
+            self.committed.append(event)
+            self.draft = None
+        else:
+            self.steps += event.verified is None
+            self.draft = event
 
-class StopStringFilter:
-    """Cuts a growing text at the first stop string. The beginning of a possible stop string is held back."""
-
-    def __init__(self, stop_strings: Sequence[str]) -> None:
-        self.stop_strings = [stop for stop in stop_strings if stop]
-        self.found: str | None = None
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        """Returns the part of the text so far that cannot belong to a stop string and was not returned before."""
-        if self.found is not None:
-            return ""
-        if not self.stop_strings:
-            return text
-        text = self._held + text
-        matches = [(text.find(stop), stop) for stop in self.stop_strings if stop in text]
-        if matches:
-            position, self.found = min(matches)
-            return text[:position]
-        sizes = [(stop, min(len(stop), len(text) + 1)) for stop in self.stop_strings]
-        held = max((size for stop, most in sizes for size in range(1, most) if text.endswith(stop[:size])), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def flush(self) -> str:
-        """Returns the text that was held back, at the end of the completion."""
-        held = self._held
-        self._held = ""
-        return held
+    def stats(self, writer: Writer, seed: int, seconds: float) -> Stats:
+        """The stats of the completion if it ends here."""
+        params = self.params
+        assert params.check is not None
+        canvases = len(self.committed) + (self.draft is not None)
+        stats = Stats(
+            seed=seed,
+            prompt_tokens=len(writer.encode_prompt(params.prompt, params.tools, params.think)),
+            new_tokens=len(writer.tokenizer.encode(self.text)),
+            canvases=canvases,
+            settled=sum(bool(event.settled_B[0]) for event in self.committed) + (self.draft is not None),
+            steps=self.steps,
+            commits=canvases - 1 if params.check != "exact" else 0,
+            seconds=seconds,
+            prefill_seconds=0.0,
+            check=params.check,
+        )
+        if params.check == "off":
+            return stats
+        last = self.draft or self.committed[-1]
+        logprobs = [logprob for event in (*self.committed, self.draft) if event is not None for logprob in event.logprobs]
+        counts: dict[str, Any] = dict(last.counts)
+        return replace(stats, canvases=0, settled=0, logprob=sum(logprobs[: stats.new_tokens]), **counts)

@@ -27,6 +27,10 @@ class BadRequestError(ValueError):
         self.param = param
 
 
+class NotFoundError(LookupError):
+    """A thing that the server does not have."""
+
+
 class BodyTooLargeError(Exception):
     """The body has more bytes than the server accepts."""
 
@@ -67,6 +71,7 @@ class ClientDisconnected(RuntimeError):
 BAD_REQUESTS = (BadRequestError, PatternError, ConfigError, TokenizerError, BoardError, RequestError, CausalOnlyError)
 STATUS_CODES: dict[type[Exception], int] = {
     **dict.fromkeys(BAD_REQUESTS, 400),
+    NotFoundError: 404,
     Stopped: 409,
     BodyTimeoutError: 408,
     BodyTooLargeError: 413,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from redraft.diffusion.generate import Stats
 from redraft.server.checks import temperature_settings
-from redraft.server.completion import StopStringFilter
 from redraft.server.errors import checking_request
 from redraft.server.fim import Gap, Region
+from redraft.server.stop_strings import StopStringFilter
 from redraft.writer import Writer, new_seed
 
 MAX_GAP_TOKENS = 64  # even if the client allows more: several lengths are tried, so each token costs
@@ -58,7 +58,7 @@ def infill_gap(
         )
     taken = time.perf_counter() - began
     encode = writer.tokenizer.encode
-    prompt_tokens = len(encode(gap.context + gap.prefix)) + len(encode(gap.suffix))
+    prompt_tokens = count_read_tokens(writer, gap)
     infills: dict[str, Infill] = {}
     for candidate in candidates:
         text = trim_infill(candidate.gaps[0], stop_strings, indent, paragraph)
@@ -75,6 +75,15 @@ def infill_gap(
         )
         infills.setdefault(text, Infill(text, stats))
     return list(infills.values())
+
+
+def count_read_tokens(writer: Writer, gap: Gap) -> int:
+    """Counts the tokens around a gap that the model's context can hold; text further away is neither read nor tokenized."""
+    limit = writer.model.config.max_position_embeddings
+    reach = limit * writer.tokenizer.longest_token
+    before = writer.tokenizer.encode((gap.context + gap.prefix)[-reach:])
+    after = writer.tokenizer.encode(gap.suffix[:reach])
+    return min(len(before) + len(after), limit)
 
 
 def trim_infill(text: str, stop_strings: Sequence[str], indent: int, paragraph: bool) -> str:

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from hmac import compare_digest
 from typing import Any
 
@@ -19,11 +20,21 @@ from redraft.server.connections import ConnectionLimits, name_client
 from redraft.server.errors import LOG, BodyTooLargeError, ServerBusyError, message_of, status_of
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-KEYLESS_PATHS = ("/health", "/")  # need no API key
+KEYLESS_PATHS = ("/health", "/", "/docs")  # need no API key
 PAGE_FILES = "/page/"  # nor do the files of the web page, which asks for the key
 UNKNOWN_FIELDS = "redraft.unknown_fields"  # scope key: names of body fields that the route does not know
 BODY = "redraft.body"  # scope key: the body, whose bytes count until the route releases it
 MAX_NAMED_FIELDS = 20
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out of an origin
+CORS_HEADERS = (
+    (b"vary", b"Origin"),
+    (b"access-control-expose-headers", b"x-redraft-unknown-fields, retry-after"),
+)
+PREFLIGHT_HEADERS = (
+    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+    (b"access-control-max-age", b"600"),
+    (b"access-control-allow-private-network", b"true"),
+)
 HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*\.?)(?::[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 
 Scope = MutableMapping[str, Any]
@@ -35,6 +46,7 @@ class Limits:
     """Which requests the server accepts."""
 
     hosts: tuple[str, ...] = ()  # names of this machine besides the local ones
+    origins: tuple[str, ...] = ()  # of pages on other machines that may use the server, as `parse_origin` returns them
     key: str | None = None
     bodies: BodyLimits = field(default_factory=BodyLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
@@ -79,12 +91,14 @@ class AccessMiddleware:
         status = 500
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         is_body_complete = not self._has_body(headers)
+        origin = headers.get("origin", "").lower()
+        cors_headers = self._cors_headers(origin)
 
         async def send_and_note_status(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *_unknown_fields_header(scope)]
+                message["headers"] = [*message.get("headers", ()), *_unknown_fields_header(scope), *cors_headers]
                 if not is_body_complete:  # the rest of the body is not read
                     message["headers"].append((b"connection", b"close"))
             await send(message)
@@ -101,6 +115,9 @@ class AccessMiddleware:
         try:
             if refusal := self._refusal(scope, headers):
                 await refuse(*refusal)
+                return
+            if is_preflight(scope, headers) and cors_headers:
+                await _answer_preflight(send_and_note_status, headers)
                 return
             length = headers.get("content-length", "0")
             announced = int(length) if length.isascii() and length.isdigit() and len(length) < 20 else 0
@@ -119,9 +136,8 @@ class AccessMiddleware:
             taken = time.perf_counter() - began
             self.metrics.requests.labels(route, status).inc()
             self.metrics.seconds.labels(route).observe(taken)
-            LOG.info(
-                json.dumps({"route": route, "method": scope["method"][:20], "status": status, "seconds": round(taken, 4)})
-            )
+            line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "route": route}
+            LOG.info(json.dumps({**line, "method": scope["method"][:20], "status": status, "seconds": round(taken, 4)}))
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
         """Returns status and message if the request is not allowed."""
@@ -132,13 +148,24 @@ class AccessMiddleware:
             if host is None:
                 return 400, f"the Host header {headers.get('host', '')[:100]!r} is not HOST or HOST:PORT"
             return 403, f"this server does not answer to the host {host!r}; start it with --allow-host {host} if it is yours"
-        if (origin := headers.get("origin")) is not None and _origin_host(origin) not in self.hosts:
-            return 403, f"pages from {origin[:100]!r} may not use this server; start it with --allow-host if they are yours"
+        if (origin := headers.get("origin")) is not None and not self._is_origin_allowed(origin.lower()):
+            return 403, f"pages from {origin[:100]!r} may not use this server; start it with --cors ORIGIN if they are yours"
+        if is_preflight(scope, headers):
+            return None  # a browser asks without a key whether a page may send one
         path = scope["path"]
         needs_key = self.limits.key is not None and path not in KEYLESS_PATHS and not path.startswith(PAGE_FILES)
         if needs_key and not self._has_key(headers):
             return 401, "this server needs its API key: Authorization: Bearer KEY, or x-api-key: KEY"
         return None
+
+    def _is_origin_allowed(self, origin: str) -> bool:
+        return origin in self.limits.origins or _origin_host(origin) in self.hosts
+
+    def _cors_headers(self, origin: str) -> list[tuple[bytes, bytes]]:
+        """The headers that let a page of this origin read the response; none for pages of this machine."""
+        if origin not in self.limits.origins:
+            return []
+        return [(b"access-control-allow-origin", origin.encode("latin-1")), *CORS_HEADERS]
 
     def _has_body(self, headers: dict[str, str]) -> bool:
         return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
@@ -147,6 +174,28 @@ class AccessMiddleware:
         expected = str(self.limits.key).encode()
         given = (headers.get("authorization", "").removeprefix("Bearer ").strip(), headers.get("x-api-key", ""))
         return any(compare_digest(key.encode(), expected) for key in given)
+
+
+def is_preflight(scope: Scope, headers: dict[str, str]) -> bool:
+    """Whether a browser asks what a page of another origin may send."""
+    return scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
+
+
+async def _answer_preflight(send: Send, headers: dict[str, str]) -> None:
+    """Allows the headers that the page wants to send; the request itself is checked when it comes."""
+    wanted = headers.get("access-control-request-headers", "")[:1000].encode("latin-1")
+    allowed = [(b"access-control-allow-headers", wanted)] if wanted else []
+    await send({"type": "http.response.start", "status": 204, "headers": [*PREFLIGHT_HEADERS, *allowed]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def parse_origin(value: str) -> str:
+    """Returns an origin as browsers send it: https://HOST or https://HOST:PORT, or with http. Raises ValueError."""
+    origin = value.strip().lower().removesuffix("/")
+    scheme = origin.partition("://")[0]
+    if _origin_host(origin) is None:
+        raise ValueError(f"--cors takes the origin of a page, such as https://example.org, got {value!r}")
+    return origin.removesuffix(DEFAULT_PORTS[scheme])
 
 
 def _unknown_fields_header(scope: Scope) -> Iterable[tuple[bytes, bytes]]:

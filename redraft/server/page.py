@@ -7,7 +7,13 @@ from starlette.exceptions import HTTPException
 
 FOLDER = Path(__file__).parent / "static"
 NAMES = frozenset(path.name for path in FOLDER.iterdir())
-MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MEDIA_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+}
 # HTML that a model writes is shown in a frame: it may have styles, but no scripts, and may load nothing from other machines.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "

@@ -6,20 +6,39 @@ limit, and their validation ends at the first mistake (`fail_fast`): a list of m
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
-from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH
+from redraft.config import DEFAULT_EDIT_STRENGTH
 from redraft.tasks.generation import MAX_BEST_OF
 
-Temperature = Annotated[float, Field(ge=0, le=2)]
-Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-TopLogprobs = Annotated[int, Field(ge=0, le=20)]  # likely tokens that come with each token
+
+def refuse_boolean(value: Any) -> Any:
+    """Refuses true and false where a number is meant; pydantic would read them as 1 and 0."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "Input should be a number, got {value}", {"value": str(value).lower()})
+    return value
+
+
+NOT_BOOLEAN = BeforeValidator(refuse_boolean)
+ListedInteger = Annotated[int, Field(strict=True)]  # of a list that may be long: checked without a call for each
+Temperature = Annotated[float, Field(ge=0, le=2), NOT_BOOLEAN]
+Tokens = Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOLEAN]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), NOT_BOOLEAN]
+TopLogprobs = Annotated[int, Field(ge=0, le=20), NOT_BOOLEAN]  # likely tokens that come with each token
 Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=4096)]  # of a message's content
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]  # of the probability
-Penalty = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NOT_BOOLEAN]  # of the probability
+Penalty = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False), NOT_BOOLEAN]
 Check = Literal["off", "checked", "exact"]
-Tolerance = Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)]  # nats
+Tolerance = Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False), NOT_BOOLEAN]  # nats
+Count = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
+TokenIds = Annotated[list[Count], Field(fail_fast=True, min_length=1)]
+TextPrompts = (  # a text or its token ids, or several
+    str
+    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=64)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=64)]
+)
 StopString = Annotated[str, Field(max_length=2000)]
 Stop = StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=64)] | None
 
@@ -37,7 +56,7 @@ class CausalOptions(Body):
     check: Check | None = None  # None: as the checkpoint has it
     tolerance: Tolerance | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None  # 0 and -1: all tokens
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000), NOT_BOOLEAN] | None = None  # 0 and -1: all tokens
     min_p: Share | None = None
     repetition_penalty: Penalty | None = None
 
@@ -52,34 +71,40 @@ class StreamOptions(Body):
 class CanvasOptions(Body):
     """Settings of the canvas, under vLLM's names."""
 
-    diffusion_canvas_length: Annotated[int, Field(ge=1, le=4096)] | None = None
-    diffusion_max_steps: Annotated[int, Field(ge=1, le=4096)] | None = None
-    diffusion_seed_canvas: Annotated[list[int], Field(fail_fast=True, max_length=4096)] | None = (
+    diffusion_canvas_length: Annotated[int, Field(ge=1, le=4096), NOT_BOOLEAN] | Literal["auto"] | None = None
+    diffusion_max_steps: Annotated[int, Field(ge=1, le=4096), NOT_BOOLEAN] | None = None
+    diffusion_settle_prefix: bool | None = None  # not vLLM's: text that settles from the left is final at once
+    diffusion_seed_canvas: Annotated[list[ListedInteger], Field(fail_fast=True, max_length=4096)] | None = (
         None  # token ids the first canvas starts from
     )
-    diffusion_pinned: Annotated[list[int], Field(fail_fast=True, max_length=4096)] | None = (
+    diffusion_pinned: Annotated[list[ListedInteger], Field(fail_fast=True, max_length=4096)] | None = (
         None  # positions of it that do not change
     )
     diffusion_read_only: bool = False  # one canvas is the whole completion; stop tokens are forbidden
     diffusion_constrained: bool = False
 
 
-class SamplingOptions(CanvasOptions, CausalOptions):
+class CanvasFields(CanvasOptions):
+    """Settings of the canvas in the body of a request, or under `vllm_xargs`, where vLLM's own clients put them."""
+
+    vllm_xargs: dict[str, Any] | None = None
+
+
+class SamplingOptions(CanvasFields, CausalOptions):
     """How a completion is sampled."""
 
     temperature: Temperature | None = None
     repeat_penalty: Penalty | None = None  # llama.cpp's name of the repetition penalty
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    frequency_penalty: Annotated[float, NOT_BOOLEAN] | None = None
+    presence_penalty: Annotated[float, NOT_BOOLEAN] | None = None
     seed: Seed | None = None
     stop: Stop = None
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None  # candidates, of which the n likeliest are returned
+    n: Annotated[int, Field(ge=1, le=16), NOT_BOOLEAN] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF), NOT_BOOLEAN] | None = None  # the n likeliest are returned
     logit_bias: dict[str, Any] | None = None  # token id -> number; checked where it is used
     stream: bool = False
     stream_options: StreamOptions | None = None
     diffusing: bool = False  # stream a frame per denoising step
-    vllm_xargs: dict[str, Any] | None = None  # vLLM's own clients put the canvas options here
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True, max_length=4096)] | None = None
     guided_json: dict[str, Any] | None = None
@@ -137,7 +162,7 @@ class ChatRequest(SamplingOptions):
 class CompletionRequest(SamplingOptions):
     """POST /v1/completions and /v1/fim/completions."""
 
-    prompt: str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=64)]
+    prompt: TextPrompts
     suffix: str | None = None
     max_tokens: Tokens | None = None
     logprobs: bool | TopLogprobs | None = None
@@ -168,22 +193,21 @@ class InfillRequest(Body):
     input_suffix: str = ""
     input_extra: Annotated[list[ExtraFile], Field(fail_fast=True, max_length=256)] = []
     prompt: str = ""
-    n_predict: Annotated[int, Field(ge=-1, le=100_000)] = 128
-    n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
-    n_cmpl: Annotated[int, Field(ge=1, le=16)] = 1
+    n_predict: Annotated[int, Field(ge=-1, le=100_000), NOT_BOOLEAN] = 128
+    n_indent: Annotated[int, Field(ge=0, le=1000), NOT_BOOLEAN] = 0
+    n_cmpl: Annotated[int, Field(ge=1, le=16), NOT_BOOLEAN] = 1
     stop: Stop = None
     seed: Seed | None = None
     temperature: Temperature | None = None
-    t_max_predict_ms: Annotated[float, Field(ge=0)] | None = None
+    t_max_predict_ms: Annotated[float, Field(ge=0), NOT_BOOLEAN] | None = None
     response_fields: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
     check: Check | None = None  # infill is never checked: anything but "off" is a bad request
     tolerance: Tolerance | None = None
-    id_slot: int = 0
+    id_slot: Annotated[int, NOT_BOOLEAN] = 0
     stream: bool = False
 
 
-Count = Annotated[int, Field(ge=0, le=1_000_000)]
-CanvasSize = Annotated[int, Field(ge=1, le=4096)]
+CanvasSize = Annotated[int, Field(ge=1, le=4096), NOT_BOOLEAN]
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=2048)]
 
 
@@ -225,7 +249,7 @@ class WatchedRequest(Body):
     seed: Seed | None = None
     temperature: Temperature | None = None
     max_steps: CanvasSize | None = None
-    candidates: Annotated[int, Field(ge=1, le=20)] = 5  # likeliest tokens shown at every position
+    candidates: Annotated[int, Field(ge=1, le=20), NOT_BOOLEAN] = 5  # likeliest tokens shown at every position
     stream: bool = True
 
 
@@ -262,7 +286,7 @@ class CanvasEditRequest(ReplayRequest):
 
     text: str
     instruction: str | None = None
-    strength: Annotated[float, Field(ge=0, le=1)] = DEFAULT_EDIT_STRENGTH
+    strength: Annotated[float, Field(ge=0, le=1), NOT_BOOLEAN] = DEFAULT_EDIT_STRENGTH
     keep: Annotated[list[tuple[Count, Count]], Field(fail_fast=True, max_length=4096)] = []
 
 
@@ -271,7 +295,7 @@ class SudokuRequest(Body):
 
     puzzle: Annotated[str, Field(max_length=4000)]
     seed: Seed | None = None
-    canvases: Annotated[int, Field(ge=1, le=256)] = 64
+    canvases: Annotated[int, Field(ge=1, le=256), NOT_BOOLEAN] = 64
     check: bool = True
     autoregressive: bool = False  # cell after cell, for comparison
     stream: bool = True

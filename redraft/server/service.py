@@ -96,7 +96,7 @@ class Service:
             return self.worker.run(
                 lambda stop: stream_completion(self.writer, single, stop),
                 client=client_name_of(request),
-                compiles=bool(single.pattern) and number == 0,  # all have the same pattern, which is compiled once
+                compiles=single.compiles and number == 0,  # all have the same pattern, which is compiled once
             )
 
         chunks = self._count_finished(merge_streams([run(number, single) for number, single in enumerate(params)]))

@@ -21,16 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redraft.config import SamplerConfig
+from redraft.config import SamplerConfig, require_int
 from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft
 from redraft.engine import Engine, Intervention, Replay, Request, RequestError, Stopped
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.tasks.generation import check_deadline, require_text
 from redraft.tokenizer.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # characters of a text: start, and end (exclusive)
-DEFAULT_EDIT_STRENGTH = 0.3  # share of the tokens that an edit may replace: the default in Python, CLI and server
 SELECTION_SALT = 7919  # the draws that break ties in the selection differ from those that denoise the canvas
 
 
@@ -84,7 +84,7 @@ class TokenizedText:
 
     def __init__(self, tokenizer: Tokenizer, text: str, limit: int | None = None) -> None:
         """`limit` as in `Tokenizer.encode`."""
-        self.ids = tokenizer.encode(text, limit)
+        self.ids = tokenizer.encode(require_text("text", text), limit)
         self.bytes = text.encode("utf-8", "replace")
         token_bytes = tokenizer.token_bytes
         pieces = []
@@ -107,17 +107,23 @@ class TokenizedText:
     def positions_in(self, spans: Sequence[Span], text: str) -> set[int]:
         """Positions of the tokens that have a character in one of the spans."""
         is_inside = np.zeros(len(self.ids), dtype=bool)
+        if not isinstance(spans, Sequence):
+            raise RequestError(f"keep must be a list of spans, got {spans!r}")
         for span in spans:
             if not isinstance(span, Sequence) or len(span) != 2:
                 raise RequestError(f"a span is a pair of a start and an end, got {span!r}")
-            start, end = span
+            start, end = (require_int("a character of a span", character, 0) for character in span)
             if not 0 <= start <= end <= len(text):
                 raise RequestError(f"the span {start} to {end} is outside of the text, which has {len(text)} characters")
-            first = bisect_right(self.offsets, self.character_starts[start]) - 1
+            first = self.first_token(start)
             last = bisect_left(self.offsets, self.character_starts[end])
             if start < end:
                 is_inside[first:last] = True
         return set(np.flatnonzero(is_inside).tolist())
+
+    def first_token(self, character: int) -> int:
+        """The position of the token that has this character."""
+        return bisect_right(self.offsets, self.character_starts[character]) - 1
 
     def runs(self, is_changed: Sequence[bool]) -> Iterator[tuple[int, int]]:
         """Ranges of adjacent changed tokens, widened to whole characters."""
@@ -188,7 +194,8 @@ def check_context(model: DiffusionGemma, prompt_tokens: int, text_tokens: int) -
 
 def check_strength(strength: float) -> None:
     """Refuses a strength outside of 0 to 1."""
-    if not 0 <= strength <= 1:
+    is_number = isinstance(strength, int | float) and not isinstance(strength, bool)
+    if not is_number or not 0 <= strength <= 1:
         raise RequestError(f"strength is the share of tokens to replace, from 0 to 1, got {strength}")
 
 
@@ -196,29 +203,6 @@ def logprob_margins(logprobs_CV: Tensor, ids: Sequence[int]) -> Tensor:
     """By how many nats the most likely token beats the given one, at each position: margin_C."""
     own_C = logprobs_CV.gather(1, torch.tensor(ids, device=logprobs_CV.device)[:, None])[:, 0]
     return logprobs_CV.amax(dim=-1) - own_C
-
-
-def suggest(
-    engine: Engine, tokenizer: Tokenizer, text: str, cfg: SamplerConfig, *, least: float, most: int
-) -> list[Suggestion]:
-    """Tokens for which another is at least `least` times as likely, each with at most `most` alternatives."""
-    engine.model.require_denoiser("suggest")
-    if not least >= 1 or most < 1:
-        raise RequestError(f"least and most must be at least 1, got {least} and {most}")
-    tokens = TokenizedText(tokenizer, text, engine.model.config.max_position_embeddings)
-    suggestions = []
-    for begin, logprobs_CV in score_canvases(engine, start_tokens(tokenizer), tokens.ids, cfg.canvas_length):
-        canvas = tokens.ids[begin : begin + len(logprobs_CV)]
-        for position, margin in enumerate(logprob_margins(logprobs_CV, canvas).tolist()):
-            if margin < math.log(least) or margin == 0:
-                continue
-            own = canvas[position]
-            logprobs_V = logprobs_CV[position]
-            start, end = tokens.to_characters(*tokens.widen(begin + position, begin + position + 1))
-            likeliest = [token for token in logprobs_V.topk(most + 1).indices.tolist() if token != own][:most]
-            alternatives = tuple((tokenizer.decode_fragment([token]), math.exp(logprobs_V[token])) for token in likeliest)
-            suggestions.append(Suggestion(start, end, text[start:end], math.exp(logprobs_V[own]), alternatives))
-    return suggestions
 
 
 # 3. The edit
@@ -309,6 +293,7 @@ def stream_redraft(
     """
     engine.model.require_denoiser("edit")
     check_strength(strength)
+    check_deadline(None, stop)
     check_context(engine.model, len(prompt), len(ids))
     replay = replay or Replay()
     _check_replay(replay, ids, cfg, engine.model.config.vocab_size, set(forbidden), strength)

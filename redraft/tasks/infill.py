@@ -15,15 +15,17 @@ token, "hap[[ ]]" in half a word. Such an ending is removed from the prompt, and
 import re
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from redraft.config import SamplerConfig
+from redraft.config import SamplerConfig, require_int
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Draft, Finished
 from redraft.engine import Engine, Request, RequestError, Stopped
+from redraft.tasks.canvas_html import render_marked, render_result, shorten_text
+from redraft.tasks.generation import check_deadline, require_text
 from redraft.tokenizer.tokenizer import Tokenizer
 
 Watch = Callable[[Draft], None]  # called with every draft of one canvas
@@ -60,6 +62,7 @@ class Template:
 
 def parse_template(text: str) -> Template:
     """Parses a text with gaps written [[ ]] or [[ 8 ]]."""
+    require_text("a text with gaps", text)
     texts: list[str] = []
     lengths: list[int | None] = []
     position = 0
@@ -78,6 +81,13 @@ def parse_template(text: str) -> Template:
     return Template(tuple(texts), tuple(lengths))
 
 
+def between(prefix: str, suffix: str, context: str = "") -> Template:
+    """A gap between a prefix and a suffix (FIM). The context precedes the prefix."""
+    for name, part in (("prefix", prefix), ("suffix", suffix), ("context", context)):
+        require_text(name, part)
+    return Template((context + prefix, suffix), (None,), is_fim=True)
+
+
 @dataclass(frozen=True)
 class Filled:
     """A text with its gaps infilled. `str(filled)` is the text."""
@@ -88,9 +98,26 @@ class Filled:
     settled: bool  # False when a canvas used all its steps without settling
     forwards: int  # over canvases, of all lengths that were tried
     seed: int
+    spans: tuple[tuple[int, int], ...]  # characters of the text that were infilled, one span for each gap
 
     def __str__(self) -> str:
         return self.text
+
+    def without_context(self, context: str) -> "Filled":
+        """The same infill, of a text that begins behind the context."""
+        spans = tuple((start - len(context), end - len(context)) for start, end in self.spans)
+        return replace(self, text=self.text.removeprefix(context), spans=spans)
+
+    def __repr__(self) -> str:
+        settled = "" if self.settled else ", settled=False"
+        gaps = ", ".join(map(shorten_text, self.gaps))
+        return f"Filled({shorten_text(self.text)}, gaps=({gaps}), score={self.score:.1f}{settled}, seed={self.seed})"
+
+    def _repr_html_(self) -> str:
+        """The text in a notebook, with its infilled gaps on green."""
+        notes = [f"{self.forwards} forwards", f"score {self.score:.1f}", f"seed {self.seed}"]
+        warning = "" if self.settled else "a canvas did not settle"
+        return render_result(render_marked(self.text, self.spans, "filled"), notes, warning)
 
 
 class _Ranked(NamedTuple):
@@ -113,6 +140,8 @@ class Infiller:
 
     def infill(self, template: Template, cfg: SamplerConfig, *, watch: Watch | None = None, **options: Any) -> list[Filled]:
         """Runs `stream` to its end; `watch` is called with the drafts."""
+        if watch is not None and not callable(watch):
+            raise RequestError(f"watch is a function that is called with every draft, got {watch!r}")
         for event in self.stream(template, cfg, **options):
             if isinstance(event, list):
                 return event
@@ -137,11 +166,13 @@ class Infiller:
         The infills differ in the last gap. A gap without a length has at most `longest` tokens. After `seconds` the
         canvases of a gap are committed as they are. Raises Stopped once `stop` is set. `candidates` as in `Engine.add`.
         """
-        if count < 1 or longest < 1:
-            raise RequestError(f"count and longest must be at least 1, got {count} and {longest}")
+        for name, value in (("count", count), ("longest", longest)):
+            require_int(name, value)
+        check_deadline(seconds, stop)
         self._check_lengths(template)
         text = template.texts[0]
         gaps: list[str] = []
+        spans: list[tuple[int, int]] = []
         ranked: list[_Ranked] = []
         forwards = 0
         settled = True
@@ -158,11 +189,20 @@ class Infiller:
             ranked = self._rank(context, tries, ends, cfg, template, stop)
             if not is_last:
                 gaps.append(ranked[0].gap)
+                spans.append((len(text), len(text) + len(ranked[0].gap)))
                 settled = settled and ranked[0].settled
                 text += ranked[0].gap + template.texts[number + 1]
         suffix = template.texts[-1]
         yield [
-            Filled(text + best.gap + suffix, (*gaps, best.gap), best.score, settled and best.settled, forwards, seed)
+            Filled(
+                text=text + best.gap + suffix,
+                gaps=(*gaps, best.gap),
+                score=best.score,
+                settled=settled and best.settled,
+                forwards=forwards,
+                seed=seed,
+                spans=(*spans, (len(text), len(text) + len(best.gap))),
+            )
             for best in ranked[:count]
         ]
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
-
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Vocabulary
+from typing import TYPE_CHECKING, Any
 
 from redraft.config import read_file, read_json, show_value, write_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Vocabulary
 
 FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -25,6 +25,7 @@ DEFAULT_TEMPLATE = Path(__file__).with_name("chat.jinja")
 LONG_TEXT = 20_000  # characters; a longer text is tokenized so that other threads can run meanwhile
 MAX_OWN_VALUES = 20_000  # values and thousands of characters of a conversation; a larger one goes to the helper process
 ROLES = ("system", "developer", "user", "assistant", "model", "tool")
+KEPT_ROLES = ("system", "developer", "user", "tool")  # a template may leave out parts of the others' messages: thoughts
 
 Message = Mapping[str, Any]
 
@@ -38,7 +39,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: "Vocabulary",
         *,
         template: str | None = None,
         settings: Mapping[str, Any] | None = None,
@@ -61,6 +62,8 @@ class Tokenizer:
         if not (folder / FILE).exists():
             raise TokenizerError(f"{folder / FILE} does not exist; a checkpoint folder needs it")
         content = read_file(folder / FILE)
+        from tokenizers import Tokenizer as Vocabulary  # not above: help and usage errors need no tokenizer
+
         try:
             vocabulary = Vocabulary.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
@@ -74,6 +77,9 @@ class Tokenizer:
     @classmethod
     def byte_level(cls, special_tokens: Sequence[str]) -> "Tokenizer":
         """A vocabulary of these special tokens and then one token for every byte, for toy models and tests."""
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Vocabulary
+
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         ids = {token: number for number, token in enumerate([*special_tokens, *alphabet])}
         vocabulary = Vocabulary(models.BPE(vocab=ids, merges=[]))
@@ -167,11 +173,21 @@ class Tokenizer:
         """Whether the checkpoint is made for chat: it has a chat template, or the special token <|turn> of our template."""
         return self.template is not None or self.vocabulary.token_to_id("<|turn>") is not None
 
+    @property
+    def can_think(self) -> bool:
+        """Whether the chat template can ask the model to reason before it answers."""
+        if self.template is not None:
+            return "enable_thinking" in self.template
+        return self.can_chat and self.vocabulary.token_to_id("<|think|>") is not None
+
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Ids of a text. Special tokens such as <|turn> are recognised, none is added. Lone surrogates become "?".
 
-        A text that clearly has more than `limit` tokens is refused before all of it is tokenized.
+        A text that clearly has more than `limit` tokens is refused before all of it is tokenized; one that is longer than
+        `limit` of the longest tokens, before any of it is.
         """
+        if limit is not None:
+            self.check_size(len(text), limit)
         text = text.encode("utf-8", "replace").decode()
         if len(text) <= LONG_TEXT:
             return self.vocabulary.encode(text, add_special_tokens=False).ids
@@ -189,9 +205,12 @@ class Tokenizer:
         for start in range(0, len(text), LONG_TEXT):
             tokens += len(self._encode_long(text[start : start + LONG_TEXT]))
             if tokens > 2 * limit:
-                raise TokenizerError(
-                    f"the text of {len(text):,} characters has more than {limit:,} tokens, the model's limit: shorten it"
-                )
+                raise _too_long(len(text), limit)
+
+    def check_size(self, characters: int, limit: int) -> None:
+        """Refuses a text of so many characters if `limit` tokens cannot hold it, however it is tokenized."""
+        if characters > limit * self.longest_token:
+            raise _too_long(characters, limit)
 
     def encode_prompt(self, text: str, limit: int | None = None) -> list[int]:
         """Ids of a text to be continued: the BOS token, if there is one, then the text. `limit` as in `encode`."""
@@ -227,7 +246,13 @@ class Tokenizer:
         limit: int | None = None,
         stop: threading.Event | None = None,
     ) -> list[int]:
-        """Ids of a conversation, up to the start of the model's turn. `limit` as in `encode`, `stop` as in `render`."""
+        """Ids of a conversation, up to the start of the model's turn. `limit` as in `encode`, `stop` as in `render`.
+
+        What users and tools say stands in the prompt as it is, so its size is checked before the template is rendered.
+        """
+        check_messages(messages)
+        if limit is not None:
+            self.check_size(sum(_content_size(message) for message in messages if message["role"] in KEPT_ROLES), limit)
         return self.encode(self.render(messages, tools=tools, think=think, stop=stop), limit)
 
     def render(
@@ -261,6 +286,20 @@ class Tokenizer:
             return chat_template.render_own(source, variables)
         except chat_template.TemplateError as error:
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
+
+
+def _too_long(characters: int, limit: int) -> TokenizerError:
+    return TokenizerError(
+        f"the text of {characters:,} characters has more than {limit:,} tokens, the model's limit: "
+        "shorten it, or take it in parts"
+    )
+
+
+def _content_size(message: Message) -> int:
+    """The characters of a message's text, which may come in parts."""
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list | tuple) else [content]
+    return sum(len(part if isinstance(part, str) else str(part.get("text", ""))) for part in parts)
 
 
 def check_same_vocabulary(

@@ -4,6 +4,7 @@ draft_loss.py   the objective of draft rows: canvases behind any token, acceptan
 loss.py         the objective: noise, self-conditioning, cross-entropies of both halves, the loss of drafts
 data.py         files to packed rows and batches
 own_text.py     samples texts of a model in large batches, as data for draft rows
+stories.py      samples stories from a teacher, as training data
 optim.py        Muon and AdamW, learning-rate schedule, moving average
 checkpoints.py  the state of a run on disk
 sudoku_data.py  puzzles to train on

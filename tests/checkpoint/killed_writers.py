@@ -24,6 +24,7 @@ import tiny
 import torch
 
 from redraft import checkpoint
+from redraft import writer as writers
 from redraft.checkpoint import load_checkpoint
 from redraft.cli import augment as cli_augment
 from redraft.cli import quantize
@@ -173,7 +174,7 @@ def writes_metrics(folder: Path) -> FileWriter:
 
 def writes_variants(folder: Path) -> FileWriter:
     subject = Writer(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=2))
-    cli_augment.writer.load = lambda *args, **kwargs: subject
+    writers.load = lambda *args, **kwargs: subject
     records = folder / "in.jsonl"
     records.write_text("".join(json.dumps({"text": f"record {n} has six words"}) + "\n" for n in range(12)))
     options = {"count": 2, "share": "50%", "seed": 1}

@@ -396,8 +396,7 @@ def test_what_needs_a_denoiser_is_refused_in_one_sentence(folder):
     off = writer.sampler.changed(check="off")
     calls = {
         "infill": lambda: writer.fill("a [[ 2 ]] b"),
-        "edit": lambda: writer.edit("some text"),
-        "suggest": lambda: writer.suggest("some text"),
+        "edit": lambda: writer.edit("some text", strength=0.5),
         "Sudoku": lambda: solve.solve(writer.model, [(0,) * 81], off, seed=0),
         "generation without a check": lambda: next(generate(writer.model, [[3]], off, seeds=[0])),
         "training": lambda: build_model(SimpleNamespace(init=str(folder))),

@@ -185,6 +185,7 @@ def test_a_killed_run_continues(source, tmp_path, monkeypatch):
     checkpoint.load_model(tmp_path / "out")
 
 
+@pytest.mark.soak
 def test_other_options_and_sources_do_not_use_old_shards(source, tmp_path):
     interrupt(source, tmp_path / "out", 60_000, to="int4", shard_bytes=30_000)
     (work,) = tmp_path.glob(".out.quantize-*")

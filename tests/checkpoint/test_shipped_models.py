@@ -57,6 +57,7 @@ def test_it_writes_without_a_network(tmp_path):
     assert len(run.stdout.split()) > 20
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_stories_are_made_of_words(writer, count):
     known = set(re.findall(r"[a-z]+", (STORY + CARD).lower()))
@@ -79,6 +80,7 @@ def test_struck_words_are_mended_and_the_others_kept(writer):
     assert repaired > 0.5
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", [0, 1])
 def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch, seed):
     """The sampler settings for small models exist only here; without them the two samplers are equal."""

@@ -185,7 +185,7 @@ def test_a_terminal_shows_the_board_settle(writer):
     console = Console(file=written, force_terminal=True, width=60, height=20, color_system="standard")
     puzzle = boards.parse(PUZZLE)
     events = list(writer.sudoku_events([puzzle], seed=1))
-    solution = sudoku._draw_steps(iter(events), puzzle, console)
+    solution = sudoku.draw_steps(iter(events), puzzle, console)
     stream.feed(written.getvalue().replace("\n", "\r\n"))
     shown = [line.rstrip() for line in screen.display if line.strip()]
     assert "".join(c for line in shown for c in line if c.isdigit()) == SOLVED
@@ -200,6 +200,7 @@ def test_a_terminal_shows_the_board_settle(writer):
     assert "green reverse" in [str(span.style) for span in changed.spans]
 
 
+@pytest.mark.soak
 def test_easy_puzzles_are_solved_on_one_canvas_in_a_few_steps(writer):
     listed = sudoku_lists.generate_list(60)
     found = sudoku_lists.score(writer.model, listed, writer.sampler, canvases=1, rows=64, progress=lambda done: None)

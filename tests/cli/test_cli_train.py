@@ -87,9 +87,10 @@ def test_a_line_that_a_killed_run_did_not_finish_is_dropped(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+@pytest.mark.soak
 def test_ctrl_c_writes_a_checkpoint(recipe, tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "redraft.cli", "train", recipe, "--out", str(out), "--set", "steps=100000"]
+    command = [sys.executable, "-m", "redraft", "train", recipe, "--out", str(out), "--set", "steps=100000"]
     process = subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     while not (out / "metrics.jsonl").exists() or not metrics(out):
         time.sleep(0.2)
@@ -105,7 +106,7 @@ def test_ctrl_c_writes_a_checkpoint(recipe, tmp_path):
 def test_two_processes_give_the_losses_of_one(recipe, tmp_path):
     """torchrun starts two processes: FSDP2 over gloo. One process computes the same losses and resumes their checkpoint."""
     two = tmp_path / "two"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "redraft.cli"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "redraft"]
     command = [*launcher, "train", recipe, "--out", str(two), "--set", "steps=20", "--set", "save_every=10"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, cwd=ROOT, env=environment)
@@ -180,6 +181,7 @@ def test_stories_and_code_are_scored(run, data, tmp_path):
     assert (code, err.count("\n")) == (2, 1)
 
 
+@pytest.mark.soak
 def test_samples_are_scored_by_a_judge(run, data, tmp_path, monkeypatch):
     class Letters:
         """Finds letters likelier than anything else."""

@@ -23,7 +23,7 @@ def _builds(monkeypatch):
         yield
         listeners.pop()
 
-    monkeypatch.setattr(warm, "watch_builds", watch)
+    monkeypatch.setattr("redraft.kernels.builds.watch_builds", watch)
     return lambda name: listeners[-1](name)
 
 

@@ -68,7 +68,7 @@ def dequantize_some(model):
         setattr(parent, name, linear)
 
 
-@pytest.mark.parametrize("quant", ["", "fp8", "mixed"])
+@pytest.mark.parametrize("quant", ["", *(pytest.param(quant, marks=pytest.mark.soak) for quant in ("fp8", "mixed"))])
 def test_fused_layers_equal_the_models_layers(quant, monkeypatch):
     """Two prompts encoded and two canvases denoised: the same keys, values and logits. Weights are shared, not copied."""
     config = (
@@ -155,6 +155,7 @@ def test_canvases_equal_those_of_generate(engine, model):
         assert found[request].stats[0].steps == expected.stats[0].steps
 
 
+@pytest.mark.soak
 def test_a_committed_canvas_is_encoded_with_the_first_step_of_the_next(engine, model):
     """One graph for both, for one request or for two, beside a canvas that is at another step or not."""
     cfg = replace(CFG, max_new_tokens=12, max_steps=2)
@@ -190,6 +191,7 @@ def test_watched_requests_and_those_of_small_models_are_sampled_in_the_graph(eng
     assert plain.counter.canvases[0].tolist() == expected_plain.ids_BT.tolist()
 
 
+@pytest.mark.soak
 def test_a_step_launched_ahead_is_dropped_when_requests_come_or_leave(engine, model):
     cfg = replace(CFG, max_new_tokens=4, confidence_threshold=1e-9)
     first = engine.add([2, 3, 4], cfg, seed=5)

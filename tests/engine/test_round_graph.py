@@ -37,6 +37,7 @@ def engine(model, monkeypatch):
     return Engine(model, EngineConfig(max_running=4, prefill_chunk=8))
 
 
+@pytest.mark.soak
 def test_a_batch_of_exact_rounds_equals_the_story(engine, model):
     """With drafts that are accepted and drafts that are not; `make soak` mixes all modes."""
     asked = [([2, 3, 4], EXACT, 1), ([9, 10], replace(EXACT, draft_token=0, temperature=0.5, max_new_tokens=3), 2)]

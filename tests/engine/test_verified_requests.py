@@ -22,6 +22,7 @@ CHECKED = tiny.sampler(check="checked", max_new_tokens=20, canvas_length=8, draf
 PROMPT = [2, *range(30, 60)]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("cfg", [EXACT, CHECKED])
 def test_another_verifier_in_the_engine_gives_the_tokens_of_the_story(cfg):
     engine = Engine(MODEL, EngineConfig(max_running=2), verifier=VERIFIER)

@@ -207,7 +207,7 @@ def test_serve_with_the_openai_client(tmp_path):
     port = _free_port()
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "redraft.cli", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "redraft", "serve", "--port", str(port)]
     free, _ = torch.cuda.mem_get_info()
     log = tmp_path / "log"
     with log.open("w") as stderr:

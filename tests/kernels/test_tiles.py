@@ -10,7 +10,7 @@ from interpreted import DEVICE
 from rich.console import Console
 
 from redraft.cli import info
-from redraft.kernels import attend, backend, gated_experts
+from redraft.kernels import attend, backend, gated_experts, scaled_mm
 from redraft.kernels.backend import KIB, Card
 from redraft.kernels.scaled_mm import Fp8Product
 from redraft.kernels.triton import attention, experts, experts_fourbit, linear_fp8
@@ -65,7 +65,7 @@ def test_info_says_which_tiles_and_fp8_product_a_gpu_takes(monkeypatch):
     monkeypatch.setattr(backend, "select_device", torch.device)
     monkeypatch.setattr(backend, "select_backend", lambda place: backend.Backend(True, "RTX 4090"))
     monkeypatch.setattr(backend, "select_card", lambda device: SMALL)
-    monkeypatch.setattr(info, "select_product", lambda device: Fp8Product(False, "sm_89"))
+    monkeypatch.setattr(scaled_mm, "select_product", lambda device: Fp8Product(False, "sm_89"))
     console = Console(file=io.StringIO(), width=200)
     console.print(info._machine_table())
     assert describe_tiles(SMALL) in console.file.getvalue()

@@ -48,7 +48,10 @@ def assert_equal_to_reference(x, experts_NK, weights, gate_up, down):
 
 
 @pytest.mark.parametrize("joins", [False, True])
-@pytest.mark.parametrize(("tokens", "size", "inner"), [(21, 64, 128), (1, 40, 24), (17, 144, 36)])
+@pytest.mark.parametrize(
+    ("tokens", "size", "inner"),
+    [pytest.param(21, 64, 128, marks=pytest.mark.soak), (1, 40, 24), pytest.param(17, 144, 36, marks=pytest.mark.soak)],
+)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_experts_equal_the_reference(kind, tokens, size, inner, joins, monkeypatch):
     """Whole and partial blocks of inputs, gate and up with global scales of their own, an expert without tokens."""

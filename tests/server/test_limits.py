@@ -417,3 +417,35 @@ def test_a_region_that_almost_matches_takes_linear_time():
     prompt = "<|current_file_content|>a\nbc\nb\nc<|/current_file_content|><|code_to_edit|>b<|/code_to_edit|>"
     found = find_region(prompt)
     assert (found.prefix, found.suffix) == ("a\nbc\n", "\nc")
+
+
+def test_a_prompt_of_seven_megabytes_is_refused_untouched_and_others_are_tokenized_in_threads():
+    """Its size is checked before a template is rendered and a token is made. The event loop tokenizes nothing."""
+    writer = make()
+    tokenizer = writer.tokenizer
+    tokenizing = []
+    usual_encode, usual_render, usual_long = tokenizer.encode, tokenizer.render, tokenizer._encode_long
+    threads = set()
+    tokenizer.encode = lambda *args: (threads.add(threading.current_thread().name), usual_encode(*args))[1]
+    tokenizer.render = lambda *args, **more: (tokenizing.append("render"), usual_render(*args, **more))[1]
+    tokenizer._encode_long = lambda text: (tokenizing.append(len(text)), usual_long(text))[1]
+    text = "Once upon a time " * 420_000
+    messages = [{"role": "user", "content": text}]
+    bodies = {
+        "/v1/completions": {"prompt": text},
+        "/v1/chat/completions": {"messages": messages},
+        "/v1/messages": {"messages": messages, "max_tokens": 4},
+        "/v1/messages/count_tokens": {"messages": messages},
+        "/api/generate": {"prompt": text},
+        "/v1/canvas": {"prompt": text},
+        "/v1/canvas/edit": {"text": text},
+    }
+    with served(writer) as url, httpx.Client(base_url=url, timeout=60) as client:
+        for path, body in bodies.items():
+            refused = client.post(path, json=body)
+            assert (refused.status_code, "has more than 512 tokens" in refused.text) == (400, True), path
+        infilled = client.post("/infill", json={"input_suffix": text, "n_predict": 1}).json()
+        assert infilled["timings"]["prompt_n"] == 512  # what the context holds, not what was sent
+        assert client.post("/v1/completions", json=PLAIN).status_code == 200
+    assert tokenizing == []
+    assert {name.rpartition("_")[0] for name in threads} == {"redraft-request"}

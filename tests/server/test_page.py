@@ -2,100 +2,17 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
-import httpx
 import pytest
+from browsing import DONE, RUNNING, SCREENSHOTS, STORY, go_to, screenshot, server_events, small, tokens, write
 from PIL import Image
 from serving import served
 
-import redraft
+from redraft.config import DEFAULT_EDIT_STRENGTH
 from redraft.server.middleware import Limits
-from redraft.tasks.edit import DEFAULT_EDIT_STRENGTH
 
 sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed; .ci/run installs it"),
-]
-SCREENSHOTS = Path(__file__).parents[2] / "build" / "page"
-STORY = {"prompt": "Once upon a time", "seed": 1, "max_tokens": 32, "max_steps": 10}
-TIMEOUT_MS = 60_000  # a run may take long on a busy machine
-
-
-@pytest.fixture(scope="module")
-def url():
-    with served(small(), name="tiny") as address:
-        yield address
-
-
-def small():
-    """The shipped model with short canvases, which are fast on two cores."""
-    writer = redraft.load()
-    writer.sampler = writer.sampler.changed(canvas_length=32, check="off")
-    return writer
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    sync_api.expect.set_options(timeout=TIMEOUT_MS)
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def opened(chromium):
-    """Opens browser pages; at the end of the test their consoles must be empty."""
-    messages = []
-    contexts = []
-
-    def open_(address, width=1440, height=900, **options):
-        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(TIMEOUT_MS)
-        page.on("console", lambda message: messages.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: messages.append(str(error)))
-        page.goto(address)
-        return page
-
-    open_.messages = messages
-    yield open_
-    for context in contexts:
-        context.close()
-    assert messages == []
-
-
-def write(page, **changes):
-    fields = {**STORY, **changes}
-    page.click("#tab-write")
-    for name, value in fields.items():
-        page.fill(f"#form-write [name={name}]", str(value))
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector(".badge")
-
-
-def go_to(page, index):
-    page.locator(".slider").evaluate("(e, to) => { e.value = to; e.dispatchEvent(new Event('input')); }", index)
-
-
-def tokens(page):
-    return page.locator(".canvas .t").all_inner_texts()
-
-
-def server_events(url, **body):
-    answer = httpx.post(f"{url}/v1/canvas", json={"stream": False, **body}, timeout=60)
-    return answer.json()["events"]
-
-
-def screenshot(page, name):
-    page.evaluate("document.activeElement?.blur()")
-    page.wait_for_timeout(600)  # until the flash animation has ended
-    page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
 def count_frames(url) -> int:
@@ -104,7 +21,7 @@ def count_frames(url) -> int:
 
 
 def test_write_shows_the_text_of_the_server(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     sync_api.expect(page.locator("#model")).to_have_text("tiny")
     write(page)
     end = server_events(url, **STORY)[-1]
@@ -115,8 +32,9 @@ def test_write_shows_the_text_of_the_server(opened, url):
     screenshot(page, "write_end")
 
 
+@pytest.mark.soak
 def test_the_slider_shows_every_step(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     write(page)
     frames = [event for event in server_events(url, **STORY) if event["type"] == "frame"]
     go_to(page, 0)
@@ -126,7 +44,7 @@ def test_the_slider_shows_every_step(opened, url):
     assert shown == first[: len(shown)]
     noise = sum(token["s"] == "n" for token in frames[0]["tokens"][: len(shown)])
     assert page.locator(".canvas .noise").count() == noise > 0
-    page.locator("h1").click()
+    page.locator("#model").click()
     for _ in range(3):
         page.keyboard.press("j")
     assert page.inner_text(".position") == "canvas 1, step 4 of 10"
@@ -149,8 +67,9 @@ def test_the_slider_shows_every_step(opened, url):
     assert len(saved.getcolors(2**24)) > 30  # text on many background colours
 
 
+@pytest.mark.soak
 def test_a_token_shows_its_candidates_and_its_history(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     write(page)
     go_to(page, 5)
     token = page.locator(".canvas .changed").first
@@ -165,8 +84,9 @@ def test_a_token_shows_its_candidates_and_its_history(opened, url):
     screenshot(page, "details")
 
 
+@pytest.mark.soak
 def test_a_token_is_replaced_and_the_run_resumes_from_that_step(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     write(page)
     go_to(page, 3)
     before = tokens(page)
@@ -176,7 +96,7 @@ def test_a_token_is_replaced_and_the_run_resumes_from_that_step(opened, url):
     assert page.inner_text(".resume .go") == "Resume from canvas 1, step 4"
     screenshot(page, "steer")
     page.click(".resume .go")
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     interventions = [{"block": 0, "step": 4, "pins": [{"position": 5, "text": " dragon"}], "bans": []}]
     expected = server_events(url, **STORY, interventions=interventions)[-1]["text"]
     assert page.inner_text(".canvas") == STORY["prompt"] + expected
@@ -193,13 +113,14 @@ def test_a_token_is_replaced_and_the_run_resumes_from_that_step(opened, url):
         page.keyboard.press("ArrowRight")
     page.keyboard.press("b")
     page.keyboard.press("g")
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     assert page.locator(".canvas .t").nth(9).text_content() != old
     assert page.locator(".canvas .t").nth(5).inner_text().strip() == "dragon"
 
 
+@pytest.mark.soak
 def test_at_the_end_a_token_is_the_committed_one(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     write(page)
     committed = server_events(url, **STORY)[-2]
     for at in range(0, 32, 4):
@@ -207,13 +128,14 @@ def test_at_the_end_a_token_is_the_committed_one(opened, url):
         page.keyboard.press("p")
         assert f"id {committed['ids'][at]} " in page.inner_text(".details .facts >> nth=0")
     page.click(".resume .go")
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     again = page.locator(".canvas .t").all_text_contents()
     assert [again[at] for at in range(0, 32, 4)] == [committed["texts"][at] for at in range(0, 32, 4)]
 
 
+@pytest.mark.soak
 def test_a_check_sweeps_over_the_canvas_and_steering_turns_it_off(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.select_option("#form-write [name=check]", "checked")
     write(page, max_steps=4)
     assert page.inner_text(".badge") == "checked"
@@ -250,14 +172,15 @@ def test_a_check_sweeps_over_the_canvas_and_steering_turns_it_off(opened, url):
     screenshot(page, "exact")
 
 
+@pytest.mark.soak
 def test_gaps_are_filled_and_html_is_previewed(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.click("#tab-fill")
     text = "The [[ ]] sat on the [[ ]]."
     for name, value in {"text": text, "length": 2, "seed": 3, "max_steps": 6}.items():
         page.fill(f"#form-fill [name={name}]", str(value))
     page.click("#form-fill [type=submit]")
-    page.wait_for_selector(".result:visible")
+    page.wait_for_selector(DONE)
     known = server_events(url, text=text.replace("[[ ]]", "[[ 2 ]]"), seed=3, max_steps=6)[-1]["text"]
     assert page.inner_text(".result pre") == known
     assert page.locator(".canvas .pinned").count() > 3
@@ -266,25 +189,26 @@ def test_gaps_are_filled_and_html_is_previewed(opened, url):
     page.fill("#form-fill [name=text]", "<h1>The dog was very [[ ]].</h1>")
     page.fill("#form-fill [name=length]", "")
     page.click("#form-fill [type=submit]")
-    page.wait_for_selector(".result ins")
+    page.wait_for_selector(DONE)
     assert page.locator(".result ins").count() == 1
     page.click(".refill")  # with the length that was found, the canvas can be steered
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     sync_api.expect(page.locator(".position")).to_have_text("the end")
     page.locator(".canvas .t:not(.pinned)").first.click()
     assert page.locator(".actions .ban").count() == 1
-    shown = page.frame_locator("#preview iframe")
+    shown = page.frame_locator(".preview iframe")
     assert shown.locator("h1").inner_text().startswith("The")
     screenshot(page, "fill_preview")
 
 
+@pytest.mark.soak
 def test_an_edit_shows_its_changes(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.click("#tab-edit")
     assert float(page.input_value("#form-edit [name=strength]")) == DEFAULT_EDIT_STRENGTH
     page.fill("#form-edit [name=seed]", "4")
     page.click("#form-edit [type=submit]")
-    page.wait_for_selector(".result ins")
+    page.wait_for_selector(DONE)
     assert page.locator(".result ins").count() == page.locator(".result del").count() > 0
     page.click(".order")
     screenshot(page, "edit")
@@ -293,16 +217,17 @@ def test_an_edit_shows_its_changes(opened, url):
     changed.click()
     page.keyboard.press("b")  # not that one: another
     page.click(".resume .go")
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     assert page.inner_text(".result") != text
     assert page.locator(".canvas .t:not(.pinned)").first.text_content() != old
 
 
+@pytest.mark.soak
 def test_a_decision_is_shown_as_bars(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.keyboard.press("Alt+6")
     page.click("#form-decide [type=submit]")
-    page.wait_for_selector(".result .candidates li")
+    page.wait_for_selector(DONE)
     words = page.locator(".result .candidates span").all_text_contents()
     shares = [float(share.rstrip("%")) for share in page.locator(".result .candidates b").all_inner_texts()]
     assert {" happy", " sad"} <= set(words)
@@ -313,20 +238,24 @@ def test_a_decision_is_shown_as_bars(opened, url):
     page.fill("#form-decide [name=choices]", " sad\n sad")
     page.click("#form-decide [type=submit]")
     sync_api.expect(page.locator("#status")).to_have_text(re.compile("choices must differ"))
+    assert page.locator(".result .candidates span").all_text_contents() == words  # the run before it stays
     page.click("#tab-write")
+    assert page.locator(".board, .result .candidates").count() == 0  # each tab has its own stage
+    assert page.inner_text("#status") == ""
     page.click("#form-write [type=submit]")
-    page.wait_for_selector(".canvas .t")  # the canvas is shown again, and the run can be stopped
+    page.wait_for_selector(f"{RUNNING} .canvas .t")  # the canvas is shown again, and the run can be stopped
     page.click("#stop")
     sync_api.expect(page.locator("#status")).to_have_text("stopped")
     opened.messages.clear()  # the browser logs the 400
 
 
+@pytest.mark.soak
 def test_a_puzzle_races_against_autoregressive(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.click("#tab-sudoku")
     page.fill("#form-sudoku [name=seed]", "1")
     page.click("#race-boards")
-    page.wait_for_selector(".race .arrived >> nth=1")
+    page.wait_for_selector(DONE)
     facts = page.locator(".race .facts").all_inner_texts()
     assert facts[0].startswith("solved")
     assert "51 forwards, 0 digits" in facts[1]
@@ -334,13 +263,14 @@ def test_a_puzzle_races_against_autoregressive(opened, url):
     screenshot(page, "race_boards")
 
 
+@pytest.mark.soak
 def test_a_puzzle_is_solved_and_shown_step_by_step(opened, url):
-    page = opened(url, color_scheme="dark")
+    page = opened(f"{url}/#write", color_scheme="dark")
     page.keyboard.press("Alt+5")
-    page.click("text=Puzzle 2")
+    page.click("text=Hard")
     page.fill("#form-sudoku [name=seed]", "1")
     page.click("#form-sudoku [type=submit]")
-    page.wait_for_selector(".badge")
+    page.wait_for_selector(DONE)
     assert page.inner_text(".badge") == "solved"
     digits = "".join(page.locator(".board td").all_inner_texts())
     assert len(digits) == 81
@@ -350,54 +280,86 @@ def test_a_puzzle_is_solved_and_shown_step_by_step(opened, url):
     screenshot(page, "sudoku")
 
 
-def test_a_conversation_continues(opened, url):
-    page = opened(url)
-    page.click("#tab-chat")
-    page.fill("#form-chat [name=max_steps]", "8")
-    page.fill("#form-chat [name=seed]", "1")
+@pytest.mark.soak
+def test_a_conversation_continues_is_kept_and_can_be_edited(opened, url):
+    page = opened(f"{url}/#chat")
+    messages = page.locator("#conversation li")
+    sync_api.expect(page.locator("#cannot-chat")).to_have_text(re.compile("tiny was not made to chat"))
+    fields = {"max_steps": 8, "seed": 1, "max_tokens": 32, "system": "You like cats."}
+    for name, value in fields.items():
+        page.fill(f"#form-chat [name={name}]", str(value))
+    page.set_input_files("#file", {"name": "cat.txt", "mimeType": "text/plain", "buffer": b"Tom is a cat.\n"})
+    sync_api.expect(page.locator("#files li")).to_have_count(1)
+    asked = []
+    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
     for count in (2, 4):
-        page.fill("#form-chat [name=message]", "Tell me about a cat.")
+        page.fill("#form-chat [name=message]", "Tell me about a **cat**.")
         page.click("#form-chat [type=submit]")
-        sync_api.expect(page.locator("#conversation li")).to_have_count(count)
-    assert page.locator("#conversation li.assistant").count() == 2
+        page.wait_for_selector(".stage[aria-busy=false]", state="attached")
+        sync_api.expect(page.locator("#conversation li.assistant")).to_have_count(count // 2)
+    assert [message["role"] for message in asked[1]["messages"]] == ["system", "user", "assistant", "user"]
+    assert asked[0]["messages"][1]["content"] == "Tell me about a **cat**.\n\ncat.txt:\n```\nTom is a cat.\n```"
+    answer = server_events(url, **asked[1])[-1]["text"]
+    kept = json.loads(page.evaluate("localStorage['redraft-conversations']"))
+    assert kept[0]["messages"][-1] == {"role": "assistant", "content": answer}
+    assert page.locator("#conversation li.assistant .text:visible").count() == 2  # an answer is shown once: as text,
+    assert page.locator(".canvas:visible").count() == 0
+    assert page.locator("#conversation li.user strong").first.inner_text() == "cat"
+    assert page.locator("#conversation li.user pre").first.inner_text() == "Tom is a cat."
+    page.click("text=Show the canvas")
+    assert page.locator("#conversation li.assistant .text:visible").count() == 1  # or as its canvas
+    assert page.inner_text(".canvas").endswith(answer)
     screenshot(page, "chat")
-    # A stopped message is not added, and text typed meanwhile stays.
+    page.reload()  # the browser has kept it
+    page.locator("#conversations button").first.click()
+    assert messages.count() == 4
+    page.click("#conversation li.user >> nth=1 >> text=Edit")
+    page.fill("#form-chat [name=message]", "Tell me about a dog.")
+    page.fill("#form-chat [name=max_steps]", "2")
+    page.fill("#form-chat [name=max_tokens]", "8")
+    page.click("#form-chat [type=submit]")
+    sync_api.expect(page.locator("#conversation li.user .text").nth(1)).to_have_text("Tell me about a dog.")
+    sync_api.expect(page.locator("#conversation li.assistant")).to_have_count(2)
+    page.click("text=Retry")
+    page.wait_for_selector(DONE, state="attached")
+    assert asked[3]["messages"] == asked[2]["messages"]
+    assert asked[3]["seed"] != asked[2]["seed"]
+
+
+@pytest.mark.soak
+def test_a_message_that_is_stopped_is_not_sent(opened, url):
+    page = opened(f"{url}/#chat")
     for name, value in {"max_steps": 96, "temperature": 2, "max_tokens": 600}.items():  # it cannot settle meanwhile
         page.fill(f"#form-chat [name={name}]", str(value))
     page.fill("#form-chat [name=message]", "Never mind.")
     page.press("#form-chat [name=message]", "Control+Enter")
-    page.wait_for_selector(".canvas .noise")
+    page.wait_for_selector(f"{RUNNING} .canvas .noise")
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#form-chat [name=message]")).to_have_value("Never mind.")
-    assert page.locator("#conversation li").count() == 4
-    # A run of the write tab is not added to the conversation.
-    page.click("#tab-write")
-    page.fill("#form-write [name=max_steps]", "10")
-    page.click("#form-write [type=submit]")
-    page.click("#tab-chat")
-    page.wait_for_selector(".badge")
-    assert page.locator("#conversation li").count() == 4
+    assert page.locator("#conversation li").count() == 0
 
 
+@pytest.mark.soak
 def test_a_text_races_against_autoregressive(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     for name, value in STORY.items():
         page.fill(f"#form-write [name={name}]", str(value))
     page.click("#start-race")
-    page.wait_for_selector(".race .arrived >> nth=1")
+    page.wait_for_selector(DONE)
     assert "times as fast" in page.inner_text(".race > .hint")
     facts = page.locator(".race .facts").all_inner_texts()
     assert f"{count_frames(url)} forwards" in facts[0]
     assert int(facts[1].split(" tokens")[0]) == int(facts[1].split(", ")[1].split()[0])  # one forward per token
     screenshot(page, "race")
     page.click("#start-race")
-    page.wait_for_selector(".race .clock")
+    page.wait_for_selector(f"{RUNNING} .race .clock")
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#status")).to_have_text("stopped")
 
 
+@pytest.mark.soak
 def test_a_replay_is_one_file_that_plays_without_a_server(opened, url, tmp_path):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     write(page)
     ended = page.inner_text(".canvas")
     with page.expect_download() as download:
@@ -423,6 +385,7 @@ def test_a_replay_is_one_file_that_plays_without_a_server(opened, url, tmp_path)
     screenshot(again, "replay")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("width", "height", "scheme"), [(360, 780, "dark"), (3840, 2160, "light")])
 def test_the_layout_fits_a_phone_and_a_large_screen(opened, url, width, height, scheme):
     page = opened(url, width, height, color_scheme=scheme)
@@ -440,18 +403,18 @@ def test_the_layout_fits_a_phone_and_a_large_screen(opened, url, width, height, 
 
 
 def test_generated_scripts_never_run(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     evil = "<p>Look</p><img src=x onerror=\"top.document.title='run'\"><script>top.document.title='run'</script> and"
     write(page, prompt=evil, max_tokens=8)
     assert page.inner_text(".prefix") == evil
-    assert page.frame_locator("#preview iframe").locator("p").first.inner_text() == "Look"  # shown, without its scripts
+    assert page.frame_locator(".preview iframe").locator("p").first.inner_text() == "Look"  # shown, without its scripts
     page.wait_for_timeout(300)
     assert page.title() == "redraft"
     opened.messages[:] = [line for line in opened.messages if "sandbox" not in line and "Content Security" not in line]
 
 
 def test_errors_are_shown_and_runs_can_be_stopped(opened, url):
-    page = opened(url)
+    page = opened(f"{url}/#write")
     page.fill("#form-write [name=regex]", "(")
     page.click("#form-write [type=submit]")
     sync_api.expect(page.locator("#status")).to_have_text(re.compile(".{10}"))
@@ -459,31 +422,31 @@ def test_errors_are_shown_and_runs_can_be_stopped(opened, url):
     opened.messages.clear()  # the browser logs the 400
     page.fill("#form-write [name=regex]", "")
     page.click("#form-write [type=submit]")
-    page.wait_for_selector(".canvas .t")
+    page.wait_for_selector(f"{RUNNING} .canvas .t")
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#status")).to_have_text("stopped")
     page.fill("#form-write [name=max_steps]", "")
     page.click("#form-write [type=submit]")
-    page.wait_for_selector(".canvas .noise")
+    page.wait_for_selector(f"{RUNNING} .canvas .noise")
     page.locator(".canvas .t").nth(4).click()
     page.type(".replacement", " gogo", delay=150)  # while steps arrive: the keys type, they are no shortcuts
     assert page.input_value(".replacement") == " gogo"
-    page.locator("h1").click()
+    page.locator("#model").click()
     page.keyboard.press("?")
     page.wait_for_selector("#help[open]")
     page.keyboard.press("Escape")
-    page.wait_for_selector(".badge")  # Escape closed the dialog and did not stop the run
+    page.wait_for_selector(DONE)  # Escape closed the dialog and did not stop the run
     assert page.inner_text("#status") == ""
 
 
 def test_the_page_asks_for_the_api_key(opened):
     with served(small(), limits=Limits(key="secret")) as address:
-        page = opened(address)
+        page = opened(f"{address}/#write")
         page.fill("#form-write [name=max_tokens]", "16")
         page.fill("#form-write [name=max_steps]", "2")
         page.click("#form-write [type=submit]")
         page.wait_for_selector("#key[open]")
         page.fill("#key input", "secret")
         page.click("#key [value=ok]")
-        page.wait_for_selector(".badge")
+        page.wait_for_selector(DONE)
         opened.messages.clear()  # the browser logs the 401s

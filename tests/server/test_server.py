@@ -13,8 +13,8 @@ from serving import NO_END, make, served, user
 from redraft.model.quant import quantize_fp8
 from redraft.server import fim, infill
 from redraft.server.api.ollama import parameter_count
-from redraft.server.completion import StopStringFilter
 from redraft.server.infill import trim_infill
+from redraft.server.stop_strings import StopStringFilter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from the clients' own libraries
 
@@ -125,7 +125,7 @@ def test_openai_raises_on_unsupported_options(client):
         client.completions.create(model="", prompt="x", logprobs=1, echo=True)
     with pytest.raises(openai.BadRequestError, match="infill does not support logprobs"):
         client.completions.create(model="", prompt="x", suffix="y", logprobs=0)
-    with pytest.raises(openai.BadRequestError, match="a call cannot be forced"):
+    with pytest.raises(openai.BadRequestError, match="there are no tools"):
         client.chat.completions.create(model="", messages=user("x"), tool_choice="required")
     with pytest.raises(openai.BadRequestError, match=r"does not fit|max_tokens|context"):
         client.chat.completions.create(model="", messages=user("x"), max_tokens=100_000, stream=True)

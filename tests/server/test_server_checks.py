@@ -52,7 +52,9 @@ def close_clients():
         (client._client if isinstance(client, ollama.Client) else client).close()
 
 
-@pytest.fixture(scope="module", params=[pytest.param("off", marks=pytest.mark.soak), "checked", "exact"])
+@pytest.fixture(
+    scope="module", params=["checked", *(pytest.param(check, marks=pytest.mark.soak) for check in ("off", "exact"))]
+)
 def by_default(request):
     """The address of a server whose checkpoint has this mode, and the mode."""
     with served(writer_with(request.param), name="small") as address:
@@ -111,6 +113,7 @@ def test_every_wire_gives_the_tokens_of_the_plain_loop(url, check):
     assert said["content"][0]["text"] == chat["choices"][0]["message"]["content"]
 
 
+@pytest.mark.soak
 def test_the_checkpoints_mode_is_the_default_and_every_endpoint_works_under_it(by_default):
     url, check = by_default
     body = {"prompt": PROMPT, "seed": 7, "max_tokens": 24, "temperature": 0.5}
@@ -206,15 +209,15 @@ def test_a_stop_string_ends_the_stream_with_the_counts_so_far(by_default):
     ("field", "value", "setting"),
     [
         ("top_k", 3, {"top_k": 3}),
-        ("top_k", -1, {}),
-        ("top_p", 0.4, {"top_p": 0.4}),
-        ("top_p", 0, {"temperature": 0}),
-        ("min_p", 0.2, {"min_p": 0.2}),
+        pytest.param("top_k", -1, {}, marks=pytest.mark.soak),
+        pytest.param("top_p", 0.4, {"top_p": 0.4}, marks=pytest.mark.soak),
+        pytest.param("top_p", 0, {"temperature": 0}, marks=pytest.mark.soak),
+        pytest.param("min_p", 0.2, {"min_p": 0.2}, marks=pytest.mark.soak),
         ("repetition_penalty", 1.8, {"repetition_penalty": 1.8}),
-        ("repeat_penalty", 1.8, {"repetition_penalty": 1.8}),
-        ("logit_bias", {"80": 9.0}, {"logit_bias": ((80, 9.0),)}),
+        pytest.param("repeat_penalty", 1.8, {"repetition_penalty": 1.8}, marks=pytest.mark.soak),
+        pytest.param("logit_bias", {"80": 9.0}, {"logit_bias": ((80, 9.0),)}, marks=pytest.mark.soak),
         ("temperature", 0, {"temperature": 0}),
-        ("tolerance", 0, {"tolerance": 0}),
+        pytest.param("tolerance", 0, {"tolerance": 0}, marks=pytest.mark.soak),
     ],
 )
 def test_samplers_are_honoured_in_checked_and_exact_mode(url, field, value, setting):
@@ -262,6 +265,7 @@ def test_steps_of_checked_mode_draft_the_canvas(url):
 # 3. Best of
 
 
+@pytest.mark.soak
 def test_best_of_returns_the_likeliest_as_python_does(by_default):
     url, check = by_default
     client = keep(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))

@@ -30,7 +30,7 @@ def process(folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "redraft.cli", "serve", "-m", str(folder), "--port", str(port)]
+    command = [sys.executable, "-m", "redraft", "serve", "-m", str(folder), "--port", str(port)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     url = f"http://127.0.0.1:{port}"
     try:
@@ -61,6 +61,7 @@ def active(url):
     return next(float(line.split()[1]) for line in lines if line.startswith("redraft_active_requests "))
 
 
+@pytest.mark.soak
 def test_a_killed_client_does_not_disturb_others(folder):
     with process(folder) as (url, _):
         alone = completion(url)
@@ -82,6 +83,7 @@ def test_a_killed_client_does_not_disturb_others(folder):
         assert completion(url) == alone
 
 
+@pytest.mark.soak
 def test_sigterm_lets_running_requests_finish_and_accepts_nothing_new(folder):
     with process(folder) as (url, server):
         alone = completion(url)

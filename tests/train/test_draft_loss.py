@@ -187,6 +187,7 @@ def test_the_teacher_gets_no_gradient_and_the_head_does():
     assert model.draft_head.outer.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.soak
 def test_the_terms_are_one_graph_for_the_compiler():
     model = tiny.build(CONFIG).requires_grad_(True)
     states = [torch.randn(5, CONFIG.hidden_size, generator=generator(seed)) for seed in (0, 1)]

@@ -150,6 +150,7 @@ def test_a_solved_puzzle_leaves_its_slot_and_an_unsolved_one_is_dropped(puzzles)
     assert not slots.probs_BCG.any()
 
 
+@pytest.mark.soak
 def test_resumed_is_unbroken(puzzles, tmp_path):
     cfg = config(replace(puzzles, unrolled_steps=2), microbatches=2)
     whole = Trainer(cfg, tmp_path / "whole")
@@ -163,6 +164,7 @@ def test_resumed_is_unbroken(puzzles, tmp_path):
     assert last.why == "done"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_few_steps_memorize_puzzles(puzzles, tmp_path, causal):
     """The loss falls below chance (2.2 nats), which is impossible without attention to the board."""

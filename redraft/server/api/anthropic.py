@@ -9,11 +9,14 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from redraft.constraints.errors import shorten
 from redraft.diffusion.generate import Stats
+from redraft.server.canvas_params import canvas_params
 from redraft.server.checks import causal_settings, choose_check, ignored_settings, verification_fields
-from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, join_messages, text_of_content
+from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, adapt_to_model, text_of_content
 from redraft.server.errors import BadRequestError, checking_request
-from redraft.server.schema import Body, CausalOptions, Parts, Seed, StopString, Temperature, Tokens
+from redraft.server.forced_calls import choose_tools
+from redraft.server.schema import Body, CanvasFields, CausalOptions, Parts, Seed, StopString, Temperature, Tokens
 from redraft.server.service import Completion, Route, Service, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, sse_response, to_json
 from redraft.server.worker import Stream
@@ -30,7 +33,7 @@ class InputMessage(Body):
     content: Content
 
 
-class MessagesRequest(CausalOptions):
+class MessagesRequest(CanvasFields, CausalOptions):
     """POST /v1/messages. With check "off", settings of the causal half are ignored; a header of the response names them."""
 
     messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=2048)]
@@ -65,8 +68,8 @@ class AnthropicRoutes:
         body = await read_body(request, MessagesRequest)
         if body.max_tokens is None:
             raise BadRequestError("max_tokens: Field required", "max_tokens")
-        params = params_of(body)
-        check = choose_check(self.service.writer.sampler, body.check)
+        params = params_of(body, self.service.writer.tokenizer.can_think)
+        check = choose_check(self.service.writer.sampler, body.check, has_draft=bool(params.draft))
         name_ignored_fields(request, ignored_settings(body, check))
         head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": self.service.name}
         if body.stream:
@@ -79,7 +82,7 @@ class AnthropicRoutes:
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
         """POST /v1/messages/count_tokens."""
-        params = params_of(await read_body(request, MessagesRequest))
+        params = params_of(await read_body(request, MessagesRequest), self.service.writer.tokenizer.can_think)
 
         def work(stop: threading.Event) -> Iterator[int]:
             yield self._count_tokens(params)
@@ -89,10 +92,8 @@ class AnthropicRoutes:
     def _count_tokens(self, params: CompletionParams) -> int:
         writer = self.service.writer
         with checking_request():
-            if writer.tokenizer.can_chat:
-                return len(writer.encode_prompt(params.prompt, params.tools, params.think))
-            assert not isinstance(params.prompt, str)
-            return len(writer.encode_prompt(join_messages(params.prompt)))
+            params = adapt_to_model(writer, params)
+            return len(writer.encode_prompt(params.prompt, params.tools, params.think))
 
 
 async def stream_events(chunks: Stream[tuple[int, Chunk]], head: dict[str, Any]) -> Stream[dict[str, Any]]:
@@ -118,11 +119,10 @@ async def stream_events(chunks: Stream[tuple[int, Chunk]], head: dict[str, Any])
     yield {"type": "message_stop"}
 
 
-def params_of(body: MessagesRequest) -> CompletionParams:
-    """Translates a request body."""
-    tool_choice = (body.tool_choice or {}).get("type", "auto" if not body.tool_choice else None)
-    if tool_choice not in ("auto", "none"):
-        raise BadRequestError(f"tool_choice can be auto or none, got {tool_choice!r}", "tool_choice")
+def params_of(body: MessagesRequest, can_think: bool) -> CompletionParams:
+    """Translates a request body. "adaptive" leaves it to the model whether it thinks."""
+    thinking = (body.thinking or {}).get("type")
+    tools, forced_call = choose_tools([template_tool(tool) for tool in body.tools or ()], tool_choice_of(body))
     messages: list[Message] = []
     if body.system is not None:
         messages.append({"role": "system", "content": text_of_content(body.system, "messages")})
@@ -136,9 +136,26 @@ def params_of(body: MessagesRequest) -> CompletionParams:
         stop_strings=tuple(body.stop_sequences or ()),
         check=body.check,
         causal_settings=causal_settings(body),
-        tools=[template_tool(tool) for tool in body.tools] if body.tools and tool_choice != "none" else None,
-        think=(body.thinking or {}).get("type") in ("enabled", "adaptive"),
+        tools=tools or None,
+        forced_call=forced_call,
+        think=thinking == "enabled" or (thinking == "adaptive" and can_think),
+        **canvas_params(body),
     )
+
+
+def tool_choice_of(body: MessagesRequest) -> Any:
+    """Returns the tool choice in OpenAI's words."""
+    match body.tool_choice:
+        case None:
+            return "auto"
+        case {"type": "auto" | "none" as kind}:
+            return kind
+        case {"type": "any"}:
+            return "required"
+        case {"type": "tool", "name": str(name)}:
+            return {"type": "function", "name": name}
+    message = f"tool_choice can be auto, none, any or a tool by its name, got {shorten(body.tool_choice)}"
+    raise BadRequestError(message, "tool_choice")
 
 
 def template_messages(message: InputMessage) -> list[Message]:
@@ -213,8 +230,8 @@ def stop_fields(finish: Finish) -> dict[str, Any]:
 def usage_of(stats: Stats) -> dict[str, Any]:
     """Returns counts of tokens and drafts, and the mode."""
     return {
-        "input_tokens": stats.prompt_tokens - stats.reused,
-        "cache_read_input_tokens": stats.reused,
+        "input_tokens": stats.prompt_tokens,  # as count_tokens counts them
+        "cache_read_input_tokens": 0,  # of caches that a client has marked; ours needs no marks
         "cache_creation_input_tokens": 0,
         "output_tokens": stats.new_tokens,
         **verification_fields([stats]),

@@ -23,7 +23,7 @@ from redraft.server.completion import (
 from redraft.server.errors import BadRequestError
 from redraft.server.fim import find_gap
 from redraft.server.logprobs import TokenLogprob, logprobs_of
-from redraft.server.schema import Body, CausalOptions, Penalty, Seed, Stop, Temperature, TopLogprobs
+from redraft.server.schema import NOT_BOOLEAN, Body, CausalOptions, Penalty, Seed, Stop, Temperature, TopLogprobs
 from redraft.server.service import Route, Service, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, ndjson_response, stream_list
 from redraft.server.worker import Stream
@@ -38,7 +38,7 @@ class Options(CausalOptions):
     """Sampler options. With check "off", those of the causal half are ignored; a header of the response names them."""
 
     repeat_penalty: Penalty | None = None
-    num_predict: Annotated[int, Field(ge=-2, le=1_000_000)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=1_000_000), NOT_BOOLEAN] | None = None
     temperature: Temperature | None = None
     seed: Seed | None = None
     stop: Stop = None
@@ -152,7 +152,8 @@ class OllamaRoutes:
         """POST /api/show. `.Suffix` in the template tells clients that the model can infill."""
         await read_body(request, ShowRequest)
         writer = self.service.writer
-        chat_capabilities = ["tools", "thinking"] if writer.tokenizer.can_chat else []
+        chat_capabilities = ["tools"] if writer.tokenizer.can_chat else []
+        chat_capabilities += ["thinking"] if writer.tokenizer.can_think else []
         return {
             "template": "{{ .Prompt }}{{ .Suffix }}",
             "parameters": "",

@@ -16,10 +16,25 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from redraft.diffusion.generate import Stats
-from redraft.server.api.openai_requests import chat_params, check_infill_options, count_candidates, text_params
+from redraft.server.api.openai_requests import (
+    chat_params,
+    check_infill_options,
+    count_candidates,
+    find_gaps,
+    text_params,
+)
 from redraft.server.checks import choose_check, warnings_of
-from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, as_stop_strings, text_of_content
-from redraft.server.errors import BadRequestError
+from redraft.server.completion import (
+    Chunk,
+    CompletionParams,
+    Finish,
+    TextDelta,
+    as_stop_strings,
+    prompt_text,
+    split_prompts,
+    text_of_content,
+)
+from redraft.server.errors import BadRequestError, NotFoundError
 from redraft.server.fim import Gap, find_gap, find_region
 from redraft.server.frames import Frame
 from redraft.server.infill import MAX_GAP_TOKENS, Infill, rewrite_region
@@ -168,6 +183,7 @@ def routes(service: Service) -> list[Route]:
         Route("/v1/fim/completions", handlers.fim, CompletionRequest),
         Route("/v1/edit/completions", handlers.edit, EditRequest),
         *(Route(path, handlers.models) for path in model_paths),
+        Route("/v1/models/{model_id:path}", handlers.model),
     ]
 
 
@@ -187,9 +203,9 @@ class OpenAIRoutes:
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions: continues texts, or infills a gap if there is a suffix or the prompt has FIM sentinels."""
         body = await read_body(request, CompletionRequest)
-        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        prompts = split_prompts(body.prompt)
         builder = ResponseBuilder("text_completion", self.service.name)
-        gaps = [gap for prompt in prompts if (gap := find_gap(prompt, body.suffix))]
+        gaps = find_gaps(body, prompts)
         if not gaps:
             return await self._complete(request, body, [text_params(body, prompt) for prompt in prompts], builder)
         if len(gaps) < len(prompts):
@@ -199,8 +215,11 @@ class OpenAIRoutes:
     async def fim(self, request: Request) -> Response:
         """POST /v1/fim/completions: infills between prompt and suffix, for Mistral's and for OpenAI's clients."""
         body = await read_body(request, CompletionRequest)
-        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        gaps = [find_gap(prompt, body.suffix) or Gap(prompt, "") for prompt in prompts]
+        prompts = split_prompts(body.prompt)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if len(texts) < len(prompts):
+            raise BadRequestError("infill needs texts as prompts, got token ids", "prompt")
+        gaps = [find_gap(text, body.suffix) or Gap(text, "") for text in texts]
         builder = ResponseBuilder("text_completion", self.service.name)
         return await self._infill(request, body, gaps, builder, paragraph=True)
 
@@ -226,9 +245,19 @@ class OpenAIRoutes:
 
     async def models(self) -> dict[str, Any]:
         """GET /v1/models."""
+        return {"object": "list", "data": list(self._model_entries().values())}
+
+    async def model(self, model_id: str) -> dict[str, Any]:
+        """GET /v1/models/ID."""
+        entries = self._model_entries()
+        if model_id not in entries:
+            raise NotFoundError(f"there is no model {model_id[:100]!r} here; this server has {', '.join(entries)}")
+        return entries[model_id]
+
+    def _model_entries(self) -> dict[str, dict[str, Any]]:
         length = self.service.writer.model.config.max_position_embeddings
-        head = {"object": "model", "created": self.started_at, "owned_by": "redraft", "max_model_len": length}
-        return {"object": "list", "data": [{"id": name, **head} for name in (self.service.name, EDIT_MODEL)]}
+        fields = {"object": "model", "created": self.started_at, "owned_by": "redraft", "max_model_len": length}
+        return {name: {"id": name, **fields} for name in (self.service.name, EDIT_MODEL)}
 
     async def _infill(
         self, request: Request, body: CompletionRequest, gaps: Sequence[Gap], builder: ResponseBuilder, *, paragraph: bool
@@ -285,10 +314,16 @@ class OpenAIRoutes:
             if builder.is_chat:
                 choice["message"] = message_of(completion)
             else:
-                choice["text"] = f"{single.prompt}{completion.text}" if getattr(body, "echo", False) else completion.text
+                choice["text"] = await self._echo(body, single) + completion.text
             choices.append(choice)
         stats = [[completion.finish.stats for completion, _ in group] for group in groups]
         return JSONResponse(builder.response(choices, stats, warnings))
+
+    async def _echo(self, body: ChatRequest | CompletionRequest, params: CompletionParams) -> str:
+        """Returns the prompt if the client wants it before the completion. Token ids are decoded in a thread."""
+        if not getattr(body, "echo", False):
+            return ""
+        return await asyncio.to_thread(prompt_text, self.service.writer.tokenizer, params.prompt)  # type: ignore[arg-type]
 
     def _warnings(self, body: ChatRequest | CompletionRequest, params: CompletionParams) -> list[str]:
         """Names the options that the mode of a request does not apply."""
@@ -314,8 +349,8 @@ class OpenAIRoutes:
         for index, single in enumerate(params):
             if builder.is_chat:
                 yield builder.chunk(index, {"role": "assistant", "content": ""})
-            elif getattr(body, "echo", False):
-                yield builder.chunk(index, {"content": single.prompt})
+            elif echo := await self._echo(body, single):
+                yield builder.chunk(index, {"content": echo})
         async for index, chunk in chunks:
             match chunk:
                 case Frame():

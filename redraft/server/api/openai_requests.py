@@ -1,13 +1,12 @@
 """Requests of OpenAI's wire format: chat completions and completions become CompletionParams."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from redraft.constraints.errors import shorten
+from redraft.server.canvas_params import canvas_params
 from redraft.server.checks import causal_settings, require_unchecked
 from redraft.server.completion import (
     JSON_OBJECT_SCHEMA,
@@ -17,8 +16,9 @@ from redraft.server.completion import (
     text_of_content,
 )
 from redraft.server.errors import BadRequestError
-from redraft.server.schema import CanvasOptions, ChatRequest, CompletionRequest, SamplingOptions
-from redraft.server.service import bad_request_from
+from redraft.server.fim import Gap, find_gap
+from redraft.server.forced_calls import choose_tools
+from redraft.server.schema import ChatRequest, CompletionRequest, SamplingOptions
 
 UNSUPPORTED = "guided_grammar stop_token_ids functions function_call audio modalities structured_outputs".split()
 FORBIDDING_BIAS = -100.0
@@ -40,15 +40,13 @@ NOT_FOR_INFILL = {
 
 def chat_params(body: ChatRequest) -> CompletionParams:
     """Translates a chat completion."""
-    tool_choice = body.tool_choice
-    if tool_choice not in (None, "none", "auto"):
-        message = f"tool_choice can be none or auto, got {tool_choice!r}: a call cannot be forced"
-        raise BadRequestError(message, "tool_choice")
+    tools, forced_call = choose_tools(body.tools, body.tool_choice)
     enable_thinking = (body.chat_template_kwargs or {}).get("enable_thinking") is True
     params = CompletionParams(
         prompt=[template_message(message) for message in body.messages],
         max_tokens=body.max_completion_tokens or body.max_tokens,
-        tools=body.tools if tool_choice != "none" else None,
+        tools=tools,
+        forced_call=forced_call,
         think=enable_thinking or body.reasoning_effort not in (None, "none"),
         logprobs=chat_logprobs(body),
         **sampling_params(body),
@@ -61,8 +59,8 @@ def chat_params(body: ChatRequest) -> CompletionParams:
     return replace(params, draft=text_of_content(body.prediction.content, "prediction"))
 
 
-def text_params(body: CompletionRequest, prompt: str) -> CompletionParams:
-    """Translates a completion of one text."""
+def text_params(body: CompletionRequest, prompt: str | Sequence[int]) -> CompletionParams:
+    """Translates a completion of one text, or of its token ids."""
     params = {**sampling_params(body), "logprobs": text_logprobs(body)}
     return CompletionParams(prompt=prompt, max_tokens=body.max_tokens or 16, **params)
 
@@ -105,34 +103,6 @@ def text_logprobs(body: CompletionRequest) -> int | None:
     return int(body.logprobs)
 
 
-def canvas_params(body: SamplingOptions) -> dict[str, Any]:
-    """Translates vLLM's canvas options, which may stand in the body or in vllm_xargs, into fields of CompletionParams."""
-    names = set(CanvasOptions.model_fields)
-    in_body = body.model_dump(include=names, exclude_unset=True)
-    in_xargs = body.vllm_xargs or {}
-    if unknown := sorted(set(in_xargs) - names):
-        raise BadRequestError(f"vllm_xargs has {unknown[0]!r}, which is not supported", "vllm_xargs")
-    try:
-        options = CanvasOptions.model_validate({**in_body, **in_xargs})
-    except ValidationError as error:
-        raise bad_request_from(error, "vllm_xargs") from None
-    if options.diffusion_constrained:
-        message = "diffusion_constrained is not supported: use response_format or guided_choice"
-        raise BadRequestError(message, "diffusion_constrained")
-    seed_canvas = options.diffusion_seed_canvas
-    pinned = options.diffusion_pinned or []
-    if pinned and (seed_canvas is None or not all(0 <= position < len(seed_canvas) for position in pinned)):
-        raise BadRequestError("diffusion_pinned must name positions of diffusion_seed_canvas", "diffusion_pinned")
-    settings = {"canvas_length": options.diffusion_canvas_length, "max_steps": options.diffusion_max_steps}
-    params: dict[str, Any] = {"sampler_settings": {name: value for name, value in settings.items() if value is not None}}
-    if seed_canvas is not None:
-        params["draft"] = tuple(seed_canvas)
-        params["pins"] = {position: seed_canvas[position] for position in pinned}
-    if options.diffusion_read_only:
-        params["ignore_eos"] = True
-    return params
-
-
 def count_candidates(body: SamplingOptions) -> int:
     """Returns how many completions of each prompt are generated: `best_of`, of which `n` are returned, or `n`."""
     count = body.n or 1
@@ -160,27 +130,40 @@ def parse_logit_bias(logit_bias: Mapping[str, Any] | None) -> dict[int, float]:
 
 def pattern_of(body: SamplingOptions) -> dict[str, Any]:
     """Returns the pattern that the completion must match, under any of the names that clients use."""
-    pattern: dict[str, Any] = {"regex": body.guided_regex, "choices": body.guided_choice, "schema": body.guided_json}
-    response_format = body.response_format or {"type": "text"}
-    match response_format.get("type"):
-        case "text":
-            pass
-        case "json_object":
-            pattern["schema"] = JSON_OBJECT_SCHEMA
-        case "json_schema":
-            inner = response_format.get("json_schema")
-            schema = inner.get("schema") if isinstance(inner, dict) else response_format.get("schema")
-            if not isinstance(schema, dict):
-                message = "response_format json_schema needs a schema: {json_schema: {schema: {...}}}"
-                raise BadRequestError(message, "response_format")
-            pattern["schema"] = schema
-        case "regex":
-            pattern["regex"] = response_format.get("regex") or response_format.get("pattern")
-        case "choice":
-            pattern["choices"] = response_format.get("choices") or response_format.get("choice")
+    guided = {"regex": body.guided_regex, "choices": body.guided_choice, "schema": body.guided_json}
+    pattern = {name: value for name, value in guided.items() if value is not None}
+    return {**pattern, **pattern_of_format(body.response_format, "response_format")}
+
+
+def pattern_of_format(response_format: Any, field: str) -> dict[str, Any]:
+    """Returns the pattern of a response format, which stands in this field of the body."""
+    match response_format or {"type": "text"}:
+        case {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"schema": JSON_OBJECT_SCHEMA}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
+            "type": "json_schema",
+            "schema": dict(schema),
+        }:
+            return {"schema": schema}
+        case {"type": "json_schema"}:
+            raise BadRequestError(f"{field} json_schema needs a schema: {{json_schema: {{schema: {{...}}}}}}", field)
+        case {"type": "regex"}:
+            return {"regex": response_format.get("regex") or response_format.get("pattern")}
+        case {"type": "choice"}:
+            return {"choices": response_format.get("choices") or response_format.get("choice")}
         case other:
-            raise BadRequestError(f"response_format can be {RESPONSE_FORMATS}, got {other!r}", "response_format")
-    return {name: value for name, value in pattern.items() if value is not None}
+            kind = other.get("type") if isinstance(other, dict) else other
+            raise BadRequestError(f"{field} can be {RESPONSE_FORMATS}, got {shorten(kind)}", field)
+
+
+def find_gaps(body: CompletionRequest, prompts: Sequence[str | Sequence[int]]) -> list[Gap]:
+    """Returns the gaps to infill: before the suffix, or between FIM sentinels in a prompt."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if body.suffix and len(texts) < len(prompts):
+        raise BadRequestError("a suffix needs a text as the prompt, got token ids", "prompt")
+    return [gap for text in texts if (gap := find_gap(text, body.suffix))]
 
 
 def check_infill_options(body: CompletionRequest) -> None:

@@ -1,177 +1,232 @@
-// The web page: the request of each mode, runs as their events arrive, keyboard, theme, saving.
+// The web page: tabs with a stage each, runs as their events arrive, runs of earlier, keyboard, theme, saving.
 
-import { Player } from "./player.js";
-import { Run } from "./run.js";
+import { Chat } from "./chat.js";
+import { Home } from "./home.js";
 import { picture } from "./picture.js";
-import { puzzles, race, texts } from "./race.js";
+import { puzzles, race, recordedRace, texts } from "./race.js";
 import { replay, save } from "./replay.js";
+import { PATHS, PRESETS, fillForm, fillFromBody, newSeed, requestOf, titleOf } from "./requests.js";
+import { Run } from "./run.js";
+import { Stage } from "./stage.js";
+import { forgetRuns, keepRun, keptRuns, linkOf, readLink } from "./store.js";
 import { element } from "./timeline.js";
-import { events, modelName } from "./wire.js";
+import { canChat, events, modelName, recordedRuns } from "./wire.js";
 
-const PUZZLES = [
-  "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79",
-  "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4..",
-  "1....7.9..3..2...8..96..5....53..9...1..8...26....4...3......1..4......7..7...3..",
-];
+const MODES = Object.keys(PATHS);
 const $ = (selector) => document.querySelector(selector);
-const field = (form, name) => form.elements.namedItem(name).value; // a field may be called length
-const number = (form, name) => (field(form, name) === "" ? undefined : Number(field(form, name)));
+const $$ = (selector) => document.querySelectorAll(selector);
 
+let mode = "home"; // or a tab
+let running = null; // the tab whose run or race is under way
 let abort = null;
-let mode = "write";
-const conversation = []; // messages
-const player = new Player($("#player"), { onSteer: steer, onRefill: refill, onMove: () => preview() });
-
-// Requests
-
-const seedOf = (form) => number(form, "seed") ?? Math.floor(Math.random() * 2 ** 32);
-
-function commonFields(form) {
-  return { seed: seedOf(form), temperature: number(form, "temperature"), max_steps: number(form, "max_steps") };
-}
-
-const checkOf = (form) => field(form, "check") || undefined;
-
-function withGapLength(text, length) {
-  return length ? text.replace(/\[\[[ \t]*\]\]/g, `[[ ${length} ]]`) : text;
-}
-
-const REQUESTS = {
-  write: (form) => ({ path: "/v1/canvas", body: { ...commonFields(form), check: checkOf(form), prompt: field(form, "prompt"), max_tokens: number(form, "max_tokens"), regex: field(form, "regex") || undefined } }),
-  chat: (form) => ({ path: "/v1/canvas", body: { ...commonFields(form), check: checkOf(form), messages: [...conversation, { role: "user", content: field(form, "message") }], max_tokens: number(form, "max_tokens") } }),
-  fill: (form) => ({ path: "/v1/canvas", body: { ...commonFields(form), text: withGapLength(field(form, "text"), number(form, "length")) } }),
-  edit: (form) => ({ path: "/v1/canvas/edit", body: { ...commonFields(form), text: field(form, "text"), strength: number(form, "strength"), instruction: field(form, "instruction") || undefined } }),
-  sudoku: (form) => ({ path: "/v1/canvas/sudoku", body: { puzzle: field(form, "puzzle"), seed: seedOf(form) } }),
-  decide: (form) => ({ path: "/v1/canvas/decide", body: { messages: [{ role: "user", content: field(form, "question") }], choices: field(form, "choices").split("\n").filter((line) => line.trim()) } }),
-};
+const home = new Home();
+const handlers = { onSteer: steer, onRefill: refill };
+const chat = new Chat({ send: sendMessages, onError: (sentence) => showStatus("chat", sentence, true), onSteer: steer });
+const stages = Object.fromEntries(MODES.map((name) => [name, name === "chat" ? chat.stage : new Stage(name, handlers)]));
+const playerShown = () => (mode === "home" ? home.player : stages[mode].player);
+const formOf = (name) => $(`#form-${name}`);
 
 // Runs
 
-function setBusy(isBusy) {
-  for (const button of document.querySelectorAll("form [type=submit]")) button.disabled = isBusy;
-  $("#stop").hidden = !isBusy;
-}
-
-function showStatus(sentence, isError = false) {
+function showStatus(name, sentence, isError = false) {
+  if (stages[name]) stages[name].status = { sentence, isError };
+  if (name !== mode) return;
   const status = $("#status");
   status.textContent = sentence;
   status.classList.toggle("bad", isError);
 }
 
-// Runs one thing at a time: stops the run before it, and shows errors.
-async function runExclusively(work) {
+function setRunning(name) {
+  running = name;
+  for (const button of $$("form [type=submit], #start-race, #race-boards")) button.disabled = Boolean(name);
+  $("#stop").hidden = !name;
+  for (const [mode, stage] of Object.entries(stages)) stage.root.setAttribute("aria-busy", String(mode === name));
+}
+
+// Runs one thing at a time: stops the run before it, and shows errors. Whatever a stage shows stays until the server has accepted a request.
+async function runExclusively(name, work) {
   abort?.abort();
   const own = (abort = new AbortController());
-  setBusy(true);
-  showStatus("");
+  setRunning(name);
+  showStatus(name, "");
   try {
     await work((path, body) => events(path, body, own.signal, askKey), own.signal);
   } catch (error) {
-    if (error.name !== "AbortError") showStatus(error.message, true);
-    else if (abort === own) showStatus("stopped");
+    showStatus(name, error.name === "AbortError" ? "stopped" : error.message, error.name !== "AbortError");
+    if (stages[name].state === "running") stages[name].state = "stopped";
   } finally {
-    if (abort === own) setBusy(false);
+    if (abort === own) setRunning(null);
+    showSaves();
   }
 }
 
 // Sends a request and shows its run, with a note about it.
 async function follow(run, body, note = "") {
-  $("#race").hidden = true;
-  $("#player").hidden = false;
-  player.show(run);
+  const name = run.kind;
+  const stage = stages[name];
+  const hadFrames = run.frames.length;
+  let isShown = false;
   let isDrawScheduled = false;
   const draw = () => {
     isDrawScheduled = false;
-    player.update();
-    preview();
+    if (stage.player.run === run) stage.update();
   };
-  await runExclusively(async (request) => {
-    showStatus(note);
+  const begin = () => {
+    isShown = true;
+    showStatus(name, note);
+    if (name === "chat") chat.begin(run);
+    else stage.show(run, "running");
+    showSaves();
+    bringIntoView(stage);
+  };
+  await runExclusively(name, async (request) => {
+    showStatus(name, "sending …");
     for await (const event of request(run.request.path, body)) {
+      if (event.type === "error" && run.frames.length === hadFrames && !isShown) throw new Error(event.error.message);
       run.add(event);
+      if (!isShown) begin();
       if (!isDrawScheduled) requestAnimationFrame(draw);
       isDrawScheduled = true;
     }
-    if (run.error) showStatus(run.error, true);
+    showStatus(name, run.error ?? note, Boolean(run.error));
+    stage.state = "done";
   });
   draw();
-  for (const button of document.querySelectorAll(".saves button:not(#stop)")) button.disabled = !run.frames.length;
-  if (run.kind === "chat" && run.end) addToConversation(run);
+  if (name === "chat") chat.finish(run);
+  else if (run.end) keepRun(run, titleOf(run.request.body)).then(showHistory);
+  showSaves();
 }
 
-async function start(form) {
-  const request = REQUESTS[mode](form);
-  const run = new Run(mode, request);
-  const box = mode === "chat" ? form.elements.message : null;
-  if (box) box.value = "";
-  await follow(run, request.body);
-  if (box && !box.value && !run.end) box.value = request.body.messages.at(-1).content; // it was not answered
+// On a phone the stage is below the form.
+function bringIntoView(stage) {
+  if (mode !== stage.mode || matchMedia("(min-width: 62rem)").matches) return;
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  (stage.race.hidden ? stage.playerRoot : stage.race).scrollIntoView({ block: "start", behavior: calm ? "auto" : "smooth" });
+}
+
+function start(name) {
+  $("#linked").hidden = true;
+  if (name === "chat") return chat.submit();
+  const request = requestOf(name, formOf(name));
+  return follow(new Run(name, request), request.body);
+}
+
+function sendMessages(needsSeed) {
+  const request = requestOf("chat", formOf("chat"), { messages: chat.messages.map(({ role, content }) => ({ role, content })), ...(needsSeed ? { seed: newSeed() } : {}) });
+  chat.render();
+  return follow(new Run("chat", request), request.body);
 }
 
 // Resumes the run after a step with pins and bans. A run that was checked goes on without a check: it comes from the left,
 // and cannot keep tokens that stand further to the right.
 function steer({ block, step, pins, bans }) {
-  const { request, canvases } = player.run;
+  const { run } = stages[mode].player;
+  const { request, canvases, isVerified } = run;
   const earlier = (request.body.interventions ?? []).filter((one) => one.block < block || (one.block === block && one.step < step));
-  const seed = player.run.begin.seed;
   const interventions = [...earlier, { block, step, pins, bans }];
-  const isVerified = player.run.isVerified;
   const check = isVerified ? "off" : request.body.check;
-  const body = { ...request.body, check, seed, interventions, canvases: canvases.slice(0, block).map((canvas) => canvas.ids) };
+  const body = { ...request.body, check, seed: run.begin.seed, interventions, canvases: canvases.slice(0, block).map((canvas) => canvas.ids) };
   const note = isVerified ? `Steering turned the check off: canvas ${block + 1} and what follows it are not verified.` : "";
-  follow(player.run.upTo(block, step, { path: request.path, body }), { ...body, resume_at: { block, step } }, note);
+  follow(run.upTo(block, step, { path: request.path, body }), { ...body, resume_at: { block, step } }, note);
 }
 
 // Fills the gaps again with the lengths that were found, on one canvas, which can be steered.
 function refill(text) {
-  const { request } = player.run;
+  const { request } = stages.fill.player.run;
   const body = { ...request.body, text };
   follow(new Run("fill", { ...request, body }), body);
 }
 
-function addToConversation(run) {
-  conversation.splice(0, conversation.length, ...run.request.body.messages, { role: "assistant", content: run.end.text });
-  $("#conversation").replaceChildren(...conversation.map(({ role, content }) => element("li", { className: role }, element("b", {}, role === "user" ? "you" : "model"), element("p", {}, content))));
+function startRace(name, lanes) {
+  const stage = stages[name];
+  const begin = () => {
+    stage.showRace("running");
+    showStatus(name, "");
+    bringIntoView(stage);
+    showSaves();
+  };
+  return runExclusively(name, async (request, signal) => {
+    showStatus(name, "sending …");
+    await race(stage.race, request, lanes, signal, begin);
+    stage.state = "done";
+  });
 }
 
-// Completions that are HTML
-
-const HTML = /<(!doctype|html|body|div|p|h[1-6]|svg|style|button|ul|ol|table|span|main|section)\b/i;
-
-function markup(text) {
-  const fenced = /```(?:html)?\n([\s\S]*?)(?:```|$)/i.exec(text);
-  const content = fenced ? fenced[1] : text;
-  return HTML.test(content) ? content : "";
+function raceTexts() {
+  const { body } = requestOf("write", formOf("write"));
+  return startRace("write", texts({ ...body, max_tokens: body.max_tokens ?? 128, regex: undefined }));
 }
 
-let drawnAt = 0;
-function preview() {
-  const { run } = player;
-  const prefix = run?.begin?.prefix && run.kind !== "edit" ? run.begin.prefix : "";
-  const isLast = player.timeline.index >= (run?.frames.length ?? 0);
-  const text = run ? (run.end && isLast && run.kind !== "write" ? run.end.text : prefix + run.textAt(player.timeline.index)) : "";
-  const html = run?.kind === "sudoku" ? "" : markup(text);
-  $("#preview").hidden = !html || $("#player").hidden;
-  if ($("#preview").hidden || (performance.now() - drawnAt < 200 && !run.end)) return;
-  drawnAt = performance.now();
-  const frame = $("#preview iframe");
-  if (frame.srcdoc !== html) frame.srcdoc = html;
+// Recorded runs and runs of earlier
+
+async function playRecorded(name) {
+  const stage = stages[name];
+  if (stage.state !== "empty" || name === "chat") return;
+  stage.state = "recorded";
+  const recorded = await recordedRuns(name);
+  if (stage.state !== "recorded" || !recorded.length) return; // the user was faster
+  if (name !== "sudoku") return stage.play(Run.from(recorded[0]), "recorded");
+  stage.showRace("recorded");
+  const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  await recordedRace(stage.race, recorded, { get aborted() { return stage.state !== "recorded"; } }, isStill ? 1e9 : 1).catch(() => {}); // a run took the stage
+}
+
+async function showHistory() {
+  const kept = (await keptRuns()).filter(({ kind }) => kind === mode);
+  $("#history").hidden = !kept.length;
+  $("#history ol").replaceChildren(
+    ...kept.map((saved) => {
+      const when = new Date(saved.id).toLocaleString([], { dateStyle: "short", timeStyle: "short" });
+      return element("li", {}, element("button", { type: "button", onclick: () => stages[saved.kind].play(Run.from(saved), "done") }, saved.title, element("small", {}, `${when} · seed ${saved.events[0].seed}`)));
+    }),
+  );
+}
+
+// Opens the run of a link. One that this browser has kept is played; a request is sent only when the user asks for it, since any page can
+// hold a link.
+async function openLink(name, body) {
+  const key = (value) => JSON.stringify(Object.entries(value).filter(([, part]) => part !== undefined).sort());
+  const kept = (await keptRuns()).find((saved) => saved.kind === name && key({ ...saved.request.body, seed: saved.events[0].seed }) === key(body));
+  fillFromBody(formOf(name), body);
+  if (kept) return stages[name].play(Run.from(kept), "done");
+  $("#linked").hidden = false;
+  $("#linked button").onclick = () => {
+    $("#linked").hidden = true;
+    follow(new Run(name, { path: PATHS[name], body }), body);
+  };
 }
 
 // Saving
 
-function title() {
-  const { body } = player.run.request;
-  return String(body.prompt ?? body.text ?? body.puzzle ?? body.messages?.at(-1)?.content ?? "a run").slice(0, 80);
+function showSaves() {
+  const run = mode === "home" ? null : stages[mode].run;
+  const isRecorded = mode !== "home" && stages[mode].state === "recorded";
+  $(".saves").hidden = !run?.begin || isRecorded || (run.kind === "chat" && !chat.showsCanvas);
+  $("#save-picture").hidden = run?.kind === "decide";
 }
 
 async function saveReplay() {
-  save(await replay(player.run, title()), "redraft-replay.html", "text/html");
+  const { run } = playerShown();
+  save(await replay(run, titleOf(run.request.body)), "redraft-replay.html", "text/html");
 }
 
 function saveTrace() {
-  const lines = [{ type: "request", ...player.run.request }, ...player.run.events].map((event) => JSON.stringify(event));
+  const { run } = playerShown();
+  const lines = [{ type: "request", ...run.request }, ...run.events].map((event) => JSON.stringify(event));
   save(lines.join("\n") + "\n", "redraft-trace.jsonl", "application/x-ndjson");
+}
+
+async function savePicture() {
+  const image = await picture(playerShown().canvas);
+  if (image) save(image, "redraft-canvas.png", "image/png");
+  else showStatus(mode, "this canvas is too large for a picture", true);
+}
+
+async function copyLink() {
+  const { run } = playerShown();
+  history.replaceState(null, "", linkOf(run));
+  await navigator.clipboard.writeText(location.href).catch(() => {});
+  showStatus(mode, "The address of this page now holds the run: its request and its seed.");
 }
 
 // Key, tabs, theme
@@ -184,13 +239,41 @@ function askKey() {
 
 function choose(name) {
   mode = name;
-  for (const tab of document.querySelectorAll("[role=tab]")) {
+  document.body.dataset.mode = name;
+  for (const tab of $$("[role=tab]")) {
     const isChosen = tab.dataset.mode === name;
     tab.setAttribute("aria-selected", String(isChosen));
-    tab.tabIndex = isChosen ? 0 : -1;
-    $(`#form-${tab.dataset.mode}`).hidden = !isChosen;
+    tab.tabIndex = isChosen || (name === "home" && tab === $("[role=tab]")) ? 0 : -1;
+    $(`#panel-${tab.dataset.mode}`).hidden = !isChosen;
+    if (isChosen) tab.scrollIntoView({ block: "nearest", inline: "center" });
   }
-  history.replaceState(null, "", `#${name}`);
+  $("#panel-home").hidden = name !== "home";
+  $("#chat").hidden = name !== "chat";
+  $("#linked").hidden = true;
+  $("#answer").replaceChildren(...(name === "chat" ? [stages.chat.root] : []));
+  $("#stage").replaceChildren(...(name === "chat" ? [] : [name === "home" ? home.root : stages[name].root]));
+  const { sentence, isError } = stages[name]?.status ?? { sentence: "", isError: false };
+  showStatus(name, sentence, isError);
+  showSaves();
+  showHistory();
+  if (name === "home") return home.play();
+  home.stop();
+  playRecorded(name);
+}
+
+function goTo(name) {
+  if (name === mode) return;
+  history.pushState(null, "", `#${name}`);
+  choose(name);
+}
+
+// Shows what the address names: a tab, with or without a run; else the greeting.
+function openAddress() {
+  const [name, body] = readLink(location.hash);
+  const chosen = MODES.includes(name) ? name : "home";
+  if (chosen !== mode || chosen === "home") choose(chosen);
+  if (body && chosen !== "home" && chosen !== "chat") openLink(chosen, body);
+  scrollTo(0, 0);
 }
 
 function setTheme(next) {
@@ -203,42 +286,30 @@ function toggleTheme() {
   setTheme(isDark ? "light" : "dark");
 }
 
-// The mode is the same in all forms, and the browser keeps it.
+// The mode of checks is the same in all forms, and the browser keeps it.
 function setCheck(check) {
-  for (const select of document.querySelectorAll("[name=check]")) select.value = check;
+  for (const select of $$("[name=check]")) select.value = check;
   localStorage.setItem("redraft-check", check);
 }
 
-async function savePicture() {
-  const image = await picture(player.canvas);
-  if (image) save(image, "redraft-canvas.png", "image/png");
-  else showStatus("this canvas is too large for a picture", true);
-}
-
-function startRace(lanes) {
-  $("#race").hidden = false;
-  $("#player").hidden = $("#preview").hidden = $("#save-picture").disabled = true;
-  return runExclusively((request, signal) => race($("#race"), request, lanes, signal));
-}
-
-function raceTexts() {
-  const { body } = REQUESTS.write($("#form-write"));
-  return startRace(texts({ ...body, max_tokens: body.max_tokens ?? 128, regex: undefined }));
+// Settings are open in all forms or in none, and the browser keeps that.
+function setSettings(isOpen) {
+  for (const settings of $$(".settings")) settings.open = isOpen;
+  localStorage.setItem("redraft-settings", isOpen ? "open" : "");
 }
 
 function insertGap() {
-  const box = $("#form-fill").elements.text;
-  const { selectionStart: from, selectionEnd: to } = box;
-  box.setRangeText("[[ ]]", from, to, "end");
+  const box = formOf("fill").elements.text;
+  box.setRangeText("[[ ]]", box.selectionStart, box.selectionEnd, "end");
   box.focus();
 }
 
 const KEYS = {
-  " ": () => player.timeline.toggle(),
-  j: () => player.timeline.step(1),
-  k: () => player.timeline.step(-1),
-  o: () => player.toggleOrder(),
-  g: () => player.resume(),
+  " ": () => playerShown().timeline.toggle(),
+  j: () => playerShown().timeline.step(1),
+  k: () => playerShown().timeline.step(-1),
+  o: () => playerShown().toggleOrder(),
+  g: () => playerShown().resume(),
   t: toggleTheme,
   s: saveReplay,
   "?": () => $("#help").showModal(),
@@ -247,51 +318,65 @@ const ALWAYS = ["t", "?"]; // the others need a run
 
 function onKey(event) {
   const dialog = document.querySelector("dialog[open]");
-  if (event.key === "Escape" && !dialog) abort?.abort();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) return void (event.preventDefault(), $(`#form-${mode}`).requestSubmit());
-  if (event.altKey && /^Digit[1-6]$/.test(event.code)) return void (event.preventDefault(), choose(Object.keys(REQUESTS)[event.code.at(-1) - 1]));
+  if (event.key === "Escape" && !dialog) running ? abort.abort() : playerShown().closeDetails();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && mode !== "home") return void (event.preventDefault(), formOf(mode).requestSubmit());
+  if (event.altKey && /^Digit[1-6]$/.test(event.code)) return void (event.preventDefault(), goTo(MODES[event.code.at(-1) - 1]));
   if (event.target.matches("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === " " && event.target.matches("button")) return;
-  if (!KEYS[event.key] || dialog || !(player.run || ALWAYS.includes(event.key))) return;
+  if (event.key === " " && event.target.matches("button, a, summary")) return;
+  if (!KEYS[event.key] || dialog || !(playerShown().run || ALWAYS.includes(event.key))) return;
   event.preventDefault();
   KEYS[event.key]();
 }
 
-function listen() {
-  document.addEventListener("keydown", onKey);
-  for (const tab of document.querySelectorAll("[role=tab]")) tab.addEventListener("click", () => choose(tab.dataset.mode));
+function listenToTabs() {
+  for (const tab of $$("[role=tab]")) tab.addEventListener("click", () => goTo(tab.dataset.mode));
   $("[role=tablist]").addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!by) return;
-    const names = Object.keys(REQUESTS);
-    choose(names[(names.indexOf(mode) + by + names.length) % names.length]);
+    goTo(MODES[(Math.max(0, MODES.indexOf(mode)) + by + MODES.length) % MODES.length]);
     $("[aria-selected=true]").focus();
   });
-  for (const form of document.querySelectorAll("form[id]"))
+  addEventListener("hashchange", openAddress);
+}
+
+function listen() {
+  document.addEventListener("keydown", onKey);
+  listenToTabs();
+  for (const name of MODES) {
+    const form = formOf(name);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      start(form);
+      start(name);
     });
+    form.querySelector(".presets").append(...PRESETS[name].map(([label, fields]) => element("button", { type: "button", className: "preset", onclick: () => fillForm(form, fields) }, label)));
+    fillForm(form, PRESETS[name][0][1]);
+  }
   $("#stop").addEventListener("click", () => abort?.abort());
   $("#start-race").addEventListener("click", raceTexts);
-  $("#race-boards").addEventListener("click", () => startRace(puzzles(REQUESTS.sudoku($("#form-sudoku")).body)));
+  $("#race-boards").addEventListener("click", () => startRace("sudoku", puzzles(requestOf("sudoku", formOf("sudoku")).body)));
   $("#insert-gap").addEventListener("click", insertGap);
   $("#theme").addEventListener("click", toggleTheme);
-  for (const select of document.querySelectorAll("[name=check]")) select.addEventListener("change", () => setCheck(select.value));
+  for (const select of $$("[name=check]")) select.addEventListener("change", () => setCheck(select.value));
+  for (const settings of $$(".settings")) settings.addEventListener("toggle", () => setSettings(settings.open));
   $("#show-help").addEventListener("click", () => $("#help").showModal());
   $("#save-replay").addEventListener("click", saveReplay);
   $("#save-trace").addEventListener("click", saveTrace);
   $("#save-picture").addEventListener("click", savePicture);
-  $("#forget").addEventListener("click", () => {
-    conversation.length = 0;
-    $("#conversation").replaceChildren();
-  });
-  $("#puzzles").append(...PUZZLES.map((puzzle, i) => element("button", { type: "button", onclick: () => ($("#form-sudoku").elements.puzzle.value = puzzle) }, `Puzzle ${i + 1}`)));
-  $("#form-sudoku").elements.puzzle.value = PUZZLES[0];
+  $("#copy-link").addEventListener("click", copyLink);
+  $("#forget-runs").addEventListener("click", () => forgetRuns().then(showHistory));
+}
+
+async function describeModel() {
+  const [name, chats] = await Promise.all([modelName(), canChat()]);
+  $("#model").textContent = name;
+  $("#cannot-chat").hidden = chats !== false;
+  $("#cannot-chat").replaceChildren(`${name || "This model"} was not made to chat: it continues your words as a text, and does not answer them. `, element("a", { href: "#write" }, "Write"), " suits it better; ", element("code", {}, "redraft serve -m FOLDER"), " serves a model that chats.");
 }
 
 listen();
 if (localStorage.getItem("redraft-theme")) setTheme(localStorage.getItem("redraft-theme"));
 setCheck(localStorage.getItem("redraft-check") ?? "");
-choose(REQUESTS[location.hash.slice(1)] ? location.hash.slice(1) : "write");
-modelName().then((name) => ($("#model").textContent = name));
+setSettings(localStorage.getItem("redraft-settings") === "open");
+mode = "";
+openAddress();
+describeModel();

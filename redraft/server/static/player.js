@@ -23,7 +23,7 @@ export class Player {
     this.canvas = element("div", { className: "canvas", tabIndex: 0 });
     this.canvas.setAttribute("role", "group");
     this.canvas.setAttribute("aria-label", "The canvas, token by token: arrow keys choose one");
-    this.details = element("aside", { className: "details" });
+    this.details = element("section", { className: "details" });
     this.details.setAttribute("aria-label", "The chosen token");
     this.orderButton = element("button", { type: "button", className: "order", title: "The step that decided each token (o)", onclick: () => this.toggleOrder() }, "Order map");
     this.orderButton.setAttribute("aria-pressed", "false");
@@ -32,9 +32,10 @@ export class Player {
     this.timeline.controls.append(this.orderButton);
     this.legend = element("ul", { className: "legend" });
     this.announcement = element("output", { className: "unseen" }); // the chosen token, for screen readers
-    const main = element("div", { className: "watch" }, this.announcement, this.meters, this.canvas, this.resumeBar, this.timeline.root, this.legend, this.result);
-    this.canvas.append(element("p", { className: "hint" }, "A canvas starts as noise and is denoised step by step until it settles. It is shown here at every step."));
-    root.replaceChildren(main, this.details);
+    this.orderKey = element("p", { className: "key order-key", hidden: true }, element("span", {}, "decided at the first step"), element("i", { className: "gradient" }), element("span", {}, "at the last"));
+    const main = element("div", { className: "watch" }, this.announcement, this.result, this.canvas, this.orderKey, this.resumeBar, this.timeline.root);
+    const side = element("div", { className: "side" }, this.details, this.meters, this.legend);
+    root.replaceChildren(main, side);
     this.#listen();
     this.#showDetails();
   }
@@ -46,6 +47,7 @@ export class Player {
     const isBoard = run.kind === "sudoku";
     const hasNoCanvas = run.kind === "decide"; // nothing is written
     this.details.hidden = this.orderButton.hidden = isBoard || hasNoCanvas;
+    this.orderKey.hidden = !this.showsOrder || this.orderButton.hidden;
     this.canvas.hidden = this.timeline.root.hidden = this.legend.hidden = hasNoCanvas;
     this.legend.replaceChildren(...(isBoard ? legendEntries(BOARD_LABELS, "cell", "5") : legendEntries(CELL_LABELS, "t", "word")));
     this.timeline.show(run);
@@ -61,6 +63,7 @@ export class Player {
 
   toggleOrder() {
     this.showsOrder = !this.showsOrder;
+    this.orderKey.hidden = !this.showsOrder;
     this.orderButton.setAttribute("aria-pressed", String(this.showsOrder));
     this.#draw();
   }
@@ -147,6 +150,7 @@ export class Player {
     if (frame) frame.cells.forEach((cell, i) => parts.push(this.#token(frame.block, i, cell.token.t, cellClass(cell, i, frame.end) + (i === frame.verified ? " front" : ""), cell)));
     if (showsEndOnly && this.run.end) parts.push(element("span", { className: "final" }, this.run.end.text));
     this.canvas.replaceChildren(...parts);
+    this.canvas.classList.toggle("code", CODE.test(this.canvas.textContent));
     this.#markTokens();
   }
 
@@ -180,18 +184,26 @@ export class Player {
   #showDetails() {
     const place = this.hovered ?? this.chosen;
     const cell = place && this.run && this.#cell(place);
+    this.details.classList.toggle("empty", !cell);
     if (!cell) return this.details.replaceChildren(element("p", { className: "hint" }, this.canSteer ? "Point at a token to see its candidates. Click one to pin, ban or replace it." : "Point at a token to see its candidates."));
     const { token } = cell;
     const history = this.run.history(place.block, place.i);
     const kind = cellClass(cell, place.i, this.frame?.block === place.block ? this.frame.end : Infinity);
     this.details.replaceChildren(
       element("h2", {}, visible(token.t)),
+      element("button", { type: "button", className: "close", title: "Close", ariaLabel: "Close", onclick: () => this.closeDetails() }, "×"),
       element("p", { className: "facts" }, `${CELL_LABELS[kind]} · id ${token.id} · position ${place.block * this.#length() + place.i + 1}`),
       element("p", { className: "facts" }, `since step ${cell.firstStep} · rewritten ${cell.rewrites} ${cell.rewrites === 1 ? "time" : "times"}` + (token.e === null ? "" : ` · entropy ${token.e.toFixed(2)} nats`)),
       this.#candidates(place, token),
       historyChart(history, cell.step),
       ...(this.canSteer ? [this.#actions(place, token)] : []),
     );
+  }
+
+  closeDetails() {
+    this.chosen = this.hovered = null;
+    this.#markTokens();
+    this.#showDetails();
   }
 
   #length() {
@@ -294,11 +306,13 @@ export class Player {
     const { end, kind } = this.run;
     this.result.hidden = !end || !["fill", "edit", "decide"].includes(kind);
     if (this.result.hidden) return;
-    if (kind === "decide") return this.result.replaceChildren(element("h2", {}, "Probabilities"), element("ol", { className: "candidates" }, ...end.choices.map((choice) => bar(choice.probability, element("span", {}, choice.text)))));
+    if (kind === "decide") return this.result.replaceChildren(element("p", { className: "question" }, promptOf(this.run)), element("ol", { className: "candidates" }, ...end.choices.map((choice) => bar(choice.probability, element("span", {}, choice.text)))));
     const copy = element("button", { type: "button", onclick: () => navigator.clipboard.writeText(end.text) }, "Copy");
     this.result.replaceChildren(element("h2", {}, kind === "edit" ? "Changes" : "Filled", copy, ...this.#refillButton()), element("pre", {}, ...(kind === "edit" ? changeParts(this.run) : filledParts(end))));
   }
 }
+
+const seedMeter = (seed) => element("span", { className: "meter", title: "Gives the same text again" }, "seed ", element("b", {}, seed));
 
 function memoryMeters(memory, chip) {
   const gibibytes = (bytes) => (bytes / 2 ** 30).toFixed(2);
@@ -336,7 +350,7 @@ function textMeters(end, canvases, chip) {
     chip(timings.tokens_per_forward.toFixed(1), "tokens per forward", "Output tokens over all forwards"),
     chip((timings.diffusion_wall_ms / 1000).toFixed(2), "s", "Wall time"),
     isVerified ? verified : settled,
-    chip(timings.seed, "seed", "Gives the same text again"),
+    seedMeter(timings.seed),
   ];
 }
 
@@ -347,7 +361,7 @@ function boardMeters(end, chip) {
     chip(end.revisions, "revisions", "Accepted digits that changed later, on the canvas that is shown"),
     chip(end.seconds.toFixed(2), "s", "Wall time"),
     element("span", { className: end.solved ? "badge good" : "badge warn" }, end.solved ? "solved" : "not solved"),
-    chip(end.seed, "seed", "Gives the same text again"),
+    seedMeter(end.seed),
   ];
 }
 
@@ -383,6 +397,7 @@ function historyChart(history, now) {
   return element("div", { className: "history" }, element("div", { className: "bars", role: "img", ariaLabel: "Entropy at every step" }, ...bars), element("ul", {}, ...tokens));
 }
 
+const CODE = /^( {2,}|\t)\S|^<[a-z!]|[{;]$/m; // a text that reads best in letters of one width
 const UNCHECKED = "Steering turns the check off: this canvas is denoised again from its first step, and the causal half does not verify it.";
 const BOARD_LABELS = { given: "given", open: "not yet accepted", accepted: "accepted", revised: "revised", conflict: "in conflict with another" };
 
@@ -403,6 +418,7 @@ export function board(run, frame, isEnd) {
   return element("table", { className: "board", ariaLabel: "The board" }, element("tbody", {}, ...rows));
 }
 
+const promptOf = ({ request: { body } }) => body.prompt ?? body.messages.at(-1).content;
 const positionOf = (span) => ({ block: +span.dataset.block, i: +span.dataset.i });
 const same = (one, other) => Boolean(one && other && one.block === other.block && one.i === other.i);
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣") || "∅";

@@ -59,7 +59,7 @@ export class Timeline {
     this.stop();
     this.isFollowing = true;
     const labels = run.kind === "sudoku" ? { accepted: "accepted", entropy: "conflicts" } : { accepted: "accepted", entropy: "mean entropy", "max-entropy": "largest entropy of an accepted token", settled: "settled" };
-    this.key.replaceChildren(...Object.entries(labels).flatMap(([kind, words]) => [element("i", { className: `k-${kind}` }), words]));
+    this.key.replaceChildren(...Object.entries(labels).map(([kind, words]) => element("span", {}, element("i", { className: `k-${kind}` }), words)));
     this.update();
   }
 

@@ -44,3 +44,16 @@ export async function modelName() {
   const response = await fetch("/v1/models", key ? { headers: { Authorization: `Bearer ${key}` } } : {}).catch(() => null);
   return response?.ok ? (await response.json()).data[0].id : "";
 }
+
+// Whether the model was made to chat; null if the server does not say.
+export async function canChat() {
+  const key = sessionStorage.getItem(KEY);
+  const response = await fetch("/props", key ? { headers: { Authorization: `Bearer ${key}` } } : {}).catch(() => null);
+  return response?.ok ? ((await response.json()).can_chat ?? null) : null;
+}
+
+// Runs of a tab that ship with the page; none for a tab without.
+export async function recordedRuns(mode) {
+  const response = await fetch(`/page/recorded_${mode}.json`);
+  return response.ok ? response.json() : [];
+}

@@ -96,6 +96,18 @@ def is_solution(solution: Board, puzzle: Board) -> bool:
     return has_valid_units and all(clue in (0, digit) for clue, digit in zip(puzzle, solution, strict=True))
 
 
+def to_boards(puzzle: str | Iterable[int] | Iterable[str | Board]) -> tuple[list[Board], bool]:
+    """The boards of one puzzle or of several, and whether it was one."""
+    if isinstance(puzzle, str):
+        return [parse_puzzle(puzzle)], True
+    if isinstance(puzzle, bytes) or not isinstance(puzzle, Iterable):
+        raise BoardError(f"a puzzle is text or 81 whole numbers, got {str(puzzle)[:60]!r}")
+    items = list(puzzle)
+    if items and not isinstance(items[0], Iterable):
+        return [to_board(items)], True  # type: ignore[arg-type]
+    return [to_board(item) for item in items], False  # type: ignore[arg-type]
+
+
 def to_line(board: Board) -> str:
     """Formats a board as 81 characters."""
     return "".join(map(str, board))

@@ -28,8 +28,9 @@ from redraft.diffusion.rng import Draws
 from redraft.diffusion.sampler import Canvas
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
+from redraft.tasks.canvas_html import render_board
 from redraft.tasks.sudoku import encoding
-from redraft.tasks.sudoku.board import CELLS, Board, conflicting_cells, is_solution
+from redraft.tasks.sudoku.board import CELLS, Board, conflicting_cells, is_solution, to_line
 from redraft.tasks.sudoku.generator import SYMMETRY_DRAWS
 from redraft.tasks.sudoku.symmetry import Symmetry
 
@@ -59,6 +60,19 @@ class Solution:
     revisions: int  # digits that changed between two steps, on the canvas that is shown
     seconds: float  # since the start of the first canvas
     seed: int
+
+    def __repr__(self) -> str:
+        state = "solved" if self.solved else "not solved"
+        return f"Solution({to_line(self.board)!r}, {state}, {self.canvases} canvases, seed={self.seed})"
+
+    def _repr_html_(self) -> str:
+        """The board in a notebook: clues bold, the model's digits violet, conflicts red."""
+        notes = [
+            "solved" if self.solved else "not solved",
+            f"{self.canvases} canvases, {self.forwards} forwards",
+            f"seed {self.seed}",
+        ]
+        return render_board(self.board, self.puzzle, conflicting_cells(self.board), notes)
 
 
 @dataclass(frozen=True)

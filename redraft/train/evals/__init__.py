@@ -4,7 +4,7 @@ likelihood.py    next-token loss, the denoiser's bound, repair of noised tokens
 acceptance.py    tokens a round of exact and checked mode, computed offline
 samples.py       texts of any mode against autoregressive texts, under a judge
 words.py         doubled words, and words that no training story has
-judge.py         the judge: a Llama checkpoint
+judge.py         the judge, and teacher of stories: a Llama checkpoint
 code_lines.py    removed lines of Python functions
 infill.py        removed lines, words and sentences; HumanEval infilling
 sandbox.py       runs code that a model wrote, isolated from the machine

@@ -1,4 +1,4 @@
-"""A judge of samples: a Llama checkpoint with a list of its tokens, loaded by transformers.
+"""A Llama checkpoint with a list of its tokens, loaded by transformers: the judge of samples, and a teacher of stories.
 
 The tokenizer is byte-pair encoding: it merges the adjacent pair whose joined token has the lowest id. That gives the tokens
 the checkpoint was trained on.
@@ -16,24 +16,42 @@ from tokenizers import models
 START, FIRST_BYTE, FIRST_TOKEN = 1, 3, 259  # the same ids in every Llama vocabulary
 
 
-class LlamaJudge:
-    """Computes perplexity under the checkpoint in `folder` (config.json, model.safetensors, tokens.jsonl)."""
+class LlamaCheckpoint:
+    """The model in `folder` (config.json, model.safetensors) with its tokens (tokens.jsonl)."""
 
     def __init__(self, folder: str | Path, device: torch.device | str = "cpu") -> None:
         try:
             from transformers import LlamaForCausalLM
         except ImportError:
-            raise ValueError("the judge needs transformers: pip install transformers") from None
+            raise ValueError("a Llama checkpoint needs transformers: pip install transformers") from None
         folder = Path(folder)
         if not (folder / "tokens.jsonl").exists():
-            raise ValueError(f"{folder} has no tokens.jsonl; a judge is a Llama checkpoint with a list of its tokens")
+            raise ValueError(f"{folder} has no tokens.jsonl: a list of the tokens must lie beside the Llama checkpoint")
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
         with (folder / "tokens.jsonl").open(encoding="utf-8") as lines:  # not splitlines(): tokens may be line separators
-            self.vocabulary = build_vocabulary([json.loads(line) for line in lines])
+            self.tokens: list[str | dict[str, list[int]]] = [json.loads(line) for line in lines]
+        self.vocabulary = build_vocabulary(self.tokens)
 
     def encode(self, text: str) -> list[int]:
         """Tokenizes a text; the start token comes first."""
         return [START, *self.vocabulary.encode(" " + text).ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without the space that precedes every text."""
+        pieces = []
+        for number in ids:
+            token = self.tokens[number]
+            if isinstance(token, dict):
+                pieces.append(bytes(token["bytes"]))
+            elif FIRST_BYTE <= number < FIRST_TOKEN:
+                pieces.append(bytes([number - FIRST_BYTE]))
+            else:
+                pieces.append(token.encode())
+        return b"".join(pieces).decode("utf-8", "replace").removeprefix(" ")
+
+
+class LlamaJudge(LlamaCheckpoint):
+    """Computes perplexity under a Llama checkpoint."""
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> float:

@@ -48,6 +48,7 @@ def recipe(folder: Path) -> TrainConfig:
     )
     sampler = SamplerConfig(
         canvas_length=256,
+        canvas_lengths=(32, 64, 128, 256),
         max_new_tokens=256,
         max_steps=32,
         entropy_bound=1.0,

@@ -56,6 +56,7 @@ def recipe(folder: Path) -> TrainConfig:
     )
     sampler = SamplerConfig(
         canvas_length=32,
+        canvas_lengths=(16, 32),
         max_new_tokens=32,
         max_steps=16,
         entropy_bound=0.5,

@@ -1,0 +1,57 @@
+"""Help, version and usage errors come at once: what takes long to import is imported when it is needed."""
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import contextlib, io, json, sys
+from redraft.cli import main
+
+HEAVY = set("torch numpy transformers triton fastapi uvicorn safetensors jinja2 huggingface_hub tokenizers".split())
+results = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["redraft", *arguments]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main.main()
+            code = None
+        except SystemExit as stop:
+            code = stop.code
+    results.append([code, err.getvalue(), sorted(HEAVY & sys.modules.keys())])
+print(json.dumps(results))
+"""
+COMMANDS = "write chat demo fill edit augment sudoku serve warm train eval data info quantize".split()
+USAGE_ERRORS = {
+    ("--nonsense",): "No such option",
+    ("write", "x", "--max-tokens", "many"): "'many' is not a whole number",
+    ("x", "--canvas-length", "short"): "'short' is not a whole number",
+    ("chat", "--top-p", "x"): "'x' is not a number",
+    ("",): "the prompt is empty",
+    ("fill", "no such file"): "No such file",
+    ("fill", "-", "--write"): "name a file",
+    ("edit", __file__, "--suggest", "--write"): "--suggest changes nothing",
+    ("augment", __file__, "-o", "x", "--share", "x"): "--share is a share of words",
+    ("augment", __file__, "-o", "x"): "is not JSON",
+    ("sudoku", "123"): "81 cells",
+    ("sudoku",): "Missing argument",
+    ("serve", "--host", "0.0.0.0"): "--api-key",
+    ("serve", "--port", "0"): "a port is between",
+    ("serve", "--requests", "0"): "--requests must be above 0",
+    ("quantize", "x"): "name the folder to write",
+}
+
+
+def test_help_and_usage_errors_import_neither_pytorch_nor_a_server():
+    helps = [["--version"], ["--help"], [], *([command, "--help"] for command in COMMANDS)]
+    lines = [*helps, *map(list, USAGE_ERRORS)]
+    process = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(lines)], capture_output=True, text=True, check=True)
+    results = json.loads(process.stdout)
+    assert [(line, heavy) for line, (_, _, heavy) in zip(lines, results, strict=True)] == [(line, []) for line in lines]
+    assert [code for code, _, _ in results[: len(helps)]] == [0] * len(helps)
+    for (line, sentence), (code, error, _) in zip(USAGE_ERRORS.items(), results[len(helps) :], strict=True):
+        assert (line, code) == (line, 2)
+        assert sentence in error
+        assert error.startswith("redraft: ")
+        assert error.count("\n") == 1
