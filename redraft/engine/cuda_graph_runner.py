@@ -4,8 +4,8 @@ Batches are padded to buckets (number of canvases, canvas length, context length
 graphs. The graph reads all it needs of a request (seed, step, settings, addresses of its KV cache) from these buffers. The
 host waits once a step for the flags that say which canvases have settled, and launches the next step before other work.
 
-A request whose sampler the kernels do not implement (constraints, settle_prefix, interventions) goes through the same layers, as a graph
-when its canvas has the model's length, and then through the reference sampler.
+A request whose sampler the kernels do not implement (constraints, settle_prefix, interventions) goes through the same
+layers, as a graph when its canvas has the model's length, and then through the reference sampler.
 
 Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C, P encoded rows of S tokens, K candidates.
 """
