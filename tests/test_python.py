@@ -17,6 +17,7 @@ import tiny
 import redraft
 from redraft.constraints.constraints import Constraints
 from redraft.tasks import keywords
+from redraft.tasks.async_stream import AsyncStream
 from redraft.tasks.sudoku.solve import Solution
 from redraft.writer import Writer
 
@@ -141,6 +142,25 @@ def test_streams_of_asyncio_give_the_answers_of_write():
     texts = asyncio.run(read_all())
     assert texts == [answer.text for answer in (WRITER.write(text, seed=2, max_tokens=40) for text in ("Once", "Tom"))]
     assert WRITER.engine.is_idle
+
+
+def test_a_stream_that_is_cancelled_while_it_opens_stops_its_request():
+    stop = threading.Event()
+    is_opening = threading.Event()
+
+    def start():
+        is_opening.set()
+        assert stop.wait(60)
+        return iter(())
+
+    async def cancel() -> None:
+        task = asyncio.ensure_future(anext(AsyncStream(start, stop)))
+        await asyncio.to_thread(is_opening.wait, 60)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert stop.is_set()
+
+    asyncio.run(cancel())
 
 
 WRONG_PROMPTS = (5, None, b"text", [1.5], ["a", 5], [None], [True], {"a": 1})

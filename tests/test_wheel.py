@@ -28,6 +28,7 @@ def _wheel(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.soak
 def test_the_wheel_holds_every_file_of_the_package(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     listed = subprocess.run(["git", "ls-files", "redraft"], cwd=ROOT, capture_output=True, text=True, check=True)

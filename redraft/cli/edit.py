@@ -18,6 +18,7 @@ from redraft.cli.options import (
     Seed,
     Threads,
     decode_utf8,
+    name_flags,
     option,
     parse_float,
     parse_int,
@@ -108,7 +109,8 @@ def edit(
     from redraft.tasks.edit import check_strength
 
     if strength is not None:
-        check_strength(strength)
+        with name_flags({"strength": "--strength"}):
+            check_strength(strength)
     subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
     refuse_sudoku_model(subject)
     console = Console(highlight=False)

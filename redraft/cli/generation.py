@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 def parse_canvas_length(text: str) -> Any:
     """Parses a number of tokens, or the word auto."""
-    return text if text == AUTO else parse_int(text)
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number, nor auto") from None
 
 
 MaxTokens = Annotated[

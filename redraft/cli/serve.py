@@ -92,7 +92,6 @@ def serve(
     """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
     check_address(host, port, key)
     check_limits(requests, connections, max_body, body_seconds, compile_seconds, drain_seconds)
-    sockets = bind_address(host, port)
     try:
         import uvicorn
 
@@ -103,6 +102,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
     origins = tuple(map(parse_origin, cors or ()))
+    sockets = bind_address(host, port)
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     subject = load_warm(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
     limits = Limits(
@@ -154,15 +154,17 @@ def check_address(host: str, port: int, key: str | None) -> None:
 def bind_address(host: str, port: int) -> list[socket.socket]:
     """Takes the port before a model is loaded: one that is in use is refused at once. A name may have several addresses."""
     sockets = []
-    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise ValueError(f"--host {host} is no address of this machine: {error.strerror}") from None
+    for family, kind, _, _, address in addresses:
         listener = socket.socket(family, kind)
         sockets.append(listener)
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
-            listener.bind(address)
+            _bind(listener, address)
         except OSError as error:
             for bound in sockets:
                 bound.close()
@@ -170,6 +172,20 @@ def bind_address(host: str, port: int) -> list[socket.socket]:
                 raise ValueError(f"port {port} of {host} is in use: name another one with --port") from None
             raise ValueError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
     return sockets
+
+
+def _bind(listener: socket.socket, address: Any) -> None:
+    """Binds to a port, also if connections of an earlier server still linger there.
+
+    First without SO_REUSEADDR: two sockets that have it could both be bound, as long as neither listens.
+    """
+    try:
+        listener.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or os.name != "posix":
+            raise
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
 
 
 def check_limits(

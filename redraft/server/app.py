@@ -73,7 +73,7 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
     for wire in (canvas, openai, responses, anthropic, ollama, llamacpp):
         for route in wire.routes(service):
             if route.body is None:
-                app.add_api_route(route.path, route.handler, methods=["GET"])
+                app.add_api_route(route.path, route.handler, methods=["GET"], responses=GET_RESPONSES)
             else:
                 schema = {"requestBody": describe_body(route.body)}
                 app.add_api_route(route.path, route.handler, methods=["POST"], openapi_extra=schema, responses=RESPONSES)
@@ -97,6 +97,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         for status in (400, 401, 403, 408, 409, 413, 429, 500, 503)
     },
 }
+GET_RESPONSES: dict[int | str, dict[str, Any]] = {404: {"content": {"application/json": {"schema": ERROR_SCHEMA}}}}
 
 
 def describe_body(body: type[BaseModel]) -> dict[str, Any]:

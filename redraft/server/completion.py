@@ -363,7 +363,7 @@ def mean_logprob_of(
 
 def check_logprobs(tokenizer: Tokenizer, params: CompletionParams) -> None:
     """Raises BadRequestError where a completion has no logprobs."""
-    if params.tools or params.think:
+    if params.tools or params.think or params.forced_call is not None:
         raise BadRequestError("logprobs are not available with tools or thinking: leave tools and thinking out", "logprobs")
     try:
         _ = tokenizer.token_bytes

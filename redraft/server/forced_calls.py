@@ -16,6 +16,7 @@ from redraft.server.errors import BadRequestError
 from redraft.tokenizer.chat_parser import ToolCall
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+DESCRIPTIONS = ("title", "description", "$schema", "$id", "$comment")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def force_call(tools: Sequence[Mapping[str, Any]] | None, name: str | None) -> F
     """The call of the tool with this name, or of any tool."""
     functions = [tool.get("function", tool) for tool in tools or ()]
     parameters = {
-        str(function.get("name")): function.get("parameters") or NO_PARAMETERS
+        str(function.get("name")): NO_PARAMETERS if takes_nothing(function.get("parameters")) else function["parameters"]
         for function in functions
         if isinstance(function, Mapping)
     }
@@ -89,6 +90,14 @@ def force_call(tools: Sequence[Mapping[str, Any]] | None, name: str | None) -> F
         if not isinstance(schema, Mapping) or (schema.get("type") != "object" and "properties" not in schema):
             raise BadRequestError(f"the parameters of {shorten(tool)} must be a JSON schema of an object", "tools")
     return ForcedCall(chosen)
+
+
+def takes_nothing(parameters: Any) -> bool:
+    """Whether a tool has no parameters: there is no schema, or it is an object about which nothing more is said."""
+    if not parameters:
+        return True
+    is_object = isinstance(parameters, Mapping) and parameters.get("type") == "object"
+    return is_object and set(parameters) <= {"type", *DESCRIPTIONS}
 
 
 def move_references(schema: Any, root: str) -> Any:

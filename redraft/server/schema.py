@@ -6,7 +6,7 @@ limit, and their validation ends at the first mistake (`fail_fast`): a list of m
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from redraft.config import DEFAULT_EDIT_STRENGTH
@@ -33,12 +33,28 @@ Check = Literal["off", "checked", "exact"]
 Tolerance = Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False), NOT_BOOLEAN]  # nats
 Count = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
 TokenIds = Annotated[list[Count], Field(fail_fast=True, min_length=1)]
-TextPrompts = (  # a text or its token ids, or several
-    str
-    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=64)]
-    | TokenIds
-    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=64)]
-)
+
+
+def choose_prompt_kind(value: Any) -> str | None:
+    """Which kind of prompt a value is by its first item; None if it is none."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list) or not value:
+        return None
+    return {str: "texts", int: "ids", list: "lists"}.get(type(value[0]))
+
+
+TextPrompts = Annotated[  # a text or its token ids, or several
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=64), Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=64), Tag("lists")],
+    Discriminator(
+        choose_prompt_kind,
+        custom_error_type="prompt",
+        custom_error_message="Input should be a text, a list of texts, token ids, or lists of token ids",
+    ),
+]
 StopString = Annotated[str, Field(max_length=2000)]
 Stop = StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=64)] | None
 

@@ -32,9 +32,9 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> TextEvent:
-        await self._open()
-        assert self._events is not None
         try:
+            await self._open()
+            assert self._events is not None
             event = await asyncio.to_thread(next, self._events, None)
         except asyncio.CancelledError:
             self._cancel()

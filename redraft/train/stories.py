@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
@@ -62,9 +63,12 @@ def _sample_llama(llama: LlamaCheckpoint) -> Iterator[list[str]]:
 def _sample_redraft(teacher: str | Path, device: torch.device) -> Iterator[list[str]]:
     """Yields the stories of each batch that ended."""
     from redraft.checkpoint import load_checkpoint
+    from redraft.tasks.sudoku.solve import is_sudoku_model
     from redraft.train.own_text import OwnTextConfig, OwnTextSampler
 
     model, tokenizer, _ = load_checkpoint(teacher, device=device)
+    if is_sudoku_model(model):
+        raise ValueError(f"{teacher} solves Sudoku and knows no words: choose another --teacher")
     if tokenizer.bos_id is None:
         raise ValueError(f"{teacher} has no start token, behind which a story could begin")
     length = min(LONGEST, model.config.max_position_embeddings)
@@ -77,6 +81,8 @@ def _sample_redraft(teacher: str | Path, device: torch.device) -> Iterator[list[
 
 def write_stories(stories: Iterator[str], count: int, folder: Path) -> Iterator[int]:
     """Writes `count` stories, in turn to each of the files, and yields how many are written. All files appear at the end."""
+    first = next(stories)  # a teacher that cannot be used leaves no folder
+    stories = chain([first], stories)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         paths = (folder / f"stories_{number:02}.txt.xz" for number in range(FILES))

@@ -13,6 +13,7 @@ import tiny
 
 import redraft
 from redraft.cli import edit as cli_edit
+from redraft.cli.serve import bind_address
 from redraft.diffusion.autoregressive import generate_autoregressive
 
 run = test_cli._run  # the fixture
@@ -80,6 +81,17 @@ def test_a_used_port_is_refused_before_anything_is_loaded_or_announced(run, monk
         code, out, err = run("serve", "--port", str(port))
     assert (code, out) == (2, "")
     assert err == f"redraft: port {port} of 127.0.0.1 is in use: name another one with --port\n"
+
+
+def test_a_port_that_another_server_is_loading_on_is_refused():
+    """That one has bound the port and does not listen yet."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (loading,) = bind_address("127.0.0.1", port)
+    with loading, pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 is in use"):
+        bind_address("127.0.0.1", port)
+    with pytest.raises(ValueError, match=r"--host nowhere\.invalid is no address of this machine"):
+        bind_address("nowhere.invalid", port)
 
 
 def test_ctrl_c_while_the_command_line_is_imported_is_quiet(tmp_path):

@@ -26,7 +26,7 @@ COMMANDS = "write chat demo fill edit augment sudoku serve warm train eval data 
 USAGE_ERRORS = {
     ("--nonsense",): "No such option",
     ("write", "x", "--max-tokens", "many"): "'many' is not a whole number",
-    ("x", "--canvas-length", "short"): "'short' is not a whole number",
+    ("x", "--canvas-length", "short"): "'short' is not a whole number, nor auto",
     ("chat", "--top-p", "x"): "'x' is not a number",
     ("",): "the prompt is empty",
     ("fill", "no such file"): "No such file",

@@ -11,7 +11,7 @@ import tiny
 from serving import make, served, user
 
 from redraft.server.errors import BadRequestError
-from redraft.server.forced_calls import choose_tools, force_call
+from redraft.server.forced_calls import NO_PARAMETERS, choose_tools, force_call
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import Writer
 
@@ -104,6 +104,13 @@ def test_a_choice_that_cannot_be_made_is_refused(url):
         f"{url}/v1/messages", json={"messages": user("x"), "max_tokens": 9, "tool_choice": {"type": "tool"}}, timeout=60
     )
     assert (refused.status_code, "any or a tool by its name" in refused.text) == (400, True)
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "description": "nothing"}])
+def test_a_tool_without_parameters_is_called_with_none(parameters):
+    forced = force_call([{"function": {"name": "now", "parameters": parameters}}], None)
+    assert forced.schema == NO_PARAMETERS
+    assert forced.parse("{}").arguments == {}
 
 
 def test_references_hold_inside_the_schema_of_several_tools():

@@ -327,6 +327,23 @@ def test_a_conversation_continues_is_kept_and_can_be_edited(opened, url):
 
 
 @pytest.mark.soak
+def test_a_conversation_that_is_opened_during_a_run_stays_as_it_is(opened, url):
+    page = opened(f"{url}/#chat")
+    old = {"id": 1, "system": "", "messages": [{"role": "user", "content": "old"}, {"role": "assistant", "content": "kept"}]}
+    page.evaluate("(kept) => localStorage.setItem('redraft-conversations', JSON.stringify([kept]))", old)
+    page.reload()
+    page.fill("#form-chat [name=max_tokens]", "32")
+    page.fill("#form-chat [name=message]", "new")
+    page.click("#form-chat [type=submit]")
+    page.locator("#conversations button").first.click()
+    sync_api.expect(page.locator("#conversations button")).to_have_count(2)
+    kept = json.loads(page.evaluate("localStorage['redraft-conversations']"))
+    assert kept[1] == old
+    assert kept[0]["messages"][0]["content"] == "new"
+    assert page.locator("#conversation li.assistant .text").inner_text() == "kept"
+
+
+@pytest.mark.soak
 def test_a_message_that_is_stopped_is_not_sent(opened, url):
     page = opened(f"{url}/#chat")
     for name, value in {"max_steps": 96, "temperature": 2, "max_tokens": 600}.items():  # it cannot settle meanwhile

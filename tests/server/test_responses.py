@@ -116,6 +116,7 @@ def test_schemas_and_forced_tools_are_obeyed(client):
         ({"input": [{"role": "tool", "content": "x"}]}, "has the role user, assistant, system or developer"),
         ({"input": user([{"type": "input_image", "image_url": "data:,"}])}, "only text input is supported"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "must be JSON"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input has no message to answer"),
         ({"tools": [{"type": "web_search"}]}, "a tool is a function with a name, got the type 'web_search'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format can be"),
         ({"max_output_tokens": True}, "got true"),

@@ -44,8 +44,11 @@ def test_token_ids_are_continued_as_their_text(url, http):
     ("path", "body", "words"),
     [
         ("/v1/completions", {"prompt": [10_000]}, "token 10000 is outside the vocabulary of 272"),
-        ("/v1/completions", {"prompt": []}, "prompt"),
-        ("/v1/completions", {"prompt": [True]}, "prompt"),
+        ("/v1/completions", {"prompt": []}, "prompt: Input should be a text, a list of texts, token ids, or lists"),
+        ("/v1/completions", {"prompt": [True]}, "prompt: Input should be a text, a list of texts, token ids, or lists"),
+        ("/v1/completions", {"prompt": [1, -1]}, "greater than or equal to 0"),
+        ("/v1/completions", {"prompt": [1, "a"]}, "valid integer"),
+        ("/v1/completions", {"prompt": [[1, 2], []]}, "at least 1 item"),
         ("/v1/completions", {"prompt": [20] * 600}, "context is 512"),
         ("/v1/completions", {"prompt": PROMPT_IDS, "suffix": "x"}, "a suffix needs a text"),
         ("/v1/fim/completions", {"prompt": PROMPT_IDS}, "got token ids"),

@@ -165,6 +165,8 @@ def messages_of(body: ResponsesRequest) -> list[Message]:
             case other:
                 kinds = "message, function_call, function_call_output or reasoning"
                 raise BadRequestError(f"an input item can be a {kinds}, got {shorten(other)}", "input")
+    if all(message["role"] == "system" for message in messages):
+        raise BadRequestError("input has no message to answer", "input")
     return list(messages)
 
 

@@ -203,6 +203,7 @@ function showSaves() {
   const isRecorded = mode !== "home" && stages[mode].state === "recorded";
   $(".saves").hidden = !run?.begin || isRecorded || (run.kind === "chat" && !chat.showsCanvas);
   $("#save-picture").hidden = run?.kind === "decide";
+  $("#copy-link").hidden = run?.kind === "chat"; // conversations stay in this browser
 }
 
 async function saveReplay() {
@@ -225,7 +226,7 @@ async function savePicture() {
 async function copyLink() {
   const { run } = playerShown();
   history.replaceState(null, "", linkOf(run));
-  await navigator.clipboard.writeText(location.href).catch(() => {});
+  await navigator.clipboard?.writeText(location.href).catch(() => {}); // only https and this machine have a clipboard
   showStatus(mode, "The address of this page now holds the run: its request and its seed.");
 }
 

@@ -13,6 +13,16 @@ const $ = (selector) => document.querySelector(selector);
 const newConversation = () => ({ id: Date.now(), system: "", messages: [] });
 const titleOf = (conversation) => conversation.messages[0].content.slice(0, 60);
 
+// The conversations of earlier; none if what is stored is not a list of them.
+function readKept() {
+  try {
+    const kept = JSON.parse(localStorage.getItem(KEY) ?? "[]");
+    return kept.filter(({ id, messages }) => id && messages.length);
+  } catch {
+    return [];
+  }
+}
+
 // A file as a part of a message.
 const quoted = ({ name, text }) => `\n\n${name}:\n\`\`\`\n${text.replace(/\n$/, "")}\n\`\`\``;
 
@@ -23,7 +33,7 @@ export class Chat {
     this.onError = onError;
     this.stage = new Stage("chat", { onSteer });
     this.form = $("#form-chat");
-    this.kept = JSON.parse(localStorage.getItem(KEY) ?? "[]");
+    this.kept = readKept();
     this.conversation = newConversation();
     this.pending = null; // the message that is being answered
     this.editing = null; // the index of the message that is edited
@@ -42,6 +52,7 @@ export class Chat {
   // Takes the message out of the form.
   submit() {
     const box = this.form.elements.message;
+    this.asked = this.conversation;
     this.before = { messages: this.conversation.messages, text: box.value, files: this.files, editing: this.editing };
     if (this.editing !== null) this.conversation.messages = this.conversation.messages.slice(0, this.editing);
     this.pending = box.value + this.files.map(quoted).join("");
@@ -54,6 +65,7 @@ export class Chat {
 
   retry() {
     const { messages } = this.conversation;
+    this.asked = this.conversation;
     this.before = { messages, text: "", files: [], editing: null };
     this.pending = messages.at(-2).content;
     this.conversation.messages = messages.slice(0, -2);
@@ -66,25 +78,26 @@ export class Chat {
     this.render();
   }
 
-  // Adds the answer of a run to the conversation, or puts the message back if there is none.
+  // Adds the answer of a run to the conversation that asked, or puts the message back if there is none. The user may have opened another one.
   finish(run) {
+    const conversation = this.asked ?? this.conversation;
     if (run.end) {
       const reasoning = run.canvases.map((canvas) => canvas?.reasoning ?? "").join("");
       const messages = run.request.body.messages.filter(({ role }) => role !== "system");
-      this.conversation.messages = [...messages, { role: "assistant", content: run.end.text, ...(reasoning ? { reasoning } : {}) }];
+      conversation.messages = [...messages, { role: "assistant", content: run.end.text, ...(reasoning ? { reasoning } : {}) }];
       this.showsCanvas = false;
-      this.#keep();
+      this.#keep(conversation);
     } else if (this.before) {
-      this.conversation.messages = this.before.messages;
+      conversation.messages = this.before.messages;
       this.showsCanvas = false;
       const box = this.form.elements.message;
-      if (!box.value) {
+      if (!box.value && conversation === this.conversation) {
         box.value = this.before.text;
         this.files = this.before.files;
         this.editing = this.before.editing;
       }
     }
-    this.pending = this.before = null;
+    this.pending = this.before = this.asked = null;
     this.render();
   }
 
@@ -97,8 +110,8 @@ export class Chat {
     this.render();
   }
 
-  #keep() {
-    this.kept = [this.conversation, ...this.kept.filter(({ id }) => id !== this.conversation.id)].slice(0, CONVERSATIONS_KEPT);
+  #keep(conversation) {
+    this.kept = [conversation, ...this.kept.filter(({ id }) => id !== conversation.id)].slice(0, CONVERSATIONS_KEPT);
     try {
       localStorage.setItem(KEY, JSON.stringify(this.kept));
     } catch {
@@ -111,7 +124,8 @@ export class Chat {
   render() {
     const { messages } = this.conversation;
     const items = messages.map((message, i) => this.#message(message, i));
-    if (this.pending) items.push(element("li", { className: "user pending" }, element("div", { className: "text" }, ...markdown(this.pending))));
+    const isAnswered = this.pending && (this.asked ?? this.conversation) === this.conversation;
+    if (isAnswered) items.push(element("li", { className: "user pending" }, element("div", { className: "text" }, ...markdown(this.pending))));
     $("#conversation").replaceChildren(...items);
     this.stage.playerRoot.hidden = this.stage.preview.hidden = !this.showsCanvas;
     $("#editing").hidden = this.editing === null;
@@ -129,7 +143,7 @@ export class Chat {
     const actions = [];
     if (role === "user") actions.push(button("Edit", () => this.#edit(i)));
     if (role === "assistant" && isLast && !this.pending) actions.push(button("Retry", () => this.retry()));
-    if (role === "assistant") actions.push(button("Copy", () => navigator.clipboard.writeText(content)));
+    if (role === "assistant") actions.push(button("Copy", () => this.#copy(content)));
     if (role === "assistant" && hasRun) actions.push(button(this.showsCanvas ? "Show the answer" : "Show the canvas", () => this.#toggleCanvas()));
     const thought = reasoning ? [element("details", {}, element("summary", {}, "Reasoning"), ...markdown(reasoning))] : [];
     const text = element("div", { className: "text", hidden: hasRun && this.showsCanvas }, ...thought, ...markdown(content));
@@ -145,6 +159,14 @@ export class Chat {
         return element("li", {}, open);
       }),
     );
+  }
+
+  async #copy(text) {
+    try {
+      await navigator.clipboard.writeText(text); // only https and this machine have a clipboard
+    } catch {
+      this.onError("this browser does not let the page copy: select the text instead");
+    }
   }
 
   #toggleCanvas() {

@@ -4,7 +4,7 @@
 
 import { element } from "./timeline.js";
 
-const INLINE = /(`+)([\s\S]+?)\1|\*\*([^\s*](?:[\s\S]*?[^\s])?)\*\*|__([^\s_](?:[\s\S]*?[^\s])?)__|\*([^\s*](?:[^*]*?[^\s*])?)\*|(?<!\w)_([^\s_](?:[^_]*?[^\s_])?)_(?!\w)|~~([^~]+)~~|\[([^\]]+)\]\((https?:\/\/[^\s)]+)\)|(https?:\/\/[^\s<>)\]]+)/;
+const INLINE = /(`+)([\s\S]+?)\1|\*\*([^\s*](?:[\s\S]*?[^\s])?)\*\*|__([^\s_](?:[\s\S]*?[^\s])?)__|\*([^\s*](?:[^*]*?[^\s*])?)\*|(?<!\w)_([^\s_](?:[^_]*?[^\s_])?)_(?!\w)|~~([^~]+)~~|\[([^[\]]{1,500})\]\((https?:\/\/[^\s)]+)\)|(https?:\/\/[^\s<>)\]]+)/;
 
 function inline(text) {
   const parts = [];
@@ -26,6 +26,7 @@ function inlineElement([, , code, bold, bold2, italic, italic2, struck, label, a
   return element("a", { href: address ?? bare, target: "_blank", rel: "noopener noreferrer" }, label ?? bare);
 }
 
+const MAX_DEPTH = 20; // of quotes and lists inside one another
 const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/;
 const FENCE = /^\s*(`{3,}|~{3,})\s*([\w+-]*)/;
 const STARTS_BLOCK = /^(\s*([-*+]|\d{1,9}[.)])\s+|\s*(```|~~~)|#{1,6}\s|>|\s*([-*_])(\s*\4){2,}\s*$)/;
@@ -51,12 +52,12 @@ const READERS = [
   function rule(lines) {
     return /^\s*([-*_])(\s*\1){2,}\s*$/.test(lines[0]) ? (lines.shift(), element("hr")) : null;
   },
-  function quote(lines) {
+  function quote(lines, depth) {
     const quoted = [];
     while (lines[0]?.startsWith(">")) quoted.push(lines.shift().replace(/^> ?/, ""));
-    return quoted.length ? element("blockquote", {}, ...blocks(quoted)) : null;
+    return quoted.length ? element("blockquote", {}, ...blocks(quoted, depth + 1)) : null;
   },
-  function list(lines) {
+  function list(lines, depth) {
     const first = ITEM.exec(lines[0]);
     if (!first) return null;
     const root = element(first[2] ? "ol" : "ul", first[2] ? { start: +first[2] } : {});
@@ -67,7 +68,7 @@ const READERS = [
       const nested = [];
       while (lines.length && (/^\s{2,}\S/.test(lines[0]) && /^\s*/.exec(lines[0])[0].length > first[1].length)) nested.push(lines.shift());
       const indent = Math.min(...nested.map((line) => /^\s*/.exec(line)[0].length));
-      root.append(element("li", {}, ...inline(item[3]), ...blocks(nested.map((line) => line.slice(indent)))));
+      root.append(element("li", {}, ...inline(item[3]), ...blocks(nested.map((line) => line.slice(indent)), depth + 1)));
     }
     return root;
   },
@@ -87,11 +88,12 @@ const READERS = [
   },
 ];
 
-function blocks(lines) {
+function blocks(lines, depth = 0) {
+  if (depth > MAX_DEPTH) return [lines.join("\n")];
   const parts = [];
   while (lines.length) {
     if (!lines[0].trim()) lines.shift();
-    else parts.push(READERS.reduce((part, read) => part ?? read(lines), null));
+    else parts.push(READERS.reduce((part, read) => part ?? read(lines, depth), null));
   }
   return parts;
 }
