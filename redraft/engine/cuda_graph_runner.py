@@ -19,6 +19,7 @@ from redraft.diffusion.sampler import Canvas
 from redraft.diffusion.verified import Round
 from redraft.engine.fused_layers import CacheTable, FusedLayers
 from redraft.engine.graph_capture import MIN_CONTEXT, bucket_contexts, next_power_of_two
+from redraft.engine.memory import count_token_bytes, weight_bytes
 from redraft.engine.request import Request, RequestStatus, contain_failure
 from redraft.engine.round_graph import RoundBucket, RoundKey, uses_round_graph
 from redraft.engine.runner import (
@@ -41,6 +42,7 @@ from redraft.engine.step_graph import (
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
+CHUNK_SHARE = 16  # the share of the memory beside the weights that activations of a longer chunk may take
 MAX_BUCKETS = 12  # kept with their graphs; the least recently used one is dropped
 
 
@@ -49,8 +51,9 @@ class CudaGraphRunner(Runner):
 
     max_rows = 64  # of a round: on a GPU more rows take hardly longer
 
-    def __init__(self, model: DiffusionGemma, prefill_chunk: int) -> None:
+    def __init__(self, model: DiffusionGemma, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> None:
         super().__init__(model, prefill_chunk)
+        self.prefill_chunk_alone = prefill_chunk_alone or choose_chunk_alone(model, prefill_chunk)
         self.fused = FusedLayers(model)
         self.graph_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         self.step_buckets: dict[BucketKey, StepBucket] = {}  # the most recently used last
@@ -81,15 +84,22 @@ class CudaGraphRunner(Runner):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        cache = model.new_cache(1, self.prefill_chunk, rewind=0)
+        cache = model.new_cache(1, self.prefill_chunk_alone, rewind=0)
         table = CacheTable.empty(model, 1)
         table.fill([cache])
-        self.fused.encode(torch.zeros(1, self.prefill_chunk, dtype=torch.int64, device=model.device), table, 0)
+        self.fused.encode(torch.zeros(1, self.prefill_chunk_alone, dtype=torch.int64, device=model.device), table, 0)
         return torch.cuda.max_memory_allocated() - before if on_gpu else 0
 
-    def prefill(self, request: Request) -> int:
-        """Encodes the next chunk of a prompt; the last chunk is encoded with the first step of the first canvas."""
-        chunk = request.prompt[request.prefilled : request.prefilled + self.prefill_chunk]
+    def prefill(self, request: Request, *, is_alone: bool = False) -> int:
+        """Encodes the next chunk of a prompt; the last chunk is encoded with the first step of the first canvas.
+
+        That graph is for at most `prefill_chunk` tokens, so longer chunks leave as many for the last one.
+        """
+        length = self.prefill_chunk
+        if is_alone:
+            tokens_left = len(request.prompt) - request.prefilled
+            length = max(length, min(self.prefill_chunk_alone, tokens_left - self.prefill_chunk))
+        chunk = request.prompt[request.prefilled : request.prefilled + length]
         ids_1S = torch.tensor([chunk], device=self.model.device)
         self._extend_cache(request, len(chunk))
         request.add_prefilled(chunk)
@@ -165,7 +175,7 @@ class CudaGraphRunner(Runner):
         """Writes the last tokens of a request's context into its cache."""
         table = CacheTable.empty(self.model, 1)
         table.fill([cache_of(request)], [ids_1S.shape[1]])
-        self.fused.encode(ids_1S, table, len(request.context))
+        self.fused.encode(ids_1S, table, len(request.context) - ids_1S.shape[1])
 
     def _select_joint_encodes(self, pending: list[PendingEncode]) -> list[PendingEncode]:
         """The tokens to encode in the same graph as a step: after padding at most a prefill chunk.
@@ -264,6 +274,18 @@ class CudaGraphRunner(Runner):
 
     def _drop_step_bucket(self, key: BucketKey) -> None:
         self.launched_ahead.pop(self.step_buckets.pop(key), None)
+
+
+def choose_chunk_alone(model: DiffusionGemma, prefill_chunk: int) -> int:
+    """How many tokens of a prompt are encoded together while no other request runs.
+
+    Depends on the model and the kind of GPU alone, not on what is free: another length rounds differently in bf16.
+    """
+    if model.device.type != "cuda":
+        return prefill_chunk
+    total = torch.cuda.get_device_properties(model.device).total_memory
+    room = (total - weight_bytes(model)) // CHUNK_SHARE // count_token_bytes(model.config, model.dtype.itemsize)
+    return max(chunk for chunk in (prefill_chunk, 2 * prefill_chunk, 4 * prefill_chunk) if chunk <= max(room, prefill_chunk))
 
 
 def bucket_of(batch: Sequence[Request]) -> BucketKey:

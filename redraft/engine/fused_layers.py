@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from redraft.config import SLIDING
 from redraft.engine.graph_capture import capture_graph
+from redraft.engine.memory import has_memory_limit
 from redraft.engine.offload import borrow_weights, expert_weights, find_stream
 from redraft.kernels import rope_frequencies
 from redraft.kernels.backend import select_card
@@ -116,6 +117,8 @@ class FusedLayers:
             projections = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
             self.qkv.append(concat_weights([linear for linear in projections if linear is not None]))
             self.gate_up.append(concat_weights([layer.mlp.gate_proj, layer.mlp.up_proj]))
+        # A plan for a limit does not count them.
+        self.max_long_weights = 0 if has_memory_limit(device) else attention_wide.MAX_LONG_WEIGHTS
         # By layer: whether the kernel before a product packs its tokens. Each product has the format of its own weight.
         can_pack = device.type == "cuda" and model.dtype == torch.bfloat16 and packs_activations(device)
         self.packs_qkv_inputs = [can_pack and isinstance(weight, Fp8Tensor) for weight in self.qkv]
@@ -229,7 +232,9 @@ class FusedLayers:
             if group.is_causal and self.model.cache_dtype == FP8_DTYPE:
                 attention.round_kv_(k, v)
             if attention_wide.is_wide(q, kv_heads, past, window, context, select_card(q.device)):
-                attended = attention_wide.attend_wide(q, k, v, past, causal=group.is_causal, context=context)
+                attended = attention_wide.attend_wide(
+                    q, k, v, past, causal=group.is_causal, context=context, max_long_weights=self.max_long_weights
+                )
             else:
                 splits = attention.choose_num_splits(q, key_count)
                 attended = attention.attend(q, k, v, past, window=window, causal=group.is_causal, splits=splits)

@@ -278,7 +278,7 @@ def test_a_lack_of_memory_names_limit_plan_and_ways_out(fractions, monkeypatch):
     """While loading it is a MemoryLimitError, in a request the message of its error."""
     limit = GpuLimit(CUDA, "18GB", Demand())
 
-    def fail(*_):
+    def fail(*_, **_options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     message = r"out of GPU memory while the model is loaded: the limit is 18\.00 GB; raise --gpu-memory"

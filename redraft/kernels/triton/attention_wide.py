@@ -7,8 +7,8 @@
 `attention.py` keeps the result of a row in registers while it reads the keys. A row of 512 numbers leaves room for 64 rows
 only, and each program then reads all keys and values for few rows: the L2 cache limits it to a fifth of the tensor cores'
 peak. Two products have tiles of 128 rows. The weights take memory: slices of the tokens, then splits of the keys, are
-computed one after another where they would take more than MAX_WEIGHTS. This is for layers without a window, and for caches
-in the dtype of the queries.
+computed one after another where they would take more than MAX_WEIGHTS. This is for layers without a window, and
+for caches in the dtype of the queries.
 
 Keys are numbered in blocks that lie in the cache or among the new tokens, never in both: the numbers behind the last cached
 key up to a multiple of a block have no key.
@@ -32,11 +32,14 @@ from redraft.kernels.triton.tiles import LARGE_LIMIT
 MIN_HEAD = 512  # below this `attention.py` is faster
 MIN_ROWS = 512  # of a key-value head
 MAX_WEIGHTS = 2**26  # numbers in memory at a time for a request: as many as a canvas of the released model has logits
+# The same for one request with a long context: a canvas behind the 32,768 tokens of a graph, in two splits at once.
+MAX_LONG_WEIGHTS = 130 * 2**20
 MIN_SLICE = 256  # new tokens that are computed together where the weights of all would take more memory
 MAX_SPLITS = 8  # with more, the sums of the splits take longer than the products save
 MAX_KEY_TILES = 64  # programs of the first product that share the keys of a split
+MIN_SPLIT_BLOCKS = 16  # blocks of keys of a split that only gives the second product more programs
 STATS_BLOCK = 16  # tiles of keys whose statistics are loaded together
-PROGRAMS = 128  # of the second product, at least: about the number of processors
+PROGRAMS = 128  # of the second product: about the number of processors. With half as many or fewer, it is split further
 
 
 class WideTiles(NamedTuple):
@@ -45,7 +48,7 @@ class WideTiles(NamedTuple):
     rows: int = 128
     keys: int = 256  # of the first product
     inner: int = 64  # the summed axis of both
-    columns: int = 128  # of the second product
+    columns: int = 256  # of the second product; half as many where programs would be too few
     stages: int = 3
     warps: int = 8
 
@@ -73,14 +76,26 @@ def attend_wide(
     context: int,
     tiles: WideTiles = TILES,
     max_weights: int = MAX_WEIGHTS,
+    max_long_weights: int = 0,
 ) -> Tensor:
-    """Returns softmax(q k) v as [B, S, H * K]. `context` is at least the number of cached tokens of every request."""
-    b, s, heads, _ = q_BSHK.shape
-    max_weights *= b
+    """Returns softmax(q k) v as [B, S, H * K]. `context` is at least the number of cached tokens of every request.
+
+    At most `max_weights` for each request are in memory at a time. Where these are too few, `max_long_weights` may be.
+    """
+    b, s, heads, size = q_BSHK.shape
     blocks = triton.cdiv(context, tiles.keys) + triton.cdiv(s, tiles.keys)  # of keys, at most
+    token_weights = b * heads * blocks * tiles.keys
+    max_weights *= b
+    if s * token_weights > max_weights:
+        max_weights = max(max_weights, max_long_weights)
     slice_tokens = s
-    while slice_tokens > MIN_SLICE and b * slice_tokens * heads * blocks * tiles.keys > max_weights:
-        slice_tokens = triton.cdiv(slice_tokens, 2)
+    if s * token_weights > max_weights:
+        groups = k_BSGK.shape[2]
+        tile_tokens = triton.cdiv(tiles.rows * groups, heads)  # that fill a tile of rows
+        wave_tokens = tile_tokens * max(1, PROGRAMS * tiles.columns // (b * groups * size))  # that fill the GPU
+        most = max_weights // token_weights
+        unit = wave_tokens if most >= wave_tokens else tile_tokens
+        slice_tokens = max(MIN_SLICE, most // unit * unit)
     outputs = [
         _attend_slice(
             q_BSHK[:, begin : begin + slice_tokens], begin, k_BSGK, v_BSGK, cached, causal, blocks, tiles, max_weights
@@ -106,9 +121,12 @@ def _attend_slice(
     s, groups = k_BSGK.shape[1:3]
     rows = tokens * heads // groups
     device = q_BSHK.device
-    splits, launched = choose_num_splits(b * groups, rows, size, blocks, tiles, max_weights)
-    split_blocks = triton.cdiv(blocks, splits)
     row_tiles = triton.cdiv(rows, tiles.rows)
+    splits, launched = choose_num_splits(b * groups, rows, size, blocks, tiles, max_weights)
+    if 2 * b * groups * row_tiles * (size // tiles.columns) * launched <= PROGRAMS:
+        tiles = tiles._replace(columns=tiles.columns // 2)
+        splits, launched = choose_num_splits(b * groups, rows, size, blocks, tiles, max_weights)
+    split_blocks = triton.cdiv(blocks, splits)
     out_BSHK = torch.empty(b, tokens, heads, size, dtype=q_BSHK.dtype, device=device)
     # Always the same size, so that the logits find room in the same memory later.
     weight_count = max(max_weights, launched * b * groups * rows * split_blocks * tiles.keys)
@@ -150,7 +168,7 @@ def choose_num_splits(pairs: int, rows: int, size: int, blocks: int, tiles: Wide
     """
     programs = pairs * triton.cdiv(rows, tiles.rows) * (size // tiles.columns)
     splits = 1
-    while splits < blocks // 16 and splits * programs < PROGRAMS:
+    while splits < blocks // MIN_SPLIT_BLOCKS and 2 * splits * programs <= PROGRAMS:
         splits *= 2
     launched = splits
     while launched > 1 and launched * pairs * rows * triton.cdiv(blocks, splits) * tiles.keys > max_weights:

@@ -32,16 +32,18 @@ from redraft.kernels.triton.tiles import NO_LIMIT, Tiles, select_by_size, select
 # average number of tokens per expert. The values: tiles of the gate_up product, tiles of the down product.
 LARGE_TILES = {
     False: {
-        24: (Tiles(32, 128, 128, 5, 8), Tiles(32, 64, 64, 5, 4)),
-        48: (Tiles(64, 128, 128, 4, 8), Tiles(64, 128, 64, 4, 4)),
-        80: (Tiles(64, 128, 128, 4, 8, 2), Tiles(64, 128, 64, 4, 4, 2)),
-        NO_LIMIT: (Tiles(128, 128, 64, 3, 4, rest=32), Tiles(128, 128, 64, 3, 4, rest=32)),
+        24: (Tiles(32, 128, 128, 5, 8, by_expert=True), Tiles(32, 64, 64, 4, 4, by_expert=True)),
+        48: (Tiles(64, 128, 128, 4, 8, by_expert=True), Tiles(64, 128, 64, 4, 4, by_expert=True)),
+        80: (Tiles(64, 128, 128, 4, 8, 2, by_expert=True), Tiles(128, 128, 64, 3, 4, by_expert=True)),
+        192: (Tiles(128, 128, 64, 3, 4, rest=32, by_expert=True), Tiles(128, 128, 64, 3, 4, rest=32, by_expert=True)),
+        NO_LIMIT: (Tiles(256, 128, 64, 3, 8, 2, by_expert=True), Tiles(128, 128, 64, 3, 4, 4, by_expert=True)),
     },
     True: {
-        24: (Tiles(32, 64, 128, 5, 4), Tiles(32, 64, 128, 4, 4)),
-        48: (Tiles(32, 128, 128, 5, 8, 2), Tiles(64, 128, 128, 4, 4)),
-        80: (Tiles(64, 128, 128, 4, 4, 2), Tiles(64, 128, 128, 4, 4, 2)),
-        NO_LIMIT: (Tiles(128, 128, 128, 3, 4, 2), Tiles(128, 128, 128, 3, 4, 2)),
+        24: (Tiles(32, 64, 128, 5, 4, by_expert=True), Tiles(32, 128, 128, 3, 4, by_expert=True)),
+        48: (Tiles(32, 128, 128, 5, 8, 2), Tiles(64, 128, 128, 4, 4, by_expert=True)),
+        80: (Tiles(64, 128, 128, 4, 4, 2), Tiles(128, 128, 128, 3, 4, by_expert=True)),
+        192: (Tiles(128, 128, 128, 3, 4, 2, by_expert=True), Tiles(128, 128, 128, 3, 4, 2, by_expert=True)),
+        NO_LIMIT: (Tiles(256, 128, 128, 3, 8, 2, by_expert=True), Tiles(128, 128, 128, 3, 4, 4, by_expert=True)),
     },
 }
 SMALL_TILES = {  # for 99 KiB
@@ -99,9 +101,10 @@ def multiply_gate_up(
         x_ND = quantize_rows(x_ND)
     x, x_scale = data_and_scale(x_ND)
     tiles, _ = select_tiles(gate_up.element_size(), len(order_M), experts, card, x.element_size())
-    _gate_up[(tiles.concurrent, experts, triton.cdiv(rows, tiles.features))](
+    grid = order_programs(tiles, experts, rows)
+    _gate_up[grid](
         x, x_scale, order_M, ends_E, gate_up, scale, inner_MF,
-        size, rows // 2, chosen, is_fp8, widens, tiles.tokens, tiles.rest, tiles.features, tiles.inner,
+        size, rows // 2, chosen, is_fp8, widens, tiles.tokens, tiles.rest, tiles.features, tiles.inner, tiles.by_expert,
         num_stages=tiles.stages, num_warps=tiles.warps, **pdl_options(),
     )  # fmt: skip
     return inner_MF
@@ -119,12 +122,19 @@ def multiply_down(
     outputs_NKD = torch.empty(*weights_NK.shape, size, dtype=inner_MF.dtype, device=order_M.device)
     h, h_scale = data_and_scale(quantize_rows(inner_MF) if is_fp8 and not widens else inner_MF)
     _, tiles = select_tiles(down.element_size(), len(order_M), experts, card, h.element_size())
-    _down[(tiles.concurrent, experts, triton.cdiv(size, tiles.features))](
+    grid = order_programs(tiles, experts, size)
+    _down[grid](
         h, h_scale, order_M, ends_E, down, scale, weights_NK, outputs_NKD,
-        size, inner, is_fp8, widens, tiles.tokens, tiles.rest, tiles.features, tiles.inner,
+        size, inner, is_fp8, widens, tiles.tokens, tiles.rest, tiles.features, tiles.inner, tiles.by_expert,
         num_stages=tiles.stages, num_warps=tiles.warps, **pdl_options(),
     )  # fmt: skip
     return outputs_NKD
+
+
+def order_programs(tiles: Tiles, experts: int, rows: int) -> tuple[int, int, int]:
+    """Returns the grid of a product. Programs start in its order, the first axis first."""
+    feature_tiles = triton.cdiv(rows, tiles.features)
+    return (tiles.concurrent, feature_tiles, experts) if tiles.by_expert else (tiles.concurrent, experts, feature_tiles)
 
 
 def select_tiles(weight_bytes: int, pairs: int, experts: int, card: Card, token_bytes: int) -> tuple[Tiles, Tiles]:
@@ -180,12 +190,13 @@ def _sum_tokens_and_rest(
 @triton.jit
 def _gate_up(
     x, x_scale, order, ends, weight, scale, out, D, F, K: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_T: tl.constexpr, REST: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, REST: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+    BY_EXPERT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GELU(gate) * up of one expert's tokens, for one tile of features."""
     _pdl_wait(PDL)
-    expert = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(2)
+    expert = tl.program_id(2 if BY_EXPERT else 1).to(tl.int64)
+    tile = tl.program_id(1 if BY_EXPERT else 2)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0.0)
     end = tl.load(ends + expert)
     row = tl.arange(0, BLOCK_F)
@@ -251,12 +262,13 @@ def _store_gate_up(
 @triton.jit
 def _down(
     h, h_scale, order, ends, weight, scale, router_weights, out, D, F, FP8: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_T: tl.constexpr, REST: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, REST: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+    BY_EXPERT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The down product of one expert's tokens, times the router's weights, stored in token order."""
     _pdl_wait(PDL)
-    expert = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(2)
+    expert = tl.program_id(2 if BY_EXPERT else 1).to(tl.int64)
+    tile = tl.program_id(1 if BY_EXPERT else 2)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0.0)
     end = tl.load(ends + expert)
     feature = tile * BLOCK_F + tl.arange(0, BLOCK_F)

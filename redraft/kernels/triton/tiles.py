@@ -41,6 +41,9 @@ class Tiles:
     # Experts: more tokens that a program takes along, as a second result, so that few tokens beyond a tile do not cost
     # another pass over the weight.
     rest: int = 0
+    # Experts: the programs of one expert start together, so that they find its tokens in the L2 cache. Else programs of all
+    # experts do.
+    by_expert: bool = False
 
     def shared_memory(self, card: Card, weight_bytes: float, token_bytes: int) -> int:
         """Returns the bytes of shared memory of a product with a weight, for elements of these sizes.
