@@ -329,8 +329,8 @@ def test_canvas_steps_equal_the_sampler(settings):
 
 FP8_KERNELS = {"_quantize_rows"}  # launched where the card has fp8 only
 WIDE_KERNELS = {"_score_tiles", "_sum_values"}  # launched where the card has large tiles only
-# Bytes. The tiles for heads of 512, and those for the experts of eight canvases in bf16, were chosen on an H200 by time.
-SPILLS = {(90, "_attend"): 56, (90, "_gate_up"): 56, (90, "_down"): 64}
+# Bytes. The tiles for heads of 512, and those for the experts of eight canvases, were chosen on an H200 by time.
+SPILLS = {(90, "_attend"): 56, (90, "_gate_up"): 88, (90, "_down"): 80}
 BINARIES = (89, 90, 120)
 
 
