@@ -155,6 +155,27 @@ def test_canvases_equal_those_of_generate(engine, model):
         assert found[request].stats[0].steps == expected.stats[0].steps
 
 
+def test_a_request_alone_prefills_longer_chunks(model, monkeypatch):
+    """Beside another request chunks are as short as before. The tokens are the same."""
+    monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
+    engine = Engine(model, EngineConfig(max_running=4, prefill_chunk=4, prefill_chunk_alone=8, prefix_cache_entries=0))
+    cfg = replace(CFG, max_new_tokens=4, max_steps=2)
+    prompt = list(range(2, 21))
+    chunks = []
+    encode = engine.runner.fused.encode
+    monkeypatch.setattr(
+        engine.runner.fused, "encode", lambda ids_1S, *rest: (chunks.append(ids_1S.shape[1]), encode(ids_1S, *rest))
+    )
+    *_, expected = generate(model, [prompt], cfg, seeds=[1])
+    alone = engine.add(prompt, cfg, seed=1)
+    assert torch.equal(engine.run([alone])[alone].ids_BT, expected.ids_BT)
+    assert chunks == [8, 7]  # the last 4 tokens are encoded with the first step
+    chunks.clear()
+    beside = [engine.add(prompt, cfg, seed=1), engine.add([9, 10], cfg, seed=2)]
+    assert torch.equal(engine.run(beside)[beside[0]].ids_BT, expected.ids_BT)
+    assert chunks[0] == 4
+
+
 @pytest.mark.soak
 def test_a_committed_canvas_is_encoded_with_the_first_step_of_the_next(engine, model):
     """One graph for both, for one request or for two, beside a canvas that is at another step or not."""
