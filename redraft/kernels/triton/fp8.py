@@ -14,8 +14,6 @@ from torch import Tensor
 from redraft.kernels.fp8 import FP8_DTYPE, FP8_MAX, MIN_SCALE, Fp8Tensor
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
-SHORT_ROW = 1024  # numbers that one warp quantizes alone
-
 _FP8_MAX = tl.constexpr(FP8_MAX)  # a kernel reads only globals of this type
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 
@@ -30,9 +28,7 @@ def quantize_rows(x_ND: Tensor) -> Fp8Tensor:
     """Returns x in fp8 with one scale per row, [N, 1]."""
     n, size = x_ND.shape
     quantized = empty_fp8(n, size, x_ND.device)
-    padded = triton.next_power_of_2(size)
-    warps = 1 if padded <= SHORT_ROW else 4
-    _quantize_rows[(n,)](x_ND, *quantized, size, padded, num_warps=warps, **pdl_options())
+    _quantize_rows[(n,)](x_ND, *quantized, size, triton.next_power_of_2(size), num_warps=4, **pdl_options())
     return quantized
 
 
