@@ -18,8 +18,8 @@ from torch import Tensor
 from redraft.diffusion.sampler import Canvas
 from redraft.diffusion.verified import Round
 from redraft.engine.fused_layers import CacheTable, FusedLayers
-from redraft.engine.graph_capture import MIN_CONTEXT, bucket_contexts, next_power_of_two
-from redraft.engine.memory import count_token_bytes, weight_bytes
+from redraft.engine.graph_capture import MIN_CONTEXT, NEXT_CONTEXT, bucket_contexts, next_power_of_two
+from redraft.engine.memory import count_token_bytes, has_memory_limit, weight_bytes
 from redraft.engine.request import Request, RequestStatus, contain_failure
 from redraft.engine.round_graph import RoundBucket, RoundKey, uses_round_graph
 from redraft.engine.runner import (
@@ -43,6 +43,7 @@ from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 
 CHUNK_SHARE = 16  # the share of the memory beside the weights that activations of a longer chunk may take
+MAX_CHUNK_CONTEXT = NEXT_CONTEXT * MIN_CONTEXT  # tokens
 MAX_BUCKETS = 12  # kept with their graphs; the least recently used one is dropped
 
 
@@ -58,6 +59,8 @@ class CudaGraphRunner(Runner):
         self.graph_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         self.step_buckets: dict[BucketKey, StepBucket] = {}  # the most recently used last
         self.layer_buckets: dict[BucketKey, LayerBucket] = {}
+        self.chunk_buckets: dict[int, ChunkBucket] = {}  # by context
+        self.has_chunk_graphs = not has_memory_limit(model.device)  # a plan for a limit does not count them
         # Tokens that count as context but are not in the KV cache yet: they are encoded together with the next step.
         self.pending_encodes: dict[Request, Tensor] = {}
         self.launched_ahead: dict[StepBucket, list[Canvas]] = {}  # steps already launched, and the canvases they read
@@ -172,7 +175,17 @@ class CudaGraphRunner(Runner):
         cache.advance([count])
 
     def _encode(self, ids_1S: Tensor, request: Request) -> None:
-        """Writes the last tokens of a request's context into its cache."""
+        """Writes the last tokens of a request's context into its cache. A prefill chunk goes through a graph.
+
+        Longer chunks need no graph: the GPU takes longer than the host. Behind a very long context, a graph for the longest
+        one would split attention worse.
+        """
+        context = bucket_contexts(len(request.context))[-1]
+        if self.has_chunk_graphs and ids_1S.shape[1] == self.prefill_chunk and context <= MAX_CHUNK_CONTEXT:
+            if context not in self.chunk_buckets:
+                self.chunk_buckets[context] = ChunkBucket(self.fused, self.prefill_chunk, context, self.graph_pool)
+            self.chunk_buckets[context].run(ids_1S, cache_of(request))
+            return
         table = CacheTable.empty(self.model, 1)
         table.fill([cache_of(request)], [ids_1S.shape[1]])
         self.fused.encode(ids_1S, table, len(request.context) - ids_1S.shape[1])
@@ -292,6 +305,21 @@ def bucket_of(batch: Sequence[Request]) -> BucketKey:
     """The smallest bucket for these canvases and their contexts."""
     context = bucket_contexts(max(len(request.context) for request in batch))[-1]
     return next_power_of_two(len(batch)), batch[0].cfg.canvas_length, context
+
+
+class ChunkBucket:
+    """A chunk of one request's prompt, encoded as one graph: the host launches kernels slower than the GPU runs them."""
+
+    def __init__(self, fused: FusedLayers, length: int, context: int, graph_pool: object) -> None:
+        self.table = CacheTable.empty(fused.model, 1)  # nothing is stored while it is captured
+        self.ids_1S = torch.zeros(1, length, dtype=torch.int64, device=fused.model.device)
+        self._replay = fused.capture(lambda: fused.encode(self.ids_1S, self.table, context), graph_pool)
+
+    def run(self, ids_1S: Tensor, cache: KVCache) -> None:
+        """Writes the tokens, which the cache counts already, into the cache."""
+        self.table.fill([cache], [ids_1S.shape[1]])
+        self.ids_1S.copy_(ids_1S)
+        self._replay()
 
 
 class LayerBucket:

@@ -174,6 +174,7 @@ def test_a_request_alone_prefills_longer_chunks(model, monkeypatch):
     beside = [engine.add(prompt, cfg, seed=1), engine.add([9, 10], cfg, seed=2)]
     assert torch.equal(engine.run(beside)[beside[0]].ids_BT, expected.ids_BT)
     assert chunks[0] == 4
+    assert engine.runner.chunk_buckets  # chunks of the usual length are graphs
 
 
 @pytest.mark.soak
