@@ -32,6 +32,7 @@ from redraft import checkpoint
 from redraft.config import FULL, SLIDING, EngineConfig, ModelConfig, SamplerConfig
 from redraft.diffusion.generate import Draft
 from redraft.engine.engine import Engine
+from redraft.engine.request import Request
 from redraft.kernels.packed import count_packed_bytes
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
@@ -58,11 +59,12 @@ SHAPES = {
         image_token_ids=(2045, 2046, 2047),
     ),
 }
+PROFILED_STEPS = 6
 PARTS = {  # of a step, by substrings of kernel names
     "experts": ("_gate_up", "_down"),  # 4-bit ones too
-    "attention": ("_attend", "_combine_splits"),
-    "norms and heads": ("_and_norm", "_split_qkv_rope", "_gelu_and_mul", "rms_norm"),
-    "routing": ("_route", "_sort_by_expert"),
+    "attention": ("_attend", "_combine_splits", "_score_tiles", "_sum_values"),
+    "norms and heads": ("_and_norm", "_split_qkv_rope", "_gelu_and_mul", "rms_norm", "_write_kv"),
+    "routing": ("_route", "_sort_by_expert", "_score"),
     "vocabulary and sampler": ("_reduce_chunks", "_combine_chunks", "_compute_", "_step_canvases", "_draw_step"),
     "8 bits": ("_quantize_rows",),
     "fp8 products": ("_multiply_fp8", "_sum_splits"),
@@ -93,9 +95,9 @@ def bound_ms(config: ModelConfig, quant: str | None, canvases: int, context: int
     return 1e3 * (max(read / BYTES, seconds) + 2 * max(head / BYTES, head * tokens / FLOPS))
 
 
-def run(engine: Engine, canvases: int, context: int, new: int, steps: int) -> dict[str, Any]:
-    """Times one run of so many requests in a batch."""
-    config, device = engine.model.config, engine.model.device
+def start(engine: Engine, canvases: int, context: int, new: int, steps: int) -> list[Request]:
+    """Adds so many requests with prompts of this length. No canvas settles or ends."""
+    config = engine.model.config
     cfg = SamplerConfig(
         canvas_length=config.canvas_length,
         max_new_tokens=new,
@@ -105,9 +107,15 @@ def run(engine: Engine, canvases: int, context: int, new: int, steps: int) -> di
     )
     chance = torch.Generator().manual_seed(canvases + context)
     prompts = torch.randint(10, config.vocab_size // 2, (canvases, context), generator=chance).tolist()
+    return [engine.add(prompt, cfg, seed=row) for row, prompt in enumerate(prompts)]
+
+
+def run(engine: Engine, canvases: int, context: int, new: int, steps: int) -> dict[str, Any]:
+    """Times one run of so many requests in a batch."""
+    config, device = engine.model.config, engine.model.device
     wait(device)
     began, at = time.perf_counter(), []
-    requests = [engine.add(prompt, cfg, seed=row) for row, prompt in enumerate(prompts)]
+    requests = start(engine, canvases, context, new, steps)
     while not engine.is_idle:
         if any(isinstance(event, Draft) for _, event in engine.step()):
             at.append(time.perf_counter())
@@ -133,13 +141,30 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def parts_of_a_step(engine: Engine, steps: int) -> dict[str, float]:
-    """Milliseconds of a step by kind of kernel, profiled in a run of one canvas."""
+def profile_parts(engine: Engine, canvases: int, context: int, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds by kind of kernel: of the time until the first step is done, and of a later step. Kernels overlap."""
     from torch.profiler import ProfilerActivity, profile
 
-    length = engine.model.config.canvas_length
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        run(engine, 1, 512, length, steps)
+    start(engine, canvases, context, engine.model.config.canvas_length, steps)
+    with profile(activities=[ProfilerActivity.CUDA]) as until_first_step:
+        while not any(isinstance(event, Draft) for _, event in engine.step()):
+            pass
+        wait(engine.model.device)
+    while sum(request.canvas is not None and request.canvas.step > 0 for request in engine.scheduler.running) < canvases:
+        engine.step()
+    engine.step()
+    wait(engine.model.device)
+    with profile(activities=[ProfilerActivity.CUDA]) as later:
+        for _ in range(PROFILED_STEPS):
+            engine.step()
+        wait(engine.model.device)
+    while not engine.is_idle:
+        engine.step()
+    return sum_parts(until_first_step, 1), sum_parts(later, PROFILED_STEPS)
+
+
+def sum_parts(found: Any, steps: int) -> dict[str, float]:
+    """Milliseconds of a profile by kind of kernel, divided by a number of steps; the longest first."""
     spent: dict[str, float] = defaultdict(float)
     for event in found.key_averages():
         if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -180,10 +205,16 @@ def measured(quant: str | None, options: argparse.Namespace, console: Console) -
             table.add_row(str(canvases), f"{context:,}", *(f"{cell:,.2f}" for cell in cells))
     console.print(f"{quant or 'bf16'}: ready after {found['ready_seconds']:.1f} s", table)
     if not options.no_profile and device.type == "cuda":
-        found["parts_ms"] = parts_of_a_step(engine, options.steps)
-        table = Table("part", "ms a step")
-        for part, spent in found["parts_ms"].items():
-            table.add_row(part, f"{spent:.3f}")
+        for one in found["runs"]:
+            profiled = profile_parts(engine, one["canvases"], one["context"], options.steps)
+            one["first_parts_ms"], one["parts_ms"] = profiled
+        found["parts_ms"] = found["runs"][0]["parts_ms"]
+        longest = max(found["runs"], key=lambda one: one["context"])
+        names = [f"{one['canvases']} x {one['context']:,}" for one in found["runs"]]
+        table = Table("ms a step", *names, f"prompt of {longest['context']:,} and a step")
+        columns = [*(one["parts_ms"] for one in found["runs"]), longest["first_parts_ms"]]
+        for part in (*PARTS, "other"):
+            table.add_row(part, *(f"{column.get(part, 0.0):.2f}" for column in columns))
         console.print(table)
     del engine, model
     gc.collect()

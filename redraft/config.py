@@ -234,6 +234,9 @@ class EngineConfig:
     max_running: int = 8  # requests in one batch
     cache_bytes: int | None = None  # budget for KV caches; None: measured, see Engine
     prefill_chunk: int = 2048  # prompt tokens that one step prefills
+    # The same while no other request runs, on a GPU: products with more tokens are faster, and nobody waits for the next
+    # step. None: by the GPU's memory, see CudaGraphRunner. Never below prefill_chunk.
+    prefill_chunk_alone: int | None = None
     prefix_cache_entries: int = 8  # KV caches of finished requests, kept for prompts that begin alike
     rewind: int = 512  # how many tokens a prefix cache entry can be cut back
     kv: str | None = None  # "fp8": KV caches in 8 bits, half of the memory of bf16; None: as the model says
@@ -245,6 +248,8 @@ class EngineConfig:
             require_int(name, getattr(self, name), 0)
         if self.cache_bytes is not None:
             require_int("cache_bytes", self.cache_bytes, 1, 2**63 - 1)
+        if self.prefill_chunk_alone is not None:
+            require_int("prefill_chunk_alone", self.prefill_chunk_alone, self.prefill_chunk)
         if self.kv not in (None, "fp8"):
             raise ConfigError(f"a KV cache can be stored in fp8 or as the weights are, got {show_value(self.kv)}")
 

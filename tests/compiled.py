@@ -6,8 +6,8 @@ Needs no GPU. Prints one JSON line per kernel: its name, its shared memory, and 
 to memory. `test_triton_kernels.py` runs this file in a process of its own, because a process that interprets kernels cannot
 compile them.
 
-With `--binaries` the products of one canvas are compiled to a binary, from which spills are known, and for sm_90 the kernels
-without products too. The other variants are compiled up to the stage that allocates shared memory.
+With `--binaries` the products of one canvas and the experts of eight are compiled to a binary, from which spills are known,
+and for sm_90 the kernels without products too. The other variants are compiled up to the stage that allocates shared memory.
 """
 
 import itertools
@@ -32,6 +32,7 @@ from redraft.kernels import splitmix
 from redraft.kernels.backend import KIB, Card
 from redraft.kernels.triton import (
     attention,
+    attention_wide,
     experts,
     experts_fourbit,
     fp8,
@@ -45,6 +46,7 @@ from redraft.kernels.triton import (
     token_automaton,
     vocabulary,
 )
+from redraft.kernels.triton.tiles import LARGE_LIMIT
 
 BF16 = "*bf16"
 F32 = "*fp32"
@@ -66,14 +68,18 @@ ARGUMENT_TYPES = {
     **dict.fromkeys(("weights_out", "router_weights", "scale_out", "frequencies"), F32),
     **dict.fromkeys(("temperatures", "temperature", "stats", "sums", "tops", "masses", "top_out", "mass_out"), F32),
     **dict.fromkeys(("entropy", "entropy_out", "bounds", "confidences"), F32),
-    **dict.fromkeys(("accepted_out", "settled"), BOOL),
+    **dict.fromkeys(("accepted_out", "settled", "quotas", "at_ends", "lasts"), BOOL),
+    "spreads": I32,
+    "stops": I64,
     "uniform": F64,
     "fp8_out": E4M3,
     "cap": "fp32",
     "ROUTER_SCALE": "fp32",
 }
 
+TOP_PROBS = ("own_out", "draft_out", "probs_out")
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # per block, by architecture
+BINARY_PAIRS = (2048, 16384)  # of tokens and experts: one canvas and eight
 FORMULA_SLACK = 1024  # bytes: reductions and barriers, which the formulas leave out
 CARD = Card(90, 227 * KIB)  # the command line changes both
 TO_BINARY = True
@@ -156,15 +162,22 @@ def expert_kernels() -> Kernels:
         widens = is_fp8 and not CARD.has_fp8
         token_bytes = 1 if is_fp8 and not widens else 2
         weight_types = {"weight": U8 if widens else E4M3, "scale": F32} if is_fp8 else {}
-        for pairs in (2048, 4096, 8192, 16384):
+        for pairs in (2048, 4096, 8192, 16384, 65536):
             weight_bytes = 1 if is_fp8 else 2
             up_tiles, down_tiles = experts.select_tiles(weight_bytes, pairs, 128, CARD, token_bytes)
             for kernel, tiles, inputs in ((experts._gate_up, up_tiles, "x"), (experts._down, down_tiles, "h")):
-                blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_K": tiles.inner}
+                blocks = {"BLOCK_T": tiles.tokens, "BLOCK_F": tiles.features, "BLOCK_K": tiles.inner, "REST": tiles.rest}
+                blocks |= {"BY_EXPERT": tiles.by_expert}
                 input_types = {inputs: E4M3, f"{inputs}_scale": F32} if token_bytes == 1 else {}
                 constants = {"K": 8, "FP8": is_fp8, "WIDEN": widens, **blocks}
                 compiled = compile_kernel(
-                    kernel, constants, tiles.warps, tiles.stages, to_binary=pairs == 2048, **weight_types, **input_types
+                    kernel,
+                    constants,
+                    tiles.warps,
+                    tiles.stages,
+                    to_binary=pairs in BINARY_PAIRS,
+                    **weight_types,
+                    **input_types,
                 )
                 yield within(compiled, tiles.shared_memory(CARD, weight_bytes, token_bytes))
 
@@ -208,6 +221,21 @@ def fourbit_kernels() -> Kernels:
                 yield within(plain, formula)
 
 
+def wide_attention_kernels() -> Kernels:
+    tiles = attention_wide.TILES
+    shape = {"K": 512, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.keys, "BLOCK_K": tiles.inner}
+    stats = {"tile_max": F32, "tile_sum": F32}
+    for causal in (False, True):
+        constants = {**shape, "CAUSAL": causal}
+        yield compile_kernel(attention_wide._score_tiles, constants, tiles.warps, tiles.stages, **stats)
+        partial = {} if causal else {"partial": F32, "softmax": F32}
+        for columns in (tiles.columns, tiles.columns // 2):
+            more = {"BLOCK_D": columns, "BLOCK_I": attention_wide.STATS_BLOCK, "WHOLE": causal}
+            yield compile_kernel(
+                attention_wide._sum_values, {**constants, **more}, tiles.warps, tiles.stages, **stats, **partial
+            )
+
+
 def attention_kernels() -> Kernels:
     fp8_type = {"HAS_FP8_TYPE": CARD.has_fp8}
     for size, window in ((256, 1024), (512, 0)):
@@ -239,10 +267,12 @@ def attention_kernels() -> Kernels:
     float32 = dict.fromkeys(("q", "k", "v", "base", "out", "partial", "softmax"), F32)
     compiled = compile_kernel(attention._attend, constants, tiles.warps, tiles.stages, to_binary=False, **float32)
     yield within(compiled, attention.shared_memory(tiles, CARD, 4))
+    if CARD.shared_memory >= LARGE_LIMIT:
+        yield from wide_attention_kernels()
     for size in (256, 512):
         yield compile_kernel(attention._combine_splits, {"J": 4, "K_PADDED": size, "ROWS": 4}, partial=F32, softmax=F32)
-        yield compile_kernel(attention._write_kv, {"FP8": False, "K_PADDED": size}, 1)
-        yield compile_kernel(attention._write_kv, {"FP8": True, "K_PADDED": size}, 1, base=U8)
+        yield compile_kernel(attention._write_kv, {"FP8": False, "WIDTH_PADDED": 8 * size})
+        yield compile_kernel(attention._write_kv, {"FP8": True, "WIDTH_PADDED": 8 * size}, base=U8)
         yield compile_kernel(attention._round_kv, {"K_PADDED": size}, 1)
 
 
@@ -251,7 +281,7 @@ def other_kernels() -> Kernels:
     score = {"E_PADDED": 128, "BLOCK_T": 16, "SLICE": routing.SLICE, "BLOCK_K": 128}
     yield compile_kernel(routing._score, score, scores=F32)
     yield compile_kernel(routing._route, {"J": 2816 // routing.SLICE, "K": 8, "E_PADDED": 128, "K_PADDED": 8}, 1, scores=F32)
-    yield compile_kernel(routing._sort_by_expert, {"BLOCK_PAIRS": 2048})
+    yield compile_kernel(routing._sort_by_expert, {"BLOCK_PAIRS": routing.BLOCK_PAIRS}, 8)
     if CARD.has_fp8:
         yield compile_kernel(fp8._quantize_rows, {"D_PADDED": 4096})
     for has_values, pairs in ((True, 128), (False, 256)):
@@ -273,12 +303,14 @@ def other_kernels() -> Kernels:
     chunk = {"BLOCKS": 32, "BLOCK": 128}
     yield compile_kernel(vocabulary._reduce_chunks, {"CHUNK": 4096, **chunk})
     yield compile_kernel(vocabulary._combine_chunks, {"J_PADDED": 64, **chunk})
+    top = {"K": 5, "K_PADDED": 8, "J_PADDED": 64, "CHUNK": 4096}
+    yield compile_kernel(vocabulary._find_top_probs, top, ids=I64, ids_out=I64, **dict.fromkeys(TOP_PROBS, F32))
     for has_scales in (False, True):
         yield compile_kernel(vocabulary._compute_probs, {"CHUNK": 4096, "HAS_SCALES": has_scales}, scale=F32)
     picks = {"logits": F32, "temperatures": F64, "best_out": F64}
     yield compile_kernel(pick._pick_parts, {"VERIFY": splitmix.VERIFY, "BLOCK": pick.BLOCK, "PART": pick.PART}, 8, **picks)
     yield compile_kernel(sampler_step._draw_step_inputs, {"C_PADDED": 256, "SAMPLE": 1, "NOISE": 2})
-    yield compile_kernel(sampler_step._step_canvases, {"C_PADDED": 256}, 8)
+    yield compile_kernel(sampler_step._step_canvases, {"C_PADDED": 256, "E": sampler_step.MAX_STOPS}, 8)
 
 
 def automaton_kernels() -> Kernels:

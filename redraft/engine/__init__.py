@@ -15,7 +15,8 @@ In reading order:
     prefix_cache       PrefixCache: KV caches of finished requests, for prompts that begin alike
     runner             Runner: forward passes for batches of requests, in plain PyTorch
     batched_cache      BatchedCache: the KV caches of several requests as one
-    cuda_graph_runner  CudaGraphRunner: a whole step as one CUDA graph
+    cuda_graph_runner  CudaGraphRunner: forward passes on Triton kernels, as CUDA graphs
+    step_graph         StepBucket: a denoising step as one CUDA graph
     round_graph        RoundBucket: a round of checked or exact mode as one CUDA graph
     graph_capture      capturing CUDA graphs
     fused_layers       FusedLayers: the model's layers on Triton kernels

@@ -1,33 +1,25 @@
 """CudaGraphRunner: the runner for GPUs. A whole step of a batch of canvases, sampler included, is one CUDA graph.
 
-    ids, soft embeddings -> layers -> head -> [random draws, vocabulary, acceptance] -> ids
-                                                          probabilities -> soft embeddings
-
 Batches are padded to buckets (number of canvases, canvas length, context length), each with static buffers and captured
 graphs. The graph reads all it needs of a request (seed, step, settings, addresses of its KV cache) from these buffers. The
 host waits once a step for the flags that say which canvases have settled, and launches the next step before other work.
 
-A request whose sampler the kernels do not implement (constraints, quota, spread, settle_prefix, top probabilities,
-interventions) goes through the same layers, as a graph when its canvas has the model's length, and then through the
-reference sampler.
+A request whose sampler the kernels do not implement (constraints, settle_prefix, interventions) goes through the same
+layers, as a graph when its canvas has the model's length, and then through the reference sampler.
 
-Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C, P encoded rows of S tokens.
+Shapes: B requests, C canvas positions, D model size, V vocabulary, N = B * C, P encoded rows of S tokens, K candidates.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from redraft.config import SamplerConfig
-from redraft.diffusion import sampler
 from redraft.diffusion.sampler import Canvas
 from redraft.diffusion.verified import Round
 from redraft.engine.fused_layers import CacheTable, FusedLayers
-from redraft.engine.graph_capture import MIN_CONTEXT, bucket_contexts, next_power_of_two
+from redraft.engine.graph_capture import MIN_CONTEXT, NEXT_CONTEXT, bucket_contexts, next_power_of_two
+from redraft.engine.memory import count_token_bytes, has_memory_limit, weight_bytes
 from redraft.engine.request import Request, RequestStatus, contain_failure
 from redraft.engine.round_graph import RoundBucket, RoundKey, uses_round_graph
 from redraft.engine.runner import (
@@ -39,37 +31,20 @@ from redraft.engine.runner import (
     group_by_length,
     verification_of,
 )
-from redraft.kernels.triton.linear_fp8 import sum_rows
-from redraft.kernels.triton.sampler_step import CanvasBatch, draw_step_inputs, step_canvases_
-from redraft.kernels.triton.vocabulary import argmax_entropy_sample, compute_probs_
+from redraft.engine.step_graph import (
+    NO_ENCODE,
+    BucketKey,
+    PendingEncode,
+    StepBucket,
+    count_candidates,
+    uses_fused_sampler,
+)
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.embedding import PackedEmbedding
 from redraft.model.kv_cache import KVCache
 
-POLL_SECONDS = 5e-5  # between two looks at the settled flags
-MAX_FUSED_STEPS = 64  # steps whose temperatures the static buffers hold
-MAX_FUSED_CANVAS = 256  # positions that one program of the acceptance kernel can compare with one another
+CHUNK_SHARE = 16  # the share of the memory beside the weights that activations of a longer chunk may take
+MAX_CHUNK_CONTEXT = NEXT_CONTEXT * MIN_CONTEXT  # tokens
 MAX_BUCKETS = 12  # kept with their graphs; the least recently used one is dropped
-
-BucketKey = tuple[int, int, int]  # number of canvases, canvas length, context length
-EncodeShape = tuple[int, int]  # rows and tokens that are encoded in the same graph as a step; (0, 0): none
-PendingEncode = tuple[Request, Tensor]  # ids_1S: the last tokens of the request's context
-NO_ENCODE: EncodeShape = (0, 0)
-HOST_FIELDS = ("skipped_B", "same_BC", "final_B", "step")  # of a canvas: the fused sampler changes none but the step
-CANVAS_FIELDS = tuple(field.name for field in fields(Canvas) if field.name not in HOST_FIELDS)
-
-
-def uses_fused_sampler(request: Request) -> bool:
-    """Whether the sampler kernels implement this request's sampler: an entropy bound and no constraints on this canvas.
-
-    The canvas must fit one program of the acceptance kernel, and the steps must fit the static buffers. Top probabilities
-    and interventions need the host between two steps.
-    """
-    cfg = request.cfg
-    has_special_settings = cfg.quota or cfg.accept_at_end or cfg.spread or cfg.stops_last or cfg.settle_prefix
-    needs_host = request.candidates > 0 or request.plan.has_interventions
-    fits = cfg.canvas_length <= MAX_FUSED_CANVAS and cfg.max_steps <= MAX_FUSED_STEPS
-    return request.canvas_constraints is None and not has_special_settings and not needs_host and fits
 
 
 class CudaGraphRunner(Runner):
@@ -77,12 +52,15 @@ class CudaGraphRunner(Runner):
 
     max_rows = 64  # of a round: on a GPU more rows take hardly longer
 
-    def __init__(self, model: DiffusionGemma, prefill_chunk: int) -> None:
+    def __init__(self, model: DiffusionGemma, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> None:
         super().__init__(model, prefill_chunk)
+        self.prefill_chunk_alone = prefill_chunk_alone or choose_chunk_alone(model, prefill_chunk)
         self.fused = FusedLayers(model)
         self.graph_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         self.step_buckets: dict[BucketKey, StepBucket] = {}  # the most recently used last
         self.layer_buckets: dict[BucketKey, LayerBucket] = {}
+        self.chunk_buckets: dict[int, ChunkBucket] = {}  # by context
+        self.has_chunk_graphs = not has_memory_limit(model.device)  # a plan for a limit does not count them
         # Tokens that count as context but are not in the KV cache yet: they are encoded together with the next step.
         self.pending_encodes: dict[Request, Tensor] = {}
         self.launched_ahead: dict[StepBucket, list[Canvas]] = {}  # steps already launched, and the canvases they read
@@ -109,15 +87,22 @@ class CudaGraphRunner(Runner):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        cache = model.new_cache(1, self.prefill_chunk, rewind=0)
+        cache = model.new_cache(1, self.prefill_chunk_alone, rewind=0)
         table = CacheTable.empty(model, 1)
         table.fill([cache])
-        self.fused.encode(torch.zeros(1, self.prefill_chunk, dtype=torch.int64, device=model.device), table, 0)
+        self.fused.encode(torch.zeros(1, self.prefill_chunk_alone, dtype=torch.int64, device=model.device), table, 0)
         return torch.cuda.max_memory_allocated() - before if on_gpu else 0
 
-    def prefill(self, request: Request) -> int:
-        """Encodes the next chunk of a prompt; the last chunk is encoded with the first step of the first canvas."""
-        chunk = request.prompt[request.prefilled : request.prefilled + self.prefill_chunk]
+    def prefill(self, request: Request, *, is_alone: bool = False) -> int:
+        """Encodes the next chunk of a prompt; the last chunk is encoded with the first step of the first canvas.
+
+        That graph is for at most `prefill_chunk` tokens, so longer chunks leave as many for the last one.
+        """
+        length = self.prefill_chunk
+        if is_alone:
+            tokens_left = len(request.prompt) - request.prefilled
+            length = max(length, min(self.prefill_chunk_alone, tokens_left - self.prefill_chunk))
+        chunk = request.prompt[request.prefilled : request.prefilled + length]
         ids_1S = torch.tensor([chunk], device=self.model.device)
         self._extend_cache(request, len(chunk))
         request.add_prefilled(chunk)
@@ -166,15 +151,18 @@ class CudaGraphRunner(Runner):
                 pending = [
                     (request, self.pending_encodes.pop(request)) for request in batch if request in self.pending_encodes
                 ]
-                bucket.launch_step(self._select_joint_encodes(pending))
+                bucket.launch_step(self._select_joint_encodes(pending), count_candidates(batch))
             self.launched_ahead.pop(bucket, None)
+            top_probs = bucket.copy_top_probs(batch)
             canvases, softs, settled = bucket.read_results(batch)
-            for request, canvas, soft_1CD, is_settled in zip(batch, canvases, softs, settled, strict=True):
+            results = zip(batch, canvases, softs, settled, top_probs, strict=True)
+            for request, canvas, soft_1CD, is_settled, shown in results:
                 request.canvas = canvas
                 request.soft_1CD = soft_1CD
+                request.top_probs = shown
                 request.is_canvas_done = is_settled or canvas.step >= request.cfg.max_steps
             if not any(request.is_canvas_done for request in batch):
-                bucket.launch_step()  # its inputs are in the static buffers already
+                bucket.launch_step(candidates=count_candidates(batch))  # its inputs are in the static buffers already
                 self.launched_ahead[bucket] = canvases
         except BaseException:  # the static buffers may be half written
             self._drop_step_bucket(key)
@@ -187,10 +175,20 @@ class CudaGraphRunner(Runner):
         cache.advance([count])
 
     def _encode(self, ids_1S: Tensor, request: Request) -> None:
-        """Writes the last tokens of a request's context into its cache."""
+        """Writes the last tokens of a request's context into its cache. A prefill chunk goes through a graph.
+
+        Longer chunks need no graph: the GPU takes longer than the host. Behind a very long context, a graph for the longest
+        one would split attention worse.
+        """
+        context = bucket_contexts(len(request.context))[-1]
+        if self.has_chunk_graphs and ids_1S.shape[1] == self.prefill_chunk and context <= MAX_CHUNK_CONTEXT:
+            if context not in self.chunk_buckets:
+                self.chunk_buckets[context] = ChunkBucket(self.fused, self.prefill_chunk, context, self.graph_pool)
+            self.chunk_buckets[context].run(ids_1S, cache_of(request))
+            return
         table = CacheTable.empty(self.model, 1)
         table.fill([cache_of(request)], [ids_1S.shape[1]])
-        self.fused.encode(ids_1S, table, len(request.context))
+        self.fused.encode(ids_1S, table, len(request.context) - ids_1S.shape[1])
 
     def _select_joint_encodes(self, pending: list[PendingEncode]) -> list[PendingEncode]:
         """The tokens to encode in the same graph as a step: after padding at most a prefill chunk.
@@ -204,7 +202,7 @@ class CudaGraphRunner(Runner):
             self._encode(ids_1S, request)
         return pending
 
-    def _is_launched(self, bucket: "StepBucket", batch: Sequence[Request]) -> bool:
+    def _is_launched(self, bucket: StepBucket, batch: Sequence[Request]) -> bool:
         """Whether the step of exactly these canvases was launched when the previous step ended."""
         canvases = self.launched_ahead.get(bucket, [])
         if len(canvases) != len(batch):
@@ -280,7 +278,7 @@ class CudaGraphRunner(Runner):
             self.layer_buckets.pop(next(iter(self.layer_buckets)))
         return bucket
 
-    def _step_bucket(self, key: BucketKey) -> "StepBucket":
+    def _step_bucket(self, key: BucketKey) -> StepBucket:
         bucket = self.step_buckets.pop(key, None) or StepBucket(self.fused, key, self.graph_pool)
         self.step_buckets[key] = bucket
         if len(self.step_buckets) > MAX_BUCKETS:
@@ -291,10 +289,37 @@ class CudaGraphRunner(Runner):
         self.launched_ahead.pop(self.step_buckets.pop(key), None)
 
 
+def choose_chunk_alone(model: DiffusionGemma, prefill_chunk: int) -> int:
+    """How many tokens of a prompt are encoded together while no other request runs.
+
+    Depends on the model and the kind of GPU alone, not on what is free: another length rounds differently in bf16.
+    """
+    if model.device.type != "cuda":
+        return prefill_chunk
+    total = torch.cuda.get_device_properties(model.device).total_memory
+    room = (total - weight_bytes(model)) // CHUNK_SHARE // count_token_bytes(model.config, model.dtype.itemsize)
+    return max(chunk for chunk in (prefill_chunk, 2 * prefill_chunk, 4 * prefill_chunk) if chunk <= max(room, prefill_chunk))
+
+
 def bucket_of(batch: Sequence[Request]) -> BucketKey:
     """The smallest bucket for these canvases and their contexts."""
     context = bucket_contexts(max(len(request.context) for request in batch))[-1]
     return next_power_of_two(len(batch)), batch[0].cfg.canvas_length, context
+
+
+class ChunkBucket:
+    """A chunk of one request's prompt, encoded as one graph: the host launches kernels slower than the GPU runs them."""
+
+    def __init__(self, fused: FusedLayers, length: int, context: int, graph_pool: object) -> None:
+        self.table = CacheTable.empty(fused.model, 1)  # nothing is stored while it is captured
+        self.ids_1S = torch.zeros(1, length, dtype=torch.int64, device=fused.model.device)
+        self._replay = fused.capture(lambda: fused.encode(self.ids_1S, self.table, context), graph_pool)
+
+    def run(self, ids_1S: Tensor, cache: KVCache) -> None:
+        """Writes the tokens, which the cache counts already, into the cache."""
+        self.table.fill([cache], [ids_1S.shape[1]])
+        self.ids_1S.copy_(ids_1S)
+        self._replay()
 
 
 class LayerBucket:
@@ -322,169 +347,3 @@ class LayerBucket:
         self._replay()
         assert self.hidden_ND is not None
         return self.hidden_ND[: rows * length]
-
-
-class StepBucket:
-    """Static buffers for a batch of canvases in work, and the captured graphs that make a step of them."""
-
-    def __init__(self, fused: FusedLayers, key: BucketKey, graph_pool: object) -> None:
-        count, length, self.context = key
-        model = fused.model
-        self.fused = fused
-        self.rows = CanvasBatch.empty(count, length, MAX_FUSED_STEPS, model.device)
-        self.table = CacheTable.empty(model, count)
-        self.soft_BCD = torch.zeros(count, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self.encode_buffers: dict[EncodeShape, tuple[Tensor, CacheTable]] = {}  # tokens encoded in the graph of a step
-        self.loaded: list[Canvas | None] = [None] * count  # the canvas that each row holds
-        self.settled_flags = SettledFlags(count, model.device)
-        self.steps_launched = 0
-        self._replays: dict[EncodeShape, Callable[[], None]] = {}
-        self._graph_pool = graph_pool
-
-    def launch_step(self, pending: Sequence[PendingEncode] = ()) -> None:
-        """Launches one step of all canvases. The graph also encodes the pending tokens into their KV caches."""
-        shape = NO_ENCODE
-        if pending:
-            longest = max(self.rows.ids_BC.shape[1], *(ids_1S.shape[1] for _, ids_1S in pending))
-            shape = (next_power_of_two(len(pending)), next_power_of_two(longest))
-        self.capture(shape)
-        if pending:
-            ids_PS, table = self.encode_buffers[shape]
-            table.fill([cache_of(request) for request, _ in pending], [ids_1S.shape[1] for _, ids_1S in pending])
-            for row, (_, ids_1S) in enumerate(pending):
-                ids_PS[row, : ids_1S.shape[1]] = ids_1S[0]  # the padding after them is not written to the cache
-        self._replays[shape]()
-        self.steps_launched += 1
-        self.loaded = [None] * len(self.loaded)
-
-    def capture(self, shape: EncodeShape) -> None:
-        """Captures the graph of a step that also encodes tokens of this shape, unless it exists.
-
-        Capturing runs the step, so the buffers are restored afterwards.
-        """
-        if shape in self._replays:
-            return
-        model = self.fused.model
-        if any(shape):
-            ids_PS = torch.zeros(shape, dtype=torch.int64, device=model.device)
-            self.encode_buffers[shape] = (ids_PS, CacheTable.empty(model, shape[0]))
-        buffers = [
-            *(getattr(self.rows, field.name) for field in fields(CanvasBatch)),
-            self.soft_BCD,
-            self.settled_flags.step_1,
-        ]
-        saved = [buffer.clone() for buffer in buffers]
-        try:
-            encode_buffers = self.encode_buffers.get(shape)
-            self._replays[shape] = self.fused.capture(lambda: self._body(encode_buffers), self._graph_pool)
-        finally:
-            for buffer, before in zip(buffers, saved, strict=True):
-                buffer.copy_(before)
-            self.settled_flags.reset()
-
-    def _body(self, encode_buffers: tuple[Tensor, CacheTable] | None) -> None:
-        """The step that is captured."""
-        hidden_ND = self.fused.denoise(self.rows.ids_BC, self.soft_BCD, self.table, self.context, encode_buffers)
-        self._sample(hidden_ND)
-
-    def _sample(self, hidden_ND: Tensor) -> None:
-        """The sampler step: from final hidden states to the next canvases and soft embeddings."""
-        model = self.fused.model
-        rows = self.rows
-        softcap = model.config.final_logit_softcapping
-        raw_NV = model.embed_tokens.project(hidden_ND)
-        uniform_BC, noise_BC, temperature_BC = draw_step_inputs(rows, model.config.vocab_size)
-        temperature_N = temperature_BC.flatten()
-        prediction = argmax_entropy_sample(raw_NV, softcap, temperature_N, uniform_BC.flatten())
-        step_canvases_(rows, prediction.best_N, prediction.entropy_N, prediction.sampled_N, noise_BC)
-        with self.fused.side_stream:
-            self.settled_flags.publish(rows.settled_B)
-        embedding = model.embed_tokens
-        if isinstance(embedding, PackedEmbedding):
-            factors_NV = compute_probs_(raw_NV, softcap, temperature_N, prediction, embedding.weight_scale)
-            soft_ND = sum_rows(factors_NV, embedding.table_VD, raw_NV.dtype)
-        else:
-            soft_ND = compute_probs_(raw_NV, softcap, temperature_N, prediction) @ embedding.weight
-        self.soft_BCD.copy_(soft_ND.view_as(self.soft_BCD) * model.embed_scale)
-        self.fused.side_stream.wait()
-
-    def load_canvases(self, batch: Sequence[Request]) -> None:
-        """Copies the requests' canvases and settings into the static buffers, except rows that hold them already."""
-        self.table.fill([cache_of(request) for request in batch])
-        self.rows.settled_B[len(batch) :].fill_(True)
-        for row, request in enumerate(batch):
-            cfg = request.cfg
-            canvas = request.canvas
-            assert canvas is not None
-            assert request.draws is not None
-            if canvas is self.loaded[row]:
-                continue
-            self.rows.temperatures_BS[row, : cfg.max_steps].copy_(temperatures(cfg))
-            values = {name: getattr(canvas, name)[0] for name in CANVAS_FIELDS} | {
-                "seeds_B": request.draws.seeds_B[0],
-                "blocks_B": request.block,
-                "limit_B": cfg.max_steps,
-                "bound_B": cfg.entropy_bound,
-                "confidence_B": cfg.confidence_threshold,
-                "stability_B": cfg.stability_threshold,
-            }
-            for name, value in values.items():
-                getattr(self.rows, name)[row] = value
-            self.soft_BCD[row] = request.soft_1CD[0] if request.soft_1CD is not None else 0.0
-
-    def read_results(self, batch: Sequence[Request]) -> tuple[list[Canvas], list[Tensor], list[bool]]:
-        """Copies of the canvases after the step, their soft embeddings, and which have settled. Waits for the flags only.
-
-        The GPU sets the flags before it computes the soft embeddings, so the host can launch the next step meanwhile.
-        """
-        copies = {name: getattr(self.rows, name).clone() for name in CANVAS_FIELDS}
-        softs = self.soft_BCD.clone().split(1)
-        skipped_1 = torch.zeros(1, dtype=torch.bool, device=self.soft_BCD.device)
-        for name in ("unchanged_B", "steps_B"):
-            copies[name] = copies[name].long()
-        settled = self.settled_flags.wait_for_step(self.steps_launched)
-        canvases = []
-        for row, request in enumerate(batch):
-            assert request.canvas is not None
-            values = {name: tensor[row : row + 1] for name, tensor in copies.items()}
-            canvas = replace(request.canvas, **values, skipped_B=skipped_1, step=request.canvas.step + 1)
-            canvases.append(canvas)
-        self.loaded[: len(canvases)] = canvases
-        return canvases, list(softs[: len(batch)]), settled[: len(batch)]
-
-
-class SettledFlags:
-    """Which canvases have settled after which step, in pinned memory that the host reads without synchronizing the GPU.
-
-    Each number holds both: twice the step, plus one if settled. The numbers may arrive in any order without confusion.
-    """
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.step_1 = torch.zeros(1, dtype=torch.int32, device=device)
-        self.host_B = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
-
-    def publish(self, settled_B: Tensor) -> None:
-        """Copies the flags to the host. Part of the captured step."""
-        self.step_1.add_(1)
-        self.host_B.copy_(2 * self.step_1 + settled_B, non_blocking=True)
-
-    def reset(self) -> None:
-        """Discards the flags of a step that only served capturing."""
-        if self.step_1.is_cuda:
-            torch.cuda.synchronize()
-        self.host_B.fill_(-1)
-
-    def wait_for_step(self, step: int) -> list[bool]:
-        """The flags of the step with this number, as soon as they are there."""
-        while not bool((self.host_B // 2 == step).all()):
-            if torch.cuda.current_stream().query():  # the GPU has finished, or raises its fault here
-                torch.cuda.synchronize()
-                break
-            time.sleep(POLL_SECONDS)
-        return [number % 2 == 1 for number in self.host_B.tolist()]
-
-
-@lru_cache(maxsize=64)  # bounded: clients choose the settings
-def temperatures(cfg: SamplerConfig) -> Tensor:
-    """The temperature of every step."""
-    return torch.stack([sampler.temperature(step, cfg) for step in range(cfg.max_steps)])

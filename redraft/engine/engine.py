@@ -55,7 +55,7 @@ class Engine:
         if self.config.kv is not None:
             for each in (model, verifier) if verifier is not None else (model,):
                 each.kv_dtype = FP8_DTYPE
-        self.runner = make_runner(model, self.config.prefill_chunk)
+        self.runner = make_runner(model, self.config.prefill_chunk, self.config.prefill_chunk_alone)
         self.scheduler = Scheduler(
             self.config.max_running,
             self.config.cache_bytes or measure_budget(self.runner, self.config.max_running),
@@ -398,10 +398,11 @@ class Engine:
     def _prefill(self, requests: Sequence[Request]) -> None:
         """Prefills at most about one chunk of tokens a step, so that requests in work do not wait for long prompts."""
         tokens_left = self.config.prefill_chunk
+        is_alone = len(self.scheduler.running) == 1
         for request in requests:
             if tokens_left > 0:
                 with contain_failure(request):
-                    count = self.runner.prefill(request)
+                    count = self.runner.prefill(request, is_alone=is_alone)
                     self.scheduler.fair_share.charge(request.client, count)
                     tokens_left -= count
 
@@ -486,10 +487,10 @@ def with_status(requests: Sequence[Request], status: RequestStatus) -> list[Requ
     return [request for request in requests if request.status is status]
 
 
-def make_runner(model: DiffusionGemma, prefill_chunk: int) -> Runner:
+def make_runner(model: DiffusionGemma, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> Runner:
     """A CudaGraphRunner where the Triton kernels are used, else the reference Runner."""
     if not select_backend(model.device).uses_triton:
         return Runner(model, prefill_chunk)
     from redraft.engine.cuda_graph_runner import CudaGraphRunner  # Triton takes long to import
 
-    return CudaGraphRunner(model, prefill_chunk)
+    return CudaGraphRunner(model, prefill_chunk, prefill_chunk_alone)

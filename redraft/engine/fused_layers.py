@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from redraft.config import SLIDING
 from redraft.engine.graph_capture import capture_graph
+from redraft.engine.memory import has_memory_limit
 from redraft.engine.offload import borrow_weights, expert_weights, find_stream
 from redraft.kernels import rope_frequencies
+from redraft.kernels.backend import select_card
 from redraft.kernels.fp8 import FP8_DTYPE, Fp8Tensor
 from redraft.kernels.linear_fp8 import linear_fp8, multiply_fp8, packs_activations
-from redraft.kernels.triton import attention, mlp, norm, qkv_rope, routing
+from redraft.kernels.triton import attention, attention_wide, mlp, norm, qkv_rope, routing
 from redraft.kernels.triton.experts import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
 from redraft.model.kv_cache import KVCache
@@ -115,6 +117,8 @@ class FusedLayers:
             projections = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
             self.qkv.append(concat_weights([linear for linear in projections if linear is not None]))
             self.gate_up.append(concat_weights([layer.mlp.gate_proj, layer.mlp.up_proj]))
+        # A plan for a limit does not count them.
+        self.max_long_weights = 0 if has_memory_limit(device) else attention_wide.MAX_LONG_WEIGHTS
         # By layer: whether the kernel before a product packs its tokens. Each product has the format of its own weight.
         can_pack = device.type == "cuda" and model.dtype == torch.bfloat16 and packs_activations(device)
         self.packs_qkv_inputs = [can_pack and isinstance(weight, Fp8Tensor) for weight in self.qkv]
@@ -134,7 +138,7 @@ class FusedLayers:
     def encode(self, ids_BS: Tensor, table: CacheTable, context: int) -> None:
         """Writes tokens into the KV caches, causally. The caller advances the caches' lengths.
 
-        `context` is about how many tokens are cached: it decides how attention is split over programs, not its result.
+        `context` is at least the number of cached tokens of every request: it decides how attention is split over programs.
         """
         self._run_layers([_TokenGroup(self.model.embed(ids_BS), table, True)], context)
 
@@ -168,6 +172,7 @@ class FusedLayers:
         tokens before it as cached. Returns final hidden states, normed: [N, D] of both; None without canvases.
         """
         clean_group = _TokenGroup(self.model.embed(clean_BS), table, True)
+        context += clean_BS.shape[1]  # the canvases' tables count them as cached
         if canvas_BSC is None:
             return self._run_layers([clean_group], context), None
         x_NCD = self.model.self_conditioning(self.model.embed(canvas_BSC.flatten(0, 1)))
@@ -226,8 +231,13 @@ class FusedLayers:
             past = group.table.past(index)
             if group.is_causal and self.model.cache_dtype == FP8_DTYPE:
                 attention.round_kv_(k, v)
-            splits = attention.choose_num_splits(q, key_count)
-            attended = attention.attend(q, k, v, past, window=window, causal=group.is_causal, splits=splits)
+            if attention_wide.is_wide(q, kv_heads, past, window, context, select_card(q.device)):
+                attended = attention_wide.attend_wide(
+                    q, k, v, past, causal=group.is_causal, context=context, max_long_weights=self.max_long_weights
+                )
+            else:
+                splits = attention.choose_num_splits(q, key_count)
+                attended = attention.attend(q, k, v, past, window=window, causal=group.is_causal, splits=splits)
             outputs.append(attended.flatten(0, 1))
             if group.is_causal:
                 attention.write_kv(k, v, past)

@@ -6,14 +6,15 @@ from functools import cache
 
 import torch
 
-MIN_CONTEXT = 2048  # context length of the smallest bucket; each larger one is eight times as long
+MIN_CONTEXT = 2048  # context length of the smallest bucket
+NEXT_CONTEXT = 16  # each larger bucket is so many times as long
 
 
 def bucket_contexts(longest: int) -> list[int]:
     """The context lengths of buckets, up to the first one that has room for `longest` tokens."""
     contexts = [MIN_CONTEXT]
     while contexts[-1] < longest:
-        contexts.append(8 * contexts[-1])
+        contexts.append(NEXT_CONTEXT * contexts[-1])
     return contexts
 
 

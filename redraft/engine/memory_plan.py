@@ -21,6 +21,7 @@ import torch
 from redraft.checkpoint.placement import plan_bytes
 from redraft.config import ConfigError, EngineConfig, ModelConfig, require_int, show_value
 from redraft.engine.graph_capture import bucket_contexts, next_power_of_two
+from redraft.engine.memory import count_token_bytes
 from redraft.engine.offload import ALIGNMENT, SLOTS, choose_offloaded, copied_layers
 from redraft.engine.runner import MAX_ROWS
 from redraft.kernels.fp8 import FP8_DTYPE
@@ -169,16 +170,7 @@ class MemoryPlan:
 
     @property
     def _token_bytes(self) -> int:
-        """Activations of one token while it is in a layer: those of attention, experts and dense MLP, as if all were kept.
-
-        A layer keeps less (`fused_layers`); the difference covers split sums of attention and of fp8 products.
-        """
-        config = self.config
-        head_width = max(math.prod(config.layer_heads(layer)) for layer in range(config.num_hidden_layers))
-        query_width = config.num_attention_heads * max(config.head_dim, config.global_head_dim)
-        attention = 3 * query_width + 4 * head_width
-        experts = config.top_k_experts * (config.hidden_size + config.moe_intermediate_size)
-        return self.dtype.itemsize * (attention + experts + 4 * config.intermediate_size + 8 * config.hidden_size)
+        return count_token_bytes(self.config, self.dtype.itemsize)
 
     @property
     def _largest_cache_tensor(self) -> int:
@@ -247,6 +239,7 @@ class MemoryPlan:
             max_running=self.canvases,
             cache_bytes=self.cache_bytes,
             prefill_chunk=self.prefill_chunk,
+            prefill_chunk_alone=self.prefill_chunk,
             prefix_cache_entries=self.demand.prefix_cache_entries,
             rewind=self.demand.rewind,
             kv=self.demand.kv,

@@ -45,8 +45,8 @@ class Runner:
         """Bytes of activations that a full step and a prefill chunk take, measured. This runner does not measure: 0."""
         return 0
 
-    def prefill(self, request: Request) -> int:
-        """Encodes the next chunk of a prompt. Returns its number of tokens."""
+    def prefill(self, request: Request, *, is_alone: bool = False) -> int:
+        """Encodes the next chunk of a prompt. Returns its number of tokens. Alone, the request may have longer chunks."""
         chunk = request.prompt[request.prefilled : request.prefilled + self.prefill_chunk]
         self.model.encode(torch.tensor([chunk], device=self.model.device), cache_of(request))
         request.add_prefilled(chunk)

@@ -30,7 +30,7 @@ def linear_fp8(x: Tensor, weight_OD: Fp8Tensor) -> Tensor:
 def multiply_fp8(x_ND: Fp8Tensor, weight_OD: Fp8Tensor) -> Tensor:
     """Returns x times the transposed weight, y_NO: bf16 on a GPU, float32 elsewhere."""
     device = x_ND.qdata.device
-    if device.type != "cuda" or not uses_triton(device) or uses_scaled_mm(weight_OD.qdata):
+    if device.type != "cuda" or not uses_triton(device) or uses_scaled_mm(weight_OD.qdata, len(x_ND.qdata)):
         return matmul_fp8(x_ND, weight_OD)
     from redraft.kernels.triton.linear_fp8 import matmul_fp8 as multiply
 

@@ -2,7 +2,8 @@
 
 The choice is a rule, never a measurement: a request gives the same text in every process on the same kind of GPU.
 torch._scaled_mm with a scale per row fails on some cards and drivers. It is chosen on sm_90 and sm_100 only, where a small
-product shows that it is right. REDRAFT_FP8_PRODUCT=triton or scaled_mm overrides the rule.
+product shows that it is right, and not for products whose result has few tiles: there our kernel, with smaller tiles, was
+faster on an H200 (11 instead of 15 microseconds). REDRAFT_FP8_PRODUCT=triton or scaled_mm overrides the rule.
 Shapes: N tokens, D in, O out.
 """
 
@@ -20,6 +21,7 @@ ENV_VARIABLE = "REDRAFT_FP8_PRODUCT"
 ARCHITECTURES = (90, 100)  # where torch._scaled_mm is preferred
 ALIGNMENT = 16  # torch._scaled_mm takes multiples of it, for D and O
 PROBE_SIZE = 256  # N, D and O of the product that is tried
+CUBLAS_TILE = 128  # tokens and features of a tile of torch._scaled_mm's result
 MAX_DIFFERENCE = 2**-6  # of the largest number: bf16 results of two orders of summation differ by less
 
 
@@ -28,15 +30,19 @@ class Fp8Product(NamedTuple):
 
     uses_scaled_mm: bool  # else our kernel
     reason: str
+    is_forced: bool = False  # by the environment
 
     def __str__(self) -> str:
         return f"{'torch._scaled_mm' if self.uses_scaled_mm else 'Triton'} ({self.reason})"
 
 
-def uses_scaled_mm(weight_OD: Tensor) -> bool:
-    """Whether torch._scaled_mm multiplies with this weight."""
-    is_aligned = all(size % ALIGNMENT == 0 for size in weight_OD.shape)
-    return is_aligned and select_product(weight_OD.device).uses_scaled_mm
+def uses_scaled_mm(weight_OD: Tensor, tokens: int) -> bool:
+    """Whether torch._scaled_mm multiplies so many tokens with this weight."""
+    product = select_product(weight_OD.device)
+    if not product.uses_scaled_mm or any(size % ALIGNMENT for size in weight_OD.shape):
+        return False
+    tiles = -(-tokens // CUBLAS_TILE) * -(-len(weight_OD) // CUBLAS_TILE)
+    return product.is_forced or tiles > select_card(weight_OD.device).processors // 2
 
 
 @cache
@@ -46,7 +52,7 @@ def select_product(device: torch.device) -> Fp8Product:
     if requested not in ("", "triton", "scaled_mm"):
         raise ValueError(f"{ENV_VARIABLE} may be triton or scaled_mm, got {requested!r}")
     if requested:
-        return Fp8Product(requested == "scaled_mm", f"{ENV_VARIABLE}={requested}")
+        return Fp8Product(requested == "scaled_mm", f"{ENV_VARIABLE}={requested}", is_forced=True)
     architecture = select_card(device).architecture
     if architecture not in ARCHITECTURES:
         return Fp8Product(False, f"sm_{architecture}")

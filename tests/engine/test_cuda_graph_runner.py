@@ -15,13 +15,14 @@ from packed_weights import random_weight
 import redraft
 from redraft.config import FULL, SLIDING, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import ConstraintEdit, Constraints
-from redraft.diffusion.generate import Committed, generate
+from redraft.diffusion.generate import Committed, Draft, generate
 from redraft.engine import Intervention, Replay
 from redraft.engine.batched_cache import BatchedCache
-from redraft.engine.cuda_graph_runner import CudaGraphRunner, StepBucket, temperatures
+from redraft.engine.cuda_graph_runner import CudaGraphRunner
 from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fused_layers import CacheTable, FusedLayers
 from redraft.engine.runner import Runner
+from redraft.engine.step_graph import StepBucket, temperatures
 from redraft.kernels import backend
 from redraft.kernels.fp8 import dequantize, quantize
 from redraft.kernels.triton import experts
@@ -154,6 +155,28 @@ def test_canvases_equal_those_of_generate(engine, model):
         assert found[request].stats[0].steps == expected.stats[0].steps
 
 
+def test_a_request_alone_prefills_longer_chunks(model, monkeypatch):
+    """Beside another request chunks are as short as before. The tokens are the same."""
+    monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
+    engine = Engine(model, EngineConfig(max_running=4, prefill_chunk=4, prefill_chunk_alone=8, prefix_cache_entries=0))
+    cfg = replace(CFG, max_new_tokens=4, max_steps=2)
+    prompt = list(range(2, 21))
+    chunks = []
+    encode = engine.runner.fused.encode
+    monkeypatch.setattr(
+        engine.runner.fused, "encode", lambda ids_1S, *rest: (chunks.append(ids_1S.shape[1]), encode(ids_1S, *rest))
+    )
+    *_, expected = generate(model, [prompt], cfg, seeds=[1])
+    alone = engine.add(prompt, cfg, seed=1)
+    assert torch.equal(engine.run([alone])[alone].ids_BT, expected.ids_BT)
+    assert chunks == [8, 7]  # the last 4 tokens are encoded with the first step
+    chunks.clear()
+    beside = [engine.add(prompt, cfg, seed=1), engine.add([9, 10], cfg, seed=2)]
+    assert torch.equal(engine.run(beside)[beside[0]].ids_BT, expected.ids_BT)
+    assert chunks[0] == 4
+    assert engine.runner.chunk_buckets  # chunks of the usual length are graphs
+
+
 @pytest.mark.soak
 def test_a_committed_canvas_is_encoded_with_the_first_step_of_the_next(engine, model):
     """One graph for both, for one request or for two, beside a canvas that is at another step or not."""
@@ -165,6 +188,29 @@ def test_a_committed_canvas_is_encoded_with_the_first_step_of_the_next(engine, m
         assert torch.equal(found[request].ids_BT, expected.ids_BT)
     assert any(bucket.encode_buffers for bucket in engine.runner.step_buckets.values())
     assert not engine.runner.pending_encodes
+
+
+@pytest.mark.parametrize("settings", [{}, {"quota": True, "accept_at_end": True, "spread": 2, "stops_last": True}])
+def test_watched_requests_and_those_of_small_models_are_sampled_in_the_graph(engine, model, settings):
+    """The probabilities of every draft are the reference's, beside a request that does not ask for them."""
+    cfg = replace(CFG, max_new_tokens=4, max_steps=3, confidence_threshold=1e-9, **settings)
+    watched = engine.add([2, 3, 4, 5], cfg, seed=1, candidates=3)
+    plain = engine.add([6, 7], cfg, seed=2)
+    reference = Engine(model, EngineConfig(cache_bytes=2**24, prefill_chunk=8))
+    reference.runner = Runner(model, 8)
+    expected = [event for _, event in reference.events([reference.add([2, 3, 4, 5], cfg, seed=1, candidates=3)])]
+    found = engine.events([watched, plain])
+    drafts = [event for request, event in found if request is watched and isinstance(event, Draft)]
+    assert not engine.runner.layer_buckets
+    for mine, theirs in zip(drafts, (event for event in expected if isinstance(event, Draft)), strict=True):
+        assert torch.equal(mine.canvas_BC, theirs.canvas_BC)
+        assert torch.equal(mine.accepted_BC, theirs.accepted_BC)
+        assert torch.equal(mine.top_probs.ids_BCK, theirs.top_probs.ids_BCK)
+        for name in ("own_BC", "draft_BC", "probs_BCK"):
+            assert torch.allclose(getattr(mine.top_probs, name), getattr(theirs.top_probs, name), atol=1e-5)
+    *_, expected_plain = generate(model, [[6, 7]], cfg, seeds=[2])
+    assert plain.top_probs is None
+    assert plain.counter.canvases[0].tolist() == expected_plain.ids_BT.tolist()
 
 
 @pytest.mark.soak

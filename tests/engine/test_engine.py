@@ -262,7 +262,7 @@ def test_requests_that_can_never_fit_are_refused_with_the_numbers():
     with pytest.raises(ValueError, match="a deadline must be ahead, got -1"):
         subject.add([2], tiny.sampler(), seed=0, seconds=-1)
     assert subject.is_idle
-    for wrong in ({"max_running": 0}, {"prefill_chunk": 0}, {"rewind": -1}, {"cache_bytes": 0}):
+    for wrong in ({"max_running": 0}, {"prefill_chunk": 0}, {"prefill_chunk_alone": 4}, {"rewind": -1}, {"cache_bytes": 0}):
         with pytest.raises(ConfigError):
             EngineConfig(**wrong)
 

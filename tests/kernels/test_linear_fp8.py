@@ -73,7 +73,7 @@ def test_every_fp8_number_is_widened_exactly():
 
 
 def test_the_summed_axis_is_split_where_tiles_are_fewer_than_processors():
-    for features, inner, expected in ((8192, 2816, 1), (4224, 2816, 2), (2816, 4096, 3), (2816, 2112, 3)):
+    for features, inner, expected in ((8192, 2816, 1), (4224, 2816, 1), (2816, 4096, 1), (1024, 4096, 4), (1024, 2112, 4)):
         tiles = linear_fp8.select_tiles(256, H200, 1)
         assert linear_fp8.choose_num_splits(tiles, 256, features, inner, H200) == expected
     assert linear_fp8.choose_num_splits(tiles, 4096, 2816, 4096, H200) == 1
@@ -134,8 +134,9 @@ def test_scaled_mm_is_chosen_where_it_is_right(product, expected, select_product
     monkeypatch.setattr(scaled_mm, "matmul_fp8", None)  # a second call tries nothing
     assert str(select_product()) == expected
     is_chosen = expected.startswith("torch")
-    assert scaled_mm.uses_scaled_mm(torch.empty(32, 48)) == is_chosen
-    assert not scaled_mm.uses_scaled_mm(torch.empty(32, 40))  # torch._scaled_mm takes multiples of 16
+    assert scaled_mm.uses_scaled_mm(torch.empty(4224, 48), 2048) == is_chosen
+    assert not scaled_mm.uses_scaled_mm(torch.empty(4224, 40), 2048)  # torch._scaled_mm takes multiples of 16
+    assert not scaled_mm.uses_scaled_mm(torch.empty(4224, 48), 256)  # few tiles: our kernel is faster
 
 
 @pytest.mark.parametrize("card", [RTX_3090, Card(89, 99 * KIB), Card(120, 99 * KIB)])

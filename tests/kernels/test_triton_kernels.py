@@ -28,6 +28,7 @@ from redraft.kernels import vocabulary as reference_vocabulary
 from redraft.kernels.backend import SIMULATED_CARD
 from redraft.kernels.triton import (
     attention,
+    attention_wide,
     experts,
     fp8,
     mlp,
@@ -38,6 +39,7 @@ from redraft.kernels.triton import (
     token_automaton,
     vocabulary,
 )
+from redraft.kernels.triton.tiles import Tiles
 from redraft.model import masks
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns when an exponential overflows
@@ -65,12 +67,17 @@ def test_routing_selects_the_top_experts_and_sorts_by_expert(tokens, number, cho
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
-@pytest.mark.parametrize("case", ["spread", "one token", "all to one", "more than a tile"])
+@pytest.mark.parametrize("case", ["spread", "one token", "all to one", "more than a tile", "a tile and a rest"])
 def test_experts_equal_the_reference(is_fp8, case, monkeypatch):
-    tokens = {"one token": 1, "more than a tile": 150}.get(case, 21)
+    if case == "a tile and a rest":  # experts with one tile, with a part of it, with a tile and some more, and with two
+        tiles = Tiles(32, 32, 32, 2, 4, rest=16)
+        monkeypatch.setattr(experts, "select_tiles", lambda *arguments: (tiles, tiles))
+    tokens = {"one token": 1, "more than a tile": 150, "a tile and a rest": 80}.get(case, 21)
     size, inner, number = (48, 32, 6) if is_fp8 else (40, 24, 6)
     x = randn(tokens, size)
     experts_NK = torch.stack([torch.randperm(number, generator=torch.Generator().manual_seed(n))[:2] for n in range(tokens)])
+    if case == "a tile and a rest":  # of the first column, 7, 25, 48 tokens
+        experts_NK = torch.stack([torch.tensor([0] * 7 + [1] * 25 + [2] * 48), torch.tensor([3] * 30 + [4] * 50)], dim=1)
     if case == "all to one":
         experts_NK = torch.tensor([[5, 0]]).repeat(tokens, 1)
     weights, up, down = randn(tokens, 2).abs(), randn(number, 2 * inner, size, seed=1), randn(number, size, inner, seed=2)
@@ -181,6 +188,35 @@ def test_attention_over_caches_in_place(causal, window, new, lengths, size, spli
         assert is_close(mine[row : row + 1], attend(q[row : row + 1], *both, mask))
 
 
+SMALL_WIDE = attention_wide.WideTiles(rows=16, keys=32, inner=16, columns=32, stages=2, warps=4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("new", "lengths", "max_weights"), [(5, (9, 0), 2**20), (21, (3, 70), 2**20), (9, (3, 70), 1024), (1, (70, 2), 128)]
+)
+def test_attention_of_wide_heads_equals_the_reference(causal, new, lengths, max_weights, monkeypatch):
+    """Whole, in slices of the tokens, and in splits of the keys, all at once and one after another."""
+    monkeypatch.setattr(attention_wide, "PROGRAMS", 1 if new == 21 else 8)
+    monkeypatch.setattr(attention_wide, "MIN_SLICE", 6)
+    monkeypatch.setattr(attention_wide, "MIN_SPLIT_BLOCKS", 1 if new == 5 else 16)
+    monkeypatch.setattr(attention_wide, "MAX_KEY_TILES", 2)
+    groups, size = 2, 32
+    past, _rings, ordered = cached(lengths, groups, size, None)
+    q, k, v = randn(2, new, 4, size, seed=5), randn(2, new, groups, size, seed=6), randn(2, new, groups, size, seed=7)
+    mine = attention_wide.attend_wide(
+        q, k, v, past, causal=causal, context=max(lengths) + 60, tiles=SMALL_WIDE, max_weights=max_weights
+    )
+    for row, (length, (keys, values)) in enumerate(zip(lengths, ordered, strict=True)):
+        positions = torch.arange(length + new, device=DEVICE)[None]
+        if causal:
+            mask = masks.causal(positions[:, length:], positions, None)
+        else:
+            mask = masks.canvas(torch.tensor([length], device=DEVICE), positions[:, :length], new, None)
+        both = [torch.cat([old, fresh[row]])[None] for old, fresh in ((keys, k), (values, v))]
+        assert is_close(mine[row : row + 1], attend(q[row : row + 1], *both, mask))
+
+
 @pytest.mark.parametrize("counts", [(99, 99), (7, 1), (0, 2)])
 def test_new_keys_and_values_are_written_to_their_slots(counts):
     """Of the first `counts` tokens a ring stores the last that fit. Every other slot stays unchanged."""
@@ -212,13 +248,35 @@ def test_vocabulary_kernels_equal_the_reference(vocab):
     assert torch.equal(mine.best_N, theirs.best_BC[:, 0])
     assert torch.equal(mine.sampled_N, theirs.sampled_BC[:, 0])
     assert is_close(mine.entropy_N, theirs.entropy_BC[:, 0])
+    for count in (1, 5, 20):
+        found = vocabulary.find_top_probs(raw, 30.0, temperature, mine, mine.sampled_N, count)
+        expected = reference_vocabulary.compute_top_probs(shaped[:, None], theirs.sampled_BC, theirs.best_BC, count)
+        assert torch.equal(found.ids_BCK, expected.ids_BCK[:, 0])
+        for name in ("own_BC", "draft_BC", "probs_BCK"):
+            assert is_close(getattr(found, name), getattr(expected, name)[:, 0])
     soft = vocabulary.compute_probs_(raw, 30.0, temperature, mine) @ embedding
     assert is_close(soft, reference_vocabulary.soft_embed(shaped[:, None], embedding)[:, 0], atol=1e-4)
 
 
-def test_canvas_steps_equal_the_sampler():
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"quota": True},
+        {"accept_at_end": True},
+        {"spread": 3},
+        {"stops_last": True},
+        {"quota": True, "spread": 5, "stops_last": True},
+    ],
+    ids="+".join,
+)
+def test_canvas_steps_equal_the_sampler(settings):
+    assert (sampler_step.SURE, sampler_step.BEHIND) == (sampler.SURE, sampler.BEHIND)
     rows, length, vocab, steps = 3, 21, 1000, 7
-    cfg = SamplerConfig(canvas_length=length, max_steps=steps, entropy_bound=0.8, confidence_threshold=0.25)
+    stops = tuple(range(0, 1000, 70))
+    cfg = SamplerConfig(
+        canvas_length=length, max_steps=steps, entropy_bound=0.8, confidence_threshold=0.25, eos_token_ids=stops, **settings
+    )
     seeds = [5, -3, 2**63 + 11]
     blocks = [0, 2, 1]
     draws = [rng.draws([seed], block, DEVICE) for seed, block in zip(seeds, blocks, strict=True)]
@@ -228,6 +286,10 @@ def test_canvas_steps_equal_the_sampler():
     mine.blocks_B.copy_(torch.tensor(blocks))
     for name, value in (("limit", steps), ("bound", 0.8), ("confidence", 0.25), ("stability", 1), ("settled", False)):
         getattr(mine, f"{name}_B").fill_(value)
+    small = (cfg.quota, cfg.accept_at_end, cfg.spread, cfg.stops_last)
+    for name, value in zip(("quota", "at_end", "spread", "last"), small, strict=True):
+        getattr(mine, f"{name}_B").fill_(value)
+    mine.stops_BE[:, : len(stops)] = torch.tensor(stops)
     mine.temperatures_BS.copy_(torch.stack([sampler.temperature(step, cfg) for step in range(steps)]))
     stable = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(9)).to(DEVICE)
     for step in range(steps):
@@ -235,6 +297,7 @@ def test_canvas_steps_equal_the_sampler():
         generator = torch.Generator().manual_seed(step)
         best = torch.randint(vocab, (rows, length), generator=generator).to(DEVICE)
         best[0] = stable  # the first row settles at its second step
+        best[2, ::3] = torch.where(mine.accepted_BC[2, ::3], mine.ids_BC[2, ::3], best[2, ::3])  # some are confirmed
         entropy = (torch.rand(rows, length, generator=generator) * 0.4).to(DEVICE)
         sampled = torch.randint(vocab, (rows, length), generator=generator).to(DEVICE)
         sampler_step.step_canvases_(mine, best, entropy, sampled, noise)
@@ -265,7 +328,9 @@ def test_canvas_steps_equal_the_sampler():
 
 
 FP8_KERNELS = {"_quantize_rows"}  # launched where the card has fp8 only
-SPILLS = {(90, "_attend"): 56}  # bytes; the tiles for heads of 512 were chosen on an H200 by time
+WIDE_KERNELS = {"_score_tiles", "_sum_values"}  # launched where the card has large tiles only
+# Bytes. The tiles for heads of 512, and those for the experts of eight canvases, were chosen on an H200 by time.
+SPILLS = {(90, "_attend"): 56, (90, "_gate_up"): 88, (90, "_down"): 80}
 BINARIES = (89, 90, 120)
 
 
@@ -289,7 +354,10 @@ def test_every_kernel_compiles_with_the_tiles_of_a_card(architecture, tmp_path, 
     written = set(re.findall(r"@triton\.jit\ndef (_\w+)", source))
     launched = written & set(re.findall(r"\b(_\w+)\[[(g]", source))  # the others are called by these
     assert len(launched) > 20
-    assert {kernel["name"] for kernel in compiled} == launched - (FP8_KERNELS if architecture < 89 else set())
+    others = FP8_KERNELS if architecture < 89 else set()
+    if architecture not in (90, 100):
+        others = others | WIDE_KERNELS
+    assert {kernel["name"] for kernel in compiled} == launched - others
     limit = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}[architecture]
     assert all(kernel["shared"] <= limit * 1024 for kernel in compiled)
     for kernel in compiled:

@@ -6,6 +6,7 @@
     norm              residual additions and RMS norms between the products of a layer
     qkv_rope          splits the qkv product into heads; norms and RoPE
     attention         attention over [KV cache ; new tokens], and writing the KV cache
+    attention_wide    the same for wide heads, as two products with the softmax weights in memory
     routing           the router's top-k, and the sort of tokens by expert
     mlp               the activation of dense MLP and experts
     experts_fourbit   the experts with 4-bit weights, as grouped products

@@ -155,9 +155,10 @@ def _attend(
     if WINDOW:
         oldest = tl.maximum(length - (WINDOW - 1), 0)
     cached = length - oldest
-    split_keys = tl.cdiv(tl.cdiv(cached + S, BLOCK_N), tl.num_programs(2)) * BLOCK_N
-    begin = split * split_keys
-    end = tl.minimum((split + 1) * split_keys, cached + S)
+    first_key, end_key = _find_key_range(tile, length, oldest, S, group_heads, WINDOW, CAUSAL, BLOCK_M)
+    split_keys = tl.cdiv(tl.cdiv(end_key - first_key, BLOCK_N), tl.num_programs(2)) * BLOCK_N
+    begin = first_key + split * split_keys
+    end = tl.minimum(begin + split_keys, end_key)
     row_max = tl.full((BLOCK_M,), -1e30, tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, K_PADDED), tl.float32)
@@ -201,6 +202,18 @@ def _attend(
         tl.store(partial + out_row[:, None] * K + offs_k[None, :], acc, mask=mask)
         tl.store(softmax + out_row * 2, row_max, mask=mask_m)
         tl.store(softmax + out_row * 2 + 1, row_sum, mask=mask_m)
+
+
+@triton.jit
+def _find_key_range(tile, length, oldest, S, group_heads, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The numbers of the first key that a row of this tile attends to, and of the one behind the last."""
+    first_key = 0
+    end_key = length - oldest + S
+    if CAUSAL:
+        end_key = length - oldest + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group_heads + 1, S)
+        if WINDOW:
+            first_key = tl.maximum(length + tile * BLOCK_M // group_heads - (WINDOW - 1) - oldest, 0)
+    return first_key, end_key
 
 
 @triton.jit
@@ -268,30 +281,29 @@ def write_kv(k_BSGK: Tensor, v_BSGK: Tensor, cached: KVLocations) -> None:
     Does not change `lengths_B`.
     """
     b, s, groups, size = k_BSGK.shape
-    size_padded = triton.next_power_of_2(size)
-    _write_kv[(b * s, groups)](
+    width = groups * size
+    _write_kv[(b * s,)](
         k_BSGK, v_BSGK, *cached, k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
-        s, groups, size, cached.base.dtype == torch.uint8, size_padded, num_warps=1, **pdl_options(),
+        s, width, cached.base.dtype == torch.uint8, triton.next_power_of_2(width), num_warps=4, **pdl_options(),
     )  # fmt: skip
 
 
 @triton.jit
 def _write_kv(
-    k, v, base, key_offsets, value_offsets, slots, lengths, counts, k_row, k_token, v_row, v_token, S, G, K,
-    FP8: tl.constexpr, K_PADDED: tl.constexpr, PDL: tl.constexpr,
+    k, v, base, key_offsets, value_offsets, slots, lengths, counts, k_row, k_token, v_row, v_token, S, WIDTH,
+    FP8: tl.constexpr, WIDTH_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token and one key-value head."""
+    """All key-value heads of one token."""
     _pdl_wait(PDL)
     request = tl.program_id(0) // S
     token = tl.program_id(0) % S
-    group = tl.program_id(1)
-    offs_k = tl.arange(0, K_PADDED)
+    column = tl.arange(0, WIDTH_PADDED)
     slot_count = tl.load(slots + request)
     count = tl.minimum(tl.load(counts + request), S)
-    mask = (offs_k < K) & (token >= count - slot_count) & (token < count)
-    offs = (((tl.load(lengths + request) + token) % slot_count).to(tl.int64) * G + group) * K + offs_k
-    key = tl.load(k + request.to(tl.int64) * k_row + token * k_token + group * K + offs_k, mask=mask, other=0.0)
-    value = tl.load(v + request.to(tl.int64) * v_row + token * v_token + group * K + offs_k, mask=mask, other=0.0)
+    mask = (column < WIDTH) & (token >= count - slot_count) & (token < count)
+    offs = ((tl.load(lengths + request) + token) % slot_count).to(tl.int64) * WIDTH + column
+    key = tl.load(k + request.to(tl.int64) * k_row + token.to(tl.int64) * k_token + column, mask=mask, other=0.0)
+    value = tl.load(v + request.to(tl.int64) * v_row + token.to(tl.int64) * v_token + column, mask=mask, other=0.0)
     if FP8:
         key = _encode_e4m3(key)
         value = _encode_e4m3(value)

@@ -28,6 +28,7 @@ SUM_BLOCK = 1024  # features per program of `_sum_splits`
 LARGE_TILES = {
     16: Tiles(16, 64, 256, 4, 4),
     64: Tiles(64, 64, 256, 4, 4),
+    256: Tiles(128, 64, 128, 5, 8),  # measured on an H200
     NO_LIMIT: Tiles(128, 128, 128, 4, 8),
 }
 SMALL_TILES = {  # for 99 KiB

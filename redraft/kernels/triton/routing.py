@@ -10,7 +10,7 @@ from torch import Tensor
 
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
-BLOCK_PAIRS = 2048  # pairs per iteration of the sort
+BLOCK_PAIRS = 8192  # pairs per iteration of the sort
 SLICE = 256  # of the model size, per program of the score product
 
 
@@ -95,7 +95,8 @@ def sort_by_expert(experts_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     order_M = torch.empty(pairs, dtype=torch.int32, device=experts_NK.device)
     ends_E = torch.empty(experts, dtype=torch.int32, device=experts_NK.device)
     block = min(BLOCK_PAIRS, triton.next_power_of_2(pairs))
-    _sort_by_expert[(experts,)](experts_NK, order_M, ends_E, pairs, block, num_warps=4, **pdl_options())
+    warps = 4 if block <= 2048 else 8
+    _sort_by_expert[(experts,)](experts_NK, order_M, ends_E, pairs, block, num_warps=warps, **pdl_options())
     return order_M, ends_E
 
 

@@ -1,10 +1,9 @@
 """The sampler's part of a denoising step: random numbers before the model, acceptance and the next canvas after it.
 
-References: `diffusion/rng.py`, and `diffusion/sampler.py` with the released settings (an entropy bound; no quota, no
-spread, no constraints). Each row has its own seed, block, step and settings in device memory, so rows at different steps
-share a launch.
+References: `diffusion/rng.py`, and `diffusion/sampler.py` without constraints. Each row has its own seed, block, step and
+settings in device memory, so rows at different steps share a launch.
 
-Shapes: B rows, C canvas positions, S steps at most.
+Shapes: B rows, C canvas positions, S steps at most, E stop tokens at most.
 """
 
 from dataclasses import dataclass, fields
@@ -16,6 +15,11 @@ from torch import Tensor
 
 from redraft.kernels import splitmix
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
+
+MAX_STOPS = 16  # stop tokens of a row that `stops_last` compares with
+NO_TOKEN = -1  # fills the rest of the stop tokens
+SURE = 0.2  # this and the next as in `diffusion/sampler.py`
+BEHIND = 1e3
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class CanvasBatch:
     bound_B: Tensor  # float32
     confidence_B: Tensor  # float32
     stability_B: Tensor  # int32
+    quota_B: Tensor  # bool; this and the next four are the settings for small models
+    at_end_B: Tensor  # bool, `accept_at_end`
+    spread_B: Tensor  # int32
+    last_B: Tensor  # bool, `stops_last`
+    stops_BE: Tensor  # int64, NO_TOKEN after the last
 
     @classmethod
     def empty(cls, rows: int, length: int, steps: int, device: torch.device | str) -> "CanvasBatch":
@@ -46,15 +55,18 @@ class CanvasBatch:
             "accepted": torch.bool,
             "settled": torch.bool,
             "seeds": torch.int64,
+            "stops": torch.int64,
         }
+        dtypes |= dict.fromkeys(("quota", "at_end", "last"), torch.bool)
         dtypes |= dict.fromkeys(("entropy", "temperatures", "bound", "confidence"), torch.float32)
-        shapes = {"BC": (rows, length), "B": (rows,), "BS": (rows, steps)}
+        shapes = {"BC": (rows, length), "B": (rows,), "BS": (rows, steps), "BE": (rows, MAX_STOPS)}
         tensors = {}
         for field in fields(cls):
             name, shape = field.name.rsplit("_", 1)
             tensors[field.name] = torch.zeros(shapes[shape], dtype=dtypes.get(name, torch.int32), device=device)
         tensors["settled_B"].fill_(True)
         tensors["temperatures_BS"].fill_(1.0)
+        tensors["stops_BE"].fill_(NO_TOKEN)
         return cls(**tensors)
 
 
@@ -80,10 +92,13 @@ def step_canvases_(rows: CanvasBatch, best_BC: Tensor, entropy_BC: Tensor, sampl
         best_BC, entropy_BC, sampled_BC, noise_BC,
         rows.ids_BC, rows.best_BC, rows.entropy_BC, rows.accepted_BC, rows.unchanged_B, rows.steps_B, rows.settled_B,
         rows.limit_B, rows.bound_B, rows.confidence_B, rows.stability_B,
-        c, triton.next_power_of_2(c), num_warps=8, **pdl_options(),
+        rows.quota_B, rows.at_end_B, rows.spread_B, rows.last_B, rows.stops_BE,
+        c, triton.next_power_of_2(c), MAX_STOPS, num_warps=8, **pdl_options(),
     )  # fmt: skip
 
 
+_SURE = tl.constexpr(SURE)  # a kernel reads only globals of this type
+_BEHIND = tl.constexpr(BEHIND)
 GOLDEN, MIX_1, MIX_2 = (tl.constexpr(number % 2**64) for number in (splitmix.GOLDEN, splitmix.MIX_1, splitmix.MIX_2))
 
 
@@ -130,7 +145,8 @@ def _draw_step_inputs(
 @triton.jit
 def _step_canvases(
     best, entropy, sampled, noise, ids_out, best_out, entropy_out, accepted_out, unchanged, steps, settled,
-    limits, bounds, confidences, stabilities, C, C_PADDED: tl.constexpr, PDL: tl.constexpr,
+    limits, bounds, confidences, stabilities, quotas, at_ends, spreads, lasts, stops,
+    C, C_PADDED: tl.constexpr, E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     _pdl_wait(PDL)
@@ -139,15 +155,37 @@ def _step_canvases(
     mask = position < C
     offs = row * C + position
     step = tl.load(steps + row)
-    if (tl.load(settled + row) == 0) & (step < tl.load(limits + row)):
+    limit = tl.load(limits + row)
+    if (tl.load(settled + row) == 0) & (step < limit):
         h = tl.load(entropy + offs, mask=mask, other=float("inf"))
         token = tl.load(best + offs, mask=mask, other=0)
         is_same = tl.sum((mask & (token != tl.load(best_out + offs, mask=mask, other=0))).to(tl.int32), axis=0) == 0
-        # A position is accepted if the entropies before it sum to at most the bound. Positions are ordered by entropy, and
-        # by index where entropies are equal.
-        is_before = (h[None, :] < h[:, None]) | ((h[None, :] == h[:, None]) & (position[None, :] < position[:, None]))
-        sum_before = tl.sum(tl.where(is_before & mask[None, :], h[None, :], 0.0), axis=1)
-        accepted = mask & (sum_before <= tl.load(bounds + row))
+        was_accepted = tl.load(accepted_out + offs, mask=mask, other=0) != 0
+        rank = h
+        if tl.load(lasts + row) != 0:
+            is_stop = position < 0
+            for stop in tl.static_range(E):
+                is_stop = is_stop | (token == tl.load(stops + row * E + stop))
+            rank = rank + tl.where(is_stop, _BEHIND, 0.0)
+        is_allowed = mask
+        spread = tl.load(spreads + row)
+        if (spread > 0) & (step + 1 < limit):
+            is_allowed = mask & _spread_apart(
+                rank, was_accepted & (token == tl.load(ids_out + offs, mask=mask, other=0)), position, mask, spread
+            )
+            rank = tl.where(is_allowed, rank, rank + _BEHIND)
+        least = _count_required(
+            tl.sum(was_accepted.to(tl.int32), axis=0), step, limit, tl.load(quotas + row), tl.load(at_ends + row), C
+        )
+        # A position is accepted if the ranks before it sum to at most the bound, or if it is among the required ones.
+        # Positions are ordered by rank, which is the entropy, and by index where ranks are equal.
+        is_before = (rank[None, :] < rank[:, None]) | (
+            (rank[None, :] == rank[:, None]) & (position[None, :] < position[:, None])
+        )
+        is_before = is_before & mask[None, :]
+        sum_before = tl.sum(tl.where(is_before, rank[None, :], 0.0), axis=1)
+        count_before = tl.sum(is_before.to(tl.int32), axis=1)
+        accepted = is_allowed & ((sum_before <= tl.load(bounds + row)) | (count_before < least))
         drawn = tl.load(sampled + offs, mask=mask, other=0)
         tl.store(ids_out + offs, tl.where(accepted, drawn, tl.load(noise + offs, mask=mask, other=0)), mask=mask)
         tl.store(best_out + offs, token, mask=mask)
@@ -159,3 +197,22 @@ def _step_canvases(
         tl.store(steps + row, step + 1)
         is_stable = unchanged_steps >= tl.load(stabilities + row)
         tl.store(settled + row, is_stable & (mean_entropy < tl.load(confidences + row)))
+
+
+@triton.jit
+def _spread_apart(rank, confirmed, position, mask, spread):
+    """The positions that `spread` allows: `sampler.spread_apart`."""
+    open_rank = tl.where(confirmed, float("inf"), rank)
+    distance = position[None, :] - position[:, None]
+    is_near = (distance < spread) & (distance > -spread) & mask[None, :]
+    lowest = tl.min(tl.where(is_near, open_rank[None, :], float("inf")), axis=1)
+    return confirmed | (rank < _SURE) | (open_rank == lowest)
+
+
+@triton.jit
+def _count_required(accepted, step, limit, quota, at_end, C):
+    """The number of positions that a step must accept: `sampler.count_required`."""
+    steps_left = limit - step
+    share = accepted + tl.cdiv(C - accepted, steps_left)
+    required = tl.where((at_end != 0) & (steps_left == 1), C, 0)
+    return tl.where(quota != 0, share, required)

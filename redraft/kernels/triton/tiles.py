@@ -38,6 +38,12 @@ class Tiles:
     # Programs that share an expert's tokens: they run together and find its weights in the L2 cache. In attention: the most
     # programs that share the keys of a row.
     concurrent: int = 1
+    # Experts: more tokens that a program takes along, as a second result, so that few tokens beyond a tile do not cost
+    # another pass over the weight.
+    rest: int = 0
+    # Experts: the programs of one expert start together, so that they find its tokens in the L2 cache. Else programs of all
+    # experts do.
+    by_expert: bool = False
 
     def shared_memory(self, card: Card, weight_bytes: float, token_bytes: int) -> int:
         """Returns the bytes of shared memory of a product with a weight, for elements of these sizes.
@@ -50,7 +56,7 @@ class Tiles:
         token_buffers = count_buffers(card, self.stages)
         weight_buffers = max(1, self.stages - 1) if is_converted else token_buffers
         weights = int(self.features * self.inner * weight_bytes) * weight_buffers
-        tokens = self.tokens * self.inner * token_bytes * token_buffers
+        tokens = (self.tokens + self.rest) * self.inner * token_bytes * token_buffers
         converted = self.features * self.inner * token_bytes if is_converted and card.has_tensor_memory else 0
         return max(weights + tokens + converted, self.tokens * self.features * 4)
 

@@ -2,11 +2,13 @@
 
     raw logits -> [1 _reduce_chunks] -> statistics of chunks -> [2 _combine_chunks] -> argmax, entropy, sample, normaliser
     raw logits -> [3 _compute_probs] -> probabilities, in the same memory -> one product with the embedding
+    raw logits, statistics of chunks -> [4 _find_top_probs] -> the most probable tokens, for watched requests
 
 The kernels read the raw logits of the output projection. A sample needs the cumulative weight up to a token: kernel 1 sums
-chunks and the blocks inside them, and kernel 2 reads again only the one block that contains the target.
+chunks and the blocks inside them, and kernel 2 reads again only the one block that contains the target. Kernel 4 takes the
+best of all chunks' best tokens, reads that one chunk again for its next best, and so on.
 
-Shapes: N positions, V vocabulary, J chunks, I blocks per chunk.
+Shapes: N positions, V vocabulary, J chunks, I blocks per chunk, K candidates.
 """
 
 from typing import NamedTuple
@@ -17,19 +19,21 @@ import triton.language as tl
 from torch import Tensor
 
 from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
-from redraft.kernels.vocabulary import BLOCK
+from redraft.kernels.vocabulary import BLOCK, TopProbs
 
 CHUNK = 4096  # entries per program
 
 
 class VocabularyResult(NamedTuple):
-    """The prediction at each position, and the statistics that `compute_probs_` needs."""
+    """The prediction at each position, and the statistics that `compute_probs_` and `find_top_probs` need."""
 
     best_N: Tensor  # int64
     entropy_N: Tensor  # float32
     sampled_N: Tensor  # int64
     top_N: Tensor  # the largest logit after softcap and temperature, float32
     mass_N: Tensor  # the softmax normaliser relative to the largest logit, both rounded to the dtype of the raw logits
+    stats_NJ4: Tensor  # of every chunk: see `_reduce_chunks`
+    argmax_NJ: Tensor  # int32, the best token of every chunk
 
 
 def argmax_entropy_sample(raw_NV: Tensor, cap: float, temperature_N: Tensor, uniform_N: Tensor) -> VocabularyResult:
@@ -53,7 +57,29 @@ def argmax_entropy_sample(raw_NV: Tensor, cap: float, temperature_N: Tensor, uni
         best_N, entropy_N, sampled_N, top_N, mass_N,
         vocab, chunks, cap, triton.next_power_of_2(chunks), blocks, BLOCK, num_warps=4, **pdl_options(),
     )  # fmt: skip
-    return VocabularyResult(best_N, entropy_N, sampled_N, top_N, mass_N)
+    return VocabularyResult(best_N, entropy_N, sampled_N, top_N, mass_N, stats_NJ4, argmax_NJ)
+
+
+def find_top_probs(
+    raw_NV: Tensor, cap: float, temperature_N: Tensor, result: VocabularyResult, ids_N: Tensor, count: int
+) -> TopProbs:
+    """Returns the probabilities of the tokens `ids_N`, of the best tokens, and of the `count` most probable tokens.
+
+    All tensors have one axis for the positions. The raw logits must not be overwritten yet.
+    """
+    n, vocab = raw_NV.shape
+    chunks = result.argmax_NJ.shape[1]
+    chunk = min(CHUNK, max(BLOCK, triton.next_power_of_2(vocab)))
+    count = min(count, vocab)
+    own_N, draft_N = (torch.empty(n, dtype=torch.float32, device=raw_NV.device) for _ in range(2))
+    ids_NK = torch.empty(n, count, dtype=torch.int64, device=raw_NV.device)
+    probs_NK = torch.empty(n, count, dtype=torch.float32, device=raw_NV.device)
+    _find_top_probs[(n,)](
+        raw_NV, temperature_N, result.stats_NJ4, result.argmax_NJ, result.best_N, ids_N, own_N, draft_N, ids_NK, probs_NK,
+        vocab, chunks, cap, count, triton.next_power_of_2(count), triton.next_power_of_2(chunks), chunk,
+        num_warps=4, **pdl_options(),
+    )  # fmt: skip
+    return TopProbs(own_N, draft_N, ids_NK, probs_NK)
 
 
 def compute_probs_(
@@ -178,3 +204,44 @@ def _compute_probs(
     if HAS_SCALES:
         prob = prob * tl.load(scale + column, mask=mask, other=0.0)
     tl.store(raw + offs, prob.to(dtype), mask=mask)
+
+
+@triton.jit
+def _find_top_probs(
+    raw, temperatures, stats, argmaxes, best, ids, own_out, draft_out, ids_out, probs_out, V, J, cap,
+    K: tl.constexpr, K_PADDED: tl.constexpr, J_PADDED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One position. Found tokens are excluded by their number: a recomputed logit may differ by rounding."""
+    _pdl_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, J_PADDED)
+    mask = chunk < J
+    index = row * J + chunk
+    temperature = tl.load(temperatures + row)
+    tops = tl.load(stats + index * 4, mask=mask, other=-float("inf"))
+    argmax = tl.load(argmaxes + index, mask=mask, other=0)
+    top = tl.max(tops, axis=0)
+    weight_sum = tl.load(stats + index * 4 + 1, mask=mask, other=0.0)
+    total = tl.sum(tl.where(mask, tl.exp(tops - top) * weight_sum, 0.0), axis=0)
+    own = tl.load(raw + row * V + tl.load(ids + row)).to(tl.float32)
+    draft = tl.load(raw + row * V + tl.load(best + row)).to(tl.float32)
+    tl.store(own_out + row, tl.exp(_softcap_and_scale(own, cap, temperature) - top) / total)
+    tl.store(draft_out + row, tl.exp(_softcap_and_scale(draft, cap, temperature) - top) / total)
+    offs_k = tl.arange(0, K_PADDED)
+    found = tl.full((K_PADDED,), -1, tl.int32)
+    found_logit = tl.zeros((K_PADDED,), tl.float32)
+    for k in range(K):
+        logit, best_chunk = tl.max(tops, axis=0, return_indices=True)
+        token = tl.sum(tl.where(chunk == best_chunk, argmax, 0), axis=0)
+        found = tl.where(offs_k == k, token, found)
+        found_logit = tl.where(offs_k == k, logit, found_logit)
+        offs = best_chunk * CHUNK + tl.arange(0, CHUNK)
+        is_found = tl.sum((offs[:, None] == found[None, :]).to(tl.int32), axis=1) > 0
+        left = tl.load(raw + row * V + offs, mask=offs < V, other=0.0).to(tl.float32)
+        left = tl.where((offs < V) & (is_found == 0), _softcap_and_scale(left, cap, temperature), -float("inf"))
+        next_logit, next_index = tl.max(left, axis=0, return_indices=True)
+        tops = tl.where(chunk == best_chunk, next_logit, tops)
+        argmax = tl.where(chunk == best_chunk, best_chunk * CHUNK + next_index, argmax)
+    offs_out = row * K + offs_k
+    tl.store(ids_out + offs_out, found.to(tl.int64), mask=offs_k < K)
+    tl.store(probs_out + offs_out, tl.exp(found_logit - top) / total, mask=offs_k < K)
