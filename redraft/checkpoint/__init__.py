@@ -22,7 +22,14 @@ part_sizes.py        bits and bytes of the parts of a checkpoint
 parts.py             folder or GGUF file -> model, tokenizer and sampler settings on a device
 """
 
-from redraft.checkpoint.adapter_files import fingerprint, is_adapter, load_adapter, save_adapter
+from redraft.checkpoint.adapter_files import (
+    fingerprint,
+    is_adapter,
+    load_adapter,
+    read_adapter_config,
+    read_adapter_metadata,
+    save_adapter,
+)
 from redraft.checkpoint.atomic_folder import check_target, put_in_place, replace_folder, sync_files
 from redraft.checkpoint.find import PACKAGED, find
 from redraft.checkpoint.gguf import is_gguf, open_gguf
@@ -71,6 +78,8 @@ __all__ = [
     "published_name",
     "put_in_place",
     "quantize_checkpoint",
+    "read_adapter_config",
+    "read_adapter_metadata",
     "read_configs",
     "read_model_config",
     "read_sampler_config",
