@@ -70,6 +70,7 @@ def load(
     gpu_memory: str | float | None = None,
     context: int | None = None,
     adapter: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> "Writer":
     """Loads a Writer from a checkpoint folder, a GGUF file or a hub id; by default, the small model that ships with redraft.
 
@@ -78,21 +79,25 @@ def load(
     while loading, and the other layers to fp8, except with `keep_bf16`; see QuantPolicy. `verify_with` is a checkpoint of
     the same vocabulary that verifies what this one drafts (docs/verified.md). `kv="fp8"` stores KV caches in 8 bits.
     `gpu_memory="18GB"` limits the GPU's memory and plans it for `context` tokens, by default 16,384 (docs/hardware.md).
-    `adapter` is the folder of a LoRA adapter that all requests use (docs/adapters.md).
+    `adapter` is the folder of a LoRA adapter that all requests use; `adapters` are folders by the names by which
+    `with_adapter` and the clients of a server choose them (docs/serve.md).
     """
-    if adapter is not None:
-        checkpoint.read_adapter_config(adapter)  # refuses what is no adapter before a model is loaded
+    folders = {**(adapters or {}), **({} if adapter is None else {str(adapter): adapter})}
+    for folder in folders.values():
+        checkpoint.read_adapter_config(folder)  # refuses what is no adapter before a model is loaded
     options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
-    limit = limit_gpu(device, gpu_memory, context, kv, verify_with)
+    limit = limit_gpu(device, gpu_memory, context, kv, verify_with, folders.values())
     with explain_lack_of_memory(limit):
         model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options, place=limit.place if limit else None)
+        loaded = {name: checkpoint.load_adapter(folder, model, Path(name).name) for name, folder in folders.items()}
         config = limit.offload(model) if limit else EngineConfig(kv=kv)
     verifier = None
     if verify_with is not None:
         verifier = checkpoint.load_verifier(verify_with, model, tokenizer, str(path_or_id), **options)
         sampler = sampler.changed(check="exact" if sampler.check == "off" else None)
     writer = Writer(model, tokenizer, sampler, verifier, config, limit)
-    return writer if adapter is None else writer.with_adapter(adapter)
+    writer.adapters = {name: loaded[name] for name in adapters or {}}
+    return writer if adapter is None else writer.with_adapter(loaded[str(adapter)])
 
 
 class Writer:
@@ -113,6 +118,7 @@ class Writer:
         gpu_limit: GpuLimit | None = None,
     ) -> None:
         self.model = model
+        self.adapters: dict[str, Adapter] = {}  # by the names by which clients choose them
         self.gpu_limit = gpu_limit
         self.tokenizer = tokenizer
         self.sampler = sampler
@@ -136,9 +142,11 @@ class Writer:
     def with_adapter(self, adapter: Adapter | str | Path | None) -> "Writer":
         """A Writer whose requests use this adapter, or none. It shares model, engine and memory with this one.
 
-        A name is that of the adapter's folder. Requests of both Writers, and of others with other adapters, run together.
+        It is named as in `adapters`, or by its folder. Requests of both Writers, and of others, run together.
         """
-        if isinstance(adapter, str | Path):
+        if isinstance(adapter, str) and adapter in self.adapters:
+            adapter = self.adapters[adapter]
+        elif isinstance(adapter, str | Path):
             adapter = checkpoint.load_adapter(adapter, self.model, Path(adapter).name)
         writer = copy.copy(self)
         writer.engine = AdaptedEngine(self.engine, adapter)

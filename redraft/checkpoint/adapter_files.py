@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from redraft.checkpoint.names import DECODER, ENCODER, GEMMA4, GEMMA4_TEXT, VISION
+from redraft.checkpoint.names import ADAPTER_CONFIG, DECODER, ENCODER, GEMMA4, GEMMA4_TEXT, VISION
 from redraft.config import ConfigError, read_json, require_int, require_number, show_value, write_text
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.lora import (
@@ -34,7 +34,6 @@ from redraft.model.lora import (
     adaptable_matrices,
 )
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 METADATA = "redraft"  # the key of our own metadata in the safetensors header
 PEFT_PREFIX = "base_model.model."
@@ -147,7 +146,7 @@ def publish_adapter_config(adapter: Adapter, base: str) -> dict[str, Any]:
 
 def read_adapter_metadata(folder: str | Path) -> dict[str, Any]:
     """What our own files say about an adapter: base, data, scores. Empty for those that peft wrote."""
-    with _open(Path(folder)) as file:
+    with open_adapter(Path(folder)) as file:
         raw = (file.metadata() or {}).get(METADATA, "{}")
     try:
         metadata = json.loads(raw)
@@ -210,7 +209,8 @@ def load_adapter(folder: str | Path, model: DiffusionGemma, name: str = "adapter
     return adapter.eval().requires_grad_(False)
 
 
-def _open(folder: Path) -> Any:
+def open_adapter(folder: Path) -> Any:
+    """Maps the weights of an adapter and reads their header."""
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise AdapterError(f"{folder} has no {ADAPTER_WEIGHTS}; redraft reads safetensors only")
@@ -221,7 +221,7 @@ def _open(folder: Path) -> Any:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    with _open(folder) as file:
+    with open_adapter(folder) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
     for name, tensor in tensors.items():
         if tensor.dtype not in PRECISIONS:

@@ -16,7 +16,7 @@ class AdaptedEngine(Engine):
     def __init__(self, engine: Engine, adapter: Adapter | None) -> None:
         if adapter is not None and engine.verifier is not None:
             raise AdapterError(
-                "verify_with decides what is written, so an adapter of the model that drafts would not show: leave one out"
+                "verify_with decides what is written, so an adapter of the model that drafts would not show: leave it out"
             )
         self.__dict__ = engine.__dict__
         self.adapter = adapter

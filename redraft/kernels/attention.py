@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+SCORES_AT_ONCE = 2**26  # on a GPU; torch keeps all scores where none of its kernels fits, which is so for large heads
+
 
 def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Returns softmax(q k) v as [B, S, H * K].
@@ -26,8 +28,22 @@ def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockM
         out_BHSK = flex(q, k, v, block_mask=mask, scale=1.0, enable_gqa=is_grouped)
     else:
         dense = mask[:, None] if mask is not None else None
-        out_BHSK = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=1.0, enable_gqa=is_grouped)
+        parts = []
+        for begin, end in _split_queries(q, k):
+            own = dense if dense is None or dense.shape[2] == 1 else dense[:, :, begin:end]
+            part = q[:, :, begin:end]
+            parts.append(F.scaled_dot_product_attention(part, k, v, attn_mask=own, scale=1.0, enable_gqa=is_grouped))
+        out_BHSK = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return out_BHSK.transpose(1, 2).flatten(2)
+
+
+def _split_queries(q_BHSK: Tensor, k_BGTK: Tensor) -> list[tuple[int, int]]:
+    """Which queries attend together. On a GPU without gradients, so many that their scores do not fill the memory."""
+    rows, heads, count, _ = q_BHSK.shape
+    if not q_BHSK.is_cuda or q_BHSK.requires_grad:
+        return [(0, count)]
+    at_once = max(1, SCORES_AT_ONCE // (rows * heads * max(1, k_BGTK.shape[2])))
+    return [(begin, min(begin + at_once, count)) for begin in range(0, count, at_once)]
 
 
 @cache
