@@ -189,8 +189,9 @@ def load_adapter(folder: str | Path, model: DiffusionGemma, name: str = "adapter
         )
     shapes = adaptable_matrices(model.config)
     halves: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for tensor_name, tensor in _read_tensors(folder).items():
-        place = _find_matrix(tensor_name, tensor, shapes, folder)
+    stored = _read_tensors(folder)
+    for tensor_name, tensor in stored.items():
+        place = _find_matrix(tensor_name, stored, shapes, folder)
         if place is not None:
             half, matrix, part = place
             halves.setdefault((half, matrix), {})[part] = tensor
@@ -231,7 +232,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _find_matrix(name: str, tensor: Tensor, shapes: Mapping[str, MatrixShape], folder: Path) -> tuple[str, str, str] | None:
+def _find_matrix(
+    name: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, MatrixShape], folder: Path
+) -> tuple[str, str, str] | None:
     """The half, the matrix and the part ("A" or "B") of a tensor; None for vision weights, which redraft does not run."""
     published = name.removeprefix(PEFT_PREFIX)
     if published.startswith(VISION):
@@ -242,23 +245,31 @@ def _find_matrix(name: str, tensor: Tensor, shapes: Mapping[str, MatrixShape], f
             continue
         matrix = match["module"].removeprefix(prefix).removesuffix(".base_layer")
         if matrix.endswith(".experts"):
-            matrix = _find_expert_matrix(matrix, match["part"], tensor, shapes)
+            pair = [tensors.get(re.sub(r"\.lora_[AB]", f".lora_{part}", name)) for part in "AB"]
+            matrix = _find_expert_matrix(matrix, *pair, shapes)
         if matrix in shapes:
             return half, matrix, match["part"]
         if f"{matrix}.down_proj" in shapes:
-            raise AdapterError(f"{folder} was made for a model of another shape: {name[:200]} is {list(tensor.shape)}")
+            raise AdapterError(
+                f"{folder} was made for a model of another shape: {name[:200]} is {list(tensors[name].shape)}"
+            )
     raise AdapterError(f"{folder} has a tensor for which this model has no matrix: {name[:200]}")
 
 
-def _find_expert_matrix(module: str, part: str, tensor: Tensor, shapes: Mapping[str, MatrixShape]) -> str:
-    """Which of a layer's two stacks a tensor belongs to. Its name does not tell: peft wraps one wrapper in the other."""
+def _find_expert_matrix(module: str, a: Tensor | None, b: Tensor | None, shapes: Mapping[str, MatrixShape]) -> str:
+    """Which of a layer's two stacks a pair belongs to. Its name does not tell: peft wraps one wrapper in the other.
+
+    One of the two tensors may fit both stacks, but not both of them.
+    """
     for last in ("gate_up_proj", "down_proj"):
         shape = shapes.get(f"{module}.{last}")
-        if shape is not None and tensor.dim() == 2:
-            size = tensor.shape[1] if part == "A" else tensor.shape[0]
-            other = tensor.shape[0] if part == "A" else tensor.shape[1]
-            if size == (shape.inputs if part == "A" else shape.outputs) and other % (shape.experts or 1) == 0:
-                return f"{module}.{last}"
+        if shape is None or any(tensor is not None and tensor.dim() != 2 for tensor in (a, b)):
+            continue
+        experts = shape.experts or 1
+        fits_a = a is None or (a.shape[1] == shape.inputs and len(a) % experts == 0)
+        fits_b = b is None or (len(b) == shape.outputs and b.shape[1] % experts == 0)
+        if fits_a and fits_b:
+            return f"{module}.{last}"
     return module
 
 
