@@ -245,8 +245,8 @@ def _find_matrix(
             continue
         matrix = match["module"].removeprefix(prefix).removesuffix(".base_layer")
         if matrix.endswith(".experts"):
-            pair = [tensors.get(re.sub(r"\.lora_[AB]", f".lora_{part}", name)) for part in "AB"]
-            matrix = _find_expert_matrix(matrix, *pair, shapes)
+            a, b = (tensors.get(re.sub(r"\.lora_[AB]", f".lora_{part}", name)) for part in "AB")
+            matrix = _find_expert_matrix(matrix, a, b, shapes)
         if matrix in shapes:
             return half, matrix, match["part"]
         if f"{matrix}.down_proj" in shapes:

@@ -194,7 +194,7 @@ class MemoryPlan:
             return 0
         rows = min(MAX_ROWS, self.canvases)
         tokens = max(self.prefill_chunk, rows * config.canvas_length)
-        scores = 3 * 4 * SCORES_AT_ONCE
+        scores = 3 * 4 * SCORES_AT_ONCE["cuda"]
         query_width = config.num_attention_heads * max(config.head_dim, config.global_head_dim)
         repeated = 2 * rows * self.demand.context * query_width * self.dtype.itemsize  # keys and values, for every head
         stack = 2 * config.num_experts * config.moe_intermediate_size * config.hidden_size * self.dtype.itemsize

@@ -2,7 +2,8 @@
 
 The captured graphs and their kernels compute the weights of the model alone. Requests with an adapter therefore go through
 the reference forwards on the GPU, all of their adapters in one forward; the others stay on the graphs. Both happen in the
-same step, so neither waits for the other's end.
+same step. `warm_up` does not measure the reference forwards, which run MAX_ROWS requests at a time: MemoryPlan counts them,
+and without a limit they use what the budget of KV caches leaves free.
 """
 
 from collections.abc import Sequence

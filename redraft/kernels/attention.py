@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-SCORES_AT_ONCE = 2**26  # on a GPU; torch keeps all scores where none of its kernels fits, which is so for large heads
+# Scores that are computed at once, by kind of device. Torch keeps all of them where none of its kernels fits, as with the
+# large heads of full layers; on a GPU they could fill the memory.
+SCORES_AT_ONCE = {"cuda": 2**26}
 
 
 def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
@@ -38,11 +40,12 @@ def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockM
 
 
 def _split_queries(q_BHSK: Tensor, k_BGTK: Tensor) -> list[tuple[int, int]]:
-    """Which queries attend together. On a GPU without gradients, so many that their scores do not fill the memory."""
+    """Which queries attend together: (first, end) of each group. With gradients, all of them."""
     rows, heads, count, _ = q_BHSK.shape
-    if not q_BHSK.is_cuda or q_BHSK.requires_grad:
+    limit = SCORES_AT_ONCE.get(q_BHSK.device.type)
+    if limit is None or q_BHSK.requires_grad or not count:
         return [(0, count)]
-    at_once = max(1, SCORES_AT_ONCE // (rows * heads * max(1, k_BGTK.shape[2])))
+    at_once = max(1, limit // (rows * heads * max(1, k_BGTK.shape[2])))
     return [(begin, min(begin + at_once, count)) for begin in range(0, count, at_once)]
 
 
