@@ -1,10 +1,11 @@
 """Training an adapter at the released shape with random weights: tokens per second and peak memory, by base.
 
-    python benchmarks/bench_tune.py [--quant none fp8 nvfp4 int4] [--rows 1] [--length 2048] [--steps 4] [--shape released|tiny]
+    python benchmarks/bench_tune.py [--quant none fp8 nvfp4 int4] [--rows 1] [--length 2048] [--steps 4]
+        [--shape released|tiny]
 
-Every base is measured with rank 16 on attention and dense MLP, and with rank 8 on these and the experts. A step is one forward of
-[noisy | clean] with self-conditioning in half of the rows, its backward pass with recomputed layers, and AdamW. The last line
-is JSON.
+Every base is measured with rank 16 on attention and dense MLP, and with rank 8 on these and the experts. A step is one
+forward of [noisy | clean] with self-conditioning in half of the rows, its backward pass with recomputed layers, and AdamW.
+The last line is JSON.
 """
 
 import argparse
@@ -115,9 +116,8 @@ def main() -> None:
         for name, adapter in ADAPTERS.items():
             found = {"adapter": name, **measure(model, adapter, options, None if quant == "none" else quant)}
             results.append(found)
-            print(
-                f"{found['quant']}, {name}: {found['tokens_per_second']:,.0f} tokens/s, {found['peak_bytes'] / 1e9:.1f}e9 bytes"
-            )
+            speed = f"{found['tokens_per_second']:,.0f} tokens/s"
+            print(f"{found['quant']}, {name}: {speed}, {found['peak_bytes'] / 1e9:.1f}e9 bytes")
         del model
         gc.collect()
         torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ The Writer turns text into token ids, runs the engine, and turns the ids back in
 is a text to continue, or a conversation (a list of messages) to answer, which goes through the chat template.
 """
 
+import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,11 +19,11 @@ from redraft.config import DEFAULT_EDIT_STRENGTH, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.pattern_compiler import LocalCompiler, Pattern, PatternCompiler
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
-from redraft.diffusion.generate import Finished, generate
-from redraft.diffusion.verified import generate_verified
-from redraft.engine import Engine, Request, Stopped
+from redraft.diffusion.events import Finished
+from redraft.engine import AdaptedEngine, Engine, Request, Stopped
 from redraft.engine.gpu_limit import GpuLimit, explain_lack_of_memory, limit_gpu
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.lora import Adapter
 from redraft.tasks import best_of, decide, edit, infill
 from redraft.tasks.answer import Answer
 from redraft.tasks.async_stream import AsyncStream
@@ -42,11 +43,12 @@ from redraft.tasks.generation import new_seed as new_seed
 from redraft.tasks.infill import Filled, Infiller
 from redraft.tasks.keywords import FillKeywords, GenerationKeywords, SamplerKeywords, SudokuKeywords, list_keywords
 from redraft.tasks.mend import DEFAULT_LEAST, Mender
+from redraft.tasks.streamer import run_with_streamer
 from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solve
 from redraft.tasks.sudoku.board import Board
 from redraft.tasks.sudoku.solve import Solution
-from redraft.tasks.text_events import TextAssembler, TextEvent, add_text, feed_streamer
+from redraft.tasks.text_events import TextAssembler, TextEvent, add_text
 from redraft.tokenizer.chat_parser import Parsed, parse_chat
 from redraft.tokenizer.helper_process import HelperStoppedError
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -67,6 +69,8 @@ def load(
     kv: str | None = None,
     gpu_memory: str | float | None = None,
     context: int | None = None,
+    adapter: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> "Writer":
     """Loads a Writer from a checkpoint folder, a GGUF file or a hub id; by default, the small model that ships with redraft.
 
@@ -75,16 +79,25 @@ def load(
     while loading, and the other layers to fp8, except with `keep_bf16`; see QuantPolicy. `verify_with` is a checkpoint of
     the same vocabulary that verifies what this one drafts (docs/verified.md). `kv="fp8"` stores KV caches in 8 bits.
     `gpu_memory="18GB"` limits the GPU's memory and plans it for `context` tokens, by default 16,384 (docs/hardware.md).
+    `adapter` is the folder of a LoRA adapter that all requests use; `adapters` are folders by the names by which
+    `with_adapter` and the clients of a server choose them (docs/serve.md).
     """
+    folders = {**(adapters or {}), **({} if adapter is None else {str(adapter): adapter})}
+    for folder in folders.values():
+        checkpoint.read_adapter_config(folder)  # refuses what is no adapter before a model is loaded
     options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
-    limit = limit_gpu(device, gpu_memory, context, kv, verify_with)
+    limit = limit_gpu(device, gpu_memory, context, kv, verify_with, folders.values())
     with explain_lack_of_memory(limit):
         model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options, place=limit.place if limit else None)
+        loaded = {name: checkpoint.load_adapter(folder, model, Path(name).name) for name, folder in folders.items()}
         config = limit.offload(model) if limit else EngineConfig(kv=kv)
-    if verify_with is None:
-        return Writer(model, tokenizer, sampler, None, config, limit)
-    verifier = checkpoint.load_verifier(verify_with, model, tokenizer, str(path_or_id), **options)
-    return Writer(model, tokenizer, sampler.changed(check="exact" if sampler.check == "off" else None), verifier, config)
+    verifier = None
+    if verify_with is not None:
+        verifier = checkpoint.load_verifier(verify_with, model, tokenizer, str(path_or_id), **options)
+        sampler = sampler.changed(check="exact" if sampler.check == "off" else None)
+    writer = Writer(model, tokenizer, sampler, verifier, config, limit)
+    writer.adapters = {name: loaded[name] for name in adapters or {}}
+    return writer if adapter is None else writer.with_adapter(loaded[str(adapter)])
 
 
 class Writer:
@@ -105,6 +118,7 @@ class Writer:
         gpu_limit: GpuLimit | None = None,
     ) -> None:
         self.model = model
+        self.adapters: dict[str, Adapter] = {}  # by the names by which clients choose them
         self.gpu_limit = gpu_limit
         self.tokenizer = tokenizer
         self.sampler = sampler
@@ -116,7 +130,28 @@ class Writer:
     def __repr__(self) -> str:
         million = self.model.config.parameter_counts()["total"] / 1e6
         dtype = str(self.model.dtype).removeprefix("torch.")
-        return f"Writer({million:,.1f} million parameters, {dtype}, {self.model.device}, check={self.sampler.check!r})"
+        adapter = f", adapter={self.adapter.name!r}" if self.adapter is not None else ""
+        place = f"{dtype}, {self.model.device}"
+        return f"Writer({million:,.1f} million parameters, {place}, check={self.sampler.check!r}{adapter})"
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that all requests of this Writer use."""
+        return self.engine.adapter
+
+    def with_adapter(self, adapter: Adapter | str | Path | None) -> "Writer":
+        """A Writer whose requests use this adapter, or none. It shares model, engine and memory with this one.
+
+        It is named as in `adapters`, or by its folder. Requests of both Writers, and of others, run together.
+        """
+        if isinstance(adapter, str) and adapter in self.adapters:
+            adapter = self.adapters[adapter]
+        elif isinstance(adapter, str | Path):
+            adapter = checkpoint.load_adapter(adapter, self.model, Path(adapter).name)
+        writer = copy.copy(self)
+        writer.engine = AdaptedEngine(self.engine, adapter)
+        vars(writer).pop("mender", None)  # it keeps the engine with which it was made
+        return writer
 
     # 1. Generate
 
@@ -237,7 +272,7 @@ class Writer:
         if streamer is not None:
             if len(set(cfgs)) > 1:
                 raise ValueError("with a streamer all prompts need canvases of one length: give canvas_length")
-            end = self._run_with_streamer(prompts, cfgs[0], seeds, options, constraints, streamer)
+            end = run_with_streamer(self.engine, self.tokenizer, prompts, cfgs[0], seeds, options, constraints, streamer)
             return [self._build_answer(end, row, is_chat, cfgs[0]) for row in range(len(prompts))]
         if options.best_of > 1:
             longest = max(len(ids) + cfg.max_answer for ids, cfg in zip(prompts, cfgs, strict=True))
@@ -275,40 +310,6 @@ class Writer:
             replay=options.replay,
             candidates=options.candidates,
         )
-
-    def _run_with_streamer(
-        self,
-        prompts: Sequence[Sequence[int]],
-        cfg: SamplerConfig,
-        seeds: list[int],
-        options: GenerationOptions,
-        constraints: Constraints | None,
-        streamer: Any,
-    ) -> Finished:
-        """Runs `generate` instead of the engine: a streamer expects all rows of a batch at the same step."""
-        if options.seconds is not None or options.stop is not None or options.replay is not None:
-            raise ValueError("seconds, stop and replay do not work with a streamer; iterate over Writer.stream instead")
-        first_canvas_BC = start_from_draft(seeds, options.draft, self.tokenizer, cfg, self.model.config.vocab_size)
-        if cfg.check != "off":
-            if options.draft or options.best_of > 1:
-                raise ValueError("draft and best_of do not work with a streamer in checked and exact mode")
-            if len(prompts) > 1:
-                raise ValueError(f"with check {cfg.check!r} a streamer takes one prompt, got {len(prompts)}")
-            events = generate_verified(
-                self.model, prompts[0], cfg, seed=seeds[0], constraints=constraints, verifier=self.engine.verifier
-            )
-        else:
-            events = generate(
-                self.model,
-                prompts,
-                cfg,
-                seeds=seeds,
-                constraints=[constraints or Constraints()] * len(prompts),
-                first_canvas_BC=first_canvas_BC,
-            )
-        *_, end = feed_streamer(events, prompts, streamer)
-        assert isinstance(end, Finished)
-        return end
 
     def _build_answer(self, end: Finished, row: int, is_chat: bool, cfg: SamplerConfig) -> Answer:
         ids, _ = cut_at_stop(end.ids_BT[row].tolist(), cfg, cfg.max_new_tokens)
@@ -494,4 +495,6 @@ class Writer:
         self, puzzles: Sequence[Board], *, seed: int, canvases: int = 64, check: bool = True, **settings: Any
     ) -> Iterator[solve.SolveStep | Solution]:
         """Yields every denoising step over the boards, and every solution when it is done."""
-        return solve.solve(self.model, puzzles, self._sampler_config(**settings), seed=seed, canvases=canvases, check=check)
+        cfg = self._sampler_config(**settings)
+        options: dict[str, Any] = {"seed": seed, "canvases": canvases, "check": check}
+        return solve.solve(self.model, puzzles, cfg, **options, adapter=self.adapter)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests: tiny configurations, models with random weights, a byte tokenizer, a checkpoint folder.
+"""Fixtures of the tests: tiny configurations, random models and adapters, a byte tokenizer, a checkpoint folder.
 
 A model with plain random weights never settles, and a rounding error grows tenfold at every step. `decided` damps the layers
 and sharpens the head: canvases settle, rows stop at different steps, and rounding errors vanish.
@@ -16,6 +16,7 @@ from redraft import checkpoint
 from redraft.config import FULL, SLIDING, ModelConfig, SamplerConfig
 from redraft.diffusion.draft_policy import TOKEN_COST, DraftPolicy
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.lora import TARGETS, Adapter, AdapterConfig, new_adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import Writer
 
@@ -80,6 +81,23 @@ def decided(config: ModelConfig, seed: int = 0) -> DiffusionGemma:
         model.self_conditioning.down_proj.weight.mul_(0.07)
         model.norm.weight.mul_(20.0)
     return model
+
+
+def trained(config: ModelConfig, seed: int = 0, **changes: object) -> Adapter:
+    """An adapter with random pairs: what training would leave."""
+    cfg = AdapterConfig(**{"rank": 4, "alpha": 6.0, "targets": TARGETS, **changes})
+    adapter = new_adapter(cfg, config, seed)
+    randomize(adapter, seed)
+    return adapter.eval().requires_grad_(False)
+
+
+def randomize(module: torch.nn.Module, seed: int = 0, of: str = "") -> None:
+    """Gives the parameters with this part of a name random numbers."""
+    generator = torch.Generator().manual_seed(seed + 100)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if of in name:
+                p.copy_(torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5)
 
 
 def byte_tokenizer() -> Tokenizer:

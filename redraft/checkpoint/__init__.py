@@ -13,21 +13,32 @@ manifest.py          checks that the files of a folder were saved together
 placement.py         on which device each weight is put
 load.py              tensors -> model
 adapter_files.py     adapters in peft's format
+adapter_summary.py   what the files of an adapter say about it
 atomic_folder.py     replaces a folder as a whole
 publish_packed.py    packed weights in the layout of compressed-tensors
 save.py              model -> folder
 tensor_file.py       writes a safetensors file tensor by tensor
 quantize.py          folder or GGUF file -> quantized folder, weight by weight
+merge.py             folder or GGUF file, and an adapter -> folder
 part_sizes.py        bits and bytes of the parts of a checkpoint
 parts.py             folder or GGUF file -> model, tokenizer and sampler settings on a device
 """
 
-from redraft.checkpoint.adapter_files import fingerprint, is_adapter, load_adapter, save_adapter
+from redraft.checkpoint.adapter_files import (
+    fingerprint,
+    is_adapter,
+    load_adapter,
+    read_adapter_config,
+    read_adapter_metadata,
+    save_adapter,
+)
+from redraft.checkpoint.adapter_summary import AdapterSummary, summarize_adapter
 from redraft.checkpoint.atomic_folder import check_target, put_in_place, replace_folder, sync_files
 from redraft.checkpoint.find import PACKAGED, find
 from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model, open_weights
 from redraft.checkpoint.manifest import verify_files
+from redraft.checkpoint.merge import Merged, merge_checkpoint
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.checkpoint.part_sizes import PartSize, measure_parts
 from redraft.checkpoint.parts import load_checkpoint, load_verifier, read_configs
@@ -46,7 +57,9 @@ from redraft.checkpoint.tensors import folder_with_vision
 __all__ = [
     "PACKAGED",
     "PRECISIONS",
+    "AdapterSummary",
     "CheckpointError",
+    "Merged",
     "PartSize",
     "QuantizeOptions",
     "check_target",
@@ -62,6 +75,7 @@ __all__ = [
     "load_model",
     "load_verifier",
     "measure_parts",
+    "merge_checkpoint",
     "open_gguf",
     "open_weights",
     "parse_model_config",
@@ -71,12 +85,15 @@ __all__ = [
     "published_name",
     "put_in_place",
     "quantize_checkpoint",
+    "read_adapter_config",
+    "read_adapter_metadata",
     "read_configs",
     "read_model_config",
     "read_sampler_config",
     "replace_folder",
     "save",
     "save_adapter",
+    "summarize_adapter",
     "sync_files",
     "verify_files",
 ]

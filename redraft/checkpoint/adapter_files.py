@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from redraft.checkpoint.names import DECODER, ENCODER, GEMMA4, GEMMA4_TEXT, VISION
+from redraft.checkpoint.names import ADAPTER_CONFIG, DECODER, ENCODER, GEMMA4, GEMMA4_TEXT, VISION
 from redraft.config import ConfigError, read_json, require_int, require_number, show_value, write_text
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.lora import (
@@ -34,7 +34,6 @@ from redraft.model.lora import (
     adaptable_matrices,
 )
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 METADATA = "redraft"  # the key of our own metadata in the safetensors header
 PEFT_PREFIX = "base_model.model."
@@ -147,7 +146,7 @@ def publish_adapter_config(adapter: Adapter, base: str) -> dict[str, Any]:
 
 def read_adapter_metadata(folder: str | Path) -> dict[str, Any]:
     """What our own files say about an adapter: base, data, scores. Empty for those that peft wrote."""
-    with _open(Path(folder)) as file:
+    with open_adapter(Path(folder)) as file:
         raw = (file.metadata() or {}).get(METADATA, "{}")
     try:
         metadata = json.loads(raw)
@@ -190,8 +189,9 @@ def load_adapter(folder: str | Path, model: DiffusionGemma, name: str = "adapter
         )
     shapes = adaptable_matrices(model.config)
     halves: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for tensor_name, tensor in _read_tensors(folder).items():
-        place = _find_matrix(tensor_name, tensor, shapes, folder)
+    stored = _read_tensors(folder)
+    for tensor_name, tensor in stored.items():
+        place = _find_matrix(tensor_name, stored, shapes, folder)
         if place is not None:
             half, matrix, part = place
             halves.setdefault((half, matrix), {})[part] = tensor
@@ -210,7 +210,8 @@ def load_adapter(folder: str | Path, model: DiffusionGemma, name: str = "adapter
     return adapter.eval().requires_grad_(False)
 
 
-def _open(folder: Path) -> Any:
+def open_adapter(folder: Path) -> Any:
+    """Maps the weights of an adapter and reads their header."""
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise AdapterError(f"{folder} has no {ADAPTER_WEIGHTS}; redraft reads safetensors only")
@@ -221,7 +222,7 @@ def _open(folder: Path) -> Any:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    with _open(folder) as file:
+    with open_adapter(folder) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
     for name, tensor in tensors.items():
         if tensor.dtype not in PRECISIONS:
@@ -231,7 +232,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _find_matrix(name: str, tensor: Tensor, shapes: Mapping[str, MatrixShape], folder: Path) -> tuple[str, str, str] | None:
+def _find_matrix(
+    name: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, MatrixShape], folder: Path
+) -> tuple[str, str, str] | None:
     """The half, the matrix and the part ("A" or "B") of a tensor; None for vision weights, which redraft does not run."""
     published = name.removeprefix(PEFT_PREFIX)
     if published.startswith(VISION):
@@ -242,23 +245,31 @@ def _find_matrix(name: str, tensor: Tensor, shapes: Mapping[str, MatrixShape], f
             continue
         matrix = match["module"].removeprefix(prefix).removesuffix(".base_layer")
         if matrix.endswith(".experts"):
-            matrix = _find_expert_matrix(matrix, match["part"], tensor, shapes)
+            a, b = (tensors.get(re.sub(r"\.lora_[AB]", f".lora_{part}", name)) for part in "AB")
+            matrix = _find_expert_matrix(matrix, a, b, shapes)
         if matrix in shapes:
             return half, matrix, match["part"]
         if f"{matrix}.down_proj" in shapes:
-            raise AdapterError(f"{folder} was made for a model of another shape: {name[:200]} is {list(tensor.shape)}")
+            raise AdapterError(
+                f"{folder} was made for a model of another shape: {name[:200]} is {list(tensors[name].shape)}"
+            )
     raise AdapterError(f"{folder} has a tensor for which this model has no matrix: {name[:200]}")
 
 
-def _find_expert_matrix(module: str, part: str, tensor: Tensor, shapes: Mapping[str, MatrixShape]) -> str:
-    """Which of a layer's two stacks a tensor belongs to. Its name does not tell: peft wraps one wrapper in the other."""
+def _find_expert_matrix(module: str, a: Tensor | None, b: Tensor | None, shapes: Mapping[str, MatrixShape]) -> str:
+    """Which of a layer's two stacks a pair belongs to. Its name does not tell: peft wraps one wrapper in the other.
+
+    One of the two tensors may fit both stacks, but not both of them.
+    """
     for last in ("gate_up_proj", "down_proj"):
         shape = shapes.get(f"{module}.{last}")
-        if shape is not None and tensor.dim() == 2:
-            size = tensor.shape[1] if part == "A" else tensor.shape[0]
-            other = tensor.shape[0] if part == "A" else tensor.shape[1]
-            if size == (shape.inputs if part == "A" else shape.outputs) and other % (shape.experts or 1) == 0:
-                return f"{module}.{last}"
+        if shape is None or any(tensor is not None and tensor.dim() != 2 for tensor in (a, b)):
+            continue
+        experts = shape.experts or 1
+        fits_a = a is None or (a.shape[1] == shape.inputs and len(a) % experts == 0)
+        fits_b = b is None or (len(b) == shape.outputs and b.shape[1] % experts == 0)
+        if fits_a and fits_b:
+            return f"{module}.{last}"
     return module
 
 

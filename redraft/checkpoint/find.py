@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from redraft.checkpoint.gguf import is_gguf
-from redraft.checkpoint.names import CONFIG, CheckpointError
+from redraft.checkpoint.names import ADAPTER_CONFIG, CONFIG, CheckpointError
 
 PACKAGED = Path(__file__).parents[1] / "weights"
 PACKAGED_NAMES = ("tiny", "sudoku")
@@ -33,6 +33,7 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
     if str(path_or_id) in PACKAGED_NAMES and not (folder / CONFIG).exists():
         return PACKAGED / str(path_or_id)
     if folder.is_dir():
+        _refuse_adapter(folder)
         _refuse_folder_of_gguf_files(folder)
         if weights:
             _refuse_pickles(folder, sorted(path for path in folder.iterdir()))
@@ -57,6 +58,12 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
     if not re.fullmatch(REPOSITORY, hub_id):
         raise CheckpointError(f"there is no folder {str(path_or_id)!r}, and it is not a hub id (OWNER/NAME)")
     return _download(hub_id, ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])])
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """An adapter is no model: the user gives its base, and the adapter beside it."""
+    if (folder / ADAPTER_CONFIG).exists() and not (folder / CONFIG).exists():
+        raise CheckpointError(f"{folder} holds an adapter, not a model: give its base with --model and --adapter {folder}")
 
 
 def _refuse_folder_of_gguf_files(folder: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 GENERATION_CONFIG = "generation_config.json"
 REDRAFT_CONFIG = "redraft.json"
 WEIGHTS = "model.safetensors"

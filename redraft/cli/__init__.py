@@ -9,6 +9,7 @@ augment.py    augment
 serve.py      serve
 info.py       info
 quantize.py   quantize
+merge.py      merge: an adapter into its base
 warm.py       warm: builds GPU kernels ahead
 sudoku.py     sudoku
 demo.py       demo: a Sudoku and a story

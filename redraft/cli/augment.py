@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from redraft.cli.options import Device, Model, Threads, option, parse_int
+from redraft.cli.options import Adapter, Device, Model, Threads, option, parse_int
 
 if TYPE_CHECKING:
     from redraft.tasks.augment import Plan, Variant
@@ -41,6 +41,7 @@ def augment(
     model: Model = "",
     device: Device = None,
     threads: Threads = None,
+    adapter: Adapter = None,
 ) -> None:
     """Make variants of texts for a training set: some words are replaced by others that fit."""
     share_of_words = parse_share(share)
@@ -58,7 +59,7 @@ def augment(
     kept_bytes = 0
     if target.exists():
         begin, kept_bytes = find_resume_point(target, [record[field] for _, record in records], plan)
-    subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
+    subject = writer.load(model or writer.DEFAULT_MODEL, device=device, adapter=adapter)
     console = Console(stderr=True, highlight=False)
     for line, record in records:
         try:

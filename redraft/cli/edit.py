@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from redraft.cli.options import (
+    Adapter,
     Device,
     Model,
     Seed,
@@ -50,6 +51,7 @@ def fill(
     write: Write = False,
     device: Device = None,
     threads: Threads = None,
+    adapter: Adapter = None,
 ) -> None:
     """Infill the gaps of a text; the text around them does not change."""
     text = read_text(file, write)
@@ -59,7 +61,7 @@ def fill(
     from redraft.tasks.infill import parse_template
 
     texts = parse_template(text).texts  # checks the gaps before the model is loaded
-    subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
+    subject = writer.load(model or writer.DEFAULT_MODEL, device=device, adapter=adapter)
     refuse_sudoku_model(subject)
     check_longest(longest, subject.model.config.max_position_embeddings)
     console = Console(highlight=False)
@@ -100,6 +102,7 @@ def edit(
     write: Write = False,
     device: Device = None,
     threads: Threads = None,
+    adapter: Adapter = None,
 ) -> None:
     """Repair the mistakes of a text, or with --strength replace its unlikely tokens, and show the difference."""
     text = read_text(file, write)
@@ -111,7 +114,7 @@ def edit(
     if strength is not None:
         with name_flags({"strength": "--strength"}):
             check_strength(strength)
-    subject = writer.load(model or writer.DEFAULT_MODEL, device=device)
+    subject = writer.load(model or writer.DEFAULT_MODEL, device=device, adapter=adapter)
     refuse_sudoku_model(subject)
     console = Console(highlight=False)
     if suggest:

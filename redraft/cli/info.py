@@ -1,29 +1,47 @@
-"""The command redraft info: a checkpoint's shape, how it generates text, formats and memory, and what runs here."""
+"""The command redraft info: a checkpoint's shape, how it generates text, formats and memory, and what runs here.
+
+Of an adapter it tells the base, what it reaches, and what it was trained on.
+"""
 
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from redraft.cli.terminal import strip_control_characters
 from redraft.config import ModelConfig, SamplerConfig
 
 if TYPE_CHECKING:
-    from redraft.checkpoint import PartSize
+    from redraft.checkpoint import AdapterSummary, PartSize
 
 
 def info(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Checkpoint folder, GGUF file, or hub id. [the released 26B-A4B shape]")
+    folder_or_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="[MODEL]", help="Checkpoint or adapter folder, GGUF file, or hub id. [the released 26B-A4B shape]"
+        ),
     ] = "",
+    model: Annotated[str, typer.Option("--model", "-m", help="The same.")] = "",
 ) -> None:
-    """Show a checkpoint's shape, its memory by format, and which kernels run on this machine."""
+    """Show a checkpoint's shape, its memory by format, and which kernels run on this machine; or what an adapter is."""
     from redraft import checkpoint
 
+    if folder_or_id and model:
+        raise ValueError(f"name one model, got {folder_or_id} and {model}")
+    model = model or folder_or_id
     console = Console(highlight=False)
+    if model and checkpoint.is_adapter(model) and not (Path(model) / "config.json").exists():
+        console.print(model, style="bold", markup=False)
+        console.print(_adapter_table(checkpoint.summarize_adapter(model)))
+        return
     config = ModelConfig()
     sampler = SamplerConfig()
     stored = None
@@ -42,6 +60,51 @@ def info(
         console.print(_stored_table(parts))
     console.print(_memory_table(config, stored))
     console.print(_machine_table())
+
+
+def _adapter_table(summary: AdapterSummary) -> Table:
+    """What an adapter is, and what its metadata says about its training. Every entry of the metadata may be missing."""
+    metadata = summary.metadata
+    table = Table("adapter", "", box=None, pad_edge=False)
+    data = metadata.get("data")
+    trained = {name: metadata[name] for name in ("records", "steps", "tokens") if isinstance(metadata.get(name), int)}
+    rows = {
+        "base": summary.base or "not named",
+        "rank": f"{summary.rank}, alpha {summary.alpha:g}",
+        "targets": ", ".join(summary.targets),
+        "layers": _ranges(summary.layers) or "none",
+        "halves": summary.halves,
+        "parameters": f"{_si(summary.parameters)}".strip(),
+        "file": _si(summary.nbytes, "B"),
+        "data": ", ".join(map(str, data)) if isinstance(data, list) else "",
+        **{name: f"{value:,}" for name, value in trained.items()},
+    }
+    for name, score in _flatten(metadata.get("scores")):
+        rows[name] = f"{score:.4f}" if isinstance(score, float) else str(score)
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, Text(strip_control_characters(value)))
+    return table
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Numbers in order, with runs of them as 3-7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _flatten(scores: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (name, score); nested names are joined by a space."""
+    for name, value in scores.items() if isinstance(scores, dict) else ():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name} ".replace("_", " "))
+        else:
+            yield f"{prefix}{name}".replace("_", " "), value
 
 
 def _shape_table(config: ModelConfig) -> Table:

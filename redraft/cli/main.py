@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import redraft
-from redraft.cli import augment, data, demo, edit, info, quantize, serve, sudoku, train, tune, warm
+from redraft.cli import augment, data, demo, edit, info, merge, quantize, serve, sudoku, train, tune, warm
 from redraft.cli.generation import (
     FLAGS,
     BestOf,
@@ -39,6 +39,7 @@ from redraft.cli.generation import (
     build_options,
 )
 from redraft.cli.options import (
+    Adapter,
     Context,
     Device,
     Dtype,
@@ -139,12 +140,13 @@ def write(
     kv: Kv = None,
     gpu_memory: GpuMemory = None,
     context: Context = None,
+    adapter: Adapter = None,
 ) -> None:
     """Answer a prompt, or continue it when the model has no chat template."""
     text = _read_prompt(prompt)
     check_recording(record)
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
-    writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
+    writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context, adapter=adapter)
     is_chat = writer.tokenizer.can_chat and not raw
     if not is_chat and (system or think):
         raise ValueError("--system and --think need a chat model; this one continues text")
@@ -169,7 +171,6 @@ def write(
         schema=Path(schema).read_text(encoding="utf-8", errors="replace") if schema is not None else None,
         choices=choices.split(",") if choices is not None else None,
     )
-    console = Console(highlight=False)
     with name_flags(FLAGS):
         events = writer.stream(_conversation(system, text) if is_chat else text, options=options)
     events = show_builds_until_first(events, _stderr(), message=_waiting_message(best_of))
@@ -177,10 +178,8 @@ def write(
     events = recording.watch(events) if recording is not None else events
     if as_json:
         _print_json(events, seed)
-    elif console.is_terminal if visual is None else visual:
-        _draw(writer, events, console, best_of, f"{text}\n" if is_chat else text)
     else:
-        _print_committed(events)
+        _show(writer, events, visual, best_of, f"{text}\n" if is_chat else text)
     if recording is not None and record is not None:
         recording.save(record)
     show_peak(writer, _stderr())
@@ -215,10 +214,11 @@ def chat(
     kv: Kv = None,
     gpu_memory: GpuMemory = None,
     context: Context = None,
+    adapter: Adapter = None,
 ) -> None:
     """Chat with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
-    writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
+    writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context, adapter=adapter)
     if not writer.tokenizer.can_chat:
         from redraft.writer import DEFAULT_MODEL
 
@@ -259,6 +259,7 @@ app.command()(tune.tune)
 app.command()(data.data)
 app.command()(info.info)
 app.command()(quantize.quantize)
+app.command()(merge.merge)
 
 
 def _read_prompt(argument: str | None) -> str:
@@ -303,7 +304,6 @@ def _converse(
     from redraft.engine import EngineError
 
     console = Console(highlight=False)
-    is_drawn = console.is_terminal if visual is None else visual
     messages = list(system_messages)
     for line in _read_lines(console):
         if line == "/exit":
@@ -315,7 +315,7 @@ def _converse(
         try:
             events = writer.stream(request, options=options)
             events = show_builds_until_first(events, _stderr(), message=_waiting_message(options.best_of))
-            answer = _draw(writer, events, console, options.best_of) if is_drawn else _print_committed(events)
+            answer = _show(writer, events, visual, options.best_of)
         except KeyboardInterrupt as interrupt:
             if not console.is_terminal:
                 raise
@@ -344,6 +344,13 @@ def _read_lines(console: Console) -> Iterator[str]:
 def _waiting_message(best_of: int) -> str:
     """What a terminal shows until the first event. Several answers may have none until the best of them is known."""
     return f"generating {best_of} answers" if best_of > 1 else ""
+
+
+def _show(writer: Writer, events: Iterator[TextEvent], visual: bool | None, best_of: int, prompt: str = "") -> str:
+    """Draws the answer or prints it, as the user asks or as the terminal allows. Returns its text."""
+    console = Console(highlight=False)
+    is_drawn = console.is_terminal if visual is None else visual
+    return _draw(writer, events, console, best_of, prompt) if is_drawn else _print_committed(events)
 
 
 def _draw(writer: Writer, events: Iterator[TextEvent], console: Console, best_of: int, prompt: str = "") -> str:

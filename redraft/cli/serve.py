@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ from redraft.cli.options import (
 from redraft.cli.warm import launch_kernels, show_builds, show_loaded
 
 if TYPE_CHECKING:
+    from redraft.server.middleware import Limits
     from redraft.writer import Writer
 
 PORT = 8012  # the default of llama.vim
@@ -44,6 +46,11 @@ Cors = Annotated[
 Proxies = Annotated[
     list[str] | None,
     typer.Option("--trusted-proxy", help="Address of a reverse proxy that names the client; may be repeated."),
+]
+
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="NAME=DIR", help="A LoRA adapter that clients name as their model; may be repeated."),
 ]
 
 
@@ -88,6 +95,7 @@ def serve(
     kv: Kv = None,
     gpu_memory: GpuMemory = None,
     context: Context = None,
+    adapters: Adapters = None,
 ) -> None:
     """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
     check_address(host, port, key)
@@ -97,23 +105,19 @@ def serve(
 
         from redraft.server.app import ServerConfig, make_app
         from redraft.server.connections import uvicorn_config
-        from redraft.server.middleware import BodyLimits, ConnectionLimits, Limits, parse_origin
+        from redraft.server.middleware import parse_origin
         from redraft.writer import DEFAULT_MODEL
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
     origins = tuple(map(parse_origin, cors or ()))
+    name = name or Path(model or DEFAULT_MODEL).name
+    folders = parse_adapters(adapters or (), name)
     sockets = bind_address(host, port)
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
-    subject = load_warm(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context)
-    limits = Limits(
-        hosts=(host, *(hosts or ())),
-        origins=origins,
-        key=key,
-        bodies=BodyLimits(body_bytes=max_body * 2**20, received_bytes=4 * max_body * 2**20, body_seconds=body_seconds),
-        connections=ConnectionLimits(connections=connections, connections_per_client=max(1, connections // 2)),
-    )
+    subject = load_warm(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context, adapters=folders)
+    limits = build_limits(max_body, body_seconds, connections, hosts=(host, *(hosts or ())), origins=origins, key=key)
     config = ServerConfig(
-        name=name or Path(model or DEFAULT_MODEL).name,
+        name=name,
         limits=limits,
         requests=requests,
         compile_seconds=compile_seconds,
@@ -141,6 +145,35 @@ def load_warm(model: str, **options: Any) -> Writer:
         if select_backend(subject.model.device).uses_triton:
             launch_kernels(subject)
     return subject
+
+
+def parse_adapters(values: Sequence[str], base_name: str) -> dict[str, str]:
+    """The folders of adapters by their names. Refuses names that clients could not tell apart."""
+    from redraft.server.api.openai import EDIT_MODEL
+
+    folders: dict[str, str] = {}
+    for value in values:
+        name, _, folder = value.partition("=")
+        if not name or not folder:
+            raise ValueError(f"--adapter is a name and a folder, NAME=DIR, got {value!r}")
+        if name in (base_name, EDIT_MODEL):
+            raise ValueError(f"--adapter {value} has the name of a model that the server has already: choose another one")
+        if name in folders:
+            raise ValueError(f"--adapter gives the name {name} twice, for {folders[name]} and {folder}")
+        folders[name] = folder
+    return folders
+
+
+def build_limits(max_body: int, body_seconds: float, connections: int, **options: Any) -> Limits:
+    """The server's limits from the flags."""
+    from redraft.server.middleware import BodyLimits, ConnectionLimits, Limits
+
+    size = max_body * 2**20
+    return Limits(
+        bodies=BodyLimits(body_bytes=size, received_bytes=4 * size, body_seconds=body_seconds),
+        connections=ConnectionLimits(connections=connections, connections_per_client=max(1, connections // 2)),
+        **options,
+    )
 
 
 def check_address(host: str, port: int, key: str | None) -> None:

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from redraft.cli.options import Threads
+from redraft.cli.options import Adapter, Threads
 from redraft.cli.terminal import CHANGED, FRAME_SECONDS, NOISE, QUIET, defer_interrupt
 from redraft.config import replace_file
 from redraft.tasks.sudoku import board as boards
@@ -51,6 +51,7 @@ def sudoku(
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda. [a GPU if there is one]")] = None,
     threads: Threads = None,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    adapter: Adapter = None,
 ) -> None:
     """Solve Sudoku by diffusion: one puzzle, drawn while it settles, or a file of puzzles."""
     located_puzzles = read_argument(puzzle)
@@ -59,7 +60,7 @@ def sudoku(
             solver.solve(board)  # raises BoardError unless there is exactly one solution
     from redraft.writer import SUDOKU_MODEL, load, new_seed
 
-    writer = load(model or SUDOKU_MODEL, device=device, dtype=dtype)
+    writer = load(model or SUDOKU_MODEL, device=device, dtype=dtype, adapter=adapter)
     puzzles = [board for _, board in located_puzzles]
     seed = seed if seed is not None else new_seed()
     if out and not Path(out).absolute().parent.is_dir():

@@ -14,6 +14,7 @@ from redraft.constraints.next_token import NextToken
 from redraft.diffusion import pick, rng
 from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.lora import Adapter
 
 
 @torch.inference_mode()
@@ -25,6 +26,7 @@ def generate_autoregressive(
     *,
     seed: int = 0,
     constraints: Constraints | None = None,
+    adapter: Adapter | None = None,
 ) -> Iterator[int]:
     """Yields at most `max_tokens` tokens after the prompt `ids`; a stop token ends it and is yielded too.
 
@@ -46,7 +48,7 @@ def generate_autoregressive(
     seed_1 = torch.tensor([rng.wrap_seed(seed)], device=model.device)
     seen_1V = torch.zeros(1, model.config.vocab_size, dtype=torch.bool, device=model.device)
     seen_1V[:, list(ids)] = True
-    cache = model.new_cache(1, len(ids) + max_tokens, rewind=0)
+    cache = model.new_cache(1, len(ids) + max_tokens, rewind=0, adapter=adapter)
     hidden_1SD = model.encode(torch.tensor([ids], device=model.device), cache)
     for position in range(max_tokens):
         if model.device.type == "cpu":

@@ -23,6 +23,7 @@ from redraft.diffusion import rng, sampler
 from redraft.diffusion.events import Committed, Draft, Event, Finished, Stats
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
+from redraft.model.lora import Adapter
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward: the causal mask has this many rows, and a column for each cached token
 
@@ -39,6 +40,7 @@ def generate(
     seeds: Sequence[int],
     constraints: Sequence[Constraints] | None = None,
     first_canvas_BC: Tensor | None = None,
+    adapter: Adapter | None = None,
 ) -> Iterator[Event]:
     """Continues every prompt, canvas after canvas, until a stop token or max_new_tokens.
 
@@ -53,7 +55,7 @@ def generate(
 
     # 2. Prefill: run the prompts causally and write their keys and values into the cache.
     capacity = max(map(len, prompts)) + (cfg.max_canvases - 1) * length  # the last canvas is never encoded
-    cache = model.new_cache(rows, capacity, rewind=0)
+    cache = model.new_cache(rows, capacity, rewind=0, adapter=adapter)
     prefill(model, prompts, cache)
     counter.mark_prefilled()
 
@@ -176,6 +178,29 @@ def check_inputs(
             raise ValueError(f"the first canvas has shape {shape}; the prompts and canvas_length need {expected}")
         if first_canvas_BC.min() < 0 or first_canvas_BC.max() >= config.vocab_size:
             raise ValueError(f"the first canvas has a token outside the vocabulary of {config.vocab_size}")
+
+
+def check_steering(
+    cfg: SamplerConfig, constraints: Constraints, *, is_steered: bool = False, has_draft: bool = False
+) -> None:
+    """Refuses what checked and exact mode cannot honour: a canvas that the caller steers, and bans under a pattern.
+
+    From left to right a pattern may lead to a position where all that fits is banned.
+    """
+    if cfg.check != "off" and constraints.automaton is not None and constraints.banned:
+        raise ValueError(f"bans together with a pattern need check 'off', got {cfg.check!r}")
+    if cfg.check != "off" and is_steered:
+        raise ValueError(f"a steered or resumed canvas needs check 'off', got {cfg.check!r}")
+    if cfg.settle_prefix and is_steered:
+        raise ValueError("a steered or resumed canvas may change anywhere: leave settle_prefix out")
+    if cfg.check == "exact" and has_draft:
+        raise ValueError("check 'exact' generates from left to right and takes no draft: choose 'checked' or 'off'")
+
+
+def require_drafter(model: DiffusionGemma, cfg: SamplerConfig) -> None:
+    """Refuses a mode with drafts for a model that cannot draft."""
+    if cfg.check == "checked" or (cfg.check == "exact" and cfg.draft_length):
+        model.require_denoiser(f"drafting (check={cfg.check}, draft_length={cfg.draft_length})")
 
 
 def step_cost(model: DiffusionGemma, cfg: SamplerConfig) -> StepCost:

@@ -29,13 +29,16 @@ from redraft.diffusion.generate import (
     Event,
     StatsCounter,
     check_inputs,
+    check_steering,
     constrain_canvas,
     make_draft,
     prefill,
+    require_drafter,
 )
 from redraft.kernels import TopProbs
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
+from redraft.model.lora import Adapter
 
 # 1. The state of one answer
 
@@ -211,29 +214,6 @@ class Verification:
         self.drafts = [*fresh, *ahead[len(fresh) :]]
 
 
-def check_steering(
-    cfg: SamplerConfig, constraints: Constraints, *, is_steered: bool = False, has_draft: bool = False
-) -> None:
-    """Refuses what checked and exact mode cannot honour: a canvas that the caller steers, and bans under a pattern.
-
-    From left to right a pattern may lead to a position where all that fits is banned.
-    """
-    if cfg.check != "off" and constraints.automaton is not None and constraints.banned:
-        raise ValueError(f"bans together with a pattern need check 'off', got {cfg.check!r}")
-    if cfg.check != "off" and is_steered:
-        raise ValueError(f"a steered or resumed canvas needs check 'off', got {cfg.check!r}")
-    if cfg.settle_prefix and is_steered:
-        raise ValueError("a steered or resumed canvas may change anywhere: leave settle_prefix out")
-    if cfg.check == "exact" and has_draft:
-        raise ValueError("check 'exact' generates from left to right and takes no draft: choose 'checked' or 'off'")
-
-
-def require_drafter(model: DiffusionGemma, cfg: SamplerConfig) -> None:
-    """Refuses a mode with drafts for a model that cannot draft."""
-    if cfg.check == "checked" or (cfg.check == "exact" and cfg.draft_length):
-        model.require_denoiser(f"drafting (check={cfg.check}, draft_length={cfg.draft_length})")
-
-
 # 2. The story
 
 
@@ -247,6 +227,7 @@ def generate_verified(
     constraints: Constraints | None = None,
     verifier: DiffusionGemma | None = None,
     policy: DraftPolicy | None = None,
+    adapter: Adapter | None = None,
 ) -> Iterator[Event]:
     """Continues a prompt in checked or exact mode, round by round. Another model may be the `verifier`.
 
@@ -259,7 +240,7 @@ def generate_verified(
     counter = StatsCounter(cfg, [seed], [len(prompt)])
     state = Verification.start(prompt, cfg, seed, constraints, model.config.vocab_size)
     state.policy = policy
-    worker = OwnVerifier(model) if verifier is None else OtherVerifier(model, verifier)
+    worker = OwnVerifier(model, adapter) if verifier is None else OtherVerifier(model, verifier)
     worker.prefill(prompt, cfg)
     counter.mark_prefilled()
     block = 0
@@ -312,13 +293,15 @@ def draft_canvas(
 class OwnVerifier:
     """The model verifies its own drafts: one joint forward a round."""
 
-    def __init__(self, model: DiffusionGemma) -> None:
+    def __init__(self, model: DiffusionGemma, adapter: Adapter | None = None) -> None:
         self.model = model
+        self.adapter = adapter
         self.cache: KVCache | None = None
 
     def prefill(self, prompt: Sequence[int], cfg: SamplerConfig) -> None:
         """Encodes the prompt but its last token, which the first round encodes."""
-        self.cache = self.model.new_cache(1, len(prompt) + cfg.max_new_tokens, rewind=cfg.draft_length + 2)
+        capacity = len(prompt) + cfg.max_new_tokens
+        self.cache = self.model.new_cache(1, capacity, cfg.draft_length + 2, self.adapter)
         if len(prompt) > 1:
             prefill(self.model, [prompt[:-1]], self.cache)
 

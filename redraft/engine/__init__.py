@@ -2,6 +2,7 @@
 
 In reading order:
     engine             Engine: add, stream, cancel and step requests; lends KV caches to work beside it
+    adapted_engine     AdaptedEngine: the same engine, as the requests of one adapter use it
     request            Request: one prompt, its status and its canvas in work
     stream             Stream: the events of one request, as an iterator
     replay             Replay, Intervention: a run that is repeated, with changed constraints from some step on
@@ -17,17 +18,20 @@ In reading order:
     batched_cache      BatchedCache: the KV caches of several requests as one
     cuda_graph_runner  CudaGraphRunner: forward passes on Triton kernels, as CUDA graphs
     step_graph         StepBucket: a denoising step as one CUDA graph
+    mixed_runner       MixedRunner: requests with adapters beside those on CUDA graphs
     round_graph        RoundBucket: a round of checked or exact mode as one CUDA graph
     graph_capture      capturing CUDA graphs
     fused_layers       FusedLayers: the model's layers on Triton kernels
 """
 
+from redraft.engine.adapted_engine import AdaptedEngine
 from redraft.engine.engine import Engine
 from redraft.engine.errors import EngineError, ReplayError, RequestError, Stopped
 from redraft.engine.replay import Intervention, Replay
 from redraft.engine.request import Request, RequestStatus, StopEvent
 
 __all__ = [
+    "AdaptedEngine",
     "Engine",
     "EngineError",
     "Intervention",

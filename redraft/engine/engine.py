@@ -21,8 +21,8 @@ from torch import Tensor
 from redraft.config import EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.draft_policy import DraftPolicy
-from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs
-from redraft.diffusion.verified import OtherVerifier, Verification, check_steering, require_drafter
+from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs, check_steering, require_drafter
+from redraft.diffusion.verified import OtherVerifier, Verification
 from redraft.engine.errors import MEMORY_ADVICE, USER_ERRORS, EngineError, Failure, RequestError, Stopped
 from redraft.engine.memory import measure_budget
 from redraft.engine.prefix_cache import PrefixCache
@@ -36,6 +36,7 @@ from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.kernels.threads import adapt_threads
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
+from redraft.model.lora import Adapter
 
 POLL_SECONDS = 0.05  # how often a waiting thread checks a stop event, which cannot wake it
 
@@ -44,6 +45,8 @@ Emitted = list[tuple[Request, Event]]
 
 class Engine:
     """Runs requests over one model."""
+
+    adapter: Adapter | None = None  # of the requests and reservations that are made here; see adapted_engine.py
 
     def __init__(
         self, model: DiffusionGemma, config: EngineConfig | None = None, verifier: DiffusionGemma | None = None
@@ -129,6 +132,7 @@ class Engine:
             candidates=candidates,
             verification=verification,
             other_verifier=OtherVerifier(self.model, self.verifier) if verification and self.verifier else None,
+            adapter=self.adapter,
             events=deque() if self.has_thread else None,  # the thread may run it before anybody streams it
             automaton_state=constraints.initial_state,
         )
@@ -179,7 +183,7 @@ class Engine:
                 if stop is not None and stop.is_set():
                     raise Stopped
                 self._wait_for_grant(reservation)
-            yield self.model.new_cache(rows, tokens, rewind=rewind)
+            yield self.model.new_cache(rows, tokens, rewind, self.adapter)
         finally:
             reservation.is_released = True
             self.notify()
@@ -388,9 +392,9 @@ class Engine:
             with contain_failure(request):
                 # The first round of a verified request encodes the last prompt token itself.
                 prompt = request.prompt if request.verification is None else request.prompt[:-1]
-                cached = self.scheduler.prefix_cache.take(prompt, request.capacity)
+                cached = self.scheduler.prefix_cache.take(prompt, request.capacity, request.adapter)
                 if cached is None:
-                    request.start(self.model.new_cache(1, request.capacity, rewind=self.config.rewind), [])
+                    request.start(self.model.new_cache(1, request.capacity, self.config.rewind, request.adapter), [])
                 else:
                     context, cache = cached
                     request.start(cache, context)
@@ -488,9 +492,9 @@ def with_status(requests: Sequence[Request], status: RequestStatus) -> list[Requ
 
 
 def make_runner(model: DiffusionGemma, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> Runner:
-    """A CudaGraphRunner where the Triton kernels are used, else the reference Runner."""
+    """A runner with CUDA graphs where the Triton kernels are used, else the reference Runner."""
     if not select_backend(model.device).uses_triton:
         return Runner(model, prefill_chunk)
-    from redraft.engine.cuda_graph_runner import CudaGraphRunner  # Triton takes long to import
+    from redraft.engine.mixed_runner import MixedRunner  # Triton takes long to import
 
-    return CudaGraphRunner(model, prefill_chunk, prefill_chunk_alone)
+    return MixedRunner(model, prefill_chunk, prefill_chunk_alone)

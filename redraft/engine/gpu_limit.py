@@ -9,8 +9,9 @@ ends with its Writer.
 import gc
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,8 +113,17 @@ def limit_gpu(
     context: int | None,
     kv: str | None,
     verify_with: object,
+    adapters: Iterable[str | Path] = (),
 ) -> GpuLimit | None:
-    """The limit that a user asks for; None without one. Refuses settings that cannot be, before anything is loaded."""
+    """The limit that a user asks for; None without one. Refuses settings that cannot be, before anything is loaded.
+
+    `adapters` are the folders of the adapters that will be loaded.
+    """
+    folders = list(adapters)
+    if folders and verify_with is not None:
+        raise ConfigError(
+            f"verify_with decides what is written, so the adapter {folders[0]} would not show: leave one of them out"
+        )
     kv = EngineConfig(kv=kv).kv
     if gpu_memory is None:
         if context is not None:
@@ -121,7 +131,8 @@ def limit_gpu(
         return None
     if verify_with is not None:
         raise ConfigError("gpu_memory plans the memory of one model: leave verify_with out")
-    demand = Demand(context=DEFAULT_CONTEXT if context is None else context, kv=kv)
+    adapter_bytes = sum(file.stat().st_size for folder in folders for file in Path(folder).glob("*.safetensors"))
+    demand = Demand(context=DEFAULT_CONTEXT if context is None else context, kv=kv, adapter_bytes=adapter_bytes)
     return GpuLimit(select_device(device), gpu_memory, demand)
 
 

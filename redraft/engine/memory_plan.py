@@ -24,6 +24,7 @@ from redraft.engine.graph_capture import bucket_contexts, next_power_of_two
 from redraft.engine.memory import count_token_bytes
 from redraft.engine.offload import ALIGNMENT, SLOTS, choose_offloaded, copied_layers
 from redraft.engine.runner import MAX_ROWS
+from redraft.kernels.attention import SCORES_AT_ONCE
 from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.kernels.packed import count_packed_bytes
 from redraft.kernels.vocabulary import CHUNK_LOGITS
@@ -115,6 +116,7 @@ class Demand:
     rewind: int = EngineConfig.rewind
     kv: str | None = None  # "fp8", or None: as the weights
     has_constraints: bool = True  # room for constrained and watched requests, which the reference sampler runs
+    adapter_bytes: int = 0  # of adapters, whose requests the reference forwards run
 
     def __post_init__(self) -> None:
         for name in ("context", "canvases", "prefill_chunk"):
@@ -160,6 +162,7 @@ class MemoryPlan:
             "experts": sum(self.weights.experts) - self.host_bytes,
             "slots of offloaded experts": self.slot_bytes,
             "router, norms, others": self.weights.other,
+            "adapters": self.demand.adapter_bytes + self._adapted_bytes,
             "CUDA graphs: logits and activations": graphs + buckets * config.hidden_size * itemsize,
             # Before a graph is captured, its body runs once outside of the graphs' memory.
             "prefill, captures, constrained requests": max(self.prefill_chunk * self._token_bytes, graphs, sampler),
@@ -171,6 +174,23 @@ class MemoryPlan:
     @property
     def _token_bytes(self) -> int:
         return count_token_bytes(self.config, self.dtype.itemsize)
+
+    @property
+    def _adapted_bytes(self) -> int:
+        """What a reference forward takes that runs requests with adapters: activations, attention, a stack of experts.
+
+        It keeps about twice the activations of a fused layer. Its logits are those of constrained requests.
+        """
+        config = self.config
+        if not self.demand.adapter_bytes:
+            return 0
+        rows = min(MAX_ROWS, self.canvases)
+        tokens = max(self.prefill_chunk, rows * config.canvas_length)
+        scores = 3 * 4 * SCORES_AT_ONCE["cuda"]
+        query_width = config.num_attention_heads * max(config.head_dim, config.global_head_dim)
+        repeated = 2 * rows * self.demand.context * query_width * self.dtype.itemsize  # keys and values, for every head
+        stack = 2 * config.num_experts * config.moe_intermediate_size * config.hidden_size * self.dtype.itemsize
+        return 2 * tokens * self._token_bytes + scores + repeated + stack
 
     @property
     def _largest_cache_tensor(self) -> int:

@@ -1,15 +1,19 @@
 """Prefix cache: KV caches of finished requests, kept for prompts that begin with the same tokens.
 
-A new prompt takes over the cached context with which it shares the longest prefix, cut back to that prefix. Entries are
-evicted least recently stored first.
+A new prompt takes over the cached context with which it shares the longest prefix, cut back to that prefix. Contexts that
+were encoded with different adapters have nothing in common. Entries are evicted least recently stored first.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from redraft.model.kv_cache import KVCache
+from redraft.model.lora import Adapter
 
 MIN_SHARED_TOKENS = 16  # a shorter common prefix is cheaper to prefill again than to look up and cut back
+
+
+Key = tuple[Adapter | None, tuple[int, ...]]  # the adapter with which a context was encoded, and its tokens
 
 
 class PrefixCache:
@@ -17,7 +21,7 @@ class PrefixCache:
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
-        self._entries: OrderedDict[tuple[int, ...], KVCache] = OrderedDict()
+        self._entries: OrderedDict[Key, KVCache] = OrderedDict()
 
     @property
     def nbytes(self) -> int:
@@ -29,48 +33,52 @@ class PrefixCache:
 
     def put(self, context: Sequence[int], cache: KVCache) -> None:
         """Stores a context as the newest entry. Evicts the oldest entries beyond `max_entries`."""
-        self._entries[tuple(context)] = cache
-        self._entries.move_to_end(tuple(context))
+        key = (cache.adapter, tuple(context))
+        self._entries[key] = cache
+        self._entries.move_to_end(key)
         while len(self._entries) > self.max_entries:
             self.evict()
 
-    def evict(self, sparing: Sequence[int] = ()) -> bool:
-        """Drops the oldest entry, but never the entry that the prompt `sparing` would take over whole.
+    def evict(self, sparing: Sequence[int] = (), adapter: Adapter | None = None) -> bool:
+        """Drops the oldest entry, but never the entry that the prompt `sparing` would take over whole with this adapter.
 
         Returns False when there is nothing to drop.
         """
         candidates = list(self._entries)
-        best_match = self._matches(sparing)[:1]
+        best_match = self._matches(sparing, adapter)[:1]
         if best_match and len(best_match[0]) == _shared_length(best_match[0], sparing):
-            candidates.remove(best_match[0])
+            candidates.remove((adapter, best_match[0]))
         if not candidates:
             return False
         del self._entries[candidates[0]]
         return True
 
-    def take(self, prompt: Sequence[int], capacity: int | None = None) -> tuple[list[int], KVCache] | None:
-        """The longest shared prefix of this prompt and its KV cache, or None when no entry shares enough.
+    def take(
+        self, prompt: Sequence[int], capacity: int | None = None, adapter: Adapter | None = None
+    ) -> tuple[list[int], KVCache] | None:
+        """The longest shared prefix of this prompt and its KV cache, or None when no entry of the adapter shares enough.
 
         An entry that is a prefix of the prompt leaves the cache. An entry that continues differently is copied and stays.
         The KV cache has the given capacity, that of the entry without one.
         """
-        for context in self._matches(prompt):
+        for context in self._matches(prompt, adapter):
             shared = _shared_length(context, prompt)
-            entry = self._entries[context]
+            entry = self._entries[adapter, context]
             room = capacity if capacity is not None else entry.capacity
             try:
                 if shared == len(context):
                     entry.rewind([shared])
-                    del self._entries[context]
+                    del self._entries[adapter, context]
                     return list(context), entry.with_capacity(room)
                 return list(context[:shared]), entry.copy_prefix(shared, room)
             except ValueError:  # its sliding layers no longer hold the window before `shared`
                 continue
         return None
 
-    def _matches(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
-        """Contexts that share at least MIN_SHARED_TOKENS with the prompt, the longest match first."""
-        lengths = {context: _shared_length(context, prompt) for context in self._entries}
+    def _matches(self, prompt: Sequence[int], adapter: Adapter | None) -> list[tuple[int, ...]]:
+        """Contexts of the adapter that share at least MIN_SHARED_TOKENS with the prompt, the longest match first."""
+        contexts = [context for own, context in self._entries if own is adapter]
+        lengths = {context: _shared_length(context, prompt) for context in contexts}
         matches = [context for context, shared in lengths.items() if shared >= MIN_SHARED_TOKENS]
         return sorted(matches, key=lambda context: -lengths[context])
 

@@ -28,6 +28,7 @@ from redraft.engine.errors import Failure
 from redraft.engine.replay import ReplayPlan
 from redraft.kernels import TopProbs, compute_top_probs
 from redraft.model.kv_cache import KVCache
+from redraft.model.lora import Adapter
 
 LOG = logging.getLogger("redraft.engine")
 MIN_STEP_TOKENS = 32  # a forward of few tokens reads all weights and costs about as much as one of 32
@@ -82,6 +83,7 @@ class Request:
     candidates: int = 0  # tokens per position whose probabilities every draft shows
     verification: Verification | None = None  # in checked and exact mode
     other_verifier: OtherVerifier | None = None  # if another model verifies
+    adapter: Adapter | None = None  # that its KV cache has, so that every forward goes through it
 
     status: RequestStatus = RequestStatus.WAITING
     cancel_requested: bool = False  # the engine's thread cancels the request at its next step

@@ -9,7 +9,7 @@ Requests with the same canvas length share one forward. A failure in a shared fo
 failure in one request's sampler ends only that request. Shapes: B requests, C canvas positions, V vocabulary, D model size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
@@ -53,8 +53,8 @@ class Runner:
         return len(chunk)
 
     def encode_canvases(self, requests: Sequence[Request]) -> None:
-        """Encodes committed canvases, one forward for each canvas length."""
-        for batch in group_by_length(requests):
+        """Encodes committed canvases. In checked mode the last verified token stands for the canvas."""
+        for batch in group_by_length(requests, MAX_ROWS, lambda request: committed_ids(request).shape[1]):
             with contain_failure(*batch):
                 ids_BC = torch.cat([committed_ids(request) for request in batch])
                 self.model.encode(ids_BC, BatchedCache([cache_of(request) for request in batch]))
@@ -148,12 +148,16 @@ class Runner:
         return torch.cat([soft if soft is not None else zeros_1CD for soft in softs])
 
 
-def group_by_length(requests: Sequence[Request], max_rows: int | None = None) -> list[list[Request]]:
-    """Batches of at most `max_rows` requests with the same canvas length, shortest first."""
-    ordered = sorted(requests, key=lambda request: request.cfg.canvas_length)
+def group_by_length(
+    requests: Sequence[Request],
+    max_rows: int | None = None,
+    length_of: Callable[[Request], int] = lambda request: request.cfg.canvas_length,
+) -> list[list[Request]]:
+    """Batches of at most `max_rows` requests whose canvases have the same length, shortest first."""
+    ordered = sorted(requests, key=length_of)
     max_rows = max_rows or max(1, len(ordered))
     batches = []
-    for _, group in groupby(ordered, key=lambda request: request.cfg.canvas_length):
+    for _, group in groupby(ordered, key=length_of):
         rows = list(group)
         batches += [rows[start : start + max_rows] for start in range(0, len(rows), max_rows)]
     return batches

@@ -50,7 +50,8 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         own_compiler = writer.pattern_compiler
-        writer.pattern_compiler = pool
+        for each in service.writers.values():
+            each.pattern_compiler = pool
         worker.start()
         try:
             yield
@@ -59,6 +60,7 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
             pool.close()
             writer.pattern_compiler = own_compiler
 
+    service = Service(writer, worker, metrics, config.name)
     app = FastAPI(title="redraft", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(AccessMiddleware, limits=config.limits, metrics=metrics, error_body=error_body)
     app.state.worker = worker
@@ -69,7 +71,6 @@ def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
     metrics.gpu_peak.set_function(lambda: peak_bytes(writer.model.device))
     metrics.gpu_limit.set(writer.gpu_limit.limit if writer.gpu_limit is not None else 0)
     add_error_handlers(app)
-    service = Service(writer, worker, metrics, config.name)
     for wire in (canvas, openai, responses, anthropic, ollama, llamacpp):
         for route in wire.routes(service):
             if route.body is None:

@@ -4,11 +4,12 @@ Wire formats (`api/`) build on this and know nothing of threads or of one anothe
 """
 
 import asyncio
+import copy
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -24,6 +25,7 @@ from redraft.server.fim import Gap
 from redraft.server.infill import Infill, infill_gap
 from redraft.server.logprobs import TokenLogprob
 from redraft.server.middleware import BODY, UNKNOWN_FIELDS, Metrics
+from redraft.server.schema import Body
 from redraft.server.streams import END, merge_streams, next_until_disconnected, until_disconnected
 from redraft.server.worker import Stream, Worker
 from redraft.tokenizer.chat_parser import ToolCall
@@ -81,6 +83,21 @@ class Service:
         self.worker = worker
         self.metrics = metrics
         self.name = name
+        adapted = {adapter: writer.with_adapter(adapter) for adapter in writer.adapters}
+        self.writers = {name: writer, **adapted}  # by the names of the models that clients see: the base, the adapters
+
+    def select(self, model: str | None) -> "Service":
+        """This service for the model that a client names. A name that the server does not know means the base.
+
+        Clients of Ollama may add a tag.
+        """
+        name = (model or "").removesuffix(":latest")
+        if name == self.name or name not in self.writers:
+            return self
+        selected = copy.copy(self)
+        selected.name = name
+        selected.writer = self.writers[name]
+        return selected
 
     async def start(self, request: Request, params: Sequence[CompletionParams]) -> Stream[tuple[int, Chunk]]:
         """Starts completions and returns (number, chunk) of all of them as they come.
@@ -148,6 +165,19 @@ class Service:
         self.metrics.drafts.labels("accepted").inc(stats.accepted)
         self.metrics.drafts.labels("rejected").inc(stats.drafted - stats.accepted)
         self.metrics.unsettled.inc(stats.canvases - stats.settled)
+
+
+class Handlers:
+    """The handlers of a wire format. Those of a request use the model that its body names: see `of`."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def of(self, body: Body) -> Self:
+        """These handlers with the service of the model that a body names."""
+        selected = copy.copy(self)
+        selected.service = self.service.select(body.model)
+        return selected
 
 
 def timings_of(stats: Sequence[Stats]) -> dict[str, Any]:

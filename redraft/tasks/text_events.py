@@ -147,22 +147,3 @@ def add_text(
                 deltas = []
             case Finished():
                 yield event
-
-
-def feed_streamer(events: Iterator[Event], prompts: Sequence[Sequence[int]], streamer: Any) -> Iterator[Event]:
-    """Passes events on and feeds a streamer as transformers does: prompt, drafts if it takes them, canvases, end."""
-    import torch
-
-    if getattr(streamer, "_takes_logits", False):
-        raise ValueError(f"{type(streamer).__name__} wants logits with every draft; redraft sends token ids")
-    if not hasattr(streamer, "put") or not hasattr(streamer, "end"):
-        raise ValueError(f"a streamer has the methods put and end, as those of transformers do, got {streamer!r}")
-    longest = max(map(len, prompts))
-    streamer.put(torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]))
-    for event in events:
-        if isinstance(event, Draft) and hasattr(streamer, "put_draft"):
-            streamer.put_draft(event.ids_BC.detach().cpu().clone())
-        elif isinstance(event, Committed):
-            streamer.put(event.ids_BC.detach().cpu().clone())
-        yield event
-    streamer.end()

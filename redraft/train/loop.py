@@ -321,8 +321,8 @@ class Trainer:
             names = [where for of_microbatch in getattr(self.task, "records", {}).values() for where in of_microbatch]
             records = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if names[MOST_NAMED:] else "")
             raise LostLossError(
-                f"the loss is {float(loss.detach())} at step {self.step + 1}, in the rows of {records}; the last checkpoint is kept: "
-                "lower the learning rate, or look at these records, and start again"
+                f"the loss is {float(loss.detach())} at step {self.step + 1}, in the rows of {records}; "
+                "the last checkpoint is kept: lower the learning rate, or look at these records, and start again"
             )
 
     def _evaluate(self) -> Evaluated:

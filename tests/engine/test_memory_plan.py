@@ -153,6 +153,18 @@ def test_the_buffers_of_graphs_are_planned():
     assert long.parts[graphs] - short.parts[graphs] == 2 * soft_embeddings
 
 
+def test_adapters_and_their_forwards_are_planned():
+    """Their requests run through the reference forwards, which keep scores and a stack of experts in full precision."""
+    plain, adapted = (
+        plan_memory(RELEASED, WEIGHTS["published"], 40 * 10**9, Demand(canvases=4, adapter_bytes=nbytes))
+        for nbytes in (0, 10**8)
+    )
+    assert plain.parts["adapters"] == 0
+    assert adapted.parts["adapters"] > 10**8 + 2 * 10**9
+    assert adapted.cache_bytes == plain.cache_bytes - adapted.parts["adapters"]
+    assert adapted.fits
+
+
 def test_a_context_is_no_longer_than_the_models():
     plans = [plan_memory(RELEASED, WEIGHTS["bf16"], 90 * 10**9, Demand(context=context)) for context in (2**18, 2**20)]
     assert plans[0] == plans[1]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from redraft import kernels
+from redraft.kernels.attention import SCORES_AT_ONCE
 from redraft.kernels.vocabulary import sample_from
 
 torch.manual_seed(0)
@@ -43,7 +44,11 @@ def test_proportional_rope_leaves_other_pairs_unchanged():
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention(heads, groups, masked):
+@pytest.mark.parametrize("scores_at_once", [None, 1, 2 * 6 * 11 * 2])
+def test_attention(heads, groups, masked, scores_at_once, monkeypatch):
+    """Whether all queries attend at once, one after another, or two at a time."""
+    if scores_at_once is not None:
+        monkeypatch.setitem(SCORES_AT_ONCE, "cpu", scores_at_once)
     q, k, v = torch.randn(2, 3, heads, 8), torch.randn(2, 11, groups, 8), torch.randn(2, 11, groups, 8)
     mask = torch.rand(2, 3, 11) < 0.6 if masked else None
     if masked:

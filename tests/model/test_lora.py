@@ -13,28 +13,12 @@ from transformers import DynamicCache
 from redraft.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, fingerprint, load_adapter, save_adapter
 from redraft.config import ConfigError
 from redraft.engine.batched_cache import BatchedCache
-from redraft.model.lora import DENOISE, ENCODE, Adapter, AdapterConfig, AdapterError, adaptable_matrices, new_adapter
+from redraft.model.lora import DENOISE, ENCODE, AdapterConfig, AdapterError, adaptable_matrices, new_adapter
+from redraft.model.lora import TARGETS as EVERY_TARGET
 
-EVERY_TARGET = ("attention", "dense", "experts", "self_conditioning")
 IDS = torch.randint(16, tiny.VOCAB - 3, (3, 24), generator=torch.Generator().manual_seed(1))
 CANVAS = torch.randint(16, tiny.VOCAB - 3, (3, 16), generator=torch.Generator().manual_seed(2))
 CONFIGS = {name: tiny.CONFIGS[name] for name in ("plain", "wide full heads", "every expert", "more experts than tokens")}
-
-
-def trained(config, seed=0, **changes) -> Adapter:
-    """An adapter with random pairs: what training would leave."""
-    cfg = AdapterConfig(**{"rank": 4, "alpha": 6.0, "targets": EVERY_TARGET, **changes})
-    adapter = new_adapter(cfg, config, seed)
-    randomize(adapter, seed)
-    return adapter.eval().requires_grad_(False)
-
-
-def randomize(module, seed=0, of=""):
-    generator = torch.Generator().manual_seed(seed + 100)
-    with torch.no_grad():
-        for name, p in module.named_parameters():
-            if of in name:
-                p.copy_(torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5)
 
 
 @torch.inference_mode()
@@ -67,7 +51,7 @@ def assert_close(ours, theirs, bound=1e-4):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_peft_loads_our_adapter_and_gives_our_logits(name, halves, tmp_path):
     model = tiny.build(CONFIGS[name])
-    adapter = trained(model.config, halves=halves)
+    adapter = tiny.trained(model.config, halves=halves)
     save_adapter(adapter, tmp_path, base="tiny", dtype=torch.float32)
     ours = our_logits(model, adapter)
     reference = peft.PeftModel.from_pretrained(transformers_reference.same_weights(model), tmp_path)
@@ -78,7 +62,7 @@ def test_peft_loads_our_adapter_and_gives_our_logits(name, halves, tmp_path):
 def test_adapters_of_some_layers_or_targets_reach_only_those(tmp_path):
     model = tiny.build(tiny.BASE)
     for number, changes in enumerate([{"targets": ("experts",)}, {"targets": ("attention",), "layers": (1,)}]):
-        adapter = trained(model.config, **changes)
+        adapter = tiny.trained(model.config, **changes)
         save_adapter(adapter, tmp_path / str(number), base="tiny", dtype=torch.float32)
         reference = peft.PeftModel.from_pretrained(transformers_reference.same_weights(model), tmp_path / str(number))
         assert_close(our_logits(model, adapter), reference_logits(reference))
@@ -104,7 +88,7 @@ def test_an_adapter_of_peft_gives_its_logits_here(targets, tmp_path):
     model = tiny.build(tiny.BASE)
     config = peft.LoraConfig(r=4, lora_alpha=8, **TARGETS[targets])
     theirs = peft.get_peft_model(transformers_reference.same_weights(model), config).eval()
-    randomize(theirs, of="lora_")
+    tiny.randomize(theirs, of="lora_")
     theirs.save_pretrained(tmp_path)
     adapter = load_adapter(tmp_path, model)
     assert_close(our_logits(model, adapter), reference_logits(theirs))
@@ -113,7 +97,7 @@ def test_an_adapter_of_peft_gives_its_logits_here(targets, tmp_path):
 
 def test_an_adapter_survives_its_files(tmp_path):
     model = tiny.build(tiny.BASE)
-    adapter = trained(model.config)
+    adapter = tiny.trained(model.config)
     save_adapter(adapter, tmp_path, base="tiny", dtype=torch.float32, metadata={"scores": {"denoiser": 1.5}})
     loaded = load_adapter(tmp_path, model, "style")
     assert loaded.is_tied
@@ -130,7 +114,7 @@ def test_rows_with_different_adapters_share_a_forward(name):
     """A row gives what it gives alone; a row without an adapter, and a model after use of one, the base to the bit."""
     model = tiny.build(CONFIGS[name])
     base = our_logits(model, None)
-    adapters = [trained(model.config, seed=1), None, trained(model.config, seed=2, targets=("attention",), rank=2)]
+    adapters = [tiny.trained(model.config, seed=1), None, tiny.trained(model.config, seed=2, targets=("attention",), rank=2)]
     caches = [model.new_cache(1, 60, adapter=adapter) for adapter in adapters]
     together = BatchedCache(caches)
     with torch.inference_mode():
@@ -145,7 +129,7 @@ def test_rows_with_different_adapters_share_a_forward(name):
 
 def test_a_joint_forward_equals_both_halves():
     model = tiny.build(tiny.BASE)
-    adapters = [trained(model.config, seed=1), trained(model.config, seed=2, halves=DENOISE), None]
+    adapters = [tiny.trained(model.config, seed=1), tiny.trained(model.config, seed=2, halves=DENOISE), None]
     caches = [model.new_cache(1, 60, adapter=adapter) for adapter in adapters]
     with torch.inference_mode():
         clean, canvases = model.joint(IDS, CANVAS[:, None], [IDS.shape[1] - 1], BatchedCache(caches))
@@ -156,7 +140,7 @@ def test_a_joint_forward_equals_both_halves():
 
 def test_the_causal_half_stays_the_original_under_an_adapter_of_the_denoiser():
     model = tiny.build(tiny.BASE)
-    hidden, first, _ = our_logits(model, trained(model.config, halves=DENOISE))
+    hidden, first, _ = our_logits(model, tiny.trained(model.config, halves=DENOISE))
     base_hidden, base_first, _ = our_logits(model, None)
     assert torch.equal(hidden, base_hidden)
     assert not torch.equal(first, base_first)
@@ -182,7 +166,7 @@ def test_every_matrix_is_within_reach():
 
 def test_wrong_adapters_are_refused_with_a_sentence(tmp_path):
     model = tiny.build(tiny.BASE)
-    adapter = trained(model.config)
+    adapter = tiny.trained(model.config)
     folder = save_adapter(adapter, tmp_path / "a", base="tiny", metadata={"fingerprint": fingerprint(model)})
     load_adapter(folder, model)
     with pytest.raises(AdapterError, match=r"was trained for another model, 'tiny'"):
@@ -190,7 +174,7 @@ def test_wrong_adapters_are_refused_with_a_sentence(tmp_path):
     other = save_adapter(adapter, tmp_path / "b", base="tiny")
     with pytest.raises(AdapterError, match=r"another shape: .*experts.* is \[16, 32\]"):
         load_adapter(other, tiny.build(replace(tiny.BASE, hidden_size=40)))
-    dense = save_adapter(trained(model.config, targets=("dense",)), tmp_path / "c", base="tiny")
+    dense = save_adapter(tiny.trained(model.config, targets=("dense",)), tmp_path / "c", base="tiny")
     with pytest.raises(AdapterError, match=r"another shape: its pair for layers.0.mlp.down_proj is \[4, 48\]"):
         load_adapter(dense, tiny.build(replace(tiny.BASE, hidden_size=40)))
     with pytest.raises(AdapterError, match=r"no matrix: base_model.model.model.decoder.layers.0.self_attn.v_proj"):

@@ -33,6 +33,12 @@ class _PackedLayer(nn.Module):
         """The packed weight of this name."""
         return self._types[name](*(getattr(self, buffer) for buffer in self._buffer_names(name)))
 
+    def set_packed(self, name: str, weight: PackedTensor) -> None:
+        """Replaces a packed weight by another of the same format."""
+        assert type(weight) is self._types[name], (type(weight), self._types[name])
+        for buffer, tensor in zip(self._buffer_names(name), weight, strict=True):
+            setattr(self, buffer, tensor)
+
 
 class PackedLinear(_PackedLayer):
     """A linear layer. With an fp8 weight it quantizes its activations too."""

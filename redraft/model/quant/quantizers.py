@@ -106,13 +106,21 @@ def quantize_nvfp4(weight: Tensor, parts: int = 1, *, search: bool = True) -> Nv
     return Nvfp4Tensor(pack_e2m1(codes.flatten(-2)[..., :inputs]), scale, global_scale)
 
 
-def quantize_int4(weight: Tensor, *, with_minimum: bool = False, search: bool = True) -> Int4Tensor:
-    """Quantizes matrices [..., O, I] to 4-bit integers. Scale and minimum are rounded to bf16 before codes are chosen."""
+def quantize_int4(
+    weight: Tensor, *, with_minimum: bool = False, with_zero_points: bool = False, search: bool = True
+) -> Int4Tensor:
+    """Quantizes matrices [..., O, I] to 4-bit integers. Scale and minimum are rounded to bf16 before codes are chosen.
+
+    With zero points, the code of 0 is a whole number in every block, as compressed-tensors stores minimums.
+    """
     inputs = weight.shape[-1]
     blocks = _to_blocks(weight, int4.GROUP)
     if with_minimum:
         low = blocks.amin(dim=-1)
         high = blocks.amax(dim=-1)
+        if with_zero_points:  # 0 is among the numbers of every block
+            low = low.clamp(max=0)
+            high = high.clamp(min=0)
         candidates: tuple[float, ...] = RANGE_SHARES
     else:
         amax = blocks.abs().amax(dim=-1)
@@ -127,6 +135,8 @@ def quantize_int4(weight: Tensor, *, with_minimum: bool = False, search: bool = 
         cut = (high - low) * ((1 - share) / 2)
         minimum = (low + cut).bfloat16().float()
         scale = ((high - cut - minimum) / 15).clamp(min=SMALLEST_AMAX).bfloat16().float()
+        if with_zero_points:
+            minimum = (-(-minimum / scale).round().clamp(0, 15) * scale).bfloat16().float()
         steps = ((blocks - minimum[..., None]) / scale[..., None]).round_().clamp_(0, 15)
         return _Rounded(steps.to(torch.uint8), (scale, minimum), steps * scale[..., None] + minimum[..., None])
 

@@ -17,7 +17,7 @@ from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta
 from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.forced_calls import choose_tools
 from redraft.server.schema import Body, CanvasFields, CausalOptions, Parts, Seed, StopString, Temperature, Tokens
-from redraft.server.service import Completion, Route, Service, name_ignored_fields, read_body
+from redraft.server.service import Completion, Handlers, Route, Service, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, sse_response, to_json
 from redraft.server.worker import Stream
 from redraft.tokenizer.tokenizer import Message
@@ -57,25 +57,23 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-class AnthropicRoutes:
+class AnthropicRoutes(Handlers):
     """The handlers."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
 
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages."""
         body = await read_body(request, MessagesRequest)
         if body.max_tokens is None:
             raise BadRequestError("max_tokens: Field required", "max_tokens")
-        params = params_of(body, self.service.writer.tokenizer.can_think)
-        check = choose_check(self.service.writer.sampler, body.check, has_draft=bool(params.draft))
+        service = self.service.select(body.model)
+        params = params_of(body, service.writer.tokenizer.can_think)
+        check = choose_check(service.writer.sampler, body.check, has_draft=bool(params.draft))
         name_ignored_fields(request, ignored_settings(body, check))
-        head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": self.service.name}
+        head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": service.name}
         if body.stream:
-            events = stream_events(await self.service.start(request, [params]), head)
+            events = stream_events(await service.start(request, [params]), head)
             return sse_response(end_with_error(events, error), named=True, end="")
-        (completion,) = await self.service.complete(request, [params])
+        (completion,) = await service.complete(request, [params])
         finish = completion.finish
         content = content_blocks(completion)
         return JSONResponse({**head, "content": content, **stop_fields(finish), "usage": usage_of(finish.stats)})

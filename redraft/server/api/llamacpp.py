@@ -41,7 +41,7 @@ from redraft.server.schema import (
     Temperature,
     TextPrompts,
 )
-from redraft.server.service import Route, Service, name_ignored_fields, program_of, read_body
+from redraft.server.service import Handlers, Route, Service, name_ignored_fields, program_of, read_body
 from redraft.server.streams import end_with_error, sse_response, stream_list, to_json
 from redraft.server.worker import Stream
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -93,15 +93,15 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-class LlamaCppRoutes:
+class LlamaCppRoutes(Handlers):
     """The handlers."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
 
     async def complete(self, request: Request) -> Response:
         """POST /completion."""
         body = await read_body(request, CompletionRequest)
+        return await self.of(body)._complete(request, body)
+
+    async def _complete(self, request: Request, body: CompletionRequest) -> Response:
         prompts = split_prompts(body.prompt)
         params = [self._completion_params(body, prompt) for prompt in prompts]
         check = choose_check(self.service.writer.sampler, body.check, has_draft=bool(params[0].draft))
@@ -209,7 +209,7 @@ class LlamaCppRoutes:
         if body.n_predict == 0 or not (body.input_prefix or body.prompt or body.input_suffix):  # an editor warms up
             return JSONResponse(response_body([], body))
         gap = Gap(body.input_prefix + body.prompt, body.input_suffix, context_of(body.input_extra))
-        infills = await self.service.infill(
+        infills = await self.service.select(body.model).infill(
             request,
             gap,
             ("infill", program_of(request), body.id_slot),

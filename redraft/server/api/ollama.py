@@ -24,7 +24,7 @@ from redraft.server.errors import BadRequestError
 from redraft.server.fim import find_gap
 from redraft.server.logprobs import TokenLogprob, logprobs_of
 from redraft.server.schema import NOT_BOOLEAN, Body, CausalOptions, Penalty, Seed, Stop, Temperature, TopLogprobs
-from redraft.server.service import Route, Service, name_ignored_fields, read_body
+from redraft.server.service import Handlers, Route, Service, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, ndjson_response, stream_list
 from redraft.server.worker import Stream
 from redraft.tokenizer.chat_parser import ToolCall
@@ -101,16 +101,19 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-class OllamaRoutes:
+class OllamaRoutes(Handlers):
     """The handlers."""
 
     def __init__(self, service: Service) -> None:
-        self.service = service
+        super().__init__(service)
         self.started_at = now()
 
     async def generate(self, request: Request) -> Response:
         """POST /api/generate: continues or answers a prompt, or infills a gap."""
         body = await read_body(request, GenerateRequest)
+        return await self.of(body)._generate(request, body)
+
+    async def _generate(self, request: Request, body: GenerateRequest) -> Response:
         _check_no_images(body.images)
         options = body.options or Options()
         if not body.prompt and not body.suffix:  # the client wants the model loaded, and it is
@@ -141,12 +144,13 @@ class OllamaRoutes:
         body = await read_body(request, OllamaChatRequest)
         for message in body.messages:
             _check_no_images(message.images)
+        own = self.of(body)
         if not body.messages:
             empty = {"message": {"role": "assistant", "content": ""}}
-            return self._respond(body, [{**empty, "done": True, "done_reason": "load"}])
+            return own._respond(body, [{**empty, "done": True, "done_reason": "load"}])
         messages = [template_message(message) for message in body.messages]
         text_field: TextField = lambda text: {"message": {"role": "assistant", "content": text}}  # noqa: E731
-        return await self._complete(request, body, messages, body.tools, text_field)
+        return await own._complete(request, body, messages, body.tools, text_field)
 
     async def show(self, request: Request) -> dict[str, Any]:
         """POST /api/show. `.Suffix` in the template tells clients that the model can infill."""
@@ -167,11 +171,12 @@ class OllamaRoutes:
 
     async def tags(self) -> dict[str, Any]:
         """GET /api/tags."""
-        return {"models": [self._model_entry()]}
+        return {"models": [self._model_entry(name) for name in self.service.writers]}
 
     async def running(self) -> dict[str, Any]:
         """GET /api/ps."""
-        return {"models": [{**self._model_entry(), "expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}]}
+        fields = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
+        return {"models": [{**self._model_entry(name), **fields} for name in self.service.writers]}
 
     async def version(self) -> dict[str, str]:
         """GET /api/version."""
@@ -188,14 +193,16 @@ class OllamaRoutes:
             "quantization_level": model.config.quant or str(model.dtype).removeprefix("torch."),
         }
 
-    def _model_entry(self) -> dict[str, Any]:
+    def _model_entry(self, name: str) -> dict[str, Any]:
+        """The base, or an adapter, which names the base as its parent."""
+        parent = self.service.name if name != self.service.name else ""
         return {
-            "name": self.service.name,
-            "model": self.service.name,
+            "name": name,
+            "model": name,
             "modified_at": self.started_at,
             "digest": "",
             "size": weight_bytes(self.service.writer.model),
-            "details": self._details(),
+            "details": {**self._details(), "parent_model": parent},
         }
 
     def _respond(self, body: OllamaRequest, chunks: Sequence[dict[str, Any]]) -> Response:

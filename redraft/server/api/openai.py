@@ -40,7 +40,7 @@ from redraft.server.frames import Frame
 from redraft.server.infill import MAX_GAP_TOKENS, Infill, rewrite_region
 from redraft.server.logprobs import TokenLogprob, logprobs_of
 from redraft.server.schema import ChatRequest, CompletionRequest, EditRequest
-from redraft.server.service import Completion, Route, Service, program_of, read_body, timings_of
+from redraft.server.service import Completion, Handlers, Route, Service, program_of, read_body, timings_of
 from redraft.server.streams import end_with_error, sse_response, stream_list
 from redraft.server.worker import Stream
 from redraft.tasks import best_of
@@ -187,30 +187,32 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-class OpenAIRoutes:
+class OpenAIRoutes(Handlers):
     """The handlers."""
 
     def __init__(self, service: Service) -> None:
-        self.service = service
+        super().__init__(service)
         self.started_at = int(time.time())
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await read_body(request, ChatRequest)
-        builder = ResponseBuilder("chat.completion", self.service.name)
-        return await self._complete(request, body, [chat_params(body)], builder)
+        own = self.of(body)
+        builder = ResponseBuilder("chat.completion", own.service.name)
+        return await own._complete(request, body, [chat_params(body)], builder)
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions: continues texts, or infills a gap if there is a suffix or the prompt has FIM sentinels."""
         body = await read_body(request, CompletionRequest)
         prompts = split_prompts(body.prompt)
-        builder = ResponseBuilder("text_completion", self.service.name)
+        own = self.of(body)
+        builder = ResponseBuilder("text_completion", own.service.name)
         gaps = find_gaps(body, prompts)
         if not gaps:
-            return await self._complete(request, body, [text_params(body, prompt) for prompt in prompts], builder)
+            return await own._complete(request, body, [text_params(body, prompt) for prompt in prompts], builder)
         if len(gaps) < len(prompts):
             raise BadRequestError("either all prompts have a gap to infill, or none has", "prompt")
-        return await self._infill(request, body, gaps, builder, paragraph=False)
+        return await own._infill(request, body, gaps, builder, paragraph=False)
 
     async def fim(self, request: Request) -> Response:
         """POST /v1/fim/completions: infills between prompt and suffix, for Mistral's and for OpenAI's clients."""
@@ -220,8 +222,9 @@ class OpenAIRoutes:
         if len(texts) < len(prompts):
             raise BadRequestError("infill needs texts as prompts, got token ids", "prompt")
         gaps = [find_gap(text, body.suffix) or Gap(text, "") for text in texts]
-        builder = ResponseBuilder("text_completion", self.service.name)
-        return await self._infill(request, body, gaps, builder, paragraph=True)
+        own = self.of(body)
+        builder = ResponseBuilder("text_completion", own.service.name)
+        return await own._infill(request, body, gaps, builder, paragraph=True)
 
     async def edit(self, request: Request) -> Response:
         """POST /v1/edit/completions: rewrites a region of a file, between fences."""
@@ -231,13 +234,15 @@ class OpenAIRoutes:
             message = "there is nothing to edit: no <|code_to_edit|> ... <|/code_to_edit|> in the messages"
             raise BadRequestError(message, "messages")
 
-        def work(stop: threading.Event) -> Iterator[Infill]:
-            yield rewrite_region(self.service.writer, region, stop, seed=body.seed, temperature=body.temperature)
+        service = self.service.select(body.model)
 
-        infill = await self.service.run_single(request, work, ("edit", program_of(request)))
-        self.service.count_stats(infill.stats)
+        def work(stop: threading.Event) -> Iterator[Infill]:
+            yield rewrite_region(service.writer, region, stop, seed=body.seed, temperature=body.temperature)
+
+        infill = await service.run_single(request, work, ("edit", program_of(request)))
+        service.count_stats(infill.stats)
         reply = {"role": "assistant", "content": f"```\n{infill.text}\n```"}
-        builder = ResponseBuilder("edit.completion", self.service.name)
+        builder = ResponseBuilder("edit.completion", service.name)
         if body.stream:
             return sse_response(stream_list([builder.chunk(0, reply), builder.chunk(0, {}, "stop")]))
         choice = {"index": 0, "message": reply, "finish_reason": "stop"}
@@ -257,7 +262,10 @@ class OpenAIRoutes:
     def _model_entries(self) -> dict[str, dict[str, Any]]:
         length = self.service.writer.model.config.max_position_embeddings
         fields = {"object": "model", "created": self.started_at, "owned_by": "redraft", "max_model_len": length}
-        return {name: {"id": name, **fields} for name in (self.service.name, EDIT_MODEL)}
+        entries = {name: {"id": name, **fields} for name in (self.service.name, EDIT_MODEL)}
+        for name in self.service.writer.adapters:
+            entries[name] = {"id": name, **fields, "parent": self.service.name}  # as vLLM names the base of an adapter
+        return entries
 
     async def _infill(
         self, request: Request, body: CompletionRequest, gaps: Sequence[Gap], builder: ResponseBuilder, *, paragraph: bool

@@ -24,7 +24,7 @@ from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta
 from redraft.server.errors import BadRequestError
 from redraft.server.forced_calls import choose_tools
 from redraft.server.schema import CanvasFields, CausalOptions, Seed, Temperature, Tokens
-from redraft.server.service import Route, Service, read_body, timings_of
+from redraft.server.service import Handlers, Route, Service, read_body, timings_of
 from redraft.server.streams import end_with_error, sse_response
 from redraft.server.worker import Stream
 from redraft.tokenizer.chat_parser import ToolCall
@@ -58,23 +58,21 @@ def routes(service: Service) -> list[Route]:
     return [Route("/v1/responses", ResponsesRoutes(service).respond, ResponsesRequest)]
 
 
-class ResponsesRoutes:
+class ResponsesRoutes(Handlers):
     """The handler."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
 
     async def respond(self, request: Request) -> Response:
         """POST /v1/responses."""
         body = await read_body(request, ResponsesRequest)
         params = params_of(body)
-        check = choose_check(self.service.writer.sampler, body.check, has_draft=bool(params.draft))
-        head = response_head(body, self.service.name, warnings_of(body, check))
+        service = self.service.select(body.model)
+        check = choose_check(service.writer.sampler, body.check, has_draft=bool(params.draft))
+        head = response_head(body, service.name, warnings_of(body, check))
         if body.stream:
-            chunks = await self.service.start(request, [params])
+            chunks = await service.start(request, [params])
             events = end_with_error(self._stream_events(chunks, head), error_event)
             return sse_response(number_events(events), named=True, end="")
-        (completion,) = await self.service.complete(request, [params])
+        (completion,) = await service.complete(request, [params])
         output = OutputBuilder()
         for delta in completion.deltas:
             list(output.add(delta))

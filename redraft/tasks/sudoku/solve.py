@@ -28,6 +28,7 @@ from redraft.diffusion.rng import Draws
 from redraft.diffusion.sampler import Canvas
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
+from redraft.model.lora import Adapter
 from redraft.tasks.canvas_html import render_board
 from redraft.tasks.sudoku import encoding
 from redraft.tasks.sudoku.board import CELLS, Board, conflicting_cells, is_solution, to_line
@@ -124,6 +125,7 @@ def solve(
     check: bool = True,
     symmetry_every: int = SYMMETRY_EVERY,
     rows: int = BATCH_ROWS,
+    adapter: Adapter | None = None,
 ) -> Iterator[SolveStep | Solution]:
     """Solves puzzles in batches; yields every step, and each Solution when it is ready. Puzzle i has the seed `seed + i`.
 
@@ -141,7 +143,7 @@ def solve(
             raise ValueError(f"{name} must be a whole number, got {value!r}")
     if canvases < 1:
         raise ValueError(f"a puzzle needs at least one canvas, got {canvases}")
-    return _solve(model, puzzles, cfg, seed, canvases if check else 1, symmetry_every, rows)
+    return _solve(model, puzzles, cfg, seed, canvases if check else 1, symmetry_every, rows, adapter)
 
 
 def _solve(
@@ -152,6 +154,7 @@ def _solve(
     max_canvases: int,
     symmetry_every: int,
     rows: int,
+    adapter: Adapter | None,
 ) -> Iterator[SolveStep | Solution]:
     retry_cfg = replace(cfg, max_steps=min(cfg.max_steps, RETRY_MAX_STEPS))
     for begin in range(0, len(puzzles), rows):
@@ -161,7 +164,7 @@ def _solve(
             attempts = [attempt for state in pending.values() for attempt in state.next_attempts(max_canvases)]
             for batch in _batch_attempts(attempts, rows):
                 batch_cfg = retry_cfg if batch[0].index else cfg  # a batch holds first attempts only, or later ones only
-                for event in run_attempts(model, puzzles, batch, batch_cfg, seed, pending, symmetry_every):
+                for event in run_attempts(model, puzzles, batch, batch_cfg, seed, pending, symmetry_every, adapter):
                     if isinstance(event, SolveStep):
                         yield event
                         continue
@@ -272,6 +275,7 @@ def run_attempts(
     seed: int,
     wanted: Container[int],
     symmetry_every: int = SYMMETRY_EVERY,
+    adapter: Adapter | None = None,
 ) -> Iterator[SolveStep | Outcome]:
     """Runs canvases side by side. A row leaves the batch when it is finished or when its puzzle is no longer in `wanted`.
 
@@ -280,7 +284,7 @@ def run_attempts(
     attempts = list(attempts)
     device = model.device
     state, constraints, draws = _start_canvases(puzzles, attempts, cfg, seed, device)
-    cache = _encode_prompt(model).select_rows([0] * len(attempts))
+    cache = _encode_prompt(model, adapter).select_rows([0] * len(attempts))
     digit_V = torch.tensor(encoding.board_from_ids(range(encoding.VOCAB_SIZE)), device=device)
     symmetry = Symmetry.identity(len(attempts), device)
     history = _StepHistory.empty(len(attempts), device)
@@ -353,9 +357,9 @@ def solve_in_reading_order(model: DiffusionGemma, puzzle: Board, *, seed: int) -
     )
 
 
-def _encode_prompt(model: DiffusionGemma) -> KVCache:
+def _encode_prompt(model: DiffusionGemma, adapter: Adapter | None = None) -> KVCache:
     """Prefills the prompt that all boards share: the names of the cells."""
-    cache = model.new_cache(1, 1 + CELLS)
+    cache = model.new_cache(1, 1 + CELLS, adapter=adapter)
     model.encode(torch.tensor([[model.config.bos_token_id, *encoding.NAMES]], device=model.device), cache)
     return cache
 

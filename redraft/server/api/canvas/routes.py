@@ -16,7 +16,7 @@ from redraft.server.api.canvas.events import Events, memory_of
 from redraft.server.api.canvas.sudoku import SudokuSolver
 from redraft.server.api.canvas.write import stream_canvas
 from redraft.server.schema import AutoregressiveRequest, CanvasEditRequest, CanvasRequest, DecideRequest, SudokuRequest
-from redraft.server.service import Route, Service, client_name_of, read_body
+from redraft.server.service import Handlers, Route, Service, client_name_of, read_body
 from redraft.server.streams import end_with_error, next_until_disconnected, sse_response, until_disconnected
 from redraft.server.worker import Stream
 
@@ -33,24 +33,25 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-class CanvasRoutes:
+class CanvasRoutes(Handlers):
     """The handlers."""
 
     def __init__(self, service: Service) -> None:
-        self.service = service
+        super().__init__(service)
         self.sudoku_solver = SudokuSolver(service.writer)
 
     async def canvas(self, request: Request) -> Response:
         """POST /v1/canvas."""
         body = await read_body(request, CanvasRequest)
         compiles = body.regex is not None or body.schema_ is not None or body.choices is not None
-        work = partial(stream_canvas, self.service.writer, body)
+        work = partial(stream_canvas, self.service.select(body.model).writer, body)
         return await self._respond(request, body.stream, work, compiles=compiles)
 
     async def edit(self, request: Request) -> Response:
         """POST /v1/canvas/edit."""
         body = await read_body(request, CanvasEditRequest)
-        return await self._respond(request, body.stream, lambda stop: stream_canvas_edit(self.service.writer, body, stop))
+        work = partial(stream_canvas_edit, self.service.select(body.model).writer, body)
+        return await self._respond(request, body.stream, work)
 
     async def sudoku(self, request: Request) -> Response:
         """POST /v1/canvas/sudoku."""
@@ -60,13 +61,14 @@ class CanvasRoutes:
     async def decide(self, request: Request) -> Response:
         """POST /v1/canvas/decide."""
         body = await read_body(request, DecideRequest)
-        work = partial(stream_decision, self.service.writer, body)
+        work = partial(stream_decision, self.service.select(body.model).writer, body)
         return await self._respond(request, body.stream, work, compiles=True)
 
     async def autoregressive(self, request: Request) -> Response:
         """POST /v1/canvas/autoregressive."""
         body = await read_body(request, AutoregressiveRequest)
-        return await self._respond(request, body.stream, lambda stop: stream_autoregressive(self.service.writer, body, stop))
+        work = partial(stream_autoregressive, self.service.select(body.model).writer, body)
+        return await self._respond(request, body.stream, work)
 
     async def _respond(
         self, request: Request, stream: bool, work: Callable[[threading.Event], Events], *, compiles: bool = False
