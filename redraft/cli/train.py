@@ -34,7 +34,10 @@ DATA_ADVICE = (
 
 def train(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe: toy, tiny, tiny_draft, sudoku, tiny_sudoku, or the path of a recipe file.")
+        str,
+        typer.Argument(
+            help="A recipe: toy, tiny, tiny_draft, sudoku, tiny_sudoku, tune_sudoku, tune_style, or the path of a file."
+        ),
     ],
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value: --set steps=100 --set optim.warmup=20.")

@@ -20,7 +20,7 @@ meter.py        averages losses between two reports
 loop.py         Trainer: the run, its reports, resuming
 tuning.py       fine-tuning: a base model and files of records -> the configuration of a run
 recipe.py       finds a recipe by name and changes its settings
-recipes/        the recipes that ship: toy, tiny, tiny_draft, sudoku, tiny_sudoku
+recipes/        the recipes that ship: toy, tiny, tiny_draft, sudoku, tiny_sudoku, tune_sudoku, tune_style
 plot.py         the picture of a run's metrics
 evals/          scores of a model
 """

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,6 @@ from torch import Tensor
 
 from redraft.train.draft_loss import expected_length
 from redraft.train.loss import Losses
-
-if TYPE_CHECKING:
-    from redraft.train.loop import Trainer
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Report:
 class Meter:
     """Collects losses on the device and reads them only for a report, since reading makes the GPU wait."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self._reset()
 

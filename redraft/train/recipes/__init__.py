@@ -5,4 +5,6 @@ tiny.py         the model in redraft/weights/tiny
 tiny_draft.py   `tiny`, trained on to draft what its causal half would write
 sudoku.py       the model in redraft/weights/sudoku
 tiny_sudoku.py  `tiny`, fine-tuned on Sudoku puzzles as text
+tune_sudoku.py  the same with an adapter alone
+tune_style.py   an adapter that makes `tiny` write old fairy tales
 """
