@@ -16,7 +16,6 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
     lines = [line for line in lines if "held_out" not in line]
     if not lines:
         raise ValueError(f"{metrics} has no reports yet")
-    tokens_per_step = lines[-1]["tokens"] / lines[-1]["step"] / 1e6
     tokens = [line["tokens"] / 1e6 for line in lines]
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, schedule = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -25,9 +24,8 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
             losses.plot(tokens, [line[name] for line in lines], label=label)
     for name, label in (("denoiser", "denoiser, held out"), ("ar", "next token, held out")):
         if evaluations:
-            losses.plot(
-                [e["step"] * tokens_per_step for e in evaluations], [e[name] for e in evaluations], "o-", label=label
-            )
+            step_tokens = lines[-1]["tokens"] / lines[-1]["step"] / 1e6
+            losses.plot([e["step"] * step_tokens for e in evaluations], [e[name] for e in evaluations], "o-", label=label)
     losses.set_ylabel("cross-entropy, nats per token")
     losses.set_yscale("log")
     losses.legend()

@@ -1,7 +1,7 @@
 """Teaches `tiny` another style with an adapter: old fairy tales instead of small children's stories.
 
-Reads stories/fairytaleqa.jsonl.xz in the folder REDRAFT_DATA (default: data) and writes the sections of its training tales to
-the run's folder; every twentieth is held out. docs/tuning.md has the cost and the scores.
+Reads stories/fairytaleqa.jsonl.xz in the folder REDRAFT_DATA (default: data) and writes the sections of its training tales
+to the run's folder; every twentieth is held out. docs/tuning.md has the cost and the scores.
 """
 
 import json

@@ -1,0 +1,119 @@
+"""`redraft tune` as users call it: a file of records in, an adapter that the command line, peft and `info` read out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import peft
+import pytest
+import test_tuning
+import tiny
+import transformers_reference
+from test_cli import _run as _run  # the fixture `run`
+
+from redraft import checkpoint
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--length", "96", "--batch", "4", "--rank", "4", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A base and a file of records."""
+    folder = tmp_path_factory.mktemp("tune")
+    tiny.save_folder(folder / "base")
+    test_tuning.write_chats(folder / "chats.jsonl")
+    return folder
+
+
+def test_a_file_of_records_becomes_an_adapter(run, folder):
+    out = folder / "run"
+    base = str(folder / "base")
+    command = ["tune", base, "--data", str(folder / "chats.jsonl"), "--out", str(out), "--steps", "4", *SMALL]
+    code, text, log = run(*command)
+    assert code == 0, log
+    assert text == f"{out}\n"
+    assert "40 records (8 with completion, 24 with messages, 8 with text); 2 held out, 0 skipped" in log
+    assert "the best so far" in log
+    assert f"try it: redraft -m {base} --adapter {out} PROMPT" in log
+    assert (out / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    model = checkpoint.load_model(folder / "base")
+    peft.PeftModel.from_pretrained(transformers_reference.same_weights(model), out)
+    assert run("write", "-m", base, "--adapter", str(out), "say 3", "--seed", "1")[0] == 0
+    code, described, _ = run("info", str(out))
+    assert code == 0
+    assert "chats.jsonl" in described
+    assert "rank" in described
+    assert run(*command)[0] == 0  # a finished run has nothing left to do
+
+
+def test_bad_records_stop_the_command_with_their_line(run, folder, tmp_path):
+    lines = [
+        b'{"messages": [{"role": "wizard", "content": "hi"}, {"role": "assistant", "content": "x"}]}',
+        b'{"prompt": "a", "completion": ""}',
+        b'{"text": "caf\xe9"}',
+        b"[1]",
+        b"{",
+    ]
+    for line in lines:
+        data = tmp_path / "bad.jsonl"
+        data.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "fine"}\n' * 30)
+        paths = [str(path) for path in (folder / "base", data, tmp_path / "out")]
+        command = ["tune", paths[0], "--data", paths[1], "--out", paths[2], "--steps", "1", *SMALL]
+        code, _, complaint = run(*command)
+        assert code == 2
+        assert complaint.count("\n") == 1
+        assert "bad.jsonl:2: " in complaint
+        assert "--skip-bad" in complaint
+        assert not (tmp_path / "out").exists()
+    code, _, log = run(*command, "--skip-bad")
+    assert code == 0, log
+    assert "skipped " in log
+    assert "bad.jsonl:2: " in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--rank", "0"], "--rank must be between 1"),
+        (["--targets", "attention,router"], "no target 'router'"),
+        (["--layers", "1-x"], "--layers takes numbers and ranges"),
+        (["--layers", "9"], "no layer 9"),
+        (["--held-out", "2"], "--held-out is a share"),
+        (["--batch", "3", "--rows", "2"], "--batch 3 is no multiple"),
+        (["--length", "20"], "--length 20 has no room"),
+        (["--data", "nothing.jsonl"], "there is no file nothing.jsonl"),
+    ],
+)
+def test_mistakes_get_a_sentence(run, folder, tmp_path, arguments, complaint):
+    paths = [str(path) for path in (folder / "base", folder / "chats.jsonl", tmp_path / "out")]
+    code, _, log = run("tune", paths[0], "--data", paths[1], "--out", paths[2], *SMALL, *arguments)
+    assert code == 2
+    assert complaint in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.soak
+def test_a_killed_run_loses_at_most_the_steps_since_its_last_checkpoint(folder, tmp_path):
+    """kill -9 in the middle of it, then the same command: the adapter is that of a run that was never killed."""
+    flags = ["--steps", "60", "--save-every", "2", "--held-out", "0", *SMALL]
+    command = [sys.executable, "-m", "redraft", "tune", str(folder / "base"), "--data", str(folder / "chats.jsonl"), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+    killed = subprocess.Popen([*command, "--out", str(tmp_path / "killed")], **options)
+    while not any((tmp_path / "killed").glob("step-*/state.json")):
+        assert killed.poll() is None, killed.stderr.read()
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    for name in ("killed", "unbroken"):
+        done = subprocess.run([*command, "--out", str(tmp_path / name)], **options)
+        assert done.returncode == 0, done.stderr[-2000:]
+    weights = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("killed", "unbroken")]
+    assert weights[0] == weights[1]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "killed/metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))
