@@ -21,6 +21,7 @@ from redraft.engine.batched_cache import BatchedCache
 from redraft.engine.cuda_graph_runner import CudaGraphRunner
 from redraft.engine.engine import Engine, make_runner
 from redraft.engine.fused_layers import CacheTable, FusedLayers
+from redraft.engine.mixed_runner import MixedRunner
 from redraft.engine.runner import Runner
 from redraft.engine.step_graph import StepBucket, temperatures
 from redraft.kernels import backend
@@ -301,7 +302,7 @@ def test_a_checkpoint_with_neighbours_in_different_formats_generates(tmp_path, m
     rules = {r".*\.self_attn\.q_proj": compress_fp8, r".*\.mlp\.gate_proj": compress_fp8}
     save_compressed(tmp_path, rules, compressed_config(describe(FP8), file_format=FP8))
     answers = []
-    for kernels, kind in (("triton", CudaGraphRunner), ("reference", Runner)):
+    for kernels, kind in (("triton", MixedRunner), ("reference", Runner)):
         monkeypatch.setenv(backend.ENV_VARIABLE, kernels)
         writer = redraft.load(tmp_path, device=DEVICE, dtype="float32")
         assert type(writer.engine.runner) is kind

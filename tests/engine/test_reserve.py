@@ -120,8 +120,8 @@ def test_infill_ranking_edits_and_decide_take_their_caches_from_the_budget(monke
     writer = tiny.writer()
     reserved, make_cache = [], writer.model.new_cache
 
-    def new_cache(rows, capacity, rewind=None):
-        cache = make_cache(rows, capacity, rewind=rewind)
+    def new_cache(rows, capacity, rewind=None, adapter=None):
+        cache = make_cache(rows, capacity, rewind=rewind, adapter=adapter)
         used = writer.engine.scheduler.used
         assert used >= cache.nbytes
         reserved.append(used)
