@@ -1,12 +1,13 @@
 """Teaches `tiny` another style with an adapter: old fairy tales instead of small children's stories.
 
 Reads stories/fairytaleqa.jsonl.xz in the folder REDRAFT_DATA (default: data) and writes the sections of its training tales
-to the run's folder; every twentieth is held out. docs/tuning.md has the cost and the scores.
+to the run's folder; every twentieth is held out.
 """
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from redraft import checkpoint
 from redraft.model.lora import AdapterConfig
@@ -38,7 +39,7 @@ def recipe(folder: Path) -> TrainConfig:
         write_sections(tales, records)
     model, sampler = checkpoint.read_configs(base)
     lengths = tuple(sampler.canvas_lengths)
-    usual = {"length": 512, "canvas_lengths": lengths, "keeps_bos": True}
+    usual: dict[str, Any] = {"length": 512, "canvas_lengths": lengths, "keeps_bos": True}
     files = (str(records),)
     return TrainConfig(
         model=model,
