@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from redraft.cli.options import KeepBf16, LongThreads, Quant, Threads
+from redraft.cli.options import Adapter, KeepBf16, LongThreads, Quant, Threads
 from redraft.config import write_text
 
 if TYPE_CHECKING:
@@ -214,6 +214,7 @@ def evaluate(
     threads: LongThreads = None,
     quant: Quant = None,
     keep_bf16: KeepBf16 = False,
+    adapter: Adapter = None,
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="infill: run code that the model writes, in a sandbox.")
     ] = False,
@@ -226,6 +227,7 @@ def evaluate(
     from redraft.train.recipe import change_setting
 
     _check_eval_options(task, tasks.TASKS, count, check=check, batch=rows, words=words)
+    tasks.require_adapter_task(task, adapter)
     options = tasks.Options(
         data=Path(data),
         judge=judge,
@@ -241,26 +243,31 @@ def evaluate(
     )
     if task == "infill":
         tasks.require_code_execution(options)  # before the model is loaded
-    subject = writer.load(model, device=device, dtype="float32", quant=quant, keep_bf16=keep_bf16)
+    subject = writer.load(model, device=device, dtype="float32", quant=quant, keep_bf16=keep_bf16, adapter=adapter)
     task = task or ("sudoku" if solve.is_sudoku_model(subject.model) else "stories")
     console = Console(stderr=True, highlight=False)
     sampler = subject.sampler
     for change in changes or []:
         sampler = change_setting(sampler, change)
     with console.status("scoring") as status:
-        options = replace(options, progress=status.update)
+        options = replace(options, progress=status.update, adapter=subject.adapter)
         try:
             scores = tasks.TASKS[task](subject.model, subject.tokenizer, sampler, options)
         except FileNotFoundError as error:
             raise ValueError(f"{error.filename} is missing: {DATA_ADVICE}") from None
+    asked = {"model": model, "adapter": adapter, "task": task, "quant": quant, "changes": changes or []}
+    _show_scores(console, scores)
+    text = json.dumps({**asked, **scores})
+    print(text)
+    if out:
+        write_text(out, text + "\n")
+
+
+def _show_scores(console: Console, scores: dict[str, Any]) -> None:
     table = Table("score", "", box=None, pad_edge=False)
     for name, value in flatten_scores(scores):
         table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
     console.print(table)
-    text = json.dumps({"model": model, "task": task, "quant": quant, "changes": changes or [], **scores})
-    print(text)
-    if out:
-        write_text(out, text + "\n")
 
 
 def _check_eval_options(task: str | None, known: Iterable[str], count: int, **of_samples: str | int | None) -> None:

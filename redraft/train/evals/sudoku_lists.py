@@ -15,6 +15,7 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.diffusion.generate import generate
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.lora import Adapter
 from redraft.tasks.sudoku import encoding, generator, solve, solver
 from redraft.tasks.sudoku.board import CELLS, Board, is_solution
 from redraft.tasks.sudoku.solve import Solution
@@ -152,7 +153,12 @@ def score_autoregressive(model: DiffusionGemma, puzzle_list: PuzzleList, rows: i
 
 
 def score_text(
-    model: DiffusionGemma, tokenizer: Tokenizer, puzzle_list: PuzzleList, sampler: SamplerConfig, rows: int
+    model: DiffusionGemma,
+    tokenizer: Tokenizer,
+    puzzle_list: PuzzleList,
+    sampler: SamplerConfig,
+    rows: int,
+    adapter: Adapter | None = None,
 ) -> dict[str, Any]:
     """Scores the list with a text model: the puzzle is the prompt, the answer is the solution as text. No clue is pinned."""
     readable = keeping_clues = exact = 0
@@ -161,7 +167,8 @@ def score_text(
         puzzles = puzzle_list.puzzles[begin : begin + rows]
         solutions = puzzle_list.solutions[begin : begin + rows]
         prompts = [tokenizer.encode_prompt(encoding.prompt_text(puzzle)) for puzzle in puzzles]
-        *_, finished = generate(model, prompts, sampler, seeds=list(range(begin, begin + len(puzzles))))
+        seeds = list(range(begin, begin + len(puzzles)))
+        *_, finished = generate(model, prompts, sampler, seeds=seeds, adapter=adapter)
         for row, (puzzle, solution) in enumerate(zip(puzzles, solutions, strict=True)):
             board = encoding.board_from_text(tokenizer.decode(finished.ids_BT[row].tolist()))
             readable += board is not None

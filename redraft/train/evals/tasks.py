@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from redraft.config import SamplerConfig
+from redraft.engine import AdaptedEngine
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.lora import Adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.evals import code_lines, edit_repair, extraction, likelihood, sandbox, sudoku_lists, words
 from redraft.train.evals import infill as infill_cases
@@ -32,6 +34,7 @@ class Options:
     check: str | None = None  # samples: the mode; None: the checkpoint's
     rows: int | None = None  # samples: texts in a batch; None: by device
     words: str | None = None  # samples: a file of known words; None: the words of the stories in `data`
+    adapter: Adapter | None = None  # for the tasks in WITH_ADAPTER
     picture: Path | None = None
     allow_code_execution: bool = False
     progress: Callable[[str], None] = lambda text: None
@@ -71,7 +74,7 @@ def samples(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig,
     sampler = sampler.changed(canvas_length=options.canvas, check=options.check)
     judge = LlamaJudge(options.judge, model.device)
     known = words.find_words(options.words, options.data / "stories")
-    engine = story_samples.make_engine(model, options.rows)
+    engine = AdaptedEngine(story_samples.make_engine(model, options.rows), options.adapter)
 
     def sample_at(temperature: float) -> story_samples.Samples:
         options.progress(f"autoregressive samples at temperature {temperature:g}")
@@ -217,7 +220,7 @@ def sudoku_written(model: DiffusionGemma, tokenizer: Tokenizer, sampler: Sampler
     """Generated puzzles of 30 to 40 clues as prompts, for a text model."""
     puzzles = sudoku_lists.generate_list(options.count, max_clues=40)
     return sudoku_lists.score_text(
-        model, tokenizer, puzzles, sampler.changed(canvas_length=options.canvas), _batch_rows(model)
+        model, tokenizer, puzzles, sampler.changed(canvas_length=options.canvas), _batch_rows(model), options.adapter
     )
 
 
@@ -232,6 +235,16 @@ TASKS: dict[str, Task] = {
     "sudoku-autoregressive": sudoku_autoregressive,
     "sudoku-written": sudoku_written,
 }
+
+
+WITH_ADAPTER = ("samples", "sudoku-written")
+
+
+def require_adapter_task(task: str | None, adapter: str | None) -> None:
+    """Refuses an adapter for a task that would not use it."""
+    if adapter is not None and task not in WITH_ADAPTER:
+        names = " and ".join(WITH_ADAPTER)
+        raise ValueError(f"--adapter is for --task {names}; redraft merge makes a checkpoint for the others")
 
 
 def _batch_rows(model: DiffusionGemma) -> int:
