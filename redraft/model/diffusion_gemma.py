@@ -22,7 +22,7 @@ from redraft.kernels import apply_rope, attend, rms_norm, rope_table, softcap_
 from redraft.model import masks
 from redraft.model.embedding import Embedding, PackedEmbedding
 from redraft.model.kv_cache import ContextCache, KVCache, to_stored
-from redraft.model.lora import DENOISE, ENCODE, EVERYTHING, ActiveAdapters, Adapter, Span, adapters_of_rows
+from redraft.model.lora import DENOISE, ENCODE, EVERYTHING, ActiveAdapters, Adapter, adapters_of_rows
 from redraft.model.moe import Experts, Router, Routing
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines
@@ -217,7 +217,7 @@ class Layer(nn.Module):
         if adapters is None:
             mixed_ND = self.experts(normed_ND, routing.experts_NK, routing.weights_NK)
         else:
-            mixed_ND = adapters.run_experts(self.experts, normed_ND, routing, x_BSD.shape)
+            mixed_ND = adapters.at("experts").run_experts(self.experts, normed_ND, routing, x_BSD.shape)
         sparse_BSD = self.post_feedforward_layernorm_2(mixed_ND.view_as(x_BSD))
         x_BSD = (x_BSD + self.post_feedforward_layernorm(dense_BSD + sparse_BSD)) * scalar
         return x_BSD, k_BSGK, v_BSGK, routing
@@ -394,7 +394,8 @@ class DiffusionGemma(nn.Module):
         length = noisy_BL.shape[1]
         ropes = self.rope_tables(positions_BL.repeat(1, 2))
         adapters = _training_adapters(adapter, length)
-        of_conditioning = adapter and ActiveAdapters((Span(adapter, DENOISE, EVERYTHING, EVERYTHING),), "self_conditioning.")
+        of_noisy = adapters_of_rows([adapter], [(DENOISE, EVERYTHING)])
+        of_conditioning = of_noisy and of_noisy.at("self_conditioning")
         noisy_BLD = self.self_conditioning(self.embed(noisy_BL), soft_BLD, of_conditioning)
         x_BSD = torch.cat([noisy_BLD, self.embed(clean_BL)], dim=1)
         if adapter is not None and torch.is_grad_enabled():
@@ -457,7 +458,7 @@ class DiffusionGemma(nn.Module):
 
 def _of_layer(adapters: ActiveAdapters | None, layer: int) -> ActiveAdapters | None:
     """The adapters of a forward, seen from one of its layers."""
-    return adapters and adapters.at("layers").at(layer)
+    return adapters and adapters.at("layers").at(str(layer))
 
 
 def _training_adapters(adapter: Adapter | None, length: int) -> ActiveAdapters | None:
@@ -465,6 +466,5 @@ def _training_adapters(adapter: Adapter | None, length: int) -> ActiveAdapters |
     if adapter is None:
         return None
     if adapter.is_tied:
-        return ActiveAdapters((Span(adapter, DENOISE, EVERYTHING, EVERYTHING),))
-    halves = ((DENOISE, slice(length)), (ENCODE, slice(length, None)))
-    return ActiveAdapters(tuple(Span(adapter, half, EVERYTHING, tokens) for half, tokens in halves))
+        return adapters_of_rows([adapter], [(DENOISE, EVERYTHING)])
+    return adapters_of_rows([adapter], [(DENOISE, slice(length)), (ENCODE, slice(length, None))])

@@ -151,6 +151,13 @@ class Adapter(nn.Module):
         self.name = name
         self.metadata: dict[str, Any] = {}  # of its file: base, data, scores
         self._pairs = dict(pairs)
+        self._trees: dict[str, dict[str, Any]] = {half: {} for half in HALVES}
+        for (half, matrix), pair in self._pairs.items():
+            *modules, last = matrix.split(".")
+            branch = self._trees[half]
+            for module in modules:
+                branch = branch.setdefault(module, {})
+            branch[last] = pair
         unique = {id(pair): (half, matrix, pair) for (half, matrix), pair in reversed(self._pairs.items())}
         # Module names have no dots.
         self.modules_by_name = nn.ModuleDict({f"{h}/{m}".replace(".", "/"): p for h, m, p in reversed(unique.values())})
@@ -158,6 +165,10 @@ class Adapter(nn.Module):
     def pair(self, half: str, matrix: str) -> LoraPair | None:
         """The pair of a matrix, or None: nothing is added there."""
         return self._pairs.get((half, matrix))
+
+    def tree(self, half: str) -> Mapping[str, Any]:
+        """The pairs of a half by the modules of the model, nested: tree["layers"]["0"]["self_attn"]["q_proj"]."""
+        return self._trees[half]
 
     def pairs(self) -> Iterator[tuple[str, str, LoraPair]]:
         """All pairs as (half, matrix, pair). A pair that stands for both halves comes twice."""
@@ -205,10 +216,9 @@ def new_adapter(cfg: AdapterConfig, config: ModelConfig, seed: int = 0) -> Adapt
 
 
 class Span(NamedTuple):
-    """Tokens of a forward for which one half of one adapter holds."""
+    """Tokens of a forward, and the pairs that hold for them, by module as in `Adapter.tree`."""
 
-    adapter: Adapter
-    half: str
+    pairs: Mapping[str, Any]
     rows: slice | list[int]
     tokens: slice
 
@@ -218,19 +228,18 @@ EVERYTHING = slice(None)
 
 @dataclass(frozen=True)
 class ActiveAdapters:
-    """The adapters of a forward, seen from one module: names are completed by its prefix."""
+    """The adapters of a forward, seen from one module. All layers of a kind see the same, so one graph serves them."""
 
     spans: tuple[Span, ...]
-    prefix: str = ""
 
-    def at(self, module: str | int) -> "ActiveAdapters":
+    def at(self, module: str) -> "ActiveAdapters":
         """The same adapters, seen from a module inside this one."""
-        return ActiveAdapters(self.spans, f"{self.prefix}{module}.")
+        return ActiveAdapters(tuple(span._replace(pairs=span.pairs.get(module, {})) for span in self.spans))
 
     def add(self, module: str, x_BSI: Tensor, y_BSO: Tensor) -> Tensor:
         """Returns y, the output of a linear module for x, with what the adapters add to it. May change y in place."""
         for span in self.spans:
-            pair = span.adapter.pair(span.half, self.prefix + module)
+            pair = span.pairs.get(module)
             if pair is None:
                 continue
             if span.rows == EVERYTHING and span.tokens == EVERYTHING:
@@ -242,19 +251,18 @@ class ActiveAdapters:
 
     def run_experts(self, experts: nn.Module, x_ND: Tensor, routing: Routing, shape: torch.Size) -> Tensor:
         """Runs a layer's experts, each span's tokens with its pairs. `shape` is [B, S, ...] of the tokens."""
+        with_pairs = [span for span in self.spans if span.pairs]
+        if not with_pairs:
+            return experts(x_ND, routing.experts_NK, routing.weights_NK)
+        if with_pairs[0].rows == EVERYTHING and with_pairs[0].tokens == EVERYTHING:
+            return experts(x_ND, routing.experts_NK, routing.weights_NK, _expert_adapter(with_pairs[0], x_ND.dtype))
         numbers_BS = torch.arange(len(x_ND), device=x_ND.device).view(shape[:2])
         plain_N = torch.ones(len(x_ND), dtype=torch.bool, device=x_ND.device)
         parts = []
-        for span in self.spans:
-            of_experts = ExpertAdapter(*(self._low_rank(span, module, x_ND.dtype) for module in EXPERTS))
-            if of_experts != NO_ADAPTER:
-                where_M = numbers_BS[span.rows, span.tokens].flatten()
-                plain_N[where_M] = False
-                parts.append((where_M, of_experts))
-        if len(parts) == 1 and len(parts[0][0]) == len(x_ND):
-            return experts(x_ND, routing.experts_NK, routing.weights_NK, parts[0][1])
-        if not parts:
-            return experts(x_ND, routing.experts_NK, routing.weights_NK)
+        for span in with_pairs:
+            where_M = numbers_BS[span.rows, span.tokens].flatten()
+            plain_N[where_M] = False
+            parts.append((where_M, _expert_adapter(span, x_ND.dtype)))
         y_ND = torch.zeros_like(x_ND)
         for where_M, of_experts in [(plain_N.nonzero().squeeze(1), NO_ADAPTER), *parts]:
             if len(where_M):
@@ -262,9 +270,11 @@ class ActiveAdapters:
                 y_ND = y_ND.index_copy(0, where_M, mixed_MD)
         return y_ND
 
-    def _low_rank(self, span: Span, module: str, dtype: torch.dtype) -> LowRank | None:
-        pair = span.adapter.pair(span.half, self.prefix + module)
-        return None if pair is None else pair.low_rank(dtype)
+
+def _expert_adapter(span: Span, dtype: torch.dtype) -> ExpertAdapter:
+    """The pairs of a layer's two stacks of experts, as the experts' kernel takes them."""
+    pairs = (span.pairs.get(name) for name in ("gate_up_proj", "down_proj"))
+    return ExpertAdapter(*(None if pair is None else pair.low_rank(dtype) for pair in pairs))
 
 
 def adapters_of_rows(adapters: Sequence[Adapter | None], halves: Iterable[tuple[str, slice]] = ()) -> ActiveAdapters | None:
@@ -279,5 +289,5 @@ def adapters_of_rows(adapters: Sequence[Adapter | None], halves: Iterable[tuple[
     for adapter in distinct.values():
         rows = [row for row, each in enumerate(adapters) if each is adapter]
         has_all_rows = len(rows) == len(adapters)
-        spans += [Span(adapter, half, EVERYTHING if has_all_rows else rows, tokens) for half, tokens in halves]
+        spans += [Span(adapter.tree(half), EVERYTHING if has_all_rows else rows, tokens) for half, tokens in halves]
     return ActiveAdapters(tuple(spans))
