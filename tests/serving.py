@@ -63,3 +63,19 @@ def make(canvas: int = 16) -> Writer:
     """A writer with a tiny random model."""
     sampler = tiny.sampler(canvas_length=canvas, max_steps=3, max_new_tokens=32)
     return EchoWriter(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), sampler)
+
+
+OPENED = []  # clients to close after a test: a socket that the garbage collector closes fails another test
+
+
+def keep(client):
+    """A client that is closed after the test."""
+    OPENED.append(client)
+    return client
+
+
+def close_kept() -> None:
+    """Closes the clients of a test."""
+    while OPENED:
+        client = OPENED.pop()
+        (client if hasattr(client, "close") else client._client).close()  # ollama's client has no method for it

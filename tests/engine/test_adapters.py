@@ -41,7 +41,7 @@ def run_together(engine, requests):
     return [ends[request].ids_BT[0].tolist() for request in requests]
 
 
-@pytest.mark.parametrize("check", ["off", "checked", "exact"])
+@pytest.mark.parametrize("check", ["off", pytest.param("checked", marks=pytest.mark.soak), "exact"])
 def test_requests_with_different_adapters_equal_each_alone(check):
     engine = Engine(MODEL, EngineConfig(prefill_chunk=8))
     cfg = tiny.sampler(max_new_tokens=24, check=check, draft_steps=3)

@@ -156,6 +156,7 @@ def test_canvases_equal_those_of_generate(engine, model):
         assert found[request].stats[0].steps == expected.stats[0].steps
 
 
+@pytest.mark.soak
 def test_a_request_alone_prefills_longer_chunks(model, monkeypatch):
     """Beside another request chunks are as short as before. The tokens are the same."""
     monkeypatch.setenv(backend.ENV_VARIABLE, "triton")

@@ -1,8 +1,8 @@
-"""Fixtures of the tests with a browser."""
+"""Fixtures of the tests with a browser, and the end of clients that tests opened."""
 
 import pytest
 from browsing import CHROMIUM, SCREENSHOTS, TIMEOUT_MS, small
-from serving import served
+from serving import close_kept, served
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +48,9 @@ def opened(chromium):
     for context in contexts:
         context.close()
     assert messages == []
+
+
+@pytest.fixture(autouse=True)
+def close_clients():
+    yield
+    close_kept()

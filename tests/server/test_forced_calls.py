@@ -8,7 +8,7 @@ import jsonschema
 import openai
 import pytest
 import tiny
-from serving import make, served, user
+from serving import keep, make, served, user
 
 from redraft.server.errors import BadRequestError
 from redraft.server.forced_calls import NO_PARAMETERS, choose_tools, force_call
@@ -53,7 +53,7 @@ def check_call(name: str, arguments: object) -> None:
 
 
 def test_openai_forces_a_named_tool_and_any_tool(url):
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = keep(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
     for choice in (NAMED, "required"):
         asked = {"model": "", "messages": user("x"), "tools": TOOLS, "tool_choice": choice, "max_tokens": 64}
         names = set()
@@ -71,7 +71,7 @@ def test_openai_forces_a_named_tool_and_any_tool(url):
 
 
 def test_anthropic_forces_a_named_tool_and_any_tool(url):
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    client = keep(anthropic.Anthropic(base_url=url, api_key="none", max_retries=0))
     tools = [{"name": name, "description": "", "input_schema": schema} for name, schema in PARAMETERS.items()]
     for choice in ({"type": "tool", "name": "weather"}, {"type": "any"}):
         asked = {"model": "", "max_tokens": 64, "messages": user("x"), "tools": tools, "tool_choice": choice}

@@ -8,7 +8,7 @@ import ollama
 import openai
 import pytest
 import tiny
-from serving import NO_END, make, served, user
+from serving import NO_END, keep, make, served, user
 
 from redraft.model.quant import quantize_fp8
 from redraft.server import fim, infill
@@ -39,7 +39,8 @@ def http(url):
 
 @pytest.fixture(scope="module")
 def client(url):
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_openai_chats_whole_and_streamed(client):
@@ -199,7 +200,7 @@ def test_frames_hold_the_tokens_that_changed(http):
 
 
 def test_anthropic_messages_whole_and_streamed(url):
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    client = keep(anthropic.Anthropic(base_url=url, api_key="none", max_retries=0))
     said = "say: <|channel>thought\nhm<channel|>I look.<|tool_call>call:find{n:2}<tool_call|>"
     tools = [{"name": "find", "description": "Finds.", "input_schema": {"type": "object"}}]
     asked = {
@@ -238,7 +239,7 @@ def test_anthropic_messages_whole_and_streamed(url):
 
 
 def test_ollama_generates_and_chats(url):
-    client = ollama.Client(host=url)
+    client = keep(ollama.Client(host=url))
     said = user("say: Hi there, who are you?")
     whole = client.chat(model="small", messages=said, options={"num_predict": 64})
     assert (whole.message.content, whole.done, whole.done_reason) == ("Hi there, who are you?", True, "stop")

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 import tiny
-from serving import served, user
+from serving import keep, served, user
 
 from redraft.writer import Writer
 
@@ -44,9 +44,9 @@ def alone(model, prompt, is_chat, **options):
 MODELS = ("base", "pirate", "poet")
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_clients_with_different_adapters_are_served_at_once(url, stream):
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = keep(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
 
     def ask(job):
         model, seed, check = job
@@ -139,7 +139,7 @@ def test_patterns_work_with_an_adapter(http):
 
 
 def test_models_are_listed(url, http):
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = keep(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
     listed = {model.id: model for model in client.models.list().data}
     assert [name for name in listed if name in MODELS] == list(MODELS)
     assert listed["pirate"].parent == "base"
@@ -158,7 +158,7 @@ def test_an_unknown_model_is_the_base(http):
 
 
 def test_the_anthropic_client_streams_an_adapter(url):
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    client = keep(anthropic.Anthropic(base_url=url, api_key="none", max_retries=0))
     options = {"model": "poet", "max_tokens": 20, "messages": user("hi"), "extra_body": {"seed": 3}}
     with client.messages.stream(**options) as stream:
         assert stream.get_final_text() == alone("poet", user("hi"), True, seed=3, max_tokens=20)

@@ -8,7 +8,7 @@ import ollama
 import openai
 import pytest
 import tiny
-from serving import NO_END, make, served, user
+from serving import NO_END, keep, make, served, user
 
 from redraft.config import CHECKS
 from redraft.diffusion.generate import Committed, Draft, Finished
@@ -34,22 +34,6 @@ WRITER = writer_with("off")
 def url():
     with served(WRITER, name="small") as address:
         yield address
-
-
-OPENED = []  # clients to close after a test: a socket that the garbage collector closes fails another test
-
-
-def keep(client):
-    OPENED.append(client)
-    return client
-
-
-@pytest.fixture(autouse=True)
-def close_clients():
-    yield
-    while OPENED:
-        client = OPENED.pop()
-        (client._client if isinstance(client, ollama.Client) else client).close()
 
 
 @pytest.fixture(

@@ -19,8 +19,8 @@ WRITER = make()
 
 @pytest.fixture(scope="module")
 def client():
-    with served(WRITER) as url:
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with served(WRITER) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_openai_logprobs_are_those_of_the_last_step(client):

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 import tiny
-from serving import EchoWriter, make, served, user, wait_until
+from serving import EchoWriter, keep, make, served, user, wait_until
 
 from redraft.cli import serve
 from redraft.server.middleware import Limits, parse_origin
@@ -41,7 +41,7 @@ def http(url):
 
 
 def test_a_model_is_found_by_its_name(url, http):
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = keep(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
     assert client.models.retrieve("small") == client.models.list().data[0]
     with pytest.raises(openai.NotFoundError, match="no model 'own/er' here; this server has small"):
         client.models.retrieve("own/er")
@@ -77,7 +77,7 @@ def test_anthropic_counts_the_tokens_that_usage_reports(url, plain_url):
         {"messages": user("say: ab"), "thinking": {"type": "enabled", "budget_tokens": 1024}},
     ]
     for address, asked in [(url, request) for request in requests for _ in range(2)] + [(plain_url, requests[0])]:
-        client = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
+        client = keep(anthropic.Anthropic(base_url=address, api_key="none", max_retries=0))
         counted = client.messages.count_tokens(model="", **asked).input_tokens
         usage = client.messages.create(model="", max_tokens=8, **asked).usage
         assert (usage.input_tokens, usage.cache_read_input_tokens) == (counted, 0)  # the second time too, from the cache

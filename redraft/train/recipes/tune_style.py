@@ -2,6 +2,7 @@
 
 Reads stories/fairytaleqa.jsonl.xz in the folder REDRAFT_DATA (default: data) and writes the sections of its training tales
 to the run's folder; every twentieth is held out.
+Cost: 150 steps of 4,096 tokens.
 """
 
 import json
