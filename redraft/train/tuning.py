@@ -81,13 +81,15 @@ def tuning_config(
     per_epoch = estimate.steps(options.batch * data.length)
     steps = options.steps or max(1, round(options.epochs * per_epoch))
     (source,) = data.sources
-    held_out = replace(data, sources=(replace(source, is_held_out=True),), lookahead=1, shuffle=1)
+    held_out = None
+    if check.held_out:
+        held_out = replace(data, sources=(replace(source, is_held_out=True),), lookahead=1, shuffle=1)
     is_large = model.parameter_counts()["total"] >= LARGE_MODEL
     return TrainConfig(
         model=model,
         sampler=sampler,
         data=data,
-        held_out=held_out if check.held_out else None,
+        held_out=held_out,
         init=str(Path(base).resolve()) if Path(base).exists() else base,
         adapter=options.adapter,
         quant=options.quant,

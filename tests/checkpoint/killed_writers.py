@@ -33,7 +33,7 @@ from redraft.config import write_text
 from redraft.model import quant
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 from redraft.train import checkpoints
-from redraft.train.loop import Trainer
+from redraft.train.export import export_model
 from redraft.writer import Writer
 
 VARIANTS = 3
@@ -107,12 +107,8 @@ def writes_export(folder: Path) -> FileWriter:
     def write(number: int) -> None:
         variant = number % VARIANTS
         model = MODELS[variant]
-        buffers = dict(model.named_buffers())
-        average = {name: tensor for name, tensor in model.state_dict().items() if name not in buffers}
-        run = SimpleNamespace(out=folder, config=model.config, tokenizer=TOKENIZERS[variant], buffers=buffers)
-        run.optimizer = SimpleNamespace(average=average)
-        run.cfg = SimpleNamespace(sampler=SAMPLERS[variant])
-        Trainer.export(run)
+        cfg = SimpleNamespace(sampler=SAMPLERS[variant])
+        export_model(model.config, model.state_dict(), folder / "model", TOKENIZERS[variant], cfg)
 
     return FileWriter(write, lambda: read_variant(folder / "model", MODELS))
 

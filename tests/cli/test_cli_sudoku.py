@@ -242,7 +242,7 @@ def test_boards_written_as_text_are_parsed_and_compared(monkeypatch):
     reader = redraft.Tokenizer.from_folder(DEFAULT_MODEL)
     answers = [encoding.board_text(listed.solutions[0]), "no board", encoding.board_text(listed.solutions[1])]
 
-    def pretend(model, prompts, cfg, *, seeds):
+    def pretend(model, prompts, cfg, *, seeds, adapter):
         assert [reader.decode(ids) for ids in prompts] == [encoding.prompt_text(puzzle) for puzzle in listed.puzzles]
         ids = [reader.encode(text) for text in answers]
         padded = torch.tensor([row + [0] * (200 - len(row)) for row in ids])

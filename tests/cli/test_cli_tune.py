@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -108,7 +107,7 @@ def test_a_killed_run_loses_at_most_the_steps_since_its_last_checkpoint(folder, 
     while not any((tmp_path / "killed").glob("step-*/state.json")):
         assert killed.poll() is None, killed.stderr.read()
         time.sleep(0.05)
-    killed.send_signal(signal.SIGKILL)
+    killed.kill()
     killed.communicate()
     for name in ("killed", "unbroken"):
         done = subprocess.run([*command, "--out", str(tmp_path / name)], **options)

@@ -192,7 +192,10 @@ def test_a_committed_canvas_is_encoded_with_the_first_step_of_the_next(engine, m
     assert not engine.runner.pending_encodes
 
 
-@pytest.mark.parametrize("settings", [{}, {"quota": True, "accept_at_end": True, "spread": 2, "stops_last": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, marks=pytest.mark.soak), {"quota": True, "accept_at_end": True, "spread": 2, "stops_last": True}],
+)
 def test_watched_requests_and_those_of_small_models_are_sampled_in_the_graph(engine, model, settings):
     """The probabilities of every draft are the reference's, beside a request that does not ask for them."""
     cfg = replace(CFG, max_new_tokens=4, max_steps=3, confidence_threshold=1e-9, **settings)

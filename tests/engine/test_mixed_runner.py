@@ -54,6 +54,7 @@ def check_batch(engine, jobs):
         assert torch.equal(found[request].ids_BT, expected.ids_BT), (cfg.check, seed)
 
 
+@pytest.mark.soak
 def test_a_batch_of_base_and_adapted_requests_equals_each_alone(engine, adapters):
     first, second = adapters
     assert type(engine.runner) is MixedRunner

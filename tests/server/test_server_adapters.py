@@ -44,7 +44,8 @@ def alone(model, prompt, is_chat, **options):
 MODELS = ("base", "pirate", "poet")
 
 
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.soak
+@pytest.mark.parametrize("stream", [False, True])
 def test_clients_with_different_adapters_are_served_at_once(url, stream):
     client = keep(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
 

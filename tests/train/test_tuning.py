@@ -63,7 +63,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_learns_and_leaves_the_base_as_it_was(tmp_path):
-    cfg = config(tmp_path, steps=40, save_every=40)
+    cfg = config(tmp_path, steps=20, save_every=20)
     before = {p.name: p.read_bytes() for p in (tmp_path / "base").iterdir()}
     trainer = Trainer(cfg, tmp_path / "run")
     frozen = {name: t.clone() for name, t in trainer.objective.model.state_dict().items()}
@@ -79,7 +79,7 @@ def test_a_run_learns_and_leaves_the_base_as_it_was(tmp_path):
     adapter = checkpoint.load_adapter(tmp_path / "run", model)
     assert adapter.metadata["scores"]["held_out"]["step"] == best.step
     assert adapter.metadata["data"] == ["chats.jsonl"]
-    assert checkpoint.load_adapter(tmp_path / "run/last", model).metadata["steps"] == 40
+    assert checkpoint.load_adapter(tmp_path / "run/last", model).metadata["steps"] == 20
     assert isinstance(found[-1], Ended)
     assert found[-1].model == tmp_path / "run"
 
