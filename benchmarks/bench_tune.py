@@ -1,7 +1,7 @@
 """Training an adapter at the released shape with random weights: tokens per second and peak memory, by base.
 
     python benchmarks/bench_tune.py [--quant none fp8 nvfp4 int4] [--rows 1] [--length 2048] [--steps 4]
-        [--shape released|tiny]
+        [--shape released|small]
 
 Every base is measured with rank 16 on attention and dense MLP, and with rank 8 on these and the experts. A step is one
 forward of [noisy | clean] with self-conditioning in half of the rows, its backward pass with recomputed layers, and AdamW.
@@ -16,9 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from bench_engine import SHAPES
 from random_weights import random_model
 
-from redraft.config import FULL, SLIDING, ModelConfig
+from redraft.config import ModelConfig
 from redraft.model.lora import AdapterConfig, new_adapter
 from redraft.model.masks import Layout
 from redraft.model.quant import quantize_fp8
@@ -29,20 +30,6 @@ ADAPTERS = {
     "rank 16, attention and dense": AdapterConfig(rank=16),
     "rank 8, attention, dense and experts": AdapterConfig(rank=8, targets=("attention", "dense", "experts")),
 }
-TINY = ModelConfig(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    num_experts=8,
-    top_k_experts=2,
-    layer_types=(SLIDING, FULL),
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_global_key_value_heads=1,
-    head_dim=16,
-    global_head_dim=32,
-)
 
 
 def random_batch(config: ModelConfig, rows: int, length: int, generator: torch.Generator) -> Batch:
@@ -103,10 +90,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--shape", choices=("released", "tiny"), default="released")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="released")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = ModelConfig() if options.shape == "released" else TINY
+    config = SHAPES[options.shape]
     results = []
     for quant in options.quant:
         model = random_model(config, device, quant if quant in ("nvfp4", "int4") else None)

@@ -234,8 +234,8 @@ class EngineConfig:
     max_running: int = 8  # requests in one batch
     cache_bytes: int | None = None  # budget for KV caches; None: measured, see Engine
     prefill_chunk: int = 2048  # prompt tokens that one step prefills
-    # The same while no other request runs, on a GPU: products with more tokens are faster, and nobody waits for the next
-    # step. None: by the GPU's memory, see CudaGraphRunner. Never below prefill_chunk.
+    # The prefill chunk of a request that runs alone on a GPU: large products are faster, and no other request has to wait.
+    # None: chosen by the GPU's memory, see CudaGraphRunner. Never below prefill_chunk.
     prefill_chunk_alone: int | None = None
     prefix_cache_entries: int = 8  # KV caches of finished requests, kept for prompts that begin alike
     rewind: int = 512  # how many tokens a prefix cache entry can be cut back

@@ -145,7 +145,7 @@ def publish_adapter_config(adapter: Adapter, base: str) -> dict[str, Any]:
 
 
 def read_adapter_metadata(folder: str | Path) -> dict[str, Any]:
-    """What our own files say about an adapter: base, data, scores. Empty for those that peft wrote."""
+    """The metadata that redraft writes beside the weights: base, data, scores. An adapter of peft has none."""
     with open_adapter(Path(folder)) as file:
         raw = (file.metadata() or {}).get(METADATA, "{}")
     try:

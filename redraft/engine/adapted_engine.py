@@ -9,7 +9,7 @@ from redraft.model.lora import Adapter, AdapterError
 
 
 class AdaptedEngine(Engine):
-    """A view of an engine: model, memory, steps and thread are the engine's own, whichever of the two changes them."""
+    """A view of an engine. It shares all state with the engine except the adapter."""
 
     __slots__ = ("adapter",)  # the only attribute that is not in the dictionary, which both share
 

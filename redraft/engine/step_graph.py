@@ -58,7 +58,7 @@ def uses_fused_sampler(request: Request) -> bool:
 
 
 def count_candidates(batch: Sequence[Request]) -> int:
-    """How many candidates a step of these requests finds, a power of two; 0 if nobody watches."""
+    """The number of candidates that a step of these requests returns, a power of two; 0 if no request asks for them."""
     most = max(request.candidates for request in batch)
     return next_power_of_two(most) if most else 0
 

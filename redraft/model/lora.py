@@ -184,11 +184,6 @@ class Adapter(nn.Module):
         )
 
     @property
-    def has_experts(self) -> bool:
-        """Whether it reaches experts."""
-        return any(matrix.endswith(EXPERTS) for _, matrix in self._pairs)
-
-    @property
     def parameter_count(self) -> int:
         """Trainable numbers; a pair of both halves counts once."""
         return sum(p.numel() for p in self.parameters())

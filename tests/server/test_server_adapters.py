@@ -36,7 +36,7 @@ def http(url):
 
 
 def alone(model, prompt, is_chat, **options):
-    """The answer of a Writer that nobody else uses."""
+    """The answer of a Writer of its own, without other requests."""
     writer = new_writer().with_adapter(ADAPTERS.get(model))
     return (writer.chat if is_chat else writer.write)(prompt, **options).text
 
