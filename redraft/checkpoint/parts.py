@@ -18,7 +18,7 @@ from redraft.checkpoint.placement import Place
 from redraft.checkpoint.published_config import read_model_config, read_sampler_config
 from redraft.config import ModelConfig, SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.quant import QuantPolicy
 from redraft.model.quant.stored import StoredWeight
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError, check_same_vocabulary
@@ -32,7 +32,7 @@ def load_checkpoint(
     quant: str | None = None,
     keep_bf16: bool = False,
     place: Place | None = None,
-) -> tuple[DiffusionGemma, Tokenizer, SamplerConfig]:
+) -> tuple[Backbone, Tokenizer, SamplerConfig]:
     """The parts of a Writer, for a caller that wants no engine.
 
     `quant` and `keep_bf16`: see QuantPolicy. `place` is asked where weights go, and in which formats, once their sizes are
@@ -84,8 +84,8 @@ def read_configs(path: Path) -> tuple[ModelConfig, SamplerConfig]:
 
 
 def load_verifier(
-    path_or_id: str | Path, drafter: DiffusionGemma, tokenizer: Tokenizer, drafter_name: str, **options: Any
-) -> DiffusionGemma:
+    path_or_id: str | Path, drafter: Backbone, tokenizer: Tokenizer, drafter_name: str, **options: Any
+) -> Backbone:
     """Loads the model that verifies what another one drafts. Refuses another vocabulary."""
     drafter.require_denoiser("drafting")
     verifier, verifier_tokenizer, _ = load_checkpoint(path_or_id, **options)

@@ -34,6 +34,7 @@ from redraft.engine.stream import Stream
 from redraft.kernels.backend import select_backend
 from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.kernels.threads import adapt_threads
+from redraft.model.backbone import Backbone
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 from redraft.model.lora import Adapter
@@ -48,9 +49,7 @@ class Engine:
 
     adapter: Adapter | None = None  # of the requests and reservations that are made here; see adapted_engine.py
 
-    def __init__(
-        self, model: DiffusionGemma, config: EngineConfig | None = None, verifier: DiffusionGemma | None = None
-    ) -> None:
+    def __init__(self, model: Backbone, config: EngineConfig | None = None, verifier: Backbone | None = None) -> None:
         """Another model may be the `verifier` of checked and exact mode."""
         self.model = model
         self.verifier = verifier
@@ -491,9 +490,9 @@ def with_status(requests: Sequence[Request], status: RequestStatus) -> list[Requ
     return [request for request in requests if request.status is status]
 
 
-def make_runner(model: DiffusionGemma, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> Runner:
-    """A runner with CUDA graphs where the Triton kernels are used, else the reference Runner."""
-    if not select_backend(model.device).uses_triton:
+def make_runner(model: Backbone, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> Runner:
+    """A runner with CUDA graphs where the Triton kernels are used and know the architecture, else the reference Runner."""
+    if not (isinstance(model, DiffusionGemma) and select_backend(model.device).uses_triton):
         return Runner(model, prefill_chunk)
     from redraft.engine.mixed_runner import MixedRunner  # Triton takes long to import
 

@@ -30,7 +30,7 @@ from redraft.engine.memory_plan import (
 )
 from redraft.engine.offload import measure_bus, offload_experts
 from redraft.kernels.backend import select_device
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.quant import QuantPolicy
 
 MODULE_BYTES = 100_000_000  # that kernels and libraries add to a fresh CUDA context
@@ -66,7 +66,7 @@ class GpuLimit:
         policy, self.plan = choose_policy(config, weights, self.limit, self.demand, **options)
         return Placement(self.device, policy, frozenset(self.plan.offloaded_layers))
 
-    def offload(self, model: DiffusionGemma) -> EngineConfig:
+    def offload(self, model: Backbone) -> EngineConfig:
         """Pins the experts that the loader left in host memory, and streams them. Returns the engine's settings."""
         assert self.plan is not None
         if self.plan.offloaded:

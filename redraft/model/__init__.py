@@ -3,7 +3,9 @@
 A causal-only model, such as a standard Gemma 4 checkpoint, has `encode` only.
 
 Files in reading order:
-diffusion_gemma.py  DiffusionGemma: layers, encode, denoise, soft_embed, forward_train
+backbone.py         Backbone: encode, denoise, joint, soft_embed, forward_train, for every architecture
+layers.py           parts that the layers of the architectures share
+diffusion_gemma.py  DiffusionGemma: attention, dense MLP and experts, self-conditioning, soft-capped head
 embedding.py        token embedding, logits and soft embeddings, in full precision or in 8 bits
 moe.py              router and experts
 masks.py            attention masks, for generation and for training
