@@ -13,6 +13,7 @@ manifest.py          checks that the files of a folder were saved together
 placement.py         on which device each weight is put
 load.py              tensors -> model
 adapter_files.py     adapters in peft's format
+drafter_files.py     drafters of left-to-right models
 adapter_summary.py   what the files of an adapter say about it
 atomic_folder.py     replaces a folder as a whole
 publish_packed.py    packed weights in the layout of compressed-tensors
@@ -34,6 +35,7 @@ from redraft.checkpoint.adapter_files import (
 )
 from redraft.checkpoint.adapter_summary import AdapterSummary, summarize_adapter
 from redraft.checkpoint.atomic_folder import check_target, put_in_place, replace_folder, sync_files
+from redraft.checkpoint.drafter_files import is_drafter, load_drafter, read_drafter_config, save_drafter
 from redraft.checkpoint.find import PACKAGED, find
 from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model, open_weights
@@ -68,10 +70,12 @@ __all__ = [
     "folder_with_vision",
     "from_state_dict",
     "is_adapter",
+    "is_drafter",
     "is_gguf",
     "lay_out_for_cpu",
     "load_adapter",
     "load_checkpoint",
+    "load_drafter",
     "load_model",
     "load_verifier",
     "measure_parts",
@@ -88,11 +92,13 @@ __all__ = [
     "read_adapter_config",
     "read_adapter_metadata",
     "read_configs",
+    "read_drafter_config",
     "read_model_config",
     "read_sampler_config",
     "replace_folder",
     "save",
     "save_adapter",
+    "save_drafter",
     "summarize_adapter",
     "sync_files",
     "verify_files",

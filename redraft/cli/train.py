@@ -129,7 +129,7 @@ def run_trainer(trainer: Any, folder: Path, is_main: bool) -> None:
         console.print(f"losses: {folder / CURVES}", soft_wrap=True)
     except ValueError as error:
         console.print(str(error), markup=False)
-    use = f"-m {ended.model}" if trainer.adapter is None else f"-m {trainer.cfg.init} --adapter {ended.model}"
+    use = f"-m {ended.model}" if trainer.cfg.adapter is None else f"-m {trainer.cfg.init} --adapter {ended.model}"
     console.print(f"{ended.why} at step {ended.step} of {trainer.cfg.steps}; try it: redraft {use} PROMPT", soft_wrap=True)
     print(ended.model)
     if ended.why == "stopped":
@@ -147,7 +147,8 @@ def write_notes(task: Any, path: Path) -> None:
 def format_evaluation(event: Any) -> str:
     """Formats an evaluation in one line."""
     best = ", the best so far" if event.is_best else ""
-    return f"step {event.step}  held out: denoiser {event.denoiser:.3f}, next token {event.ar:.3f}{best}"
+    scores = ", ".join(f"{name.replace('_', ' ')} {score:.3f}" for name, score in event.scores.items())
+    return f"step {event.step}  held out: {scores}{best}"
 
 
 def drop_later_reports(metrics: Path, step: int) -> None:

@@ -159,7 +159,7 @@ def check_inputs(
     for token, _ in cfg.logit_bias:
         if token >= config.vocab_size:
             raise ValueError(f"logit_bias names token {token}, which is outside the vocabulary of {config.vocab_size}")
-    if cfg.draft_token is not None and cfg.draft_token >= config.vocab_size:
+    if cfg.draft_token is not None and cfg.draft_token >= config.vocab_size + (model.drafter is not None):
         raise ValueError(f"draft_token {cfg.draft_token} is outside the vocabulary of {config.vocab_size}")
     longest = max(map(len, prompts))
     answer = cfg.max_answer
@@ -200,7 +200,9 @@ def check_steering(
 def require_drafter(model: Backbone, cfg: SamplerConfig) -> None:
     """Refuses a mode with drafts for a model that cannot draft."""
     if cfg.check == "checked" or (cfg.check == "exact" and cfg.draft_length):
-        model.require_denoiser(f"drafting (check={cfg.check}, draft_length={cfg.draft_length})")
+        what = f"drafting (check={cfg.check}, draft_length={cfg.draft_length})"
+        # Checked mode drafts whole canvases first, which a drafter does not.
+        model.require_drafts(what) if cfg.check == "exact" else model.require_denoiser(what)
 
 
 def step_cost(model: Backbone, cfg: SamplerConfig) -> StepCost:

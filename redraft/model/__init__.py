@@ -9,6 +9,7 @@ diffusion_gemma.py  DiffusionGemma: attention, dense MLP and experts, self-condi
 embedding.py        token embedding, logits and soft embeddings, in full precision or in 8 bits
 moe.py              router and experts
 masks.py            attention masks, for generation and for training
+drafter.py          what lets a left-to-right model draft, and the draft head
 lora.py             adapters: low-rank additions to the matrices, by row and by half
 kv_cache.py         keys and values of the context: append, advance, view, rewind
 quant/              the same layers with weights in fewer bits

@@ -21,12 +21,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from redraft.config import FULL, SLIDING, BackboneConfig
-from redraft.kernels import rms_norm
 from redraft.model import masks
 from redraft.model.embedding import Embedding, PackedEmbedding
+from redraft.model.drafter import Drafter, DraftHead
 from redraft.model.kv_cache import ContextCache, KVCache
-from redraft.model.layers import Mask, RMSNorm, Rope, Rounding, gelu
-from redraft.model.lora import DENOISE, ENCODE, EVERYTHING, ActiveAdapters, Adapter, adapters_of_rows
+from redraft.model.layers import Mask, RMSNorm, Rope, Rounding
+from redraft.model.lora import DENOISE, ENCODE, EVERYTHING, ActiveAdapters, Adapter, Span, adapters_of_rows
 from redraft.model.moe import Routing
 
 Halves = Sequence[tuple[str, int]]  # which half the tokens of a forward run through: [("encode", 5), ("denoise", 8)]
@@ -34,26 +34,6 @@ Halves = Sequence[tuple[str, int]]  # which half the tokens of a forward run thr
 
 class CausalOnlyError(ValueError):
     """The user asked a causal-only model for something that needs a denoiser."""
-
-
-class DraftHead(nn.Module):
-    """Adds to a draft position's hidden state what the token before it says: h + outer(GELU(inner([h ; embedding]))).
-
-    The positions of a canvas are denoised at once and do not know one another's tokens, so neighbours may contradict each
-    other. Drafts are therefore sampled from left to right, and this head is all that runs again for each of them.
-    """
-
-    def __init__(self, config: BackboneConfig) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.eps = config.rms_norm_eps
-        self.inner = nn.Linear(2 * size, config.draft_head_size, bias=False)
-        self.outer = nn.Linear(config.draft_head_size, size, bias=False)
-
-    def forward(self, hidden_ND: Tensor, previous_ND: Tensor) -> Tensor:
-        """`previous_ND` are the embeddings of the tokens before."""
-        both = torch.cat([hidden_ND, rms_norm(previous_ND, None, self.eps)], dim=-1)
-        return hidden_ND + self.outer(gelu(self.inner(both)))
 
 
 class Backbone(nn.Module, ABC):
@@ -64,6 +44,7 @@ class Backbone(nn.Module, ABC):
 
     layers: Sequence[nn.Module]
     draft_head: DraftHead | None
+    drafter: Drafter | None  # lets a causal-only model draft; given after loading
     conversions: tuple[str, ...] = ()  # sentences: which weights loading rounded or dequantized
 
     def __init__(self, config: BackboneConfig, layers: Iterable[nn.Module]) -> None:
@@ -76,6 +57,7 @@ class Backbone(nn.Module, ABC):
         # For the type checker, which takes a ModuleList for any modules.
         self.layers = cast(Sequence[nn.Module], nn.ModuleList(layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.drafter = None
 
     # What an architecture says.
 
@@ -138,9 +120,27 @@ class Backbone(nn.Module, ABC):
                 f"{what} needs a diffusion model; this one is causal-only ({kind}): it writes left to right"
             )
 
+    def require_drafts(self, what: str) -> None:
+        """Raises CausalOnlyError if the model has neither a denoiser nor a drafter. `what` names what needs one."""
+        if self.drafter is None:
+            self.require_denoiser(what)
+
     def _assert_denoiser(self, method: str) -> None:
         if self.config.is_causal_only:
             raise RuntimeError(f"{method}() was called on a causal-only model; the caller must call require_denoiser first")
+
+    def _active_adapters(
+        self, of_rows: Sequence[Adapter | None], halves: Sequence[tuple[str, slice]]
+    ) -> ActiveAdapters | None:
+        """The adapters of each row, and those of the drafter, which acts on canvas tokens. `halves`: see adapters_of_rows."""
+        active = adapters_of_rows(of_rows, halves)
+        if self.drafter is None:
+            return active
+        tree = self.drafter.adapter.tree(DENOISE)
+        spans = tuple(Span(tree, EVERYTHING, tokens) for half, tokens in halves if half == DENOISE)
+        if not spans:
+            return active
+        return ActiveAdapters(spans if active is None else (*active.spans, *spans))
 
     def new_cache(self, rows: int, capacity: int, rewind: int | None = None, adapter: Adapter | None = None) -> KVCache:
         """Allocates an empty cache for this model. What is encoded into it or denoised after it goes through the adapter."""
@@ -164,7 +164,7 @@ class Backbone(nn.Module, ABC):
         x_BSD = self.embed(ids_BS)
         rounding = self._rounding(ids_BS.shape[1])
         halves = [(ENCODE, ids_BS.shape[1])]
-        adapters = adapters_of_rows(cache.adapters, [(ENCODE, EVERYTHING)])
+        adapters = self._active_adapters(cache.adapters, [(ENCODE, EVERYTHING)])
         for index, kind in enumerate(self.config.layer_types):
             past = cache.view(index)
             of_layer = _of_layer(adapters, index)
@@ -186,7 +186,7 @@ class Backbone(nn.Module, ABC):
             for kind, index in self._example_layers.items():
                 window = self.config.layer_window(index)
                 mask_of[kind] = masks.canvas(cache.lengths_B, cache.key_positions(index), length, window)
-        adapters = adapters_of_rows(cache.adapters, [(DENOISE, EVERYTHING)])
+        adapters = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)])
         x_BCD = self.embed_canvas(canvas_BC, soft_BCD, adapters)
         halves = [(DENOISE, length)]
         for index, kind in enumerate(self.config.layer_types):
@@ -220,12 +220,13 @@ class Backbone(nn.Module, ABC):
         for kind, index in self._example_layers.items():
             keys = cache.key_positions(index)
             mask_of[kind] = masks.joint(starts_B, keys, clean_count, after_J, length, self.config.layer_window(index))
-        of_canvases = adapters_of_rows(cache.adapters, [(DENOISE, EVERYTHING)])
+        of_canvases = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)])
         canvases_BJCD = self.embed_canvas(canvas_BJC, None, of_canvases)
         x_BND = torch.cat([self.embed(clean_BS), canvases_BJCD.flatten(1, 2)], dim=1)
         rounding = self._rounding(clean_count)
         halves = [(ENCODE, clean_count), (DENOISE, canvas_BJC[0].numel())]
-        adapters = adapters_of_rows(cache.adapters, [(ENCODE, slice(clean_count)), (DENOISE, slice(clean_count, None))])
+        by_half = [(ENCODE, slice(clean_count)), (DENOISE, slice(clean_count, None))]
+        adapters = self._active_adapters(cache.adapters, by_half)
         for index, kind in enumerate(self.config.layer_types):
             of_layer = _of_layer(adapters, index)
             past = cache.view(index)
@@ -252,11 +253,12 @@ class Backbone(nn.Module, ABC):
         before each canvas, and the clean half equals `encode`. `recomputes` saves memory: the backward pass computes each
         layer's activations again (gradient checkpointing).
         """
-        self._assert_denoiser("forward_train")
+        if self.drafter is None:
+            self._assert_denoiser("forward_train")
         length = noisy_BL.shape[1]
         ropes = self.rope_tables(positions_BL.repeat(1, 2))
-        adapters = _training_adapters(adapter, length)
-        of_noisy = adapters_of_rows([adapter], [(DENOISE, EVERYTHING)])
+        adapters = self._training_adapters(adapter, length)
+        of_noisy = self._active_adapters([adapter], [(DENOISE, EVERYTHING)])
         noisy_BLD = self.embed_canvas(noisy_BL, soft_BLD, of_noisy)
         x_BSD = torch.cat([noisy_BLD, self.embed(clean_BL)], dim=1)
         if adapter is not None and torch.is_grad_enabled():
@@ -276,6 +278,13 @@ class Backbone(nn.Module, ABC):
         noisy_BLD, clean_BLD = self.norm(x_BSD).chunk(2, dim=1)
         return noisy_BLD, clean_BLD, routings
 
+    def _training_adapters(self, adapter: Adapter | None, length: int) -> ActiveAdapters | None:
+        """The adapters of a training forward over [noisy | clean], of so many tokens each."""
+        halves = [(DENOISE, slice(length)), (ENCODE, slice(length, None))]
+        if adapter is not None and adapter.is_tied and self.drafter is None:
+            halves = [(DENOISE, EVERYTHING)]
+        return self._active_adapters([adapter], halves)
+
     def soft_embed(self, logits_BCV: Tensor) -> Tensor:
         """The expected embedding [B, C, D] under softmax(logits): the self-conditioning input of the next step."""
         self._assert_denoiser("soft_embed")
@@ -284,8 +293,9 @@ class Backbone(nn.Module, ABC):
 
     def draft_logits(self, hidden_ND: Tensor, previous_N: Tensor) -> Tensor:
         """Logits of draft positions, given the token before each. Without a draft head, the token before does not matter."""
-        if self.draft_head is not None:
-            hidden_ND = self.draft_head(hidden_ND, self.embed(previous_N))
+        head = self.draft_head if self.drafter is None else self.drafter.head
+        if head is not None:
+            hidden_ND = head(hidden_ND, self.embed(previous_N))
         return self.head(hidden_ND)
 
     @property
@@ -297,12 +307,3 @@ class Backbone(nn.Module, ABC):
 def _of_layer(adapters: ActiveAdapters | None, layer: int) -> ActiveAdapters | None:
     """The adapters of a forward, seen from one of its layers."""
     return adapters and adapters.at("layers").at(str(layer))
-
-
-def _training_adapters(adapter: Adapter | None, length: int) -> ActiveAdapters | None:
-    """The adapter of a training forward over [noisy | clean], of so many tokens each."""
-    if adapter is None:
-        return None
-    if adapter.is_tied:
-        return adapters_of_rows([adapter], [(DENOISE, EVERYTHING)])
-    return adapters_of_rows([adapter], [(DENOISE, slice(length)), (ENCODE, slice(length, None))])

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from redraft.config import FULL, SLIDING, ModelConfig
 from redraft.kernels import apply_rope, attend, rms_norm, rope_table, softcap_
-from redraft.model.backbone import Backbone, DraftHead, Halves
+from redraft.model.backbone import Backbone, Halves
+from redraft.model.drafter import DraftHead
 from redraft.model.layers import GatedMLP, Mask, RMSNorm, Rope, Rounding, project
 from redraft.model.lora import DENOISE, ENCODE, ActiveAdapters
 from redraft.model.moe import Experts, Router, Routing
@@ -150,7 +151,8 @@ class DiffusionGemma(Backbone):
         super().__init__(config, (Layer(config, layer) for layer in range(config.num_hidden_layers)))
         if not config.is_causal_only:
             self.self_conditioning = SelfConditioning(config)
-        self.draft_head = DraftHead(config) if config.draft_head_size else None
+        size = config.draft_head_size
+        self.draft_head = DraftHead(config.hidden_size, size, config.rms_norm_eps) if size else None
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, scaled by sqrt(D) in the weights' precision."""

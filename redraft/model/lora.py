@@ -192,8 +192,6 @@ class Adapter(nn.Module):
 
 def new_adapter(cfg: AdapterConfig, config: BackboneConfig, seed: int = 0) -> Adapter:
     """An untrained adapter: a is random and b is zero, so it changes nothing yet."""
-    if config.is_causal_only and cfg.halves != ENCODE:
-        raise AdapterError("a causal-only model has no denoiser to adapt: train with a diffusion model")
     generator = torch.Generator().manual_seed(seed)
     shapes = adaptable_matrices(config)
     pairs: dict[tuple[str, str], LoraPair] = {}

@@ -4,7 +4,8 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 
-from redraft.config import ModelConfig, SamplerConfig
+from redraft.config import BackboneConfig, SamplerConfig
+from redraft.model.drafter import DrafterConfig
 from redraft.model.lora import AdapterConfig
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
@@ -16,7 +17,7 @@ from redraft.train.sudoku_data import PuzzleConfig
 class TrainConfig:
     """A training run. `recipes/` has functions that return one."""
 
-    model: ModelConfig
+    model: BackboneConfig
     data: DataConfig | PuzzleConfig
     held_out: DataConfig | None = None  # records on which the run is evaluated; never learned
     draft_data: DataConfig | None = None  # texts of the draft rows, the last `loss.draft.rows` of a microbatch
@@ -26,7 +27,8 @@ class TrainConfig:
     tokenizer: str = "bpe"  # "bpe": trained on the data; "bytes"; or a folder that holds one
     init: str = ""  # checkpoint with the initial weights and tokenizer; empty: random weights
     adapter: AdapterConfig | None = None  # train this adapter for `init`, whose weights stay as they are
-    quant: str | None = None  # pack the weights of `init` like this; for adapters
+    drafter: DrafterConfig | None = None  # train this drafter for `init`, which then drafts for itself
+    quant: str | None = None  # pack the weights of `init` like this; for adapters and drafters
     steps: int = 1000
     rows: int = 16  # of a microbatch
     microbatches: int = 1  # of a step, over all processes
@@ -46,9 +48,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.streams < 1 or self.rows % self.streams:
             raise ValueError(f"{self.rows} rows cannot be taken from {self.streams} streams in turn")
-        self._check_drafts()
-        if self.adapter is not None and not self.init:
-            raise ValueError("an adapter needs a model to adapt: set init")
+        if self.drafter is None:
+            self._check_drafts()
+        if (self.adapter is not None or self.drafter is not None) and not self.init:
+            raise ValueError("an adapter or a drafter needs a model: set init")
+        if self.adapter is not None and self.drafter is not None:
+            raise ValueError("train an adapter or a drafter, not both at once")
         for name in ("steps", "rows", "microbatches", "report_every", "save_every", "evaluate_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")

@@ -67,8 +67,8 @@ class DraftLosses(NamedTuple):
 def lay_out_drafts(layout: Layout, cfg: DraftConfig, generator: torch.Generator) -> Layout:
     """Replaces the canvases of the last `cfg.rows` rows by short ones, with a random phase for each document.
 
-    The first canvas of a document begins behind its first token or up to a canvas later. A canvas that does not fit into
-    its document is left out: its length would tell the drafts where the text ends.
+    The first canvas of an answer begins with its first token or up to a canvas later. A canvas that does not fit into its
+    document is left out: its length would tell the drafts where the text ends.
     """
     if not cfg.rows:
         return layout
@@ -82,7 +82,9 @@ def lay_out_drafts(layout: Layout, cfg: DraftConfig, generator: torch.Generator)
     starts_RL = positions_RL - slot_RL
     last_RL = torch.arange(shape[1]) - slot_RL + length_R1 - 1
     is_whole_RL = (last_RL < shape[1]) & (documents_RL.gather(1, last_RL.clamp(max=shape[1] - 1)) == documents_RL)
-    is_draft_RL = is_whole_RL & (starts_RL >= 1) & (documents_RL >= 0)
+    first_RL = (torch.arange(shape[1]) - slot_RL).clamp(min=0)
+    is_answer_RL = layout.starts[-cfg.rows :].gather(1, first_RL) >= 0  # drafts continue answers, not prompts
+    is_draft_RL = is_whole_RL & is_answer_RL & (starts_RL >= 1) & (documents_RL >= 0)
     starts_BL = torch.cat([layout.starts[: -cfg.rows], torch.where(is_draft_RL, starts_RL, -1)])
     return Layout(layout.positions, starts_BL, layout.documents)
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a model in the published layout, or an adapter in peft's."""
+"""What a run leaves behind: a model in the published layout, an adapter in peft's, or a drafter."""
 
 import copy
 from collections.abc import Mapping
@@ -11,7 +11,9 @@ from torch import Tensor
 from redraft import checkpoint
 from redraft.checkpoint.parts import open_checkpoint
 from redraft.config import ModelConfig
+from redraft.model.backbone import Backbone
 from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.drafter import Drafter
 from redraft.model.lora import Adapter
 from redraft.model.quant import QuantPolicy
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -34,8 +36,8 @@ def export_model(
     checkpoint.save(model, folder, tokenizer=tokenizer, sampler=cfg.sampler, force=True)
 
 
-def load_base(cfg: TrainConfig, device: torch.device) -> tuple[DiffusionGemma, Tokenizer]:
-    """The model that an adapter is trained for, in the precision of the run; packed weights stay packed."""
+def load_base(cfg: TrainConfig, device: torch.device) -> tuple[Backbone, Tokenizer]:
+    """The model that an adapter or a drafter is trained for, in the precision of the run; packed weights stay packed."""
     opened = open_checkpoint(checkpoint.find(cfg.init), device)
     model = checkpoint.from_state_dict(
         opened.config,
@@ -44,31 +46,36 @@ def load_base(cfg: TrainConfig, device: torch.device) -> tuple[DiffusionGemma, T
         device=device,
         policy=QuantPolicy.for_device(device, quant=cfg.quant),
     )
-    model.require_denoiser("training an adapter")
+    if cfg.adapter is not None:
+        model.require_denoiser("training an adapter")
     return model, opened.tokenizer
 
 
-class AdapterExport:
-    """Writes the adapter of a run: the best one to the run's folder, the last one to a folder in it."""
+class PartExport:
+    """Writes the adapter or the drafter of a run: the best one to the run's folder, the last one to a folder in it."""
 
-    def __init__(self, adapter: Adapter, cfg: TrainConfig, model: DiffusionGemma) -> None:
-        self.adapter = copy.deepcopy(adapter)  # the run's own may be sharded
+    def __init__(self, part: Adapter | Drafter, cfg: TrainConfig, model: Backbone) -> None:
+        self.part = copy.deepcopy(part)  # the run's own may be sharded
         self.cfg = cfg
         self.fingerprint = checkpoint.fingerprint(model)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path, step: int, scores: dict[str, Any] | None) -> None:
-        """Writes the adapter with these weights, which are those of its parameters by name."""
+        """Writes the part with these weights, which are those of its parameters by name."""
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
-            raise ValueError(f"the adapter has weights that are not finite at step {step}; the last good one stays")
-        self.adapter.load_state_dict(dict(weights))
-        checkpoint.save_adapter(self.adapter, folder, base=self.cfg.init, metadata=self._describe(step, scores))
+            raise ValueError(f"there are weights that are not finite at step {step}; the last good ones stay")
+        self.part.load_state_dict(dict(weights))
+        described = self._describe(step, scores)
+        if isinstance(self.part, Drafter):
+            options = {"base": self.cfg.init, "fingerprint": self.fingerprint}
+            checkpoint.save_drafter(self.part, folder, **options, metadata=described)
+        else:
+            described = {"fingerprint": self.fingerprint, **described}
+            checkpoint.save_adapter(self.part, folder, base=self.cfg.init, metadata=described)
 
     def _describe(self, step: int, scores: dict[str, Any] | None) -> dict[str, Any]:
         assert isinstance(self.cfg.data, DataConfig)
-        files = [Path(file).name for source in self.cfg.data.sources for file in source.files]
         described = {
-            "fingerprint": self.fingerprint,
-            "data": files,
+            "data": [Path(file).name for source in self.cfg.data.sources for file in source.files],
             "steps": step,
             "tokens": step * self.cfg.step_tokens,
             "seed": self.cfg.seed,

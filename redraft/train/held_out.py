@@ -1,8 +1,7 @@
-"""Evaluation on held-out records: the losses of an adapter on text that it does not learn, always with the same noise."""
+"""Evaluation on held-out records: scores on text that a run does not learn, always with the same noise."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +16,11 @@ MOST_BATCHES = 8
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The losses on the held-out records, in nats per token."""
+    """The scores on the held-out records: losses in nats per token; of drafts, also the tokens of a round."""
 
     step: int
-    denoiser: float
-    ar: float
-    is_best: bool  # the lowest so far
-
-    @property
-    def scores(self) -> dict[str, Any]:
-        """For the adapter's file."""
-        return {"step": self.step, "denoiser": self.denoiser, "next_token": self.ar}
+    scores: dict[str, float]
+    is_best: bool
 
 
 class HeldOut:
@@ -47,15 +40,17 @@ class HeldOut:
                 break
 
     @torch.no_grad()
-    def evaluate(self, compute: Callable[..., Losses]) -> tuple[float, float]:
+    def evaluate(self, compute: Callable[..., Losses]) -> dict[str, float]:
         """Returns the mean losses of denoiser and next token."""
-        losses = []
-        for number, columns_5BL in enumerate(self.batches):
-            generator = torch.Generator().manual_seed(number)
-            losses.append(self.task.compute_losses(compute, columns_5BL, generator))
+        losses = self._losses(compute)
         denoiser = torch.stack([each.denoiser for each in losses]).mean()
-        return float(denoiser), float(torch.stack([each.ar for each in losses]).mean())
+        return {"denoiser": float(denoiser), "next_token": float(torch.stack([each.ar for each in losses]).mean())}
 
-    def weigh(self, denoiser: float, ar: float) -> float:
-        """The number that is compared: the loss that training lowers."""
-        return denoiser + self.ar_weight * ar
+    def weigh(self, scores: dict[str, float]) -> float:
+        """The number that is compared, the lowest is the best: the loss that training lowers."""
+        return scores["denoiser"] + self.ar_weight * scores["next_token"]
+
+    def _losses(self, compute: Callable[..., Losses]) -> list[Losses]:
+        """The losses of all batches."""
+        seeds = (torch.Generator().manual_seed(number) for number in range(len(self.batches)))
+        return [self.task.compute_losses(compute, *each) for each in zip(self.batches, seeds, strict=True)]

@@ -26,14 +26,17 @@ from torch.distributed.tensor import DTensor
 
 from redraft import checkpoint
 from redraft.config import ModelConfig
-from redraft.model.diffusion_gemma import DiffusionGemma, DraftHead
+from redraft.model.backbone import Backbone
+from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.drafter import DraftHead, init_draft_head, new_drafter
 from redraft.model.lora import Adapter, new_adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints, data, sudoku_data
 from redraft.train.config import TrainConfig
 from redraft.train.data import SPECIAL_TOKENS
 from redraft.train.documents import crop_text
-from redraft.train.export import LAST, AdapterExport, export_model, load_base
+from redraft.train.draft_task import DraftHeldOut, DraftTask
+from redraft.train.export import LAST, PartExport, export_model, load_base
 from redraft.train.held_out import Evaluated, HeldOut
 from redraft.train.loss import Losses
 from redraft.train.meter import Meter, Report
@@ -118,12 +121,8 @@ def build_model(cfg: TrainConfig) -> DiffusionGemma:
 def add_draft_head(model: DiffusionGemma, size: int, seed: int) -> DiffusionGemma:
     """Returns the model with a new draft head. It changes no logits until it has learned something."""
     model.config = replace(model.config, draft_head_size=size)
-    head = DraftHead(model.config)
-    with torch.no_grad():
-        noise = torch.randn(head.inner.weight.shape, generator=torch.Generator().manual_seed(seed))
-        head.inner.weight.copy_(noise * head.inner.in_features**-0.5)
-        head.outer.weight.zero_()
-    model.draft_head = head
+    model.draft_head = DraftHead(model.config.hidden_size, size, model.config.rms_norm_eps)
+    init_draft_head(model.draft_head, torch.Generator().manual_seed(seed))
     return model
 
 
@@ -184,29 +183,37 @@ class Trainer:
         self.world: int = dist.get_world_size() if dist.is_initialized() else 1
         if cfg.microbatches % self.world:
             raise ValueError(f"{cfg.microbatches} microbatches cannot be shared by {self.world} processes: set a multiple")
-        self.adapter: Adapter | None = None
+        model: Backbone
+        adapter: Adapter | None = None
+        self.part: nn.Module | None = None  # what is trained beside a frozen model; None: the model itself
         if cfg.adapter is not None:
             model, self.tokenizer = load_base(cfg, self.device)
-            self.adapter = new_adapter(cfg.adapter, model.config, cfg.seed)
-            self.adapter_export = AdapterExport(self.adapter, cfg, model)
+            self.part = adapter = new_adapter(cfg.adapter, model.config, cfg.seed)
+            self.part_export = PartExport(adapter, cfg, model)
+        elif cfg.drafter is not None:
+            model, self.tokenizer = load_base(cfg, self.device)
+            embedding_D = model.embed_tokens.weight.float().mean(dim=0).cpu()
+            self.part = model.drafter = new_drafter(cfg.drafter, model.config, embedding_D, cfg.seed)
+            self.part_export = PartExport(model.drafter, cfg, model)
         else:
             checkpoint.check_target(self.out / EXPORT, force=True)  # now, and not after days of training
             self.tokenizer = build_tokenizer(cfg, self.out)
             model = build_model(cfg)
         self.config = model.config
-        task_class = SudokuTask if isinstance(cfg.data, PuzzleConfig) else TextTask
+        task_class = SudokuTask if isinstance(cfg.data, PuzzleConfig) else DraftTask if cfg.drafter else TextTask
         self.task = task_class(cfg, self.config, self.tokenizer, self.device, self.microbatches)
-        self.held_out = HeldOut(cfg, self.task) if cfg.held_out and isinstance(self.task, TextTask) else None
-        self.objective = self.task.objective(model, self.adapter).to(self.device)
+        self.held_out: HeldOut | None = None
+        if cfg.held_out and isinstance(self.task, TextTask):
+            self.held_out = (DraftHeldOut if cfg.drafter else HeldOut)(cfg, self.task)
+        self.objective = self.task.objective(model, adapter).to(self.device)
         self.buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}  # as they will be saved
-        for layer in model.layers:  # a float32 scalar would promote all later activations to float32
-            layer.layer_scalar.data = layer.layer_scalar.to(getattr(torch, cfg.precision))
-            layer.encoder_layer_scalar.data = layer.encoder_layer_scalar.to(getattr(torch, cfg.precision))
+        for buffer in model.buffers():  # a float32 scalar of a layer would promote all later activations to float32
+            buffer.data = buffer.to(getattr(torch, cfg.precision))
         if self.world > 1:
             shard_objective(self.objective, cfg.precision)
-        self.optimizer = Optimizer(self.adapter or self.objective.model, cfg.optim)
+        self.optimizer = Optimizer(self.part or self.objective.model, cfg.optim)
         # FSDP casts by its own policy, adapters cast themselves: a recomputed layer would not see cast weights.
-        needs_cast = cfg.precision != "float32" and self.world == 1 and self.adapter is None
+        needs_cast = cfg.precision != "float32" and self.world == 1 and adapter is None
         self.compute = with_compute_dtype(self.objective, cfg.precision) if needs_cast else self.objective
         if cfg.compile:
             self.objective.compile(dynamic=False)
@@ -251,10 +258,11 @@ class Trainer:
     def _batch(self) -> dict[str, Any]:
         """The settings that positions in the data, and the tensors of an adapter, depend on."""
         batch = {name: getattr(self.cfg, name) for name in ("rows", "microbatches", "streams")}
-        if self.cfg.adapter is None:
-            return batch
-        adapter = {name: getattr(self.cfg.adapter, name) for name in ("rank", "targets", "layers", "halves")}
-        return json.loads(json.dumps(batch | adapter))
+        if self.cfg.adapter is not None:
+            batch |= {name: getattr(self.cfg.adapter, name) for name in ("rank", "targets", "layers", "halves")}
+        if self.cfg.drafter is not None:
+            batch |= {name: getattr(self.cfg.drafter, name) for name in ("rank", "head_size")}
+        return json.loads(json.dumps(batch))
 
     @property
     def microbatches(self) -> range:
@@ -302,10 +310,10 @@ class Trainer:
         step_losses = []
         for m in self.microbatches:
             seed = random.Random(f"{self.cfg.seed} {self.step} {m}").getrandbits(62)
-            if self.adapter is not None:
+            if self.part is not None:
                 torch.manual_seed(seed)  # for dropout, which has no generator of its own
             losses = self.task.losses(self.compute, m, torch.Generator().manual_seed(seed))
-            if self.adapter is not None:
+            if self.part is not None:
                 self._require_finite(losses.total)
             # FSDP averages over processes; the division averages over this process's microbatches.
             (losses.total / len(self.microbatches)).backward()
@@ -326,21 +334,19 @@ class Trainer:
             )
 
     def _evaluate(self) -> Evaluated:
-        """Computes the losses on the held-out records with the averaged weights; writes the adapter if they are the best."""
+        """Scores the averaged weights on the held-out records; writes the trained part if it is the best so far."""
         assert self.held_out is not None
         with self.optimizer.averaged_weights():
             self.objective.eval()
-            denoiser, ar = self.held_out.evaluate(self.compute)
+            scores = self.held_out.evaluate(self.compute)
             self.objective.train()
-        score = self.held_out.weigh(denoiser, ar)
-        score = self._max_over_processes(score)  # the same in all processes, to the last bit
+        score = self._max_over_processes(self.held_out.weigh(scores))  # the same in all processes, to the last bit
         is_best = self.best is None or score < self.best["score"]
-        evaluated = Evaluated(self.step, denoiser, ar, is_best)
         if is_best:
-            self.best = {"score": score, **evaluated.scores}
-            if self.adapter is not None:
-                self._export_adapter(self.out, evaluated.scores)
-        return evaluated
+            self.best = {"score": score, "step": self.step, **scores}
+            if self.part is not None:
+                self._export_part(self.out, {"step": self.step, **scores})
+        return Evaluated(self.step, scores, is_best)
 
     def _max_over_processes(self, number: float) -> float:
         """Returns the largest of all processes' numbers, so that all of them decide alike."""
@@ -360,12 +366,12 @@ class Trainer:
         return Saved(self.step, checkpoints.save(self.out, self.step, self._tensors(), state, self.cfg.keep))
 
     def export(self) -> Path:
-        """Writes what the run has learned. Returns the folder to load: the model, or the best adapter."""
-        if self.adapter is not None:
+        """Writes what the run has learned. Returns the folder to load: the model, or the best adapter or drafter."""
+        if self.part is not None:
             if self.best is None:
-                self._export_adapter(self.out, None)
+                self._export_part(self.out, None)
             else:
-                self._export_adapter(self.out / LAST, None)
+                self._export_part(self.out / LAST, None)
             return self.out
         folder = self.out / EXPORT
         weights = self._gather_average() | self.buffers
@@ -374,10 +380,10 @@ class Trainer:
         checkpoints.barrier()
         return folder
 
-    def _export_adapter(self, folder: Path, scores: dict[str, Any] | None) -> None:
+    def _export_part(self, folder: Path, scores: dict[str, Any] | None) -> None:
         weights = self._gather_average()
         if checkpoints.is_main_process():
-            self.adapter_export.write(weights, folder, self.step, scores)
+            self.part_export.write(weights, folder, self.step, scores)
         checkpoints.barrier()
 
     def _gather_average(self) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ from redraft.model.moe import Routing
 from redraft.train.draft_loss import (
     DraftConfig,
     DraftLosses,
+    DraftTerms,
     draft_loss,
     draft_terms,
     lay_out_drafts,
@@ -384,6 +385,39 @@ def load_balance(routings: Sequence[Routing]) -> tuple[Tensor, Tensor]:
     return experts * (share * probs).sum(dim=1).mean(), share
 
 
+def draft_losses(
+    terms: DraftTerms,
+    model: Backbone,
+    batch: Batch,
+    rows: slice,
+    noisy_BLD: Tensor,
+    clean_BLD: Tensor,
+    temperature_B: Tensor,
+    cfg: DraftConfig,
+) -> DraftLosses:
+    """The loss of the draft rows. What follows a stop token is fill, which is never drafted and does not count."""
+    ids_BL = batch.ids_BL[rows]
+    canvas_BL = batch.canvas_BL[rows]
+    previous_BL = ids_BL.roll(1, dims=1)
+    is_fill_BL = torch.zeros_like(canvas_BL)
+    for stop in model.config.eos_token_ids:
+        is_fill_BL |= previous_BL == stop
+    length = ids_BL.shape[1]
+    terms_3N = terms_in_pieces(
+        terms,
+        model,
+        noisy_BLD[rows].flatten(0, 1),
+        clean_BLD[rows].detach().roll(1, dims=1).flatten(0, 1),
+        previous_BL.flatten(),
+        ids_BL.flatten(),
+        temperature_B.repeat_interleave(length),
+    )
+    slot_BL = (batch.layout.positions - batch.layout.starts)[rows]
+    row_B = torch.arange(len(ids_BL), device=ids_BL.device)
+    length_index_N = (row_B % len(cfg.lengths)).repeat_interleave(length)
+    return draft_loss(terms_3N, slot_BL.flatten(), length_index_N, (canvas_BL & ~is_fill_BL).flatten(), cfg)
+
+
 class Objective(nn.Module):
     """The objective as one module that can be compiled, sharded and differentiated.
 
@@ -440,7 +474,9 @@ class Objective(nn.Module):
         total = denoiser + self.cfg.ar_weight * ar + self.cfg.balance_weight * balance
         if not self.cfg.draft.rows:
             return Losses(total, denoiser, ar, share_E)
-        drafts = self._draft_losses(batch, noise, canvas_BL, noisy_BLD, clean_BLD)
+        rows = slice(page_rows, None)
+        temperature_W = noise.draft_temperature_W
+        drafts = draft_losses(self.draft_terms, self.model, batch, rows, noisy_BLD, clean_BLD, temperature_W, self.cfg.draft)
         total = total + self.cfg.draft.weight * drafts.loss
         return Losses(total, denoiser, ar, share_E, drafts.loss, drafts.acceptance_S)
 
@@ -449,33 +485,6 @@ class Objective(nn.Module):
         """Another process may have self-conditioned rows where this one has none: FSDP waits until all gather the layers."""
         ids_1L = batch.ids_BL[:1]
         self.model.forward_train(ids_1L, ids_1L, None, batch.layout.positions[:1], slice_masks(mask_of, 1))
-
-    def _draft_losses(
-        self, batch: Batch, noise: Noise, canvas_BL: Tensor, noisy_BLD: Tensor, clean_BLD: Tensor
-    ) -> DraftLosses:
-        """The loss of the draft rows. What follows a stop token is fill, which is never drafted and does not count."""
-        cfg = self.cfg.draft
-        rows = slice(len(batch.ids_BL) - cfg.rows, None)
-        ids_WL = batch.ids_BL[rows]
-        previous_WL = ids_WL.roll(1, dims=1)
-        is_fill_WL = torch.zeros_like(canvas_BL[rows])
-        for stop in self.model.config.eos_token_ids:
-            is_fill_WL |= previous_WL == stop
-        length = ids_WL.shape[1]
-        terms_3N = terms_in_pieces(
-            self.draft_terms,
-            self.model,
-            noisy_BLD[rows].flatten(0, 1),
-            clean_BLD[rows].detach().roll(1, dims=1).flatten(0, 1),
-            previous_WL.flatten(),
-            ids_WL.flatten(),
-            noise.draft_temperature_W.repeat_interleave(length),
-        )
-        slot_WL = (batch.layout.positions - batch.layout.starts)[rows]
-        row_W = torch.arange(cfg.rows, device=ids_WL.device)
-        length_index_N = (row_W % len(cfg.lengths)).repeat_interleave(length)
-        is_counted_N = (canvas_BL[rows] & ~is_fill_WL).flatten()
-        return draft_loss(terms_3N, slot_WL.flatten(), length_index_N, is_counted_N, cfg)
 
 
 def compute_losses(model: Backbone, batch: Batch, cfg: LossConfig, generator: torch.Generator) -> Losses:

@@ -19,13 +19,18 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
     tokens = [line["tokens"] / 1e6 for line in lines]
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, schedule = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for name, label in (("denoiser", "denoiser"), ("ar", "next token")):
-        if any(line[name] for line in lines):
+    step_tokens = lines[-1]["tokens"] / lines[-1]["step"] / 1e6
+    for name, score, label in (
+        ("denoiser", "denoiser", "denoiser"),
+        ("ar", "next_token", "next token"),
+        ("draft", "draft", "drafts"),
+    ):
+        if any(line.get(name) for line in lines):
             losses.plot(tokens, [line[name] for line in lines], label=label)
-    for name, label in (("denoiser", "denoiser, held out"), ("ar", "next token, held out")):
-        if evaluations:
-            step_tokens = lines[-1]["tokens"] / lines[-1]["step"] / 1e6
-            losses.plot([e["step"] * step_tokens for e in evaluations], [e[name] for e in evaluations], "o-", label=label)
+        scored = [e for e in evaluations if score in e["scores"]]
+        if scored:
+            steps = [e["step"] * step_tokens for e in scored]
+            losses.plot(steps, [e["scores"][score] for e in scored], "o-", label=f"{label}, held out")
     losses.set_ylabel("cross-entropy, nats per token")
     losses.set_yscale("log")
     losses.legend()

@@ -72,9 +72,9 @@ def test_a_run_learns_and_leaves_the_base_as_it_was(tmp_path):
     assert before == {p.name: p.read_bytes() for p in (tmp_path / "base").iterdir()}
     evaluations = [event for event in found if isinstance(event, Evaluated)]
     assert len(evaluations) == 20
-    assert evaluations[-1].denoiser < evaluations[0].denoiser
-    assert evaluations[-1].ar < evaluations[0].ar
-    best = min(evaluations, key=lambda event: event.denoiser + event.ar)
+    assert evaluations[-1].scores["denoiser"] < evaluations[0].scores["denoiser"]
+    assert evaluations[-1].scores["next_token"] < evaluations[0].scores["next_token"]
+    best = min(evaluations, key=lambda event: sum(event.scores.values()))
     model = checkpoint.load_model(tmp_path / "base", dtype=torch.float32)
     adapter = checkpoint.load_adapter(tmp_path / "run", model)
     assert adapter.metadata["scores"]["held_out"]["step"] == best.step

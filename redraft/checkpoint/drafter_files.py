@@ -1,0 +1,96 @@
+"""Drafters on disk: adapter.json (the base, the size, the scores) and adapter.safetensors in one folder."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from redraft.checkpoint.adapter_files import PRECISIONS, fingerprint
+from redraft.config import ConfigError, read_json, show_value, write_text
+from redraft.model.backbone import Backbone
+from redraft.model.drafter import Drafter, DrafterConfig, new_drafter
+from redraft.model.lora import AdapterError
+
+DRAFTER_CONFIG = "adapter.json"
+DRAFTER_WEIGHTS = "adapter.safetensors"
+KIND = "drafter"
+
+
+def is_drafter(folder: str | Path) -> bool:
+    """Whether a folder holds a drafter."""
+    return (Path(folder) / DRAFTER_CONFIG).is_file()
+
+
+def save_drafter(
+    drafter: Drafter, folder: str | Path, *, base: str, fingerprint: str, metadata: Mapping[str, Any] | None = None
+) -> Path:
+    """Writes a drafter, its weights in bf16. Each of the two files is replaced as a whole, the weights first.
+
+    `base` is the name of its base model, and `fingerprint` is that model's.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in drafter.state_dict().items()}
+    part = folder / f"{DRAFTER_WEIGHTS}.part"
+    save_file({name: tensor.contiguous().clone() for name, tensor in weights.items()}, part, {"format": "pt"})
+    part.replace(folder / DRAFTER_WEIGHTS)
+    settings = {"kind": KIND, "base": base, "fingerprint": fingerprint, **asdict(drafter.cfg), **(metadata or {})}
+    write_text(folder / DRAFTER_CONFIG, json.dumps(settings, indent=2) + "\n")
+    return folder
+
+
+def read_drafter_config(folder: str | Path) -> tuple[DrafterConfig, dict[str, Any]]:
+    """The size of a drafter, and all that its file says: base, fingerprint, scores."""
+    path = Path(folder) / DRAFTER_CONFIG
+    if not path.is_file():
+        raise AdapterError(f"{folder} holds no drafter: it has no {DRAFTER_CONFIG}")
+    raw = read_json(path)
+    if raw.get("kind") != KIND:
+        raise AdapterError(f"{path} is of the kind {show_value(raw.get('kind'))}; redraft reads {KIND!r}")
+    for name in ("base", "fingerprint"):
+        if not isinstance(raw.get(name), str):
+            raise AdapterError(f"{path}: {name} must be a text, got {show_value(raw.get(name))}")
+    sizes = {}
+    for f in fields(DrafterConfig):
+        value = raw.get(f.name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or (f.type is int and not isinstance(value, int)):
+            raise AdapterError(f"{path}: {f.name} must be a number, got {show_value(value)}")
+        sizes[f.name] = value
+    try:
+        return DrafterConfig(**sizes), raw
+    except ConfigError as error:
+        raise AdapterError(f"{path}: {error}") from None
+
+
+def load_drafter(folder: str | Path, model: Backbone) -> Drafter:
+    """Loads a drafter for this model, in its precision and on its device. Refuses one of another base."""
+    folder = Path(folder)
+    cfg, raw = read_drafter_config(folder)
+    if raw["fingerprint"] != fingerprint(model):
+        raise AdapterError(f"{folder} was trained for another model, {show_value(raw['base'])}: load it with that one")
+    drafter = new_drafter(cfg, model.config, torch.zeros(model.config.hidden_size))
+    expected = drafter.state_dict()
+    path = folder / DRAFTER_WEIGHTS
+    weights = {}
+    try:
+        with safe_open(path, "pt") as file:
+            if set(file.keys()) != set(expected):
+                names = sorted(set(file.keys()) ^ set(expected))
+                raise AdapterError(f"{path} is not the drafter that {DRAFTER_CONFIG} describes: see tensor {names[0][:200]}")
+            for name, placeholder in expected.items():
+                tensor = file.get_tensor(name)
+                if tensor.shape != placeholder.shape or tensor.dtype not in PRECISIONS:
+                    found = f"{list(tensor.shape)} {tensor.dtype}"
+                    raise AdapterError(f"{path}: tensor {name} is {found}, {DRAFTER_CONFIG} says {list(placeholder.shape)}")
+                weights[name] = tensor.to(model.device, model.dtype)
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    drafter.load_state_dict(weights, assign=True)
+    drafter.metadata = raw
+    return drafter.eval().requires_grad_(False)
