@@ -1,0 +1,150 @@
+"""Drafters of left-to-right models: the causal half stays as it was, and drafts are verified by it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from redraft import checkpoint
+from redraft.config import LlamaConfig, SamplerConfig
+from redraft.diffusion.autoregressive import generate_autoregressive
+from redraft.diffusion.verified import generate_verified
+from redraft.model.backbone import CausalOnlyError
+from redraft.model.drafter import DrafterConfig, new_drafter
+from redraft.model.llama import Llama
+from redraft.model.lora import AdapterError
+
+CONFIG = LlamaConfig(
+    vocab_size=120,
+    hidden_size=32,
+    intermediate_size=48,
+    layer_types=("full_attention",) * 3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_ids=(2,),
+    has_tied_head=True,
+)
+DRAFTER = DrafterConfig(rank=4, alpha=8.0, head_size=16, canvas_length=6)
+PROMPT = [1, 5, 9, 60, 33, 7]
+
+
+def make_model(seed: int = 0, drafts: bool = True) -> Llama:
+    torch.manual_seed(seed)
+    model = Llama(CONFIG)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    if drafts:
+        drafter = new_drafter(DRAFTER, CONFIG, model.embed_tokens.weight.detach().mean(dim=0), seed)
+        for p in drafter.parameters():
+            torch.nn.init.normal_(p, std=0.2)
+        model.drafter = drafter
+    return model.eval().requires_grad_(False)
+
+
+def sampler(**changes) -> SamplerConfig:
+    settings = {"canvas_length": 16, "check": "exact", "draft_length": 5, "draft_token": CONFIG.vocab_size, "max_new_tokens": 40}
+    return SamplerConfig(eos_token_ids=(2,), **settings | changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_causal_half_is_that_of_the_model_to_the_bit(dtype):
+    ids_BS = torch.tensor([PROMPT, PROMPT[::-1]])
+    logits = []
+    for drafts in (False, True):
+        model = make_model(drafts=drafts).to(dtype)
+        logits.append(model.head(model.encode(ids_BS, model.new_cache(2, 16))))
+    assert torch.equal(*logits)
+
+
+def test_a_joint_forward_is_encode_and_denoise():
+    """Canvases behind any token see the tokens up to it and themselves, and the clean tokens see no canvas."""
+    model = make_model()
+    clean_1S = torch.tensor([PROMPT])
+    blank_1JC = torch.full((1, 2, 6), CONFIG.vocab_size)
+    hidden_1SD, canvases_1JCD = model.joint(clean_1S, blank_1JC, [1, 5], model.new_cache(1, 32))
+    assert torch.allclose(hidden_1SD, model.encode(clean_1S, model.new_cache(1, 32)), atol=1e-5)
+    for number, after in enumerate((1, 5)):
+        context = [*PROMPT[: after + 1]]
+        found = model.joint(torch.tensor([context]), blank_1JC[:, :1], [after], model.new_cache(1, 32))[1]
+        assert torch.allclose(canvases_1JCD[:, number], found[:, 0], atol=1e-5)
+    other = model.joint(torch.tensor([[*PROMPT[:2], 99, 98, 97, 96]]), blank_1JC, [1, 5], model.new_cache(1, 32))[1]
+    assert torch.allclose(canvases_1JCD[:, 0], other[:, 0], atol=1e-6)  # what comes behind its token cannot reach a canvas
+    assert not torch.allclose(canvases_1JCD[:, 1], other[:, 1], atol=1e-2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_exact_mode_writes_the_text_of_the_model_alone(temperature):
+    alone = make_model(drafts=False)
+    drafting = make_model()
+    for seed in range(4):
+        cfg = sampler(temperature=temperature)
+        expected = list(generate_autoregressive(alone, PROMPT, 40, replace(cfg, draft_token=None), seed=seed))
+        *_, found = generate_verified(drafting, PROMPT, cfg, seed=seed)
+        assert found.ids_BT[0].tolist() == expected
+        assert found.stats[0].drafted > 0
+
+
+def test_a_drafter_comes_back_from_its_files(tmp_path):
+    model = make_model()
+    base = checkpoint.fingerprint(model)
+    checkpoint.save_drafter(model.drafter, tmp_path, base="some model", fingerprint=base, metadata={"steps": 7})
+    loaded = checkpoint.load_drafter(tmp_path, make_model(drafts=False))
+    assert loaded.metadata["steps"] == 7
+    assert loaded.cfg == DRAFTER
+    for name, tensor in model.drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor.bfloat16().float())
+
+
+def test_a_drafter_of_another_model_is_refused(tmp_path):
+    model = make_model()
+    checkpoint.save_drafter(model.drafter, tmp_path, base="some model", fingerprint=checkpoint.fingerprint(model))
+    with pytest.raises(AdapterError, match="trained for another model, 'some model'"):
+        checkpoint.load_drafter(tmp_path, make_model(seed=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "page"}, "kind 'page'"),
+        ({"rank": "4"}, "rank must be a number, got '4'"),
+        ({"rank": True}, "rank must be a number"),
+        ({"rank": -1}, "rank must be between"),
+        ({"head_size": 2**20}, "head_size must be from 1"),
+        ({"canvas_length": 1}, "canvas_length must be from 2"),
+        ({"base": None}, "base must be a text"),
+        ({"head_size": 8}, "tensor head.inner.weight"),
+    ],
+)
+def test_damaged_settings_are_one_sentence(tmp_path, change, message):
+    model = make_model()
+    checkpoint.save_drafter(model.drafter, tmp_path, base="some model", fingerprint=checkpoint.fingerprint(model))
+    path = tmp_path / "adapter.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(AdapterError, match=message):
+        checkpoint.load_drafter(tmp_path, model)
+
+
+def test_damaged_weights_are_one_sentence(tmp_path):
+    model = make_model()
+    checkpoint.save_drafter(model.drafter, tmp_path, base="some model", fingerprint=checkpoint.fingerprint(model))
+    weights = tmp_path / "adapter.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(AdapterError, match="cannot be read"):
+        checkpoint.load_drafter(tmp_path, model)
+    weights.unlink()
+    with pytest.raises(AdapterError, match="cannot be read"):
+        checkpoint.load_drafter(tmp_path, model)
+
+
+def test_a_drafter_drafts_no_pages():
+    model = make_model()
+    with pytest.raises(CausalOnlyError, match="needs a diffusion model"):
+        list(generate_verified(model, PROMPT, sampler(check="checked"), seed=0))
+    with pytest.raises(ValueError, match="draft_token 121 is outside"):
+        list(generate_verified(model, PROMPT, sampler(draft_token=121), seed=0))
+    with pytest.raises(ValueError, match="draft_token 120 is outside"):
+        list(generate_verified(make_model(drafts=False), PROMPT, replace(sampler(), draft_length=0), seed=0))
