@@ -16,7 +16,7 @@ from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.placement import Place
 from redraft.checkpoint.published_config import read_model_config, read_sampler_config
-from redraft.config import ModelConfig, SamplerConfig
+from redraft.config import BackboneConfig, SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
 from redraft.model.backbone import Backbone
 from redraft.model.quant import QuantPolicy
@@ -51,7 +51,7 @@ def load_checkpoint(
 class OpenCheckpoint(NamedTuple):
     """A checkpoint of which nothing but headers, settings and tokenizer has been read."""
 
-    config: ModelConfig
+    config: BackboneConfig
     tensors: Mapping[str, Tensor | StoredWeight]  # under the names of the bf16 layout
     tokenizer: Tokenizer
     sampler: SamplerConfig
@@ -74,7 +74,7 @@ def open_checkpoint(path: Path, device: torch.device | str = "cpu") -> OpenCheck
     return OpenCheckpoint(config, tensors, tokenizer, sampler)
 
 
-def read_configs(path: Path) -> tuple[ModelConfig, SamplerConfig]:
+def read_configs(path: Path) -> tuple[BackboneConfig, SamplerConfig]:
     """Reads the settings of a folder or of a GGUF file, without its weights."""
     if is_gguf(path):
         file = open_gguf(path)

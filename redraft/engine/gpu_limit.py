@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from redraft.checkpoint.placement import Placement
-from redraft.config import ConfigError, EngineConfig, ModelConfig
+from redraft.config import BackboneConfig, ConfigError, EngineConfig, ModelConfig
 from redraft.engine.memory_plan import (
     CONTEXT_BYTES,
     DEFAULT_CONTEXT,
@@ -59,8 +59,10 @@ class GpuLimit:
         self.lift = weakref.finalize(self, _lift_limit, device, share)  # called when this limit is gone, or before
         self.lift.atexit = False
 
-    def place(self, config: ModelConfig, sizes: Mapping[QuantPolicy, Mapping[str, int]], dtype: torch.dtype) -> Placement:
+    def place(self, config: BackboneConfig, sizes: Mapping[QuantPolicy, Mapping[str, int]], dtype: torch.dtype) -> Placement:
         """Plans the memory of a model; the loader calls it before it loads weights. Raises MemoryLimitError."""
+        if not isinstance(config, ModelConfig):
+            raise ConfigError("gpu_memory plans the experts of DiffusionGemma and Gemma 4; leave it out for other models")
         weights = {policy: WeightBytes.from_sizes(each, config.num_hidden_layers) for policy, each in sizes.items()}
         options = {"dtype": dtype, "cuda_context": self.cuda_context}
         policy, self.plan = choose_policy(config, weights, self.limit, self.demand, **options)

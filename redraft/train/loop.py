@@ -26,9 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from redraft import checkpoint
 from redraft.config import ModelConfig
+<<<<<<< HEAD
 from redraft.model.backbone import Backbone
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.drafter import DraftHead, init_draft_head, new_drafter
+=======
+from redraft.model.backbone import Backbone, DraftHead
+from redraft.model.diffusion_gemma import DiffusionGemma
+>>>>>>> llama
 from redraft.model.lora import Adapter, new_adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints, data, sudoku_data
@@ -106,9 +111,10 @@ def _sample_texts(cfg: DataConfig) -> Iterator[str]:
                 yield record["text"]
 
 
-def build_model(cfg: TrainConfig) -> DiffusionGemma:
+def build_model(cfg: TrainConfig) -> Backbone:
     """Loads the initial checkpoint, or initializes random weights."""
     if not cfg.init:
+        assert isinstance(cfg.model, ModelConfig)
         return init_model(cfg.model, cfg.seed)
     model = checkpoint.load_model(cfg.init, dtype=torch.float32)
     model.require_denoiser("training")
@@ -118,7 +124,7 @@ def build_model(cfg: TrainConfig) -> DiffusionGemma:
     return model
 
 
-def add_draft_head(model: DiffusionGemma, size: int, seed: int) -> DiffusionGemma:
+def add_draft_head(model: Backbone, size: int, seed: int) -> Backbone:
     """Returns the model with a new draft head. It changes no logits until it has learned something."""
     model.config = replace(model.config, draft_head_size=size)
     model.draft_head = DraftHead(model.config.hidden_size, size, model.config.rms_norm_eps)
@@ -207,8 +213,14 @@ class Trainer:
             self.held_out = (DraftHeldOut if cfg.drafter else HeldOut)(cfg, self.task)
         self.objective = self.task.objective(model, adapter).to(self.device)
         self.buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}  # as they will be saved
+<<<<<<< HEAD
         for buffer in model.buffers():  # a float32 scalar of a layer would promote all later activations to float32
             buffer.data = buffer.to(getattr(torch, cfg.precision))
+=======
+        for layer in model.layers:  # a float32 scalar would promote all later activations to float32
+            for scalar in layer.buffers(recurse=False):
+                scalar.data = scalar.to(getattr(torch, cfg.precision))
+>>>>>>> llama
         if self.world > 1:
             shard_objective(self.objective, cfg.precision)
         self.optimizer = Optimizer(self.part or self.objective.model, cfg.optim)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from redraft.config import ModelConfig
+from redraft.config import BackboneConfig
 from redraft.model.backbone import Backbone
 from redraft.model.lora import Adapter
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ class TextTask:
     def __init__(
         self,
         cfg: TrainConfig,
-        config: ModelConfig,
+        config: BackboneConfig,
         tokenizer: Tokenizer,
         device: torch.device,
         microbatches: Iterable[int],
