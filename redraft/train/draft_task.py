@@ -39,9 +39,7 @@ class DraftObjective(nn.Module):
     def forward(self, batch: Batch, temperature_B: Tensor, mask_of: Masks) -> Losses:
         """Returns the losses of one batch; `temperature_B` is that of teacher and student in each row."""
         noisy_BL = torch.where(batch.canvas_BL, self.model.config.vocab_size, batch.ids_BL)
-        noisy_BLD, clean_BLD, _ = self.model.forward_train(
-            noisy_BL, batch.ids_BL, None, batch.layout.positions, mask_of
-        )
+        noisy_BLD, clean_BLD, _ = self.model.forward_train(noisy_BL, batch.ids_BL, None, batch.layout.positions, mask_of)
         found = draft_losses(self.terms, self.model, batch, slice(None), noisy_BLD, clean_BLD, temperature_B, self.cfg)
         zero = found.loss.detach() * 0
         no_experts = torch.ones(1, 1, device=zero.device)

@@ -26,14 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from redraft import checkpoint
 from redraft.config import ModelConfig
-<<<<<<< HEAD
 from redraft.model.backbone import Backbone
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.drafter import DraftHead, init_draft_head, new_drafter
-=======
-from redraft.model.backbone import Backbone, DraftHead
-from redraft.model.diffusion_gemma import DiffusionGemma
->>>>>>> llama
 from redraft.model.lora import Adapter, new_adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints, data, sudoku_data
@@ -213,14 +208,9 @@ class Trainer:
             self.held_out = (DraftHeldOut if cfg.drafter else HeldOut)(cfg, self.task)
         self.objective = self.task.objective(model, adapter).to(self.device)
         self.buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}  # as they will be saved
-<<<<<<< HEAD
-        for buffer in model.buffers():  # a float32 scalar of a layer would promote all later activations to float32
-            buffer.data = buffer.to(getattr(torch, cfg.precision))
-=======
         for layer in model.layers:  # a float32 scalar would promote all later activations to float32
             for scalar in layer.buffers(recurse=False):
                 scalar.data = scalar.to(getattr(torch, cfg.precision))
->>>>>>> llama
         if self.world > 1:
             shard_objective(self.objective, cfg.precision)
         self.optimizer = Optimizer(self.part or self.objective.model, cfg.optim)

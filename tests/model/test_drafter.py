@@ -46,7 +46,13 @@ def make_model(seed: int = 0, drafts: bool = True) -> Llama:
 
 
 def sampler(**changes) -> SamplerConfig:
-    settings = {"canvas_length": 16, "check": "exact", "draft_length": 5, "draft_token": CONFIG.vocab_size, "max_new_tokens": 40}
+    settings = {
+        "canvas_length": 16,
+        "check": "exact",
+        "draft_length": 5,
+        "draft_token": CONFIG.vocab_size,
+        "max_new_tokens": 40,
+    }
     return SamplerConfig(eos_token_ids=(2,), **settings | changes)
 
 
