@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from redraft.config import FULL, SLIDING, BackboneConfig
 from redraft.model import masks
-from redraft.model.embedding import Embedding, PackedEmbedding
 from redraft.model.drafter import Drafter, DraftHead
+from redraft.model.embedding import Embedding, PackedEmbedding
 from redraft.model.kv_cache import ContextCache, KVCache
 from redraft.model.layers import Mask, RMSNorm, Rope, Rounding
 from redraft.model.lora import DENOISE, ENCODE, EVERYTHING, ActiveAdapters, Adapter, Span, adapters_of_rows
@@ -132,7 +132,7 @@ class Backbone(nn.Module, ABC):
     def _active_adapters(
         self, of_rows: Sequence[Adapter | None], halves: Sequence[tuple[str, slice]]
     ) -> ActiveAdapters | None:
-        """The adapters of each row, and those of the drafter, which acts on canvas tokens. `halves`: see adapters_of_rows."""
+        """The adapters of each row, and that of the drafter for canvas tokens. `halves`: see adapters_of_rows."""
         active = adapters_of_rows(of_rows, halves)
         if self.drafter is None:
             return active

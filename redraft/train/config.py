@@ -5,10 +5,7 @@ import math
 from dataclasses import asdict, dataclass, field
 
 from redraft.config import BackboneConfig, SamplerConfig
-<<<<<<< HEAD
 from redraft.model.drafter import DrafterConfig
-=======
->>>>>>> llama
 from redraft.model.lora import AdapterConfig
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig

@@ -10,16 +10,10 @@ from torch import Tensor
 
 from redraft import checkpoint
 from redraft.checkpoint.parts import open_checkpoint
-<<<<<<< HEAD
-from redraft.config import ModelConfig
-from redraft.model.backbone import Backbone
-from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.drafter import Drafter
-=======
 from redraft.config import BackboneConfig
 from redraft.model.architectures import build_model
 from redraft.model.backbone import Backbone
->>>>>>> llama
+from redraft.model.drafter import Drafter
 from redraft.model.lora import Adapter
 from redraft.model.quant import QuantPolicy
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -43,11 +37,7 @@ def export_model(
 
 
 def load_base(cfg: TrainConfig, device: torch.device) -> tuple[Backbone, Tokenizer]:
-<<<<<<< HEAD
     """The model that an adapter or a drafter is trained for, in the precision of the run; packed weights stay packed."""
-=======
-    """The model that an adapter is trained for, in the precision of the run; packed weights stay packed."""
->>>>>>> llama
     opened = open_checkpoint(checkpoint.find(cfg.init), device)
     model = checkpoint.from_state_dict(
         opened.config,
@@ -64,13 +54,8 @@ def load_base(cfg: TrainConfig, device: torch.device) -> tuple[Backbone, Tokeniz
 class PartExport:
     """Writes the adapter or the drafter of a run: the best one to the run's folder, the last one to a folder in it."""
 
-<<<<<<< HEAD
     def __init__(self, part: Adapter | Drafter, cfg: TrainConfig, model: Backbone) -> None:
         self.part = copy.deepcopy(part)  # the run's own may be sharded
-=======
-    def __init__(self, adapter: Adapter, cfg: TrainConfig, model: Backbone) -> None:
-        self.adapter = copy.deepcopy(adapter)  # the run's own may be sharded
->>>>>>> llama
         self.cfg = cfg
         self.fingerprint = checkpoint.fingerprint(model)
 
