@@ -55,7 +55,7 @@ def read_drafter_config(folder: str | Path) -> tuple[DrafterConfig, dict[str, An
     for name in ("base", "fingerprint"):
         if not isinstance(raw.get(name), str):
             raise AdapterError(f"{path}: {name} must be a text, got {show_value(raw.get(name))}")
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for f in fields(DrafterConfig):
         value = raw.get(f.name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

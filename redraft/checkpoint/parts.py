@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from redraft.checkpoint.drafter_files import is_drafter, load_drafter, read_drafter_config
 from redraft.checkpoint.find import find
 from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, open_weights
 from redraft.checkpoint.manifest import verify_files
+from redraft.checkpoint.names import CheckpointError
 from redraft.checkpoint.placement import Place
 from redraft.checkpoint.published_config import read_model_config, read_sampler_config
 from redraft.config import BackboneConfig, SamplerConfig
@@ -40,12 +42,35 @@ def load_checkpoint(
     """
     device = select_device(device)
     policy = QuantPolicy.for_device(device, quant=quant, keep_bf16=keep_bf16)
-    opened = open_checkpoint(find(path_or_id), device)
+    path, drafter = find_base(path_or_id)
+    opened = open_checkpoint(path, device)
     options: dict[str, Any] = {"dtype": select_dtype(device, _dtype(dtype)), "device": device}
     model = from_state_dict(opened.config, opened.tensors, policy=policy, place=place, **options)
     if not has_bf16(device):
         model = lay_out_for_cpu(model)
-    return model, opened.tokenizer, opened.sampler
+    if drafter is None:
+        return model, opened.tokenizer, opened.sampler
+    model.drafter = load_drafter(drafter, model)
+    return model, opened.tokenizer, drafting_sampler(opened.sampler, model)
+
+
+def find_base(path_or_id: str | Path, *, weights: bool = True) -> tuple[Path, Path | None]:
+    """The folder or file of a checkpoint. The folder of a drafter stands for its base with it, and is returned beside it."""
+    path = find(path_or_id, weights=weights)
+    if not is_drafter(path):
+        return path, None
+    _, settings = read_drafter_config(path)
+    try:
+        return find(settings["base"], weights=weights), path
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is a drafter for {settings['base']!r}, which cannot be found: {error}") from None
+
+
+def drafting_sampler(sampler: SamplerConfig, model: Backbone) -> SamplerConfig:
+    """The settings with which a model with a drafter writes: its own text, verified draft by draft."""
+    assert model.drafter is not None
+    length = model.drafter.cfg.canvas_length - 1
+    return sampler.changed(check="exact", draft_length=length, draft_token=model.config.vocab_size)
 
 
 class OpenCheckpoint(NamedTuple):
@@ -75,7 +100,8 @@ def open_checkpoint(path: Path, device: torch.device | str = "cpu") -> OpenCheck
 
 
 def read_configs(path: Path) -> tuple[BackboneConfig, SamplerConfig]:
-    """Reads the settings of a folder or of a GGUF file, without its weights."""
+    """Reads the settings of a folder or of a GGUF file, without its weights. A drafter has those of its base."""
+    path, _ = find_base(path, weights=False)
     if is_gguf(path):
         file = open_gguf(path)
         return file.config, file.sampler

@@ -15,6 +15,7 @@ sudoku.py     sudoku
 demo.py       demo: a Sudoku and a story
 train.py      train, eval
 tune.py       tune: trains an adapter
+adapt.py      adapt: teaches a left-to-right model to draft
 data.py       data: makes training data
 terminal.py   draws events on a terminal
 recording.py  records events as an animated picture

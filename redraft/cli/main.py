@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import redraft
-from redraft.cli import augment, data, demo, edit, info, merge, quantize, serve, sudoku, train, tune, warm
+from redraft.cli import adapt, augment, data, demo, edit, info, merge, quantize, serve, sudoku, train, tune, warm
 from redraft.cli.generation import (
     FLAGS,
     BestOf,
@@ -256,6 +256,7 @@ app.command()(warm.warm)
 app.command()(train.train)
 app.command("eval")(train.evaluate)
 app.command()(tune.tune)
+app.command()(adapt.adapt)
 app.command()(data.data)
 app.command()(info.info)
 app.command()(quantize.quantize)

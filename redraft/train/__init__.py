@@ -7,6 +7,7 @@ documents.py    records to documents: prompt ids and answer ids, one pair for ea
 data.py         documents to packed rows and batches
 data_check.py   checks all records before a run, and estimates their tokens
 own_text.py     samples texts of a model in large batches, as data for draft rows
+own_answers.py  samples answers of a model to prompts, given or its own, as data for its drafter
 stories.py      samples stories from a teacher, as training data
 optim.py        Muon and AdamW, learning-rate schedule, moving average
 checkpoints.py  the state of a run on disk
@@ -20,6 +21,7 @@ export.py       the model or the adapter that a run leaves behind
 meter.py        averages losses between two reports
 loop.py         Trainer: the run, its reports, resuming
 tuning.py       fine-tuning: a base model and files of records -> the configuration of a run
+adapting.py     a left-to-right model learns to draft: own answers -> the configuration of a run -> a measured drafter
 recipe.py       finds a recipe by name and changes its settings
 recipes/        the recipes that ship: toy, tiny, tiny_draft, sudoku, tiny_sudoku, tune_sudoku, tune_style
 plot.py         the picture of a run's metrics

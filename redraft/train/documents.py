@@ -4,6 +4,7 @@
     {"prompt", "completion"}  -> BOS and the prompt                    | the completion, end
     {"messages"}              -> the conversation before the assistant | what it says, end       one for each of its turns
     {"ids"}                   -> BOS                                   | the ids
+    {"prompt_ids", "ids"}     -> the prompt's ids                      | the ids
 
 The prompt of a turn is the one that generation would get, and the answer is what the model would have to generate there: a
 reasoning channel, text, tool calls, and the token at which generation stops. The chat template says how they are written.
@@ -24,6 +25,7 @@ KINDS = {  # the kind of a record by the keys that it has
     frozenset({"prompt", "completion"}): "completion",
     frozenset({"messages"}): "messages",
     frozenset({"ids"}): "ids",
+    frozenset({"prompt_ids", "ids"}): "ids",
 }
 KEYS = frozenset().union(*KINDS)
 MAX_REASON = 500  # characters of what is wrong with a record; it may quote the record
@@ -89,6 +91,7 @@ def check_record(record: Record | BadRecord, where: str) -> str:
             _find_turns(record["messages"])
         elif kind == "ids":
             _require_tokens(record["ids"])
+            _require_tokens(record.get("prompt_ids", record["ids"]))
         else:
             for name in KEYS.intersection(record) - {"prompt"}:
                 if not isinstance(record[name], str) or not record[name]:
@@ -107,7 +110,8 @@ def to_documents(record: Record | BadRecord, where: str, tokenizer: Tokenizer, s
     start_ids = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
     try:
         if kind == "ids":
-            pairs = [(start_ids, _require_tokens(record["ids"], tokenizer.size))]
+            prompt = _require_tokens(record["prompt_ids"], tokenizer.size) if "prompt_ids" in record else start_ids
+            pairs = [(prompt, _require_tokens(record["ids"], tokenizer.size))]
         elif kind == "text":
             pairs = [(start_ids, [*tokenizer.encode(record["text"]), stop])]
         elif kind == "completion":

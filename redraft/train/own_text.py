@@ -209,9 +209,16 @@ class OwnTextSampler:
             self.graphs.clear()
             print(f"own text: no CUDA graph ({str(error).splitlines()[0]}); steps are launched one by one", flush=True)
 
-    @torch.no_grad()
     def sample(self, beginnings: Sequence[Sequence[int]], temperatures: Sequence[float]) -> list[list[int]]:
         """Returns a text for each beginning, without the start token. A stop token ends it; texts that loop are dropped."""
+        start = self.model.config.bos_token_id
+        rows = [ids for ids in self.sample_rows(beginnings, temperatures) if ids is not None]
+        texts = [ids[1:] if ids[0] == start else ids for ids in rows]
+        return [text for text in texts if len(text) > 1]
+
+    @torch.no_grad()
+    def sample_rows(self, beginnings: Sequence[Sequence[int]], temperatures: Sequence[float]) -> list[list[int] | None]:
+        """Returns each beginning with what the model writes behind it, up to a stop token; None for a text that loops."""
         cfg = self.cfg
         lengths = [len(ids) for ids in beginnings]
         padded = [[*ids, *[0] * (cfg.length - len(ids))] for ids in beginnings]
@@ -229,20 +236,15 @@ class OwnTextSampler:
                 break
         return self._collect(length_B1, written)
 
-    def _collect(self, length_B1: Tensor, written: int) -> list[list[int]]:
-        """Cuts the rows at their stop tokens and drops texts that loop."""
+    def _collect(self, length_B1: Tensor, written: int) -> list[list[int] | None]:
+        """Cuts the rows at their stop tokens."""
         ids_BT = self.ids_BT[:, :written]
         index_T = torch.arange(written, device=self.device)
         is_stop_BT = torch.isin(ids_BT, self.stop_ids) & (index_T >= length_B1)
         end_B = torch.where(is_stop_BT, index_T + 1, written).amin(dim=1)
         loops_B = find_loops(ids_BT, end_B, self.cfg.most_repeats)
-        start = self.model.config.bos_token_id
-        texts = []
-        for ids, end, loops in zip(ids_BT.tolist(), end_B.tolist(), loops_B.tolist(), strict=True):
-            first = 1 if ids[0] == start else 0
-            if not loops and end - first > 1:
-                texts.append(ids[first:end])
-        return texts
+        rows = zip(ids_BT.tolist(), end_B.tolist(), loops_B.tolist(), strict=True)
+        return [None if loops else ids[:end] for ids, end, loops in rows]
 
 
 def find_loops(ids_BT: Tensor, end_B: Tensor, most_repeats: int) -> Tensor:

@@ -2,9 +2,9 @@
 
     files -> lines -> records
 
-A record is one of {"text"}, {"prompt", "completion"}, {"messages"}, {"ids"} (tokens, as `own_text.py` writes them); in a
-.txt file a separator line stands between texts. Files are read as bytes and decoded record by record, so that a mistake is
-one record's mistake and has a line number. No file is ever held in memory as a whole.
+A record is one of {"text"}, {"prompt", "completion"}, {"messages"}, {"ids"}, {"prompt_ids", "ids"} (tokens, as `own_text.py`
+and `own_answers.py` write them); in a .txt file a separator line stands between texts. Files are read as bytes and decoded
+record by record, so that a mistake is one record's mistake and has a line number. No file is ever held in memory as a whole.
 """
 
 import gzip

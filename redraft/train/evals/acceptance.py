@@ -54,9 +54,8 @@ def sample_texts(
     cfg = OwnTextConfig(
         rows=len(prompts), length=max(length, longest + 2), longest_beginning=longest, most_repeats=length, ended_share=1.0
     )
-    texts = OwnTextSampler(model, cfg).sample(prompts, [max(temperature, COLDEST)] * len(prompts))
-    start = model.config.bos_token_id
-    return [[start, *text] if prompts[0][0] == start else text for text in texts]
+    rows = OwnTextSampler(model, cfg).sample_rows(prompts, [max(temperature, COLDEST)] * len(prompts))
+    return [row if row is not None else list(prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
 
 @torch.no_grad()

@@ -1,0 +1,140 @@
+"""Adapting: a left-to-right model learns to draft for itself. Its own answers -> the configuration of a run -> a drafter.
+
+model -> own answers (`own_answers.py`) -> TrainConfig -> Trainer (`loop.py`) -> drafter -> measured on held-out answers
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from redraft import checkpoint
+from redraft.kernels.backend import has_bf16
+from redraft.model.backbone import Backbone
+from redraft.model.drafter import DrafterConfig
+from redraft.train.config import TrainConfig
+from redraft.train.draft_loss import DraftConfig
+from redraft.train.evals.acceptance import Acceptance, measure, sample_texts
+from redraft.train.loss import LossConfig
+from redraft.train.optim import OptimConfig
+from redraft.train.own_answers import PART, OwnAnswerConfig
+from redraft.train.records import DataConfig, Source
+
+HELD_OUT_EVERY = 64  # every so many-th answer is held out
+EVALUATIONS = 20  # in a run, about
+MEASURED_PROMPTS = 128
+MEASURED_TOKENS = 128  # of each answer
+TEMPERATURES = (0.0, 0.7, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptOptions:
+    """What a user chooses."""
+
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    own: OwnAnswerConfig = field(default_factory=OwnAnswerConfig)
+    length: int = 1024  # tokens of a row
+    batch: int = 64  # rows of a step
+    rows: int = 64  # of them in a forward
+    epochs: float = 1.0
+    steps: int | None = None  # instead of epochs
+    minutes: float | None = None  # instead of steps: the learning rate cools down by the clock
+    rate: float = 1e-3
+    quant: str | None = None
+    seed: int = 0
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.batch % self.rows:
+            raise ValueError(f"batch {self.batch} is no multiple of the {self.rows} rows of a forward")
+        if not self.epochs > 0:
+            raise ValueError(f"epochs must be above 0, got {self.epochs}")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes must be above 0, got {self.minutes}")
+        if not self.rate > 0:
+            raise ValueError(f"rate must be above 0, got {self.rate}")
+
+
+def adapting_config(base: str, folder: Path, options: AdaptOptions, device: torch.device) -> TrainConfig:
+    """The configuration of the run on the own answers in the folder."""
+    model, sampler = checkpoint.read_configs(checkpoint.find(base, weights=False))
+    canvas_length = options.drafter.canvas_length
+    length = min(options.length, model.max_position_embeddings)
+    files = tuple(str(folder / PART.format(part)) for part in range(options.own.parts))
+    data = DataConfig(
+        sources=(Source(files=files, own=True, every=HELD_OUT_EVERY),),
+        length=length,
+        canvas_lengths=(canvas_length,),
+        seed=options.seed,
+    )
+    held_out = DataConfig(
+        sources=(Source(files=files, own=True, every=HELD_OUT_EVERY, is_held_out=True),),
+        length=length,
+        canvas_lengths=(canvas_length,),
+        lookahead=1,
+        shuffle=1,
+    )
+    steps = options.steps or max(1, round(options.epochs * options.own.tokens / (options.batch * length)))
+    if options.minutes is not None:
+        steps = 10**9
+    return TrainConfig(
+        model=model,
+        sampler=sampler,
+        data=data,
+        held_out=held_out,
+        init=str(Path(base).resolve()) if Path(base).exists() else base,
+        drafter=options.drafter,
+        quant=options.quant,
+        loss=LossConfig(draft=DraftConfig(lengths=(canvas_length,))),
+        optim=OptimConfig(
+            muon=False,
+            adamw_lr=options.rate,
+            weight_decay=0.0,
+            warmup=20 if options.minutes is not None else min(100, steps // 10),
+            cooldown=0.9,
+            ema=0.98 if steps > 500 else 0.0,
+        ),
+        steps=steps,
+        max_seconds=60 * options.minutes if options.minutes is not None else float("inf"),
+        by_clock=options.minutes is not None,
+        rows=options.rows,
+        microbatches=options.batch // options.rows,
+        seed=options.seed,
+        precision="bfloat16" if device.type == "cuda" and has_bf16(device) else "float32",
+        compile=options.compile,
+        report_every=10,
+        save_every=max(1, steps // EVALUATIONS) if options.minutes is None else 200,
+        evaluate_every=max(1, steps // EVALUATIONS) if options.minutes is None else 200,
+        keep=1,
+    )
+
+
+def read_held_out_prompts(files: Sequence[str], count: int = MEASURED_PROMPTS) -> list[list[int]]:
+    """The prompts of held-out answers."""
+    prompts: list[list[int]] = []
+    for file in files:
+        with open(file, encoding="utf-8") as lines:
+            for number, line in enumerate(lines):
+                if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1:
+                    prompts.append(json.loads(line)["prompt_ids"])
+                if len(prompts) == count:
+                    return prompts
+    return prompts
+
+
+@torch.no_grad()
+def measure_drafts(model: Backbone, prompts: Sequence[Sequence[int]], canvas_length: int) -> list[Acceptance]:
+    """Tokens a round on answers that the model writes to these prompts now, at each temperature."""
+    found = []
+    for temperature in TEMPERATURES:
+        length = max(map(len, prompts)) + MEASURED_TOKENS
+        texts = sample_texts(model, prompts, temperature, length)
+        lengths = [len(prompt) for prompt in prompts]
+        options = {"canvas_length": canvas_length, "draft_token": model.config.vocab_size}
+        found.append(measure(model, texts, lengths, temperature, **options))
+    return found
