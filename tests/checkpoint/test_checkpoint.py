@@ -229,6 +229,7 @@ print(memory("VmHWM") - before)
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
 def test_loading_takes_little_more_memory_than_the_file(folder, tmp_path):
     big = replace(tiny.BASE, hidden_size=512, moe_intermediate_size=512, num_experts=64, intermediate_size=512)

@@ -71,6 +71,7 @@ def test_a_run_leaves_a_model_metrics_and_a_picture(run, recipe, tmp_path):
     assert json.loads(text)["stats"]["canvases"] == 1
 
 
+@pytest.mark.soak
 def test_a_run_resumes_where_it_stopped(run, recipe, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run("train", recipe, "--out", str(whole), "--set", "steps=6", "--device", "cpu")

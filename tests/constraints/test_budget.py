@@ -70,6 +70,7 @@ def test_a_hostile_schema_stays_within_the_budget(number):
     assert dfa is None or json.loads(shortest_match(dfa)) is not ...
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @settings(max_examples=60, deadline=None)
 @given(pattern=hostile.hostile_regexes())

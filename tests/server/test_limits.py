@@ -95,6 +95,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(hurried, piece):
     assert exchange(hurried[0], piece) == b""
 
 
+@pytest.mark.soak
 def test_a_head_that_stops_behind_a_whole_request_is_not_waited_for(hurried):
     answer = exchange(hurried[0], b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTT")
     assert answer.count(b"HTTP/1.1 200") == 1

@@ -63,6 +63,7 @@ def test_the_page_greets_with_recorded_runs(opened, url):
     assert posts == []
 
 
+@pytest.mark.soak
 def test_a_recorded_run_plays_and_gives_way_to_a_run(opened, url):
     page = opened(f"{url}/#edit")
     sync_api.expect(page.locator(".position")).to_have_text("the end")

@@ -225,6 +225,7 @@ def test_rows_become_a_batch(files):
     assert batch.ids_BL.tolist() == [row.ids for row in found]
 
 
+@pytest.mark.soak
 def test_prefetch_gives_the_same_batches(files):
     cfg = DataConfig(sources=(Source(files=files[0]),), length=64, canvas_lengths=(8,))
     here = Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 3)

@@ -157,6 +157,7 @@ def test_a_source_refuses_nonsense(change):
 # 3. Rows of conversations
 
 
+@pytest.mark.soak
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 60), st.sampled_from([1, 5]))
 def test_resumed_equals_unbroken_with_several_documents_of_a_record(tmp_path_factory, cut, shuffle):
