@@ -296,6 +296,7 @@ def _restless_canvases(restless):
     return next(canvases), next(canvases)
 
 
+@pytest.mark.soak
 def test_ctrl_c_keeps_what_is_committed(restless, restless_canvases):
     code, _, _, lines = on_terminal(["Hello", "-m", restless, "--seed", "5", "--raw"], interrupt_at=b"canvas 3")
     assert code == 130

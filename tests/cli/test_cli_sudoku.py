@@ -74,6 +74,7 @@ def test_one_puzzle(run):
     assert (record["board"], record["solved"], record["canvases"], record["seed"]) == (SOLVED, True, 1, 1)
 
 
+@pytest.mark.soak
 def test_a_file_of_puzzles_comes_back_in_its_order(run, tmp_path, writer, monkeypatch):
     monkeypatch.setitem(solve.solve.__kwdefaults__, "rows", 4)
     puzzles = easy(10)  # three batches

@@ -159,6 +159,7 @@ def _data(tmp_path):
     return tmp_path
 
 
+@pytest.mark.soak
 def test_stories_and_code_are_scored(run, data, tmp_path):
     folder = str(tiny.save_folder(tmp_path / "model"))
     common = ["--data", str(data), "--count", "2", "--device", "cpu"]

@@ -52,6 +52,7 @@ def test_requests_with_different_adapters_equal_each_alone(check):
     assert len({tuple(ids) for ids in expected[: len(ADAPTERS)]}) >= 3  # the adapters are felt
 
 
+@pytest.mark.soak
 def test_requests_of_all_modes_and_adapters_share_an_engine():
     """Constraints, other canvas lengths, checked and exact requests, some of which commit in the same step."""
     engine = Engine(MODEL)
@@ -204,7 +205,7 @@ def merged_model():
     return model
 
 
-LONG_TASKS = ("checked", "checked streamer")
+LONG_TASKS = ("several", "checked", "left to right", "best of", "edit", "streamer", "checked streamer")
 
 
 @pytest.mark.parametrize("task", [pytest.param(t, marks=[pytest.mark.soak] if t in LONG_TASKS else []) for t in TASKS])

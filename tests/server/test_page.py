@@ -458,6 +458,7 @@ def test_errors_are_shown_and_runs_can_be_stopped(opened, url):
     assert page.inner_text("#status") == ""
 
 
+@pytest.mark.soak
 def test_the_page_asks_for_the_api_key(opened):
     with served(small(), limits=Limits(key="secret")) as address:
         page = opened(f"{address}/#write")

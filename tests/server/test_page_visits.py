@@ -172,7 +172,7 @@ def check_accessibility(page):
     assert found == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.soak)])
 def test_the_greeting_is_accessible(opened, url, scheme):
     page = opened(url, color_scheme=scheme, reduced_motion="reduce")
     page.wait_for_selector(".home[data-state=done]")

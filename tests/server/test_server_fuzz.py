@@ -165,6 +165,7 @@ async def send_malformed(count: int, seed: int) -> dict[int, int]:
     return statuses
 
 
+@pytest.mark.soak
 def test_malformed_bodies_are_a_400_with_a_sentence():
     assert asyncio.run(send_malformed(500, seed=1))[400] > 350
 

@@ -249,6 +249,7 @@ def test_streams_are_interleaved(files):
         assert positions[number] == position
 
 
+@pytest.mark.soak
 def test_prefetch_raises_the_readers_error(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{")
     cfg = DataConfig(sources=(Source(files=(str(tmp_path / "bad.jsonl"),)),), length=64, canvas_lengths=(8,))
@@ -258,6 +259,7 @@ def test_prefetch_raises_the_readers_error(tmp_path):
     there.close()
 
 
+@pytest.mark.soak
 def test_a_killed_reader_raises_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 50)
     cfg = DataConfig(sources=(Source(files=(str(tmp_path / "a.txt"),)),), length=4096, canvas_lengths=(8,))
