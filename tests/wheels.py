@@ -84,7 +84,8 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> 
     (folder / "pip" / "__init__.py").touch()
     start = 'import sys\ndest = sys.argv[sys.argv.index("--dest") + 1]\n'
     (folder / "pip" / "__main__.py").write_text(start + source, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+    monkeypatch.syspath_prepend(str(folder))  # some tests give their child processes this path
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
 
 def deliver(monkeypatch: pytest.MonkeyPatch, folder: Path, wheel: Path) -> None:

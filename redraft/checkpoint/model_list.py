@@ -1,7 +1,7 @@
 """The models on this machine: those in the package, pulled ones, and those of the hub's cache that redraft can run."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,9 @@ def remove_model(name: str) -> int:
     repository = _find_repository(name) if re.fullmatch(REPOSITORY, name) else None
     if repository is None:
         raise CheckpointError(f"there is no model {show_value(name)} to remove; redraft models lists those that are there")
-    strategy = _scan_hub_cache().delete_revisions(*(revision.commit_hash for revision in repository.revisions))
+    # A copy of a repository has the same commits: the strategy must not see the others.
+    alone = replace(_scan_hub_cache(), repos=frozenset([repository]))
+    strategy = alone.delete_revisions(*(revision.commit_hash for revision in repository.revisions))
     strategy.execute()
     return int(strategy.expected_freed_size)
 
