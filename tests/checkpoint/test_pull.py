@@ -169,8 +169,8 @@ with open(dest + "/half.whl", "wb") as file:
     file.write(bytes(1000))
 line = os.open({fifo!r}, os.O_WRONLY)
 os.write(line, b"half is here")
-while True:
-    __import__("threading").Event().wait()
+__import__("threading").Event().wait(120)
+os.write(line, b"outlived its parent")
 """
 
 
