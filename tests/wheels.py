@@ -10,11 +10,10 @@ from pathlib import Path
 
 import gguf_files
 import pytest
-import torch
+import tiny
 
 from redraft.checkpoint import pulled
 from redraft.checkpoint.pulled import KnownModel
-from redraft.model.diffusion_gemma import DiffusionGemma
 
 NAME = "toy"
 LICENCE = "Do what you like with this model.\n"
@@ -24,8 +23,7 @@ PIP_VARIABLES = ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_I
 @lru_cache
 def gguf_bytes(path: Path) -> bytes:
     """A tiny model that loads and chats, as the bytes of a GGUF file; `path` is where it is written once."""
-    torch.manual_seed(0)
-    return gguf_files.write_model(path, DiffusionGemma(gguf_files.SMALL)).read_bytes()
+    return gguf_files.write_model(path, tiny.decided(gguf_files.SMALL)).read_bytes()
 
 
 def register(monkeypatch: pytest.MonkeyPatch, content: bytes) -> KnownModel:
