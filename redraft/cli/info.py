@@ -26,7 +26,8 @@ def info(
     folder_or_id: Annotated[
         str,
         typer.Argument(
-            metavar="[MODEL]", help="Checkpoint or adapter folder, GGUF file, or hub id. [the released 26B-A4B shape]"
+            metavar="[MODEL]",
+            help="Checkpoint or adapter folder, GGUF file, pulled model, or hub id. [the released 26B-A4B shape]",
         ),
     ] = "",
     model: Annotated[str, typer.Option("--model", "-m", help="The same.")] = "",

@@ -201,7 +201,8 @@ def test_a_hub_id_is_downloaded_once_into_the_hubs_cache(folder, tmp_path, monke
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert checkpoint.find("owner/model.v1-it") == folder
     assert checkpoint.find("owner/model.v1-it", weights=False) == folder
-    assert downloads == [("owner/model.v1-it", ["*.json", "*.jinja", *more]) for more in (["*.safetensors"], [])]
+    small = ["*.json", "*.jinja", "README.md", "LICENSE*"]
+    assert downloads == [("owner/model.v1-it", [*small, *more]) for more in (["*.safetensors"], [])]
 
 
 def test_a_connection_that_breaks_is_one_sentence(monkeypatch):
