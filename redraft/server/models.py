@@ -268,7 +268,8 @@ class Models:
             await loaded.service.close(self.config.drain_seconds)
         finally:
             loaded.service = None
-            await asyncio.to_thread(return_memory)
+            if not self._is_closing:
+                await asyncio.to_thread(return_memory)
             self._in_memory.remove(loaded)
             log_event("unloaded", loaded.name)
 
