@@ -12,6 +12,7 @@ import copy
 import gc
 import json
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -157,16 +158,17 @@ class Models:
         loaded.users += 1
         loaded.is_free.clear()
         request.scope[AT_END].callback(self._release, loaded)
+        if loaded.service is not None:
+            return loaded.service
         began = time.perf_counter()
-        if loaded.service is None:
-            await self._wait_until_loaded(request, loaded)
+        await self._wait_until_loaded(request, loaded)
         service = copy.copy(loaded.service)
         assert service is not None
         service.load_seconds = time.perf_counter() - began
         return service
 
     async def _wait_until_loaded(self, request: Request, loaded: LoadedModel) -> None:
-        """Waits as one of the requests that the server admits at once."""
+        """Waits. The request takes one of the server's slots meanwhile."""
         assert loaded.loading is not None
         client = client_name_of(request)
         self.first.worker.slots.take(client)
@@ -214,6 +216,8 @@ class Models:
                 service.open()
         except Exception as error:
             self._forget(loaded)
+            traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
+            await asyncio.to_thread(return_memory)
             raise ModelLoadError(f"the model {loaded.name} cannot be loaded: {message_of(error)}") from error
         self.cards[loaded.name] = ModelCard.from_writer(writer)
         self._in_memory.append(loaded)
@@ -222,10 +226,18 @@ class Models:
         log_event("loaded", loaded.name, seconds=round(time.perf_counter() - began, 3))
 
     async def _make_room(self) -> None:
-        """Unloads models until one more may be loaded: the longest idle one, or else the next that becomes idle."""
-        while 1 + len(self._in_memory) >= self.config.max_models:
-            oldest = min(self._in_memory, key=lambda each: (each.unloading is None, each.users > 0, each.last_used))
-            await asyncio.wait({self._unload(oldest)})
+        """Waits for models that are being unloaded, and unloads others until one more may be loaded.
+
+        The longest idle one goes. If none is idle, the one that was used longest ago goes when its requests have ended.
+        """
+        while (leaving := self._leaving) or 1 + len(self._in_memory) >= self.config.max_models:
+            if not leaving:
+                leaving = {self._unload(min(self._in_memory, key=lambda each: (each.users > 0, each.last_used)))}
+            await asyncio.wait(leaving)
+
+    @property
+    def _leaving(self) -> set[asyncio.Task[None]]:
+        return {loaded.unloading for loaded in self._in_memory if loaded.unloading is not None}
 
     def _forget(self, loaded: LoadedModel) -> None:
         """The next request for this model loads it anew."""
