@@ -152,34 +152,41 @@ class Models:
         name = self.find_name(model)
         if name not in self.sources:
             return self.first.select(name)
-        loaded = self._current.get(name) or self._start_loading(name)
-        if keep_seconds is not None:
-            loaded.keep_seconds = keep_seconds
-        loaded.users += 1
-        loaded.is_free.clear()
-        request.scope[AT_END].callback(self._release, loaded)
-        if loaded.service is not None:
+        loaded = self._current.get(name)
+        if loaded is not None and loaded.service is not None:
+            self._use(request, loaded, keep_seconds)
             return loaded.service
-        began = time.perf_counter()
-        await self._wait_until_loaded(request, loaded)
-        service = copy.copy(loaded.service)
-        assert service is not None
-        service.load_seconds = time.perf_counter() - began
-        return service
-
-    async def _wait_until_loaded(self, request: Request, loaded: LoadedModel) -> None:
-        """Waits. The request takes one of the server's slots meanwhile."""
-        assert loaded.loading is not None
         client = client_name_of(request)
-        self.first.worker.slots.take(client)
+        slots = self.first.worker.slots
+        slots.take(client)  # a request that waits counts as one that the server has
+        try:
+            loaded = loaded or self._start_loading(name)
+            self._use(request, loaded, keep_seconds)
+            return await self._wait_until_loaded(request, loaded)
+        finally:
+            slots.release(client)
+
+    async def _wait_until_loaded(self, request: Request, loaded: LoadedModel) -> Service:
+        assert loaded.loading is not None
+        began = time.perf_counter()
         try:
             await result_until_disconnected(request, loaded.loading)
         except asyncio.CancelledError:
             if loaded.loading.cancelled():
                 raise ServerClosingError("the server is shutting down") from None
             raise
-        finally:
-            self.first.worker.slots.release(client)
+        service = copy.copy(loaded.service)
+        assert service is not None
+        service.load_seconds = time.perf_counter() - began
+        return service
+
+    def _use(self, request: Request, loaded: LoadedModel, keep_seconds: float | None) -> None:
+        """The model is in use until the response to this request has ended."""
+        if keep_seconds is not None:
+            loaded.keep_seconds = keep_seconds
+        loaded.users += 1
+        loaded.is_free.clear()
+        request.scope[AT_END].callback(self._release, loaded)
 
     def _release(self, loaded: LoadedModel) -> None:
         """A response has ended."""
@@ -202,28 +209,31 @@ class Models:
 
     async def _load(self, loaded: LoadedModel) -> None:
         """Loads a model for the requests that wait for it; not if all of them leave before there is room."""
-        source = self.sources[loaded.name]
-        try:
-            async with self._load_lock:
-                await self._make_room()
-                if not loaded.users:
-                    self._forget(loaded)
-                    return
-                began = time.perf_counter()
-                writer = await asyncio.to_thread(source.load)
-                worker = Worker(writer, self.config.requests, shares_slots_with=self.first.worker)
-                service = self._build_service(loaded.name, writer, worker)
-                service.open()
-        except Exception as error:
-            self._forget(loaded)
-            traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
-            await asyncio.to_thread(return_memory)
-            raise ModelLoadError(f"the model {loaded.name} cannot be loaded: {message_of(error)}") from error
-        self.cards[loaded.name] = ModelCard.from_writer(writer)
-        self._in_memory.append(loaded)
-        loaded.service = service
-        loaded.last_used = self.clock()
-        log_event("loaded", loaded.name, seconds=round(time.perf_counter() - began, 3))
+        async with self._load_lock:
+            await self._make_room()
+            if not loaded.users:
+                self._forget(loaded)
+                return
+            began = time.perf_counter()
+            try:
+                service = await self._open_service(loaded.name)
+            except Exception as error:
+                self._forget(loaded)
+                traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
+                await asyncio.to_thread(return_memory)
+                raise ModelLoadError(f"the model {loaded.name} cannot be loaded: {message_of(error)}") from error
+            self._in_memory.append(loaded)
+            loaded.service = service
+            loaded.last_used = self.clock()
+            log_event("loaded", loaded.name, seconds=round(time.perf_counter() - began, 3))
+
+    async def _open_service(self, name: str) -> Service:
+        writer = await asyncio.to_thread(self.sources[name].load)
+        worker = Worker(writer, self.config.requests, shares_slots_with=self.first.worker)
+        service = self._build_service(name, writer, worker)
+        service.open()
+        self.cards[name] = ModelCard.from_writer(writer)
+        return service
 
     async def _make_room(self) -> None:
         """Waits for models that are being unloaded, and unloads others until one more may be loaded.
