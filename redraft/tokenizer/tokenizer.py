@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
+GEMMA_BOS = "<bos>"
 DEFAULT_TEMPLATE = Path(__file__).with_name("chat.jinja")
 LONG_TEXT = 20_000  # characters; a longer text is tokenized so that other threads can run meanwhile
 MAX_OWN_VALUES = 20_000  # values and thousands of characters of a conversation; a larger one goes to the helper process
@@ -50,9 +51,13 @@ class Tokenizer:
         self.vocabulary = vocabulary
         self.template = template
         self._token_texts: dict[int, str] = {}
-        self.settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", **(settings or {})}
+        has_gemma_bos = vocabulary.token_to_id(GEMMA_BOS) is not None
+        defaults = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"bos_token": GEMMA_BOS} if has_gemma_bos else {})
+        self.settings = {**defaults, **(settings or {})}
         self.template_tokens = {  # the special tokens that templates know by name, such as bos_token
-            name: _read_special_token(value) for name, value in self.settings.items() if name.endswith("_token")
+            name: _read_special_token(value)
+            for name, value in self.settings.items()
+            if name.endswith("_token") and not name.startswith("add_")
         }
 
     @classmethod
@@ -163,10 +168,18 @@ class Tokenizer:
         without_bytes = (token for token, text in enumerate(self.token_bytes) if not text)
         return (*without_bytes, *range(self.size, vocab_size))
 
-    @property
+    @cached_property
     def bos_id(self) -> int | None:
-        """The id of the BOS token; None if the vocabulary has none."""
-        return self.vocabulary.token_to_id(self.template_tokens["bos_token"])
+        """The id of the BOS token, with which a text begins; None if texts begin without one.
+
+        The settings say so, or the post-processor of tokenizer.json; Gemma's texts always begin with it.
+        """
+        bos = self.template_tokens.get("bos_token")
+        token = self.vocabulary.token_to_id(bos) if bos is not None else None
+        adds_bos = self.settings.get("add_bos_token")
+        if adds_bos is None:
+            adds_bos = bos == GEMMA_BOS or self.vocabulary.encode("").ids[:1] == [token]
+        return token if adds_bos else None
 
     @property
     def can_chat(self) -> bool:
