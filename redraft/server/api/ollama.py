@@ -156,7 +156,7 @@ class OllamaRoutes(Handlers):
         """POST /api/show. `.Suffix` in the template tells clients that the model can infill."""
         await read_body(request, ShowRequest)
         writer = self.service.writer
-        chat_capabilities = ["tools"] if writer.tokenizer.can_chat else []
+        chat_capabilities = ["tools"] if writer.tokenizer.can_call else []
         chat_capabilities += ["thinking"] if writer.tokenizer.can_think else []
         return {
             "template": "{{ .Prompt }}{{ .Suffix }}",
