@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from redraft.config import FULL, SLIDING, BackboneConfig
 from redraft.kernels import rms_norm
+from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.model import masks
 from redraft.model.embedding import Embedding, PackedEmbedding
 from redraft.model.kv_cache import ContextCache, KVCache
@@ -125,6 +126,10 @@ class Backbone(nn.Module, ABC):
     def cache_dtype(self) -> torch.dtype:
         """The precision in which KV caches are stored."""
         return self.kv_dtype or self.dtype
+
+    def store_cache_in_fp8(self) -> None:
+        """KV caches take half of the memory of bf16 from now on."""
+        self.kv_dtype = FP8_DTYPE
 
     def _rounding(self, count: int) -> Rounding | None:
         """How the keys and values of so many new tokens are rounded; None when the cache stores them as they are."""

@@ -31,6 +31,7 @@ FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 GEMMA_BOS = "<bos>"
+DOCUMENT_END = "<|endoftext|>"  # of GPT-2, SmolLM2 and Qwen, which have no BOS token
 DEFAULT_TEMPLATE = Path(__file__).with_name("chat.jinja")
 LONG_TEXT = 20_000  # characters; a longer text is tokenized so that other threads can run meanwhile
 MAX_OWN_VALUES = 20_000  # values and thousands of characters of a conversation; a larger one goes to the helper process
@@ -182,6 +183,12 @@ class Tokenizer:
         if adds_bos is None:
             adds_bos = bos == GEMMA_BOS or self.vocabulary.encode("").ids[:1] == [token]
         return token if adds_bos else None
+
+    @property
+    def start_ids(self) -> list[int]:
+        """The tokens before a text that has no prompt: the BOS token, or the token between documents; empty without both."""
+        token = self.bos_id if self.bos_id is not None else self.vocabulary.token_to_id(DOCUMENT_END)
+        return [token] if token is not None else []
 
     @property
     def can_chat(self) -> bool:

@@ -10,7 +10,9 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from redraft.config import LlamaConfig
 from redraft.diffusion.generate import Stats
+from redraft.model.backbone import Backbone
 from redraft.server.checks import causal_settings, choose_check, ignored_settings, require_unchecked, verification_fields
 from redraft.server.completion import (
     JSON_OBJECT_SCHEMA,
@@ -30,7 +32,7 @@ from redraft.server.worker import Stream
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message
 
-FAMILY = "diffusion_gemma"
+GEMMA_FAMILY = "diffusion_gemma"
 TextField = Callable[[str], dict[str, Any]]  # puts a text where a client reads it: `response`, or `message`
 
 
@@ -156,15 +158,17 @@ class OllamaRoutes(Handlers):
         """POST /api/show. `.Suffix` in the template tells clients that the model can infill."""
         await read_body(request, ShowRequest)
         writer = self.service.writer
+        family = family_of(writer.model)
+        infills = [] if writer.model.config.is_causal_only else ["insert"]
         chat_capabilities = ["tools"] if writer.tokenizer.can_call else []
         chat_capabilities += ["thinking"] if writer.tokenizer.can_think else []
         return {
             "template": "{{ .Prompt }}{{ .Suffix }}",
             "parameters": "",
-            "capabilities": ["completion", "insert", *chat_capabilities],
+            "capabilities": ["completion", *infills, *chat_capabilities],
             "model_info": {
-                "general.architecture": FAMILY,
-                f"{FAMILY}.context_length": writer.model.config.max_position_embeddings,
+                "general.architecture": family,
+                f"{family}.context_length": writer.model.config.max_position_embeddings,
             },
             "details": self._details(),
         }
@@ -187,8 +191,8 @@ class OllamaRoutes(Handlers):
         return {
             "parent_model": "",
             "format": "safetensors",
-            "family": FAMILY,
-            "families": [FAMILY],
+            "family": family_of(model),
+            "families": [family_of(model)],
             "parameter_size": f"{parameter_count(model) / 1e6:.1f}M",
             "quantization_level": model.config.quant or str(model.dtype).removeprefix("torch."),
         }
@@ -277,6 +281,11 @@ def _is_packed_weight(buffer: torch.Tensor) -> bool:
 def max_tokens_of(options: Options) -> int | None:
     """Returns the token limit; Ollama's -1 and -2 mean no limit of the client's own."""
     return options.num_predict if (options.num_predict or 0) > 0 else None
+
+
+def family_of(model: Backbone) -> str:
+    """The name of a model's architecture."""
+    return model.config.family if isinstance(model.config, LlamaConfig) else GEMMA_FAMILY
 
 
 def add_reasoning_and_calls(line: dict[str, Any], reasoning: str, tool_calls: Sequence[ToolCall]) -> dict[str, Any]:
