@@ -22,7 +22,7 @@ from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomato
 from redraft.diffusion.events import Finished
 from redraft.engine import AdaptedEngine, Engine, Request, Stopped
 from redraft.engine.gpu_limit import GpuLimit, explain_lack_of_memory, limit_gpu
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.lora import Adapter
 from redraft.tasks import best_of, decide, edit, infill
 from redraft.tasks.answer import Answer
@@ -110,10 +110,10 @@ class Writer:
 
     def __init__(
         self,
-        model: DiffusionGemma,
+        model: Backbone,
         tokenizer: Tokenizer,
         sampler: SamplerConfig,
-        verifier: DiffusionGemma | None = None,
+        verifier: Backbone | None = None,
         config: EngineConfig | None = None,
         gpu_limit: GpuLimit | None = None,
     ) -> None:

@@ -2,7 +2,9 @@
 and for some models a draft head. A GGUF file is a checkpoint too.
 
 Files in reading order:
-names.py             file names, and our tensor names -> the published ones of DiffusionGemma and Gemma 4
+names.py             file names, and our tensor names -> the published ones of each architecture
+published_values.py  values of published JSON files
+published_llama.py   config.json of Llama and its relatives <-> LlamaConfig
 published_config.py  the JSON files <-> ModelConfig and SamplerConfig
 gguf/                GGUF files: settings, tensors and tokenizer in one file
 pulled.py            the models that redraft pull keeps in the cache folder

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from redraft.checkpoint.names import ADAPTER_CONFIG, DECODER, ENCODER, GEMMA4, GEMMA4_TEXT, VISION
 from redraft.config import ConfigError, read_json, require_int, require_number, show_value, write_text
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.lora import (
     DENOISE,
     ENCODE,
@@ -62,7 +62,7 @@ def is_adapter(folder: str | Path) -> bool:
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
-def fingerprint(model: DiffusionGemma) -> str:
+def fingerprint(model: Backbone) -> str:
     """A hash of the model's norms, which no format quantizes: the same for a checkpoint in bf16, fp8, 4 bits and GGUF."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
@@ -177,7 +177,7 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     return raw
 
 
-def load_adapter(folder: str | Path, model: DiffusionGemma, name: str = "adapter") -> Adapter:
+def load_adapter(folder: str | Path, model: Backbone, name: str = "adapter") -> Adapter:
     """Loads an adapter for this model, in its precision and on its device. Refuses one of another base or another shape."""
     folder = Path(folder)
     settings = read_adapter_config(folder)

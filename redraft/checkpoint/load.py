@@ -24,6 +24,7 @@ from redraft.checkpoint.names import (
     CheckpointError,
     Layout,
     find_layout,
+    is_ignored,
     published_name,
     tied_name,
 )
@@ -31,10 +32,11 @@ from redraft.checkpoint.placement import Place, Placement, plan_bytes
 from redraft.checkpoint.published_config import read_model_config
 from redraft.checkpoint.quantization import read_quantization
 from redraft.checkpoint.tensors import CheckpointTensors
-from redraft.config import ModelConfig, read_json
+from redraft.config import BackboneConfig, ModelConfig, read_json
 from redraft.kernels.fp8 import Fp8Tensor
 from redraft.kernels.packed import FORMATS
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.architectures import build_model
+from redraft.model.backbone import Backbone
 from redraft.model.embedding import PackedEmbedding
 from redraft.model.quant.conversion import Converter, log_conversions, plain_dtype, stored_format
 from redraft.model.quant.layers import PackedExperts, PackedLinear
@@ -50,7 +52,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     policy: QuantPolicy | None = None,
-) -> DiffusionGemma:
+) -> Backbone:
     """Loads the model of a folder or of a GGUF file. Without a dtype, weights keep the precision of the stored embedding.
 
     Quantized ones and float16 become bf16.
@@ -61,7 +63,7 @@ def load_model(
 
 def open_weights(
     folder: str | Path, device: torch.device | str = "cpu"
-) -> tuple[ModelConfig, Mapping[str, Tensor | StoredWeight]]:
+) -> tuple[BackboneConfig, Mapping[str, Tensor | StoredWeight]]:
     """The shape of a checkpoint and its weights under the names of the bf16 layout. Only headers are read.
 
     Tensors are views of the mapped file. StoredWeights are converted on the device.
@@ -77,12 +79,12 @@ def open_weights(
     return config, QuantizedTensors(stored, quantization, device) if quantization else stored
 
 
-def _compare_sizes(config: ModelConfig, tensors: CheckpointTensors) -> None:
+def _compare_sizes(config: BackboneConfig, tensors: CheckpointTensors) -> None:
     """Compares config.json with the headers of the weights, before a model is built: 9,999 layers would take a minute.
 
     Other differences are found later, where each tensor is fetched.
     """
-    layout = find_layout(tensors, is_causal_only=config.is_causal_only)
+    layout = find_layout(tensors, config)
     layer_name = re.compile(re.escape(layout.text) + r"layers\.(\d{1,9})\.")
     layer_numbers = [int(match[1]) for name in tensors if (match := layer_name.match(name))]
     stored = {"num_hidden_layers": max(layer_numbers, default=-1) + 1}
@@ -101,14 +103,15 @@ def _compare_sizes(config: ModelConfig, tensors: CheckpointTensors) -> None:
             )
 
 
-def lay_out_for_cpu(model: DiffusionGemma) -> DiffusionGemma:
+def lay_out_for_cpu(model: Backbone) -> Backbone:
     """Stores the matrices of a float32 model column by column, which a CPU without bf16 multiplies fastest.
 
     The numbers stay the same. The embedding keeps its layout, because it is used both by rows (lookup) and by columns
     (logits). So do experts that are so few that all of them are used at once.
     """
+    expert_size = model.config.moe_intermediate_size if isinstance(model.config, ModelConfig) else 0
     for name, weight in model.named_parameters():
-        has_few_experts = weight.dim() == 3 and len(weight) * model.config.moe_intermediate_size <= model.config.hidden_size
+        has_few_experts = weight.dim() == 3 and len(weight) * expert_size <= model.config.hidden_size
         is_float32_matrix = weight.dim() >= 2 and weight.dtype == torch.float32
         if is_float32_matrix and not has_few_experts and name != "embed_tokens.weight":
             weight.data = weight.data.mT.contiguous().mT
@@ -116,14 +119,14 @@ def lay_out_for_cpu(model: DiffusionGemma) -> DiffusionGemma:
 
 
 def from_state_dict(
-    config: ModelConfig,
+    config: BackboneConfig,
     tensors: Mapping[str, Tensor | StoredWeight],
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     policy: QuantPolicy | None = None,
     place: Place | None = None,
-) -> DiffusionGemma:
+) -> Backbone:
     """Makes a model whose weights are these published tensors. Without a dtype, it has that of `default_dtype`.
 
     The policy says which weights are packed, and how; by default, as the device runs them best. Each weight is read,
@@ -131,10 +134,10 @@ def from_state_dict(
     packed, once their sizes are known; without it, all of them go to the device.
     """
     with torch.device("meta"):
-        model = DiffusionGemma(config)
+        model = build_model(config)
     expected = model.state_dict()
     available = set(tensors)  # asking a Mapping `name in tensors` may read the whole tensor
-    layout = find_layout(available, is_causal_only=config.is_causal_only)
+    layout = find_layout(available, config)
     refuse_unknown_tensors(tensors, available, {published_name(name, layout) for name in expected}, layout)
     # Tensors of files are views of the mapped file: nothing is read or copied yet.
     stored = {
@@ -143,6 +146,8 @@ def from_state_dict(
     }
     formats = {name: stored_format(weight) for name, weight in stored.items()}
     policy = policy or QuantPolicy.for_device(device)
+    if not isinstance(config, ModelConfig):
+        policy = _without_packing(policy)
     dtype = dtype or default_dtype(stored["embed_tokens.weight"])
     placement = Placement(torch.device(device), policy)
     if place is not None:
@@ -175,13 +180,23 @@ def from_state_dict(
     return model.eval().requires_grad_(False)
 
 
+def _without_packing(policy: QuantPolicy) -> QuantPolicy:
+    """The policy of a Llama: its weights are dequantized, since an answer should be that of the file's numbers."""
+    if policy.quant is not None:
+        raise CheckpointError(
+            f"quant {policy.quant} rounds the weights of DiffusionGemma and Gemma 4; this model runs in full precision: "
+            "leave it out"
+        )
+    return QuantPolicy()
+
+
 def default_dtype(embedding: Tensor | StoredWeight) -> torch.dtype:
     """The precision of a model whose embedding is stored so. The GPU kernels are made for bf16, not for float16."""
     dtype = plain_dtype(embedding)
     return torch.bfloat16 if dtype is None or dtype == torch.float16 else dtype
 
 
-def packed_formats(model: DiffusionGemma) -> str | None:
+def packed_formats(model: Backbone) -> str | None:
     """The formats of a model's packed weights in one word, "nvfp4+fp8"; None if it has none."""
     layers = (module for module in model.modules() if isinstance(module, PackedLinear | PackedExperts))
     formats = {FORMATS[kind] for layer in layers for kind in layer.formats}
@@ -214,7 +229,7 @@ def refuse_unknown_tensors(
     Duplicates are compared in full, which reads both tensors once more; checkpoints saved by transformers have none.
     """
     for name in sorted(available):
-        if name in expected or name.startswith(layout.skipped):
+        if name in expected or is_ignored(name, layout):
             continue
         original = tied_name(name, layout)
         if original is None or original not in expected:

@@ -21,7 +21,7 @@ from redraft.checkpoint.save import save
 from redraft.checkpoint.tensors import folder_with_vision
 from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.packed import FORMATS, PackedTensor, Weight, dequantize_packed, map_weight, weight_tensors
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.lora import DENOISE, ENCODE, Adapter, AdapterError, LoraPair
 from redraft.model.quant.conversion import EXPERTS_AT_ONCE, JoinedWeight, parts_of
 from redraft.model.quant.layers import PackedExperts, PackedLinear
@@ -65,7 +65,7 @@ def merge_checkpoint(
 
 
 @torch.no_grad()
-def merge_into(model: DiffusionGemma, adapter: Adapter) -> Iterator[Merged]:
+def merge_into(model: Backbone, adapter: Adapter) -> Iterator[Merged]:
     """Adds the pairs of an adapter to the weights of a model. Weights that change become new tensors."""
     if not adapter.is_tied and not model.config.is_causal_only:
         raise AdapterError(

@@ -106,7 +106,7 @@ def _describe(name: str, kind: str, path: Path) -> ListedModel:
     """Reads the headers of a checkpoint. Raises what loading it would raise, as far as headers tell."""
     files = [path] if is_gguf(path) else [file for file in path.iterdir() if file.is_file()]
     config, _ = read_configs(path)
-    parts = measure_parts(open_weights(path)[1], is_causal_only=config.is_causal_only)
+    parts = measure_parts(open_weights(path)[1], config)
     bytes_of: dict[str, int] = {}
     for part in parts:
         bytes_of[part.format] = bytes_of.get(part.format, 0) + part.nbytes

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from redraft.checkpoint.names import Layout, find_layout
+from redraft.config import BackboneConfig
 from redraft.model.quant.conversion import format_name
 from redraft.model.quant.policy import part_of
 from redraft.model.quant.stored import StoredWeight
@@ -26,9 +27,9 @@ class PartSize(NamedTuple):
         return 8 * self.nbytes / self.weights
 
 
-def measure_parts(tensors: Mapping[str, Tensor | StoredWeight], *, is_causal_only: bool) -> list[PartSize]:
+def measure_parts(tensors: Mapping[str, Tensor | StoredWeight], config: BackboneConfig) -> list[PartSize]:
     """The sizes of all parts, in the order of the file. A weight that the file repeats is counted each time."""
-    layout = find_layout(tensors, is_causal_only=is_causal_only)
+    layout = find_layout(tensors, config)
     sizes: dict[tuple[str, str], list[int]] = {}
     for name in tensors:
         weight = tensors[name]  # on a CPU, a view of the mapped file or a description

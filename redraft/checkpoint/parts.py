@@ -4,6 +4,7 @@ They come from a folder or from a GGUF file.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,9 @@ from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.placement import Place
 from redraft.checkpoint.published_config import read_model_config, read_sampler_config
-from redraft.config import ModelConfig, SamplerConfig
+from redraft.config import BackboneConfig, LlamaConfig, SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.quant import QuantPolicy
 from redraft.model.quant.stored import StoredWeight
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError, check_same_vocabulary
@@ -32,7 +33,7 @@ def load_checkpoint(
     quant: str | None = None,
     keep_bf16: bool = False,
     place: Place | None = None,
-) -> tuple[DiffusionGemma, Tokenizer, SamplerConfig]:
+) -> tuple[Backbone, Tokenizer, SamplerConfig]:
     """The parts of a Writer, for a caller that wants no engine.
 
     `quant` and `keep_bf16`: see QuantPolicy. `place` is asked where weights go, and in which formats, once their sizes are
@@ -51,7 +52,7 @@ def load_checkpoint(
 class OpenCheckpoint(NamedTuple):
     """A checkpoint of which nothing but headers, settings and tokenizer has been read."""
 
-    config: ModelConfig
+    config: BackboneConfig
     tensors: Mapping[str, Tensor | StoredWeight]  # under the names of the bf16 layout
     tokenizer: Tokenizer
     sampler: SamplerConfig
@@ -71,10 +72,12 @@ def open_checkpoint(path: Path, device: torch.device | str = "cpu") -> OpenCheck
             f"the tokenizer in {path} has ids up to {tokenizer.size - 1}, but the model has a vocabulary of "
             f"{config.vocab_size}: use the tokenizer of this checkpoint"
         )
+    if isinstance(config, LlamaConfig):  # files often name the end of a text only, and not that of a turn
+        sampler = replace(sampler, eos_token_ids=tuple(dict.fromkeys((*sampler.eos_token_ids, *tokenizer.turn_ends))))
     return OpenCheckpoint(config, tensors, tokenizer, sampler)
 
 
-def read_configs(path: Path) -> tuple[ModelConfig, SamplerConfig]:
+def read_configs(path: Path) -> tuple[BackboneConfig, SamplerConfig]:
     """Reads the settings of a folder or of a GGUF file, without its weights."""
     if is_gguf(path):
         file = open_gguf(path)
@@ -84,8 +87,8 @@ def read_configs(path: Path) -> tuple[ModelConfig, SamplerConfig]:
 
 
 def load_verifier(
-    path_or_id: str | Path, drafter: DiffusionGemma, tokenizer: Tokenizer, drafter_name: str, **options: Any
-) -> DiffusionGemma:
+    path_or_id: str | Path, drafter: Backbone, tokenizer: Tokenizer, drafter_name: str, **options: Any
+) -> Backbone:
     """Loads the model that verifies what another one drafts. Refuses another vocabulary."""
     drafter.require_denoiser("drafting")
     verifier, verifier_tokenizer, _ = load_checkpoint(path_or_id, **options)

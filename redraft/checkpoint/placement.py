@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from redraft.config import ModelConfig
+from redraft.config import BackboneConfig
 from redraft.model.quant.conversion import count_bytes
 from redraft.model.quant.policy import QuantPolicy
 from redraft.model.quant.stored import StoredFormat
@@ -30,7 +30,7 @@ class Placement:
 
 # Called before weights are loaded: the configuration, the bytes of every weight by its name in the model, and the dtype. The
 # bytes are those of several policies, of which the placement has one; the first is the one that the user asks for.
-Place: TypeAlias = Callable[[ModelConfig, Mapping[QuantPolicy, Mapping[str, int]], torch.dtype], Placement]
+Place: TypeAlias = Callable[[BackboneConfig, Mapping[QuantPolicy, Mapping[str, int]], torch.dtype], Placement]
 
 
 def plan_bytes(

@@ -1,6 +1,6 @@
 """Reads and writes the JSON files of a checkpoint folder: config.json, generation_config.json and redraft.json.
 
-    config.json             <-> ModelConfig      the published file, in transformers' keys
+    config.json             <-> ModelConfig      the published file, in transformers' keys (LlamaConfig: published_llama.py)
     generation_config.json  <-> SamplerConfig    the published file, in transformers' keys
     redraft.json            <-> SamplerConfig    sampler settings that transformers has no field for and would refuse
 
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from redraft.checkpoint.names import CONFIG, GENERATION_CONFIG, REDRAFT_CONFIG
+from redraft.checkpoint.published_llama import LLAMA_ARCHITECTURES, parse_llama_config, publish_llama_config
+from redraft.checkpoint.published_values import first_value, refuse_variants, require_value
 from redraft.checkpoint.quantization import parse_quantization, read_quantization
 from redraft.checkpoint.tensors import read_draft_head_size
 from redraft.config import (
@@ -28,7 +30,9 @@ from redraft.config import (
     MOST_LAYERS,
     SLIDING,
     SMALLEST_VISION,
+    BackboneConfig,
     ConfigError,
+    LlamaConfig,
     ModelConfig,
     SamplerConfig,
     read_json,
@@ -91,11 +95,13 @@ REDRAFT_KEYS = (
 # 1. ModelConfig
 
 
-def read_model_config(folder: str | Path) -> ModelConfig:
+def read_model_config(folder: str | Path) -> BackboneConfig:
     """Reads config.json of a checkpoint folder, and the size of its draft head."""
     path = Path(folder) / CONFIG
     raw = read_json(path)
     config = parse_model_config(raw, str(path))
+    if not isinstance(config, ModelConfig):
+        return config
     quantization = read_quantization(Path(folder), raw, str(path))
     return replace(
         config,
@@ -104,20 +110,22 @@ def read_model_config(folder: str | Path) -> ModelConfig:
     )
 
 
-def parse_model_config(raw: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
-    """Makes a ModelConfig from the content of config.json. Error messages name `source`."""
+def parse_model_config(raw: Mapping[str, Any], source: str = CONFIG) -> BackboneConfig:
+    """Makes a ModelConfig or a LlamaConfig from the content of config.json. Error messages name `source`."""
     architecture = _read_architecture(raw, source)
+    if architecture in LLAMA_ARCHITECTURES:
+        return parse_llama_config(raw, LLAMA_ARCHITECTURES[architecture], source)
     text = raw if architecture == CAUSAL_ARCHITECTURE else raw.get("text_config")
     if not isinstance(text, Mapping):
         raise ConfigError(f"{source} has no text_config")
     if architecture == ARCHITECTURE:
-        _refuse_variants(text, ALLOWED, source)
+        refuse_variants(text, ALLOWED, source)
     else:
         _refuse_gemma4_variants(raw, text, source)
     quantization = parse_quantization(raw, source)
     layer_types = _parse_layer_types(text, source)
     rope = _parse_rope(text, source)
-    required = {name: _require(text, name, source) for name in REQUIRED_KEYS}
+    required = {name: require_value(text, name, source) for name in REQUIRED_KEYS}
     optional = {name: text[name] for name in OPTIONAL_KEYS if text.get(name) is not None}
     only_diffusion = _parse_diffusion_parts(raw, source) if architecture == ARCHITECTURE else {"is_causal_only": True}
     return ModelConfig(
@@ -128,14 +136,17 @@ def parse_model_config(raw: Mapping[str, Any], source: str = CONFIG) -> ModelCon
         **only_diffusion,
         layer_types=layer_types,
         quant=quantization.name if quantization else None,
-        pad_token_id=_first(text.get("pad_token_id"), 0),
-        bos_token_id=_first(text.get("bos_token_id"), 2),
-        eos_token_ids=require_ids("eos_token_id", _first(raw.get("eos_token_id"), text.get("eos_token_id"), 1)),
+        pad_token_id=first_value(text.get("pad_token_id"), 0),
+        bos_token_id=first_value(text.get("bos_token_id"), 2),
+        eos_token_ids=require_ids("eos_token_id", first_value(raw.get("eos_token_id"), text.get("eos_token_id"), 1)),
     )
 
 
-def publish_model_config(config: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+def publish_model_config(config: BackboneConfig, dtype: str = "bfloat16") -> dict[str, Any]:
     """Makes the content of config.json, in the keys of the released file. The caller adds `quantization_config`."""
+    if isinstance(config, LlamaConfig):
+        return publish_llama_config(config, dtype)
+    assert isinstance(config, ModelConfig)
     text = _publish_text_config(config, dtype)
     if config.is_causal_only:
         return {
@@ -190,7 +201,7 @@ def _publish_text_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 # 2. SamplerConfig
 
 
-def read_sampler_config(folder: str | Path, model: ModelConfig) -> SamplerConfig:
+def read_sampler_config(folder: str | Path, model: BackboneConfig) -> SamplerConfig:
     """Reads generation_config.json and redraft.json of a checkpoint folder. Either file may be missing."""
     generation, ours = (
         read_json(path) if path.exists() else {}
@@ -200,7 +211,7 @@ def read_sampler_config(folder: str | Path, model: ModelConfig) -> SamplerConfig
 
 
 def parse_sampler_config(
-    generation: Mapping[str, Any], model: ModelConfig, ours: Mapping[str, Any] | None = None
+    generation: Mapping[str, Any], model: BackboneConfig, ours: Mapping[str, Any] | None = None
 ) -> SamplerConfig:
     """Makes a SamplerConfig from the contents of generation_config.json and redraft.json.
 
@@ -208,7 +219,7 @@ def parse_sampler_config(
     """
     settings = _parse_causal_settings(generation) if model.is_causal_only else _parse_diffusion_settings(generation)
     settings.setdefault("pad_token_id", model.pad_token_id)
-    eos_token_ids = require_ids("eos_token_id", _first(generation.get("eos_token_id"), model.eos_token_ids))
+    eos_token_ids = require_ids("eos_token_id", first_value(generation.get("eos_token_id"), model.eos_token_ids))
     config = SamplerConfig(canvas_length=model.canvas_length, eos_token_ids=eos_token_ids, **settings)
     return config.changed(**require_object(f"{REDRAFT_CONFIG}: sampler", (ours or {}).get("sampler")))
 
@@ -275,36 +286,26 @@ def publish_sampler_config(config: SamplerConfig, *, is_causal_only: bool = Fals
 # 3. Parts of config.json
 
 
-def _require(raw: Mapping[str, Any], name: str, source: str) -> Any:
-    if raw.get(name) is None:
-        raise ConfigError(f"{source} has no value for {name}, and redraft assumes none")
-    return raw[name]
-
-
-def _first(*values: Any) -> Any:
-    """Returns the first value that is not None."""
-    return next(value for value in values if value is not None)
-
-
 def _read_architecture(raw: Mapping[str, Any], source: str) -> str:
     """The architecture that a file describes, by its model type or by name. Others than ours are refused."""
     architectures = raw.get("architectures") or []
     architectures = architectures if isinstance(architectures, list) else [architectures]
     model_type = raw.get("model_type")
-    for architecture, its_type in MODEL_TYPES.items():
+    known = MODEL_TYPES | LLAMA_ARCHITECTURES
+    for architecture, its_type in known.items():
         if model_type == its_type:
             return architecture
-    for architecture in MODEL_TYPES:
+    for architecture in known:
         if architecture in architectures:
             return architecture
     described = architectures[0] if architectures else raw.get("model_type", "nothing")
-    raise ConfigError(f"{source} describes {show_value(described)}; redraft runs {', '.join(MODEL_TYPES)}")
+    raise ConfigError(f"{source} describes {show_value(described)}; redraft runs {', '.join(known)}")
 
 
 def _refuse_gemma4_variants(raw: Mapping[str, Any], text: Mapping[str, Any], source: str) -> None:
     """Refuses standard Gemma 4 models of another shape than 26B-A4B, such as the small ones with per-layer inputs."""
-    is_tied = _first(raw.get("tie_word_embeddings"), text.get("tie_word_embeddings"), True)  # the outer config decides
-    _refuse_variants({**GEMMA4_DEFAULTS, **text, "tie_word_embeddings": is_tied}, GEMMA4_ALLOWED, source)
+    is_tied = first_value(raw.get("tie_word_embeddings"), text.get("tie_word_embeddings"), True)  # the outer config decides
+    refuse_variants({**GEMMA4_DEFAULTS, **text, "tie_word_embeddings": is_tied}, GEMMA4_ALLOWED, source)
     if text.get("final_logit_softcapping") is None:
         raise ConfigError(f"{source}: final_logit_softcapping is None; redraft runs soft-capped logits only")
 
@@ -312,23 +313,16 @@ def _refuse_gemma4_variants(raw: Mapping[str, Any], text: Mapping[str, Any], sou
 def _parse_diffusion_parts(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     """What a causal-only model does not have: the canvas, and the settings of images, which are stored but never run."""
     image_defaults = (("boi", 255_999), ("image", 258_880), ("eoi", 258_882))
-    begin_image, image, end_image = (_first(raw.get(f"{name}_token_id"), default) for name, default in image_defaults)
+    begin_image, image, end_image = (first_value(raw.get(f"{name}_token_id"), default) for name, default in image_defaults)
     return {
-        "canvas_length": _first(raw.get("canvas_length"), 256),
+        "canvas_length": first_value(raw.get("canvas_length"), 256),
         "image_token_ids": (begin_image, image, end_image),
         "vision": require_object(f"{source}: vision_config", raw.get("vision_config")) or dict(SMALLEST_VISION),
     }
 
 
-def _refuse_variants(text: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], source: str) -> None:
-    """Refuses settings that would silently change the mathematics."""
-    for name, values in allowed.items():
-        if text.get(name) not in values:
-            raise ConfigError(f"{source}: {name} is {show_value(text[name])}; redraft runs {values[-1]!r} only")
-
-
 def _parse_layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:
-    count = require_int("num_hidden_layers", _require(text, "num_hidden_layers", source), 1, MOST_LAYERS)
+    count = require_int("num_hidden_layers", require_value(text, "num_hidden_layers", source), 1, MOST_LAYERS)
     layer_types = text.get("layer_types") or [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(count)]
     if not isinstance(layer_types, list):
         raise ConfigError(f"{source}: layer_types must be a list, got {show_value(layer_types)}")
@@ -340,10 +334,10 @@ def _parse_layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:
 def _parse_full_layer_heads(text: Mapping[str, Any], layer_types: tuple[str, ...], source: str) -> dict[str, Any]:
     """Head size and key-value heads of full layers: two keys in released files, `per_layer_config` in re-saved ones."""
     if text.get("per_layer_config") is None:
-        default_heads = _require(text, "num_key_value_heads", source)
+        default_heads = require_value(text, "num_key_value_heads", source)
         return {
-            "global_head_dim": _require(text, "global_head_dim", source),
-            "num_global_key_value_heads": _first(text.get("num_global_key_value_heads"), default_heads),
+            "global_head_dim": require_value(text, "global_head_dim", source),
+            "num_global_key_value_heads": first_value(text.get("num_global_key_value_heads"), default_heads),
         }
     per_layer = require_object(f"{source}: per_layer_config", text.get("per_layer_config"))
     sliding_shape = {"head_dim": text.get("head_dim"), "num_key_value_heads": text.get("num_key_value_heads")}

@@ -102,6 +102,8 @@ class Quantized(NamedTuple):
 def open_source(path: Path) -> OpenCheckpoint:
     """Opens a checkpoint. One without vision weights gets the smallest vision tower, as `save` writes it."""
     source = open_checkpoint(path)
+    if not isinstance(source.config, ModelConfig):
+        raise CheckpointError(f"{path} is no DiffusionGemma and no Gemma 4; redraft quantizes only those")
     if source.config.is_causal_only or any(name.startswith(names.VISION) for name in source.tensors):
         return source
     vision = smallest_vision(source.config.hidden_size, torch.bfloat16)
@@ -136,6 +138,7 @@ def quantize_checkpoint(
     """Writes the quantized checkpoint. Yields progress, and at the end what became of each projection."""
     check_target(out, force=force)
     opened = open_source(source)
+    assert isinstance(opened.config, ModelConfig)
     shards = _split_shards(_plan(opened.config, opened.tensors, options), options.shard_bytes)
     target = Path(out).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +164,7 @@ def _plan(config: ModelConfig, tensors: Mapping[str, Tensor | StoredWeight], opt
     with torch.device("meta"):
         expected = DiffusionGemma(config).state_dict()
     available = set(tensors)
-    source_layout = find_layout(available, is_causal_only=config.is_causal_only)
+    source_layout = find_layout(available, config)
     layout = names.GEMMA4_TEXT if config.is_causal_only else names.DIFFUSION
     refuse_unknown_tensors(tensors, available, {published_name(name, source_layout) for name in expected}, source_layout)
     units = []
@@ -314,6 +317,7 @@ def _assemble(part: Path, work: Path, shards: dict[str, list[Unit]], source: Ope
             for name, tensor in draft_head.items():
                 file.write(name, tensor)
     config = source.config
+    assert isinstance(config, ModelConfig)
     dtype = next(unit.headers[0].dtype for unit in units if unit.name.endswith("embed_tokens.weight"))
     published = publish_model_config(config, str(dtype).removeprefix("torch."))
     formats = {unit.ours: unit.to for unit in units if unit.ours is not None and part_of(unit.ours) in QUANTIZED_PARTS}

@@ -14,10 +14,8 @@ from redraft.checkpoint.atomic_folder import replace_folder
 from redraft.checkpoint.manifest import FILES, describe_files, verify_files
 from redraft.checkpoint.names import (
     CONFIG,
-    DIFFUSION,
     DRAFT_HEAD,
     DRAFT_HEAD_PREFIX,
-    GEMMA4_TEXT,
     GENERATION_CONFIG,
     INDEX,
     REDRAFT_CONFIG,
@@ -25,6 +23,7 @@ from redraft.checkpoint.names import (
     WEIGHTS,
     CheckpointError,
     Layout,
+    find_layout,
     published_name,
 )
 from redraft.checkpoint.publish_packed import choose_scale_dtype, publish_packed, publish_quantization
@@ -35,11 +34,12 @@ from redraft.checkpoint.published_config import (
     read_model_config,
 )
 from redraft.checkpoint.tensors import CheckpointTensors
-from redraft.config import SMALLEST_VISION, SamplerConfig, write_text
+from redraft.config import SMALLEST_VISION, ModelConfig, SamplerConfig, write_text
 from redraft.kernels.fp8 import dequantize
 from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.packed import FORMATS, PackedTensor
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.architectures import build_model
+from redraft.model.backbone import Backbone
 from redraft.model.embedding import PackedEmbedding
 from redraft.model.quant.layers import PackedExperts, PackedLinear
 from redraft.model.quant.policy import QUANTIZED_PARTS, part_of
@@ -49,7 +49,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def save(
-    model: DiffusionGemma,
+    model: Backbone,
     folder: str | Path,
     *,
     tokenizer: Tokenizer | None = None,
@@ -61,11 +61,11 @@ def save(
     """Writes a checkpoint that transformers loads. A folder that holds one already is replaced with `force` only.
 
     Vision weights are copied from the checkpoint `vision_from`, which may be the folder that is replaced; without it, an
-    empty vision tower is written. A causal-only model becomes a Gemma4ForCausalLM, which has no vision weights. A killed
-    save leaves the old folder or the new one.
+    empty vision tower is written. A causal-only model becomes a Gemma4ForCausalLM, LlamaForCausalLM or the like, which has
+    no vision weights. A killed save leaves the old folder or the new one.
     """
     if model.config.is_causal_only and vision_from is not None:
-        raise ValueError("a causal-only model is saved as Gemma4ForCausalLM, without vision weights: leave out vision_from")
+        raise ValueError("a causal-only model is saved without vision weights: leave out vision_from")
     with replace_folder(folder, force=force) as part:
         config, tensors = _publish(model, vision_from)
         _write_weights(tensors, part, shard_bytes)
@@ -86,9 +86,9 @@ def write_settings(
     write_json(folder / REDRAFT_CONFIG, ours | {FILES: describe_files(folder)})
 
 
-def _publish(model: DiffusionGemma, vision_from: str | Path | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _publish(model: Backbone, vision_from: str | Path | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The content of config.json, and the tensors by their published names."""
-    layout = GEMMA4_TEXT if model.config.is_causal_only else DIFFUSION
+    layout = find_layout((), model.config)
     config = publish_model_config(model.config, str(model.dtype).removeprefix("torch."))
     tensors, quantization = _publish_weights(model, layout)
     if quantization:
@@ -100,11 +100,13 @@ def _publish(model: DiffusionGemma, vision_from: str | Path | None) -> tuple[dic
         return config, tensors | smallest_vision(model.config.hidden_size, model.dtype)
     with verify_files(vision_from):
         source = CheckpointTensors(Path(vision_from))
-        config["vision_config"] = dict(read_model_config(vision_from).vision)
+        source_config = read_model_config(vision_from)
+        assert isinstance(source_config, ModelConfig)  # else it has no vision weights
+        config["vision_config"] = dict(source_config.vision)
     return config, tensors | {name: source[name] for name in source if name.startswith(VISION)}
 
 
-def _publish_weights(model: DiffusionGemma, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+def _publish_weights(model: Backbone, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """The text weights by their published names, and `quantization_config` if some are packed."""
     packed: dict[str, PackedTensor] = {}
     for module_name, module in model.named_modules():
@@ -118,7 +120,7 @@ def _publish_weights(model: DiffusionGemma, layout: Layout) -> tuple[dict[str, T
         del plain["embed_tokens.weight_scale"]
         plain["embed_tokens.weight"] = dequantize(model.embed_tokens.table_VD, model.dtype)
     with torch.device("meta"):
-        shapes = {name: weight.shape for name, weight in DiffusionGemma(model.config).state_dict().items()}
+        shapes = {name: weight.shape for name, weight in build_model(model.config).state_dict().items()}
     missing = sorted(shapes.keys() - plain.keys() - packed.keys())
     if missing:
         raise ValueError(f"the model holds no {missing[0]}: load it without gpu_memory, which offloads experts, to save it")
@@ -136,6 +138,7 @@ def _publish_weights(model: DiffusionGemma, layout: Layout) -> tuple[dict[str, T
         raise CheckpointError(
             "some 4-bit weights have a minimum and some have none: compressed-tensors has one kind for all"
         )
+    assert isinstance(model.config, ModelConfig)  # no other architecture has packed weights
     return tensors, publish_quantization(model.config, formats, has_zero_points=True in with_minimum)
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from redraft.cli.terminal import strip_control_characters
-from redraft.config import ModelConfig, SamplerConfig
+from redraft.config import FAMILIES, BackboneConfig, LlamaConfig, ModelConfig, SamplerConfig
 
 if TYPE_CHECKING:
     from redraft.checkpoint import AdapterSummary, PartSize
@@ -43,7 +43,7 @@ def info(
         console.print(model, style="bold", markup=False)
         console.print(_adapter_table(checkpoint.summarize_adapter(model)))
         return
-    config = ModelConfig()
+    config: BackboneConfig = ModelConfig()
     sampler = SamplerConfig()
     stored = None
     parts: list[PartSize] = []
@@ -53,7 +53,7 @@ def info(
         files = [folder] if checkpoint.is_gguf(folder) else folder.glob("*.safetensors")
         stored = sum(file.stat().st_size for file in files)
         if stored:  # a hub id is shown without its weights
-            parts = checkpoint.measure_parts(checkpoint.open_weights(folder)[1], is_causal_only=config.is_causal_only)
+            parts = checkpoint.measure_parts(checkpoint.open_weights(folder)[1], config)
     console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)
     console.print(_shape_table(config))
     console.print(_generation_table(sampler))
@@ -108,19 +108,27 @@ def _flatten(scores: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}".replace("_", " "), value
 
 
-def _shape_table(config: ModelConfig) -> Table:
+def _shape_table(config: BackboneConfig) -> Table:
     counts = config.parameter_counts()
     table = Table("configuration", "", box=None, pad_edge=False)
+    family = FAMILIES[config.family] if isinstance(config, LlamaConfig) else "standard Gemma 4"
     sliding = sum(kind == "sliding_attention" for kind in config.layer_types)
+    windows = f" ({sliding} with a window of {config.sliding_window:,}, the rest full)" if sliding else ""
+    heads = f"{config.num_attention_heads}; key-value {config.num_key_value_heads} x {config.head_dim}"
+    layer = {"MLP": f"{config.intermediate_size:,}"}
+    if isinstance(config, ModelConfig):
+        heads += f", in full layers {config.num_global_key_value_heads} x {config.global_head_dim}"
+        layer = {
+            "experts": f"{config.num_experts} of {config.moe_intermediate_size:,}, {config.top_k_experts} at a time; "
+            f"dense {config.intermediate_size:,}"
+        }
     rows = {
-        "kind": "causal-only (standard Gemma 4): writes left to right" if config.is_causal_only else "diffusion",
+        "kind": f"causal-only ({family}): writes left to right" if config.is_causal_only else "diffusion",
         "vocabulary": f"{config.vocab_size:,}",
         "model size": f"{config.hidden_size:,}",
-        "layers": f"{config.num_hidden_layers} ({sliding} with a window of {config.sliding_window:,}, the rest full)",
-        "heads": f"{config.num_attention_heads}; key-value {config.num_key_value_heads} x {config.head_dim}, "
-        f"in full layers {config.num_global_key_value_heads} x {config.global_head_dim}",
-        "experts": f"{config.num_experts} of {config.moe_intermediate_size:,}, {config.top_k_experts} at a time; "
-        f"dense {config.intermediate_size:,}",
+        "layers": f"{config.num_hidden_layers}{windows}",
+        "heads": heads,
+        **layer,
         "canvas": "none" if config.is_causal_only else f"{config.canvas_length:,} tokens",
         "context": f"{config.max_position_embeddings:,} tokens",
         "parameters": f"{_si(counts['total'])}, {_si(counts['active'])} active",
@@ -141,7 +149,8 @@ def _generation_table(sampler: SamplerConfig) -> Table:
         "checked": f"checked: drafted in {sampler.draft_steps} steps, corrected by the causal half",
         "exact": "exact: the text of autoregressive sampling, in fewer forwards",
     }
-    table.add_row("check", meanings[sampler.check])
+    is_plain = sampler.check == "exact" and sampler.draft_length == 0
+    table.add_row("check", "exact, without drafts: one token after another" if is_plain else meanings[sampler.check])
     if sampler.check == "checked":
         table.add_row("tolerance", f"{sampler.tolerance:g} nats")
     if sampler.check != "off":
@@ -164,22 +173,25 @@ def _stored_table(parts: list[PartSize]) -> Table:
     return table
 
 
-def _memory_table(config: ModelConfig, stored: int | None) -> Table:
+def _memory_table(config: BackboneConfig, stored: int | None) -> Table:
     """Memory of the weights by format. Embedding, norms, router and self-conditioning stay bf16 in all published formats."""
     counts = config.parameter_counts()
-    kept = sum(counts[name] for name in ("embedding", "router", "self-conditioning", "norms and scalars"))
-    linear = counts["total"] - kept
     full, sliding = config.kv_bytes_per_token()
     table = Table("memory", "", box=None, pad_edge=False)
     if stored:
         table.add_row("on disk", _si(stored, "B"))
     table.add_row("bf16", _si(2 * counts["total"], "B"))
-    table.add_row("fp8 layers", _si(2 * kept + linear, "B"))
-    table.add_row("4-bit experts (NVFP4)", _si(2 * (counts["total"] - counts["experts"]) + counts["experts"] * 9 / 16, "B"))
-    table.add_row("4-bit layers", _si(2 * kept + linear * 9 / 16, "B"))
-    table.add_row(
-        "cache", f"{full / 1024:,.0f} KiB a token, and {_si(sliding * (config.sliding_window - 1), 'B')} of windows"
-    )
+    if isinstance(config, ModelConfig):
+        kept = sum(counts[name] for name in ("embedding", "router", "self-conditioning", "norms and scalars"))
+        linear = counts["total"] - kept
+        table.add_row("fp8 layers", _si(2 * kept + linear, "B"))
+        in_experts = counts["experts"]
+        table.add_row("4-bit experts (NVFP4)", _si(2 * (counts["total"] - in_experts) + in_experts * 9 / 16, "B"))
+        table.add_row("4-bit layers", _si(2 * kept + linear * 9 / 16, "B"))
+    else:
+        table.add_row("float32", _si(4 * counts["total"], "B"))
+    windows = f", and {_si(sliding * (config.sliding_window - 1), 'B')} of windows" if sliding else ""
+    table.add_row("cache", f"{full / 1024:,.0f} KiB a token{windows}")
     return table
 
 

@@ -13,13 +13,13 @@ from redraft.constraints.constraints import Constraints
 from redraft.constraints.next_token import NextToken
 from redraft.diffusion import pick, rng
 from redraft.kernels.threads import adapt_threads
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.lora import Adapter
 
 
 @torch.inference_mode()
 def generate_autoregressive(
-    model: DiffusionGemma,
+    model: Backbone,
     ids: Sequence[int],
     max_tokens: int,
     cfg: SamplerConfig | None = None,

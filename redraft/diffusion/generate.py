@@ -21,7 +21,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, Constraints, StepCost, build_canvas_constraints
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.events import Committed, Draft, Event, Finished, Stats
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.kv_cache import KVCache
 from redraft.model.lora import Adapter
 
@@ -33,7 +33,7 @@ PREFILL_CHUNK = 2048  # prompt tokens per forward: the causal mask has this many
 
 @torch.inference_mode()
 def generate(
-    model: DiffusionGemma,
+    model: Backbone,
     prompts: Sequence[Sequence[int]],
     cfg: SamplerConfig,
     *,
@@ -100,7 +100,7 @@ def generate(
 # 2. Its parts
 
 
-def prefill(model: DiffusionGemma, prompts: Sequence[Sequence[int]], cache: KVCache) -> None:
+def prefill(model: Backbone, prompts: Sequence[Sequence[int]], cache: KVCache) -> None:
     """Encodes all prompts into the cache, a chunk at a time. Shorter rows are padded on the right; padding is not cached."""
     longest = max(map(len, prompts))
     padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
@@ -132,7 +132,7 @@ def constrain_canvas(
 
 
 def check_inputs(
-    model: DiffusionGemma,
+    model: Backbone,
     prompts: Sequence[Sequence[int]],
     cfg: SamplerConfig,
     seeds: Sequence[int],
@@ -197,13 +197,13 @@ def check_steering(
         raise ValueError("check 'exact' generates from left to right and takes no draft: choose 'checked' or 'off'")
 
 
-def require_drafter(model: DiffusionGemma, cfg: SamplerConfig) -> None:
+def require_drafter(model: Backbone, cfg: SamplerConfig) -> None:
     """Refuses a mode with drafts for a model that cannot draft."""
     if cfg.check == "checked" or (cfg.check == "exact" and cfg.draft_length):
         model.require_denoiser(f"drafting (check={cfg.check}, draft_length={cfg.draft_length})")
 
 
-def step_cost(model: DiffusionGemma, cfg: SamplerConfig) -> StepCost:
+def step_cost(model: Backbone, cfg: SamplerConfig) -> StepCost:
     """What a step of this model costs, against which the sums of a pattern are compared."""
     on_gpu = model.device.type == "cuda"
     return StepCost(

@@ -36,7 +36,7 @@ from redraft.diffusion.generate import (
     require_drafter,
 )
 from redraft.kernels import TopProbs
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.kv_cache import KVCache
 from redraft.model.lora import Adapter
 
@@ -219,13 +219,13 @@ class Verification:
 
 @torch.inference_mode()
 def generate_verified(
-    model: DiffusionGemma,
+    model: Backbone,
     prompt: Sequence[int],
     cfg: SamplerConfig,
     *,
     seed: int,
     constraints: Constraints | None = None,
-    verifier: DiffusionGemma | None = None,
+    verifier: Backbone | None = None,
     policy: DraftPolicy | None = None,
     adapter: Adapter | None = None,
 ) -> Iterator[Event]:
@@ -293,7 +293,7 @@ def draft_canvas(
 class OwnVerifier:
     """The model verifies its own drafts: one joint forward a round."""
 
-    def __init__(self, model: DiffusionGemma, adapter: Adapter | None = None) -> None:
+    def __init__(self, model: Backbone, adapter: Adapter | None = None) -> None:
         self.model = model
         self.adapter = adapter
         self.cache: KVCache | None = None
@@ -336,7 +336,7 @@ class OwnVerifier:
 class OtherVerifier(OwnVerifier):
     """Another model verifies: one forward of it and one joint forward of the drafting model a round."""
 
-    def __init__(self, model: DiffusionGemma, verifier: DiffusionGemma) -> None:
+    def __init__(self, model: Backbone, verifier: Backbone) -> None:
         super().__init__(model)
         self.verifier = OwnVerifier(verifier)
 
@@ -428,7 +428,7 @@ def seen_tokens(state: Verification, work: Round, logits_SV: Tensor) -> Tensor |
     return seen_SV
 
 
-def draft_tokens(model: DiffusionGemma, state: Verification, work: Round, verdict: Verdict, hidden_CD: Tensor) -> list[int]:
+def draft_tokens(model: Backbone, state: Verification, work: Round, verdict: Verdict, hidden_CD: Tensor) -> list[int]:
     """Samples drafts from left to right out of the hidden states of a canvas, behind the tokens verified in this round.
 
     Drafts use the same Gumbel numbers as the causal half: where both agree on the probabilities, they agree on the token.

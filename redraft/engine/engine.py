@@ -32,8 +32,8 @@ from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Reservation, Scheduler, Turn
 from redraft.engine.stream import Stream
 from redraft.kernels.backend import select_backend
-from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.kernels.threads import adapt_threads
+from redraft.model.backbone import Backbone
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 from redraft.model.lora import Adapter
@@ -48,16 +48,14 @@ class Engine:
 
     adapter: Adapter | None = None  # of the requests and reservations that are made here; see adapted_engine.py
 
-    def __init__(
-        self, model: DiffusionGemma, config: EngineConfig | None = None, verifier: DiffusionGemma | None = None
-    ) -> None:
+    def __init__(self, model: Backbone, config: EngineConfig | None = None, verifier: Backbone | None = None) -> None:
         """Another model may be the `verifier` of checked and exact mode."""
         self.model = model
         self.verifier = verifier
         self.config = config or EngineConfig()
         if self.config.kv is not None:
             for each in (model, verifier) if verifier is not None else (model,):
-                each.kv_dtype = FP8_DTYPE
+                each.store_cache_in_fp8()
         self.runner = make_runner(model, self.config.prefill_chunk, self.config.prefill_chunk_alone)
         self.scheduler = Scheduler(
             self.config.max_running,
@@ -491,9 +489,9 @@ def with_status(requests: Sequence[Request], status: RequestStatus) -> list[Requ
     return [request for request in requests if request.status is status]
 
 
-def make_runner(model: DiffusionGemma, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> Runner:
-    """A runner with CUDA graphs where the Triton kernels are used, else the reference Runner."""
-    if not select_backend(model.device).uses_triton:
+def make_runner(model: Backbone, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> Runner:
+    """A runner with CUDA graphs where the Triton kernels are used and know the architecture, else the reference Runner."""
+    if not (isinstance(model, DiffusionGemma) and select_backend(model.device).uses_triton):
         return Runner(model, prefill_chunk)
     from redraft.engine.mixed_runner import MixedRunner  # Triton takes long to import
 

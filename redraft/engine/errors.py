@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from redraft.constraints.errors import PatternError
-from redraft.model.diffusion_gemma import CausalOnlyError
+from redraft.model.backbone import CausalOnlyError
 
 
 class RequestError(ValueError):

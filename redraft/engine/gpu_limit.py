@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from redraft.checkpoint.placement import Placement
-from redraft.config import ConfigError, EngineConfig, ModelConfig
+from redraft.config import BackboneConfig, ConfigError, EngineConfig, ModelConfig
 from redraft.engine.memory_plan import (
     CONTEXT_BYTES,
     DEFAULT_CONTEXT,
@@ -30,7 +30,7 @@ from redraft.engine.memory_plan import (
 )
 from redraft.engine.offload import measure_bus, offload_experts
 from redraft.kernels.backend import select_device
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.quant import QuantPolicy
 
 MODULE_BYTES = 100_000_000  # that kernels and libraries add to a fresh CUDA context
@@ -59,14 +59,16 @@ class GpuLimit:
         self.lift = weakref.finalize(self, _lift_limit, device, share)  # called when this limit is gone, or before
         self.lift.atexit = False
 
-    def place(self, config: ModelConfig, sizes: Mapping[QuantPolicy, Mapping[str, int]], dtype: torch.dtype) -> Placement:
+    def place(self, config: BackboneConfig, sizes: Mapping[QuantPolicy, Mapping[str, int]], dtype: torch.dtype) -> Placement:
         """Plans the memory of a model; the loader calls it before it loads weights. Raises MemoryLimitError."""
+        if not isinstance(config, ModelConfig):
+            raise ConfigError("gpu_memory plans the experts of DiffusionGemma and Gemma 4; leave it out for other models")
         weights = {policy: WeightBytes.from_sizes(each, config.num_hidden_layers) for policy, each in sizes.items()}
         options = {"dtype": dtype, "cuda_context": self.cuda_context}
         policy, self.plan = choose_policy(config, weights, self.limit, self.demand, **options)
         return Placement(self.device, policy, frozenset(self.plan.offloaded_layers))
 
-    def offload(self, model: DiffusionGemma) -> EngineConfig:
+    def offload(self, model: Backbone) -> EngineConfig:
         """Pins the experts that the loader left in host memory, and streams them. Returns the engine's settings."""
         assert self.plan is not None
         if self.plan.offloaded:

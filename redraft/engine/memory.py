@@ -5,27 +5,29 @@ from pathlib import Path
 
 import torch
 
-from redraft.config import ModelConfig
+from redraft.config import BackboneConfig, ModelConfig
 from redraft.engine.runner import Runner
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 
 UNKNOWN_FREE_BYTES = 8 * 2**30  # assumed where the operating system does not report free memory
 
 
-def weight_bytes(model: DiffusionGemma) -> int:
+def weight_bytes(model: Backbone) -> int:
     """Memory of a model's parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-def count_token_bytes(config: ModelConfig, itemsize: int) -> int:
+def count_token_bytes(config: BackboneConfig, itemsize: int) -> int:
     """Activations of one token while it is in a layer: those of attention, experts and dense MLP, as if all were kept.
 
     A layer keeps less (`fused_layers`); the difference covers split sums of attention and of fp8 products.
     """
     head_width = max(math.prod(config.layer_heads(layer)) for layer in range(config.num_hidden_layers))
-    query_width = config.num_attention_heads * max(config.head_dim, config.global_head_dim)
+    query_width = config.num_attention_heads * max(config.layer_heads(n)[1] for n in range(config.num_hidden_layers))
     attention = 3 * query_width + 4 * head_width
-    experts = config.top_k_experts * (config.hidden_size + config.moe_intermediate_size)
+    experts = 0
+    if isinstance(config, ModelConfig):
+        experts = config.top_k_experts * (config.hidden_size + config.moe_intermediate_size)
     return itemsize * (attention + experts + 4 * config.intermediate_size + 8 * config.hidden_size)
 
 

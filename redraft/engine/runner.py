@@ -21,7 +21,7 @@ from redraft.diffusion.verified import Round, Verification
 from redraft.engine.batched_cache import BatchedCache
 from redraft.engine.request import Request, contain_failure
 from redraft.kernels.vocabulary import CHUNK_LOGITS
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.kv_cache import KVCache
 
 MAX_ROWS = 4  # in one forward of the reference: more save no time on a CPU, and their logits take memory
@@ -32,7 +32,7 @@ class Runner:
 
     max_rows = MAX_ROWS  # of a round
 
-    def __init__(self, model: DiffusionGemma, prefill_chunk: int) -> None:
+    def __init__(self, model: Backbone, prefill_chunk: int) -> None:
         self.model = model
         self.prefill_chunk = prefill_chunk
 

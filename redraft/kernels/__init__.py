@@ -23,7 +23,7 @@ triton/       the same operations as Triton kernels
 from redraft.kernels.attention import attend
 from redraft.kernels.experts import NO_ADAPTER, ExpertAdapter, LowRank, gated_experts
 from redraft.kernels.norm import rms_norm
-from redraft.kernels.rope import apply_rope, rope_frequencies, rope_table
+from redraft.kernels.rope import apply_rope, rope_frequencies, rope_table, tabulate_rope
 from redraft.kernels.vocabulary import Prediction, TopProbs, argmax_entropy_sample, compute_top_probs, soft_embed, softcap_
 
 __all__ = [
@@ -42,4 +42,5 @@ __all__ = [
     "rope_table",
     "soft_embed",
     "softcap_",
+    "tabulate_rope",
 ]

@@ -1,4 +1,4 @@
-"""Grouped-query attention without the 1/sqrt(K) scale: Gemma 4 normalises q and k instead.
+"""Grouped-query attention. Gemma 4 normalises q and k and has a scale of 1; Llama scales by 1/sqrt(K).
 
 Shapes: B rows, S queries, T keys, H query heads, G key-value heads (H is a multiple of G), K head size.
 """
@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 SCORES_AT_ONCE = {"cuda": 2**26}
 
 
-def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """Returns softmax(q k) v as [B, S, H * K].
+def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockMask | None, scale: float = 1.0) -> Tensor:
+    """Returns softmax(scale q k) v as [B, S, H * K].
 
     A dense mask is [B, S, T]; [B, 1, T] applies to every query. A BlockMask selects FlexAttention, which skips masked
     blocks. Without a mask every query attends to every key.
@@ -27,7 +27,7 @@ def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockM
     is_grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         flex: Any = _compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-        out_BHSK = flex(q, k, v, block_mask=mask, scale=1.0, enable_gqa=is_grouped)
+        out_BHSK = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped)
     else:
         dense = mask[:, None] if mask is not None else None
         if is_grouped and dense is not None and q.is_cuda and q.requires_grad:
@@ -38,7 +38,7 @@ def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockM
         for begin, end in _split_queries(q, k):
             own = dense if dense is None or dense.shape[2] == 1 else dense[:, :, begin:end]
             part = q[:, :, begin:end]
-            parts.append(F.scaled_dot_product_attention(part, k, v, attn_mask=own, scale=1.0, enable_gqa=is_grouped))
+            parts.append(F.scaled_dot_product_attention(part, k, v, attn_mask=own, scale=scale, enable_gqa=is_grouped))
         out_BHSK = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return out_BHSK.transpose(1, 2).flatten(2)
 

@@ -14,7 +14,11 @@ def rope_table(
     positions_BS: Tensor, head_dim: int, theta: float, fraction: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns the cosines and sines for `apply_rope`, each [B, S, 1, K]."""
-    frequencies = rope_frequencies(head_dim, theta, fraction, positions_BS.device)
+    return tabulate_rope(positions_BS, rope_frequencies(head_dim, theta, fraction, positions_BS.device), dtype)
+
+
+def tabulate_rope(positions_BS: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `rope_table`, from the rotation per position of each pair."""
     angles_BSK = (positions_BS[..., None].float() * frequencies).repeat(1, 1, 2)
     return angles_BSK.cos().to(dtype)[:, :, None], angles_BSK.sin().to(dtype)[:, :, None]
 

@@ -1,9 +1,13 @@
-"""The network: a Gemma 4 backbone with two forwards, `encode` (causal, writes the KV cache) and `denoise` (bidirectional).
+"""The network: one stack with two forwards, `encode` (causal, writes the KV cache) and `denoise` (bidirectional).
 
-A causal-only model, such as a standard Gemma 4 checkpoint, has `encode` only.
+DiffusionGemma has both. A causal-only model, such as a standard Gemma 4 checkpoint or a Llama, has `encode` only.
 
 Files in reading order:
-diffusion_gemma.py  DiffusionGemma: layers, encode, denoise, soft_embed, forward_train
+backbone.py         Backbone: encode, denoise, joint, soft_embed, forward_train, for every architecture
+layers.py           parts that the layers of the architectures share
+diffusion_gemma.py  DiffusionGemma: attention, dense MLP and experts, self-conditioning, soft-capped head
+llama.py            Llama: the standard decoder; also SmolLM2, Mistral, Qwen2 and Qwen3
+architectures.py    builds the model of a configuration
 embedding.py        token embedding, logits and soft embeddings, in full precision or in 8 bits
 moe.py              router and experts
 masks.py            attention masks, for generation and for training

@@ -17,13 +17,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from redraft.config import ModelConfig
+from redraft.config import BackboneConfig
 from redraft.kernels.fp8 import FP8_DTYPE, FP8_MAX
 from redraft.model.lora import Adapter
 
 
 class ContextCache(Protocol):
-    """The methods of a cache that `DiffusionGemma.encode` and `.denoise` call. KVCache has them, and BatchedCache."""
+    """The methods of a cache that `Backbone.encode` and `.denoise` call. KVCache has them, and BatchedCache."""
 
     @property
     def adapters(self) -> Sequence[Adapter | None]:
@@ -63,7 +63,7 @@ class KVCache:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: BackboneConfig,
         rows: int,
         capacity: int,
         *,
@@ -96,7 +96,7 @@ class KVCache:
                 tensors.append(torch.zeros(rows, size, heads, head_dim, dtype=self._stored, device=self.device))
 
     @classmethod
-    def count_bytes(cls, config: ModelConfig, capacity: int, dtype: torch.dtype, rewind: int | None = None) -> int:
+    def count_bytes(cls, config: BackboneConfig, capacity: int, dtype: torch.dtype, rewind: int | None = None) -> int:
         """The memory that a cache of one row would take. `dtype` is the one that is stored."""
         total = 0
         for layer in range(config.num_hidden_layers):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.config import SLIDING, ConfigError, ModelConfig
+from redraft.config import SLIDING, BackboneConfig, ConfigError, ModelConfig
 from redraft.kernels import NO_ADAPTER, ExpertAdapter, LowRank
 from redraft.model.moe import Routing
 
@@ -80,30 +80,31 @@ class MatrixShape(NamedTuple):
     experts: int | None = None
 
 
-def adaptable_matrices(config: ModelConfig) -> dict[str, MatrixShape]:
+def adaptable_matrices(config: BackboneConfig) -> dict[str, MatrixShape]:
     """Every matrix that an adapter can reach, by its name in the model."""
     size = config.hidden_size
     inner = config.intermediate_size
-    expert_size = config.moe_intermediate_size
     shapes: dict[str, MatrixShape] = {}
     for layer in range(config.num_hidden_layers):
         kv_heads, head_dim = config.layer_heads(layer)
         queries = config.num_attention_heads * head_dim
         keys = kv_heads * head_dim
         of_layer = dict(zip(ATTENTION, ((queries, size), (keys, size), (keys, size), (size, queries)), strict=True))
-        if config.layer_types[layer] != SLIDING:
+        if isinstance(config, ModelConfig) and config.layer_types[layer] != SLIDING:
             del of_layer["self_attn.v_proj"]  # full layers use their keys as values
         of_layer |= dict(zip(DENSE, ((inner, size), (inner, size), (size, inner)), strict=True))
         shapes |= {f"layers.{layer}.{name}": MatrixShape(*shape) for name, shape in of_layer.items()}
-        of_experts = ((2 * expert_size, size, config.num_experts), (size, expert_size, config.num_experts))
-        shapes |= {f"layers.{layer}.{n}": MatrixShape(*shape) for n, shape in zip(EXPERTS, of_experts, strict=True)}
-    if not config.is_causal_only:
+        if isinstance(config, ModelConfig):
+            expert_size = config.moe_intermediate_size
+            of_experts = ((2 * expert_size, size, config.num_experts), (size, expert_size, config.num_experts))
+            shapes |= {f"layers.{layer}.{n}": MatrixShape(*shape) for n, shape in zip(EXPERTS, of_experts, strict=True)}
+    if isinstance(config, ModelConfig) and not config.is_causal_only:
         of_conditioning = ((inner, size), (inner, size), (size, inner))
         shapes |= {name: MatrixShape(*shape) for name, shape in zip(SELF_CONDITIONING, of_conditioning, strict=True)}
     return shapes
 
 
-def select_matrices(cfg: AdapterConfig, config: ModelConfig) -> list[str]:
+def select_matrices(cfg: AdapterConfig, config: BackboneConfig) -> list[str]:
     """The matrices that a new adapter of this configuration gets pairs for."""
     layers = range(config.num_hidden_layers) if cfg.layers is None else cfg.layers
     missing = [layer for layer in layers if layer >= config.num_hidden_layers]
@@ -189,7 +190,7 @@ class Adapter(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
-def new_adapter(cfg: AdapterConfig, config: ModelConfig, seed: int = 0) -> Adapter:
+def new_adapter(cfg: AdapterConfig, config: BackboneConfig, seed: int = 0) -> Adapter:
     """An untrained adapter: a is random and b is zero, so it changes nothing yet."""
     if config.is_causal_only and cfg.halves != ENCODE:
         raise AdapterError("a causal-only model has no denoiser to adapt: train with a diffusion model")

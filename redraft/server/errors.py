@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from redraft.config import ConfigError
 from redraft.constraints.regex_dfa import PatternError
 from redraft.engine import RequestError, Stopped
-from redraft.model.diffusion_gemma import CausalOnlyError
+from redraft.model.backbone import CausalOnlyError
 from redraft.tasks.sudoku.board import BoardError
 from redraft.tokenizer.tokenizer import TokenizerError
 

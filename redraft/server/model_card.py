@@ -1,37 +1,41 @@
 """ModelCard: what lists of models say about a model, whether it is loaded or not."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from redraft import checkpoint
+from redraft.config import BackboneConfig, LlamaConfig
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import Writer
+
+GEMMA_FAMILY = "diffusion_gemma"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
     """Size and abilities of a model."""
 
+    family: str  # the architecture, as Ollama names it
     context_length: int
     parameters: int
     nbytes: int  # of the weights: in memory, or in the files while the model was never loaded
     precision: str  # a quantization or a dtype; "unknown" while the model was never loaded
     can_chat: bool
+    can_call: bool  # tools
     can_think: bool
+    can_infill: bool
 
     @classmethod
     def from_writer(cls, writer: Writer) -> Self:
         """The card of a loaded model."""
         model = writer.model
         return cls(
-            context_length=model.config.max_position_embeddings,
             parameters=parameter_count(model),
             nbytes=weight_bytes(model),
             precision=model.config.quant or str(model.dtype).removeprefix("torch."),
-            can_chat=writer.tokenizer.can_chat,
-            can_think=writer.tokenizer.can_think,
+            **_abilities(model.config, writer.tokenizer),
         )
 
     @classmethod
@@ -43,13 +47,23 @@ class ModelCard:
         tokenizer = checkpoint.open_gguf(path).tokenizer() if is_gguf else Tokenizer.from_folder(path)
         files = [path] if is_gguf else path.glob("*.safetensors")
         return cls(
-            context_length=config.max_position_embeddings,
             parameters=config.parameter_counts()["total"],
             nbytes=sum(file.stat().st_size for file in files),
             precision=config.quant or "unknown",
-            can_chat=tokenizer.can_chat,
-            can_think=tokenizer.can_think,
+            **_abilities(config, tokenizer),
         )
+
+
+def _abilities(config: BackboneConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What can be told without the weights."""
+    return {
+        "family": config.family if isinstance(config, LlamaConfig) else GEMMA_FAMILY,
+        "context_length": config.max_position_embeddings,
+        "can_chat": tokenizer.can_chat,
+        "can_call": tokenizer.can_call,
+        "can_think": tokenizer.can_think,
+        "can_infill": not config.is_causal_only,
+    }
 
 
 def parameter_count(model: torch.nn.Module) -> int:

@@ -26,7 +26,7 @@ from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft
 from redraft.engine import Engine, Intervention, Replay, Request, RequestError, Stopped
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.tasks.generation import check_deadline, require_text
 from redraft.tokenizer.tokenizer import Tokenizer
 
@@ -182,7 +182,7 @@ def score_canvases(
                     model.encode(canvas_1C, cache)
 
 
-def check_context(model: DiffusionGemma, prompt_tokens: int, text_tokens: int) -> None:
+def check_context(model: Backbone, prompt_tokens: int, text_tokens: int) -> None:
     """Refuses a text that does not fit the model's context."""
     limit = model.config.max_position_embeddings
     if prompt_tokens + text_tokens > limit:
@@ -438,7 +438,7 @@ def add_canvas_request(
 
 def start_tokens(tokenizer: Tokenizer) -> list[int]:
     """The tokens before a text that has no prompt: the start token."""
-    start = tokenizer.encode_prompt("")
+    start = tokenizer.start_ids
     if not start:
         raise RequestError("this tokenizer has no start token, so the text needs a prompt: give an instruction")
     return start

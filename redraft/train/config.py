@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 
-from redraft.config import ModelConfig, SamplerConfig
+from redraft.config import BackboneConfig, SamplerConfig
 from redraft.model.lora import AdapterConfig
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
@@ -16,7 +16,7 @@ from redraft.train.sudoku_data import PuzzleConfig
 class TrainConfig:
     """A training run. `recipes/` has functions that return one."""
 
-    model: ModelConfig
+    model: BackboneConfig
     data: DataConfig | PuzzleConfig
     held_out: DataConfig | None = None  # records on which the run is evaluated; never learned
     draft_data: DataConfig | None = None  # texts of the draft rows, the last `loss.draft.rows` of a microbatch

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.masks import Layout
 
 MAX_LOGITS = 2**29  # of student and teacher together, in memory at once; more are split, and recomputed in the backward pass
@@ -96,7 +96,7 @@ def row_lengths(cfg: DraftConfig) -> Tensor:
 
 
 def draft_terms(
-    model: DiffusionGemma,
+    model: Backbone,
     hidden_ND: Tensor,
     teacher_ND: Tensor,
     previous_N: Tensor,
@@ -114,10 +114,10 @@ def draft_terms(
     return torch.stack([cross_entropy_N, divergence_N, acceptance_N])
 
 
-DraftTerms = Callable[[DiffusionGemma, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+DraftTerms = Callable[[Backbone, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def terms_in_pieces(terms: DraftTerms, model: DiffusionGemma, *slots: Tensor) -> Tensor:
+def terms_in_pieces(terms: DraftTerms, model: Backbone, *slots: Tensor) -> Tensor:
     """Returns the terms of all slots, [3, N]. Computes more than MAX_LOGITS logits in pieces."""
     slots_at_once = max(1, MAX_LOGITS // 2 // model.config.vocab_size)
     pieces = list(zip(*(tensor.split(slots_at_once) for tensor in slots), strict=True))

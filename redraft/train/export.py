@@ -10,8 +10,9 @@ from torch import Tensor
 
 from redraft import checkpoint
 from redraft.checkpoint.parts import open_checkpoint
-from redraft.config import ModelConfig
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.config import BackboneConfig
+from redraft.model.architectures import build_model
+from redraft.model.backbone import Backbone
 from redraft.model.lora import Adapter
 from redraft.model.quant import QuantPolicy
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -22,19 +23,19 @@ LAST = "last"  # the folder of the last adapter, in the run's folder, which hold
 
 
 def export_model(
-    config: ModelConfig, weights: Mapping[str, Tensor], folder: Path, tokenizer: Tokenizer, cfg: TrainConfig
+    config: BackboneConfig, weights: Mapping[str, Tensor], folder: Path, tokenizer: Tokenizer, cfg: TrainConfig
 ) -> None:
     """Writes a model in the published layout, bf16, with tokenizer and sampler settings.
 
     An earlier export of the run is replaced as a whole.
     """
-    model = DiffusionGemma(config)
+    model = build_model(config)
     model.load_state_dict(dict(weights))
     model.to(torch.bfloat16)
     checkpoint.save(model, folder, tokenizer=tokenizer, sampler=cfg.sampler, force=True)
 
 
-def load_base(cfg: TrainConfig, device: torch.device) -> tuple[DiffusionGemma, Tokenizer]:
+def load_base(cfg: TrainConfig, device: torch.device) -> tuple[Backbone, Tokenizer]:
     """The model that an adapter is trained for, in the precision of the run; packed weights stay packed."""
     opened = open_checkpoint(checkpoint.find(cfg.init), device)
     model = checkpoint.from_state_dict(
@@ -51,7 +52,7 @@ def load_base(cfg: TrainConfig, device: torch.device) -> tuple[DiffusionGemma, T
 class AdapterExport:
     """Writes the adapter of a run: the best one to the run's folder, the last one to a folder in it."""
 
-    def __init__(self, adapter: Adapter, cfg: TrainConfig, model: DiffusionGemma) -> None:
+    def __init__(self, adapter: Adapter, cfg: TrainConfig, model: Backbone) -> None:
         self.adapter = copy.deepcopy(adapter)  # the run's own may be sharded
         self.cfg = cfg
         self.fingerprint = checkpoint.fingerprint(model)

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from redraft import checkpoint
 from redraft.config import ModelConfig
-from redraft.model.diffusion_gemma import DiffusionGemma, DraftHead
+from redraft.model.backbone import Backbone, DraftHead
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.lora import Adapter, new_adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints, data, sudoku_data
@@ -103,9 +104,10 @@ def _sample_texts(cfg: DataConfig) -> Iterator[str]:
                 yield record["text"]
 
 
-def build_model(cfg: TrainConfig) -> DiffusionGemma:
+def build_model(cfg: TrainConfig) -> Backbone:
     """Loads the initial checkpoint, or initializes random weights."""
     if not cfg.init:
+        assert isinstance(cfg.model, ModelConfig)
         return init_model(cfg.model, cfg.seed)
     model = checkpoint.load_model(cfg.init, dtype=torch.float32)
     model.require_denoiser("training")
@@ -115,7 +117,7 @@ def build_model(cfg: TrainConfig) -> DiffusionGemma:
     return model
 
 
-def add_draft_head(model: DiffusionGemma, size: int, seed: int) -> DiffusionGemma:
+def add_draft_head(model: Backbone, size: int, seed: int) -> Backbone:
     """Returns the model with a new draft head. It changes no logits until it has learned something."""
     model.config = replace(model.config, draft_head_size=size)
     head = DraftHead(model.config)
@@ -200,8 +202,8 @@ class Trainer:
         self.objective = self.task.objective(model, self.adapter).to(self.device)
         self.buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}  # as they will be saved
         for layer in model.layers:  # a float32 scalar would promote all later activations to float32
-            layer.layer_scalar.data = layer.layer_scalar.to(getattr(torch, cfg.precision))
-            layer.encoder_layer_scalar.data = layer.encoder_layer_scalar.to(getattr(torch, cfg.precision))
+            for scalar in layer.buffers(recurse=False):
+                scalar.data = scalar.to(getattr(torch, cfg.precision))
         if self.world > 1:
             shard_objective(self.objective, cfg.precision)
         self.optimizer = Optimizer(self.adapter or self.objective.model, cfg.optim)

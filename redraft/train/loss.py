@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from redraft.config import ModelConfig
+from redraft.config import BackboneConfig
 from redraft.kernels import argmax_entropy_sample
 from redraft.model import masks
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.lora import Adapter
 from redraft.model.masks import Layout, Spans
 from redraft.model.moe import Routing
@@ -232,13 +232,13 @@ def prepare(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Gen
 # 3. Attention masks
 
 
-def training_spans(config: ModelConfig, layout: Layout) -> dict[str, Spans]:
+def training_spans(config: BackboneConfig, layout: Layout) -> dict[str, Spans]:
     """Returns the attention spans of each layer type."""
     windows = {kind: config.layer_window(layer) for layer, kind in enumerate(config.layer_types)}
     return {kind: masks.spans(layout, window) for kind, window in windows.items()}
 
 
-def dense_masks(config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
+def dense_masks(config: BackboneConfig, layout: Layout) -> dict[str, Tensor]:
     """Returns boolean mask tensors, for devices without FlexAttention."""
     rows, length = layout.positions.shape
     device = layout.positions.device
@@ -252,7 +252,7 @@ class SparseMasks:
     The spans stay at fixed addresses, so code compiled for one batch serves all batches of the same size.
     """
 
-    def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device | str) -> None:
+    def __init__(self, config: BackboneConfig, rows: int, length: int, device: torch.device | str) -> None:
         self.config = config
         self.rows = rows
         self.length = length
@@ -303,24 +303,24 @@ def _slice_block_mask(mask: BlockMask, rows: int) -> BlockMask:
 # 4. Self-conditioning
 
 
-def scaled_logits(model: DiffusionGemma, hidden_NLD: Tensor, temperature_N: Tensor) -> Tensor:
+def scaled_logits(model: Backbone, hidden_NLD: Tensor, temperature_N: Tensor) -> Tensor:
     """Returns logits divided by each row's temperature."""
     return model.head(hidden_NLD) / temperature_N[:, None, None]
 
 
-def predict_soft_embedding(model: DiffusionGemma, hidden_NLD: Tensor, temperature_N: Tensor) -> Tensor:
+def predict_soft_embedding(model: Backbone, hidden_NLD: Tensor, temperature_N: Tensor) -> Tensor:
     """Returns the expected embedding at each position, at each row's temperature."""
     return model.soft_embed(scaled_logits(model, hidden_NLD, temperature_N))
 
 
 @torch.no_grad()
 def self_conditioning_forward(
-    model: DiffusionGemma,
+    model: Backbone,
     batch: Batch,
     noise: Noise,
     canvas_BL: Tensor,
     mask_of: Masks,
-    soft_embedding: Callable[[DiffusionGemma, Tensor, Tensor], Tensor] = predict_soft_embedding,
+    soft_embedding: Callable[[Backbone, Tensor, Tensor], Tensor] = predict_soft_embedding,
     adapter: Adapter | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs the first R rows without gradient. Returns the soft embeddings and the ids that the training forward reads.
@@ -351,7 +351,7 @@ def self_conditioning_forward(
 # 5. The two cross-entropies
 
 
-def cross_entropy(model: DiffusionGemma, hidden_BLD: Tensor, targets_BL: Tensor, most: int = MAX_LOGITS) -> Tensor:
+def cross_entropy(model: Backbone, hidden_BLD: Tensor, targets_BL: Tensor, most: int = MAX_LOGITS) -> Tensor:
     """Returns the mean over targets that are not IGNORED, in float32. Computes more than `most` logits in pieces."""
 
     def summed(hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
@@ -391,7 +391,7 @@ class Objective(nn.Module):
     """
 
     def __init__(
-        self, model: DiffusionGemma, cfg: LossConfig, adapter: Adapter | None = None, *, recomputes: bool = False
+        self, model: Backbone, cfg: LossConfig, adapter: Adapter | None = None, *, recomputes: bool = False
     ) -> None:
         super().__init__()
         self.model = model
@@ -478,7 +478,7 @@ class Objective(nn.Module):
         return draft_loss(terms_3N, slot_WL.flatten(), length_index_N, is_counted_N, cfg)
 
 
-def compute_losses(model: DiffusionGemma, batch: Batch, cfg: LossConfig, generator: torch.Generator) -> Losses:
+def compute_losses(model: Backbone, batch: Batch, cfg: LossConfig, generator: torch.Generator) -> Losses:
     """Runs the whole objective on one batch without compiling or sharding."""
     batch, noise = prepare(batch, cfg, model.config.vocab_size, generator)
     noise = noise.to(model.device)

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from redraft.config import ModelConfig, replace_file
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.config import BackboneConfig, replace_file
+from redraft.model.backbone import Backbone
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.documents import crop_text
 from redraft.train.records import BadRecord, DataConfig, read_shuffled
@@ -66,7 +66,7 @@ class FixedCache:
     has_equal_lengths = True
     adapters = ()
 
-    def __init__(self, config: ModelConfig, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: BackboneConfig, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.width = capacity
         self.slot_1T = torch.arange(capacity, device=device)[None]
         self.length_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
@@ -152,7 +152,7 @@ class OwnTextSampler:
     """Samples batches of texts. On a GPU captured steps are replayed, one graph for each width of the cache."""
 
     @torch.no_grad()
-    def __init__(self, model: DiffusionGemma, cfg: OwnTextConfig) -> None:
+    def __init__(self, model: Backbone, cfg: OwnTextConfig) -> None:
         self.model = model
         self.cfg = cfg
         self.device = model.device
@@ -263,7 +263,7 @@ def find_loops(ids_BT: Tensor, end_B: Tensor, most_repeats: int) -> Tensor:
 
 
 def write_own_text(
-    model: DiffusionGemma, tokenizer: Tokenizer, data: DataConfig, path: Path, cfg: OwnTextConfig, max_seconds: float = 1e9
+    model: Backbone, tokenizer: Tokenizer, data: DataConfig, path: Path, cfg: OwnTextConfig, max_seconds: float = 1e9
 ) -> dict[str, float]:
     """Samples texts until `cfg.tokens` tokens are written, or until the time is over. Returns counts and the speed.
 

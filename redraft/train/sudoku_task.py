@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.config import ModelConfig
+from redraft.config import BackboneConfig
 from redraft.diffusion import sampler
 from redraft.kernels import softcap_
 from redraft.model import masks
@@ -266,7 +266,7 @@ class SudokuTask:
     def __init__(
         self,
         cfg: TrainConfig,
-        config: ModelConfig,
+        config: BackboneConfig,
         tokenizer: Tokenizer,
         device: torch.device,
         microbatches: Iterable[int],

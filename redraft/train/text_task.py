@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from redraft.config import ModelConfig
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.config import BackboneConfig
+from redraft.model.backbone import Backbone
 from redraft.model.lora import Adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import data
@@ -32,7 +32,7 @@ class TextTask:
     def __init__(
         self,
         cfg: TrainConfig,
-        config: ModelConfig,
+        config: BackboneConfig,
         tokenizer: Tokenizer,
         device: torch.device,
         microbatches: Iterable[int],
@@ -55,7 +55,7 @@ class TextTask:
         self.records: dict[int, list[str]] = {}  # by microbatch: the names of the records in its last batch, for errors
         self._notes: deque[tuple[str, str]] = deque(maxlen=MAX_NOTES)
 
-    def objective(self, model: DiffusionGemma, adapter: Adapter | None = None) -> nn.Module:
+    def objective(self, model: Backbone, adapter: Adapter | None = None) -> nn.Module:
         """Returns the module that is compiled, sharded and differentiated."""
         return Objective(model, self.cfg.loss, adapter, recomputes=self.cfg.recompute)
 

@@ -28,7 +28,8 @@ from redraft.cli.main import app
 from redraft.config import FULL, SLIDING, SMALLEST_VISION, ConfigError, ModelConfig, SamplerConfig
 from redraft.diffusion.autoregressive import generate_autoregressive
 from redraft.diffusion.generate import generate
-from redraft.model.diffusion_gemma import CausalOnlyError, DiffusionGemma
+from redraft.model.backbone import CausalOnlyError
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.quant import quantize_fp8
 from redraft.tasks.sudoku import solve
 from redraft.tokenizer.tokenizer import Tokenizer

@@ -82,8 +82,8 @@ def test_merged_equals_the_adapter_within_rounding(kind, tmp_path):
         assert error(weight_of(merged, matrix), wished) <= ROUNDING[kind]
     expected = logits(model, adapter)
     assert error(logits(merged), expected) <= BOUNDS[kind] < error(logits(model), expected) / 3
-    parts = checkpoint.measure_parts(checkpoint.open_weights(base)[1], is_causal_only=False)
-    new_parts = checkpoint.measure_parts(checkpoint.open_weights(tmp_path / "merged")[1], is_causal_only=False)
+    parts = checkpoint.measure_parts(checkpoint.open_weights(base)[1], checkpoint.read_model_config(base))
+    new_parts = checkpoint.measure_parts(checkpoint.open_weights(tmp_path / "merged")[1], checkpoint.read_model_config(base))
     assert [(p.part, p.format) for p in new_parts] == [(p.part, p.format) for p in parts]
     writer = checkpoint.load_checkpoint(tmp_path / "merged", device="cpu")
     assert writer[2].max_new_tokens == 32

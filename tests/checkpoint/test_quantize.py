@@ -255,7 +255,7 @@ def test_sizes_that_have_no_layout_are_refused(tmp_path):
 def test_parts_add_up_to_the_file(source, tmp_path):
     write(source, tmp_path / "out", to="int4")
     config, tensors = checkpoint.open_weights(tmp_path / "out")
-    parts = checkpoint.measure_parts(tensors, is_causal_only=False)
+    parts = checkpoint.measure_parts(tensors, config)
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
         assert sum(part.nbytes for part in parts) == sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
     counts = config.parameter_counts()

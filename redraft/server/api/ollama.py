@@ -31,7 +31,6 @@ from redraft.server.worker import Stream
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message
 
-FAMILY = "diffusion_gemma"
 MOST_SECONDS = 1e9  # a model that stays longer stays for ever
 TextField = Callable[[str], dict[str, Any]]  # puts a text where a client reads it: `response`, or `message`
 
@@ -186,15 +185,16 @@ class OllamaRoutes(Handlers):
         body = await read_body(request, ShowRequest)
         name = self.models.find_name(body.model or body.name)
         card = self.models.cards[self.models.base_of(name)]
-        chat_capabilities = ["tools"] if card.can_chat else []
+        infills = ["insert"] if card.can_infill else []
+        chat_capabilities = ["tools"] if card.can_call else []
         chat_capabilities += ["thinking"] if card.can_think else []
         return {
-            "template": "{{ .Prompt }}{{ .Suffix }}",
+            "template": "{{ .Prompt }}{{ .Suffix }}" if card.can_infill else "{{ .Prompt }}",
             "parameters": "",
-            "capabilities": ["completion", "insert", *chat_capabilities],
+            "capabilities": ["completion", *infills, *chat_capabilities],
             "model_info": {
-                "general.architecture": FAMILY,
-                f"{FAMILY}.context_length": card.context_length,
+                "general.architecture": card.family,
+                f"{card.family}.context_length": card.context_length,
             },
             "details": self._details(name),
         }
@@ -226,8 +226,8 @@ class OllamaRoutes(Handlers):
         return {
             "parent_model": base if base != name else "",
             "format": "safetensors",
-            "family": FAMILY,
-            "families": [FAMILY],
+            "family": card.family,
+            "families": [card.family],
             "parameter_size": f"{card.parameters / 1e6:.1f}M",
             "quantization_level": card.precision,
         }

@@ -26,7 +26,7 @@ from redraft.constraints.constraints import CanvasConstraints, Constraints, buil
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.rng import Draws
 from redraft.diffusion.sampler import Canvas
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.kv_cache import KVCache
 from redraft.model.lora import Adapter
 from redraft.tasks.canvas_html import render_board
@@ -110,13 +110,13 @@ class Outcome:
     mean_probs_CG: Tensor  # probabilities of the digits, averaged over the steps; meaningless in cells with a clue
 
 
-def is_sudoku_model(model: DiffusionGemma) -> bool:
+def is_sudoku_model(model: Backbone) -> bool:
     """Whether the model's vocabulary and canvas are those of Sudoku boards."""
     return model.config.vocab_size == encoding.VOCAB_SIZE and model.config.canvas_length == CELLS
 
 
 def solve(
-    model: DiffusionGemma,
+    model: Backbone,
     puzzles: Sequence[Board],
     cfg: SamplerConfig,
     *,
@@ -147,7 +147,7 @@ def solve(
 
 
 def _solve(
-    model: DiffusionGemma,
+    model: Backbone,
     puzzles: Sequence[Board],
     cfg: SamplerConfig,
     seed: int,
@@ -268,7 +268,7 @@ def _sample_index(weights: Tensor, uniform: Tensor) -> int:
 
 @torch.inference_mode()
 def run_attempts(
-    model: DiffusionGemma,
+    model: Backbone,
     puzzles: Sequence[Board],
     attempts: Sequence[Attempt],
     cfg: SamplerConfig,
@@ -324,7 +324,7 @@ def run_attempts(
 
 
 @torch.inference_mode()
-def solve_in_reading_order(model: DiffusionGemma, puzzle: Board, *, seed: int) -> Iterator[SolveStep | Solution]:
+def solve_in_reading_order(model: Backbone, puzzle: Board, *, seed: int) -> Iterator[SolveStep | Solution]:
     """For comparison: the same weights fill one cell per forward in reading order, with its likeliest digit, which stays."""
     model.require_denoiser("Sudoku")
     start_time = time.perf_counter()
@@ -357,7 +357,7 @@ def solve_in_reading_order(model: DiffusionGemma, puzzle: Board, *, seed: int) -
     )
 
 
-def _encode_prompt(model: DiffusionGemma, adapter: Adapter | None = None) -> KVCache:
+def _encode_prompt(model: Backbone, adapter: Adapter | None = None) -> KVCache:
     """Prefills the prompt that all boards share: the names of the cells."""
     cache = model.new_cache(1, 1 + CELLS, adapter=adapter)
     model.encode(torch.tensor([[model.config.bos_token_id, *encoding.NAMES]], device=model.device), cache)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.masks import Layout
 from redraft.train.loss import dense_masks
 from redraft.train.own_text import OwnTextConfig, OwnTextSampler
@@ -46,7 +46,7 @@ class Acceptance:
 
 @torch.no_grad()
 def sample_texts(
-    model: DiffusionGemma, prompts: Sequence[Sequence[int]], temperature: float, length: int, seed: int = 0
+    model: Backbone, prompts: Sequence[Sequence[int]], temperature: float, length: int, seed: int = 0
 ) -> list[list[int]]:
     """Continues each prompt with the causal half, to a stop token or `length` tokens. Returns prompts and answers."""
     torch.manual_seed(seed)
@@ -61,7 +61,7 @@ def sample_texts(
 
 @torch.no_grad()
 def measure(
-    model: DiffusionGemma,
+    model: Backbone,
     texts: Sequence[Sequence[int]],
     prompt_lengths: Sequence[int],
     temperature: float,
@@ -110,7 +110,7 @@ def count_rounds(accepted: Sequence[int], first: int, end: int) -> int:
 
 
 def accepted_drafts(
-    model: DiffusionGemma,
+    model: Backbone,
     rows: Sequence[Sequence[int]],
     temperature: float,
     canvas_length: int,

@@ -15,7 +15,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion import generate
 from redraft.diffusion.autoregressive import generate_autoregressive
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.tokenizer.tokenizer import Tokenizer
 
 BATCH_ROWS = 16
@@ -67,7 +67,7 @@ def first_statement(text: str) -> float:
 
 
 def fill_gaps(
-    model: DiffusionGemma, tokenizer: Tokenizer, gaps: Sequence[LineGap], sampler: SamplerConfig, seed: int = 0
+    model: Backbone, tokenizer: Tokenizer, gaps: Sequence[LineGap], sampler: SamplerConfig, seed: int = 0
 ) -> list[list[int]]:
     """Infills every gap on one canvas; the tokens around it are pinned and its length is known."""
     answers = []
@@ -105,7 +105,7 @@ def _plan_canvas(gap: LineGap, sampler: SamplerConfig) -> _CanvasPlan:
     return _CanvasPlan(prompt_length, gap_start, pins)
 
 
-def continue_before(model: DiffusionGemma, tokenizer: Tokenizer, gaps: Sequence[LineGap]) -> list[list[int]]:
+def continue_before(model: Backbone, tokenizer: Tokenizer, gaps: Sequence[LineGap]) -> list[list[int]]:
     """Generates the same lines autoregressively and greedily, up to the newline, from the tokens before the gap only."""
     return [
         generate_until(
@@ -119,7 +119,7 @@ def continue_before(model: DiffusionGemma, tokenizer: Tokenizer, gaps: Sequence[
 
 
 def generate_until(
-    model: DiffusionGemma, prompt: Sequence[int], max_tokens: int, is_end: Callable[[list[int]], bool]
+    model: Backbone, prompt: Sequence[int], max_tokens: int, is_end: Callable[[list[int]], bool]
 ) -> list[int]:
     """Generates greedily until `is_end` holds for the ids so far; the token that makes it hold is left out."""
     ids: list[int] = []

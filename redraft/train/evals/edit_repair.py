@@ -7,7 +7,7 @@ import torch
 
 from redraft.config import SamplerConfig
 from redraft.engine import Engine
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.tasks.edit import redraft_tokens
 from redraft.tokenizer.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ class EditScores:
 
 
 def score_edits(
-    model: DiffusionGemma,
+    model: Backbone,
     tokenizer: Tokenizer,
     texts: Sequence[str],
     sampler: SamplerConfig,

@@ -18,7 +18,7 @@ from redraft.constraints import json_schema
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.engine import Engine
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.tokenizer.tokenizer import Tokenizer
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ def _to_words(value: Any) -> str:
 
 
 def score(
-    model: DiffusionGemma,
+    model: Backbone,
     tokenizer: Tokenizer,
     sampler: SamplerConfig,
     records: Sequence[Record],

@@ -20,7 +20,7 @@ from typing import Any
 
 from redraft.config import SamplerConfig
 from redraft.engine import Engine
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.tasks.infill import Infiller, Template
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.evals import sandbox
@@ -109,7 +109,7 @@ def read_humaneval(path: Path) -> Iterator[Gap]:
 Method = Callable[[Gap, int], str]  # a gap and its index -> the predicted part
 
 
-def infill_methods(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, seed: int = 0) -> dict[str, Method]:
+def infill_methods(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, seed: int = 0) -> dict[str, Method]:
     """Returns the three methods by name."""
     infiller = Infiller(Engine(model), tokenizer)
     cfg = sampler.changed(t_min=0.2, t_max=0.2)  # low: only one answer is right
@@ -125,7 +125,7 @@ def infill_methods(model: DiffusionGemma, tokenizer: Tokenizer, sampler: Sampler
     }
 
 
-def continue_before(model: DiffusionGemma, tokenizer: Tokenizer, gap: Gap) -> str:
+def continue_before(model: Backbone, tokenizer: Tokenizer, gap: Gap) -> str:
     """Generates the part autoregressively: as many lines as were removed, in at most about twice as many tokens."""
     # A space before the gap belongs to the first missing word's token, as in tasks/infill.py.
     has_space = gap.before[-1:] in (" ", "\t")

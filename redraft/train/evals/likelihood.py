@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.masks import Layout
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.loss import IGNORED, Batch, Masks, dense_masks
@@ -42,7 +42,7 @@ def to_rows(texts: Sequence[list[int]], canvas_length: int, device: torch.device
     return Batch(ids_BL.to(device), Layout(positions_BL, starts_BL, documents_BL).to(device))
 
 
-def denoise_steps(model: DiffusionGemma, batch: Batch, noisy_BL: Tensor, mask_of: Masks, steps: int) -> Iterator[Tensor]:
+def denoise_steps(model: Backbone, batch: Batch, noisy_BL: Tensor, mask_of: Masks, steps: int) -> Iterator[Tensor]:
     """Yields the denoiser's logits at every position, step by step; each step is conditioned on the one before."""
     soft_BLD = None
     for _ in range(steps):
@@ -90,7 +90,7 @@ class Likelihood:
 
 
 @torch.inference_mode()
-def autoregressive(model: DiffusionGemma, tokenizer: Tokenizer, texts: Sequence[str]) -> Likelihood:
+def autoregressive(model: Backbone, tokenizer: Tokenizer, texts: Sequence[str]) -> Likelihood:
     """Computes the encoder's next-token loss, each text alone after the start token."""
     nats = 0.0
     tokens = 0
@@ -107,7 +107,7 @@ def autoregressive(model: DiffusionGemma, tokenizer: Tokenizer, texts: Sequence[
 
 @torch.inference_mode()
 def nelbo(
-    model: DiffusionGemma, tokenizer: Tokenizer, texts: Sequence[str], canvas_length: int, levels: int = 16, steps: int = 2
+    model: Backbone, tokenizer: Tokenizer, texts: Sequence[str], canvas_length: int, levels: int = 16, steps: int = 2
 ) -> Likelihood:
     """Computes the denoiser's bound on the same texts, canvas by canvas, over stratified noise levels."""
     generator = torch.Generator().manual_seed(0)
@@ -158,7 +158,7 @@ def nelbo_integrand(logits_NV: Tensor, noisy_N: Tensor, clean_N: Tensor, t: floa
 
 @torch.inference_mode()
 def repair(
-    model: DiffusionGemma, tokenizer: Tokenizer, texts: Sequence[str], canvas_length: int, steps: int = 2
+    model: Backbone, tokenizer: Tokenizer, texts: Sequence[str], canvas_length: int, steps: int = 2
 ) -> dict[float, tuple[float, float]]:
     """Returns by noise level: the share of clean tokens the model keeps, and of noised tokens it repairs."""
     generator = torch.Generator().manual_seed(0)

@@ -13,11 +13,11 @@ from redraft.diffusion import rng
 from redraft.diffusion.generate import prefill
 from redraft.diffusion.sampler import accept_by_entropy, temperature
 from redraft.kernels import argmax_entropy_sample
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 
 
 @torch.inference_mode()
-def fill_masks(model: DiffusionGemma, prompts: list[list[int]], cfg: SamplerConfig, seeds: list[int]) -> tuple[Tensor, int]:
+def fill_masks(model: Backbone, prompts: list[list[int]], cfg: SamplerConfig, seeds: list[int]) -> tuple[Tensor, int]:
     """Generates one canvas per prompt; each step accepts the positions of lowest entropy for good.
 
     Returns ids_BC and steps.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from redraft.config import EngineConfig, SamplerConfig
 from redraft.engine import Engine
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.evals.words import drop_last_word
 
@@ -57,7 +57,7 @@ class Samples:
         return sum(map(len, self.ids)) / len(self.ids)
 
 
-def make_engine(model: DiffusionGemma, rows: int | None = None) -> Engine:
+def make_engine(model: Backbone, rows: int | None = None) -> Engine:
     """An engine that runs `rows` texts at once. It keeps no prefixes: a text does not depend on those before it."""
     rows = rows or (GPU_ROWS if model.device.type == "cuda" else CPU_ROWS)
     return Engine(model, EngineConfig(max_running=rows, prefix_cache_entries=0))

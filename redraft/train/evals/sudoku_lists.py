@@ -14,7 +14,7 @@ from torch import Tensor
 
 from redraft.config import SamplerConfig
 from redraft.diffusion.generate import generate
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.lora import Adapter
 from redraft.tasks.sudoku import encoding, generator, solve, solver
 from redraft.tasks.sudoku.board import CELLS, Board, is_solution
@@ -53,7 +53,7 @@ def read_list(folder: Path, name: str, count: int) -> PuzzleList:
 
 
 def score(
-    model: DiffusionGemma,
+    model: Backbone,
     puzzle_list: PuzzleList,
     sampler: SamplerConfig,
     *,
@@ -128,7 +128,7 @@ def _score_by_guesses(solutions: Sequence[Solution]) -> dict[str, dict[str, Any]
 
 
 @torch.inference_mode()
-def score_autoregressive(model: DiffusionGemma, puzzle_list: PuzzleList, rows: int) -> dict[str, Any]:
+def score_autoregressive(model: Backbone, puzzle_list: PuzzleList, rows: int) -> dict[str, Any]:
     """Scores the list with an autoregressive model: the likeliest digit in every open cell, in reading order."""
     exact = 0
     right_cells = 0.0
@@ -153,7 +153,7 @@ def score_autoregressive(model: DiffusionGemma, puzzle_list: PuzzleList, rows: i
 
 
 def score_text(
-    model: DiffusionGemma,
+    model: Backbone,
     tokenizer: Tokenizer,
     puzzle_list: PuzzleList,
     sampler: SamplerConfig,

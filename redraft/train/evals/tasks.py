@@ -9,7 +9,7 @@ from typing import Any
 
 from redraft.config import SamplerConfig
 from redraft.engine import AdaptedEngine
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 from redraft.model.lora import Adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.evals import code_lines, edit_repair, extraction, likelihood, sandbox, sudoku_lists, words
@@ -40,10 +40,10 @@ class Options:
     progress: Callable[[str], None] = lambda text: None
 
 
-Task = Callable[[DiffusionGemma, Tokenizer, SamplerConfig, Options], dict[str, Any]]
+Task = Callable[[Backbone, Tokenizer, SamplerConfig, Options], dict[str, Any]]
 
 
-def stories(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+def stories(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Likelihood and repair on TinyStories: paragraphs of more than 300 characters, each alone."""
     texts = read_paragraphs(options.data / "stories/tinystories_val_a.txt.xz", options.count)
     canvas_length = options.canvas or 64
@@ -69,7 +69,7 @@ def read_paragraphs(path: Path, count: int) -> list[str]:
         return [text for text in file.read().split("\n\n") if len(text) > 300][:count]
 
 
-def samples(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+def samples(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Stories of one mode against autoregressive stories of the same weights and the same entropy, under a judge."""
     sampler = sampler.changed(canvas_length=options.canvas, check=options.check)
     judge = LlamaJudge(options.judge, model.device)
@@ -116,7 +116,7 @@ def score_samples(
     }
 
 
-def code(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+def code(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Removed lines of Python functions, infilled with the code after them in sight, and generated without it.
 
     Packages copy from one another: a line is new if no training function has it between the same two neighbours. The code is
@@ -139,7 +139,7 @@ def code(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, op
     return scores
 
 
-def infill(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+def infill(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Removed lines, words and sentences, and HumanEval's infilling tasks, whose programs are run in a sandbox."""
     require_code_execution(options)
     folder = options.data / "code"
@@ -176,21 +176,21 @@ def require_code_execution(options: Options) -> None:
         raise ValueError(str(error)) from None
 
 
-def schema(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+def schema(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Records in words, answered as JSON under schemas of one to eight fields, and without a schema."""
     size = options.canvas or min(128, sampler.canvas_length)
     cfg = sampler.changed(canvas_length=size, max_new_tokens=size)
     return extraction.score(model, tokenizer, cfg, extraction.make_records(options.count), options.progress)
 
 
-def edit(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+def edit(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Paragraphs of TinyStories with one token in twenty replaced, then edited: tokens repaired, and tokens spoiled."""
     texts = read_paragraphs(options.data / "stories/tinystories_val_a.txt.xz", options.count)
     scores = edit_repair.score_edits(model, tokenizer, texts, sampler.changed(canvas_length=options.canvas))
     return {"texts": len(texts), **asdict(scores)}
 
 
-def sudoku(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+def sudoku(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Puzzles solved, list by list, on one canvas and with check and restarts; draws a picture if one was asked for."""
     puzzle_lists = list(read_puzzle_lists(options))  # a missing list is reported before anything is scored
     scores = {}
@@ -208,15 +208,13 @@ def sudoku(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, 
     return scores
 
 
-def sudoku_autoregressive(
-    model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options
-) -> dict[str, Any]:
+def sudoku_autoregressive(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """The same lists, with a model that was trained to solve them autoregressively."""
     rows = _batch_rows(model)
     return {puzzles.name: sudoku_lists.score_autoregressive(model, puzzles, rows) for puzzles in read_puzzle_lists(options)}
 
 
-def sudoku_written(model: DiffusionGemma, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+def sudoku_written(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Generated puzzles of 30 to 40 clues as prompts, for a text model."""
     puzzles = sudoku_lists.generate_list(options.count, max_clues=40)
     return sudoku_lists.score_text(
@@ -247,7 +245,7 @@ def require_adapter_task(task: str | None, adapter: str | None) -> None:
         raise ValueError(f"--adapter is for --task {names}; redraft merge makes a checkpoint for the others")
 
 
-def _batch_rows(model: DiffusionGemma) -> int:
+def _batch_rows(model: Backbone) -> int:
     """Boards in a batch."""
     return 1024 if model.device.type == "cuda" else 64
 

@@ -1,0 +1,313 @@
+"""Backbone: what the architectures share. One stack of weights with two forwards.
+
+`encode` runs committed tokens causally and writes the KV cache. `denoise` runs a canvas bidirectionally and only reads the
+cache. `joint` does both in one forward, for checked and exact mode. `soft_embed` turns the logits of one denoising step into
+the self-conditioning input of the next. A causal-only model (a standard Gemma 4 checkpoint, or a Llama) has `encode` and
+`head` only.
+
+An architecture (`diffusion_gemma.py`, `llama.py`) adds its layers and says how tokens are embedded, how a layer runs, and
+how hidden states become logits.
+Shapes: B rows, S tokens, C canvas positions, J canvases, D model size, V vocabulary, N tokens of all rows, L tokens of a
+training row.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
+
+from redraft.config import FULL, SLIDING, BackboneConfig
+from redraft.kernels import rms_norm
+from redraft.kernels.fp8 import FP8_DTYPE
+from redraft.model import masks
+from redraft.model.embedding import Embedding, PackedEmbedding
+from redraft.model.kv_cache import ContextCache, KVCache
+from redraft.model.layers import Mask, RMSNorm, Rope, Rounding, gelu
+from redraft.model.lora import DENOISE, ENCODE, EVERYTHING, ActiveAdapters, Adapter, adapters_of_rows
+from redraft.model.moe import Routing
+
+Halves = Sequence[tuple[str, int]]  # which half the tokens of a forward run through: [("encode", 5), ("denoise", 8)]
+
+
+class CausalOnlyError(ValueError):
+    """The user asked a causal-only model for something that needs a denoiser."""
+
+
+class DraftHead(nn.Module):
+    """Adds to a draft position's hidden state what the token before it says: h + outer(GELU(inner([h ; embedding]))).
+
+    The positions of a canvas are denoised at once and do not know one another's tokens, so neighbours may contradict each
+    other. Drafts are therefore sampled from left to right, and this head is all that runs again for each of them.
+    """
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.eps = config.rms_norm_eps
+        self.inner = nn.Linear(2 * size, config.draft_head_size, bias=False)
+        self.outer = nn.Linear(config.draft_head_size, size, bias=False)
+
+    def forward(self, hidden_ND: Tensor, previous_ND: Tensor) -> Tensor:
+        """`previous_ND` are the embeddings of the tokens before."""
+        both = torch.cat([hidden_ND, rms_norm(previous_ND, None, self.eps)], dim=-1)
+        return hidden_ND + self.outer(gelu(self.inner(both)))
+
+
+class Backbone(nn.Module, ABC):
+    """A model. Generation calls `encode`, `denoise` and `soft_embed`; training calls `forward_train`.
+
+    Of these, a causal-only model has `encode` alone; the others raise RuntimeError.
+    """
+
+    layers: Sequence[nn.Module]
+    draft_head: DraftHead | None
+    conversions: tuple[str, ...] = ()  # sentences: which weights loading rounded or dequantized
+
+    def __init__(self, config: BackboneConfig, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.config = config
+        self.kv_dtype: torch.dtype | None = None  # in which KV caches are stored; None: as the weights
+        # Empty: random initialisation, overwritten at once, would make torch import its compiler (1.7 s) on "meta".
+        table_VD = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens: Embedding | PackedEmbedding = Embedding(config.vocab_size, config.hidden_size, _weight=table_VD)
+        # For the type checker, which takes a ModuleList for any modules.
+        self.layers = cast(Sequence[nn.Module], nn.ModuleList(layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    # What an architecture says.
+
+    @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings, as the first layer takes them."""
+
+    @abstractmethod
+    def embed_canvas(self, ids: Tensor, soft: Tensor | None, adapters: ActiveAdapters | None) -> Tensor:
+        """Embeddings of canvas tokens. The last axis of `ids` is one canvas; `soft` is the self-conditioning input."""
+
+    @abstractmethod
+    def run_layer(
+        self,
+        index: int,
+        x_BSD: Tensor,
+        rope: Rope,
+        mask: Mask,
+        past: tuple[Tensor, Tensor],
+        halves: Halves,
+        rounding: Rounding | None = None,
+        adapters: ActiveAdapters | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
+        """Returns the next residual stream, the keys and values of the new tokens, and the routing if there are experts."""
+
+    @abstractmethod
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits from final hidden states."""
+
+    @abstractmethod
+    def rope_tables(self, positions_BS: Tensor) -> dict[str, Rope]:
+        """Cosines and sines for RoPE at these positions, by layer type."""
+
+    # What they share.
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the weights and of the residual stream."""
+        return self.embed_tokens.dtype
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The precision in which KV caches are stored."""
+        return self.kv_dtype or self.dtype
+
+    def store_cache_in_fp8(self) -> None:
+        """KV caches take half of the memory of bf16 from now on."""
+        self.kv_dtype = FP8_DTYPE
+
+    def _rounding(self, count: int) -> Rounding | None:
+        """How the keys and values of so many new tokens are rounded; None when the cache stores them as they are."""
+        return Rounding(self.kv_dtype, count) if self.kv_dtype is not None else None
+
+    def require_denoiser(self, what: str) -> None:
+        """Raises CausalOnlyError, which speaks to the user, if the model has no denoiser. `what` names what needs one."""
+        if self.config.is_causal_only:
+            kind = self.config.causal_kind
+            raise CausalOnlyError(
+                f"{what} needs a diffusion model; this one is causal-only ({kind}): it writes left to right"
+            )
+
+    def _assert_denoiser(self, method: str) -> None:
+        if self.config.is_causal_only:
+            raise RuntimeError(f"{method}() was called on a causal-only model; the caller must call require_denoiser first")
+
+    def new_cache(self, rows: int, capacity: int, rewind: int | None = None, adapter: Adapter | None = None) -> KVCache:
+        """Allocates an empty cache for this model. What is encoded into it or denoised after it goes through the adapter."""
+        dtypes = {"dtype": self.dtype, "stored": self.cache_dtype}
+        cache = KVCache(self.config, rows, capacity, **dtypes, device=self.device, rewind=rewind)
+        cache.adapter = adapter
+        return cache
+
+    def encode(self, ids_BS: Tensor, cache: ContextCache, counts: Sequence[int] | None = None) -> Tensor:
+        """Runs tokens causally after the cached context and appends them to it. Returns the final hidden states [B, S, D].
+
+        `counts` is the number of real tokens of each row. The other tokens are padding on the right: they are not cached.
+        """
+        counts = counts if counts is not None else [ids_BS.shape[1]] * ids_BS.shape[0]
+        positions = cache.next_positions(ids_BS.shape[1])
+        ropes = self.rope_tables(positions)
+        mask_of = {}
+        for kind, index in self._example_layers.items():
+            keys = torch.cat([cache.key_positions(index), positions], dim=1)
+            mask_of[kind] = masks.causal(positions, keys, self.config.layer_window(index))
+        x_BSD = self.embed(ids_BS)
+        rounding = self._rounding(ids_BS.shape[1])
+        halves = [(ENCODE, ids_BS.shape[1])]
+        adapters = adapters_of_rows(cache.adapters, [(ENCODE, EVERYTHING)])
+        for index, kind in enumerate(self.config.layer_types):
+            past = cache.view(index)
+            of_layer = _of_layer(adapters, index)
+            x_BSD, k, v, _ = self.run_layer(index, x_BSD, ropes[kind], mask_of[kind], past, halves, rounding, of_layer)
+            cache.append(index, k, v, counts)
+        cache.advance(counts)
+        return self.norm(x_BSD)
+
+    def denoise(self, canvas_BC: Tensor, soft_BCD: Tensor | None, cache: ContextCache) -> Tensor:
+        """Runs a canvas bidirectionally after the cached context, which it only reads.
+
+        Returns logits [B, C, V] for all canvas positions at once.
+        """
+        self._assert_denoiser("denoise")
+        length = canvas_BC.shape[1]
+        ropes = self.rope_tables(cache.next_positions(length))
+        mask_of: dict[str, Tensor | None] = {SLIDING: None, FULL: None}
+        if not cache.has_equal_lengths:
+            for kind, index in self._example_layers.items():
+                window = self.config.layer_window(index)
+                mask_of[kind] = masks.canvas(cache.lengths_B, cache.key_positions(index), length, window)
+        adapters = adapters_of_rows(cache.adapters, [(DENOISE, EVERYTHING)])
+        x_BCD = self.embed_canvas(canvas_BC, soft_BCD, adapters)
+        halves = [(DENOISE, length)]
+        for index, kind in enumerate(self.config.layer_types):
+            past = cache.view(index)
+            of_layer = _of_layer(adapters, index)
+            x_BCD, _, _, _ = self.run_layer(index, x_BCD, ropes[kind], mask_of[kind], past, halves, None, of_layer)
+        return self.head(self.norm(x_BCD))
+
+    def joint(
+        self,
+        clean_BS: Tensor,
+        canvas_BJC: Tensor,
+        after: Sequence[int],
+        cache: ContextCache,
+        counts: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Encodes clean tokens and denoises canvases behind some of them, in one forward.
+
+        Canvas j of a row stands behind clean token after[j]. Equal to `encode` of the tokens up to that one and `denoise`
+        after it, for every j. The clean tokens are appended to the cache. Returns hidden states [B, S, D] and [B, J, C, D].
+        """
+        rows, clean_count = clean_BS.shape
+        length = canvas_BJC.shape[2]
+        counts = counts if counts is not None else [clean_count] * rows
+        after_J = torch.tensor(after, dtype=torch.long, device=self.device)
+        starts_B = cache.lengths_B
+        offsets_JC = after_J[:, None] + 1 + torch.arange(length, device=self.device)
+        offsets_N = torch.cat([torch.arange(clean_count, device=self.device), offsets_JC.flatten()])
+        ropes = self.rope_tables(starts_B[:, None] + offsets_N)
+        mask_of = {}
+        for kind, index in self._example_layers.items():
+            keys = cache.key_positions(index)
+            mask_of[kind] = masks.joint(starts_B, keys, clean_count, after_J, length, self.config.layer_window(index))
+        of_canvases = adapters_of_rows(cache.adapters, [(DENOISE, EVERYTHING)])
+        canvases_BJCD = self.embed_canvas(canvas_BJC, None, of_canvases)
+        x_BND = torch.cat([self.embed(clean_BS), canvases_BJCD.flatten(1, 2)], dim=1)
+        rounding = self._rounding(clean_count)
+        halves = [(ENCODE, clean_count), (DENOISE, canvas_BJC[0].numel())]
+        adapters = adapters_of_rows(cache.adapters, [(ENCODE, slice(clean_count)), (DENOISE, slice(clean_count, None))])
+        for index, kind in enumerate(self.config.layer_types):
+            of_layer = _of_layer(adapters, index)
+            past = cache.view(index)
+            x_BND, k, v, _ = self.run_layer(index, x_BND, ropes[kind], mask_of[kind], past, halves, rounding, of_layer)
+            cache.append(index, k[:, :clean_count], v[:, :clean_count], counts)
+        cache.advance(counts)
+        hidden_BND = self.norm(x_BND)
+        return hidden_BND[:, :clean_count], hidden_BND[:, clean_count:].unflatten(1, canvas_BJC.shape[1:])
+
+    def forward_train(
+        self,
+        noisy_BL: Tensor,
+        clean_BL: Tensor,
+        soft_BLD: Tensor | None,
+        positions_BL: Tensor,
+        mask_of: Mapping[str, Tensor | BlockMask],
+        *,
+        adapter: Adapter | None = None,
+        recomputes: bool = False,
+    ) -> tuple[Tensor, Tensor, list[Routing]]:
+        """Denoises and encodes in one forward without a cache. Returns hidden states of noisy and clean, and the routings.
+
+        `mask_of` is `masks.training` by layer type. With it the noisy half equals `denoise` after a cache of the clean text
+        before each canvas, and the clean half equals `encode`. `recomputes` saves memory: the backward pass computes each
+        layer's activations again (gradient checkpointing).
+        """
+        self._assert_denoiser("forward_train")
+        length = noisy_BL.shape[1]
+        ropes = self.rope_tables(positions_BL.repeat(1, 2))
+        adapters = _training_adapters(adapter, length)
+        of_noisy = adapters_of_rows([adapter], [(DENOISE, EVERYTHING)])
+        noisy_BLD = self.embed_canvas(noisy_BL, soft_BLD, of_noisy)
+        x_BSD = torch.cat([noisy_BLD, self.embed(clean_BL)], dim=1)
+        if adapter is not None and torch.is_grad_enabled():
+            x_BSD.requires_grad_()  # else the first layer's packed weights would run as in inference, with rounded inputs
+        halves = [(DENOISE, length), (ENCODE, length)]
+        routings = []
+        for index, kind in enumerate(self.config.layer_types):
+            empty_past = x_BSD.new_empty(len(x_BSD), 0, *self.config.layer_heads(index))
+            past = (empty_past, empty_past)
+            arguments = (index, x_BSD, ropes[kind], mask_of[kind], past, halves, None, _of_layer(adapters, index))
+            if recomputes:
+                x_BSD, _, _, routing = checkpoint(self.run_layer, *arguments, use_reentrant=False)
+            else:
+                x_BSD, _, _, routing = self.run_layer(*arguments)
+            if routing is not None:
+                routings.append(routing)
+        noisy_BLD, clean_BLD = self.norm(x_BSD).chunk(2, dim=1)
+        return noisy_BLD, clean_BLD, routings
+
+    def soft_embed(self, logits_BCV: Tensor) -> Tensor:
+        """The expected embedding [B, C, D] under softmax(logits): the self-conditioning input of the next step."""
+        self._assert_denoiser("soft_embed")
+        # Logits are rounded to the weights' precision first, as in transformers: in bf16 the rounding is part of the model.
+        return self.embed_tokens.expect(logits_BCV.to(self.dtype))
+
+    def draft_logits(self, hidden_ND: Tensor, previous_N: Tensor) -> Tensor:
+        """Logits of draft positions, given the token before each. Without a draft head, the token before does not matter."""
+        if self.draft_head is not None:
+            hidden_ND = self.draft_head(hidden_ND, self.embed(previous_N))
+        return self.head(hidden_ND)
+
+    @property
+    def _example_layers(self) -> dict[str, int]:
+        """One layer index for each layer type. All layers of a type share masks and RoPE tables."""
+        return {kind: layer for layer, kind in enumerate(self.config.layer_types)}
+
+
+def _of_layer(adapters: ActiveAdapters | None, layer: int) -> ActiveAdapters | None:
+    """The adapters of a forward, seen from one of its layers."""
+    return adapters and adapters.at("layers").at(str(layer))
+
+
+def _training_adapters(adapter: Adapter | None, length: int) -> ActiveAdapters | None:
+    """The adapter of a training forward over [noisy | clean], of so many tokens each."""
+    if adapter is None:
+        return None
+    if adapter.is_tied:
+        return adapters_of_rows([adapter], [(DENOISE, EVERYTHING)])
+    return adapters_of_rows([adapter], [(DENOISE, slice(length)), (ENCODE, slice(length, None))])
