@@ -2,7 +2,10 @@
 
 import importlib.util
 import os
+import tempfile
 
+# What the user of this machine has pulled changes no test.
+os.environ["REDRAFT_HOME"] = os.path.join(tempfile.gettempdir(), f"redraft-tests-{os.getpid()}-empty")
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; processes that tests start inherit it
     os.environ["OMP_NUM_THREADS"] = "1"
 

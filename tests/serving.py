@@ -17,10 +17,13 @@ from redraft.writer import Writer, is_text_prompt
 
 
 @contextmanager
-def served(writer: Writer, send_buffer: int | None = None, **changes) -> Iterator[str]:
-    """Serves a writer and yields its address. `send_buffer` is what the system buffers for a client that does not read."""
+def served(writer: Writer, send_buffer: int | None = None, sources=None, **changes) -> Iterator[str]:
+    """Serves a writer and yields its address. `send_buffer` is what the system buffers for a client that does not read.
+
+    `sources` are models that are loaded on demand.
+    """
     settings = ServerConfig(**changes)
-    app = make_app(writer, settings)
+    app = make_app(writer, settings, sources)
     limits = settings.limits.connections
     config = uvicorn_config(app, limits, drain_seconds=settings.drain_seconds, port=0, lifespan="on")
     server = uvicorn.Server(config)

@@ -57,6 +57,7 @@ def test_an_adversary_stalls_nobody(tmp_path):
     folder = tiny.save_folder(tmp_path / "model")
     options = {"model": folder, "generated": 2000, "tokens": 32, "answers": 4, "attackers": 2}
     found = last_line("benchmarks/bench_adversary.py", *(f"--{name}={value}" for name, value in options.items()))
+    print(found)  # shown if the test fails
     assert found["wrong"] == []
     assert found["attacks"] > 2000
     assert found["outcomes"]["refused"] > 500

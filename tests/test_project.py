@@ -194,6 +194,7 @@ def test_the_command_line_page_is_up_to_date():
     assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == make_cli.document(), "run make docs"
 
 
+@pytest.mark.soak
 def test_the_hardware_page_is_what_the_plan_computes():
     assert (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8") == make_hardware.document(), "run make docs"
     assert "| 8 GB |" in make_hardware.document()

@@ -7,7 +7,9 @@ published_values.py  values of published JSON files
 published_llama.py   config.json of Llama and its relatives <-> LlamaConfig
 published_config.py  the JSON files <-> ModelConfig and SamplerConfig
 gguf/                GGUF files: settings, tensors and tokenizer in one file
-find.py              a folder, a GGUF file, a packaged model or a hub id -> the folder or file of the checkpoint
+pulled.py            the models that redraft pull keeps in the cache folder
+pull.py              downloads such a model
+find.py              a folder, a GGUF file, a packaged or pulled model or a hub id -> the folder or file of the checkpoint
 tensors.py           the tensors of a folder, memory-mapped
 quantization.py      how the weights of config.json are quantized
 compressed.py        quantized weights of compressed-tensors and ModelOpt, under the names of the bf16 layout
@@ -25,6 +27,7 @@ quantize.py          folder or GGUF file -> quantized folder, weight by weight
 merge.py             folder or GGUF file, and an adapter -> folder
 part_sizes.py        bits and bytes of the parts of a checkpoint
 parts.py             folder or GGUF file -> model, tokenizer and sampler settings on a device
+model_list.py        the models on this machine
 """
 
 from redraft.checkpoint.adapter_files import (
@@ -38,11 +41,12 @@ from redraft.checkpoint.adapter_files import (
 from redraft.checkpoint.adapter_summary import AdapterSummary, summarize_adapter
 from redraft.checkpoint.atomic_folder import check_target, put_in_place, replace_folder, sync_files
 from redraft.checkpoint.drafter_files import is_drafter, load_drafter, read_drafter_config, save_drafter
-from redraft.checkpoint.find import PACKAGED, find
+from redraft.checkpoint.find import PACKAGED, PACKAGED_NAMES, find, find_on_hub, is_hub_name
 from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model, open_weights
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.merge import Merged, merge_checkpoint
+from redraft.checkpoint.model_list import ListedModel, list_models, remove_model
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.checkpoint.part_sizes import PartSize, measure_parts
 from redraft.checkpoint.parts import load_checkpoint, load_verifier, read_configs
@@ -54,27 +58,41 @@ from redraft.checkpoint.published_config import (
     read_model_config,
     read_sampler_config,
 )
+from redraft.checkpoint.pull import Pulled, Pulling, pull
+from redraft.checkpoint.pulled import ASSISTANT, KNOWN_MODELS, KnownModel, cache_folder, is_pulled
 from redraft.checkpoint.quantize import QuantizeOptions, quantize_checkpoint
 from redraft.checkpoint.save import save
 from redraft.checkpoint.tensors import folder_with_vision
 
 __all__ = [
+    "ASSISTANT",
+    "KNOWN_MODELS",
     "PACKAGED",
+    "PACKAGED_NAMES",
     "PRECISIONS",
     "AdapterSummary",
     "CheckpointError",
+    "KnownModel",
+    "ListedModel",
     "Merged",
     "PartSize",
+    "Pulled",
+    "Pulling",
     "QuantizeOptions",
+    "cache_folder",
     "check_target",
     "find",
+    "find_on_hub",
     "fingerprint",
     "folder_with_vision",
     "from_state_dict",
     "is_adapter",
     "is_drafter",
     "is_gguf",
+    "is_hub_name",
+    "is_pulled",
     "lay_out_for_cpu",
+    "list_models",
     "load_adapter",
     "load_checkpoint",
     "load_drafter",
@@ -89,6 +107,7 @@ __all__ = [
     "publish_model_config",
     "publish_sampler_config",
     "published_name",
+    "pull",
     "put_in_place",
     "quantize_checkpoint",
     "read_adapter_config",
@@ -97,6 +116,7 @@ __all__ = [
     "read_drafter_config",
     "read_model_config",
     "read_sampler_config",
+    "remove_model",
     "replace_folder",
     "save",
     "save_adapter",

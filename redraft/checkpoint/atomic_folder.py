@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from redraft.checkpoint.names import (
@@ -31,6 +31,7 @@ from redraft.checkpoint.names import (
 
 AT_FDCWD = -100  # "relative to the working directory", from Linux's fcntl.h
 RENAME_EXCHANGE = 2  # from Linux's fs.h
+MOST_TRIES = 100  # to make a folder that no other writer removes
 REPLACED_FILES = {CONFIG, GENERATION_CONFIG, REDRAFT_CONFIG, WEIGHTS, INDEX, DRAFT_HEAD, *TOKENIZER_FILES}
 REPLACED_FILES |= {"special_tokens_map.json"}
 LEFTOVER_FILE = re.compile(r"\.(.+)\.part-[0-9a-f]{8}|(.+)\.part")  # of a killed writer, which wrote a single file
@@ -46,21 +47,48 @@ def replace_folder(folder: str | Path, *, force: bool = False) -> Iterator[Path]
     """
     target = Path(folder).resolve()
     check_target(folder, force=force)
+    with new_folder_beside(target) as part:
+        if target.exists():
+            shutil.copymode(target, part)  # before anything is written: the old folder may be private
+        yield part
+        check_target(target, force=force)  # again: the work may have taken long
+        _keep_files(target, part)
+        sync_files(part)
+        put_in_place(part, target)
+
+
+@contextmanager
+def new_folder_beside(target: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `target`, for `put_in_place`. It is locked, and removed at the end if it is still there.
+
+    What killed writers of the same target left behind is removed first.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
-    part = target.with_name(f".{target.name}.part-{secrets.token_hex(4)}")
-    part.mkdir()
-    try:
-        with lock_folder(part):
-            if target.exists():
-                shutil.copymode(target, part)  # before anything is written: the old folder may be private
+    remove_leftovers(target)
+    with ExitStack() as stack:
+        part = _make_locked_folder(target, stack)
+        try:
             yield part
-            check_target(target, force=force)  # again: the work may have taken long
-            _keep_files(target, part)
-            sync_files(part)
-            put_in_place(part, target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)  # holds the old folder, or a failed new one
+        finally:
+            shutil.rmtree(part, ignore_errors=True)  # holds the old folder, or a failed new one
+
+
+def _make_locked_folder(target: Path, stack: ExitStack) -> Path:
+    """Makes a folder beside `target`. Another writer may take it for a leftover, and remove it, until it is locked."""
+    for _ in range(MOST_TRIES):
+        part = leftover_path(target)
+        part.mkdir()
+        with suppress(FileNotFoundError, BlockingIOError):
+            stack.enter_context(lock_folder(part))
+            if part.is_dir():
+                return part
+        shutil.rmtree(part, ignore_errors=True)
+    raise CheckpointError(f"{target.parent} allows no lock on a new folder; name a folder on another disk")
+
+
+def leftover_path(target: Path) -> Path:
+    """A new name beside `target`. Whatever has such a name and no lock is removed by the next writer of `target`."""
+    return target.with_name(f".{target.name}.part-{secrets.token_hex(4)}")
 
 
 def check_target(folder: str | Path, *, force: bool = False) -> None:
@@ -147,7 +175,7 @@ def _exchange_in_two_steps(part: Path, target: Path) -> None:
     os.rename(aside, part)
 
 
-def _remove_leftovers(target: Path) -> None:
+def remove_leftovers(target: Path) -> None:
     """Removes what killed writers of this folder left behind. A folder that another process is writing is locked."""
     kinds = "part|old" if target.exists() else "part"  # without a target, an old folder may be the only one
     pattern = re.compile(rf"\.{re.escape(target.name)}\.({kinds})-[0-9a-f]{{8}}")

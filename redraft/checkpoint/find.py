@@ -1,4 +1,4 @@
-"""Finds a checkpoint: a local folder or GGUF file, a packaged model by its name, or a hub id, which is downloaded once.
+"""Finds a checkpoint: a local folder or GGUF file, a packaged or pulled model by its name, or a hub id, downloaded once.
 
 A GGUF file on the hub is named as llama.cpp and Ollama users do: OWNER/NAME:Q4_K_M, or OWNER/NAME/FILE.gguf.
 """
@@ -10,10 +10,13 @@ from pathlib import Path
 
 from redraft.checkpoint.gguf import is_gguf
 from redraft.checkpoint.names import ADAPTER_CONFIG, CONFIG, CheckpointError
+from redraft.checkpoint.pulled import KNOWN_MODELS, find_pulled
+from redraft.config import show_value
 
 PACKAGED = Path(__file__).parents[1] / "weights"
 PACKAGED_NAMES = ("tiny", "sudoku")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # how torch.save names its files
+SMALL_FILES = ("*.json", "*.jinja", "README.md", "LICENSE*")  # settings, tokenizer, model card and licence
 REPOSITORY = r"[\w-][\w.-]*/[\w-][\w.-]*"
 HUB_FILE = re.compile(rf"({REPOSITORY})/([\w./ -]+)")
 HUB_TAG = re.compile(rf"({REPOSITORY}):([\w.-]+)")
@@ -28,10 +31,14 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
         raise CheckpointError(f"a checkpoint is named by a folder, a file or a hub id, got {path_or_id!r}")
     try:
         folder = Path(path_or_id).expanduser()
-    except RuntimeError as error:  # ~unknown-user
-        raise CheckpointError(f"there is no folder {str(path_or_id)!r}: {error}") from None
+        (folder / CONFIG).exists()
+    except (RuntimeError, OSError) as error:  # ~unknown-user; a name that is too long; a folder that is closed to us
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"there is no folder {show_value(str(path_or_id))}: {reason}") from None
     if str(path_or_id) in PACKAGED_NAMES and not (folder / CONFIG).exists():
         return PACKAGED / str(path_or_id)
+    if str(path_or_id) in KNOWN_MODELS and not (folder / CONFIG).exists():
+        return find_pulled(str(path_or_id))
     if folder.is_dir():
         _refuse_adapter(folder)
         _refuse_folder_of_gguf_files(folder)
@@ -45,19 +52,37 @@ def find(path_or_id: str | Path, *, weights: bool = True) -> Path:
         raise CheckpointError(
             f"{path_or_id} is a file; give a .gguf file, or the folder that holds config.json and the weights"
         )
-    hub_id = str(path_or_id).removeprefix("https://").removeprefix("hf.co/").removeprefix("huggingface.co/")
+    return find_on_hub(str(path_or_id), weights=weights)
+
+
+def find_on_hub(name: str, *, weights: bool = True) -> Path:
+    """Downloads a checkpoint from the hub, unless the hub's cache has it; `weights` as for `find`."""
+    hub_id = _strip_address(name)
     if tag := HUB_TAG.fullmatch(hub_id):
         return _download_file(tag[1], _find_tagged_file(tag[1], tag[2]))
     if is_gguf(hub_id):
-        named = HUB_FILE.fullmatch(hub_id)
-        if named is None or ".." in Path(named[2]).parts or Path(str(path_or_id)).is_absolute():
-            raise CheckpointError(
-                f"there is no file {str(path_or_id)!r}, and it is not one on the hub (OWNER/NAME/FILE.gguf)"
-            )
+        if (named := _match_file(hub_id)) is None:
+            expected = "it is not one on the hub (OWNER/NAME/FILE.gguf)"
+            raise CheckpointError(f"there is no file {show_value(name)}, and {expected}")
         return _download_file(named[1], named[2])
     if not re.fullmatch(REPOSITORY, hub_id):
-        raise CheckpointError(f"there is no folder {str(path_or_id)!r}, and it is not a hub id (OWNER/NAME)")
-    return _download(hub_id, ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])])
+        raise CheckpointError(f"there is no folder {show_value(name)}, and it is not a hub id (OWNER/NAME)")
+    return _download(hub_id, [*SMALL_FILES, *(["*.safetensors"] if weights else [])])
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name has the form of a checkpoint on the hub: OWNER/NAME, OWNER/NAME:Q4_K_M or OWNER/NAME/FILE.gguf."""
+    hub_id = _strip_address(name)
+    return bool(re.fullmatch(REPOSITORY, hub_id) or HUB_TAG.fullmatch(hub_id) or (is_gguf(hub_id) and _match_file(hub_id)))
+
+
+def _strip_address(name: str) -> str:
+    return name.removeprefix("https://").removeprefix("hf.co/").removeprefix("huggingface.co/")
+
+
+def _match_file(hub_id: str) -> re.Match[str] | None:
+    named = HUB_FILE.fullmatch(hub_id)
+    return None if named is None or ".." in Path(named[2]).parts else named
 
 
 def _refuse_adapter(folder: Path) -> None:

@@ -4,6 +4,7 @@ They come from a folder or from a GGUF file.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.names import CheckpointError
 from redraft.checkpoint.placement import Place
 from redraft.checkpoint.published_config import read_model_config, read_sampler_config
-from redraft.config import BackboneConfig, SamplerConfig
+from redraft.config import BackboneConfig, LlamaConfig, SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
 from redraft.model.backbone import Backbone
 from redraft.model.quant import QuantPolicy
@@ -96,6 +97,8 @@ def open_checkpoint(path: Path, device: torch.device | str = "cpu") -> OpenCheck
             f"the tokenizer in {path} has ids up to {tokenizer.size - 1}, but the model has a vocabulary of "
             f"{config.vocab_size}: use the tokenizer of this checkpoint"
         )
+    if isinstance(config, LlamaConfig):  # files often name the end of a text only, and not that of a turn
+        sampler = replace(sampler, eos_token_ids=tuple(dict.fromkeys((*sampler.eos_token_ids, *tokenizer.turn_ends))))
     return OpenCheckpoint(config, tensors, tokenizer, sampler)
 
 

@@ -7,6 +7,7 @@ generation.py options of the commands that generate an answer
 edit.py       fill, edit
 augment.py    augment
 serve.py      serve
+models.py     pull, models, rm
 info.py       info
 quantize.py   quantize
 merge.py      merge: an adapter into its base

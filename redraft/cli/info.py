@@ -26,7 +26,8 @@ def info(
     folder_or_id: Annotated[
         str,
         typer.Argument(
-            metavar="[MODEL]", help="Checkpoint or adapter folder, GGUF file, or hub id. [the released 26B-A4B shape]"
+            metavar="[MODEL]",
+            help="Checkpoint or adapter folder, GGUF file, pulled model, or hub id. [the released 26B-A4B shape]",
         ),
     ] = "",
     model: Annotated[str, typer.Option("--model", "-m", help="The same.")] = "",
@@ -148,7 +149,8 @@ def _generation_table(sampler: SamplerConfig) -> Table:
         "checked": f"checked: drafted in {sampler.draft_steps} steps, corrected by the causal half",
         "exact": "exact: the text of autoregressive sampling, in fewer forwards",
     }
-    table.add_row("check", meanings[sampler.check])
+    is_plain = sampler.check == "exact" and sampler.draft_length == 0
+    table.add_row("check", "exact, without drafts: one token after another" if is_plain else meanings[sampler.check])
     if sampler.check == "checked":
         table.add_row("tolerance", f"{sampler.tolerance:g} nats")
     if sampler.check != "off":

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import redraft
-from redraft.cli import adapt, augment, data, demo, edit, info, merge, quantize, serve, sudoku, train, tune, warm
+from redraft.cli import adapt, augment, data, demo, edit, info, merge, models, quantize, serve, sudoku, train, tune, warm
 from redraft.cli.generation import (
     FLAGS,
     BestOf,
@@ -216,15 +216,12 @@ def chat(
     context: Context = None,
     adapter: Adapter = None,
 ) -> None:
-    """Chat with a model. /reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
+    """Chat with a model, by default smollm2 if it has been pulled. /reset starts over, /exit or Ctrl-D leaves."""
+    model = model or models.choose_chat_model()
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context, adapter=adapter)
     if not writer.tokenizer.can_chat:
-        from redraft.writer import DEFAULT_MODEL
-
-        raise ValueError(
-            f'{model or DEFAULT_MODEL.name} cannot chat, it only continues texts: try redraft "PROMPT", or another --model'
-        )
+        raise ValueError(f'{model} cannot chat, it only continues texts: try redraft "PROMPT", or another --model')
     options = build_options(
         writer.sampler,
         max_steps=steps,
@@ -258,6 +255,9 @@ app.command("eval")(train.evaluate)
 app.command()(tune.tune)
 app.command()(adapt.adapt)
 app.command()(data.data)
+app.command()(models.pull)
+app.command()(models.models)
+app.command()(models.rm)
 app.command()(info.info)
 app.command()(quantize.quantize)
 app.command()(merge.merge)

@@ -90,7 +90,7 @@ Model = Annotated[
         "--model",
         "-m",
         envvar="REDRAFT_MODEL",
-        help="Checkpoint folder, GGUF file, or hub id OWNER/NAME or OWNER/NAME:Q4_K_M. [tiny, in the package]",
+        help="Checkpoint folder, GGUF file, pulled model, or hub id OWNER/NAME or OWNER/NAME:Q4_K_M. [tiny, in the package]",
     ),
 ]
 Seed = Annotated[

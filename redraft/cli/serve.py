@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +23,6 @@ from redraft.cli.options import (
     GpuMemory,
     KeepBf16,
     Kv,
-    Model,
     Quant,
     Threads,
     VerifyWith,
@@ -35,32 +34,60 @@ from redraft.cli.warm import launch_kernels, show_builds, show_loaded
 
 if TYPE_CHECKING:
     from redraft.server.middleware import Limits
+    from redraft.server.models import ModelSource
     from redraft.writer import Writer
 
 PORT = 8012  # the default of llama.vim
 BROWSER_DELAY = 0.5  # seconds; the server listens by then
+MODEL_VARIABLE = "REDRAFT_MODEL"
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="[NAME=]MODEL",
+        help="Checkpoint folder, GGUF file or hub id, after the name that clients say; may be repeated. Those after the "
+        f"first are loaded when a client names them. [{MODEL_VARIABLE}, or tiny, in the package]",
+    ),
+]
 Cors = Annotated[
     list[str] | None,
     typer.Option("--cors", metavar="ORIGIN", help="Origin of a web page that may use the server; may be repeated."),
 ]
+BodySeconds = Annotated[
+    float, option("--body-seconds", help="Maximum time for a request body to arrive.", parser=parse_float)
+]
+CompileSeconds = Annotated[
+    float, option("--compile-seconds", help="Maximum time to compile a request's pattern.", parser=parse_float)
+]
+DrainSeconds = Annotated[
+    float, option("--drain-seconds", help="Time for running requests to finish at shutdown.", parser=parse_float)
+]
+KeepAlive = Annotated[
+    str, typer.Option("--keep-alive", help="How long an idle model stays loaded: 5m, 0, -1 for ever. The first stays.")
+]
+MaxModels = Annotated[int, option("--max-models", help="Maximum models loaded at once, with the first.", parser=parse_int)]
 Proxies = Annotated[
     list[str] | None,
     typer.Option("--trusted-proxy", help="Address of a reverse proxy that names the client; may be repeated."),
 ]
-
 Adapters = Annotated[
     list[str] | None,
-    typer.Option("--adapter", metavar="NAME=DIR", help="A LoRA adapter that clients name as their model; may be repeated."),
+    typer.Option(
+        "--adapter",
+        metavar="NAME=DIR",
+        help="A LoRA adapter of the first model that clients name as their model; may be repeated.",
+    ),
 ]
 
 
 def serve(
-    model: Model = "",
+    models: Models = None,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; any but a local one needs --api-key.")
     ] = "127.0.0.1",
     port: Annotated[int, option("--port", "-p", help="Port to listen on.", parser=parse_int)] = PORT,
-    name: Annotated[str, typer.Option("--name", help="The model's name in the API. [the folder's name]")] = "",
+    name: Annotated[str, typer.Option("--name", help="The first model's name in the API. [the folder's name]")] = "",
     key: Annotated[
         str | None, typer.Option("--api-key", envvar="REDRAFT_API_KEY", help="Require this key from every client.")
     ] = None,
@@ -75,15 +102,11 @@ def serve(
         int, option("--connections", help="Maximum open connections; one client gets half.", parser=parse_int)
     ] = 512,
     max_body: Annotated[int, option("--max-body", help="Maximum size of a request body, in MiB.", parser=parse_int)] = 8,
-    body_seconds: Annotated[
-        float, option("--body-seconds", help="Maximum time for a request body to arrive.", parser=parse_float)
-    ] = 60.0,
-    compile_seconds: Annotated[
-        float, option("--compile-seconds", help="Maximum time to compile a request's pattern.", parser=parse_float)
-    ] = 10.0,
-    drain_seconds: Annotated[
-        float, option("--drain-seconds", help="Time for running requests to finish at shutdown.", parser=parse_float)
-    ] = 30.0,
+    body_seconds: BodySeconds = 60.0,
+    compile_seconds: CompileSeconds = 10.0,
+    drain_seconds: DrainSeconds = 30.0,
+    keep_alive: KeepAlive = "5m",
+    max_models: MaxModels = 3,
     proxies: Proxies = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     device: Device = None,
@@ -97,7 +120,7 @@ def serve(
     context: Context = None,
     adapters: Adapters = None,
 ) -> None:
-    """Serve a model to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
+    """Serve models to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
     check_address(host, port, key)
     check_limits(requests, connections, max_body, body_seconds, compile_seconds, drain_seconds)
     try:
@@ -105,16 +128,21 @@ def serve(
 
         from redraft.server.app import ServerConfig, make_app
         from redraft.server.connections import uvicorn_config
+        from redraft.server.keep_alive import parse_keep_alive
         from redraft.server.middleware import parse_origin
-        from redraft.writer import DEFAULT_MODEL
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'redraft[server]'") from None
     origins = tuple(map(parse_origin, cors or ()))
-    name = name or Path(model or DEFAULT_MODEL).name
-    folders = parse_adapters(adapters or (), name)
+    paths = parse_models(models or (), name)
+    name = next(iter(paths))
+    folders = parse_adapters(adapters or (), paths)
+    check_several(paths, max_models, gpu_memory)
+    keep_seconds = parse_keep_alive(keep_alive)
     sockets = bind_address(host, port)
-    loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
-    subject = load_warm(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context, adapters=folders)
+    loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "kv": kv}
+    sources = {other: on_demand(path, **loading) for other, path in paths.items() if other != name}
+    own = {"verify_with": verify_with, "gpu_memory": gpu_memory, "context": context, "adapters": folders}
+    subject = load_warm(paths[name], **loading, **own)
     limits = build_limits(max_body, body_seconds, connections, hosts=(host, *(hosts or ())), origins=origins, key=key)
     config = ServerConfig(
         name=name,
@@ -122,13 +150,15 @@ def serve(
         requests=requests,
         compile_seconds=compile_seconds,
         drain_seconds=drain_seconds,
+        keep_seconds=keep_seconds,
+        max_models=max_models,
     )
     log_to(Console(stderr=True, highlight=False))
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    Console(stderr=True, highlight=False).print(f"{config.name} at {url} (Ctrl-C stops it)")
+    Console(stderr=True, highlight=False).print(f"{', '.join(paths)} at {url} (Ctrl-C stops it)")
     if open_page:
         threading.Timer(BROWSER_DELAY, webbrowser.open, [url]).start()
-    app = make_app(subject, config)
+    app = make_app(subject, config, sources)
     address: dict[str, Any] = {"host": host, "port": port, "trusted_proxies": tuple(proxies or ())}
     uvicorn.Server(uvicorn_config(app, limits.connections, drain_seconds=drain_seconds, **address)).run(sockets)
 
@@ -136,18 +166,68 @@ def serve(
 def load_warm(model: str, **options: Any) -> Writer:
     """Loads a model, says what became of its weights, and launches its kernels: the first requests do not wait for them."""
     from redraft import writer
-    from redraft.kernels.backend import select_backend
 
     console = Console(stderr=True, highlight=False)
     with show_builds(console, message="loading"):
         subject = writer.load(model or writer.DEFAULT_MODEL, **options)
         show_loaded(subject, console)
-        if select_backend(subject.model.device).uses_triton:
-            launch_kernels(subject)
+        launch_if_triton(subject)
     return subject
 
 
-def parse_adapters(values: Sequence[str], base_name: str) -> dict[str, str]:
+def launch_if_triton(subject: Writer) -> Writer:
+    """Launches the kernels of a model where it has some."""
+    from redraft.kernels.backend import select_backend
+
+    if select_backend(subject.model.device).uses_triton:
+        launch_kernels(subject)
+    return subject
+
+
+def on_demand(model: str, **options: Any) -> ModelSource:
+    """A model that the server loads when a client names it. One that does not exist is refused now."""
+    from redraft import writer
+    from redraft.server.model_card import ModelCard
+    from redraft.server.models import ModelSource
+
+    path = str(model or writer.DEFAULT_MODEL)
+    return ModelSource(lambda: launch_if_triton(writer.load(path, **options)), ModelCard.from_checkpoint(path))
+
+
+def parse_models(values: Sequence[str], first_name: str = "") -> dict[str, str]:
+    """The models by the names that clients say, the default first. Refuses names that clients could not tell apart."""
+    from redraft.server.api.openai import EDIT_MODEL
+    from redraft.writer import DEFAULT_MODEL
+
+    paths: dict[str, str] = {}
+    for value in values or (os.environ.get(MODEL_VARIABLE, ""),):
+        name, separator, path = value.partition("=")
+        if not separator or Path(value).exists():
+            name, path = Path(value or DEFAULT_MODEL).name, value
+        elif not name or not path:
+            raise ValueError(f"--model is a model, or a name and a model, NAME=MODEL, got {value!r}")
+        if not paths:
+            name = first_name or name
+        elif name in paths:
+            way_out = "put another name before one of them, NAME=MODEL"
+            raise ValueError(f"--model gives the name {name} twice, for {paths[name] or 'tiny'} and {path}: {way_out}")
+        elif name == EDIT_MODEL:
+            raise ValueError(f"--model {value} has a name that means edits by the first model: choose another one")
+        paths[name] = path
+    return paths
+
+
+def check_several(paths: Mapping[str, str], max_models: int, gpu_memory: str | None) -> None:
+    """Refuses settings under which the models after the first could not be loaded."""
+    if max_models < 1:
+        raise ValueError(f"--max-models must be above 0, got {max_models}")
+    if len(paths) > 1 and max_models == 1:
+        raise ValueError(f"--max-models 1 leaves no room beside {next(iter(paths))}, which stays loaded: give 2 or more")
+    if len(paths) > 1 and gpu_memory is not None:
+        raise ValueError("--gpu-memory plans the memory of one model: leave it out, or serve one model")
+
+
+def parse_adapters(values: Sequence[str], models: Collection[str]) -> dict[str, str]:
     """The folders of adapters by their names. Refuses names that clients could not tell apart."""
     from redraft.server.api.openai import EDIT_MODEL
 
@@ -156,7 +236,7 @@ def parse_adapters(values: Sequence[str], base_name: str) -> dict[str, str]:
         name, _, folder = value.partition("=")
         if not name or not folder:
             raise ValueError(f"--adapter is a name and a folder, NAME=DIR, got {value!r}")
-        if name in (base_name, EDIT_MODEL):
+        if name in (*models, EDIT_MODEL):
             raise ValueError(f"--adapter {value} has the name of a model that the server has already: choose another one")
         if name in folders:
             raise ValueError(f"--adapter gives the name {name} twice, for {folders[name]} and {folder}")

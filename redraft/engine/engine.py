@@ -32,7 +32,6 @@ from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Reservation, Scheduler, Turn
 from redraft.engine.stream import Stream
 from redraft.kernels.backend import select_backend
-from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.kernels.threads import adapt_threads
 from redraft.model.backbone import Backbone
 from redraft.model.diffusion_gemma import DiffusionGemma
@@ -56,7 +55,7 @@ class Engine:
         self.config = config or EngineConfig()
         if self.config.kv is not None:
             for each in (model, verifier) if verifier is not None else (model,):
-                each.kv_dtype = FP8_DTYPE
+                each.store_cache_in_fp8()
         self.runner = make_runner(model, self.config.prefill_chunk, self.config.prefill_chunk_alone)
         self.scheduler = Scheduler(
             self.config.max_running,

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from redraft.config import FULL, SLIDING, BackboneConfig
+from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.model import masks
 from redraft.model.drafter import Drafter, DraftHead
 from redraft.model.embedding import Embedding, PackedEmbedding
@@ -107,6 +108,10 @@ class Backbone(nn.Module, ABC):
     def cache_dtype(self) -> torch.dtype:
         """The precision in which KV caches are stored."""
         return self.kv_dtype or self.dtype
+
+    def store_cache_in_fp8(self) -> None:
+        """KV caches take half of the memory of bf16 from now on."""
+        self.kv_dtype = FP8_DTYPE
 
     def _rounding(self, count: int) -> Rounding | None:
         """How the keys and values of so many new tokens are rounded; None when the cache stores them as they are."""

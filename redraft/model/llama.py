@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redraft.config import LlamaConfig, RopeScaling
+from redraft.config import ConfigError, LlamaConfig, RopeScaling
 from redraft.kernels import apply_rope, attend, rope_frequencies, tabulate_rope
 from redraft.model.backbone import Backbone, Halves
 from redraft.model.layers import GatedMLP, Mask, RMSNorm, Rope, Rounding, project
@@ -104,6 +104,10 @@ class Llama(Backbone):
         super().__init__(config, (LlamaLayer(config) for _ in range(config.num_hidden_layers)))
         self.lm_head = None if config.has_tied_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.draft_head = None
+
+    def store_cache_in_fp8(self) -> None:
+        """Refused: fp8 caches have no scales, and keys and values that are not normed may be larger than fp8 holds."""
+        raise ConfigError("KV caches in fp8 need normed keys and values, as Gemma's are; leave kv out for this model")
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings."""

@@ -1,6 +1,7 @@
 """The HTTP server.
 
 app.py         builds the FastAPI app: routes, middleware, error handlers
+server_config.py  settings of a server
 errors.py      errors of a request, and the HTTP status of each
 connections.py limits on connections: how many, and how long they may take
 bodies.py      limits on request bodies
@@ -8,7 +9,10 @@ middleware.py  access: hosts, origins, API key, bodies, metrics, one log line pe
 worker.py      a bounded pool of threads that run requests against the engine
 compiler_pool.py  compiles patterns in helper processes
 streams.py     async streams: merge several, stop when the client disconnects, write server-sent events
-service.py     what every route uses: read a body, start a completion, stream it, count it
+service.py     one model as every route uses it: read a body, start a completion, stream it, count it
+models.py      the models of a server: loads them on demand, unloads them when idle
+model_card.py  what lists of models say about one
+keep_alive.py  how long an idle model stays in memory
 completion.py  CompletionParams and the chunks of a completion, independent of the wire format
 canvas_params.py  canvas options under vLLM's names, which every wire format may have
 stop_strings.py  cuts a completion at a stop string, as early as its text is final or has settled

@@ -1,12 +1,11 @@
-"""The FastAPI app over one Writer: routes of all wire formats, middleware, error handlers.
+"""The FastAPI app over the models of a server: routes of all wire formats, middleware, error handlers.
 
 Every error is JSON with one sentence, in the shape that clients of the path read. `errors.py` has the status codes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import prometheus_client
@@ -15,64 +14,45 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from redraft.constraints.pattern_compiler import COMPILE_SECONDS, CompilerProcess
 from redraft.engine.gpu_limit import peak_bytes
 from redraft.server import docs_page, page
 from redraft.server.api import anthropic, canvas, llamacpp, ollama, openai, responses
-from redraft.server.compiler_pool import CompilerPool
 from redraft.server.errors import STATUS_CODES, ServerBusyError, log_fault, message_of, status_of
-from redraft.server.middleware import AccessMiddleware, Limits, Metrics
-from redraft.server.service import Service
-from redraft.server.worker import Worker
+from redraft.server.middleware import AccessMiddleware, Metrics
+from redraft.server.models import Models, ModelSource
+from redraft.server.server_config import ServerConfig
 from redraft.writer import Writer
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Settings of a server."""
-
-    name: str = "redraft"  # the model's name, as clients see it
-    limits: Limits = field(default_factory=Limits)
-    requests: int = 72  # that run or wait at once; more are answered with 429
-    compile_seconds: float = COMPILE_SECONDS  # for the patterns of one request
-    drain_seconds: float = 30.0  # for running requests when the server shuts down
-
-
-def make_app(writer: Writer, config: ServerConfig | None = None) -> FastAPI:
-    """Builds the server."""
+def make_app(
+    writer: Writer, config: ServerConfig | None = None, sources: Mapping[str, ModelSource] | None = None
+) -> FastAPI:
+    """Builds the server. `sources` are models that are loaded on demand, by the names that clients say."""
     config = config or ServerConfig()
     metrics = Metrics()
-    worker = Worker(writer, config.requests)
-    pool = CompilerPool(
-        lambda: CompilerProcess(writer.token_bytes, writer.sampler.eos_token_ids, config.compile_seconds),
-    )
+    models = Models(writer, sources or {}, config, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        own_compiler = writer.pattern_compiler
-        for each in service.writers.values():
-            each.pattern_compiler = pool
-        worker.start()
+        models.open()
         try:
             yield
         finally:
-            await worker.close(config.drain_seconds)
-            pool.close()
-            writer.pattern_compiler = own_compiler
+            await models.close()
 
-    service = Service(writer, worker, metrics, config.name)
     app = FastAPI(title="redraft", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(AccessMiddleware, limits=config.limits, metrics=metrics, error_body=error_body)
-    app.state.worker = worker
+    app.state.models = models
     app.state.limits = config.limits
     app.state.parsing = asyncio.Lock()  # held while a long body is parsed
     app.state.will_trim = False  # whether freed memory is about to be returned
-    metrics.active.set_function(lambda: worker.active)
+    metrics.active.set_function(lambda: models.active)
+    metrics.models.set_function(lambda: len(models.services))
     metrics.gpu_peak.set_function(lambda: peak_bytes(writer.model.device))
     metrics.gpu_limit.set(writer.gpu_limit.limit if writer.gpu_limit is not None else 0)
     add_error_handlers(app)
     for wire in (canvas, openai, responses, anthropic, ollama, llamacpp):
-        for route in wire.routes(service):
+        for route in wire.routes(models):
             if route.body is None:
                 app.add_api_route(route.path, route.handler, methods=["GET"], responses=GET_RESPONSES)
             else:

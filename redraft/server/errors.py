@@ -64,6 +64,10 @@ class ServerClosingError(RuntimeError):
     """The server shuts down and accepts no new requests."""
 
 
+class ModelLoadError(RuntimeError):
+    """A model that a request names could not be loaded. The next request for it tries again."""
+
+
 class ClientDisconnected(RuntimeError):
     """The client closed its connection."""
 

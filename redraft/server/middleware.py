@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hmac import compare_digest
@@ -24,6 +25,7 @@ KEYLESS_PATHS = ("/health", "/", "/docs")  # need no API key
 PAGE_FILES = "/page/"  # nor do the files of the web page, which asks for the key
 UNKNOWN_FIELDS = "redraft.unknown_fields"  # scope key: names of body fields that the route does not know
 BODY = "redraft.body"  # scope key: the body, whose bytes count until the route releases it
+AT_END = "redraft.at_end"  # scope key: an ExitStack that is closed when the response has ended
 MAX_NAMED_FIELDS = 20
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out of an origin
 CORS_HEADERS = (
@@ -60,11 +62,14 @@ class Metrics:
         options: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("redraft_requests", "Requests by route and status.", ["route", "status"], **options)
         self.seconds = Histogram("redraft_request_seconds", "From the first byte to the last.", ["route"], **options)
-        self.tokens = Counter("redraft_tokens", "Tokens of prompts and of completions.", ["kind"], **options)
+        self.tokens = Counter("redraft_tokens", "Tokens of prompts and of completions.", ["kind", "model"], **options)
         self.steps = Counter("redraft_steps", "Denoising steps.", **options)
-        self.drafts = Counter("redraft_drafts", "Drafted tokens that the causal half verified.", ["verdict"], **options)
+        self.drafts = Counter(
+            "redraft_drafts", "Drafted tokens that the causal half verified.", ["verdict", "model"], **options
+        )
         self.unsettled = Counter("redraft_unsettled_canvases", "Canvases that changed at their last step.", **options)
         self.active = Gauge("redraft_active_requests", "Requests that run or wait.", **options)
+        self.models = Gauge("redraft_loaded_models", "Models in memory.", **options)
         self.gpu_peak = Gauge("redraft_gpu_peak_bytes", "The most GPU memory in use so far; 0 without a GPU.", **options)
         self.gpu_limit = Gauge("redraft_gpu_limit_bytes", "The limit of --gpu-memory; 0 without one.", **options)
 
@@ -129,7 +134,8 @@ class AccessMiddleware:
                 await refuse(status_of(error), message_of(error), *retry)
                 return
             scope[BODY] = body
-            with body:
+            with body, ExitStack() as at_end:
+                scope[AT_END] = at_end
                 await self.app(scope, body.receive, send_and_note_status)
         finally:
             route = getattr(scope.get("route"), "path", "none")

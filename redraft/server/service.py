@@ -9,15 +9,17 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from redraft.constraints.pattern_compiler import COMPILE_SECONDS, CompilerProcess
 from redraft.diffusion.generate import Stats
 from redraft.server.bodies import check_json_size
 from redraft.server.checks import verification_fields
+from redraft.server.compiler_pool import CompilerPool
 from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, stream_completion
 from redraft.server.connections import name_client
 from redraft.server.errors import BadRequestError, ClientDisconnected
@@ -25,7 +27,6 @@ from redraft.server.fim import Gap
 from redraft.server.infill import Infill, infill_gap
 from redraft.server.logprobs import TokenLogprob
 from redraft.server.middleware import BODY, UNKNOWN_FIELDS, Metrics
-from redraft.server.schema import Body
 from redraft.server.streams import END, merge_streams, next_until_disconnected, until_disconnected
 from redraft.server.worker import Stream, Worker
 from redraft.tokenizer.chat_parser import ToolCall
@@ -76,22 +77,38 @@ class Completion:
 
 
 class Service:
-    """One server's writer, worker and metrics, as routes use them."""
+    """One model's writer, worker and compiler pool, as routes use them. It serves between `open` and `close`."""
 
-    def __init__(self, writer: Writer, worker: Worker, metrics: Metrics, name: str) -> None:
+    load_seconds = 0.0  # for which the request of this service has waited until the model was loaded
+
+    def __init__(
+        self, writer: Writer, worker: Worker, metrics: Metrics, name: str, compile_seconds: float = COMPILE_SECONDS
+    ) -> None:
         self.writer = writer
         self.worker = worker
         self.metrics = metrics
         self.name = name
         adapted = {adapter: writer.with_adapter(adapter) for adapter in writer.adapters}
         self.writers = {name: writer, **adapted}  # by the names of the models that clients see: the base, the adapters
+        self.pool = CompilerPool(
+            lambda: CompilerProcess(writer.token_bytes, writer.sampler.eos_token_ids, compile_seconds),
+        )
 
-    def select(self, model: str | None) -> "Service":
-        """This service for the model that a client names. A name that the server does not know means the base.
+    def open(self) -> None:
+        """Starts the engine's own thread."""
+        self._own_compiler = self.writer.pattern_compiler
+        for each in self.writers.values():
+            each.pattern_compiler = self.pool
+        self.worker.start()
 
-        Clients of Ollama may add a tag.
-        """
-        name = (model or "").removesuffix(":latest")
+    async def close(self, drain_seconds: float) -> None:
+        """Ends its threads and processes; running requests may take `drain_seconds` to finish."""
+        await self.worker.close(drain_seconds)
+        self.pool.close()
+        self.writer.pattern_compiler = self._own_compiler
+
+    def select(self, name: str) -> "Service":
+        """This service for one of its adapters. A name that it does not know means the base."""
         if name == self.name or name not in self.writers:
             return self
         selected = copy.copy(self)
@@ -159,25 +176,12 @@ class Service:
 
     def count_stats(self, stats: Stats) -> None:
         """Adds a request's stats to /metrics."""
-        self.metrics.tokens.labels("prompt").inc(stats.prompt_tokens)
-        self.metrics.tokens.labels("completion").inc(stats.new_tokens)
+        self.metrics.tokens.labels("prompt", self.name).inc(stats.prompt_tokens)
+        self.metrics.tokens.labels("completion", self.name).inc(stats.new_tokens)
         self.metrics.steps.inc(stats.steps)
-        self.metrics.drafts.labels("accepted").inc(stats.accepted)
-        self.metrics.drafts.labels("rejected").inc(stats.drafted - stats.accepted)
+        self.metrics.drafts.labels("accepted", self.name).inc(stats.accepted)
+        self.metrics.drafts.labels("rejected", self.name).inc(stats.drafted - stats.accepted)
         self.metrics.unsettled.inc(stats.canvases - stats.settled)
-
-
-class Handlers:
-    """The handlers of a wire format. Those of a request use the model that its body names: see `of`."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-
-    def of(self, body: Body) -> Self:
-        """These handlers with the service of the model that a body names."""
-        selected = copy.copy(self)
-        selected.service = self.service.select(body.model)
-        return selected
 
 
 def timings_of(stats: Sequence[Stats]) -> dict[str, Any]:

@@ -22,14 +22,19 @@ async def next_until_disconnected(request: Request, items: Stream[T]) -> T | Any
     """Awaits the next item, or END. Raises ClientDisconnected if the client leaves meanwhile."""
     task = asyncio.ensure_future(anext(items, END))
     try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=DISCONNECT_POLL_SECONDS)
-            if not task.done() and await request.is_disconnected():
-                raise ClientDisconnected("the client has disconnected")
+        return await result_until_disconnected(request, task)
     finally:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})  # until it has left the stream, which the caller closes next
+
+
+async def result_until_disconnected(request: Request, task: asyncio.Future[T]) -> T:
+    """Awaits the result of a task. Raises ClientDisconnected if the client leaves meanwhile; the task goes on."""
+    while not task.done():
+        await asyncio.wait({task}, timeout=DISCONNECT_POLL_SECONDS)
+        if not task.done() and await request.is_disconnected():
+            raise ClientDisconnected("the client has disconnected")
     return task.result()
 
 

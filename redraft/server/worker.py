@@ -62,14 +62,20 @@ class Slots:
 
 
 class Worker:
-    """Runs at most `limit` requests at a time over one Writer."""
+    """Runs at most `limit` requests at a time over one Writer.
 
-    def __init__(self, writer: Writer, limit: int = 72) -> None:
+    The workers of a server's models share their slots: the limit is that of all of them together.
+    """
+
+    def __init__(self, writer: Writer, limit: int = 72, *, shares_slots_with: "Worker | None" = None) -> None:
         self.writer = writer
         self.limit = limit
         self.closing = False
         self.slots = Slots(limit, "running or waiting")
         self.compile_slots = Slots(MAX_COMPILING, "whose patterns are being compiled")
+        if shares_slots_with is not None:
+            self.slots = shares_slots_with.slots
+            self.compile_slots = shares_slots_with.compile_slots
         self._stops: set[StopEvent] = set()
         self._latest: dict[Hashable, StopEvent] = {}
         self._threads = ThreadPoolExecutor(limit, thread_name_prefix="redraft-request")

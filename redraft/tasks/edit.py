@@ -438,7 +438,7 @@ def add_canvas_request(
 
 def start_tokens(tokenizer: Tokenizer) -> list[int]:
     """The tokens before a text that has no prompt: the start token."""
-    start = tokenizer.encode_prompt("")
+    start = tokenizer.start_ids
     if not start:
         raise RequestError("this tokenizer has no start token, so the text needs a prompt: give an instruction")
     return start

@@ -337,8 +337,8 @@ class _GapContext:
     def __init__(
         self, tokenizer: Tokenizer, template: Template, number: int, text: str, stops: Sequence[int], reach: int
     ) -> None:
-        start = tokenizer.encode_prompt("")
         before = tokenizer.encode(text[-reach:])
+        start = tokenizer.encode_prompt("") if before else tokenizer.start_ids
         if not start and not before:
             raise RequestError("this tokenizer has no start token: the text cannot begin with a gap")
         self.healed = b""  # bytes that moved from the prompt to the canvas

@@ -5,6 +5,16 @@ An answer of a Gemma 4 model has this shape (line break after "thought" included
     <|channel>thought
     the reasoning<channel|>the text<|tool_call>call:NAME{key:<|"|>value<|"|>,n:3}<tool_call|><turn|>
 
+Qwen's models have other tokens, and calls in JSON:
+
+    <think>
+    the reasoning
+    </think>
+
+    the text<tool_call>
+    {"name": "NAME", "arguments": {"key": "value"}}
+    </tool_call><|im_end|>
+
 The parser recognises special tokens by their ids. Text that merely looks like a special token stays text. The parser is
 incremental: each of the three parts only ever grows, so streamed pieces add up to the parse of the whole answer.
 """
@@ -20,11 +30,12 @@ from redraft.tokenizer.tokenizer import Decoder, Tokenizer
 CHANNEL_START, CHANNEL_END = "<|channel>", "<channel|>"
 CALL_START, CALL_END = "<|tool_call>", "<tool_call|>"
 QUOTE = '<|"|>'
-CALL_TOKENS = (
-    CALL_START,
-    CALL_END,
-    QUOTE,
-)  # shown where they are not part of a valid call, so that a broken call is visible
+THINK_START, THINK_END = "<think>", "</think>"
+JSON_CALL_START, JSON_CALL_END = "<tool_call>", "</tool_call>"
+CHANNELS = {CHANNEL_START: CHANNEL_END, THINK_START: THINK_END}
+CALLS = {CALL_START: CALL_END, JSON_CALL_START: JSON_CALL_END}
+# Shown where they are not part of a valid call, so that a broken call is visible.
+CALL_TOKENS = (CALL_START, CALL_END, JSON_CALL_START, JSON_CALL_END, QUOTE)
 CHANNEL_NAME = "thought"  # the first line of a reasoning channel
 
 
@@ -59,7 +70,7 @@ class ChatParser:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._special_tokens = dict(tokenizer.special_tokens)
-        for name in (CHANNEL_START, CHANNEL_END, *CALL_TOKENS):  # even if the vocabulary does not flag them as special
+        for name in (*CHANNELS, *CHANNELS.values(), *CALL_TOKENS):  # even if the vocabulary does not flag them as special
             token = tokenizer.vocabulary.token_to_id(name)
             if token is not None:
                 self._special_tokens[token] = name
@@ -67,6 +78,7 @@ class ChatParser:
         self._text = _StrippedText()
         self._reasoning = _Reasoning()
         self._state = "text"  # or "channel", or "call"
+        self._start = ""  # the token with which the channel or the call began
         self._call_source: list[str] = []
 
     def feed(self, ids: Iterable[int], *, final: bool = False) -> Parsed:
@@ -97,28 +109,31 @@ class ChatParser:
 
     def _add_special(self, name: str, added: "_Added") -> None:
         if self._state == "call":
-            if name == CALL_END:
-                self._end_call(CALL_END, added)
+            if name == CALLS[self._start]:
+                self._end_call(name, added)
             else:
                 self._call_source.append(_QUOTE_MARK if name == QUOTE else name)
         elif self._state == "channel":
-            if name == CHANNEL_END:
+            if name == CHANNELS[self._start]:
                 added.reasoning.append(self._reasoning.end_channel())
                 self._state = "text"
-        elif name == CHANNEL_START:
+        elif name in CHANNELS:
             self._state = "channel"
-        elif name == CALL_START:
+            self._start = name
+        elif name in CALLS:
             self._state = "call"
+            self._start = name
         elif name in CALL_TOKENS:
             added.text.append(self._text.feed(name))
 
     def _end_call(self, end: str, added: "_Added") -> None:
         source = "".join(self._call_source)
-        call = _parse_call(source) if end else None
+        parse = _parse_call if self._start == CALL_START else _parse_json_call
+        call = parse(source) if end else None
         if call is not None:
             added.tool_calls.append(call)
         else:
-            added.text.append(self._text.feed(CALL_START + source.replace(_QUOTE_MARK, QUOTE) + end))
+            added.text.append(self._text.feed(self._start + source.replace(_QUOTE_MARK, QUOTE) + end))
         self._call_source = []
         self._state = "text"
 
@@ -210,6 +225,18 @@ def _parse_call(source: str) -> ToolCall | None:
     except (ValueError, RecursionError):
         return None
     return ToolCall(head[1], arguments) if end == len(source) else None
+
+
+def _parse_json_call(source: str) -> ToolCall | None:
+    """Parses `{"name": NAME, "arguments": {...}}`; None if the source is anything else."""
+    try:
+        call = json.loads(source, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    return ToolCall(call["name"], arguments) if isinstance(arguments, dict) else None
 
 
 def _parse_value(source: str, at: int) -> tuple[Any, int]:

@@ -14,6 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.config import read_file, read_json, show_value, write_text
+from redraft.tokenizer.messages import (
+    KEPT_ROLES,
+    Message,
+    TokenizerError,
+    check_messages,
+    check_tools,
+    content_size,
+    prepare_messages,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Vocabulary
@@ -21,17 +30,12 @@ if TYPE_CHECKING:
 FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
+GEMMA_BOS = "<bos>"
+DOCUMENT_END = "<|endoftext|>"  # of GPT-2, SmolLM2 and Qwen, which have no BOS token
 DEFAULT_TEMPLATE = Path(__file__).with_name("chat.jinja")
 LONG_TEXT = 20_000  # characters; a longer text is tokenized so that other threads can run meanwhile
 MAX_OWN_VALUES = 20_000  # values and thousands of characters of a conversation; a larger one goes to the helper process
-ROLES = ("system", "developer", "user", "assistant", "model", "tool")
-KEPT_ROLES = ("system", "developer", "user", "tool")  # a template may leave out parts of the others' messages: thoughts
-
-Message = Mapping[str, Any]
-
-
-class TokenizerError(ValueError):
-    """A tokenizer or a conversation that cannot be used; the message says why."""
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")  # of ChatML and of Llama 3
 
 
 class Tokenizer:
@@ -50,9 +54,13 @@ class Tokenizer:
         self.vocabulary = vocabulary
         self.template = template
         self._token_texts: dict[int, str] = {}
-        self.settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", **(settings or {})}
+        has_gemma_bos = vocabulary.token_to_id(GEMMA_BOS) is not None
+        defaults = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"bos_token": GEMMA_BOS} if has_gemma_bos else {})
+        self.settings = {**defaults, **(settings or {})}
         self.template_tokens = {  # the special tokens that templates know by name, such as bos_token
-            name: _read_special_token(value) for name, value in self.settings.items() if name.endswith("_token")
+            name: _read_special_token(value)
+            for name, value in self.settings.items()
+            if name.endswith("_token") and not name.startswith("add_")
         }
 
     @classmethod
@@ -163,10 +171,24 @@ class Tokenizer:
         without_bytes = (token for token, text in enumerate(self.token_bytes) if not text)
         return (*without_bytes, *range(self.size, vocab_size))
 
-    @property
+    @cached_property
     def bos_id(self) -> int | None:
-        """The id of the BOS token; None if the vocabulary has none."""
-        return self.vocabulary.token_to_id(self.template_tokens["bos_token"])
+        """The id of the BOS token, with which a text begins; None if texts begin without one.
+
+        The settings say so, or the post-processor of tokenizer.json; Gemma's texts always begin with it.
+        """
+        bos = self.template_tokens.get("bos_token")
+        token = self.vocabulary.token_to_id(bos) if bos is not None else None
+        adds_bos = self.settings.get("add_bos_token")
+        if adds_bos is None:
+            adds_bos = bos == GEMMA_BOS or self.vocabulary.encode("").ids[:1] == [token]
+        return token if adds_bos else None
+
+    @property
+    def start_ids(self) -> list[int]:
+        """The tokens before a text that has no prompt: the BOS token, or the token between documents; empty without both."""
+        token = self.bos_id if self.bos_id is not None else self.vocabulary.token_to_id(DOCUMENT_END)
+        return [token] if token is not None else []
 
     @property
     def can_chat(self) -> bool:
@@ -179,6 +201,18 @@ class Tokenizer:
         if self.template is not None:
             return "enable_thinking" in self.template
         return self.can_chat and self.vocabulary.token_to_id("<|think|>") is not None
+
+    @property
+    def can_call(self) -> bool:
+        """Whether the chat template can tell the model about tools."""
+        return self.can_chat and (self.template is None or "tools" in self.template)
+
+    @cached_property
+    def turn_ends(self) -> tuple[int, ...]:
+        """The special tokens with which the chat template ends a turn, of those that are known by name."""
+        names = (name for name in TURN_ENDS if self.template is not None and name in self.template)
+        ids = (self.vocabulary.token_to_id(name) for name in names)
+        return tuple(token for token in ids if token in self.special_tokens)
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Ids of a text. Special tokens such as <|turn> are recognised, none is added. Lone surrogates become "?".
@@ -252,7 +286,7 @@ class Tokenizer:
         """
         check_messages(messages)
         if limit is not None:
-            self.check_size(sum(_content_size(message) for message in messages if message["role"] in KEPT_ROLES), limit)
+            self.check_size(sum(content_size(message) for message in messages if message["role"] in KEPT_ROLES), limit)
         return self.encode(self.render(messages, tools=tools, think=think, stop=stop), limit)
 
     def render(
@@ -272,6 +306,10 @@ class Tokenizer:
         check_tools(tools)
         if not self.can_chat:
             raise TokenizerError("this tokenizer has no special token <|turn>, so it cannot chat; continue a text instead")
+        if tools and not self.can_call:
+            raise TokenizerError(
+                "this model's chat template knows no tools: leave tools out, or ask for JSON with a schema instead"
+            )
         from redraft.tokenizer import chat_template  # jinja2 takes long to import
 
         variables = {
@@ -297,13 +335,6 @@ def _too_long(characters: int, limit: int) -> TokenizerError:
         f"the text of {characters:,} characters has more than {limit:,} tokens, the model's limit: "
         "shorten it, or take it in parts"
     )
-
-
-def _content_size(message: Message) -> int:
-    """The characters of a message's text, which may come in parts."""
-    content = message.get("content") or ""
-    parts = content if isinstance(content, list | tuple) else [content]
-    return sum(len(part if isinstance(part, str) else str(part.get("text", ""))) for part in parts)
 
 
 def check_same_vocabulary(
@@ -362,80 +393,6 @@ def _read_template(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise TokenizerError(f"{SETTINGS} has a chat_template that is not a text: {show_value(value)}")
     return value
-
-
-def check_messages(messages: Sequence[Message]) -> None:
-    """Refuses a list that is not a conversation, and content that the template would drop silently."""
-    if not messages or isinstance(messages, str | Mapping):
-        raise TokenizerError("a conversation needs at least one message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            role = message.get("role") if isinstance(message, Mapping) else message
-            raise TokenizerError(f"message {index} has the role {role!r}; known are {', '.join(ROLES)}")
-        content = message.get("content")
-        calls = message.get("tool_calls")
-        if content is None and not calls:
-            raise TokenizerError(f"message {index} ({message['role']}) has neither content nor tool_calls")
-        if isinstance(content, Mapping) and message["role"] == "tool":
-            continue
-        for part in content if isinstance(content, list | tuple) else [content or ""]:
-            text = part.get("text") if isinstance(part, Mapping) else part
-            if not isinstance(text, str):
-                raise TokenizerError(f"message {index} has content that is not text: {part!r}")
-        if calls is not None and not isinstance(calls, list | tuple):
-            raise TokenizerError(f"message {index}: tool_calls must be a list, got {calls!r}")
-        for call in calls or []:
-            _check_function_name(call, f"message {index}: a tool call")
-
-
-def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
-    """Refuses tools that are not a list of named functions."""
-    if tools is not None and not isinstance(tools, list | tuple):
-        raise TokenizerError(f"tools must be a list of declarations, got {tools!r}")
-    for tool in tools or []:
-        _check_function_name(tool, "a tool")
-
-
-def _check_function_name(entry: Any, label: str) -> None:
-    function = entry.get("function", entry) if isinstance(entry, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise TokenizerError(f"{label} has no name: {entry!r}")
-
-
-def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages in the form that templates expect.
-
-    OpenAI clients send the arguments of a call as JSON text, and a tool's response with the id of the call instead of the
-    function's name.
-    """
-    function_names: dict[str, str] = {}  # by the id of the call
-    prepared = []
-    for original in messages:
-        message = dict(original)
-        calls = []
-        for call in message.get("tool_calls") or []:
-            function = dict(call.get("function", call))
-            function["arguments"] = _parse_arguments(function)
-            function_names[call.get("id", "")] = function.get("name", "")
-            calls.append({**call, "function": function})
-        if calls:
-            message["tool_calls"] = calls
-        if message["role"] == "tool" and "name" not in message:
-            message["name"] = function_names.get(message.get("tool_call_id", ""), "tool")
-        prepared.append(message)
-    return prepared
-
-
-def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments = function.get("arguments") or {}
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError as error:
-        raise TokenizerError(f"the arguments of the call to {function.get('name')!r} are not JSON: {error}") from None
-    if not isinstance(parsed, Mapping):
-        raise TokenizerError(f"the arguments of the call to {function.get('name')!r} are {parsed!r}, not an object")
-    return parsed
 
 
 class Decoder:

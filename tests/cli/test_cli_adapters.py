@@ -52,6 +52,7 @@ def test_commands_use_the_adapter(run, folder, adapter):
     assert run("edit", "-", *common, "--strength", "0.5", stdin=text)[1] == writer.edit(text, strength=0.5, seed=3).text
 
 
+@pytest.mark.soak
 def test_sudoku_uses_the_adapter(run, tmp_path):
     config = load_model(SUDOKU_MODEL).config
     adapter = save_adapter(tiny.trained(config, targets=("attention",)), tmp_path / "adapter", base="sudoku")

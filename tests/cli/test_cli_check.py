@@ -51,9 +51,10 @@ def verified_text(folder: str, prompt: str, seed: int, **settings) -> tuple[str,
         (["--check", "exact"], {"check": "exact"}),
         (["--check", "exact", *CAUSAL_FLAGS], {"check": "exact", **CAUSAL}),
         (["--check", "checked", "--tolerance", "0.5"], {"check": "checked", "tolerance": 0.5}),
-        (
+        pytest.param(
             ["--check", "checked", "--steps", "2", "--canvas-length", "8", *CAUSAL_FLAGS],
             {"check": "checked", "draft_steps": 2, "canvas_length": 8, **CAUSAL},
+            marks=pytest.mark.soak,
         ),
     ],
 )

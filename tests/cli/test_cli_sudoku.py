@@ -74,6 +74,7 @@ def test_one_puzzle(run):
     assert (record["board"], record["solved"], record["canvases"], record["seed"]) == (SOLVED, True, 1, 1)
 
 
+@pytest.mark.soak
 def test_a_file_of_puzzles_comes_back_in_its_order(run, tmp_path, writer, monkeypatch):
     monkeypatch.setitem(solve.solve.__kwdefaults__, "rows", 4)
     puzzles = easy(10)  # three batches
@@ -253,6 +254,7 @@ def test_boards_written_as_text_are_parsed_and_compared(monkeypatch):
     assert found == {"puzzles": 3, "boards": 2 / 3, "clues_kept": 1 / 3, "exact": 1 / 3, "steps": 5.0}
 
 
+@pytest.mark.soak
 def test_transformers_loads_it_and_gives_the_same_tokens(writer, monkeypatch):
     other = DiffusionGemmaForBlockDiffusion.from_pretrained(SUDOKU_MODEL, dtype=torch.float32).eval()
     prompt = [writer.model.config.bos_token_id, *encoding.NAMES]

@@ -71,6 +71,7 @@ def test_a_run_leaves_a_model_metrics_and_a_picture(run, recipe, tmp_path):
     assert json.loads(text)["stats"]["canvases"] == 1
 
 
+@pytest.mark.soak
 def test_a_run_resumes_where_it_stopped(run, recipe, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run("train", recipe, "--out", str(whole), "--set", "steps=6", "--device", "cpu")
@@ -158,6 +159,7 @@ def _data(tmp_path):
     return tmp_path
 
 
+@pytest.mark.soak
 def test_stories_and_code_are_scored(run, data, tmp_path):
     folder = str(tiny.save_folder(tmp_path / "model"))
     common = ["--data", str(data), "--count", "2", "--device", "cpu"]

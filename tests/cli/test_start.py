@@ -22,7 +22,7 @@ for arguments in json.loads(sys.argv[1]):
     results.append([code, err.getvalue(), sorted(HEAVY & sys.modules.keys())])
 print(json.dumps(results))
 """
-COMMANDS = "write chat demo fill edit augment sudoku serve warm train eval data info quantize".split()
+COMMANDS = "write chat demo fill edit augment sudoku serve warm train eval data pull models rm info quantize".split()
 USAGE_ERRORS = {
     ("--nonsense",): "No such option",
     ("write", "x", "--max-tokens", "many"): "'many' is not a whole number",

@@ -70,6 +70,7 @@ def test_a_hostile_schema_stays_within_the_budget(number):
     assert dfa is None or json.loads(shortest_match(dfa)) is not ...
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @settings(max_examples=60, deadline=None)
 @given(pattern=hostile.hostile_regexes())
@@ -78,6 +79,7 @@ def test_any_hostile_regex_is_refused_or_right(pattern):
     assert dfa is None or re.fullmatch(pattern, shortest_match(dfa))
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @settings(max_examples=60, deadline=None)
 @given(schema=hostile.hostile_schemas())
@@ -203,6 +205,7 @@ def test_an_ordinary_schema_compiles_with_a_large_vocabulary():
     assert budget.work < MAX_WORK / 2
 
 
+@pytest.mark.soak
 @given(value=st.recursive(st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_a_shortened_value_is_short(value):
     assert len(shorten(value)) <= 120

@@ -166,7 +166,8 @@ def prepare(cfg: SamplerConfig, constraints: Constraints, pattern: str) -> Const
     return constrained
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.soak) for block in range(1, 8))])
+@pytest.mark.soak
+@pytest.mark.parametrize("block", range(8))
 def test_two_thousand_random_patterns_are_matched(block):
     """On one canvas or several, cut off by the length or not, some with a pin. 50 answers share a batch."""
     rng = random.Random(block)

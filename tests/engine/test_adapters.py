@@ -41,7 +41,7 @@ def run_together(engine, requests):
     return [ends[request].ids_BT[0].tolist() for request in requests]
 
 
-@pytest.mark.parametrize("check", ["off", pytest.param("checked", marks=pytest.mark.soak), "exact"])
+@pytest.mark.parametrize("check", ["off", *(pytest.param(check, marks=pytest.mark.soak) for check in ("checked", "exact"))])
 def test_requests_with_different_adapters_equal_each_alone(check):
     engine = Engine(MODEL, EngineConfig(prefill_chunk=8))
     cfg = tiny.sampler(max_new_tokens=24, check=check, draft_steps=3)
@@ -52,6 +52,7 @@ def test_requests_with_different_adapters_equal_each_alone(check):
     assert len({tuple(ids) for ids in expected[: len(ADAPTERS)]}) >= 3  # the adapters are felt
 
 
+@pytest.mark.soak
 def test_requests_of_all_modes_and_adapters_share_an_engine():
     """Constraints, other canvas lengths, checked and exact requests, some of which commit in the same step."""
     engine = Engine(MODEL)
@@ -204,7 +205,10 @@ def merged_model():
     return model
 
 
-@pytest.mark.parametrize("task", TASKS)
+LONG_TASKS = ("several", "checked", "left to right", "best of", "edit", "streamer", "checked streamer")
+
+
+@pytest.mark.parametrize("task", [pytest.param(t, marks=[pytest.mark.soak] if t in LONG_TASKS else []) for t in TASKS])
 def test_every_task_uses_the_adapter_and_only_in_its_writer(task):
     """Equal to a Writer whose model has the adapter in its weights; the base beside it is as without one."""
     run = TASKS[task]

@@ -139,6 +139,7 @@ def engine(model, monkeypatch):
     return Engine(model, EngineConfig(max_running=4, prefill_chunk=8))
 
 
+@pytest.mark.soak
 def test_canvases_equal_those_of_generate(engine, model):
     """Different prompts, steps and seeds in one batch; one request with constraints and one with a quota beside them."""
     asked = [

@@ -135,6 +135,7 @@ def test_the_load_of_this_machine_can_be_read():
     assert after[2] > before[2]
 
 
+@pytest.mark.soak
 def test_the_command_line_fixes_the_count():
     code = (
         "import torch; from redraft.cli import options; from redraft.kernels.threads import GOVERNOR;"

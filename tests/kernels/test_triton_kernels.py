@@ -193,7 +193,13 @@ SMALL_WIDE = attention_wide.WideTiles(rows=16, keys=32, inner=16, columns=32, st
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("new", "lengths", "max_weights"), [(5, (9, 0), 2**20), (21, (3, 70), 2**20), (9, (3, 70), 1024), (1, (70, 2), 128)]
+    ("new", "lengths", "max_weights"),
+    [
+        (5, (9, 0), 2**20),
+        (21, (3, 70), 2**20),
+        pytest.param(9, (3, 70), 1024, marks=pytest.mark.soak),
+        pytest.param(1, (70, 2), 128, marks=pytest.mark.soak),
+    ],
 )
 def test_attention_of_wide_heads_equals_the_reference(causal, new, lengths, max_weights, monkeypatch):
     """Whole, in slices of the tokens, and in splits of the keys, all at once and one after another."""
@@ -232,7 +238,7 @@ def test_new_keys_and_values_are_written_to_their_slots(counts):
             assert torch.equal(mine.nan_to_num(77.0), theirs.nan_to_num(77.0))
 
 
-@pytest.mark.parametrize("vocab", [112, 300, 9000])
+@pytest.mark.parametrize("vocab", [112, *(pytest.param(vocab, marks=pytest.mark.soak) for vocab in (300, 9000))])
 def test_vocabulary_kernels_equal_the_reference(vocab):
     raw, embedding = randn(12, vocab) * 20, randn(vocab, 16, seed=1)
     generator = torch.Generator().manual_seed(2)

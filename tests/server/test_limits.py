@@ -95,6 +95,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(hurried, piece):
     assert exchange(hurried[0], piece) == b""
 
 
+@pytest.mark.soak
 def test_a_head_that_stops_behind_a_whole_request_is_not_waited_for(hurried):
     answer = exchange(hurried[0], b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTT")
     assert answer.count(b"HTTP/1.1 200") == 1
@@ -129,6 +130,7 @@ def test_a_body_in_tiny_chunks_is_cut_off(strict):
     assert b"HTTP/1.1 200" in exchange(strict, start, pieces)
 
 
+@pytest.mark.soak
 def test_a_client_that_does_not_read_is_let_go(hurried):
     url, writer = hurried
     body = {"prompt": "ab", "max_tokens": 480, "canvas_length": 4, "candidates": 20, "forbidden": [1, 5]}

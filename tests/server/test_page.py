@@ -419,6 +419,7 @@ def test_the_layout_fits_a_phone_and_a_large_screen(opened, url, width, height, 
     screenshot(page, f"{width}_{scheme}")
 
 
+@pytest.mark.soak
 def test_generated_scripts_never_run(opened, url):
     page = opened(f"{url}/#write")
     evil = "<p>Look</p><img src=x onerror=\"top.document.title='run'\"><script>top.document.title='run'</script> and"
@@ -430,6 +431,7 @@ def test_generated_scripts_never_run(opened, url):
     opened.messages[:] = [line for line in opened.messages if "sandbox" not in line and "Content Security" not in line]
 
 
+@pytest.mark.soak
 def test_errors_are_shown_and_runs_can_be_stopped(opened, url):
     page = opened(f"{url}/#write")
     page.fill("#form-write [name=regex]", "(")
@@ -456,6 +458,7 @@ def test_errors_are_shown_and_runs_can_be_stopped(opened, url):
     assert page.inner_text("#status") == ""
 
 
+@pytest.mark.soak
 def test_the_page_asks_for_the_api_key(opened):
     with served(small(), limits=Limits(key="secret")) as address:
         page = opened(f"{address}/#write")

@@ -63,6 +63,7 @@ def test_the_page_greets_with_recorded_runs(opened, url):
     assert posts == []
 
 
+@pytest.mark.soak
 def test_a_recorded_run_plays_and_gives_way_to_a_run(opened, url):
     page = opened(f"{url}/#edit")
     sync_api.expect(page.locator(".position")).to_have_text("the end")
@@ -171,7 +172,7 @@ def check_accessibility(page):
     assert found == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.soak)])
 def test_the_greeting_is_accessible(opened, url, scheme):
     page = opened(url, color_scheme=scheme, reduced_motion="reduce")
     page.wait_for_selector(".home[data-state=done]")

@@ -12,8 +12,8 @@ from serving import NO_END, keep, make, served, user
 
 from redraft.model.quant import quantize_fp8
 from redraft.server import fim, infill
-from redraft.server.api.ollama import parameter_count
 from redraft.server.infill import trim_infill
+from redraft.server.model_card import parameter_count
 from redraft.server.stop_strings import StopStringFilter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from the clients' own libraries
@@ -400,7 +400,7 @@ def test_infill_is_trimmed_for_editors():
 def test_metrics_count(http):
     def completion_tokens() -> float:
         lines = http.get("/metrics").text.splitlines()
-        return float(next(line.split()[1] for line in lines if line.startswith('redraft_tokens_total{kind="completion"}')))
+        return float(next(line.split()[1] for line in lines if line.startswith('redraft_tokens_total{kind="completion",')))
 
     before = completion_tokens()
     http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 4, "logit_bias": NO_END})

@@ -50,14 +50,13 @@ def slow(writer: Writer, seconds: float = 0.05):
     writer.engine.runner.step = usual
 
 
-def in_threads(tasks, apart: float = 0.0) -> list:
-    """Runs tasks in threads, started one after the other, and returns their results."""
+def in_threads(tasks) -> list:
+    """Runs tasks in threads and returns their results."""
     found = [None] * len(tasks)
     threads = []
     for number, task in enumerate(tasks):
         threads.append(threading.Thread(target=lambda n=number, t=task: found.__setitem__(n, t())))
         threads[-1].start()
-        time.sleep(apart)
     for thread in threads:
         thread.join()
     return found
@@ -75,7 +74,9 @@ def test_disconnected_clients_are_dropped_and_the_newest_infill_wins():
             assert not writer.engine.is_idle
         assert wait_until(lambda: writer.engine.is_idle)
         asked = {"input_prefix": "a", "input_suffix": "b", "n_predict": 32}
-        older, newer = in_threads([lambda: httpx.post(f"{url}/infill", json=asked, timeout=60)] * 2, apart=0.3)
+        post = lambda: httpx.post(f"{url}/infill", json=asked, timeout=60)  # noqa: E731
+        post_later = lambda: wait_until(lambda: not writer.engine.is_idle) and post()  # noqa: E731
+        older, newer = in_threads([post, post_later])
         assert (older.status_code, newer.status_code) == (409, 200)
         ask = lambda: httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 64}, timeout=60)  # noqa: E731
         found = in_threads([ask] * 6)

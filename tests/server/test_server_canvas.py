@@ -120,6 +120,7 @@ def test_gaps_of_given_lengths_share_a_canvas_and_can_be_steered(url):
     assert events(url, text="ab.[[ 3 ]], cd [[ 2 ]]!", seed=3, interventions=pinned)[-1]["text"][4] == "Q"
 
 
+@pytest.mark.soak
 def test_gaps_without_lengths_are_filled_as_the_writer_does(url):
     text = "ab [[ ]] cd[[ ]]."
     found = events(url, text=text, seed=3)

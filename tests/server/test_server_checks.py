@@ -68,7 +68,7 @@ def expected(check, prompt=PROMPT, seed=7, max_new_tokens=24, **changes):
 # 1. The same tokens on every wire
 
 
-@pytest.mark.parametrize("check", ["checked", "exact"])
+@pytest.mark.parametrize("check", [pytest.param("checked", marks=pytest.mark.soak), "exact"])
 def test_every_wire_gives_the_tokens_of_the_plain_loop(url, check):
     ids, stats = expected(check, temperature=0.8)
     text = WRITER.tokenizer.decode(ids)

@@ -159,12 +159,13 @@ async def send_malformed(count: int, seed: int) -> dict[int, int]:
             if status == 400:
                 assert json.loads(answer)["error"], (path, body[:300])
             statuses[status] = statuses.get(status, 0) + 1
-        assert app.state.worker.active == 0
+        assert app.state.models.active == 0
         status, _ = await posted(app, "/v1/completions", b'{"prompt": "ab", "max_tokens": 4, "seed": 1}')
         assert status == 200
     return statuses
 
 
+@pytest.mark.soak
 def test_malformed_bodies_are_a_400_with_a_sentence():
     assert asyncio.run(send_malformed(500, seed=1))[400] > 350
 

@@ -146,7 +146,7 @@ def test_a_page_may_use_the_server_only_if_its_origin_is_named():
 @pytest.mark.parametrize("origin", ["*", "null", "app.example", "ftp://app.example", "https://app.example/page", ""])
 def test_what_is_no_origin_is_refused_before_a_model_is_loaded(origin):
     with pytest.raises(ValueError, match="--cors takes the origin of a page, such as ") as refusal:
-        serve.serve(model="/nowhere", cors=[origin])
+        serve.serve(models=["/nowhere"], cors=[origin])
     assert str(refusal.value).endswith(repr(origin))
 
 

@@ -36,6 +36,7 @@ GAPS = given(
 )
 
 
+@pytest.mark.soak
 @settings(max_examples=40, deadline=None)
 @GAPS
 def test_the_text_around_gaps_is_unchanged(texts, marks, seed):

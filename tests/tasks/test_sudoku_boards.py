@@ -31,6 +31,7 @@ def test_listed_puzzles_have_the_listed_solution_and_no_other(row):
     assert (solver.count_guesses(puzzle) == 0) == (row["guesses"] == "0")
 
 
+@pytest.mark.soak
 def test_batched_search_equals_one_by_one():
     assert torch.equal(generator.solve_many(BOARDS, chance()), ANSWERS)
     broken = BOARDS.clone()

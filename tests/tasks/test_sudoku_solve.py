@@ -54,6 +54,7 @@ def test_without_symmetries_every_canvas_equals_generate():
     assert len({solution.forwards for solution in found}) > 1  # some leave the batch before others
 
 
+@pytest.mark.soak
 def test_batched_is_alone():
     together = solve_all(PUZZLES, canvases=4)
     for number, puzzle in enumerate(PUZZLES):

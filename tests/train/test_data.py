@@ -225,6 +225,7 @@ def test_rows_become_a_batch(files):
     assert batch.ids_BL.tolist() == [row.ids for row in found]
 
 
+@pytest.mark.soak
 def test_prefetch_gives_the_same_batches(files):
     cfg = DataConfig(sources=(Source(files=files[0]),), length=64, canvas_lengths=(8,))
     here = Batches(Rows(cfg, TOKENIZER, stop=STOP, pad=PAD), 3)
@@ -248,6 +249,7 @@ def test_streams_are_interleaved(files):
         assert positions[number] == position
 
 
+@pytest.mark.soak
 def test_prefetch_raises_the_readers_error(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{")
     cfg = DataConfig(sources=(Source(files=(str(tmp_path / "bad.jsonl"),)),), length=64, canvas_lengths=(8,))
@@ -257,6 +259,7 @@ def test_prefetch_raises_the_readers_error(tmp_path):
     there.close()
 
 
+@pytest.mark.soak
 def test_a_killed_reader_raises_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 50)
     cfg = DataConfig(sources=(Source(files=(str(tmp_path / "a.txt"),)),), length=4096, canvas_lengths=(8,))

@@ -137,6 +137,7 @@ def test_losses_fall_and_experts_share_the_load(tmp_path):
     assert found[-1].tokens == 24 * 8 * 40
 
 
+@pytest.mark.soak
 def test_bf16_computes_near_float32_and_keeps_float32_weights(tmp_path):
     both = [losses(events(config(tmp_path, precision=p, steps=4), tmp_path / p)) for p in ("float32", "bfloat16")]
     assert max(abs(a - b) for a, b in zip(*both, strict=True)) < 0.1

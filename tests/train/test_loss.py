@@ -91,6 +91,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
     assert (a - b).abs().max() <= 1e-4 * b.abs().max()
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_agrees_with_the_dense_mask_batch_after_batch():
     model, data = tiny.build(tiny.CONFIGS["short window"]), batch()

@@ -157,6 +157,7 @@ def test_a_source_refuses_nonsense(change):
 # 3. Rows of conversations
 
 
+@pytest.mark.soak
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 60), st.sampled_from([1, 5]))
 def test_resumed_equals_unbroken_with_several_documents_of_a_record(tmp_path_factory, cut, shuffle):
@@ -211,6 +212,7 @@ def test_a_conversation_longer_than_the_context_is_cut_at_canvases_and_noted(tmp
     assert answer in "".join(pieces)  # no token of an answer is lost
 
 
+@pytest.mark.soak
 def test_a_batch_names_its_records(tmp_path):
     path = write(tmp_path / "a.jsonl", [chat("x" * 30) for _ in range(40)])
     batches = Batches(open_rows(config(path)), 2)
@@ -266,6 +268,7 @@ def test_the_check_reports_progress(tmp_path):
     assert seen[-1] == 1
 
 
+@pytest.mark.soak
 def test_the_estimate_is_near_the_tokens_of_all_records(tmp_path):
     rng = random.Random(0)
     lines = [chat(*("y" * rng.randint(1, 90) for _ in range(rng.randint(1, 3)))) for _ in range(1000)]

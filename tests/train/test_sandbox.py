@@ -113,6 +113,7 @@ def test_the_kernel_sends_no_signal_for_it_and_no_folder_is_made():
     assert not sandbox.passes("import socket; socket.socketpair()")
 
 
+@pytest.mark.soak
 @isolated
 def test_memory_and_time_are_limited(monkeypatch):
     assert not sandbox.passes("x = bytearray(3 << 30)")

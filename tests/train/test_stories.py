@@ -65,6 +65,7 @@ def test_the_model_that_ships_is_a_teacher_too(monkeypatch):
     assert all(len(text) > 20 and "<" not in text for text in texts)
 
 
+@pytest.mark.soak
 def test_a_teacher_that_ends_no_story_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(stories, "BATCH", 2)
     monkeypatch.setattr(stories, "LONGEST", 64)

@@ -62,6 +62,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
+@pytest.mark.soak
 def test_a_run_learns_and_leaves_the_base_as_it_was(tmp_path):
     cfg = config(tmp_path, steps=20, save_every=20)
     before = {p.name: p.read_bytes() for p in (tmp_path / "base").iterdir()}
@@ -84,6 +85,7 @@ def test_a_run_learns_and_leaves_the_base_as_it_was(tmp_path):
     assert found[-1].model == tmp_path / "run"
 
 
+@pytest.mark.soak
 def test_resumed_equals_unbroken(tmp_path):
     """Dropout, positions inside a conversation and the best score included."""
     unbroken = config(tmp_path, save_every=3)

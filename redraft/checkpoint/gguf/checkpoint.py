@@ -1,16 +1,18 @@
 """A GGUF file as a checkpoint: the parts that a folder has in several files."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from redraft.checkpoint.gguf.header import GgufFile, read_gguf
+from redraft.checkpoint.gguf.llama_tensors import LlamaTensors
 from redraft.checkpoint.gguf.settings import check_architecture, parse_model_settings, parse_sampler_settings
-from redraft.checkpoint.gguf.tensors import GgufTensors
+from redraft.checkpoint.gguf.tensors import GgufTensors, StoredTensor
 from redraft.checkpoint.gguf.vocabulary import read_tokenizer
 from redraft.checkpoint.names import CheckpointError
-from redraft.config import ModelConfig, SamplerConfig
+from redraft.config import BackboneConfig, LlamaConfig, ModelConfig, SamplerConfig
 from redraft.tokenizer.tokenizer import Tokenizer
 
 SUFFIX = ".gguf"
@@ -26,11 +28,14 @@ class GgufCheckpoint:
     """An open file: its settings are read, its tensors and its tokenizer are read when they are asked for."""
 
     file: GgufFile
-    config: ModelConfig
+    config: BackboneConfig
     sampler: SamplerConfig
 
-    def tensors(self, device: torch.device | str = "cpu") -> GgufTensors:
+    def tensors(self, device: torch.device | str = "cpu") -> Mapping[str, StoredTensor]:
         """The tensors by published name, checked against the settings; numbers are converted on the device."""
+        if isinstance(self.config, LlamaConfig):
+            return LlamaTensors(self.file, self.config, device)
+        assert isinstance(self.config, ModelConfig)
         return GgufTensors(self.file, self.config, device)
 
     def tokenizer(self) -> Tokenizer:

@@ -1,21 +1,30 @@
-"""Metadata of a GGUF file -> ModelConfig and SamplerConfig. Settings that a file leaves out are those of the release."""
+"""Metadata of a GGUF file -> configuration and SamplerConfig. What a DiffusionGemma file leaves out is as in the release."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from redraft.checkpoint.gguf.header import GgufFile
+from redraft.checkpoint.gguf.llama_settings import ARCHITECTURES, parse_llama_sampler, parse_llama_settings
+from redraft.checkpoint.gguf.values import ROPE_FREQUENCIES, as_written, read_embedding_rows, require_setting
 from redraft.checkpoint.names import CheckpointError
-from redraft.config import FULL, MOST_LAYERS, SLIDING, ConfigError, ModelConfig, SamplerConfig, require_int, show_value
+from redraft.config import (
+    FULL,
+    MOST_LAYERS,
+    SLIDING,
+    BackboneConfig,
+    ConfigError,
+    LlamaConfig,
+    ModelConfig,
+    SamplerConfig,
+    require_int,
+    show_value,
+)
 from redraft.kernels.rope import rope_frequencies
 
 ARCHITECTURE = "diffusion-gemma"
 PREFIX = f"{ARCHITECTURE}."
 SPLIT = "split.count"
-EMBEDDING = "token_embd.weight"
-ROPE_FREQUENCIES = "rope_freqs.weight"
 NO_ROTATION = 1e29  # a pair whose frequency is divided by this much or more does not turn; files have 1e30
 TOKENS = "tokenizer.ggml.tokens"
 STOP_TOKENS = ("<turn|>", "<|tool_response>")  # beside eos_token_id; the model's config.json has the first, the sampler both
@@ -38,8 +47,9 @@ def check_architecture(path: Path, metadata: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} is Gemma 4, the autoregressive model; redraft reads GGUF files of DiffusionGemma ({ARCHITECTURE})"
         )
-    if architecture != ARCHITECTURE:
-        raise CheckpointError(f"{path} has the architecture {show_value(architecture)}; redraft runs {ARCHITECTURE}")
+    if architecture != ARCHITECTURE and architecture not in ARCHITECTURES:
+        known = ", ".join((ARCHITECTURE, *ARCHITECTURES))
+        raise CheckpointError(f"{path} has the architecture {show_value(architecture)}; redraft runs {known}")
     parts = metadata.get(SPLIT, 1)
     if parts not in (0, 1):
         raise CheckpointError(
@@ -47,18 +57,22 @@ def check_architecture(path: Path, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def parse_model_settings(file: GgufFile) -> ModelConfig:
+def parse_model_settings(file: GgufFile) -> BackboneConfig:
     """The shape of the model. Whatever is wrong is a CheckpointError that names the file."""
     try:
+        if file.metadata["general.architecture"] in ARCHITECTURES:
+            return parse_llama_settings(file)
         return _parse_model_settings(file)
     except ConfigError as error:
         raise CheckpointError(f"{file.path}: {error}") from None
 
 
-def parse_sampler_settings(file: GgufFile, model: ModelConfig) -> SamplerConfig:
+def parse_sampler_settings(file: GgufFile, model: BackboneConfig) -> SamplerConfig:
     """How text is generated."""
-    settings = {name: _as_written(file.metadata[key]) for name, key in SAMPLER_KEYS.items() if key in file.metadata}
+    settings = {name: as_written(file.metadata[key]) for name, key in SAMPLER_KEYS.items() if key in file.metadata}
     try:
+        if isinstance(model, LlamaConfig):
+            return parse_llama_sampler(file, model)
         return SamplerConfig(
             canvas_length=model.canvas_length,
             eos_token_ids=_stop_tokens(file, STOP_TOKENS),
@@ -70,11 +84,11 @@ def parse_sampler_settings(file: GgufFile, model: ModelConfig) -> SamplerConfig:
 
 
 def _parse_model_settings(file: GgufFile) -> ModelConfig:
-    layers = require_int("block_count", _require(file, "block_count"), 1, MOST_LAYERS)
+    layers = require_int("block_count", require_setting(file, "block_count"), 1, MOST_LAYERS)
     for name in UNSUPPORTED:
         if file.metadata.get(PREFIX + name, 0) != 0:
             raise ConfigError(f"{name} is {show_value(file.metadata[PREFIX + name])}; redraft runs 0 only")
-    pattern = _require(file, "attention.sliding_window_pattern")
+    pattern = require_setting(file, "attention.sliding_window_pattern")
     if not isinstance(pattern, list) or len(pattern) != layers or not all(isinstance(item, bool) for item in pattern):
         raise ConfigError(f"sliding_window_pattern must hold {layers} booleans, got {show_value(pattern)}")
     layer_types = tuple(SLIDING if is_sliding else FULL for is_sliding in pattern)
@@ -82,25 +96,25 @@ def _parse_model_settings(file: GgufFile) -> ModelConfig:
     head_dim = _read_head_size(file, "_swa")
     global_head_dim = _read_head_size(file, "")
     return ModelConfig(
-        vocab_size=_embedding_rows(file),
-        hidden_size=_require(file, "embedding_length"),
+        vocab_size=read_embedding_rows(file),
+        hidden_size=require_setting(file, "embedding_length"),
         intermediate_size=_same_in_all_layers(file, "feed_forward_length", layers),
-        moe_intermediate_size=_require(file, "expert_feed_forward_length"),
-        num_experts=_require(file, "expert_count"),
-        top_k_experts=_require(file, "expert_used_count"),
+        moe_intermediate_size=require_setting(file, "expert_feed_forward_length"),
+        num_experts=require_setting(file, "expert_count"),
+        top_k_experts=require_setting(file, "expert_used_count"),
         layer_types=layer_types,
         num_attention_heads=_same_in_all_layers(file, "attention.head_count", layers),
         num_key_value_heads=kv_heads,
         num_global_key_value_heads=global_kv_heads,
         head_dim=head_dim,
         global_head_dim=global_head_dim,
-        sliding_window=_require(file, "attention.sliding_window"),
-        rope_theta=_require(file, "rope.freq_base_swa"),
-        global_rope_theta=_require(file, "rope.freq_base"),
+        sliding_window=require_setting(file, "attention.sliding_window"),
+        rope_theta=require_setting(file, "rope.freq_base_swa"),
+        global_rope_theta=require_setting(file, "rope.freq_base"),
         global_rotary_fraction=_read_rotary_fraction(file, global_head_dim),
-        rms_norm_eps=_require(file, "attention.layer_norm_rms_epsilon"),
-        final_logit_softcapping=_require(file, "final_logit_softcapping"),
-        max_position_embeddings=_require(file, "context_length"),
+        rms_norm_eps=require_setting(file, "attention.layer_norm_rms_epsilon"),
+        final_logit_softcapping=require_setting(file, "final_logit_softcapping"),
+        max_position_embeddings=require_setting(file, "context_length"),
         canvas_length=file.metadata.get("diffusion.canvas_length", 256),
         pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id", 0),
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id", 2),
@@ -108,22 +122,9 @@ def _parse_model_settings(file: GgufFile) -> ModelConfig:
     )
 
 
-def _require(file: GgufFile, name: str) -> Any:
-    if PREFIX + name not in file.metadata:
-        raise ConfigError(f"the metadata has no {PREFIX}{name}, and redraft assumes no value")
-    return _as_written(file.metadata[PREFIX + name])
-
-
-def _as_written(value: Any) -> Any:
-    """A float32 of the file as the shortest decimal number that it stands for: 1e-06, and not 9.999999974752427e-07."""
-    if not isinstance(value, float) or float(np.float32(value)) != value:
-        return value
-    return float(str(np.float32(value)))
-
-
 def _same_in_all_layers(file: GgufFile, name: str, layers: int) -> Any:
     """A number, or a list with the same number for every layer."""
-    value = _require(file, name)
+    value = require_setting(file, name)
     if isinstance(value, list):
         if len(value) != layers or len(set(value)) != 1:
             raise ConfigError(f"{name} must be the same number in all {layers} layers, got {show_value(value)}")
@@ -133,7 +134,7 @@ def _same_in_all_layers(file: GgufFile, name: str, layers: int) -> Any:
 
 def _by_layer_type(file: GgufFile, name: str, layer_types: tuple[str, ...]) -> tuple[Any, Any]:
     """The number of sliding layers and that of full ones, from one number or from a list by layer."""
-    value = _require(file, name)
+    value = require_setting(file, name)
     by_layer = value if isinstance(value, list) else [value] * len(layer_types)
     if len(by_layer) != len(layer_types):
         raise ConfigError(f"{name} must hold {len(layer_types)} numbers, got {show_value(value)}")
@@ -145,18 +146,12 @@ def _by_layer_type(file: GgufFile, name: str, layer_types: tuple[str, ...]) -> t
 
 def _read_head_size(file: GgufFile, suffix: str) -> Any:
     """The head size of full layers, or of sliding ones with the suffix "_swa". Keys, values and RoPE must have the same."""
-    size = _require(file, f"attention.key_length{suffix}")
+    size = require_setting(file, f"attention.key_length{suffix}")
     for name in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):
         other = file.metadata.get(PREFIX + name, size)
         if other != size:
             raise ConfigError(f"{name} is {show_value(other)} and the head size {show_value(size)}; redraft runs equal ones")
     return size
-
-
-def _embedding_rows(file: GgufFile) -> int:
-    if EMBEDDING not in file.tensors:
-        raise ConfigError(f"there is no tensor {EMBEDDING}")
-    return file.tensors[EMBEDDING].shape[0]
 
 
 def _read_rotary_fraction(file: GgufFile, head_dim: Any) -> float:

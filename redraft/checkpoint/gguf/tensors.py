@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from redraft.checkpoint.gguf.header import GgufFile
-from redraft.checkpoint.gguf.settings import ROPE_FREQUENCIES
+from redraft.checkpoint.gguf.values import ROPE_FREQUENCIES
 from redraft.checkpoint.gguf.weights import GgufWeight, PaddedWeight, StackedWeight
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.config import ModelConfig, show_value

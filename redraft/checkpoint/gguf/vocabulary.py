@@ -1,23 +1,27 @@
-"""Metadata of a GGUF file -> Tokenizer: the vocabulary of tokenizer.json, built from the lists of the file.
+"""Metadata of a GGUF file -> Tokenizer: the vocabulary of tokenizer.json, built from the lists of the file."""
 
-Gemma's vocabulary is BPE over a text whose spaces became U+2581; bytes without a token are written as <0x00> to <0xFF>.
-"""
-
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Vocabulary
 
+from redraft.checkpoint.gguf.vocabulary_kinds import (
+    CUTTINGS,
+    Lists,
+    build_byte_level,
+    build_gemma,
+    build_sentencepiece,
+)
 from redraft.checkpoint.names import CheckpointError
 from redraft.config import show_value
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 PREFIX = "tokenizer.ggml."
-MODEL = "gemma4"
-SPACE = "\u2581"
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types; 5 is unused and 6 a byte
+GEMMA, BYTE_LEVEL, SENTENCEPIECE = KINDS = ("gemma4", "gpt2", "llama")
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types; 1 is normal, 5 unused and 6 a byte
 # Special tokens of the release. llama.cpp's converter marks some of them as text, so that its chat parser sees them.
 RELEASED_SPECIAL_TOKENS = frozenset(
     '<pad> <eos> <bos> <unk> <mask> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|"|> '
@@ -35,12 +39,11 @@ NAMED_TOKENS = {  # of tokenizer_config.json -> of the file
 
 def read_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     """Makes the tokenizer of a file, with its chat template."""
-    if metadata.get(PREFIX + "model") != MODEL:
+    kind = metadata.get(PREFIX + "model")
+    if kind not in KINDS:
         raise CheckpointError(
-            f"{path} has a tokenizer of the kind {show_value(metadata.get(PREFIX + 'model'))}; redraft reads {MODEL!r}"
+            f"{path} has a tokenizer of the kind {show_value(kind)}; redraft reads {', '.join(map(repr, KINDS))}"
         )
-    if metadata.get(PREFIX + "add_space_prefix", False) is not False:
-        raise CheckpointError(f"{path}: add_space_prefix is set; redraft reads tokenizers that add no space")
     tokens = _read_list(path, metadata, "tokens", str)
     types = _read_list(path, metadata, "token_type", int)
     if len(types) != len(tokens):
@@ -49,12 +52,16 @@ def read_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     if len(ids) != len(tokens):
         repeated = next(token for number, token in enumerate(tokens) if ids[token] != number)
         raise CheckpointError(f"{path} has the token {show_value(repeated)} twice")
-    settings = _read_named_tokens(path, metadata, tokens)
-    vocabulary = _build(path, ids, _read_merges(path, metadata), settings.get("unk_token"))
+    settings: dict[str, Any] = dict(_read_named_tokens(path, metadata, tokens))
+    lists = _read_lists(path, metadata, kind, ids, types, settings.get("unk_token"))
+    vocabulary, adds_bos = _build(path, metadata, kind, lists)
+    if kind != GEMMA:
+        settings["add_bos_token"] = _read_flag(path, metadata, "add_bos_token", adds_bos)
+    released = RELEASED_SPECIAL_TOKENS if kind == GEMMA else frozenset()
     added = [
         AddedToken(token, special=is_special, normalized=False)
-        for token, kind in zip(tokens, types, strict=True)
-        if (is_special := kind in (UNKNOWN, CONTROL) or token in RELEASED_SPECIAL_TOKENS) or kind == USER_DEFINED
+        for token, type_number in zip(tokens, types, strict=True)
+        if (is_special := type_number in (UNKNOWN, CONTROL) or token in released) or type_number == USER_DEFINED
     ]
     vocabulary.add_tokens(added)
     template = metadata.get("tokenizer.chat_template")
@@ -66,16 +73,44 @@ def read_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _build(path: Path, ids: dict[str, int], merges: list[tuple[str, str]], unknown: str | None) -> Vocabulary:
+def _read_lists(
+    path: Path, metadata: Mapping[str, Any], kind: str, ids: dict[str, int], types: list[int], unknown: str | None
+) -> Lists:
+    has_prefix = _read_flag(path, metadata, "add_space_prefix", kind == SENTENCEPIECE)
+    if has_prefix and kind != SENTENCEPIECE:
+        raise CheckpointError(f"{path}: add_space_prefix is set; redraft reads tokenizers of {kind} that add no space")
+    if kind != SENTENCEPIECE:
+        return Lists(ids, types, _read_merges(path, metadata), (), unknown, has_prefix)
+    scores = _read_list(path, metadata, "scores", float)
+    if len(scores) != len(ids):
+        raise CheckpointError(f"{path} has {len(ids)} tokens and {len(scores)} scores")
+    if not all(map(math.isfinite, scores)):
+        raise CheckpointError(f"{path} has the score of a token that is not a finite number")
+    return Lists(ids, types, [], scores, unknown, has_prefix)
+
+
+def _build(path: Path, metadata: Mapping[str, Any], kind: str, lists: Lists) -> tuple[Vocabulary, bool]:
+    """The vocabulary, and whether a text begins with the BOS token where the file does not say."""
+    pre = metadata.get(PREFIX + "pre", "default")
+    if kind == BYTE_LEVEL and pre not in CUTTINGS:
+        raise CheckpointError(
+            f"{path} cuts texts as {show_value(pre)} does (tokenizer.ggml.pre); redraft knows {', '.join(CUTTINGS)}"
+        )
     try:
-        model = models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        if kind == GEMMA:
+            return build_gemma(lists), True
+        if kind == SENTENCEPIECE:
+            return build_sentencepiece(lists), True
+        return build_byte_level(lists, CUTTINGS[pre]), CUTTINGS[pre].adds_bos
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{path} has a vocabulary that cannot be used: {show_value(str(error))}") from None
-    vocabulary = Vocabulary(model)
-    vocabulary.normalizer = normalizers.Replace(" ", SPACE)
-    vocabulary.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    vocabulary.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    return vocabulary
+
+
+def _read_flag(path: Path, metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    flag = metadata.get(PREFIX + name, default)
+    if not isinstance(flag, bool):
+        raise CheckpointError(f"{path}: {PREFIX}{name} must be true or false, got {show_value(flag)}")
+    return flag
 
 
 def _read_list(path: Path, metadata: Mapping[str, Any], name: str, kind: type) -> list[Any]:

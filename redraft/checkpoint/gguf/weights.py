@@ -17,6 +17,7 @@ from redraft.checkpoint.gguf.blocks import BlockType
 from redraft.checkpoint.names import CheckpointError
 from redraft.kernels.nvfp4 import Nvfp4Tensor
 from redraft.kernels.packed import PackedTensor
+from redraft.kernels.threads import adapt_threads
 from redraft.model.quant.stored import StoredWeight
 
 CHUNK = 2**21  # numbers converted at once: 8 MiB in float32, and a few times that on the way
@@ -64,6 +65,8 @@ class GgufWeight:
         numbers = torch.empty(self.shape, dtype=dtype, device=self.device)
         chunks = numbers.view(-1, self.shape[-1]).split(self._rows_at_once())
         scales = self._row_scales()
+        if self.device.type == "cpu":
+            adapt_threads()
         for chunk, blocks in zip(chunks, self._blocks(), strict=True):
             dequantized = self.type.dequantize(blocks).flatten(-2)
             if scales is not None:

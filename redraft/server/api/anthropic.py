@@ -16,11 +16,13 @@ from redraft.server.checks import causal_settings, choose_check, ignored_setting
 from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, adapt_to_model, text_of_content
 from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.forced_calls import choose_tools
+from redraft.server.models import Handlers, Models
 from redraft.server.schema import Body, CanvasFields, CausalOptions, Parts, Seed, StopString, Temperature, Tokens
-from redraft.server.service import Completion, Handlers, Route, Service, name_ignored_fields, read_body
+from redraft.server.service import Completion, Route, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, sse_response, to_json
 from redraft.server.worker import Stream
 from redraft.tokenizer.tokenizer import Message
+from redraft.writer import Writer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "deadline": "max_tokens", "tool_calls": "tool_use"}
 Content = str | Parts
@@ -48,9 +50,9 @@ class MessagesRequest(CanvasFields, CausalOptions):
     stream: bool = False
 
 
-def routes(service: Service) -> list[Route]:
+def routes(models: Models) -> list[Route]:
     """Returns the routes of this wire format."""
-    handlers = AnthropicRoutes(service)
+    handlers = AnthropicRoutes(models)
     return [
         Route("/v1/messages", handlers.messages, MessagesRequest),
         Route("/v1/messages/count_tokens", handlers.count_tokens, MessagesRequest),
@@ -65,7 +67,7 @@ class AnthropicRoutes(Handlers):
         body = await read_body(request, MessagesRequest)
         if body.max_tokens is None:
             raise BadRequestError("max_tokens: Field required", "max_tokens")
-        service = self.service.select(body.model)
+        service = (await self.of(request, body)).service
         params = params_of(body, service.writer.tokenizer.can_think)
         check = choose_check(service.writer.sampler, body.check, has_draft=bool(params.draft))
         name_ignored_fields(request, ignored_settings(body, check))
@@ -80,18 +82,21 @@ class AnthropicRoutes(Handlers):
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
         """POST /v1/messages/count_tokens."""
-        params = params_of(await read_body(request, MessagesRequest), self.service.writer.tokenizer.can_think)
+        body = await read_body(request, MessagesRequest)
+        service = (await self.of(request, body)).service
+        params = params_of(body, service.writer.tokenizer.can_think)
 
         def work(stop: threading.Event) -> Iterator[int]:
-            yield self._count_tokens(params)
+            yield count_prompt_tokens(service.writer, params)
 
-        return {"input_tokens": await self.service.run_single(request, work)}
+        return {"input_tokens": await service.run_single(request, work)}
 
-    def _count_tokens(self, params: CompletionParams) -> int:
-        writer = self.service.writer
-        with checking_request():
-            params = adapt_to_model(writer, params)
-            return len(writer.encode_prompt(params.prompt, params.tools, params.think))
+
+def count_prompt_tokens(writer: Writer, params: CompletionParams) -> int:
+    """Counts the tokens that a prompt has for this model."""
+    with checking_request():
+        params = adapt_to_model(writer, params)
+        return len(writer.encode_prompt(params.prompt, params.tools, params.think))
 
 
 async def stream_events(chunks: Stream[tuple[int, Chunk]], head: dict[str, Any]) -> Stream[dict[str, Any]]:

@@ -27,6 +27,7 @@ from redraft.server.completion import (
 from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.fim import Gap
 from redraft.server.infill import Infill
+from redraft.server.models import Handlers, Models
 from redraft.server.schema import (
     NOT_BOOLEAN,
     Body,
@@ -41,7 +42,7 @@ from redraft.server.schema import (
     Temperature,
     TextPrompts,
 )
-from redraft.server.service import Handlers, Route, Service, name_ignored_fields, program_of, read_body
+from redraft.server.service import Route, name_ignored_fields, program_of, read_body
 from redraft.server.streams import end_with_error, sse_response, stream_list, to_json
 from redraft.server.worker import Stream
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -80,9 +81,9 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[Count], Field(fail_fast=True)]
 
 
-def routes(service: Service) -> list[Route]:
+def routes(models: Models) -> list[Route]:
     """Returns the routes of this wire format."""
-    handlers = LlamaCppRoutes(service)
+    handlers = LlamaCppRoutes(models)
     return [
         Route("/completion", handlers.complete, CompletionRequest),
         Route("/infill", handlers.infill, InfillRequest),
@@ -99,7 +100,7 @@ class LlamaCppRoutes(Handlers):
     async def complete(self, request: Request) -> Response:
         """POST /completion."""
         body = await read_body(request, CompletionRequest)
-        return await self.of(body)._complete(request, body)
+        return await (await self.of(request, body))._complete(request, body)
 
     async def _complete(self, request: Request, body: CompletionRequest) -> Response:
         prompts = split_prompts(body.prompt)
@@ -173,8 +174,9 @@ class LlamaCppRoutes(Handlers):
         if not body.parse_special:
             message = "parse_special false is not supported: special tokens in a text are always parsed"
             raise BadRequestError(message, "parse_special")
-        tokenizer = self.service.writer.tokenizer
-        limit = self.service.writer.model.config.max_position_embeddings
+        service = (await self.of(request, body)).service
+        tokenizer = service.writer.tokenizer
+        limit = service.writer.model.config.max_position_embeddings
 
         def work(stop: threading.Event) -> Iterator[str]:
             with checking_request():
@@ -183,13 +185,14 @@ class LlamaCppRoutes(Handlers):
             tokens = [{"id": token, "piece": piece_of(tokenizer, token)} for token in ids] if body.with_pieces else ids
             yield to_json({"tokens": tokens})
 
-        return Response(await self.service.run_single(request, work), media_type="application/json")
+        return Response(await service.run_single(request, work), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize. More tokens than the model's context holds are refused."""
         body = await read_body(request, DetokenizeRequest)
-        tokenizer = self.service.writer.tokenizer
-        config = self.service.writer.model.config
+        service = (await self.of(request, body)).service
+        tokenizer = service.writer.tokenizer
+        config = service.writer.model.config
 
         def work(stop: threading.Event) -> Iterator[str]:
             if len(body.tokens) > config.max_position_embeddings:
@@ -200,7 +203,7 @@ class LlamaCppRoutes(Handlers):
                 raise BadRequestError(message, "tokens")
             yield to_json({"content": tokenizer.decode(body.tokens, keep_special=True)})
 
-        return Response(await self.service.run_single(request, work), media_type="application/json")
+        return Response(await service.run_single(request, work), media_type="application/json")
 
     async def infill(self, request: Request) -> Response:
         """POST /infill: an editor's newest request replaces its previous one."""
@@ -209,7 +212,8 @@ class LlamaCppRoutes(Handlers):
         if body.n_predict == 0 or not (body.input_prefix or body.prompt or body.input_suffix):  # an editor warms up
             return JSONResponse(response_body([], body))
         gap = Gap(body.input_prefix + body.prompt, body.input_suffix, context_of(body.input_extra))
-        infills = await self.service.select(body.model).infill(
+        service = (await self.of(request, body)).service
+        infills = await service.infill(
             request,
             gap,
             ("infill", program_of(request), body.id_slot),
@@ -226,7 +230,7 @@ class LlamaCppRoutes(Handlers):
         return sse_response(stream_list([content]), end="") if body.stream else JSONResponse(content)
 
     async def props(self) -> dict[str, Any]:
-        """GET /props."""
+        """GET /props, of the first model."""
         writer = self.service.writer
         return {
             "default_generation_settings": {
@@ -241,11 +245,14 @@ class LlamaCppRoutes(Handlers):
         }
 
     async def health(self) -> Response:
-        """GET /health: 503 if the engine's last step failed."""
-        fault = self.service.writer.engine.fault
-        if not fault:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "error", "error": f"the last step failed: {fault}"}, status_code=503)
+        """GET /health: 503 if the last step of some model failed."""
+        services = self.models.services
+        for service in services:
+            if fault := service.writer.engine.fault:
+                of_model = f" of {service.name}" if len(services) > 1 else ""
+                body = {"status": "error", "error": f"the last step{of_model} failed: {fault}"}
+                return JSONResponse(body, status_code=503)
+        return JSONResponse({"status": "ok"})
 
 
 def error(status: int, message: str) -> dict[str, Any]:

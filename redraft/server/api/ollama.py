@@ -1,11 +1,10 @@
 """Ollama's wire format: generate and chat as JSON lines, and the model listing that clients read."""
 
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-import torch
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
@@ -22,15 +21,17 @@ from redraft.server.completion import (
 )
 from redraft.server.errors import BadRequestError
 from redraft.server.fim import find_gap
+from redraft.server.keep_alive import parse_keep_alive
 from redraft.server.logprobs import TokenLogprob, logprobs_of
+from redraft.server.models import Handlers, Models
 from redraft.server.schema import NOT_BOOLEAN, Body, CausalOptions, Penalty, Seed, Stop, Temperature, TopLogprobs
-from redraft.server.service import Handlers, Route, Service, name_ignored_fields, read_body
+from redraft.server.service import Route, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, ndjson_response, stream_list
 from redraft.server.worker import Stream
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message
 
-FAMILY = "diffusion_gemma"
+MOST_SECONDS = 1e9  # a model that stays longer stays for ever
 TextField = Callable[[str], dict[str, Any]]  # puts a text where a client reads it: `response`, or `message`
 
 
@@ -53,6 +54,17 @@ class OllamaRequest(Body):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     think: bool | str | None = None
+    keep_alive: Annotated[float, Field(allow_inf_nan=False), NOT_BOOLEAN] | str | None = None
+
+    @property
+    def keep_seconds(self) -> float | None:
+        """How long the model stays in memory after this request; None: as the server has it."""
+        if self.keep_alive is None:
+            return None
+        try:
+            return parse_keep_alive(self.keep_alive)
+        except ValueError as error:
+            raise BadRequestError(str(error), "keep_alive") from None
 
 
 class GenerateRequest(OllamaRequest):
@@ -88,9 +100,9 @@ class ShowRequest(Body):
     name: str | None = None
 
 
-def routes(service: Service) -> list[Route]:
+def routes(models: Models) -> list[Route]:
     """Returns the routes of this wire format."""
-    handlers = OllamaRoutes(service)
+    handlers = OllamaRoutes(models)
     return [
         Route("/api/generate", handlers.generate, GenerateRequest),
         Route("/api/chat", handlers.chat, OllamaChatRequest),
@@ -104,20 +116,20 @@ def routes(service: Service) -> list[Route]:
 class OllamaRoutes(Handlers):
     """The handlers."""
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service)
+    def __init__(self, models: Models) -> None:
+        super().__init__(models)
         self.started_at = now()
 
     async def generate(self, request: Request) -> Response:
         """POST /api/generate: continues or answers a prompt, or infills a gap."""
         body = await read_body(request, GenerateRequest)
-        return await self.of(body)._generate(request, body)
+        _check_no_images(body.images)
+        if not body.prompt and not body.suffix:
+            return await self._load_or_unload(request, body, {"response": ""})
+        return await (await self._of(request, body))._generate(request, body)
 
     async def _generate(self, request: Request, body: GenerateRequest) -> Response:
-        _check_no_images(body.images)
         options = body.options or Options()
-        if not body.prompt and not body.suffix:  # the client wants the model loaded, and it is
-            return self._respond(body, [{"response": "", "done": True, "done_reason": "load"}])
         if gap := find_gap(body.prompt, body.suffix):
             require_unchecked(options.check, "a gap")
             self._name_ignored(request, options, "off")
@@ -131,7 +143,7 @@ class OllamaRoutes(Handlers):
                 seed=options.seed,
                 stop_strings=as_stop_strings(options.stop),
             )
-            finish = {"done": True, "done_reason": "stop", **durations_of(infill.stats)}
+            finish = {"done": True, "done_reason": "stop", **self._durations(infill.stats)}
             return self._respond(body, [{"response": infill.text, **finish}])
         prompt: str | list[Message] = (body.system or "") + body.prompt
         if self.service.writer.tokenizer.can_chat and not body.raw:
@@ -144,65 +156,90 @@ class OllamaRoutes(Handlers):
         body = await read_body(request, OllamaChatRequest)
         for message in body.messages:
             _check_no_images(message.images)
-        own = self.of(body)
         if not body.messages:
-            empty = {"message": {"role": "assistant", "content": ""}}
-            return own._respond(body, [{**empty, "done": True, "done_reason": "load"}])
+            return await self._load_or_unload(request, body, {"message": {"role": "assistant", "content": ""}})
+        own = await self._of(request, body)
         messages = [template_message(message) for message in body.messages]
         text_field: TextField = lambda text: {"message": {"role": "assistant", "content": text}}  # noqa: E731
         return await own._complete(request, body, messages, body.tools, text_field)
 
+    async def _of(self, request: Request, body: OllamaRequest) -> Self:
+        """These handlers with the model that a body names; `keep_alive` does not apply to one that stays loaded."""
+        if body.keep_alive is not None and self.models.find_name(body.model) not in self.models.sources:
+            name_ignored_fields(request, ["keep_alive"])
+        return await self.of(request, body, body.keep_seconds)
+
+    async def _load_or_unload(self, request: Request, body: OllamaRequest, empty: dict[str, Any]) -> Response:
+        """Answers a request without a prompt: it has a model loaded or, with a keep_alive of 0, unloaded."""
+        if body.keep_seconds == 0 and await self.models.unload(body.model):
+            head = {"model": self.models.find_name(body.model), "created_at": now()}
+            line = {**head, **empty, "done": True, "done_reason": "unload"}
+            return ndjson_response(stream_list([line])) if body.stream else JSONResponse(line)
+        own = await self._of(request, body)
+        load_nanoseconds = int(1e9 * own.service.load_seconds)
+        durations = {"total_duration": load_nanoseconds, "load_duration": load_nanoseconds}
+        return own._respond(body, [{**empty, "done": True, "done_reason": "load", **durations}])
+
     async def show(self, request: Request) -> dict[str, Any]:
         """POST /api/show. `.Suffix` in the template tells clients that the model can infill."""
-        await read_body(request, ShowRequest)
-        writer = self.service.writer
-        chat_capabilities = ["tools"] if writer.tokenizer.can_chat else []
-        chat_capabilities += ["thinking"] if writer.tokenizer.can_think else []
+        body = await read_body(request, ShowRequest)
+        name = self.models.find_name(body.model or body.name)
+        card = self.models.cards[self.models.base_of(name)]
+        infills = ["insert"] if card.can_infill else []
+        chat_capabilities = ["tools"] if card.can_call else []
+        chat_capabilities += ["thinking"] if card.can_think else []
         return {
-            "template": "{{ .Prompt }}{{ .Suffix }}",
+            "template": "{{ .Prompt }}{{ .Suffix }}" if card.can_infill else "{{ .Prompt }}",
             "parameters": "",
-            "capabilities": ["completion", "insert", *chat_capabilities],
+            "capabilities": ["completion", *infills, *chat_capabilities],
             "model_info": {
-                "general.architecture": FAMILY,
-                f"{FAMILY}.context_length": writer.model.config.max_position_embeddings,
+                "general.architecture": card.family,
+                f"{card.family}.context_length": card.context_length,
             },
-            "details": self._details(),
+            "details": self._details(name),
         }
 
     async def tags(self) -> dict[str, Any]:
-        """GET /api/tags."""
-        return {"models": [self._model_entry(name) for name in self.service.writers]}
+        """GET /api/tags: all models, loaded or not."""
+        return {"models": [self._model_entry(name) for name in (*self.models.first.writers, *self.models.sources)]}
 
     async def running(self) -> dict[str, Any]:
-        """GET /api/ps."""
-        fields = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
-        return {"models": [{**self._model_entry(name), **fields} for name in self.service.writers]}
+        """GET /api/ps: the models that are in memory."""
+        seconds_left = self.models.seconds_left
+        entries = []
+        for name in (*self.models.first.writers, *self.models.sources):
+            base = self.models.base_of(name)
+            if base in seconds_left:
+                entry = self._model_entry(name)
+                size_on_gpu = entry["size"] if self.service.writer.model.device.type == "cuda" else 0
+                entries.append({**entry, "expires_at": time_in(seconds_left[base]), "size_vram": size_on_gpu})
+        return {"models": entries}
 
     async def version(self) -> dict[str, str]:
         """GET /api/version."""
         return {"version": version("redraft")}
 
-    def _details(self) -> dict[str, Any]:
-        model = self.service.writer.model
+    def _details(self, name: str) -> dict[str, Any]:
+        """What a model is. An adapter names its base as its parent."""
+        base = self.models.base_of(name)
+        card = self.models.cards[base]
         return {
-            "parent_model": "",
+            "parent_model": base if base != name else "",
             "format": "safetensors",
-            "family": FAMILY,
-            "families": [FAMILY],
-            "parameter_size": f"{parameter_count(model) / 1e6:.1f}M",
-            "quantization_level": model.config.quant or str(model.dtype).removeprefix("torch."),
+            "family": card.family,
+            "families": [card.family],
+            "parameter_size": f"{card.parameters / 1e6:.1f}M",
+            "quantization_level": card.precision,
         }
 
     def _model_entry(self, name: str) -> dict[str, Any]:
-        """The base, or an adapter, which names the base as its parent."""
-        parent = self.service.name if name != self.service.name else ""
         return {
             "name": name,
             "model": name,
             "modified_at": self.started_at,
             "digest": "",
-            "size": weight_bytes(self.service.writer.model),
-            "details": {**self._details(), "parent_model": parent},
+            "size": self.models.cards[self.models.base_of(name)].nbytes,
+            "details": self._details(name),
         }
 
     def _respond(self, body: OllamaRequest, chunks: Sequence[dict[str, Any]]) -> Response:
@@ -234,7 +271,7 @@ class OllamaRoutes(Handlers):
             return ndjson_response(end_with_error(lines, lambda status, message: error(message)))
         (completion,) = await self.service.complete(request, [params])
         line = add_reasoning_and_calls(text_field(completion.text), completion.reasoning, completion.tool_calls)
-        return self._respond(body, [{**line, **self._logprobs(completion.tokens), **finish_fields(completion.finish)}])
+        return self._respond(body, [{**line, **self._logprobs(completion.tokens), **self._finish(completion.finish)}])
 
     def _name_ignored(self, request: Request, options: Options, check: str) -> None:
         name_ignored_fields(request, [f"options.{name}" for name in ignored_settings(options, check)])
@@ -251,27 +288,27 @@ class OllamaRoutes(Handlers):
                 line = add_reasoning_and_calls(text_field(chunk.text), chunk.reasoning, chunk.tool_calls)
                 yield {**head, **line, **self._logprobs(chunk.tokens), "done": False}
             elif isinstance(chunk, Finish):
-                yield {**head, **text_field(""), **finish_fields(chunk)}
+                yield {**head, **text_field(""), **self._finish(chunk)}
 
+    def _finish(self, finish: Finish) -> dict[str, Any]:
+        """The fields of the last line."""
+        reason = "length" if finish.finish_reason in ("length", "deadline") else "stop"
+        return {"done": True, "done_reason": reason, **self._durations(finish.stats)}
 
-def parameter_count(model: torch.nn.Module) -> int:
-    """Counts parameters, weights in fp8 included: those are buffers, because they are not trained."""
-    packed = (buffer for buffer in model.buffers() if _is_packed_weight(buffer))
-    return sum(tensor.numel() for tensor in (*model.parameters(), *packed))
-
-
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Returns the bytes of parameters, and of weights in fp8 with their scales."""
-    tensors = [*model.parameters()]
-    for module in model.modules():
-        own_buffers = list(module.buffers(recurse=False))
-        if any(_is_packed_weight(buffer) for buffer in own_buffers):
-            tensors += own_buffers
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _is_packed_weight(buffer: torch.Tensor) -> bool:
-    return buffer.is_floating_point() and buffer.element_size() == 1
+    def _durations(self, stats: Stats) -> dict[str, Any]:
+        """Durations in nanoseconds, counts of tokens and drafts, and the mode."""
+        load = int(1e9 * self.service.load_seconds)
+        generation = int(1e9 * stats.seconds)
+        prefill = int(1e9 * stats.prefill_seconds)
+        return {
+            "total_duration": load + generation,
+            "load_duration": load,
+            "prompt_eval_count": stats.prompt_tokens,
+            "prompt_eval_duration": prefill,
+            "eval_count": stats.new_tokens,
+            "eval_duration": generation - prefill,
+            **verification_fields([stats]),
+        }
 
 
 def max_tokens_of(options: Options) -> int | None:
@@ -305,30 +342,16 @@ def _check_no_images(images: Sequence[str] | None) -> None:
         raise BadRequestError("only text input is supported, got images", "images")
 
 
-def finish_fields(finish: Finish) -> dict[str, Any]:
-    """Returns the fields of the last line."""
-    reason = "length" if finish.finish_reason in ("length", "deadline") else "stop"
-    return {"done": True, "done_reason": reason, **durations_of(finish.stats)}
-
-
-def durations_of(stats: Stats) -> dict[str, Any]:
-    """Returns durations in nanoseconds, counts of tokens and drafts, and the mode."""
-    total = int(1e9 * stats.seconds)
-    prefill = int(1e9 * stats.prefill_seconds)
-    return {
-        "total_duration": total,
-        "load_duration": 0,
-        "prompt_eval_count": stats.prompt_tokens,
-        "prompt_eval_duration": prefill,
-        "eval_count": stats.new_tokens,
-        "eval_duration": total - prefill,
-        **verification_fields([stats]),
-    }
-
-
 def now() -> str:
     """Returns the time in RFC 3339."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def time_in(seconds: float) -> str:
+    """Returns the time in so many seconds, in RFC 3339."""
+    if seconds > MOST_SECONDS:
+        return "9999-12-31T23:59:59Z"
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
 
 
 def error(message: str) -> dict[str, Any]:

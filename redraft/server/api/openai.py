@@ -39,8 +39,9 @@ from redraft.server.fim import Gap, find_gap, find_region
 from redraft.server.frames import Frame
 from redraft.server.infill import MAX_GAP_TOKENS, Infill, rewrite_region
 from redraft.server.logprobs import TokenLogprob, logprobs_of
+from redraft.server.models import Handlers, Models
 from redraft.server.schema import ChatRequest, CompletionRequest, EditRequest
-from redraft.server.service import Completion, Handlers, Route, Service, program_of, read_body, timings_of
+from redraft.server.service import Completion, Route, program_of, read_body, timings_of
 from redraft.server.streams import end_with_error, sse_response, stream_list
 from redraft.server.worker import Stream
 from redraft.tasks import best_of
@@ -172,9 +173,9 @@ def error(status: int, message: str, param: str | None = None) -> dict[str, Any]
 # 2. Routes
 
 
-def routes(service: Service) -> list[Route]:
+def routes(models: Models) -> list[Route]:
     """Returns the routes of this wire format."""
-    handlers = OpenAIRoutes(service)
+    handlers = OpenAIRoutes(models)
     model_paths = ("/v1/models", "/v1/fim/completions/models", "/v1/edit/completions/models")
     return [
         Route("/v1/chat/completions", handlers.chat, ChatRequest),
@@ -182,22 +183,22 @@ def routes(service: Service) -> list[Route]:
         Route("/v1/completions", handlers.complete, CompletionRequest),
         Route("/v1/fim/completions", handlers.fim, CompletionRequest),
         Route("/v1/edit/completions", handlers.edit, EditRequest),
-        *(Route(path, handlers.models) for path in model_paths),
-        Route("/v1/models/{model_id:path}", handlers.model),
+        *(Route(path, handlers.list_models) for path in model_paths),
+        Route("/v1/models/{model_id:path}", handlers.show_model),
     ]
 
 
 class OpenAIRoutes(Handlers):
     """The handlers."""
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service)
+    def __init__(self, models: Models) -> None:
+        super().__init__(models)
         self.started_at = int(time.time())
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await read_body(request, ChatRequest)
-        own = self.of(body)
+        own = await self.of(request, body)
         builder = ResponseBuilder("chat.completion", own.service.name)
         return await own._complete(request, body, [chat_params(body)], builder)
 
@@ -205,7 +206,7 @@ class OpenAIRoutes(Handlers):
         """POST /v1/completions: continues texts, or infills a gap if there is a suffix or the prompt has FIM sentinels."""
         body = await read_body(request, CompletionRequest)
         prompts = split_prompts(body.prompt)
-        own = self.of(body)
+        own = await self.of(request, body)
         builder = ResponseBuilder("text_completion", own.service.name)
         gaps = find_gaps(body, prompts)
         if not gaps:
@@ -222,7 +223,7 @@ class OpenAIRoutes(Handlers):
         if len(texts) < len(prompts):
             raise BadRequestError("infill needs texts as prompts, got token ids", "prompt")
         gaps = [find_gap(text, body.suffix) or Gap(text, "") for text in texts]
-        own = self.of(body)
+        own = await self.of(request, body)
         builder = ResponseBuilder("text_completion", own.service.name)
         return await own._infill(request, body, gaps, builder, paragraph=True)
 
@@ -234,7 +235,7 @@ class OpenAIRoutes(Handlers):
             message = "there is nothing to edit: no <|code_to_edit|> ... <|/code_to_edit|> in the messages"
             raise BadRequestError(message, "messages")
 
-        service = self.service.select(body.model)
+        service = (await self.of(request, body)).service
 
         def work(stop: threading.Event) -> Iterator[Infill]:
             yield rewrite_region(service.writer, region, stop, seed=body.seed, temperature=body.temperature)
@@ -248,11 +249,11 @@ class OpenAIRoutes(Handlers):
         choice = {"index": 0, "message": reply, "finish_reason": "stop"}
         return JSONResponse(builder.response([choice], [[infill.stats]], []))
 
-    async def models(self) -> dict[str, Any]:
+    async def list_models(self) -> dict[str, Any]:
         """GET /v1/models."""
         return {"object": "list", "data": list(self._model_entries().values())}
 
-    async def model(self, model_id: str) -> dict[str, Any]:
+    async def show_model(self, model_id: str) -> dict[str, Any]:
         """GET /v1/models/ID."""
         entries = self._model_entries()
         if model_id not in entries:
@@ -260,11 +261,20 @@ class OpenAIRoutes(Handlers):
         return entries[model_id]
 
     def _model_entries(self) -> dict[str, dict[str, Any]]:
-        length = self.service.writer.model.config.max_position_embeddings
-        fields = {"object": "model", "created": self.started_at, "owned_by": "redraft", "max_model_len": length}
-        entries = {name: {"id": name, **fields} for name in (self.service.name, EDIT_MODEL)}
-        for name in self.service.writer.adapters:
-            entries[name] = {"id": name, **fields, "parent": self.service.name}  # as vLLM names the base of an adapter
+        first = self.models.first
+        entries = {}
+        for name in (first.name, EDIT_MODEL, *first.writer.adapters, *self.models.sources):
+            card = self.models.cards[self.models.base_of(name)]
+            entries[name] = {
+                "id": name,
+                "object": "model",
+                "created": self.started_at,
+                "owned_by": "redraft",
+                "max_model_len": card.context_length,
+                "can_chat": card.can_chat,
+            }
+            if name in first.writer.adapters:
+                entries[name]["parent"] = first.name  # as vLLM names the base of an adapter
         return entries
 
     async def _infill(

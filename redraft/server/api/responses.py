@@ -23,8 +23,9 @@ from redraft.server.checks import causal_settings, choose_check, warnings_of
 from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, parse_arguments, text_of_content
 from redraft.server.errors import BadRequestError
 from redraft.server.forced_calls import choose_tools
+from redraft.server.models import Handlers, Models
 from redraft.server.schema import CanvasFields, CausalOptions, Seed, Temperature, Tokens
-from redraft.server.service import Handlers, Route, Service, read_body, timings_of
+from redraft.server.service import Route, read_body, timings_of
 from redraft.server.streams import end_with_error, sse_response
 from redraft.server.worker import Stream
 from redraft.tokenizer.chat_parser import ToolCall
@@ -53,9 +54,9 @@ class ResponsesRequest(CanvasFields, CausalOptions):
     stream: bool = False
 
 
-def routes(service: Service) -> list[Route]:
+def routes(models: Models) -> list[Route]:
     """Returns the routes of this wire format."""
-    return [Route("/v1/responses", ResponsesRoutes(service).respond, ResponsesRequest)]
+    return [Route("/v1/responses", ResponsesRoutes(models).respond, ResponsesRequest)]
 
 
 class ResponsesRoutes(Handlers):
@@ -65,14 +66,16 @@ class ResponsesRoutes(Handlers):
         """POST /v1/responses."""
         body = await read_body(request, ResponsesRequest)
         params = params_of(body)
-        service = self.service.select(body.model)
-        check = choose_check(service.writer.sampler, body.check, has_draft=bool(params.draft))
-        head = response_head(body, service.name, warnings_of(body, check))
+        return await (await self.of(request, body))._respond(request, body, params)
+
+    async def _respond(self, request: Request, body: ResponsesRequest, params: CompletionParams) -> Response:
+        check = choose_check(self.service.writer.sampler, body.check, has_draft=bool(params.draft))
+        head = response_head(body, self.service.name, warnings_of(body, check))
         if body.stream:
-            chunks = await service.start(request, [params])
+            chunks = await self.service.start(request, [params])
             events = end_with_error(self._stream_events(chunks, head), error_event)
             return sse_response(number_events(events), named=True, end="")
-        (completion,) = await service.complete(request, [params])
+        (completion,) = await self.service.complete(request, [params])
         output = OutputBuilder()
         for delta in completion.deltas:
             list(output.add(delta))

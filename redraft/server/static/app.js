@@ -10,7 +10,7 @@ import { Run } from "./run.js";
 import { Stage } from "./stage.js";
 import { forgetRuns, keepRun, keptRuns, linkOf, readLink } from "./store.js";
 import { element } from "./timeline.js";
-import { canChat, events, modelName, recordedRuns } from "./wire.js";
+import { events, listModels, recordedRuns } from "./wire.js";
 
 const MODES = Object.keys(PATHS);
 const $ = (selector) => document.querySelector(selector);
@@ -19,12 +19,14 @@ const $$ = (selector) => document.querySelectorAll(selector);
 let mode = "home"; // or a tab
 let running = null; // the tab whose run or race is under way
 let abort = null;
+let models = []; // of the server
 const home = new Home();
 const handlers = { onSteer: steer, onRefill: refill };
 const chat = new Chat({ send: sendMessages, onError: (sentence) => showStatus("chat", sentence, true), onSteer: steer });
 const stages = Object.fromEntries(MODES.map((name) => [name, name === "chat" ? chat.stage : new Stage(name, handlers)]));
 const playerShown = () => (mode === "home" ? home.player : stages[mode].player);
 const formOf = (name) => $(`#form-${name}`);
+const requestFrom = (name, more) => requestOf(name, formOf(name), { model: $("#models").value || undefined, ...more });
 
 // Runs
 
@@ -57,6 +59,7 @@ async function runExclusively(name, work) {
   } finally {
     if (abort === own) setRunning(null);
     showSaves();
+    if (!models.length) showModels(); // the server wanted its API key first
   }
 }
 
@@ -107,12 +110,12 @@ function bringIntoView(stage) {
 function start(name) {
   $("#linked").hidden = true;
   if (name === "chat") return chat.submit();
-  const request = requestOf(name, formOf(name));
+  const request = requestFrom(name);
   return follow(new Run(name, request), request.body);
 }
 
 function sendMessages(needsSeed) {
-  const request = requestOf("chat", formOf("chat"), { messages: chat.messages.map(({ role, content }) => ({ role, content })), ...(needsSeed ? { seed: newSeed() } : {}) });
+  const request = requestFrom("chat", { messages: chat.messages.map(({ role, content }) => ({ role, content })), ...(needsSeed ? { seed: newSeed() } : {}) });
   chat.render();
   return follow(new Run("chat", request), request.body);
 }
@@ -153,7 +156,7 @@ function startRace(name, lanes) {
 }
 
 function raceTexts() {
-  const { body } = requestOf("write", formOf("write"));
+  const { body } = requestFrom("write");
   return startRace("write", texts({ ...body, max_tokens: body.max_tokens ?? 128, regex: undefined }));
 }
 
@@ -354,9 +357,10 @@ function listen() {
   }
   $("#stop").addEventListener("click", () => abort?.abort());
   $("#start-race").addEventListener("click", raceTexts);
-  $("#race-boards").addEventListener("click", () => startRace("sudoku", puzzles(requestOf("sudoku", formOf("sudoku")).body)));
+  $("#race-boards").addEventListener("click", () => startRace("sudoku", puzzles(requestFrom("sudoku").body)));
   $("#insert-gap").addEventListener("click", insertGap);
   $("#theme").addEventListener("click", toggleTheme);
+  $("#models").addEventListener("change", describeChosen);
   for (const select of $$("[name=check]")) select.addEventListener("change", () => setCheck(select.value));
   for (const settings of $$(".settings")) settings.addEventListener("toggle", () => setSettings(settings.open));
   $("#show-help").addEventListener("click", () => $("#help").showModal());
@@ -367,9 +371,18 @@ function listen() {
   $("#forget-runs").addEventListener("click", () => forgetRuns().then(showHistory));
 }
 
-async function describeModel() {
-  const [name, chats] = await Promise.all([modelName(), canChat()]);
-  $("#model").textContent = name;
+// The name of the model, or a choice if the server has several.
+async function showModels() {
+  models = await listModels();
+  $("#model").textContent = models[0]?.id ?? "";
+  $("#model").hidden = models.length > 1;
+  $("#models").hidden = models.length < 2;
+  if (models.length > 1) $("#models").replaceChildren(...models.map(({ id }) => element("option", {}, id)));
+  describeChosen();
+}
+
+function describeChosen() {
+  const { id: name, can_chat: chats } = models.find(({ id }) => id === $("#models").value) ?? models[0] ?? {};
   $("#cannot-chat").hidden = chats !== false;
   $("#cannot-chat").replaceChildren(`${name || "This model"} was not made to chat: it continues your words as a text, and does not answer them. `, element("a", { href: "#write" }, "Write"), " suits it better; ", element("code", {}, "redraft serve -m FOLDER"), " serves a model that chats.");
 }
@@ -380,4 +393,4 @@ setCheck(localStorage.getItem("redraft-check") ?? "");
 setSettings(localStorage.getItem("redraft-settings") === "open");
 mode = "";
 openAddress();
-describeModel();
+showModels();

@@ -92,10 +92,10 @@ class SudokuRun extends Run {
 
 // Lanes of a text: [lane, path, body] of each.
 export function texts(body) {
-  const { prompt, max_tokens, seed, temperature, check } = body;
+  const { model, prompt, max_tokens, seed, temperature, check } = body;
   return [
     [new Lane("Diffusion", new DiffusionRun("write", {}), prompt), "/v1/canvas", { ...body, candidates: 1 }],
-    [new Lane("Autoregressive", new AutoregressiveRun(), prompt), "/v1/canvas/autoregressive", { prompt, max_tokens, seed, temperature, check }],
+    [new Lane("Autoregressive", new AutoregressiveRun(), prompt), "/v1/canvas/autoregressive", { model, prompt, max_tokens, seed, temperature, check }],
   ];
 }
 

@@ -1,6 +1,7 @@
 // Requests to the server, and its events as they arrive.
 
 const KEY = "redraft-key";
+const EDITS = "mercury-coder-local";
 
 async function post(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
@@ -39,17 +40,11 @@ export async function* events(path, body, signal, askKey) {
   }
 }
 
-export async function modelName() {
+// The models and adapters that the server has, the default first; none if it does not say. EDITS is the first model by another name.
+export async function listModels() {
   const key = sessionStorage.getItem(KEY);
   const response = await fetch("/v1/models", key ? { headers: { Authorization: `Bearer ${key}` } } : {}).catch(() => null);
-  return response?.ok ? (await response.json()).data[0].id : "";
-}
-
-// Whether the model was made to chat; null if the server does not say.
-export async function canChat() {
-  const key = sessionStorage.getItem(KEY);
-  const response = await fetch("/props", key ? { headers: { Authorization: `Bearer ${key}` } } : {}).catch(() => null);
-  return response?.ok ? ((await response.json()).can_chat ?? null) : null;
+  return response?.ok ? (await response.json()).data.filter(({ id }) => id !== EDITS) : [];
 }
 
 // Runs of a tab that ship with the page; none for a tab without.

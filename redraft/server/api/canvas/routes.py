@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -15,15 +15,19 @@ from redraft.server.api.canvas.edit import stream_canvas_edit
 from redraft.server.api.canvas.events import Events, memory_of
 from redraft.server.api.canvas.sudoku import SudokuSolver
 from redraft.server.api.canvas.write import stream_canvas
+from redraft.server.models import Handlers, Models
 from redraft.server.schema import AutoregressiveRequest, CanvasEditRequest, CanvasRequest, DecideRequest, SudokuRequest
-from redraft.server.service import Handlers, Route, Service, client_name_of, read_body
+from redraft.server.service import Route, Service, client_name_of, read_body
 from redraft.server.streams import end_with_error, next_until_disconnected, sse_response, until_disconnected
 from redraft.server.worker import Stream
+from redraft.writer import Writer
+
+Watched = TypeVar("Watched", CanvasRequest, CanvasEditRequest, SudokuRequest, DecideRequest, AutoregressiveRequest)
 
 
-def routes(service: Service) -> list[Route]:
+def routes(models: Models) -> list[Route]:
     """Returns the routes of this wire format."""
-    handlers = CanvasRoutes(service)
+    handlers = CanvasRoutes(models)
     return [
         Route("/v1/canvas", handlers.canvas, CanvasRequest),
         Route("/v1/canvas/edit", handlers.edit, CanvasEditRequest),
@@ -36,58 +40,63 @@ def routes(service: Service) -> list[Route]:
 class CanvasRoutes(Handlers):
     """The handlers."""
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service)
-        self.sudoku_solver = SudokuSolver(service.writer)
+    def __init__(self, models: Models) -> None:
+        super().__init__(models)
+        self.sudoku_solver = SudokuSolver()
 
     async def canvas(self, request: Request) -> Response:
         """POST /v1/canvas."""
         body = await read_body(request, CanvasRequest)
         compiles = body.regex is not None or body.schema_ is not None or body.choices is not None
-        work = partial(stream_canvas, self.service.select(body.model).writer, body)
-        return await self._respond(request, body.stream, work, compiles=compiles)
+        return await self._respond(request, body, stream_canvas, compiles=compiles)
 
     async def edit(self, request: Request) -> Response:
         """POST /v1/canvas/edit."""
         body = await read_body(request, CanvasEditRequest)
-        work = partial(stream_canvas_edit, self.service.select(body.model).writer, body)
-        return await self._respond(request, body.stream, work)
+        return await self._respond(request, body, stream_canvas_edit)
 
     async def sudoku(self, request: Request) -> Response:
         """POST /v1/canvas/sudoku."""
         body = await read_body(request, SudokuRequest)
-        return await self._respond(request, body.stream, lambda stop: self.sudoku_solver.stream(body, stop))
+        return await self._respond(request, body, self.sudoku_solver.stream)
 
     async def decide(self, request: Request) -> Response:
         """POST /v1/canvas/decide."""
         body = await read_body(request, DecideRequest)
-        work = partial(stream_decision, self.service.select(body.model).writer, body)
-        return await self._respond(request, body.stream, work, compiles=True)
+        return await self._respond(request, body, stream_decision, compiles=True)
 
     async def autoregressive(self, request: Request) -> Response:
         """POST /v1/canvas/autoregressive."""
         body = await read_body(request, AutoregressiveRequest)
-        work = partial(stream_autoregressive, self.service.select(body.model).writer, body)
-        return await self._respond(request, body.stream, work)
+        return await self._respond(request, body, stream_autoregressive)
 
     async def _respond(
-        self, request: Request, stream: bool, work: Callable[[threading.Event], Events], *, compiles: bool = False
+        self,
+        request: Request,
+        body: Watched,
+        stream_events: Callable[[Writer, Watched, threading.Event], Events],
+        *,
+        compiles: bool = False,
     ) -> Response:
-        events = self._finish_events(self.service.worker.run(work, client=client_name_of(request), compiles=compiles))
-        if not stream:
+        """Runs the events of a body over the model that it names."""
+        service = (await self.of(request, body)).service
+        work = partial(stream_events, service.writer, body)
+        events = finish_events(service, service.worker.run(work, client=client_name_of(request), compiles=compiles))
+        if not body.stream:
             return JSONResponse({"events": [event async for event in until_disconnected(request, events)]})
         first = await next_until_disconnected(request, events)  # a bad request raises here, before the response starts
         return sse_response(end_with_error(_prepend(first, events), _error_event))
 
-    async def _finish_events(self, events: Stream[dict[str, Any]]) -> Stream[dict[str, Any]]:
-        """Counts the stats of the end event, and adds the memory in use to it."""
-        async with aclosing(events):
-            async for event in events:
-                if (stats := event.pop("stats", None)) is not None:
-                    self.service.count_stats(stats)
-                if event["type"] == "end":
-                    event["memory"] = memory_of(self.service.writer.model.device)
-                yield event
+
+async def finish_events(service: Service, events: Stream[dict[str, Any]]) -> Stream[dict[str, Any]]:
+    """Counts the stats of the end event, and adds the memory in use to it."""
+    async with aclosing(events):
+        async for event in events:
+            if (stats := event.pop("stats", None)) is not None:
+                service.count_stats(stats)
+            if event["type"] == "end":
+                event["memory"] = memory_of(service.writer.model.device)
+            yield event
 
 
 async def _prepend(first: dict[str, Any], rest: Stream[dict[str, Any]]) -> Stream[dict[str, Any]]:

@@ -4,8 +4,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from redraft import checkpoint
+from redraft.config import SamplerConfig
 from redraft.kernels.backend import select_dtype
+from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.server.api.canvas.events import Events, seed_of
 from redraft.server.schema import SudokuRequest
 from redraft.tasks.sudoku import board as boards
@@ -17,39 +21,39 @@ from redraft.writer import SUDOKU_MODEL, Writer
 class SudokuSolver:
     """Solves puzzles with the served model if it is a Sudoku model, else with the one in the package, loaded when needed."""
 
-    def __init__(self, writer: Writer) -> None:
-        self._model = writer.model
-        self._sampler = writer.sampler
-        self._engine = writer.engine
-        self._device = writer.model.device
+    def __init__(self) -> None:
+        self._packaged: dict[torch.device, tuple[DiffusionGemma, SamplerConfig]] = {}
         self._loading = threading.Lock()
 
-    def stream(self, body: SudokuRequest, stop: threading.Event) -> Events:
+    def stream(self, writer: Writer, body: SudokuRequest, stop: threading.Event) -> Events:
         """Yields the last attempt's board, and which of its cells are accepted, at every step."""
         puzzle = boards.to_board(body.puzzle)
         seed = seed_of(body.seed)
         with self._loading:
-            self._load_model()
+            model, sampler = self._choose_model(writer)
         yield {"type": "begin", "seed": seed, "puzzle": list(puzzle), "prefix": "", "eos_token_ids": []}
         if body.autoregressive:
-            events = solve.solve_in_reading_order(self._model, puzzle, seed=seed)
+            events = solve.solve_in_reading_order(model, puzzle, seed=seed)
         else:
             options: dict[str, Any] = {"seed": seed, "canvases": body.canvases, "check": body.check}
-            events = solve.solve(self._model, [puzzle], self._sampler, **options)
+            events = solve.solve(model, [puzzle], sampler, **options)
         tokens = boards.CELLS * (1 if body.autoregressive else body.canvases)
         while True:
-            with self._engine.take_turn(tokens, stop):
+            with writer.engine.take_turn(tokens, stop):
                 event = next(events, None)
             if event is None:
                 return
             yield _end_event(event) if isinstance(event, Solution) else _board_event(event)
 
-    def _load_model(self) -> None:
-        if solve.is_sudoku_model(self._model):
-            return
-        folder = checkpoint.find(SUDOKU_MODEL)
-        self._sampler = checkpoint.read_sampler_config(folder, checkpoint.read_model_config(folder))
-        self._model = checkpoint.load_model(folder, dtype=select_dtype(self._device), device=self._device)
+    def _choose_model(self, writer: Writer) -> tuple[DiffusionGemma, SamplerConfig]:
+        if solve.is_sudoku_model(writer.model):
+            return writer.model, writer.sampler
+        device = writer.model.device
+        if device not in self._packaged:
+            folder = checkpoint.find(SUDOKU_MODEL)
+            sampler = checkpoint.read_sampler_config(folder, checkpoint.read_model_config(folder))
+            self._packaged[device] = checkpoint.load_model(folder, dtype=select_dtype(device), device=device), sampler
+        return self._packaged[device]
 
 
 def _board_event(event: solve.SolveStep) -> dict[str, Any]:

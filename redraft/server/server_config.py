@@ -1,0 +1,20 @@
+"""ServerConfig: the settings of a server."""
+
+from dataclasses import dataclass, field
+
+from redraft.constraints.pattern_compiler import COMPILE_SECONDS
+from redraft.server.keep_alive import KEEP_SECONDS
+from redraft.server.middleware import Limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Settings of a server."""
+
+    name: str = "redraft"  # the first model's name, as clients see it
+    limits: Limits = field(default_factory=Limits)
+    requests: int = 72  # that run or wait at once; more are answered with 429
+    compile_seconds: float = COMPILE_SECONDS  # for the patterns of one request
+    drain_seconds: float = 30.0  # for running requests when the server shuts down
+    keep_seconds: float = KEEP_SECONDS  # for which a model that was loaded on demand stays in memory after its last request
+    max_models: int = 3  # in memory at once, the first included

@@ -1,0 +1,96 @@
+"""Messages of a conversation and declarations of tools: checked, and brought into the form that templates expect."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "model", "tool")
+KEPT_ROLES = ("system", "developer", "user", "tool")  # a template may leave out parts of the others' messages: thoughts
+
+
+Message = Mapping[str, Any]
+
+
+class TokenizerError(ValueError):
+    """A tokenizer or a conversation that cannot be used; the message says why."""
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Refuses a list that is not a conversation, and content that the template would drop silently."""
+    if not messages or isinstance(messages, str | Mapping):
+        raise TokenizerError("a conversation needs at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            role = message.get("role") if isinstance(message, Mapping) else message
+            raise TokenizerError(f"message {index} has the role {role!r}; known are {', '.join(ROLES)}")
+        content = message.get("content")
+        calls = message.get("tool_calls")
+        if content is None and not calls:
+            raise TokenizerError(f"message {index} ({message['role']}) has neither content nor tool_calls")
+        if isinstance(content, Mapping) and message["role"] == "tool":
+            continue
+        for part in content if isinstance(content, list | tuple) else [content or ""]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if not isinstance(text, str):
+                raise TokenizerError(f"message {index} has content that is not text: {part!r}")
+        if calls is not None and not isinstance(calls, list | tuple):
+            raise TokenizerError(f"message {index}: tool_calls must be a list, got {calls!r}")
+        for call in calls or []:
+            _check_function_name(call, f"message {index}: a tool call")
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
+    """Refuses tools that are not a list of named functions."""
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise TokenizerError(f"tools must be a list of declarations, got {tools!r}")
+    for tool in tools or []:
+        _check_function_name(tool, "a tool")
+
+
+def _check_function_name(entry: Any, label: str) -> None:
+    function = entry.get("function", entry) if isinstance(entry, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise TokenizerError(f"{label} has no name: {entry!r}")
+
+
+def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages in the form that templates expect.
+
+    OpenAI clients send the arguments of a call as JSON text, and a tool's response with the id of the call instead of the
+    function's name.
+    """
+    function_names: dict[str, str] = {}  # by the id of the call
+    prepared = []
+    for original in messages:
+        message = dict(original)
+        calls = []
+        for call in message.get("tool_calls") or []:
+            function = dict(call.get("function", call))
+            function["arguments"] = _parse_arguments(function)
+            function_names[call.get("id", "")] = function.get("name", "")
+            calls.append({**call, "function": function})
+        if calls:
+            message["tool_calls"] = calls
+        if message["role"] == "tool" and "name" not in message:
+            message["name"] = function_names.get(message.get("tool_call_id", ""), "tool")
+        prepared.append(message)
+    return prepared
+
+
+def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = function.get("arguments") or {}
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"the arguments of the call to {function.get('name')!r} are not JSON: {error}") from None
+    if not isinstance(parsed, Mapping):
+        raise TokenizerError(f"the arguments of the call to {function.get('name')!r} are {parsed!r}, not an object")
+    return parsed
+
+
+def content_size(message: Message) -> int:
+    """The characters of a message's text, which may come in parts."""
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list | tuple) else [content]
+    return sum(len(part if isinstance(part, str) else str(part.get("text", ""))) for part in parts)
