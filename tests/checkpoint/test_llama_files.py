@@ -7,6 +7,7 @@ import pytest
 import torch
 from llama_gguf import CHATML, TEMPLATE, byte_level_vocabulary
 from llama_models import FAMILIES, LLAMA3, SHAPE, make_reference, random_ids, save_reference
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -240,3 +241,17 @@ def test_constraints_hold(folder):
     assert set(json.loads(writer.chat(messages, schema=schema).text)) == {"ok"}
     edited = writer.edit("We had a nice time.", seed=1)
     assert isinstance(edited.text, str)  # the repairs of the causal half need no denoiser
+
+
+def test_an_adapter_of_peft_acts_as_in_peft(tmp_path):
+    reference = save_reference(tmp_path / "base", "llama 2")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted = get_peft_model(reference, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = checkpoint.load_model(tmp_path / "base")
+    cache = model.new_cache(1, 12, adapter=checkpoint.load_adapter(tmp_path / "adapter", model))
+    ids = random_ids(1, 12)
+    with torch.no_grad():
+        found = model.head(model.encode(ids, cache))
+        assert (found - adapted(ids).logits).abs().max() < 1e-4
+        assert (found - logits(model, ids)).abs().max() > 0.1
