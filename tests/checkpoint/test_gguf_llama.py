@@ -1,0 +1,261 @@
+"""GGUF files of Llama, Mistral, Qwen2 and Qwen3: ours = transformers with the numbers that the gguf package reads."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from llama_gguf import (
+    TEMPLATE,
+    bpe_metadata,
+    byte_level_vocabulary,
+    make_file,
+    sentencepiece_vocabulary,
+    tokens_of,
+)
+from llama_models import make_reference, random_ids
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Vocabulary
+
+from redraft import checkpoint
+from redraft.checkpoint import CheckpointError
+from redraft.checkpoint.gguf.vocabulary import read_tokenizer
+from redraft.config import LlamaConfig, SamplerConfig
+from redraft.diffusion.autoregressive import generate_autoregressive
+
+BLOCKS_OF_32 = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+BLOCKS_OF_256 = ("Q4_K", "Q5_K", "Q6_K")
+FAMILIES = ("smollm2", "llama 2", "llama 3", "linear RoPE", "mistral without a window", "qwen2", "qwen3")
+CASES = [(family, "F16") for family in FAMILIES]
+CASES += [("smollm2", kind) for kind in BLOCKS_OF_32 + BLOCKS_OF_256 if kind != "F16"]
+AWKWARD = (
+    "Hello, World! It's 12345 and 3.14; don't",
+    "  two  spaces\n\n\ttab\r\n end ",
+    "ÄÖÜ naïve café 日本語 🎉👩‍👩‍👧 ١٢٣ ½ Ⅷ e\u0301",
+    "<|im_start|>user\nhi<|im_end|> <|im_st <|endoftext|>",
+    "snake_case(x)['a']{0}<=>+-*/ \u00a0 \u2003 x",
+    "",
+)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_logits_are_those_of_the_files_numbers(family, kind, tmp_path):
+    changes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1} if kind in BLOCKS_OF_256 else {}
+    if family == "llama 3":  # the converter's numbers stand for a context of 8192
+        rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+        changes["rope_parameters"] = rope | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind not in BLOCKS_OF_256:
+        changes |= {"hidden_size": 64, "intermediate_size": 96}
+    reference = make_reference(family, **changes)
+    numbers = make_file(tmp_path / "model.gguf", reference, kind)
+    reference.load_state_dict(numbers, strict=False)
+    model = checkpoint.load_model(tmp_path / "model.gguf", dtype=torch.float32)
+    assert isinstance(model.config, LlamaConfig)
+    ids = random_ids(1, 24)
+    with torch.no_grad():
+        expected = reference(ids).logits
+    assert expected.std() > 0.05
+    assert_near(model.head(model.encode(ids, model.new_cache(1, 24))), expected)
+
+
+def test_settings_are_read(tmp_path):
+    make_file(tmp_path / "model.gguf", make_reference("smollm2"), changes={"general.sampling.temp": 0.5})
+    config, sampler = checkpoint.read_configs(tmp_path / "model.gguf")
+    assert (config.family, config.has_tied_head, config.is_causal_only) == ("llama", True, True)
+    assert config.rms_norm_eps == 1e-5
+    assert sampler.eos_token_ids == (2, 0)  # the end of a turn, and that of a text
+    assert (sampler.check, sampler.draft_length, sampler.temperature) == ("exact", 0, 0.5)
+
+
+def test_mistrals_window_is_read(tmp_path):
+    reference = make_reference("mistral")
+    numbers = make_file(tmp_path / "model.gguf", reference, changes={"llama.attention.sliding_window": 7})
+    reference.load_state_dict(numbers, strict=False)
+    model = checkpoint.load_model(tmp_path / "model.gguf")
+    ids = random_ids(1, 24)
+    with torch.no_grad():
+        assert_near(model.head(model.encode(ids, model.new_cache(1, 24))), reference(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"llama.expert_count": 8}, "has 8 experts"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn'"),
+        ({"llama.rope.dimension_count": 4}, "rope.dimension_count is 4 and the head size 8"),
+        ({"llama.block_count": 2}, "the metadata describes 2 layers, the tensors are of 3"),
+        ({"llama.embedding_length": None}, "the metadata has no llama.embedding_length"),
+        ({"llama.feed_forward_length": 64}, "ffn_gate.weight has the shape"),
+        ({"tokenizer.ggml.eos_token_id": None}, "has no tokenizer.ggml.eos_token_id"),
+        ({"tokenizer.ggml.eos_token_id": 4000}, "must be a whole number from 0 to 95, got 4000"),
+    ],
+)
+def test_files_that_cannot_run_are_refused(changes, message, tmp_path):
+    make_file(tmp_path / "model.gguf", make_reference("smollm2"), changes=changes)
+    with pytest.raises(CheckpointError, match=message) as error:
+        checkpoint.load_model(tmp_path / "model.gguf")
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_other_frequencies_of_rope_are_refused(tmp_path):
+    make_file(tmp_path / "model.gguf", make_reference("llama 3"))  # of a context of 32, not of 8192
+    with pytest.raises(CheckpointError, match="has other numbers than the scaling of Llama 3"):
+        checkpoint.load_model(tmp_path / "model.gguf")
+
+
+# Tokenizers
+
+
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = QWEN2.replace(r"\p{N}| ?[", r"\p{N}{1,3}| ?[")
+CUTTERS = {
+    "gpt-2": GPT2,
+    "default": GPT2,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
+    "qwen2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "isolated"), BYTES]),
+    "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES]),
+}
+
+
+@pytest.mark.parametrize("pre", CUTTERS)
+def test_byte_level_ids_are_those_of_tokenizer_json(pre):
+    expected = byte_level_vocabulary(CUTTERS[pre], 400, ignore_merges=pre == "llama-bpe")
+    if pre == "qwen2":
+        expected.normalizer = normalizers.NFC()
+    tokenizer = read_tokenizer(Path("x.gguf"), bpe_metadata(expected, pre))
+    for text in AWKWARD:
+        ids = expected.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids, keep_special=True) == expected.decode(ids, skip_special_tokens=False)
+        if pre != "qwen2":
+            assert tokenizer.decode(ids, keep_special=True) == text
+    assert (tokenizer.encode_prompt("a") == tokenizer.encode("a")) == (pre != "llama-bpe")
+    assert (
+        b"".join(filter(None, (tokenizer.token_bytes[token] for token in tokenizer.encode("naïve 12"))))
+        == "naïve 12".encode()
+    )
+
+
+def test_sentencepiece_ids_follow_from_the_scores():
+    expected, special = sentencepiece_vocabulary()
+    raw = json.loads(expected.to_str())
+    merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in raw["model"]["merges"]]
+    rank = {left + right: -float(number) for number, (left, right) in reversed(list(enumerate(merges)))}
+    tokens = tokens_of(expected)
+    lowest = -float(len(tokens))
+    values = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [rank.get(token, lowest) for token in tokens],
+        "token_type": [
+            6 if token.startswith("<0x") else 2 if token == "<unk>" else 3 if token in special else 1 for token in tokens
+        ],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+    tokenizer = read_tokenizer(Path("x.gguf"), {f"tokenizer.ggml.{name}": value for name, value in values.items()})
+    reference = Vocabulary.from_str(expected.to_str())
+    for text in (*AWKWARD[:3], "the verified mode of the engine", "a b", "▁x"):
+        assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False).ids
+        if "▁" not in text:
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode_prompt("a")[0] == 1
+    assert tokenizer.decode(tokenizer.encode("<s>"), keep_special=True) == "<s>"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"pre": "deepseek-llm"},
+            "cuts texts as 'deepseek-llm' does .* redraft knows gpt-2, default, smollm",
+        ),
+        ({"model": "t5"}, "has a tokenizer of the kind 't5'; redraft reads 'gemma4', 'gpt2', 'llama'"),
+        ({"add_space_prefix": True}, "redraft reads tokenizers of gpt2 that add no space"),
+        ({"add_bos_token": "yes"}, "add_bos_token must be true or false, got 'yes'"),
+        ({"model": "llama", "scores": [0.0]}, "tokens and 1 scores"),
+        ({"model": "llama", "scores": None}, "tokenizer.ggml.scores must be an array of float"),
+    ],
+)
+def test_tokenizers_that_cannot_be_used_are_refused(changes, message):
+    values = bpe_metadata(byte_level_vocabulary(GPT2, 300), "gpt-2")
+    values |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    with pytest.raises(CheckpointError, match=message):
+        read_tokenizer(Path("x.gguf"), {key: value for key, value in values.items() if value is not None})
+
+
+def test_the_whole_file_chats(tmp_path):
+    from redraft import load
+
+    vocabulary = byte_level_vocabulary(CUTTERS["smollm"], 300)
+    reference = make_reference("smollm2", vocab_size=300)
+    make_file(tmp_path / "model.gguf", reference, changes=bpe_metadata(vocabulary, "smollm"))
+    writer = load(tmp_path / "model.gguf", device="cpu")
+    messages = [{"role": "user", "content": "Hi 12"}]
+    assert writer.tokenizer.render(messages) == "<|im_start|>user\nHi 12<|im_end|>\n<|im_start|>assistant\n"
+    answer = writer.chat(messages, max_tokens=5)
+    ids = writer.tokenizer.encode_chat(messages)
+    expected = list(generate_autoregressive(writer.model, ids, 5, writer.sampler))
+    assert list(answer.ids) == [token for token in expected if token not in writer.sampler.eos_token_ids]
+    assert writer.chat(messages, choices=["yes", "no"]).text in ("yes", "no")
+    with pytest.raises(ValueError, match="chat template knows no tools"):
+        writer.chat(messages, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert writer.tokenizer.template == TEMPLATE
+    checkpoint.save(writer.model, tmp_path / "folder", tokenizer=writer.tokenizer, sampler=writer.sampler)
+    again = load(tmp_path / "folder", device="cpu")
+    assert again.chat(messages, max_tokens=5).ids == answer.ids
+    assert again.sampler == writer.sampler
+
+
+# The real file
+
+
+REAL = Path(os.environ.get("REDRAFT_SMOLLM2", "SmolLM2-135M-Instruct.Q4_1.gguf"))
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a haiku about rain.",
+    "What is 12 + 30?",
+    "Explain photosynthesis in one sentence.",
+    "List three colours.",
+    "Who wrote Hamlet?",
+    "Translate 'good morning' to Spanish.",
+    "Give me a recipe for pancakes.",
+    "What is a prime number?",
+    "Name a planet.",
+)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not REAL.is_file(), reason="REDRAFT_SMOLLM2 names no file")
+def test_smollm2_equals_transformers():
+    """20 prompts: logits within 1e-4; the greedy 200 tokens of two of them are equal."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    names = {"pretrained_model_name_or_path": str(REAL.parent), "gguf_file": REAL.name}
+    reference = AutoModelForCausalLM.from_pretrained(**names, dtype=torch.float32).eval()
+    theirs = AutoTokenizer.from_pretrained(**names)
+    model, tokenizer, _ = checkpoint.load_checkpoint(REAL, device="cpu", dtype="float32")
+    prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    prompts += [tokenizer.encode(question) for question in QUESTIONS]
+    assert prompts[10:] == [theirs(question).input_ids for question in QUESTIONS]
+    with torch.inference_mode():
+        for ids in prompts:
+            expected = reference(torch.tensor([ids])).logits
+            found = model.head(model.encode(torch.tensor([ids]), model.new_cache(1, len(ids))))
+            assert (found - expected).abs().max() < 1e-4
+        unused = tokenizer.size - 1
+        greedy = SamplerConfig(temperature=0.0, eos_token_ids=(unused,))
+        for ids in (prompts[1], prompts[12]):
+            settings = {"do_sample": False, "max_new_tokens": 200, "eos_token_id": unused, "pad_token_id": 0}
+            batch = torch.tensor([ids])
+            expected = reference.generate(batch, attention_mask=torch.ones_like(batch), **settings)[0, len(ids) :]
+            assert list(generate_autoregressive(model, ids, 200, greedy)) == expected.tolist()
