@@ -94,6 +94,7 @@ def run_adapting(base: str, out: Path, prompts: str | None, options: AdaptOption
     from redraft.train.adapting import adapting_config, measure_drafts, read_held_out_prompts
     from redraft.train.loop import Trainer
     from redraft.train.own_answers import read_prompts, write_own_answers
+    from redraft.train.records import DataConfig
 
     if prompts is not None and not Path(prompts).is_file():
         raise ValueError(f"--prompts: there is no file {prompts}")
@@ -102,8 +103,9 @@ def run_adapting(base: str, out: Path, prompts: str | None, options: AdaptOption
     model, tokenizer, _ = checkpoint.load_checkpoint(base, device=local_device, quant=options.quant)
     if not model.config.is_causal_only:
         raise ValueError(f"{base} is a diffusion model and drafts already: adapt a left-to-right one")
-    given = read_prompts(Path(prompts), tokenizer, options.own.length // 2) if prompts is not None else None
-    show_sampling(console, write_own_answers(model, tokenizer, out / OWN_TEXT, options.own, given), options.own.tokens)
+    own = options.own.within(model.config.max_position_embeddings)
+    given = read_prompts(Path(prompts), tokenizer, own.length // 2) if prompts is not None else None
+    show_sampling(console, write_own_answers(model, tokenizer, out / OWN_TEXT, own, given), own.tokens)
     del model
     config = adapting_config(base, out / OWN_TEXT, options, torch.device(local_device))
     trainer = Trainer(config, out, local_device)
@@ -111,8 +113,9 @@ def run_adapting(base: str, out: Path, prompts: str | None, options: AdaptOption
     run_trainer(trainer, out, is_main=True)
     del trainer
     model, _, _ = checkpoint.load_checkpoint(out, device=local_device, quant=options.quant)
-    held_out = read_held_out_prompts(config.data.sources[0].files)  # type: ignore[union-attr]  # adapting_config sets it
-    scores = measure_drafts(model, held_out, options.drafter.canvas_length)
+    assert isinstance(config.data, DataConfig)
+    prompts_held_out = read_held_out_prompts(config.data.sources[0])
+    scores = measure_drafts(model, prompts_held_out, options.drafter.canvas_length)
     for score in scores:
         console.print(str(score), soft_wrap=True)
     add_scores(out, {f"T={score.temperature:g}": round(score.exact, 3) for score in scores})

@@ -22,7 +22,8 @@ from redraft.train.optim import OptimConfig
 from redraft.train.own_answers import PART, OwnAnswerConfig
 from redraft.train.records import DataConfig, Source
 
-HELD_OUT_EVERY = 64  # every so many-th answer is held out
+HELD_OUT_EVERY = 64  # every so many-th answer is held out; of few answers, more are
+LEAST_HELD_OUT = 8
 EVALUATIONS = 20  # in a run, about
 MEASURED_PROMPTS = 128
 MEASURED_TOKENS = 128  # of each answer
@@ -66,14 +67,15 @@ def adapting_config(base: str, folder: Path, options: AdaptOptions, device: torc
     canvas_length = options.drafter.canvas_length
     length = min(options.length, model.max_position_embeddings)
     files = tuple(str(folder / PART.format(part)) for part in range(options.own.parts))
+    every = choose_held_out(files[0])
     data = DataConfig(
-        sources=(Source(files=files, own=True, every=HELD_OUT_EVERY),),
+        sources=(Source(files=files, own=True, every=every),),
         length=length,
         canvas_lengths=(canvas_length,),
         seed=options.seed,
     )
     held_out = DataConfig(
-        sources=(Source(files=files, own=True, every=HELD_OUT_EVERY, is_held_out=True),),
+        sources=(Source(files=files, own=True, every=every, is_held_out=True),),
         length=length,
         canvas_lengths=(canvas_length,),
         lookahead=1,
@@ -114,13 +116,22 @@ def adapting_config(base: str, folder: Path, options: AdaptOptions, device: torc
     )
 
 
-def read_held_out_prompts(files: Sequence[str], count: int = MEASURED_PROMPTS) -> list[list[int]]:
+def choose_held_out(file: str) -> int:
+    """Every how many-th answer is held out, by the number of answers in the first file."""
+    with open(file, encoding="utf-8") as lines:
+        answers = sum(1 for _ in lines)
+    if answers < 2 * LEAST_HELD_OUT:
+        raise ValueError(f"{file} has {answers} answers, too few to learn from: give more tokens")
+    return min(HELD_OUT_EVERY, answers // LEAST_HELD_OUT)
+
+
+def read_held_out_prompts(source: Source, count: int = MEASURED_PROMPTS) -> list[list[int]]:
     """The prompts of held-out answers."""
     prompts: list[list[int]] = []
-    for file in files:
+    for file in source.files:
         with open(file, encoding="utf-8") as lines:
             for number, line in enumerate(lines):
-                if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1:
+                if not source.has(number):
                     prompts.append(json.loads(line)["prompt_ids"])
                 if len(prompts) == count:
                     return prompts
@@ -131,8 +142,9 @@ def read_held_out_prompts(files: Sequence[str], count: int = MEASURED_PROMPTS) -
 def measure_drafts(model: Backbone, prompts: Sequence[Sequence[int]], canvas_length: int) -> list[Acceptance]:
     """Tokens a round on answers that the model writes to these prompts now, at each temperature."""
     found = []
+    canvases = canvas_length + 8  # room that measuring takes behind a text
+    length = min(max(map(len, prompts)) + MEASURED_TOKENS, model.config.max_position_embeddings - canvases)
     for temperature in TEMPERATURES:
-        length = max(map(len, prompts)) + MEASURED_TOKENS
         texts = sample_texts(model, prompts, temperature, length)
         lengths = [len(prompt) for prompt in prompts]
         options = {"canvas_length": canvas_length, "draft_token": model.config.vocab_size}

@@ -10,7 +10,7 @@ parts, so that an interrupted run goes on behind its last whole part.
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -47,6 +47,11 @@ class OwnAnswerConfig:
             raise ValueError(f"conversations of {self.length} tokens have no room behind user turns of {self.user_length}")
         if not self.temperatures or min(*self.temperatures, self.user_temperature) <= 0:
             raise ValueError("temperatures must be above 0")
+
+    def within(self, context: int) -> "OwnAnswerConfig":
+        """The same settings, with conversations that fit into a model's context."""
+        length = min(self.length, context)
+        return replace(self, length=length, user_length=min(self.user_length, length // 4))
 
     @property
     def parts(self) -> int:
@@ -169,16 +174,19 @@ def write_own_answers(
             sampler = sampler or OwnTextSampler(model, cfg.sampler(cfg.length, prompts.longest))
             torch.manual_seed(random.Random(f"{cfg.seed} {part}").getrandbits(62))
             with replace_file(path) as file:
-                for lines, tokens in _sample_part(sampler, prompts.read(part), part, cfg):
+                for lines, tokens in _sample_part(sampler, prompts.read(part), part, cfg, tokenizer.size):
                     file.writelines(lines)
                     yield begin + min(tokens, cfg.part_tokens)
         yield begin + cfg.part_tokens
 
 
 def _sample_part(
-    sampler: OwnTextSampler, prompts: Iterator[list[int]], part: int, cfg: OwnAnswerConfig
+    sampler: OwnTextSampler, prompts: Iterator[list[int]], part: int, cfg: OwnAnswerConfig, vocab_size: int
 ) -> Iterator[tuple[list[str], int]]:
-    """Yields the lines of each batch, and how many tokens of answers the part has, until it has enough."""
+    """Yields the lines of each batch, and how many tokens of answers the part has, until it has enough.
+
+    The model's vocabulary may be padded: an answer with a token that the tokenizer does not have is left out.
+    """
     rng = random.Random(f"own answers {cfg.seed} {part}")
     tokens = empty = 0
     while tokens < cfg.part_tokens:
@@ -187,7 +195,7 @@ def _sample_part(
         answers = [
             (prompt, row[len(prompt) :])
             for prompt, row in zip(batch, rows, strict=True)
-            if row is not None and len(row) > len(prompt) + 1
+            if row is not None and len(row) > len(prompt) + 1 and max(row) < vocab_size
         ]
         empty = 0 if answers else empty + 1
         if empty == MOST_EMPTY:

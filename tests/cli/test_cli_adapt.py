@@ -1,0 +1,77 @@
+"""`redraft adapt` as users call it: a left-to-right model in, a drafter out with which it writes the same text."""
+
+import json
+
+import llama_models
+import pytest
+import tiny
+from test_cli import _run as _run  # the fixture `run`
+
+import redraft
+from redraft.tokenizer.tokenizer import Tokenizer
+
+FLAGS = (
+    "--tokens 3k --sample-rows 24 --length 64 --batch 16 --rank 4 --head-size 32 --canvas 4 --lr 1e-2 --device cpu".split()
+)
+
+
+FAMILIES = ("smollm2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Small random decoders of two families, with a byte vocabulary."""
+    folder = tmp_path_factory.mktemp("adapt")
+    for family in FAMILIES:
+        llama_models.save_reference(folder / family, family, vocab_size=260, max_position_embeddings=128)
+        Tokenizer.byte_level(("<pad>", "<bos>", "<eos>")).save(folder / family)
+    return folder
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder_learns_to_draft_for_itself(run, folder, family):
+    base = folder / family
+    out = folder / f"{family} drafter"
+    code, text, log = run("adapt", str(base), "--out", str(out), "--steps", "40", *FLAGS)
+    assert code == 0, log
+    assert text == f"{out}\n"
+    assert "3,000 tokens of its own answers" in log
+    scores = json.loads((out / "adapter.json").read_text())["scores"]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lengths = [line["held_out"]["scores"]["tokens_per_round"] for line in lines if "held_out" in line]
+    assert scores["held_out"]["tokens_per_round"] == max(lengths)
+    assert max(lengths) > lengths[0] + 0.1
+    assert scores["tokens_per_round"].keys() == {"T=0", "T=0.7", "T=1"}
+    alone = redraft.load(base, dtype="float32")
+    drafting = redraft.load(out, dtype="float32")
+    for temperature in (0.0, 1.0):
+        options = {"max_tokens": 40, "seed": 3, "temperature": temperature}
+        found = drafting.write("Once upon", **options)
+        assert found.ids == alone.write("Once upon", **options).ids
+        assert found.stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokens", "many"], "--tokens takes a number such as 500k or 50M, got 'many'"),
+        (["--tokens", "0"], "--tokens takes a number"),
+        (["--prompts", "no-such-file"], "--prompts: there is no file no-such-file"),
+        (["--canvas", "1"], "--canvas must be from 2"),
+        (["--rank", "0"], "--rank must be between 1"),
+        (["--batch", "6", "--rows", "4"], "--batch 6 is no multiple of the 4 rows of a forward"),
+    ],
+)
+def test_mistakes_are_one_sentence(run, tmp_path, flags, message):
+    code, _, log = run("adapt", str(tmp_path), "--out", str(tmp_path / "out"), *flags)
+    assert code == 2
+    assert message in log
+    assert len(log.strip().splitlines()) == 1
+
+
+def test_a_diffusion_model_drafts_already(run, tmp_path):
+    tiny.save_folder(tmp_path / "model")
+    code, _, log = run("adapt", str(tmp_path / "model"), "--out", str(tmp_path / "out"), *FLAGS)
+    assert code == 2
+    assert "is a diffusion model and drafts already" in log
