@@ -64,7 +64,7 @@ def serve(model: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 
 def memory_of(pid: int, *, with_children: bool = True) -> int:
-    """Bytes that a process and its children hold in memory."""
+    """Bytes that a process and its children hold in memory. What several of them share, such as libraries, counts once."""
     children = set()
     for thread in Path(f"/proc/{pid}/task").iterdir() if with_children else ():
         with suppress(OSError):
@@ -72,11 +72,17 @@ def memory_of(pid: int, *, with_children: bool = True) -> int:
     own_command = Path(f"/proc/{pid}/cmdline").read_bytes()
     total = 0
     for process in (str(pid), *children):
-        with suppress(OSError, IndexError):
+        with suppress(OSError, StopIteration):
             is_just_forked = process != str(pid) and Path(f"/proc/{process}/cmdline").read_bytes() == own_command
             if not is_just_forked:  # until it runs its own program, it shares the memory of its parent
-                total += int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                total += proportional_bytes(process)
     return total
+
+
+def proportional_bytes(process: str) -> int:
+    """The memory of a process; a page that n processes share counts as a part of n."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
 class Watch:
