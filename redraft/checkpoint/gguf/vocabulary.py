@@ -21,7 +21,7 @@ from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 PREFIX = "tokenizer.ggml."
 GEMMA, BYTE_LEVEL, SENTENCEPIECE = KINDS = ("gemma4", "gpt2", "llama")
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types; 1 is normal, 5 unused and 6 a byte
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # token types; 1 is normal and 6 a byte
 # Special tokens of the release. llama.cpp's converter marks some of them as text, so that its chat parser sees them.
 RELEASED_SPECIAL_TOKENS = frozenset(
     '<pad> <eos> <bos> <unk> <mask> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|"|> '
@@ -53,6 +53,8 @@ def read_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         repeated = next(token for number, token in enumerate(tokens) if ids[token] != number)
         raise CheckpointError(f"{path} has the token {show_value(repeated)} twice")
     settings: dict[str, Any] = dict(_read_named_tokens(path, metadata, tokens))
+    if kind != GEMMA:  # an embedding may have more rows than the vocabulary has tokens; files fill the list up
+        ids = {token: number for token, number in ids.items() if types[number] != UNUSED}
     lists = _read_lists(path, metadata, kind, ids, types, settings.get("unk_token"))
     vocabulary, adds_bos = _build(path, metadata, kind, lists)
     if kind != GEMMA:
@@ -82,8 +84,8 @@ def _read_lists(
     if kind != SENTENCEPIECE:
         return Lists(ids, types, _read_merges(path, metadata), (), unknown, has_prefix)
     scores = _read_list(path, metadata, "scores", float)
-    if len(scores) != len(ids):
-        raise CheckpointError(f"{path} has {len(ids)} tokens and {len(scores)} scores")
+    if len(scores) != len(types):
+        raise CheckpointError(f"{path} has {len(types)} tokens and {len(scores)} scores")
     if not all(map(math.isfinite, scores)):
         raise CheckpointError(f"{path} has the score of a token that is not a finite number")
     return Lists(ids, types, [], scores, unknown, has_prefix)
