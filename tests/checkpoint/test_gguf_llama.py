@@ -179,6 +179,8 @@ def test_sentencepiece_ids_follow_from_the_scores():
             {"pre": "deepseek-llm"},
             "cuts texts as 'deepseek-llm' does .* redraft knows gpt-2, default, smollm",
         ),
+        ({"pre": ["smollm"]}, "cuts texts as .*smollm"),
+        ({"model": ["gpt2"]}, "has a tokenizer of the kind"),
         ({"model": "t5"}, "has a tokenizer of the kind 't5'; redraft reads 'gemma4', 'gpt2', 'llama'"),
         ({"add_space_prefix": True}, "redraft reads tokenizers of gpt2 that add no space"),
         ({"add_bos_token": "yes"}, "add_bos_token must be true or false, got 'yes'"),

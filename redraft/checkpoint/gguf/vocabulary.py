@@ -22,6 +22,7 @@ from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 PREFIX = "tokenizer.ggml."
 GEMMA, BYTE_LEVEL, SENTENCEPIECE = KINDS = ("gemma4", "gpt2", "llama")
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # token types; 1 is normal and 6 a byte
+MOST_CHARACTERS = 2**23  # of a SentencePiece vocabulary: all ways to split each token are tried; those of Gemma have 2**21
 # Special tokens of the release. llama.cpp's converter marks some of them as text, so that its chat parser sees them.
 RELEASED_SPECIAL_TOKENS = frozenset(
     '<pad> <eos> <bos> <unk> <mask> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|"|> '
@@ -86,6 +87,8 @@ def _read_lists(
     scores = _read_list(path, metadata, "scores", float)
     if len(scores) != len(types):
         raise CheckpointError(f"{path} has {len(types)} tokens and {len(scores)} scores")
+    if sum(map(len, ids)) > MOST_CHARACTERS:
+        raise CheckpointError(f"{path} has tokens of more than {MOST_CHARACTERS:,} characters together")
     if not all(map(math.isfinite, scores)):
         raise CheckpointError(f"{path} has the score of a token that is not a finite number")
     return Lists(ids, types, [], scores, unknown, has_prefix)
@@ -94,7 +97,7 @@ def _read_lists(
 def _build(path: Path, metadata: Mapping[str, Any], kind: str, lists: Lists) -> tuple[Vocabulary, bool]:
     """The vocabulary, and whether a text begins with the BOS token where the file does not say."""
     pre = metadata.get(PREFIX + "pre", "default")
-    if kind == BYTE_LEVEL and pre not in CUTTINGS:
+    if kind == BYTE_LEVEL and (not isinstance(pre, str) or pre not in CUTTINGS):
         raise CheckpointError(
             f"{path} cuts texts as {show_value(pre)} does (tokenizer.ggml.pre); redraft knows {', '.join(CUTTINGS)}"
         )
