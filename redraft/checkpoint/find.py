@@ -17,6 +17,7 @@ PACKAGED = Path(__file__).parents[1] / "weights"
 PACKAGED_NAMES = ("tiny", "sudoku")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # how torch.save names its files
 SMALL_FILES = ("*.json", "*.jinja", "README.md", "LICENSE*")  # settings, tokenizer, model card and licence
+SECOND_COPIES = ["consolidated*", "original/*"]  # of the same weights, in the layouts of Mistral and Llama
 REPOSITORY = r"[\w-][\w.-]*/[\w-][\w.-]*"
 HUB_FILE = re.compile(rf"({REPOSITORY})/([\w./ -]+)")
 HUB_TAG = re.compile(rf"({REPOSITORY}):([\w.-]+)")
@@ -134,7 +135,7 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
     import huggingface_hub
 
     with _explained(hub_id):
-        folder = Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))
+        folder = Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=SECOND_COPIES))
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"{hub_id!r} has no {CONFIG}; if it has GGUF files, name one of them, such as {hub_id}:Q4_K_M")
     return folder

@@ -56,6 +56,8 @@ def parse_llama_config(raw: Mapping[str, Any], family: str, source: str) -> Llam
     if raw.get("eos_token_id") is None and default_stop is None:
         raise ConfigError(f"{source} has no value for eos_token_id, and redraft assumes none")
     stops = require_ids("eos_token_id", first_value(raw.get("eos_token_id"), default_stop))
+    if not stops:
+        raise ConfigError(f"{source}: eos_token_id is empty; a model needs at least one stop token")
     tied = first_value(raw.get("tie_word_embeddings"), False)
     if not isinstance(tied, bool):
         raise ConfigError(f"{source}: tie_word_embeddings must be true or false, got {show_value(tied)}")
@@ -120,7 +122,7 @@ def _parse_token(value: Any, stops: tuple[int, ...]) -> int:
 
 def _parse_key_value_heads(raw: Mapping[str, Any], family: str, source: str) -> int:
     if family == "llama" and raw.get("num_key_value_heads") is None:  # files of Llama 1 do not name them
-        return int(raw["num_attention_heads"])
+        return require_int("num_attention_heads", raw["num_attention_heads"])
     heads: int = require_value(raw, "num_key_value_heads", source)
     return heads
 

@@ -194,7 +194,7 @@ def test_finding_a_folder(folder, tmp_path, monkeypatch):
 def test_a_hub_id_is_downloaded_once_into_the_hubs_cache(folder, tmp_path, monkeypatch):
     downloads = []
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, allow_patterns, ignore_patterns):
         downloads.append((name, allow_patterns))
         return str(folder)
 
@@ -206,7 +206,7 @@ def test_a_hub_id_is_downloaded_once_into_the_hubs_cache(folder, tmp_path, monke
 
 
 def test_a_connection_that_breaks_is_one_sentence(monkeypatch):
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, allow_patterns, ignore_patterns):
         raise RuntimeError("peer closed connection\nwithout sending complete message body")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)

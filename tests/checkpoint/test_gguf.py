@@ -377,7 +377,7 @@ def test_a_folder_of_gguf_files_is_refused_by_the_name_of_one(tmp_path, monkeypa
     (tmp_path / "a.gguf").touch()
     with pytest.raises(checkpoint.CheckpointError, match=r"has no config.json, but GGUF files: name one of .*/a\.gguf$"):
         checkpoint.find(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **patterns: tmp_path)
     with pytest.raises(
         checkpoint.CheckpointError, match=r"if it has GGUF files, name one of them, such as OWNER/NAME:Q4_K_M$"
     ):

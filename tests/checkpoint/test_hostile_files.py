@@ -81,7 +81,7 @@ def test_links_to_regular_files_are_followed(folder):
 
 @pytest.mark.parametrize("name", [*READ_WHOLE, INDEX])
 def test_a_file_that_is_read_whole_has_a_largest_size(folder, monkeypatch, name):
-    monkeypatch.setattr(config, "MAX_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("redraft.config.files.MAX_FILE_BYTES", 1 << 20)
     (folder / name).unlink(missing_ok=True)
     (folder / name).touch()
     os.truncate(folder / name, 1 << 40)  # a sparse file: it takes no space on the disk
@@ -148,7 +148,7 @@ def change_config(folder: Path, **changes) -> None:
 )
 def test_a_model_that_the_weights_are_not_of_is_never_built(folder, monkeypatch, changes, field, described, stored):
     change_config(folder, **changes)
-    monkeypatch.setattr(LOAD, "DiffusionGemma", lambda _: pytest.fail("the model was built"))
+    monkeypatch.setattr(LOAD, "build_model", lambda _: pytest.fail("the model was built"))
     sentence = refuse(checkpoint.load_model, folder)
     assert f"{field} is {described} in config.json and {stored} in the weights" in sentence
 

@@ -21,7 +21,8 @@ from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 PREFIX = "tokenizer.ggml."
 GEMMA, BYTE_LEVEL, SENTENCEPIECE = KINDS = ("gemma4", "gpt2", "llama")
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types; 1 is normal, 5 unused and 6 a byte
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # token types; 1 is normal and 6 a byte
+MOST_CHARACTERS = 2**23  # of a SentencePiece vocabulary: all ways to split each token are tried; those of Gemma have 2**21
 # Special tokens of the release. llama.cpp's converter marks some of them as text, so that its chat parser sees them.
 RELEASED_SPECIAL_TOKENS = frozenset(
     '<pad> <eos> <bos> <unk> <mask> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|"|> '
@@ -53,6 +54,8 @@ def read_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         repeated = next(token for number, token in enumerate(tokens) if ids[token] != number)
         raise CheckpointError(f"{path} has the token {show_value(repeated)} twice")
     settings: dict[str, Any] = dict(_read_named_tokens(path, metadata, tokens))
+    if kind != GEMMA:  # an embedding may have more rows than the vocabulary has tokens; files fill the list up
+        ids = {token: number for token, number in ids.items() if types[number] != UNUSED}
     lists = _read_lists(path, metadata, kind, ids, types, settings.get("unk_token"))
     vocabulary, adds_bos = _build(path, metadata, kind, lists)
     if kind != GEMMA:
@@ -82,8 +85,10 @@ def _read_lists(
     if kind != SENTENCEPIECE:
         return Lists(ids, types, _read_merges(path, metadata), (), unknown, has_prefix)
     scores = _read_list(path, metadata, "scores", float)
-    if len(scores) != len(ids):
-        raise CheckpointError(f"{path} has {len(ids)} tokens and {len(scores)} scores")
+    if len(scores) != len(types):
+        raise CheckpointError(f"{path} has {len(types)} tokens and {len(scores)} scores")
+    if sum(map(len, ids)) > MOST_CHARACTERS:
+        raise CheckpointError(f"{path} has tokens of more than {MOST_CHARACTERS:,} characters together")
     if not all(map(math.isfinite, scores)):
         raise CheckpointError(f"{path} has the score of a token that is not a finite number")
     return Lists(ids, types, [], scores, unknown, has_prefix)
@@ -92,7 +97,7 @@ def _read_lists(
 def _build(path: Path, metadata: Mapping[str, Any], kind: str, lists: Lists) -> tuple[Vocabulary, bool]:
     """The vocabulary, and whether a text begins with the BOS token where the file does not say."""
     pre = metadata.get(PREFIX + "pre", "default")
-    if kind == BYTE_LEVEL and pre not in CUTTINGS:
+    if kind == BYTE_LEVEL and (not isinstance(pre, str) or pre not in CUTTINGS):
         raise CheckpointError(
             f"{path} cuts texts as {show_value(pre)} does (tokenizer.ggml.pre); redraft knows {', '.join(CUTTINGS)}"
         )
