@@ -63,7 +63,7 @@ PROFILED_STEPS = 6
 PARTS = {  # of a step, by substrings of kernel names
     "experts": ("_gate_up", "_down"),  # 4-bit ones too
     "attention": ("_attend", "_combine_splits", "_score_tiles", "_sum_values"),
-    "norms and heads": ("_and_norm", "_split_qkv_rope", "_gelu_and_mul", "rms_norm", "_write_kv"),
+    "norms and heads": ("_and_norm", "_split_qkv_rope", "_activate_and_mul", "rms_norm", "_write_kv"),
     "routing": ("_route", "_sort_by_expert", "_score"),
     "vocabulary and sampler": ("_reduce_chunks", "_combine_chunks", "_compute_", "_step_canvases", "_draw_step"),
     "8 bits": ("_quantize_rows",),

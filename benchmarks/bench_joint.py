@@ -17,7 +17,8 @@ from bench_engine import SHAPES, wait
 from random_weights import random_model
 
 from redraft import checkpoint
-from redraft.engine.fused_layers import CacheTable, FusedLayers
+from redraft.engine.cache_table import CacheTable
+from redraft.engine.fused_layers import FusedLayers
 from redraft.engine.graph_capture import capture_graph
 from redraft.model.diffusion_gemma import DiffusionGemma
 

@@ -287,7 +287,11 @@ def other_kernels() -> Kernels:
     for has_values, pairs in ((True, 128), (False, 256)):
         constants = {"HAS_VALUES": has_values, "EPS": 1e-6, "P_PADDED": pairs, "BLOCK_HEADS": 8}
         yield compile_kernel(qkv_rope._split_qkv_rope, constants)
+    for has_norms in (False, True):
+        constants = {"HAS_NORMS": has_norms, "Q_SCALE": 0.125, "EPS": 1e-6, "P_PADDED": 32, "BLOCK_HEADS": 8}
+        yield compile_kernel(qkv_rope._split_llama_rope, constants)
     yield compile_kernel(norm._rms_norm, {"HAS_WEIGHT": True, **row}, 8)
+    yield compile_kernel(norm._add_and_norm, {"EPS": 1e-6, "D_PADDED": 1024}, 4)
     for to_fp8 in (False, True)[: 1 + CARD.has_fp8]:
         out_types = {"mlp_out": E4M3, "moe_out": E4M3, "mlp_scale": F32, "moe_scale": F32} if to_fp8 else {}
         flags = {"MLP_TO_FP8": to_fp8, "MOE_TO_FP8": to_fp8}
@@ -299,7 +303,7 @@ def other_kernels() -> Kernels:
             )
         out_types = {"next_out": E4M3, "next_scale": F32} if to_fp8 else {}
         yield compile_kernel(norm._add_mlp_and_norm, {"K": 8, "TO_FP8": to_fp8, **row}, 8, **out_types)
-    yield compile_kernel(mlp._gelu_and_mul, {"BLOCK_F": 1024})
+    yield from (compile_kernel(mlp._activate_and_mul, {"IS_SILU": silu, "BLOCK_F": 1024}) for silu in (False, True))
     chunk = {"BLOCKS": 32, "BLOCK": 128}
     yield compile_kernel(vocabulary._reduce_chunks, {"CHUNK": 4096, **chunk})
     yield compile_kernel(vocabulary._combine_chunks, {"J_PADDED": 64, **chunk})

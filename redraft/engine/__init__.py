@@ -15,13 +15,16 @@ In reading order:
     offload            ExpertStream: experts in host memory, copied ahead of their use
     prefix_cache       PrefixCache: KV caches of finished requests, for prompts that begin alike
     runner             Runner: forward passes for batches of requests, in plain PyTorch
+    make_runner        which runner a model gets
     batched_cache      BatchedCache: the KV caches of several requests as one
     cuda_graph_runner  CudaGraphRunner: forward passes on Triton kernels, as CUDA graphs
     step_graph         StepBucket: a denoising step as one CUDA graph
     mixed_runner       MixedRunner: requests with adapters beside those on CUDA graphs
     round_graph        RoundBucket: a round of checked or exact mode as one CUDA graph
     graph_capture      capturing CUDA graphs
+    cache_table        CacheTable: the addresses of a batch's KV caches, for the kernels
     fused_layers       FusedLayers: the model's layers on Triton kernels
+    fused_llama        FusedLlama: the same for a Llama, with the weights of its drafter
 """
 
 from redraft.engine.adapted_engine import AdaptedEngine

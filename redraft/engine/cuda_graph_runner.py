@@ -17,7 +17,9 @@ from torch import Tensor
 
 from redraft.diffusion.sampler import Canvas
 from redraft.diffusion.verified import Round
-from redraft.engine.fused_layers import CacheTable, FusedLayers
+from redraft.engine.cache_table import CacheTable
+from redraft.engine.fused_layers import FusedLayers
+from redraft.engine.fused_llama import FusedLlama
 from redraft.engine.graph_capture import MIN_CONTEXT, NEXT_CONTEXT, bucket_contexts, next_power_of_two
 from redraft.engine.memory import count_token_bytes, has_memory_limit, weight_bytes
 from redraft.engine.request import Request, RequestStatus, contain_failure
@@ -39,8 +41,10 @@ from redraft.engine.step_graph import (
     count_candidates,
     uses_fused_sampler,
 )
+from redraft.model.backbone import Backbone
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
+from redraft.model.llama import Llama
 
 CHUNK_SHARE = 16  # the share of the memory beside the weights that activations of a longer chunk may take
 MAX_CHUNK_CONTEXT = NEXT_CONTEXT * MIN_CONTEXT  # tokens
@@ -52,10 +56,10 @@ class CudaGraphRunner(Runner):
 
     max_rows = 64  # of a round: on a GPU more rows take hardly longer
 
-    def __init__(self, model: DiffusionGemma, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> None:
+    def __init__(self, model: Backbone, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> None:
         super().__init__(model, prefill_chunk)
         self.prefill_chunk_alone = prefill_chunk_alone or choose_chunk_alone(model, prefill_chunk)
-        self.fused = FusedLayers(model)
+        self.fused = fuse(model)
         self.graph_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         self.step_buckets: dict[BucketKey, StepBucket] = {}  # the most recently used last
         self.layer_buckets: dict[BucketKey, LayerBucket] = {}
@@ -79,9 +83,10 @@ class CudaGraphRunner(Runner):
         """
         model = self.model
         on_gpu = model.device.type == "cuda"
-        bucket = self._step_bucket((next_power_of_two(max_running), model.config.canvas_length, MIN_CONTEXT))
-        bucket.capture(NO_ENCODE)
-        bucket.capture((1, next_power_of_two(self.prefill_chunk)))  # nothing that runs takes more
+        if not model.config.is_causal_only:
+            bucket = self._step_bucket((next_power_of_two(max_running), model.config.canvas_length, MIN_CONTEXT))
+            bucket.capture(NO_ENCODE)
+            bucket.capture((1, next_power_of_two(self.prefill_chunk)))  # nothing that runs takes more
         before = 0
         if on_gpu:
             torch.cuda.synchronize()
@@ -219,6 +224,7 @@ class CudaGraphRunner(Runner):
         else:
             table = CacheTable.empty(self.model, len(batch))
             table.fill(caches)
+            assert isinstance(self.fused, FusedLayers)
             hidden_ND = self.fused.denoise(ids_BC, soft_BCD, table, max(len(request.context) for request in batch))
         return self.model.head(hidden_ND).unflatten(0, ids_BC.shape)
 
@@ -272,6 +278,7 @@ class CudaGraphRunner(Runner):
         return hidden_BSD, canvas_ND.unflatten(0, canvas_BSC.shape)
 
     def _layer_bucket(self, key: BucketKey) -> "LayerBucket":
+        assert isinstance(self.fused, FusedLayers)
         bucket = self.layer_buckets.pop(key, None) or LayerBucket(self.fused, key, self.graph_pool)
         self.layer_buckets[key] = bucket
         if len(self.layer_buckets) > MAX_BUCKETS:
@@ -279,6 +286,7 @@ class CudaGraphRunner(Runner):
         return bucket
 
     def _step_bucket(self, key: BucketKey) -> StepBucket:
+        assert isinstance(self.fused, FusedLayers)
         bucket = self.step_buckets.pop(key, None) or StepBucket(self.fused, key, self.graph_pool)
         self.step_buckets[key] = bucket
         if len(self.step_buckets) > MAX_BUCKETS:
@@ -289,7 +297,15 @@ class CudaGraphRunner(Runner):
         self.launched_ahead.pop(self.step_buckets.pop(key), None)
 
 
-def choose_chunk_alone(model: DiffusionGemma, prefill_chunk: int) -> int:
+def fuse(model: Backbone) -> FusedLayers | FusedLlama:
+    """The layers of a model on the kernels."""
+    if isinstance(model, Llama):
+        return FusedLlama(model)
+    assert isinstance(model, DiffusionGemma), "make_runner gives other models to the reference Runner"
+    return FusedLayers(model)
+
+
+def choose_chunk_alone(model: Backbone, prefill_chunk: int) -> int:
     """How many tokens of a prompt are encoded together while no other request runs.
 
     Depends on the model and the kind of GPU alone, not on what is free: another length rounds differently in bf16.
@@ -310,7 +326,7 @@ def bucket_of(batch: Sequence[Request]) -> BucketKey:
 class ChunkBucket:
     """A chunk of one request's prompt, encoded as one graph: the host launches kernels slower than the GPU runs them."""
 
-    def __init__(self, fused: FusedLayers, length: int, context: int, graph_pool: object) -> None:
+    def __init__(self, fused: FusedLayers | FusedLlama, length: int, context: int, graph_pool: object) -> None:
         self.table = CacheTable.empty(fused.model, 1)  # nothing is stored while it is captured
         self.ids_1S = torch.zeros(1, length, dtype=torch.int64, device=fused.model.device)
         self._replay = fused.capture(lambda: fused.encode(self.ids_1S, self.table, context), graph_pool)

@@ -24,17 +24,15 @@ from redraft.diffusion.draft_policy import DraftPolicy
 from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs, check_steering, require_drafter
 from redraft.diffusion.verified import OtherVerifier, Verification
 from redraft.engine.errors import MEMORY_ADVICE, USER_ERRORS, EngineError, Failure, RequestError, Stopped
+from redraft.engine.make_runner import make_runner
 from redraft.engine.memory import measure_budget
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.replay import Replay
 from redraft.engine.request import LOG, MIN_STEP_TOKENS, Request, RequestStatus, client_of, contain_failure
-from redraft.engine.runner import Runner
 from redraft.engine.scheduler import Reservation, Scheduler, Turn
 from redraft.engine.stream import Stream
-from redraft.kernels.backend import select_backend
 from redraft.kernels.threads import adapt_threads
 from redraft.model.backbone import Backbone
-from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
 from redraft.model.lora import Adapter
 
@@ -487,12 +485,3 @@ class Engine:
 def with_status(requests: Sequence[Request], status: RequestStatus) -> list[Request]:
     """The requests that have this status now."""
     return [request for request in requests if request.status is status]
-
-
-def make_runner(model: Backbone, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> Runner:
-    """A runner with CUDA graphs where the Triton kernels are used and know the architecture, else the reference Runner."""
-    if not (isinstance(model, DiffusionGemma) and select_backend(model.device).uses_triton):
-        return Runner(model, prefill_chunk)
-    from redraft.engine.mixed_runner import MixedRunner  # Triton takes long to import
-
-    return MixedRunner(model, prefill_chunk, prefill_chunk_alone)

@@ -7,9 +7,7 @@ so the caches of a batch are not copied together.
 Shapes: B requests, S new tokens of each, N = B * S, D model size, L layers, K experts per token, F inner size of the MLP.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.config import SLIDING
+from redraft.engine.cache_table import CacheTable, TokenGroup
 from redraft.engine.graph_capture import capture_graph
 from redraft.engine.memory import has_memory_limit
 from redraft.engine.offload import borrow_weights, expert_weights, find_stream
@@ -27,79 +26,9 @@ from redraft.kernels.linear_fp8 import linear_fp8, multiply_fp8, packs_activatio
 from redraft.kernels.triton import attention, attention_wide, mlp, norm, qkv_rope, routing
 from redraft.kernels.triton.experts import gated_experts
 from redraft.model.diffusion_gemma import DiffusionGemma, Layer
-from redraft.model.kv_cache import KVCache
 from redraft.model.quant.layers import PackedLinear
 
 JoinedRows: TypeAlias = Tensor | Fp8Tensor | list[Tensor | Fp8Tensor]  # the rows of several weights; a list: apart
-UNLIMITED = 2**30  # tokens: more than any request has
-
-
-@dataclass(frozen=True)
-class CacheTable:
-    """Addresses and lengths of the KV caches of a batch, for the kernels. Filled in place, so a CUDA graph can read it."""
-
-    keys_LB: Tensor  # as in `attention.KVLocations`: element offsets from `base`
-    values_LB: Tensor
-    sizes_LB: Tensor  # slots
-    lengths_B: Tensor  # tokens
-    counts_B: Tensor  # how many of the new tokens are real and are stored
-    base: Tensor  # one slot of memory; rows without a request point to it
-
-    @classmethod
-    def empty(cls, model: DiffusionGemma, rows: int, base: Tensor | None = None) -> "CacheTable":
-        """A table for so many requests. Tables with the same `base` may copy addresses from one another."""
-        config = model.config
-        layers = config.num_hidden_layers
-        device = model.device
-        base_dtype = torch.uint8 if model.cache_dtype == FP8_DTYPE else model.cache_dtype
-        slot_size = max(math.prod(config.layer_heads(layer)) for layer in range(layers))
-        return cls(
-            keys_LB=torch.zeros(layers, rows, dtype=torch.int64, device=device),
-            values_LB=torch.zeros(layers, rows, dtype=torch.int64, device=device),
-            sizes_LB=torch.ones(layers, rows, dtype=torch.int32, device=device),
-            lengths_B=torch.zeros(rows, dtype=torch.int32, device=device),
-            counts_B=torch.zeros(rows, dtype=torch.int32, device=device),
-            base=torch.zeros(slot_size, dtype=base_dtype, device=device) if base is None else base,
-        )
-
-    def fill(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
-        """Writes the addresses of caches of one row each. The remaining rows have an empty context.
-
-        `counts` are the numbers of tokens that each cache counts already but does not hold yet: the new tokens are these.
-        Without `counts`, the new tokens come after everything that the caches count.
-        """
-        layers = len(self.keys_LB)
-        base_address = self.base.data_ptr()
-        item_size = self.base.element_size()
-        places = [cache.slot_addresses for cache in caches]
-        unused = ([base_address] * layers, [base_address] * layers, [1] * layers)
-        places += [unused] * (self.lengths_B.numel() - len(caches))
-        keys, values, sizes = (torch.tensor(column).t() for column in zip(*places, strict=True))
-        self.keys_LB.copy_((keys - base_address) // item_size)
-        self.values_LB.copy_((values - base_address) // item_size)
-        self.sizes_LB.copy_(sizes)
-        missing = counts if counts is not None else [0] * len(caches)
-        lengths = [cache.lengths[0] - count for cache, count in zip(caches, missing, strict=True)]
-        stored = counts if counts is not None else [UNLIMITED] * len(caches)
-        padding = [0] * (self.lengths_B.numel() - len(caches))
-        self.lengths_B.copy_(torch.tensor([*lengths, *padding], dtype=torch.int32))
-        self.counts_B.copy_(torch.tensor([*stored, *padding], dtype=torch.int32))
-
-    def behind_each_(self, clean: "CacheTable") -> None:
-        """Becomes the table of canvases behind S clean tokens of each row: canvas j has j + 1 clean tokens before it."""
-        assert self.base is clean.base, "addresses are relative to the base"
-        rows = clean.lengths_B.numel()
-        count = self.lengths_B.numel() // rows
-        for name in ("keys_LB", "values_LB", "sizes_LB"):
-            getattr(self, name).view(-1, rows, count).copy_(getattr(clean, name)[:, :, None])
-        offsets_S = torch.arange(1, count + 1, dtype=torch.int32, device=self.lengths_B.device)
-        self.lengths_B.view(rows, count).copy_(clean.lengths_B[:, None] + offsets_S)
-
-    def past(self, layer: int) -> attention.KVLocations:
-        """The rows of one layer, as its attention kernel takes them."""
-        return attention.KVLocations(
-            self.base, self.keys_LB[layer], self.values_LB[layer], self.sizes_LB[layer], self.lengths_B, self.counts_B
-        )
 
 
 class FusedLayers:
@@ -140,7 +69,7 @@ class FusedLayers:
 
         `context` is at least the number of cached tokens of every request: it decides how attention is split over programs.
         """
-        self._run_layers([_TokenGroup(self.model.embed(ids_BS), table, True)], context)
+        self._run_layers([TokenGroup(self.model.embed(ids_BS), table, True)], context)
 
     def denoise(
         self,
@@ -158,9 +87,9 @@ class FusedLayers:
         groups = []
         if encode_buffers is not None:
             ids_PS, encode_table = encode_buffers
-            groups.append(_TokenGroup(self.model.embed(ids_PS), encode_table, True))
+            groups.append(TokenGroup(self.model.embed(ids_PS), encode_table, True))
         x_BCD = self.model.self_conditioning(self.model.embed(canvas_BC), soft_BCD)
-        canvas_group = _TokenGroup(x_BCD, table, False)
+        canvas_group = TokenGroup(x_BCD, table, False)
         return self._run_layers([*groups, canvas_group], context)[-canvas_group.count :]
 
     def joint(
@@ -171,15 +100,15 @@ class FusedLayers:
         The clean tokens are written to the KV caches. `canvas_table` has a row for each canvas, which counts the clean
         tokens before it as cached. Returns final hidden states, normed: [N, D] of both; None without canvases.
         """
-        clean_group = _TokenGroup(self.model.embed(clean_BS), table, True)
+        clean_group = TokenGroup(self.model.embed(clean_BS), table, True)
         context += clean_BS.shape[1]  # the canvases' tables count them as cached
         if canvas_BSC is None:
             return self._run_layers([clean_group], context), None
         x_NCD = self.model.self_conditioning(self.model.embed(canvas_BSC.flatten(0, 1)))
-        hidden_ND = self._run_layers([clean_group, _TokenGroup(x_NCD, canvas_table, False)], context)
+        hidden_ND = self._run_layers([clean_group, TokenGroup(x_NCD, canvas_table, False)], context)
         return hidden_ND[: clean_group.count], hidden_ND[clean_group.count :]
 
-    def _run_layers(self, groups: "Sequence[_TokenGroup]", context: int) -> Tensor:
+    def _run_layers(self, groups: Sequence[TokenGroup], context: int) -> Tensor:
         """Final hidden states of all groups. Causal groups come first."""
         model = self.model
         eps = model.config.rms_norm_eps
@@ -213,7 +142,7 @@ class FusedLayers:
         return normed_ND
 
     def _attention(
-        self, index: int, normed_ND: Tensor | Fp8Tensor, positions_N: Tensor, groups: "Sequence[_TokenGroup]", context: int
+        self, index: int, normed_ND: Tensor | Fp8Tensor, positions_N: Tensor, groups: Sequence[TokenGroup], context: int
     ) -> Tensor:
         config = self.model.config
         self_attn = self.model.layers[index].self_attn
@@ -275,23 +204,6 @@ class SideStream:
         """The current stream waits for the work of the block."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
-
-
-@dataclass(frozen=True)
-class _TokenGroup:
-    """New tokens of a batch on their way through the layers."""
-
-    x_BSD: Tensor
-    table: CacheTable  # their contexts
-    is_causal: bool
-
-    @property
-    def count(self) -> int:
-        return self.x_BSD.shape[0] * self.x_BSD.shape[1]
-
-    @property
-    def positions_N(self) -> Tensor:
-        return (self.table.lengths_B[:, None] + torch.arange(self.x_BSD.shape[1], device=self.x_BSD.device)).flatten()
 
 
 def has_fp8_experts(layer: Layer) -> bool:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from redraft.engine.cuda_graph_runner import CudaGraphRunner
 from redraft.engine.request import Request
 from redraft.engine.runner import Runner
-from redraft.model.diffusion_gemma import DiffusionGemma
+from redraft.model.backbone import Backbone
 
 
 class MixedRunner(CudaGraphRunner):
     """Runs one model, with and without adapters."""
 
-    def __init__(self, model: DiffusionGemma, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> None:
+    def __init__(self, model: Backbone, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> None:
         super().__init__(model, prefill_chunk, prefill_chunk_alone)
         self.adapted = Runner(model, prefill_chunk)
 

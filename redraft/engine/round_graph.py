@@ -17,7 +17,9 @@ from torch import Tensor
 
 from redraft.diffusion import pick, rng
 from redraft.diffusion.verified import Round, Verdict, Verification
-from redraft.engine.fused_layers import CacheTable, FusedLayers
+from redraft.engine.cache_table import CacheTable
+from redraft.engine.fused_layers import FusedLayers
+from redraft.engine.fused_llama import FusedLlama
 from redraft.kernels.triton.pick import pick_gumbel
 from redraft.model.kv_cache import KVCache
 
@@ -36,7 +38,7 @@ def uses_round_graph(state: Verification) -> bool:
 class RoundBucket:
     """Static buffers and the body of a round for a batch of at most B rows."""
 
-    def __init__(self, fused: FusedLayers, key: RoundKey) -> None:
+    def __init__(self, fused: FusedLayers | FusedLlama, key: RoundKey) -> None:
         rows, draft_length, self.context = key
         model = fused.model
         device = model.device

@@ -20,7 +20,8 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.diffusion import sampler
 from redraft.diffusion.sampler import Canvas
-from redraft.engine.fused_layers import CacheTable, FusedLayers
+from redraft.engine.cache_table import CacheTable
+from redraft.engine.fused_layers import FusedLayers
 from redraft.engine.graph_capture import next_power_of_two
 from redraft.engine.request import Request
 from redraft.engine.runner import cache_of

@@ -142,11 +142,14 @@ class Llama(Backbone):
 
     def rope_tables(self, positions_BS: Tensor) -> dict[str, Rope]:
         """Cosines and sines for RoPE at these positions: the same for all layer types."""
+        table = tabulate_rope(positions_BS, self.rope_frequencies(), self.dtype)
+        return dict.fromkeys(set(self.config.layer_types), table)
+
+    def rope_frequencies(self) -> Tensor:
+        """RoPE's frequencies, scaled as the configuration says."""
         c = self.config
-        frequencies = rope_frequencies(c.head_dim, c.rope_theta, 1.0, positions_BS.device)
-        if c.rope_scaling is not None:
-            frequencies = scale_frequencies(frequencies, c.rope_scaling)
-        return dict.fromkeys(set(c.layer_types), tabulate_rope(positions_BS, frequencies, self.dtype))
+        frequencies = rope_frequencies(c.head_dim, c.rope_theta, 1.0, self.device)
+        return frequencies if c.rope_scaling is None else scale_frequencies(frequencies, c.rope_scaling)
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -18,9 +18,11 @@ from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion.generate import Committed, Draft, generate
 from redraft.engine import Intervention, Replay
 from redraft.engine.batched_cache import BatchedCache
+from redraft.engine.cache_table import CacheTable
 from redraft.engine.cuda_graph_runner import CudaGraphRunner
-from redraft.engine.engine import Engine, make_runner
-from redraft.engine.fused_layers import CacheTable, FusedLayers
+from redraft.engine.engine import Engine
+from redraft.engine.fused_layers import FusedLayers
+from redraft.engine.make_runner import make_runner
 from redraft.engine.mixed_runner import MixedRunner
 from redraft.engine.runner import Runner
 from redraft.engine.step_graph import StepBucket, temperatures

@@ -110,7 +110,8 @@ RELEASED_HEADS = replace(
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fused_layers_in_bf16_are_as_close_to_the_truth_as_plain_ones(rows):
     from redraft.engine.batched_cache import BatchedCache
-    from redraft.engine.fused_layers import CacheTable, FusedLayers
+    from redraft.engine.cache_table import CacheTable
+    from redraft.engine.fused_layers import FusedLayers
 
     truth = tiny.build(RELEASED_HEADS).cuda()
     plain, fast = (tiny.build(RELEASED_HEADS).cuda().bfloat16() for _ in range(2))

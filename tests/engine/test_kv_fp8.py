@@ -10,8 +10,9 @@ from interpreted import DEVICE
 from redraft.config import FULL, SLIDING, ConfigError, EngineConfig
 from redraft.diffusion.generate import generate
 from redraft.diffusion.verified import generate_verified
+from redraft.engine.cache_table import CacheTable
 from redraft.engine.engine import Engine
-from redraft.engine.fused_layers import CacheTable, FusedLayers
+from redraft.engine.fused_layers import FusedLayers
 from redraft.kernels import attend, backend
 from redraft.kernels.backend import KIB, Card
 from redraft.kernels.fp8 import FP8_DTYPE

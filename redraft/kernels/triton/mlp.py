@@ -1,4 +1,4 @@
-"""The activation of a gated MLP: GELU(gate) * up, from one gate_up product. Reference: `GatedMLP` in `model/`.
+"""The activation of a gated MLP: GELU(gate) * up or SiLU(gate) * up, from one gate_up product. Reference: `GatedMLP`.
 
 Shapes: N tokens, F inner size.
 """
@@ -13,11 +13,21 @@ from redraft.kernels.triton.pdl import _pdl_wait, pdl_options
 
 def gelu_and_mul(gate_up_N2F: Tensor) -> Tensor:
     """Returns GELU(gate) * up, inner_NF."""
+    return _activate(gate_up_N2F, is_silu=False)
+
+
+def silu_and_mul(gate_up_N2F: Tensor) -> Tensor:
+    """Returns SiLU(gate) * up, inner_NF."""
+    return _activate(gate_up_N2F, is_silu=True)
+
+
+def _activate(gate_up_N2F: Tensor, *, is_silu: bool) -> Tensor:
     n, gate_up_size = gate_up_N2F.shape
     inner = gate_up_size // 2
     inner_NF = torch.empty(n, inner, dtype=gate_up_N2F.dtype, device=gate_up_N2F.device)
     block = min(1024, triton.next_power_of_2(inner))
-    _gelu_and_mul[(n, triton.cdiv(inner, block))](gate_up_N2F, inner_NF, inner, block, num_warps=4, **pdl_options())
+    grid = (n, triton.cdiv(inner, block))
+    _activate_and_mul[grid](gate_up_N2F, inner_NF, inner, is_silu, block, num_warps=4, **pdl_options())
     return inner_NF
 
 
@@ -28,7 +38,7 @@ def _gelu(x):
 
 
 @triton.jit
-def _gelu_and_mul(gate_up, out, F, BLOCK_F: tl.constexpr, PDL: tl.constexpr):
+def _activate_and_mul(gate_up, out, F, IS_SILU: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr):
     """One block of one token's features."""
     _pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -36,4 +46,5 @@ def _gelu_and_mul(gate_up, out, F, BLOCK_F: tl.constexpr, PDL: tl.constexpr):
     mask = offs < F
     gate = tl.load(gate_up + row * 2 * F + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * F + offs, (_gelu(gate) * up).to(out.dtype.element_ty), mask=mask)
+    active = gate * tl.sigmoid(gate) if IS_SILU else _gelu(gate)
+    tl.store(out + row * F + offs, (active * up).to(out.dtype.element_ty), mask=mask)

@@ -26,6 +26,17 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     return out_ND
 
 
+def add_and_norm(x_ND: Tensor, added_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns x + added, and its norm."""
+    n, size = x_ND.shape
+    sum_ND = torch.empty_like(x_ND)
+    normed_ND = torch.empty_like(x_ND)
+    _add_and_norm[(n,)](
+        x_ND, added_ND, weight_D, sum_ND, normed_ND, size, eps, **_row_options(size), **pdl_options()
+    )  # fmt: skip
+    return sum_ND, normed_ND
+
+
 def add_attention_and_norm(
     x_ND: Tensor,
     attention_ND: Tensor,
@@ -107,6 +118,23 @@ def _rms_norm(x, weight, out, D, HAS_WEIGHT: tl.constexpr, EPS: tl.constexpr, D_
     if HAS_WEIGHT:
         value = value * tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * D + offs, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_and_norm(
+    x, added, weight, sums, normed, D, EPS: tl.constexpr, D_PADDED: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One token. The sum is rounded before it is normed, as if it had been stored."""
+    _pdl_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, D_PADDED)
+    mask = offs < D
+    value = tl.load(x + row * D + offs, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(added + row * D + offs, mask=mask, other=0.0).to(tl.float32)
+    stored = value.to(sums.dtype.element_ty)
+    tl.store(sums + row * D + offs, stored, mask=mask)
+    value = _divide_by_rms(stored.to(tl.float32), D, EPS) * tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(normed + row * D + offs, value.to(normed.dtype.element_ty), mask=mask)
 
 
 @triton.jit
