@@ -152,7 +152,7 @@ def test_pull_of_a_hub_id_reads_its_settings_before_its_weights(run, monkeypatch
     folder = tiny.save_folder(tmp_path / "model")
     downloads = []
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, allow_patterns, ignore_patterns):
         downloads.append((name, "*.safetensors" in allow_patterns))
         return str(folder)
 
