@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from redraft.checkpoint.adapter_files import PRECISIONS, fingerprint
+from redraft.checkpoint.names import CheckpointError
 from redraft.config import ConfigError, read_json, show_value, write_text
 from redraft.model.backbone import Backbone
 from redraft.model.drafter import Drafter, DrafterConfig, new_drafter
@@ -24,6 +25,13 @@ KIND = "drafter"
 def is_drafter(folder: str | Path) -> bool:
     """Whether a folder holds a drafter."""
     return (Path(folder) / DRAFTER_CONFIG).is_file()
+
+
+def refuse_drafter(folder: str | Path) -> None:
+    """A drafter has no model's files: what needs them takes its base."""
+    if is_drafter(folder):
+        base = read_drafter_config(folder)[1]["base"]
+        raise CheckpointError(f"{folder} is a drafter, not a model: give its base, {base}")
 
 
 def save_drafter(

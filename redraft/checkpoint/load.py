@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from redraft.checkpoint.compressed import QuantizedTensors
+from redraft.checkpoint.drafter_files import refuse_drafter
 from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.names import (
@@ -71,6 +72,7 @@ def open_weights(
     if is_gguf(folder):
         file = open_gguf(folder)
         return file.config, file.tensors(device)
+    refuse_drafter(folder)
     with verify_files(folder):
         config = read_model_config(folder)
         stored = CheckpointTensors(Path(folder))

@@ -21,6 +21,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DRAFT_HEAD = "draft_head.safetensors"
 DRAFT_HEAD_PREFIX = "draft_head."  # of the tensors in that file
+DRAFTER_PREFIX = "drafter."  # of the tensors of a drafter in its model; they have a folder of their own
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 DECODER = "model.decoder."

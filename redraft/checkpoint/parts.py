@@ -61,8 +61,9 @@ def find_base(path_or_id: str | Path, *, weights: bool = True) -> tuple[Path, Pa
     if not is_drafter(path):
         return path, None
     _, settings = read_drafter_config(path)
+    beside = path / settings["base"]  # a base that is named relative to the drafter
     try:
-        return find(settings["base"], weights=weights), path
+        return find(beside if beside.exists() else settings["base"], weights=weights), path
     except CheckpointError as error:
         raise CheckpointError(f"{path} is a drafter for {settings['base']!r}, which cannot be found: {error}") from None
 

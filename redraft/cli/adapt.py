@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from redraft.cli.options import Device, LongThreads, Quant, name_flags, option, parse_float, parse_int
+from redraft.cli.options import Device, LongThreads, name_flags, option, parse_float, parse_int
 
 if TYPE_CHECKING:
     from redraft.train.adapting import AdaptOptions
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 FLAGS = {"rate": "--lr", "canvas_length": "--canvas", "head_size": "--head-size", "tokens": "--tokens"}
 FLAGS |= {name: f"--{name}" for name in ("rank", "batch", "rows", "steps", "minutes", "length", "epochs")}
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+MOST_CPU_TOKENS = 1_000_000
 OWN_TEXT = "own"  # the folder of the model's own answers, in the run's folder
 
 
@@ -53,10 +56,11 @@ def adapt(
         int | None, option("--rows", help="Rows of a forward; fewer need less memory. [as --batch]", parser=parse_int)
     ] = None,
     length: Annotated[int, option("--length", help="Tokens of a row.", parser=parse_int)] = 1024,
-    sample_rows: Annotated[int, option("--sample-rows", help="Answers sampled at once.", parser=parse_int)] = 1024,
+    sample_rows: Annotated[
+        int | None, option("--sample-rows", help="Answers sampled at once. [by memory]", parser=parse_int)
+    ] = None,
     seed: Annotated[int, option("--seed", help="Own answers, order, first weights.", parser=parse_int)] = 0,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers: minutes at first, then faster.")] = False,
-    quant: Quant = None,
     device: Device = None,
     threads: LongThreads = None,
 ) -> None:
@@ -69,29 +73,33 @@ def adapt(
         count = parse_tokens(tokens)
         options = AdaptOptions(
             drafter=DrafterConfig(rank=rank, alpha=2.0 * rank, head_size=head_size, canvas_length=canvas),
-            own=OwnAnswerConfig(tokens=count, part_tokens=min(count, 10**6), rows=sample_rows, seed=seed),
+            own=OwnAnswerConfig(tokens=count, part_tokens=min(count, 10**6), seed=seed),
             length=length,
             batch=batch,
-            rows=rows or batch,
+            rows=batch if rows is None else rows,
             epochs=epochs,
             steps=steps,
             minutes=minutes,
             rate=rate,
-            quant=quant,
             seed=seed,
             compile=compiled,
         )
-        run_adapting(model, Path(out), prompts, options, device)
+        for name, number in (("--steps", steps), ("--sample-rows", sample_rows)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        run_adapting(model, Path(out), prompts, options, sample_rows, device)
 
 
-def run_adapting(base: str, out: Path, prompts: str | None, options: AdaptOptions, device: str | None) -> None:
+def run_adapting(
+    base: str, out: Path, prompts: str | None, options: AdaptOptions, sample_rows: int | None, device: str | None
+) -> None:
     """Samples the model's own answers, trains the drafter, measures it, and writes its scores."""
     import torch
 
     from redraft import checkpoint
     from redraft.cli.train import run_trainer, write_config
     from redraft.kernels.backend import select_device
-    from redraft.train.adapting import adapting_config, measure_drafts, read_held_out_prompts
+    from redraft.train.adapting import adapting_config, measure_drafts, name_base, read_held_out_prompts
     from redraft.train.loop import Trainer
     from redraft.train.own_answers import read_prompts, write_own_answers
     from redraft.train.records import DataConfig
@@ -100,25 +108,50 @@ def run_adapting(base: str, out: Path, prompts: str | None, options: AdaptOption
         raise ValueError(f"--prompts: there is no file {prompts}")
     local_device = select_device(device)
     console = Console(stderr=True, highlight=False)
-    model, tokenizer, _ = checkpoint.load_checkpoint(base, device=local_device, quant=options.quant)
-    if not model.config.is_causal_only:
-        raise ValueError(f"{base} is a diffusion model and drafts already: adapt a left-to-right one")
+    model, tokenizer, sampler = checkpoint.load_checkpoint(base, device=local_device)
+    require_adaptable(model, base)
+    config_of = partial(adapting_config, name_base(base))  # now: `out` may have the name of the base
     own = options.own.within(model.config.max_position_embeddings)
+    own = replace(own, rows=sample_rows or choose_rows(model, own.length))
     given = read_prompts(Path(prompts), tokenizer, own.length // 2) if prompts is not None else None
-    show_sampling(console, write_own_answers(model, tokenizer, out / OWN_TEXT, own, given), own.tokens)
+    if model.device.type == "cpu" and own.tokens > MOST_CPU_TOKENS:
+        console.print(f"{own.tokens:,} tokens take days on a CPU; --tokens 200k is a start there, a GPU takes minutes")
+    progress = write_own_answers(model, tokenizer, out / OWN_TEXT, own, sampler.eos_token_ids, given)
+    show_sampling(console, progress, own.tokens)
     del model
-    config = adapting_config(base, out / OWN_TEXT, options, torch.device(local_device))
+    config = config_of(out / OWN_TEXT, options, torch.device(local_device))
     trainer = Trainer(config, out, local_device)
     write_config(config, out)
     run_trainer(trainer, out, is_main=True)
     del trainer
-    model, _, _ = checkpoint.load_checkpoint(out, device=local_device, quant=options.quant)
+    model, _, _ = checkpoint.load_checkpoint(out, device=local_device)
     assert isinstance(config.data, DataConfig)
     prompts_held_out = read_held_out_prompts(config.data.sources[0])
     scores = measure_drafts(model, prompts_held_out, options.drafter.canvas_length)
     for score in scores:
         console.print(str(score), soft_wrap=True)
     add_scores(out, {f"T={score.temperature:g}": round(score.exact, 3) for score in scores})
+
+
+def require_adaptable(model: Any, base: str) -> None:
+    """Refuses models that draft already, and architectures that no drafter is made for."""
+    from redraft.config import LlamaConfig
+
+    if not model.config.is_causal_only:
+        raise ValueError(f"{base} is a diffusion model and drafts already: adapt a left-to-right one")
+    if model.drafter is not None:
+        raise ValueError(f"{base} is a drafter already: adapt its base, {model.drafter.metadata['base']}")
+    if not isinstance(model.config, LlamaConfig):
+        raise ValueError(f"{base} is {model.config.causal_kind}; redraft adapts Llama, SmolLM2, Mistral and Qwen")
+
+
+def choose_rows(model: Any, length: int) -> int:
+    """How many answers are sampled at once: their KV caches take at most a quarter of the free memory."""
+    from redraft.engine.memory import free_bytes
+
+    row_bytes = length * sum(model.config.kv_bytes_per_token(model.dtype.itemsize))
+    most = 1024 if model.device.type == "cuda" else 32
+    return max(1, min(most, free_bytes(model.device) // 4 // row_bytes))
 
 
 def show_sampling(console: Console, progress: Any, total: int) -> None:

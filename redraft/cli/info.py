@@ -43,6 +43,10 @@ def info(
         console.print(model, style="bold", markup=False)
         console.print(_adapter_table(checkpoint.summarize_adapter(model)))
         return
+    if model and checkpoint.is_drafter(model):
+        console.print(model, style="bold", markup=False)
+        console.print(_drafter_table(Path(model)))
+        return
     config: BackboneConfig = ModelConfig()
     sampler = SamplerConfig()
     stored = None
@@ -85,6 +89,27 @@ def _adapter_table(summary: AdapterSummary) -> Table:
     for name, value in rows.items():
         if value:
             table.add_row(name, Text(strip_control_characters(value)))
+    return table
+
+
+def _drafter_table(folder: Path) -> Table:
+    """What a drafter is, and how well it drafts."""
+    from redraft import checkpoint
+
+    cfg, settings = checkpoint.read_drafter_config(folder)
+    table = Table("drafter", "", box=None, pad_edge=False)
+    rows = {
+        "base": settings["base"],
+        "rank": f"{cfg.rank}, alpha {cfg.alpha:g}",
+        "draft head": f"{cfg.head_size:,}",
+        "longest draft": f"{cfg.canvas_length - 1} tokens",
+        "file": _si(sum(file.stat().st_size for file in folder.glob("*.safetensors")), "B"),
+        **{name: f"{settings[name]:,}" for name in ("steps", "tokens") if isinstance(settings.get(name), int)},
+    }
+    for name, score in _flatten(settings.get("scores")):
+        rows[name] = f"{score:.4f}" if isinstance(score, float) else str(score)
+    for name, value in rows.items():
+        table.add_row(name, Text(strip_control_characters(value)))
     return table
 
 

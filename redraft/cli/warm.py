@@ -55,13 +55,16 @@ def warm(
     show_peak(subject, console)
 
 
+FEW_TOKENS = 8  # of a causal-only model, which has no canvas
+
+
 def launch_kernels(subject: Writer) -> None:
     """Runs a short request of every kind: some at once, one with a pattern, one that is watched.
 
     A model that refuses one of them is not run that way later either: the Sudoku model takes no text.
     """
     prompt = "Once upon a time"
-    length = subject.sampler.canvas_length
+    length = subject.sampler.canvas_length if not subject.model.config.is_causal_only else FEW_TOKENS
     settings: dict[str, Any] = {"seed": 0, "max_steps": 2}
     for count in BATCHES:
         with suppress(ValueError):
@@ -81,9 +84,10 @@ def launch_other_shapes(subject: Writer) -> None:
     """
     prompt = "Once upon a time"
     settings: dict[str, Any] = {"seed": 0, "max_steps": 2}
-    longest = subject.sampler.canvas_length
+    has_canvas = not subject.model.config.is_causal_only
+    longest = subject.sampler.canvas_length if has_canvas else FEW_TOKENS
     lengths = [1 << bits for bits in range(longest.bit_length()) if 1 << bits < longest]
-    for length in (*lengths, *(3 * length // 2 + 1 for length in lengths), 2 * longest):
+    for length in (*lengths, *(3 * length // 2 + 1 for length in lengths), 2 * longest) if has_canvas else ():
         for count in BATCHES:
             with suppress(ValueError):
                 subject.write([prompt] * count, canvas_length=length, max_tokens=2 * length, **settings)

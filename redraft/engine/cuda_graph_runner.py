@@ -87,6 +87,9 @@ class CudaGraphRunner(Runner):
             bucket = self._step_bucket((next_power_of_two(max_running), model.config.canvas_length, MIN_CONTEXT))
             bucket.capture(NO_ENCODE)
             bucket.capture((1, next_power_of_two(self.prefill_chunk)))  # nothing that runs takes more
+        else:
+            length = model.drafter.cfg.canvas_length - 1 if model.drafter is not None else 0
+            self._round_bucket((next_power_of_two(max_running), length, MIN_CONTEXT))
         before = 0
         if on_gpu:
             torch.cuda.synchronize()

@@ -16,6 +16,7 @@ from torch import Tensor
 from redraft.engine.cache_table import CacheTable, TokenGroup
 from redraft.engine.fused_layers import concat_weights
 from redraft.engine.graph_capture import capture_graph
+from redraft.engine.memory import free_bytes, weight_bytes
 from redraft.kernels.triton import attention, mlp, norm, qkv_rope
 from redraft.model.llama import Llama
 from redraft.model.lora import DENOISE, Adapter
@@ -29,8 +30,10 @@ PRODUCTS = (QKV, OUTPUT, GATE_UP, DOWN)  # of a layer
 
 
 def can_fuse(model: Llama) -> bool:
-    """Whether the kernels run this model: its weights are not packed, and a row of it fits a kernel."""
-    return not any(isinstance(module, PackedLinear) for module in model.modules()) and model.config.head_dim >= 16
+    """Whether the kernels run this model: weights that are not packed, heads that they take, room for a drafter's copies."""
+    has_packed = any(isinstance(module, PackedLinear) for module in model.modules())
+    has_room = model.drafter is None or weight_bytes(model) < free_bytes(model.device) // 2
+    return not has_packed and model.config.head_dim >= 16 and has_room
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,12 @@ class Product:
         if self.canvas_weight is None or clean == len(x_ND):
             return F.linear(x_ND, self.weight, self.bias)
         y_NO = x_ND.new_empty(len(x_ND), len(self.weight))
-        torch.mm(x_ND[:clean], self.weight.t(), out=y_NO[:clean])
-        torch.mm(x_ND[clean:], self.canvas_weight.t(), out=y_NO[clean:])
-        return y_NO if self.bias is None else y_NO + self.bias
+        for tokens, weight in ((slice(clean), self.weight), (slice(clean, None), self.canvas_weight)):
+            if self.bias is None:
+                torch.mm(x_ND[tokens], weight.t(), out=y_NO[tokens])
+            else:
+                torch.addmm(self.bias, x_ND[tokens], weight.t(), out=y_NO[tokens])
+        return y_NO
 
 
 class FusedLlama:

@@ -43,7 +43,6 @@ class AdaptOptions:
     steps: int | None = None  # instead of epochs
     minutes: float | None = None  # instead of steps: the learning rate cools down by the clock
     rate: float = 1e-3
-    quant: str | None = None
     seed: int = 0
     compile: bool = False
 
@@ -89,10 +88,9 @@ def adapting_config(base: str, folder: Path, options: AdaptOptions, device: torc
         sampler=sampler,
         data=data,
         held_out=held_out,
-        init=str(Path(base).resolve()) if Path(base).exists() else base,
+        init=name_base(base),
         drafter=options.drafter,
-        quant=options.quant,
-        loss=LossConfig(draft=DraftConfig(lengths=(canvas_length,))),
+        loss=LossConfig(draft=DraftConfig(lengths=(*[canvas_length] * 3, max(2, canvas_length // 2)))),
         optim=OptimConfig(
             muon=False,
             adamw_lr=options.rate,
@@ -114,6 +112,12 @@ def adapting_config(base: str, folder: Path, options: AdaptOptions, device: torc
         evaluate_every=max(1, steps // EVALUATIONS) if options.minutes is None else 200,
         keep=1,
     )
+
+
+def name_base(base: str) -> str:
+    """How a drafter names its base: a path from the root for a folder or a file, else the name itself."""
+    path = Path(base)
+    return str(path.resolve()) if path.is_file() or (path / "config.json").is_file() else base
 
 
 def choose_held_out(file: str) -> int:

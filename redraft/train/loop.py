@@ -263,7 +263,8 @@ class Trainer:
         if self.cfg.adapter is not None:
             batch |= {name: getattr(self.cfg.adapter, name) for name in ("rank", "targets", "layers", "halves")}
         if self.cfg.drafter is not None:
-            batch |= {name: getattr(self.cfg.drafter, name) for name in ("rank", "head_size")}
+            batch |= {name: getattr(self.cfg.drafter, name) for name in ("rank", "head_size", "canvas_length")}
+            batch |= {"init": self.cfg.init}
         return json.loads(json.dumps(batch))
 
     @property

@@ -7,21 +7,25 @@ A model without a chat template continues the prompts of the file, or writes tex
 parts, so that an interrupted run goes on behind its last whole part.
 """
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from redraft.config import replace_file
+from redraft.checkpoint import fingerprint
+from redraft.config import read_json, replace_file, write_text
 from redraft.model.backbone import Backbone
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.own_text import OwnTextConfig, OwnTextSampler
 
 PART = "own-{:04}.jsonl"
+SETTINGS = "settings.json"
 MARK = "\ue000\ue001\ue002"  # stands for what the user says while the template writes the conversation around it
 MOST_EMPTY = 4  # batches without a usable text before the model is given up
 
@@ -113,9 +117,15 @@ class OwnPrompts:
     """Prompts without end: those of a list in a shuffled order, or those that the model writes itself."""
 
     def __init__(
-        self, model: Backbone, tokenizer: Tokenizer, cfg: OwnAnswerConfig, given: Sequence[list[int]] | None
+        self,
+        model: Backbone,
+        tokenizer: Tokenizer,
+        cfg: OwnAnswerConfig,
+        stops: Sequence[int],
+        given: Sequence[list[int]] | None,
     ) -> None:
         self.model = model
+        self.stops = stops
         self.cfg = cfg
         self.given = given
         self.frame = chat_frame(tokenizer) if tokenizer.can_chat and given is None else None
@@ -140,14 +150,13 @@ class OwnPrompts:
         """User turns that the model writes where the template expects one. One that does not end is left out."""
         assert self.frame is not None
         before, behind = self.frame
-        stops = set(self.model.config.eos_token_ids)
         if self.sampler is None:
             settings = self.cfg.sampler(len(before) + self.cfg.user_length, len(before))
-            self.sampler = OwnTextSampler(self.model, settings)
+            self.sampler = OwnTextSampler(self.model, settings, self.stops)
         empty = 0
         while empty < MOST_EMPTY:
             rows = self.sampler.sample_rows([before] * self.cfg.rows, [self.cfg.user_temperature] * self.cfg.rows)
-            turns = [row[len(before) : -1] for row in rows if row is not None and row[-1] in stops]
+            turns = [row[len(before) : -1] for row in rows if row is not None and row[-1] in self.stops]
             empty = 0 if any(turns) else empty + 1
             yield from ([*before, *turn, *behind] for turn in turns if turn)
         raise ValueError("the model writes no user turns of its own: give prompts in a file")
@@ -161,23 +170,48 @@ def write_own_answers(
     tokenizer: Tokenizer,
     folder: Path,
     cfg: OwnAnswerConfig,
+    stops: Sequence[int],
     given: Sequence[list[int]] | None = None,
 ) -> Iterator[int]:
-    """Samples answers into the folder, part by part. Yields the tokens written so far, those of earlier runs included."""
+    """Samples answers into the folder, part by part. Yields the tokens written so far, those of earlier runs included.
+
+    A folder that was begun with another model, other prompts or other settings is refused. `stops` end an answer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    prompts = OwnPrompts(model, tokenizer, cfg, given)
+    prompts = OwnPrompts(model, tokenizer, cfg, stops, given)
+    settings = {
+        "model": fingerprint(model),
+        "prompts": hashlib.sha256(json.dumps(given).encode()).hexdigest(),
+        **asdict(replace(cfg, tokens=cfg.part_tokens)),  # more tokens only add parts
+    }
+    require_same_settings(folder / SETTINGS, json.loads(json.dumps(settings)))
     sampler: OwnTextSampler | None = None
     for part in range(cfg.parts):
         path = folder / PART.format(part)
         begin = part * cfg.part_tokens
         if not path.exists():
-            sampler = sampler or OwnTextSampler(model, cfg.sampler(cfg.length, prompts.longest))
+            sampler = sampler or OwnTextSampler(model, cfg.sampler(cfg.length, prompts.longest), stops)
             torch.manual_seed(random.Random(f"{cfg.seed} {part}").getrandbits(62))
             with replace_file(path) as file:
                 for lines, tokens in _sample_part(sampler, prompts.read(part), part, cfg, tokenizer.size):
                     file.writelines(lines)
                     yield begin + min(tokens, cfg.part_tokens)
         yield begin + cfg.part_tokens
+
+
+def require_same_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Writes the settings of the answers in a folder, or compares them with those that it was begun with."""
+    if not path.exists():
+        write_text(path, json.dumps(settings, indent=2) + "\n")
+        return
+    before = read_json(path)
+    different = sorted(name for name in settings if before.get(name) != settings[name])
+    if different:
+        name = different[0]
+        raise ValueError(
+            f"{path.parent} holds answers with another {name}, {before.get(name)} and not {settings[name]}: "
+            "give another folder, or the same settings"
+        )
 
 
 def _sample_part(

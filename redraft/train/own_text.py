@@ -152,7 +152,8 @@ class OwnTextSampler:
     """Samples batches of texts. On a GPU captured steps are replayed, one graph for each width of the cache."""
 
     @torch.no_grad()
-    def __init__(self, model: Backbone, cfg: OwnTextConfig) -> None:
+    def __init__(self, model: Backbone, cfg: OwnTextConfig, stops: Sequence[int] | None = None) -> None:
+        """`stops` are the tokens that end a text; without them, those of the model's configuration."""
         self.model = model
         self.cfg = cfg
         self.device = model.device
@@ -163,7 +164,7 @@ class OwnTextSampler:
         self.ended_B = torch.zeros(cfg.rows, dtype=torch.bool, device=self.device)
         self.temperature_B1 = torch.ones(cfg.rows, 1, device=self.device)
         self.exponential_BV = torch.ones(cfg.rows, model.config.vocab_size, device=self.device)
-        self.stop_ids = torch.tensor(model.config.eos_token_ids, device=self.device)
+        self.stop_ids = torch.tensor(model.config.eos_token_ids if stops is None else stops, device=self.device)
         self.graphs: dict[int, Callable[[], None]] = {}
         if self.device.type == "cuda" and model.dtype == torch.bfloat16:  # in float32, experts copy counts to the host
             self._capture_steps()

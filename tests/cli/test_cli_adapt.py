@@ -37,6 +37,13 @@ def test_a_decoder_learns_to_draft_for_itself(run, folder, family):
     assert code == 0, log
     assert text == f"{out}\n"
     assert "3,000 tokens of its own answers" in log
+    code, text, _ = run("info", str(out))
+    assert code == 0
+    assert "longest draft" in text
+    assert str(base) in text.replace("\n", "")
+    code, _, log = run("adapt", str(out), "--out", str(folder / "other"), *FLAGS)
+    assert code == 2
+    assert "is a drafter already: adapt its base" in log
     scores = json.loads((out / "adapter.json").read_text())["scores"]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     lengths = [line["held_out"]["scores"]["tokens_per_round"] for line in lines if "held_out" in line]
@@ -58,6 +65,8 @@ def test_a_decoder_learns_to_draft_for_itself(run, folder, family):
         (["--tokens", "many"], "--tokens takes a number such as 500k or 50M, got 'many'"),
         (["--tokens", "0"], "--tokens takes a number"),
         (["--prompts", "no-such-file"], "--prompts: there is no file no-such-file"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--sample-rows", "0"], "--sample-rows must be at least 1, got 0"),
         (["--canvas", "1"], "--canvas must be from 2"),
         (["--rank", "0"], "--rank must be between 1"),
         (["--batch", "6", "--rows", "4"], "--batch 6 is no multiple of the 4 rows of a forward"),
@@ -75,3 +84,12 @@ def test_a_diffusion_model_drafts_already(run, tmp_path):
     code, _, log = run("adapt", str(tmp_path / "model"), "--out", str(tmp_path / "out"), *FLAGS)
     assert code == 2
     assert "is a diffusion model and drafts already" in log
+
+
+def test_the_answers_of_another_model_are_not_learned(run, folder, tmp_path):
+    own = tmp_path / "out/own"
+    own.mkdir(parents=True)
+    (own / "settings.json").write_text('{"model": "another"}')
+    code, _, log = run("adapt", str(folder / "qwen3"), "--out", str(tmp_path / "out"), *FLAGS)
+    assert code == 2
+    assert "holds answers with another" in log

@@ -52,8 +52,13 @@ def make_model(config: LlamaConfig, drafts: bool = True) -> Llama:
     return model.eval().requires_grad_(False).to(DEVICE)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("drafts", [False, True])
+LONG = [(name, drafts) for name in CONFIGS for drafts in (False, True)]
+SHORT = [("biases", True), ("norms", False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts"), [pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.soak]) for case in LONG]
+)
 def test_the_layers_are_those_of_the_model(name, drafts):
     """Behind a context: clean tokens, and a canvas behind each of them."""
     model = make_model(CONFIGS[name], drafts)

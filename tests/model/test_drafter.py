@@ -146,7 +146,7 @@ def test_damaged_weights_are_one_sentence(tmp_path):
         checkpoint.load_drafter(tmp_path, model)
 
 
-def test_a_drafter_drafts_no_pages():
+def test_a_drafter_drafts_no_whole_canvases():
     model = make_model()
     with pytest.raises(CausalOnlyError, match="needs a diffusion model"):
         list(generate_verified(model, PROMPT, sampler(check="checked"), seed=0))
@@ -154,3 +154,27 @@ def test_a_drafter_drafts_no_pages():
         list(generate_verified(model, PROMPT, sampler(draft_token=121), seed=0))
     with pytest.raises(ValueError, match="draft_token 120 is outside"):
         list(generate_verified(make_model(drafts=False), PROMPT, replace(sampler(), draft_length=0), seed=0))
+
+
+def test_a_model_with_a_drafter_is_saved_without_it(tmp_path):
+    checkpoint.save(make_model(), tmp_path / "model")
+    loaded = checkpoint.load_model(tmp_path / "model", dtype=torch.float32)
+    assert loaded.drafter is None
+    assert loaded.state_dict().keys() == make_model(drafts=False).state_dict().keys()
+
+
+def test_what_needs_a_model_names_the_base_of_a_drafter(tmp_path):
+    model = make_model()
+    checkpoint.save_drafter(model.drafter, tmp_path, base="some model", fingerprint=checkpoint.fingerprint(model))
+    with pytest.raises(checkpoint.CheckpointError, match="is a drafter, not a model: give its base, some model"):
+        checkpoint.load_model(tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="is a drafter for 'some model', which cannot be found"):
+        checkpoint.load_checkpoint(tmp_path)
+
+
+def test_a_base_may_be_named_relative_to_its_drafter(tmp_path):
+    model = make_model()
+    folder = tmp_path / "drafter"
+    checkpoint.save(model, tmp_path / "base")
+    checkpoint.save_drafter(model.drafter, folder, base="../base", fingerprint=checkpoint.fingerprint(model))
+    assert checkpoint.parts.find_base(folder) == (folder / "../base", folder)

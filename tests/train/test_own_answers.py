@@ -1,6 +1,7 @@
 """Own answers: prompts of files and of the model itself, parts that are kept, answers in the model's own tokens."""
 
 import json
+from dataclasses import replace
 from itertools import islice
 
 import llama_models
@@ -12,6 +13,7 @@ from redraft import checkpoint
 from redraft.train.own_answers import OwnAnswerConfig, OwnPrompts, chat_frame, read_prompts, write_own_answers
 
 CFG = OwnAnswerConfig(tokens=30, part_tokens=10, rows=6, length=48, user_length=16, most_repeats=20)
+STOPS = (5,)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def test_a_chat_model_writes_its_own_user_turns(model, tmp_path):
     tokenizer = tiny.byte_tokenizer()
     before, behind = chat_frame(tokenizer)
     assert tokenizer.encode_chat([{"role": "user", "content": "hi"}]) == [*before, *tokenizer.encode("hi"), *behind]
-    assert list(write_own_answers(model, tokenizer, tmp_path, CFG))[-1] == 30
+    assert list(write_own_answers(model, tokenizer, tmp_path, CFG, STOPS))[-1] == 30
     records = read(tmp_path)
     for record in records:
         prompt = record["prompt_ids"]
@@ -52,13 +54,15 @@ def test_a_chat_model_writes_its_own_user_turns(model, tmp_path):
 @pytest.mark.soak
 def test_whole_parts_are_kept_and_the_others_are_written_again(model, tmp_path):
     tokenizer = tiny.byte_tokenizer()
-    list(write_own_answers(model, tokenizer, tmp_path / "one", CFG))
-    run = write_own_answers(model, tokenizer, tmp_path / "two", CFG)
+    list(write_own_answers(model, tokenizer, tmp_path / "one", CFG, STOPS))
+    run = write_own_answers(model, tokenizer, tmp_path / "two", CFG, STOPS)
     list(islice(run, 3))
     run.close()
     assert len(list((tmp_path / "two").glob("own-*.jsonl"))) < 3
-    assert list(write_own_answers(model, tokenizer, tmp_path / "two", CFG))[-1] == 30
-    assert len(list((tmp_path / "two").iterdir())) == 3
+    assert list(write_own_answers(model, tokenizer, tmp_path / "two", CFG, STOPS))[-1] == 30
+    assert read(tmp_path / "one") == read(tmp_path / "two")
+    with pytest.raises(ValueError, match="holds answers with another seed, 0 and not 1"):
+        list(write_own_answers(model, tokenizer, tmp_path / "two", replace(CFG, seed=1), STOPS))
 
 
 def test_prompts_of_a_file_are_answered(model, tmp_path):
@@ -67,7 +71,7 @@ def test_prompts_of_a_file_are_answered(model, tmp_path):
     path.write_text('{"prompt": "Hi"}\n\nSay no\n' + "x" * 500 + "\n")
     prompts = read_prompts(path, tokenizer, 40)
     assert prompts == [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("Hi", "Say no")]
-    found = list(islice(OwnPrompts(model, tokenizer, CFG, prompts).read(0), 6))
+    found = list(islice(OwnPrompts(model, tokenizer, CFG, STOPS, prompts).read(0), 6))
     assert sorted(map(tuple, found[:2])) == sorted(map(tuple, prompts))
     assert found[:2] == found[2:4]
 
@@ -88,15 +92,13 @@ def test_bad_prompts_are_named(tmp_path, text, message):
 
 
 def test_a_model_that_only_loops_is_refused(model, tmp_path):
-    cfg = OwnAnswerConfig(
-        tokens=100, part_tokens=100, rows=4, length=64, user_length=24, most_repeats=1, temperatures=(1e-6,)
-    )
+    cfg = replace(CFG, rows=4, most_repeats=1, temperatures=(1e-6,))
     head = model.head
     model.head = lambda hidden: torch.nn.functional.one_hot(torch.full(hidden.shape[:-1], 70), tiny.VOCAB).float() * 50
     try:
         with pytest.raises(ValueError, match="writes no user turns of its own"):
-            list(write_own_answers(model, tiny.byte_tokenizer(), tmp_path, cfg))
+            list(write_own_answers(model, tiny.byte_tokenizer(), tmp_path / "turns", cfg, STOPS))
         with pytest.raises(ValueError, match="every answer loops"):
-            list(write_own_answers(model, tiny.byte_tokenizer(), tmp_path, cfg, [[1, 9, 10]]))
+            list(write_own_answers(model, tiny.byte_tokenizer(), tmp_path / "given", cfg, STOPS, [[1, 9, 10]]))
     finally:
         model.head = head

@@ -25,6 +25,7 @@ from redraft.train.loss import dense_masks
 from redraft.train.own_text import OwnTextConfig, OwnTextSampler
 
 BATCH_ROWS = 32
+MAX_LOGITS = 2**27  # of a batch; about seven numbers of 4 to 8 bytes are held for each
 TEMPERATURES = (0.0, 0.7, 1.0)
 COLDEST = 1e-3  # the temperature that greedy texts are sampled at
 
@@ -76,9 +77,11 @@ def measure(
     tokens = 0
     reached_C = torch.zeros(canvas_length)
     canvases = 0
-    for begin in range(0, len(texts), BATCH_ROWS):
-        rows = [list(ids) for ids in texts[begin : begin + BATCH_ROWS]]
-        firsts = prompt_lengths[begin : begin + BATCH_ROWS]
+    length = max(map(len, texts)) + canvas_length
+    batch_rows = max(1, min(BATCH_ROWS, MAX_LOGITS // (length * model.config.vocab_size)))
+    for begin in range(0, len(texts), batch_rows):
+        rows = [list(ids) for ids in texts[begin : begin + batch_rows]]
+        firsts = prompt_lengths[begin : begin + batch_rows]
         exact_BL, checked_BL = accepted_drafts(model, rows, temperature, canvas_length, draft_token, tolerance, generator)
         for row, (ids, first) in enumerate(zip(rows, firsts, strict=True)):
             if len(ids) <= first:
