@@ -115,7 +115,7 @@ def test_parameter_counts_are_those_of_the_model(name):
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, ["LlamaForCausalLM"]),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, ["MambaForCausalLM"]),
         ({}, ["nothing"]),
         ({**RELEASED, "text_config": None}, ["text_config"]),
         ({**RELEASED, "quantization_config": {"quant_method": "modelopt"}}, ["modelopt"]),

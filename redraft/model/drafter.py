@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from redraft.config import BackboneConfig, ConfigError
 from redraft.kernels import rms_norm
 from redraft.model.layers import gelu
-from redraft.model.lora import DENOISE, Adapter, AdapterConfig, new_adapter
+from redraft.model.lora import DENOISE, Adapter, AdapterConfig, untrained_adapter
 
 LARGEST_CANVAS = 65  # one more than the longest draft
 
@@ -91,7 +91,7 @@ def new_drafter(cfg: DrafterConfig, config: BackboneConfig, embedding_D: Tensor,
 
     The mean of all embeddings is a good one: it says "some token".
     """
-    drafter = Drafter(cfg, new_adapter(cfg.adapter, config, seed), config)
+    drafter = Drafter(cfg, untrained_adapter(cfg.adapter, config, seed), config)
     init_draft_head(drafter.head, torch.Generator().manual_seed(seed))
     with torch.no_grad():
         drafter.blank_D.copy_(embedding_D)

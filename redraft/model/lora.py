@@ -191,7 +191,14 @@ class Adapter(nn.Module):
 
 
 def new_adapter(cfg: AdapterConfig, config: BackboneConfig, seed: int = 0) -> Adapter:
-    """An untrained adapter: a is random and b is zero, so it changes nothing yet."""
+    """An untrained adapter for a diffusion model, or for the causal half of any model."""
+    if config.is_causal_only and cfg.halves != ENCODE:
+        raise AdapterError("a causal-only model has no denoiser to adapt: train with a diffusion model")
+    return untrained_adapter(cfg, config, seed)
+
+
+def untrained_adapter(cfg: AdapterConfig, config: BackboneConfig, seed: int = 0) -> Adapter:
+    """Pairs of which a is random and b is zero, so that they change nothing yet."""
     generator = torch.Generator().manual_seed(seed)
     shapes = adaptable_matrices(config)
     pairs: dict[tuple[str, str], LoraPair] = {}

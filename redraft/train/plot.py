@@ -19,7 +19,6 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
     tokens = [line["tokens"] / 1e6 for line in lines]
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, schedule = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    step_tokens = lines[-1]["tokens"] / lines[-1]["step"] / 1e6
     for name, score, label in (
         ("denoiser", "denoiser", "denoiser"),
         ("ar", "next_token", "next token"),
@@ -29,6 +28,7 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
             losses.plot(tokens, [line[name] for line in lines], label=label)
         scored = [e for e in evaluations if score in e["scores"]]
         if scored:
+            step_tokens = lines[-1]["tokens"] / lines[-1]["step"] / 1e6
             steps = [e["step"] * step_tokens for e in scored]
             losses.plot(steps, [e["scores"][score] for e in scored], "o-", label=f"{label}, held out")
     losses.set_ylabel("cross-entropy, nats per token")

@@ -373,6 +373,7 @@ def test_invalid_bytes_ascii_consoles_and_a_closed_stdin(run, folder, monkeypatc
     assert not left.value.code
 
 
+@pytest.mark.soak
 def test_a_closed_pipe_is_no_traceback(folder):
     command = f"{sys.executable} -m redraft Hello -m {folder} -n 400 --raw | true"
     process = subprocess.run(["bash", "-c", command], capture_output=True, env=environment())

@@ -172,6 +172,7 @@ def test_mistakes_in_a_file_name_their_line(run, tmp_path):
     assert "was not made for Sudoku boards" in run(PUZZLE, "-m", "tiny")[2]
 
 
+@pytest.mark.soak
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=100) | st.text(alphabet="0123456789.*|\n- ", max_size=200))
 def test_any_argument_is_a_puzzle_or_gives_a_one_sentence_error(text):

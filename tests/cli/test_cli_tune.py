@@ -52,6 +52,7 @@ def test_a_file_of_records_becomes_an_adapter(run, folder):
     assert run(*command)[0] == 0  # a finished run has nothing left to do
 
 
+@pytest.mark.soak
 def test_bad_records_stop_the_command_with_their_line(run, folder, tmp_path):
     lines = [
         b'{"messages": [{"role": "wizard", "content": "hi"}, {"role": "assistant", "content": "x"}]}',

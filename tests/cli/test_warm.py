@@ -91,6 +91,7 @@ def test_every_kind_of_request_is_run(monkeypatch):
     assert [more["regex"] for prompt, more in batches if isinstance(prompt, str)] == ["[a-z ]+"]
 
 
+@pytest.mark.soak
 def test_a_model_that_takes_no_text_is_not_in_the_way():
     """`redraft serve -m sudoku` on a GPU launches kernels, too."""
     warm.launch_kernels(redraft.load("sudoku", device="cpu"))

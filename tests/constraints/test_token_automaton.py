@@ -425,6 +425,7 @@ keywords = st.sampled_from(
 )
 
 
+@pytest.mark.soak
 @settings(max_examples=300)
 @given(schema=st.dictionaries(keywords, json_values | st.sampled_from(list(json_schema.KEYWORDS_OF_TYPE)), max_size=4))
 def test_any_schema_compiles_or_is_refused_in_one_sentence(schema):

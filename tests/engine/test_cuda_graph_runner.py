@@ -304,6 +304,7 @@ def test_the_cache_of_temperatures_is_bounded():
     assert temperatures.cache_info().currsize == temperatures.cache_info().maxsize < 100
 
 
+@pytest.mark.soak
 def test_a_checkpoint_with_neighbours_in_different_formats_generates(tmp_path, monkeypatch):
     """From the folder to the text: q and gate in fp8, k, v and up in bf16."""
     rules = {r".*\.self_attn\.q_proj": compress_fp8, r".*\.mlp\.gate_proj": compress_fp8}

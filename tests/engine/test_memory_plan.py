@@ -263,6 +263,7 @@ def _fractions(monkeypatch):
     gc.collect()  # limits end while the card is there
 
 
+@pytest.mark.soak
 def test_a_limit_ends_with_its_owner(fractions):
     """Without an owner torch may allocate all memory; a newer limit stays when an older one ends."""
     first = GpuLimit(CUDA, "12GB", Demand())

@@ -113,6 +113,7 @@ def test_a_run_is_kept_and_a_link_holds_it(opened, url):
     assert other.inner_text(".canvas") == text
 
 
+@pytest.mark.soak
 def test_on_a_phone_the_canvas_is_in_sight_and_nothing_covers_it(opened, url):
     page = opened(f"{url}/#write", 390, 844, reduced_motion="reduce")
     assert page.locator("header").bounding_box()["height"] < 64  # one row

@@ -236,6 +236,7 @@ FAILED_LOADS = [  # what fails, and where the wire format has the kind of the er
 ]
 
 
+@pytest.mark.soak
 def test_a_load_that_fails_is_answered_and_tried_again():
     async def fail():
         loader = Loader("one")

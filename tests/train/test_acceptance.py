@@ -47,7 +47,7 @@ def count_greedy_rounds(model, prompt: list[int], length: int) -> tuple[list[int
     return [*ids, answer], rounds
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_offline_rounds_equal_those_of_a_real_loop(seed):
     model = tiny.decided(CONFIG, seed)
     prompts = [[2, 40, 50], [2, 60]]

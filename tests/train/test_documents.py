@@ -301,6 +301,7 @@ RECORD = st.fixed_dictionaries(
 CHAT = st.fixed_dictionaries({"messages": st.lists(MESSAGE, max_size=4)}, optional={"tools": JSON})
 
 
+@pytest.mark.soak
 @settings(max_examples=300, deadline=None)
 @given(RECORD | CHAT)
 def test_any_json_gives_documents_or_a_bad_record(record):

@@ -225,6 +225,7 @@ def _run(tmp_path):
     )
 
 
+@pytest.mark.soak
 def test_a_run_adds_the_head_reports_acceptance_and_resumes_to_the_bit(run, tmp_path):
     assert build_model(run).config.draft_head_size == 12
     whole = Trainer(run, tmp_path / "whole")

@@ -89,6 +89,7 @@ def test_the_exported_model_is_the_average_and_loads(tmp_path):
     assert Tokenizer.from_folder(ended.model).encode("hi") == trainer.tokenizer.encode("hi")
 
 
+@pytest.mark.soak
 def test_only_the_last_checkpoints_are_kept(tmp_path):
     events(config(tmp_path, steps=6, save_every=1, keep=2), tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-00000005", "step-00000006"]
@@ -112,6 +113,7 @@ def test_out_of_time_ends_the_run_with_a_checkpoint(tmp_path):
         assert (saved.step, ended.why) == (expected, "out of time")
 
 
+@pytest.mark.soak
 def test_a_run_by_the_clock_cools_down_in_time(tmp_path):
     cfg = config(tmp_path, steps=10**6, max_seconds=3.0, by_clock=True, report_every=1)
     found = events(cfg, tmp_path / "run")

@@ -104,6 +104,7 @@ def test_resumed_equals_unbroken(tmp_path):
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.soak
 def test_another_adapter_in_the_same_folder_is_refused(tmp_path):
     list(Trainer(config(tmp_path, steps=1), tmp_path / "run").run())
     with pytest.raises(ValueError, match=r"was made with .*'rank': 4.* this run has .*'rank': 2.*: give another folder"):
@@ -118,7 +119,7 @@ def test_recomputed_layers_give_the_same_gradients(tmp_path):
         trainer.task.open()
         torch.manual_seed(0)
         trainer.task.losses(trainer.compute, 0, torch.Generator().manual_seed(0)).total.backward()
-        gradients.append({name: p.grad for name, p in trainer.adapter.named_parameters()})
+        gradients.append({name: p.grad for name, p in trainer.part.named_parameters()})
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradient, gradients[1][name], rtol=1e-4, atol=1e-6), name
         assert gradient.abs().max() > 0 or name.endswith(".a")  # b is zero, so a has no gradient yet
@@ -175,6 +176,7 @@ def objective_loss(model, adapter) -> torch.Tensor:
     return Objective(model, cfg, adapter)(batch, noise, mask_of, slice_masks(mask_of, 0)).total
 
 
+@pytest.mark.soak
 def test_packed_bases_stay_packed(tmp_path, monkeypatch):
     """A base of 4-bit experts trains with its codes in memory."""
     cfg = config(tmp_path, steps=2)
@@ -203,7 +205,7 @@ def test_a_lost_loss_stops_the_run_and_names_the_records(tmp_path, monkeypatch):
         list(trainer.run())
     again = Trainer(cfg, tmp_path / "run")
     assert again.step == 4
-    assert all(p.isfinite().all() for p in again.adapter.parameters())
+    assert all(p.isfinite().all() for p in again.part.parameters())
 
 
 def test_only_answers_are_learned(tmp_path):
