@@ -38,6 +38,7 @@ import hostile
 
 WATCHER = "127.0.0.13"
 DRAIN_SECONDS = 10
+MAX_BODY = 8 * 2**20 - 1000  # bytes: the server's limit, less what every request has beside its pattern
 
 
 @contextmanager
@@ -142,8 +143,11 @@ def generated_attacks(count: int, attackers: int) -> dict[str, Callable[[str], s
         address = adversary.ATTACKERS[number % attackers]
         return lambda url: adversary.post(url, "/v1/completions", body, seconds=seconds, address=address)
 
-    names = ["impatient" if number % 5 == 0 else "generated" for number in range(len(patterns))]
-    return {f"{names[number]} {number}": attack(number, pattern) for number, pattern in enumerate(patterns)}
+    def name(number: int, pattern: dict[str, Any]) -> str:
+        size = "" if len(json.dumps(pattern)) < MAX_BODY else f" {adversary.TOO_LARGE}"
+        return f"{'impatient' if number % 5 == 0 else 'generated'}{size} {number}"
+
+    return {name(number, pattern): attack(number, pattern) for number, pattern in enumerate(patterns)}
 
 
 def time_answers(url: str, body: dict[str, Any], answers: int) -> tuple[list[float], dict[int, str]]:
