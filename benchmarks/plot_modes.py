@@ -20,7 +20,7 @@ from redraft.config import SamplerConfig, write_text
 from redraft.train.evals import samples, words
 from redraft.train.evals.judge import LlamaJudge
 from redraft.train.evals.tasks import STORY_PROMPT, score_samples
-from redraft.train.recipe import change_setting
+from redraft.train.recipe import change_settings
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = {"off": "diffusion, not checked", "checked": "checked", "exact": "exact", "autoregressive": "autoregressive"}
@@ -49,9 +49,7 @@ def list_modes(cfg: SamplerConfig) -> dict[str, tuple[str, SamplerConfig]]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Samples and scores every mode, and the curve of autoregressive samples."""
     subject = writer.load(options.model, device=options.device, dtype=options.dtype)
-    cfg = subject.sampler
-    for change in options.set:
-        cfg = change_setting(cfg, change)
+    cfg = change_settings(subject.sampler, options.set)
     judge = LlamaJudge(options.judge, subject.model.device)
     known = words.find_words(options.words, Path(options.data) / "stories")
     engine = samples.make_engine(subject.model, options.batch)

@@ -225,7 +225,7 @@ def evaluate(
     from redraft import writer
     from redraft.tasks.sudoku import solve
     from redraft.train.evals import tasks
-    from redraft.train.recipe import change_setting
+    from redraft.train.recipe import change_settings
 
     _check_eval_options(task, tasks.TASKS, count, check=check, batch=rows, words=words)
     tasks.require_adapter_task(task, adapter)
@@ -247,9 +247,7 @@ def evaluate(
     subject = writer.load(model, device=device, dtype="float32", quant=quant, keep_bf16=keep_bf16, adapter=adapter)
     task = task or ("sudoku" if solve.is_sudoku_model(subject.model) else "stories")
     console = Console(stderr=True, highlight=False)
-    sampler = subject.sampler
-    for change in changes or []:
-        sampler = change_setting(sampler, change)
+    sampler = change_settings(subject.sampler, changes or [])
     with console.status("scoring") as status:
         options = replace(options, progress=status.update, adapter=subject.adapter)
         try:

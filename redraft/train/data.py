@@ -302,8 +302,11 @@ class PrefetchedBatches:
         names = ("cfg", "tokenizer", "stop", "pad", "shard", "shards", "position")
         context = multiprocessing.get_context("spawn")  # a fork would inherit the GPU
         self.queue = cast(Any, context.Queue(depth))  # Any, because of the private attribute below
-        arguments = ({name: getattr(stream, name) for name in names}, batches.rows, self.queue)
-        self.process = context.Process(target=_make_batches, args=arguments, daemon=True)
+        # Through a queue: start() waits until a process has read its arguments, and a tokenizer is large. So all start at once.
+        self.arguments = context.Queue(1)  # kept: the other process opens it by name
+        self.arguments.put(({name: getattr(stream, name) for name in names}, batches.rows))
+        self.arguments.cancel_join_thread()  # a process that dies before it reads them must not keep this one
+        self.process = context.Process(target=_make_batches, args=(self.arguments, self.queue), daemon=True)
         self.process.start()
         self.queue._writer.close()  # else get() would wait forever after the other process died in the middle of a batch
 
@@ -345,9 +348,10 @@ class InterleavedBatches:
             stream.close()
 
 
-def _make_batches(stream: dict[str, Any], rows: int, out: Any) -> None:
+def _make_batches(arguments: Any, out: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the training process decides
     try:
+        stream, rows = arguments.get()
         batches = Batches(Rows(**stream), rows)
         while True:
             out.put(next(batches))

@@ -469,7 +469,8 @@ class Objective(nn.Module):
         most = MAX_LOGITS // 8 if self.recomputes else MAX_LOGITS
         denoiser = self.cross_entropy(self.model, noisy_BLD[:page_rows], targets_BL[:page_rows], most)
         next_ids_BL = torch.where(batch.learned_next_BL, batch.ids_BL.roll(-1, dims=1), IGNORED)
-        ar = self.cross_entropy(self.model, clean_BLD, next_ids_BL, most)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.cfg.ar_weight > 0):
+            ar = self.cross_entropy(self.model, clean_BLD, next_ids_BL, most)
         balance, share_E = load_balance(routings)
         total = denoiser + self.cfg.ar_weight * ar + self.cfg.balance_weight * balance
         if not self.cfg.draft.rows:

@@ -23,9 +23,7 @@ def load_recipe(name: str, out: Path, changes: Sequence[str] = ()) -> TrainConfi
     if not hasattr(module, "recipe"):
         raise ValueError(f"{path} has no function recipe(folder)")
     config = module.recipe(out)
-    for change in changes:
-        config = change_setting(config, change)
-    return config
+    return change_settings(config, changes)
 
 
 def _find_recipe(name: str) -> Path:
@@ -39,24 +37,37 @@ def _find_recipe(name: str) -> Path:
     return paths[name]
 
 
-def change_setting(config: Any, change: str) -> Any:
-    """Returns the configuration with one value replaced: "steps=100", "optim.warmup=20", "data.canvas_lengths=[32, 64]"."""
-    key, equals, text = change.partition("=")
-    if not equals:
-        raise ValueError(f"--set wants key=value, got {change!r}")
-    return _replace_value(config, key.strip().split("."), text.strip(), change)
+def change_settings(config: Any, changes: Sequence[str]) -> Any:
+    """Returns the configuration with some values replaced: "steps=100", "optim.warmup=20", "data.canvas_lengths=[32, 64]".
+
+    All at once: values that need one another can be given in any order.
+    """
+    parsed = []
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals:
+            raise ValueError(f"--set wants key=value, got {change!r}")
+        parsed.append((key.strip().split("."), text.strip(), change))
+    return _replace_values(config, parsed)
 
 
-def _replace_value(config: Any, path: list[str], text: str, change: str) -> Any:
+def _replace_values(config: Any, changes: Sequence[tuple[list[str], str, str]]) -> Any:
+    """Replaces values of one configuration. A change is the path to the value, its text, and how the user wrote both."""
     names = [f.name for f in fields(config)]
-    if path[0] not in names:
-        raise ValueError(f"--set {change}: there is no {path[0]!r} here; known are {', '.join(names)}")
-    old = getattr(config, path[0])
-    if len(path) > 1:
-        if not is_dataclass(old):
-            raise ValueError(f"--set {change}: {path[0]!r} has no parts")
-        return replace(config, **{path[0]: _replace_value(old, path[1:], text, change)})
-    return replace(config, **{path[0]: _parse_value(text, old, change)})
+    values: dict[str, Any] = {}
+    of_parts: dict[str, list[tuple[list[str], str, str]]] = {}
+    for (name, *path), text, change in changes:
+        if name not in names:
+            raise ValueError(f"--set {change}: there is no {name!r} here; known are {', '.join(names)}")
+        old = getattr(config, name)
+        if not path:
+            values[name] = _parse_value(text, old, change)
+        elif is_dataclass(old):
+            of_parts.setdefault(name, []).append((path, text, change))
+        else:
+            raise ValueError(f"--set {change}: {name!r} has no parts")
+    values |= {name: _replace_values(getattr(config, name), parts) for name, parts in of_parts.items()}
+    return replace(config, **values)
 
 
 def _parse_value(text: str, old: Any, change: str) -> Any:

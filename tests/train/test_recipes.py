@@ -14,7 +14,7 @@ from redraft.train.data import SPECIAL_TOKENS
 from redraft.train.evals import samples
 from redraft.train.evals.judge import build_vocabulary
 from redraft.train.loop import Trainer
-from redraft.train.recipe import change_setting, load_recipe
+from redraft.train.recipe import change_settings, load_recipe
 from redraft.train.recipes import toy
 from redraft.train.sudoku_data import PuzzleConfig
 
@@ -73,7 +73,14 @@ def test_the_shipped_model_fits_its_folder(tmp_path):
     ],
 )
 def test_a_value_is_replaced(tmp_path, change, read):
-    assert read(change_setting(config(tmp_path), change))
+    assert read(change_settings(config(tmp_path), [change]))
+
+
+def test_values_that_need_one_another_come_in_any_order(tmp_path):
+    by_clock = change_settings(config(tmp_path), ["by_clock=true", "max_seconds=5"])
+    assert by_clock.by_clock and by_clock.max_seconds == 5
+    mixed = change_settings(config(tmp_path), ["streams=6", "optim.warmup=3", "rows=12", "optim.clip=2"])
+    assert (mixed.streams, mixed.rows, mixed.optim.warmup, mixed.optim.clip) == (6, 12, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +100,7 @@ def test_a_value_is_replaced(tmp_path, change, read):
 )
 def test_a_mistake_in_a_change_is_named(tmp_path, change, complaint):
     with pytest.raises(ValueError, match=re.escape(complaint)):
-        change_setting(config(tmp_path), change)
+        change_settings(config(tmp_path), [change])
 
 
 def test_a_missing_recipe_is_named(tmp_path):

@@ -20,8 +20,7 @@ def recipe(folder: Path) -> TrainConfig:
         base,
         adapter=AdapterConfig(rank=40, alpha=40, targets=("attention", "dense", "self_conditioning"), halves="denoise"),
         loss=replace(base.loss, ar_weight=0.0, balance_weight=0.0),
-        optim=OptimConfig(muon=False, adamw_lr=4e-3, weight_decay=0.0, warmup=50, cooldown=0.6, ema=0.99),
-        rows=64,
-        streams=8,
-        compile=False,
+        optim=OptimConfig(muon=False, adamw_lr=4.5e-3, weight_decay=0.0, warmup=50, cooldown=0.6, ema=0.99),
+        rows=192,
+        streams=16,
     )
