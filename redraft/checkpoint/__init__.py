@@ -59,7 +59,7 @@ from redraft.checkpoint.published_config import (
     read_sampler_config,
 )
 from redraft.checkpoint.pull_model import Pulled, Pulling, pull
-from redraft.checkpoint.pulled_models import ASSISTANT, KNOWN_MODELS, KnownModel, cache_folder, is_pulled
+from redraft.checkpoint.pulled_models import ASSISTANT, KNOWN_MODELS, KnownModel, Removed, cache_folder, is_pulled
 from redraft.checkpoint.quantize import QuantizeOptions, quantize_checkpoint
 from redraft.checkpoint.save import save
 from redraft.checkpoint.tensors import folder_with_vision
@@ -79,6 +79,7 @@ __all__ = [
     "Pulled",
     "Pulling",
     "QuantizeOptions",
+    "Removed",
     "cache_folder",
     "check_target",
     "find",

@@ -66,11 +66,12 @@ def models(
 def rm(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A pulled model, or OWNER/NAME in the hub's cache.")],
 ) -> None:
-    """Remove a pulled model, or a repository of the hub's cache. It asks nothing."""
+    """Remove a pulled model, or a repository of the hub's cache, with what interrupted downloads left. It asks nothing."""
     from redraft import checkpoint
 
-    freed = checkpoint.remove_model(name)
-    print(f"{name} is removed: {_megabytes(freed)} are free again.")
+    removed = checkpoint.remove_model(name)
+    rest = f", {_megabytes(removed.leftovers)} of them from interrupted downloads" if removed.leftovers else ""
+    print(f"{name} is removed: {_megabytes(removed.model + removed.leftovers)} are free again{rest}.")
 
 
 def choose_chat_model() -> str:

