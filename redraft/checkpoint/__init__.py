@@ -43,13 +43,20 @@ from redraft.checkpoint.atomic_folder import check_target, put_in_place, replace
 from redraft.checkpoint.drafter_files import is_drafter, load_drafter, read_drafter_config, save_drafter
 from redraft.checkpoint.find import PACKAGED, PACKAGED_NAMES, find, find_on_hub, is_hub_name
 from redraft.checkpoint.gguf import is_gguf, open_gguf
-from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model, open_weights
+from redraft.checkpoint.load import PRECISIONS, check_quant, from_state_dict, lay_out_for_cpu, load_model, open_weights
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.merge import Merged, merge_checkpoint
 from redraft.checkpoint.model_list import ListedModel, list_models, remove_model
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.checkpoint.part_sizes import PartSize, measure_parts
-from redraft.checkpoint.parts import load_checkpoint, load_verifier, read_configs
+from redraft.checkpoint.parts import (
+    fetch_checkpoint,
+    find_base,
+    load_checkpoint,
+    load_verifier,
+    open_checkpoint,
+    read_configs,
+)
 from redraft.checkpoint.published_config import (
     parse_model_config,
     parse_sampler_config,
@@ -81,8 +88,11 @@ __all__ = [
     "QuantizeOptions",
     "Removed",
     "cache_folder",
+    "check_quant",
     "check_target",
+    "fetch_checkpoint",
     "find",
+    "find_base",
     "find_on_hub",
     "fingerprint",
     "folder_with_vision",
@@ -101,6 +111,7 @@ __all__ = [
     "load_verifier",
     "measure_parts",
     "merge_checkpoint",
+    "open_checkpoint",
     "open_gguf",
     "open_weights",
     "parse_model_config",
