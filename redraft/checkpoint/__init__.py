@@ -50,7 +50,6 @@ from redraft.checkpoint.model_list import ListedModel, list_models, remove_model
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.checkpoint.part_sizes import PartSize, measure_parts
 from redraft.checkpoint.parts import (
-    fetch_checkpoint,
     find_base,
     load_checkpoint,
     load_verifier,
@@ -90,7 +89,6 @@ __all__ = [
     "cache_folder",
     "check_quant",
     "check_target",
-    "fetch_checkpoint",
     "find",
     "find_base",
     "find_on_hub",

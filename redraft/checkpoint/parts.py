@@ -68,17 +68,6 @@ def find_base(path_or_id: str | Path, *, weights: bool = True) -> tuple[Path, Pa
         raise CheckpointError(f"{path} is a drafter for {settings['base']!r}, which cannot be found: {error}") from None
 
 
-def fetch_checkpoint(path_or_id: str | Path) -> Path:
-    """Downloads the files of a checkpoint that are not on this machine. Returns its folder, or its GGUF file.
-
-    The settings come first: a model that redraft cannot run is refused before its weights are downloaded.
-    """
-    read_configs(find(path_or_id, weights=False))
-    path = find(path_or_id)
-    find_base(path)
-    return path
-
-
 def drafting_sampler(sampler: SamplerConfig, model: Backbone) -> SamplerConfig:
     """The settings with which a model with a drafter writes: its own text, verified draft by draft."""
     assert model.drafter is not None

@@ -141,13 +141,6 @@ def serve(
     name = next(iter(paths))
     folders = parse_adapters(adapters or (), paths)
     check_several(paths, max_models, gpu_memory)
-    keep_seconds = parse_keep_alive(keep_alive)
-    sockets = bind_address(host, port)
-    loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "kv": kv}
-    check_formats(paths, quant)
-    sources = {other: on_demand(other, path, **loading) for other, path in paths.items() if other != name}
-    own = {"verify_with": verify_with, "gpu_memory": gpu_memory, "context": context, "adapters": folders}
-    subject = load_warm(paths[name], **loading, **own)
     limits = build_limits(max_body, body_seconds, connections, hosts=(host, *(hosts or ())), origins=origins, key=key)
     config = ServerConfig(
         name=name,
@@ -155,9 +148,15 @@ def serve(
         requests=requests,
         compile_seconds=compile_seconds,
         drain_seconds=drain_seconds,
-        keep_seconds=keep_seconds,
+        keep_seconds=parse_keep_alive(keep_alive),
         max_models=max_models,
     )
+    sockets = bind_address(host, port)
+    loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "kv": kv}
+    check_models(paths, quant)
+    sources = {other: on_demand(other, path, **loading) for other, path in paths.items() if other != name}
+    own = {"verify_with": verify_with, "gpu_memory": gpu_memory, "context": context, "adapters": folders}
+    subject = load_warm(paths[name], **loading, **own)
     log_to(Console(stderr=True, highlight=False))
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     Console(stderr=True, highlight=False).print(f"{', '.join(paths)} at {url} (Ctrl-C stops it)", markup=False)
@@ -189,11 +188,14 @@ def launch_if_triton(subject: Writer) -> Writer:
     return subject
 
 
-def check_formats(paths: Mapping[str, str], quant: str | None) -> None:
-    """Refuses models that --quant does not fit before anything is loaded. Only their settings are downloaded."""
+def check_models(paths: Mapping[str, str], quant: str | None) -> None:
+    """Refuses models that do not exist, that redraft cannot run, or that --quant does not fit.
+
+    It needs their settings only, so that no weights are loaded or downloaded before.
+    """
     from redraft import checkpoint, writer
 
-    for name, path in paths.items() if quant is not None else ():
+    for name, path in paths.items():
         config, _ = checkpoint.read_configs(checkpoint.find(path or writer.DEFAULT_MODEL, weights=False))
         checkpoint.check_quant(config, quant, name)
 
@@ -206,7 +208,7 @@ def on_demand(name: str, model: str, **options: Any) -> ModelSource:
 
     if checkpoint.is_hub_name(model) and not Path(model).exists():
         Console(stderr=True, highlight=False).print(f"downloading {name}, unless it is here", style=QUIET, markup=False)
-    path = checkpoint.fetch_checkpoint(model or writer.DEFAULT_MODEL)
+    path = checkpoint.find(model or writer.DEFAULT_MODEL)
     return ModelSource(lambda: launch_if_triton(writer.load(path, **options)), ModelCard.from_checkpoint(path))
 
 

@@ -119,10 +119,14 @@ def test_a_later_model_of_the_hub_is_downloaded_at_start(tmp_path, monkeypatch, 
     downloads.clear()
     assert source.load().write("a", max_tokens=4, seed=1).text is not None
     assert downloads == []  # the revision that was there at start is the one that is loaded
+    with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
+        app_of("nowhere", "OWNER/NAME")
+    with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
+        app_of(str(first), "OWNER/NAME", "nowhere")
     (snapshot / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
     with pytest.raises(ValueError, match="Mamba"):
         app_of(str(first), "OWNER/NAME")
-    assert downloads == [("OWNER/NAME", False)]  # its weights are not downloaded
+    assert set(downloads) == {("OWNER/NAME", False)}  # no weights
 
 
 def test_a_later_model_that_is_not_complete_is_refused_at_start(tmp_path, monkeypatch, app_of):
