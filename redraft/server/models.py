@@ -66,6 +66,9 @@ class Models:
     def __init__(self, writer: Writer, sources: Mapping[str, ModelSource], config: ServerConfig, metrics: Metrics) -> None:
         if sources and config.max_models < 2:
             raise ConfigError("max_models 1 leaves no room beside the first model, which stays loaded: give 2 or more")
+        for name in sources:
+            if name in (config.name, *writer.adapters):
+                raise ConfigError(f"two models have the name {name!r}: the first, or an adapter of it, and another one")
         self.sources = dict(sources)
         self.config = config
         self.metrics = metrics

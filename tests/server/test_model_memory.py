@@ -77,6 +77,11 @@ def test_a_limit_of_one_model_has_no_room_for_others():
         make_app(new_writer("base"), ServerConfig(max_models=1), sources_of([Loader("one")]))
 
 
+def test_two_models_cannot_have_one_name():
+    with pytest.raises(ConfigError, match="two models have the name 'one'"):
+        make_app(new_writer("base"), ServerConfig(name="one"), sources_of([Loader("one")]))
+
+
 @pytest.mark.soak
 def test_no_more_models_are_loaded_than_allowed_whatever_the_order_of_requests():
     async def ask_at_random():
