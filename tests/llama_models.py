@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from redraft import checkpoint
+from redraft.model.drafter import DrafterConfig, new_drafter
+from redraft.tokenizer.tokenizer import Tokenizer
+
 VOCAB = 96
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -62,6 +66,18 @@ def save_reference(folder: Path, family: str, **changes: Any) -> PreTrainedModel
     model = make_reference(family, **changes)
     model.save_pretrained(folder)
     return model
+
+
+def save_with_drafter(folder: Path) -> Path:
+    """A random Llama with a byte vocabulary in folder/base, which is returned, and a drafter for it in folder/drafter."""
+    base = folder / "base"
+    save_reference(base, "smollm2", vocab_size=260, max_position_embeddings=128)
+    Tokenizer.byte_level(("<pad>", "<bos>", "<eos>")).save(base)
+    model = checkpoint.load_model(base)
+    cfg = DrafterConfig(rank=2, head_size=8, canvas_length=5)
+    drafter = new_drafter(cfg, model.config, torch.zeros(model.config.hidden_size))
+    checkpoint.save_drafter(drafter, folder / "drafter", base="../base", fingerprint=checkpoint.fingerprint(model))
+    return base
 
 
 def random_ids(rows: int, length: int, seed: int = 1) -> torch.Tensor:

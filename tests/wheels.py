@@ -12,8 +12,8 @@ import gguf_files
 import pytest
 import tiny
 
-from redraft.checkpoint import pulled
-from redraft.checkpoint.pulled import KnownModel
+from redraft.checkpoint import pulled_models
+from redraft.checkpoint.pulled_models import KnownModel
 
 NAME = "toy"
 LICENCE = "Do what you like with this model.\n"
@@ -40,7 +40,7 @@ def register(monkeypatch: pytest.MonkeyPatch, content: bytes) -> KnownModel:
         format="F32",
         licence="MIT",
     )
-    monkeypatch.setitem(pulled.KNOWN_MODELS, NAME, model)
+    monkeypatch.setitem(pulled_models.KNOWN_MODELS, NAME, model)
     return model
 
 

@@ -7,8 +7,8 @@ published_values.py  values of published JSON files
 published_llama.py   config.json of Llama and its relatives <-> LlamaConfig
 published_config.py  the JSON files <-> ModelConfig and SamplerConfig
 gguf/                GGUF files: settings, tensors and tokenizer in one file
-pulled.py            the models that redraft pull keeps in the cache folder
-pull.py              downloads such a model
+pulled_models.py     the models that redraft pull keeps in the cache folder
+pull_model.py        downloads such a model
 find.py              a folder, a GGUF file, a packaged or pulled model or a hub id -> the folder or file of the checkpoint
 tensors.py           the tensors of a folder, memory-mapped
 quantization.py      how the weights of config.json are quantized
@@ -43,13 +43,19 @@ from redraft.checkpoint.atomic_folder import check_target, put_in_place, replace
 from redraft.checkpoint.drafter_files import is_drafter, load_drafter, read_drafter_config, save_drafter
 from redraft.checkpoint.find import PACKAGED, PACKAGED_NAMES, find, find_on_hub, is_hub_name
 from redraft.checkpoint.gguf import is_gguf, open_gguf
-from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, load_model, open_weights
+from redraft.checkpoint.load import PRECISIONS, check_quant, from_state_dict, lay_out_for_cpu, load_model, open_weights
 from redraft.checkpoint.manifest import verify_files
 from redraft.checkpoint.merge import Merged, merge_checkpoint
 from redraft.checkpoint.model_list import ListedModel, list_models, remove_model
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.checkpoint.part_sizes import PartSize, measure_parts
-from redraft.checkpoint.parts import load_checkpoint, load_verifier, read_configs
+from redraft.checkpoint.parts import (
+    find_base,
+    load_checkpoint,
+    load_verifier,
+    open_checkpoint,
+    read_configs,
+)
 from redraft.checkpoint.published_config import (
     parse_model_config,
     parse_sampler_config,
@@ -58,8 +64,8 @@ from redraft.checkpoint.published_config import (
     read_model_config,
     read_sampler_config,
 )
-from redraft.checkpoint.pull import Pulled, Pulling, pull
-from redraft.checkpoint.pulled import ASSISTANT, KNOWN_MODELS, KnownModel, cache_folder, is_pulled
+from redraft.checkpoint.pull_model import Pulled, Pulling, pull
+from redraft.checkpoint.pulled_models import ASSISTANT, KNOWN_MODELS, KnownModel, Removed, cache_folder, is_pulled
 from redraft.checkpoint.quantize import QuantizeOptions, quantize_checkpoint
 from redraft.checkpoint.save import save
 from redraft.checkpoint.tensors import folder_with_vision
@@ -79,9 +85,12 @@ __all__ = [
     "Pulled",
     "Pulling",
     "QuantizeOptions",
+    "Removed",
     "cache_folder",
+    "check_quant",
     "check_target",
     "find",
+    "find_base",
     "find_on_hub",
     "fingerprint",
     "folder_with_vision",
@@ -100,6 +109,7 @@ __all__ = [
     "load_verifier",
     "measure_parts",
     "merge_checkpoint",
+    "open_checkpoint",
     "open_gguf",
     "open_weights",
     "parse_model_config",

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -175,14 +176,28 @@ def _exchange_in_two_steps(part: Path, target: Path) -> None:
     os.rename(aside, part)
 
 
-def remove_leftovers(target: Path) -> None:
-    """Removes what killed writers of this folder left behind. A folder that another process is writing is locked."""
-    kinds = "part|old" if target.exists() else "part"  # without a target, an old folder may be the only one
+def remove_leftovers(target: Path, *, is_unwanted: bool = False) -> int:
+    """Removes what killed writers of this folder left behind, and returns its bytes.
+
+    A folder that another process is writing is locked, and stays. Without a target an old folder may be the only one: it
+    stays unless the target `is_unwanted` too.
+    """
+    freed = 0
+    kinds = "part|old" if target.exists() or is_unwanted else "part"
     pattern = re.compile(rf"\.{re.escape(target.name)}\.({kinds})-[0-9a-f]{{8}}")
     for path in target.parent.iterdir():
         if pattern.fullmatch(path.name) and path.is_dir():
             with suppress(OSError), lock_folder(path):
+                nbytes = count_bytes(path)
                 shutil.rmtree(path)
+                freed += nbytes
+    return freed
+
+
+def count_bytes(folder: Path) -> int:
+    """The bytes of all files below a folder. A link counts nothing: the file that it names may be elsewhere."""
+    files = (os.lstat(os.path.join(parent, name)) for parent, _, names in os.walk(folder) for name in names)
+    return sum(status.st_size for status in files if stat.S_ISREG(status.st_mode))
 
 
 @contextmanager

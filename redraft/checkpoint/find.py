@@ -10,7 +10,7 @@ from pathlib import Path
 
 from redraft.checkpoint.gguf import is_gguf
 from redraft.checkpoint.names import ADAPTER_CONFIG, CONFIG, CheckpointError
-from redraft.checkpoint.pulled import KNOWN_MODELS, find_pulled
+from redraft.checkpoint.pulled_models import KNOWN_MODELS, find_pulled
 from redraft.config import show_value
 
 PACKAGED = Path(__file__).parents[1] / "weights"

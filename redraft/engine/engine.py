@@ -297,6 +297,12 @@ class Engine:
         """Whether no request runs or waits."""
         return not self.scheduler.running and not self.scheduler.waiting
 
+    @property
+    def unused_cache_bytes(self) -> int:
+        """What KV caches may still take of the budget. Waits for the end of a step."""
+        with self._lock:
+            return max(0, self.scheduler.budget - self.scheduler.used - self.scheduler.prefix_cache.nbytes)
+
     def stream(self, request: Request) -> Stream:
         """The events of one request from now on. The other requests run beside it."""
         if request.events is None:

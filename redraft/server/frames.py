@@ -50,17 +50,8 @@ class FrameBuilder:
         if event.verified is not None:
             return self._build_round(event)
         tokens = [self._token(position, *column) for position, column in enumerate(zip(*_columns(event), strict=True))]
-        changed = [token for token, previous in zip_longest(tokens, self._previous) if token != previous]
-        self._previous = tokens
-        return Frame(
-            block=event.block,
-            step=event.step,
-            max_steps=event.max_steps,
-            text=event.text if isinstance(event, TextDraft) else "",
-            tokens=changed,
-            entropy=round(float(event.entropy_BC[0].mean()), 4),
-            accepted=int(event.accepted_BC[0].sum()),
-        )
+        entropy = round(float(event.entropy_BC[0].mean()), 4)
+        return self._show_changes(event, tokens, entropy=entropy, accepted=int(event.accepted_BC[0].sum()))
 
     def _build_round(self, event: Draft) -> Frame:
         assert event.verified is not None
@@ -71,6 +62,10 @@ class FrameBuilder:
             if entry["s"] != STATES[2]:
                 entry["s"] = VERIFIED if position < event.verified else STATES[1]
             tokens.append(entry)
+        return self._show_changes(event, tokens, entropy=None, accepted=event.verified, verified=event.verified)
+
+    def _show_changes(self, event: Draft, tokens: list[dict[str, Any]], **fields: Any) -> Frame:
+        """A frame of the tokens that are not as the frame before had them."""
         changed = [token for token, previous in zip_longest(tokens, self._previous) if token not in (None, previous)]
         self._previous = tokens
         return Frame(
@@ -79,9 +74,7 @@ class FrameBuilder:
             max_steps=event.max_steps,
             text=event.text if isinstance(event, TextDraft) else "",
             tokens=changed,
-            entropy=None,
-            accepted=event.verified,
-            verified=event.verified,
+            **fields,
         )
 
     def _kept_token(self, position: int, token: int, previous: dict[str, Any] | None) -> dict[str, Any]:

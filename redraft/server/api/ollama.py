@@ -185,11 +185,11 @@ class OllamaRoutes(Handlers):
         body = await read_body(request, ShowRequest)
         name = self.models.find_name(body.model or body.name)
         card = self.models.cards[self.models.base_of(name)]
-        infills = ["insert"] if card.can_infill else []
+        infills = ["insert"] if card.is_diffusion else []
         chat_capabilities = ["tools"] if card.can_call else []
         chat_capabilities += ["thinking"] if card.can_think else []
         return {
-            "template": "{{ .Prompt }}{{ .Suffix }}" if card.can_infill else "{{ .Prompt }}",
+            "template": "{{ .Prompt }}{{ .Suffix }}" if card.is_diffusion else "{{ .Prompt }}",
             "parameters": "",
             "capabilities": ["completion", *infills, *chat_capabilities],
             "model_info": {
@@ -230,6 +230,8 @@ class OllamaRoutes(Handlers):
             "families": [card.family],
             "parameter_size": f"{card.parameters / 1e6:.1f}M",
             "quantization_level": card.precision,
+            "diffusion": card.is_diffusion,
+            **card.drafter_fields,
         }
 
     def _model_entry(self, name: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from redraft.server.infill import MAX_GAP_TOKENS, Infill, rewrite_region
 from redraft.server.logprobs import TokenLogprob, logprobs_of
 from redraft.server.models import Handlers, Models
 from redraft.server.schema import ChatRequest, CompletionRequest, EditRequest
-from redraft.server.service import Completion, Route, program_of, read_body, timings_of
+from redraft.server.service import Completion, Route, Service, program_of, read_body
 from redraft.server.streams import end_with_error, sse_response, stream_list
 from redraft.server.worker import Stream
 from redraft.tasks import best_of
@@ -60,15 +60,16 @@ class ResponseBuilder:
 
     PREFIXES = {"chat.completion": "chatcmpl", "text_completion": "cmpl", "edit.completion": "editcmpl"}  # noqa: RUF012
 
-    def __init__(self, kind: str, model: str) -> None:
+    def __init__(self, kind: str, service: Service) -> None:
         self.kind = kind
+        self.service = service
         self.is_chat = kind != "text_completion"
         self.chunk_kind = "chat.completion.chunk" if self.is_chat else kind
         self.head = {
             "id": f"{self.PREFIXES[kind]}-{uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
-            "model": model,
+            "model": service.name,
         }
 
     def response(
@@ -76,7 +77,8 @@ class ResponseBuilder:
     ) -> dict[str, Any]:
         """Builds a whole response. `stats_by_prompt` groups the choices of each prompt."""
         all_stats = [stats for group in stats_by_prompt for stats in group]
-        body = {**self.head, "choices": choices, "usage": usage_of(stats_by_prompt), "timings": timings_of(all_stats)}
+        timings = self.service.timings_of(all_stats)
+        body = {**self.head, "choices": choices, "usage": usage_of(stats_by_prompt), "timings": timings}
         return {**body, "warnings": list(warnings)} if warnings else body
 
     def chunk(
@@ -199,7 +201,7 @@ class OpenAIRoutes(Handlers):
         """POST /v1/chat/completions."""
         body = await read_body(request, ChatRequest)
         own = await self.of(request, body)
-        builder = ResponseBuilder("chat.completion", own.service.name)
+        builder = ResponseBuilder("chat.completion", own.service)
         return await own._complete(request, body, [chat_params(body)], builder)
 
     async def complete(self, request: Request) -> Response:
@@ -207,7 +209,7 @@ class OpenAIRoutes(Handlers):
         body = await read_body(request, CompletionRequest)
         prompts = split_prompts(body.prompt)
         own = await self.of(request, body)
-        builder = ResponseBuilder("text_completion", own.service.name)
+        builder = ResponseBuilder("text_completion", own.service)
         gaps = find_gaps(body, prompts)
         if not gaps:
             return await own._complete(request, body, [text_params(body, prompt) for prompt in prompts], builder)
@@ -224,7 +226,7 @@ class OpenAIRoutes(Handlers):
             raise BadRequestError("infill needs texts as prompts, got token ids", "prompt")
         gaps = [find_gap(text, body.suffix) or Gap(text, "") for text in texts]
         own = await self.of(request, body)
-        builder = ResponseBuilder("text_completion", own.service.name)
+        builder = ResponseBuilder("text_completion", own.service)
         return await own._infill(request, body, gaps, builder, paragraph=True)
 
     async def edit(self, request: Request) -> Response:
@@ -243,7 +245,7 @@ class OpenAIRoutes(Handlers):
         infill = await service.run_single(request, work, ("edit", program_of(request)))
         service.count_stats(infill.stats)
         reply = {"role": "assistant", "content": f"```\n{infill.text}\n```"}
-        builder = ResponseBuilder("edit.completion", service.name)
+        builder = ResponseBuilder("edit.completion", service)
         if body.stream:
             return sse_response(stream_list([builder.chunk(0, reply), builder.chunk(0, {}, "stop")]))
         choice = {"index": 0, "message": reply, "finish_reason": "stop"}
@@ -263,7 +265,8 @@ class OpenAIRoutes(Handlers):
     def _model_entries(self) -> dict[str, dict[str, Any]]:
         first = self.models.first
         entries = {}
-        for name in (first.name, EDIT_MODEL, *first.writer.adapters, *self.models.sources):
+        edits = [EDIT_MODEL] if first.is_diffusion else []
+        for name in (first.name, *edits, *first.writer.adapters, *self.models.sources):
             card = self.models.cards[self.models.base_of(name)]
             entries[name] = {
                 "id": name,
@@ -272,6 +275,8 @@ class OpenAIRoutes(Handlers):
                 "owned_by": "redraft",
                 "max_model_len": card.context_length,
                 "can_chat": card.can_chat,
+                "diffusion": card.is_diffusion,
+                **card.drafter_fields,
             }
             if name in first.writer.adapters:
                 entries[name]["parent"] = first.name  # as vLLM names the base of an adapter

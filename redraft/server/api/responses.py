@@ -25,7 +25,7 @@ from redraft.server.errors import BadRequestError
 from redraft.server.forced_calls import choose_tools
 from redraft.server.models import Handlers, Models
 from redraft.server.schema import CanvasFields, CausalOptions, Seed, Temperature, Tokens
-from redraft.server.service import Route, read_body, timings_of
+from redraft.server.service import Route, read_body
 from redraft.server.streams import end_with_error, sse_response
 from redraft.server.worker import Stream
 from redraft.tokenizer.chat_parser import ToolCall
@@ -114,7 +114,7 @@ class ResponsesRoutes(Handlers):
                 "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
                 "total_tokens": stats.prompt_tokens + stats.new_tokens,
             },
-            "timings": timings_of([stats]),
+            "timings": self.service.timings_of([stats]),
         }
 
 

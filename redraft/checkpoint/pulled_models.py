@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.checkpoint.atomic_folder import leftover_path, remove_leftovers
+from redraft.checkpoint.atomic_folder import count_bytes, leftover_path, remove_leftovers
 from redraft.checkpoint.names import CheckpointError
 from redraft.config import ConfigError, read_json
 
@@ -121,20 +121,30 @@ def is_pulled(name: str) -> bool:
     return False
 
 
-def remove_pulled(name: str) -> int:
-    """Removes a known model and what killed pulls of it left behind. Returns the bytes that it had on the disk."""
+@dataclass(frozen=True)
+class Removed:
+    """What a removal freed, in bytes."""
+
+    model: int
+    leftovers: int  # of downloads that were interrupted
+
+
+def remove_pulled(name: str) -> Removed:
+    """Removes a known model and what killed pulls of it left behind, which may be all that there is."""
     folder = pulled_folder(name)
-    if not folder.is_dir():
-        raise CheckpointError(f"{name} has not been pulled, so there is nothing to remove")
-    freed = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    aside = leftover_path(folder)  # under its own name it is complete or absent at every moment
+    has_model = folder.is_dir()
+    nbytes = count_bytes(folder)
     try:
-        os.rename(folder, aside)
-        shutil.rmtree(aside)
+        if has_model:
+            aside = leftover_path(folder)  # under its own name it is complete or absent at every moment
+            os.rename(folder, aside)
+            shutil.rmtree(aside)
+        leftovers = remove_leftovers(folder, is_unwanted=True) if folder.parent.is_dir() else 0
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be removed: {error.strerror}") from None
-    remove_leftovers(folder)
-    return freed
+    if not has_model and not leftovers:
+        raise CheckpointError(f"{name} has not been pulled, so there is nothing to remove")
+    return Removed(nbytes, leftovers)
 
 
 def decline_assistant() -> None:
