@@ -118,7 +118,6 @@ QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L
 LLAMA3 = QWEN2.replace(r"\p{N}| ?[", r"\p{N}{1,3}| ?[")
 CUTTERS = {
     "gpt-2": GPT2,
-    "default": GPT2,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
     "qwen2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "isolated"), BYTES]),
     "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES]),
@@ -175,10 +174,9 @@ def test_sentencepiece_ids_follow_from_the_scores():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"pre": "deepseek-llm"},
-            "cuts texts as 'deepseek-llm' does .* redraft knows gpt-2, default, smollm",
-        ),
+        ({"pre": "deepseek-llm"}, "cuts texts as 'deepseek-llm' does .* redraft knows gpt-2, smollm, qwen2"),
+        ({"pre": None}, "does not say how .* \\(tokenizer.ggml.pre is missing\\): convert the model again .* safetensors"),
+        ({"pre": "default"}, "does not say how its tokenizer cuts texts \\(tokenizer.ggml.pre is 'default'\\)"),
         ({"pre": ["smollm"]}, "cuts texts as .*smollm"),
         ({"model": ["gpt2"]}, "has a tokenizer of the kind"),
         ({"model": "t5"}, "has a tokenizer of the kind 't5'; redraft reads 'gemma4', 'gpt2', 'llama'"),
