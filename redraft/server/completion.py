@@ -284,7 +284,7 @@ def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams
         params = replace(params, prompt=join_messages(params.prompt), tools=None)  # type: ignore[arg-type]
     elif params.tools and not is_text_prompt(params.prompt) and not writer.tokenizer.can_call:
         if params.forced_call is None:
-            message = "this model's chat template knows no tools: leave tools out, or force a call"
+            message = "this model's chat template has no tool calls that redraft reads: leave tools out, or force a call"
             raise BadRequestError(message, "tools")
         params = replace(params, tools=None)  # the schema of the call is all that the model needs
     if params.logprobs is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from redraft.diffusion.generate import Draft
 from redraft.tasks.text_events import TextCommitted
-from redraft.tokenizer.chat_parser import CHANNEL_END, CHANNEL_START
+from redraft.tokenizer.chat_tokens import CHANNEL_END, CHANNEL_START
 from redraft.tokenizer.tokenizer import Tokenizer
 
 ZERO_PROBABILITY_LOGPROB = -9999.0  # what OpenAI's clients read for a probability of zero

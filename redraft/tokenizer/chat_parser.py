@@ -25,17 +25,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redraft.tokenizer.chat_tokens import CALL_START, CALLS, CHANNELS, QUOTE
 from redraft.tokenizer.tokenizer import Decoder, Tokenizer
 
-CHANNEL_START, CHANNEL_END = "<|channel>", "<channel|>"
-CALL_START, CALL_END = "<|tool_call>", "<tool_call|>"
-QUOTE = '<|"|>'
-THINK_START, THINK_END = "<think>", "</think>"
-JSON_CALL_START, JSON_CALL_END = "<tool_call>", "</tool_call>"
-CHANNELS = {CHANNEL_START: CHANNEL_END, THINK_START: THINK_END}
-CALLS = {CALL_START: CALL_END, JSON_CALL_START: JSON_CALL_END}
 # Shown where they are not part of a valid call, so that a broken call is visible.
-CALL_TOKENS = (CALL_START, CALL_END, JSON_CALL_START, JSON_CALL_END, QUOTE)
+CALL_TOKENS = (*CALLS, *CALLS.values(), QUOTE)
 CHANNEL_NAME = "thought"  # the first line of a reasoning channel
 
 

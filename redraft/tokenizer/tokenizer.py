@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.config import read_file, read_json, show_value, write_text
+from redraft.tokenizer.chat_tokens import CALL_WORDS, CALLS, DOCUMENT_END, TURN_ENDS
 from redraft.tokenizer.messages import (
     KEPT_ROLES,
     Message,
@@ -31,11 +32,9 @@ FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 GEMMA_BOS = "<bos>"
-DOCUMENT_END = "<|endoftext|>"  # of GPT-2, SmolLM2 and Qwen, which have no BOS token
 DEFAULT_TEMPLATE = Path(__file__).with_name("chat.jinja")
 LONG_TEXT = 20_000  # characters; a longer text is tokenized so that other threads can run meanwhile
 MAX_OWN_VALUES = 20_000  # values and thousands of characters of a conversation; a larger one goes to the helper process
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")  # of ChatML and of Llama 3
 
 
 class Tokenizer:
@@ -204,8 +203,17 @@ class Tokenizer:
 
     @property
     def can_call(self) -> bool:
-        """Whether the chat template can tell the model about tools."""
-        return self.can_chat and (self.template is None or "tools" in self.template)
+        """Whether the chat template can tell the model about tools, and has it call them in a notation that ChatParser reads."""
+        if self.template is not None and "tools" not in self.template:
+            return False
+        return self.can_chat and any(self._has_calls(start) for start in CALLS)
+
+    def _has_calls(self, start: str) -> bool:
+        """Whether the template and the vocabulary have the calls that begin with this token."""
+        names = (start, CALLS[start])
+        if self.template is not None and not all(text in self.template for text in (*names, CALL_WORDS[start])):
+            return False
+        return all(self.vocabulary.token_to_id(name) is not None for name in names)
 
     @cached_property
     def turn_ends(self) -> tuple[int, ...]:
@@ -308,7 +316,8 @@ class Tokenizer:
             raise TokenizerError("this tokenizer has no special token <|turn>, so it cannot chat; continue a text instead")
         if tools and not self.can_call:
             raise TokenizerError(
-                "this model's chat template knows no tools: leave tools out, or ask for JSON with a schema instead"
+                "this model's chat template has no tool calls that redraft reads: "
+                "leave tools out, or ask for JSON with a schema instead"
             )
         from redraft.tokenizer import chat_template  # jinja2 takes long to import
 

@@ -207,7 +207,7 @@ def test_the_whole_file_chats(tmp_path):
     expected = list(generate_autoregressive(writer.model, ids, 5, writer.sampler))
     assert list(answer.ids) == [token for token in expected if token not in writer.sampler.eos_token_ids]
     assert writer.chat(messages, choices=["yes", "no"]).text in ("yes", "no")
-    with pytest.raises(ValueError, match="chat template knows no tools"):
+    with pytest.raises(ValueError, match="chat template has no tool calls that redraft reads"):
         writer.chat(messages, tools=[{"type": "function", "function": {"name": "f"}}])
     assert writer.tokenizer.template == TEMPLATE
     checkpoint.save(writer.model, tmp_path / "folder", tokenizer=writer.tokenizer, sampler=writer.sampler)

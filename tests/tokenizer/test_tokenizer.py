@@ -102,7 +102,7 @@ def test_templates_written_for_transformers_render_the_same():
     templates = [
         "{{ bos_token }}{{ eos_token }}{% for m in messages %}{% if loop.index == 3 %}{% break %}{% endif %}x{% endfor %}",
         "{% for m in messages %}{% generation %}{{ m.content | tojson }}{% endgeneration %}\n  {% endfor %}",
-        "{{ tools | tojson(indent=2) }}{{ messages[0] | tojson }}",
+        "{{ tools | tojson(indent=2) }}{{ messages[0] | tojson }}<|tool_call>call:f{}<tool_call|>",
         "{{ strftime_now('%Y') }}{% set ns = namespace(a=1) %}{{ ns.a }}",
         "{%- if add_generation_prompt and not enable_thinking %}go{% endif %}",
     ]
