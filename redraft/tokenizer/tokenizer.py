@@ -203,7 +203,7 @@ class Tokenizer:
 
     @property
     def can_call(self) -> bool:
-        """Whether the chat template can tell the model about tools, and has it call them in a notation that ChatParser reads."""
+        """Whether the chat template tells the model about tools, and ChatParser reads the calls that it asks for."""
         if self.template is not None and "tools" not in self.template:
             return False
         return self.can_chat and any(self._has_calls(start) for start in CALLS)

@@ -96,6 +96,13 @@ def test_the_checkpoints_own_template_is_used_and_cannot_escape(tmp_path):
         jinja2.sandbox.ImmutableSandboxedEnvironment().from_string("{{ x.__class__.mro() }}").render(x=[])
 
 
+def test_text_in_parts_is_joined_before_a_template_sees_it():
+    parts = [{"type": "text", "text": "Hello "}, "you", {"type": "text", "text": "!"}]
+    own = Tokenizer(BYTES.vocabulary, template="{{ '[' + messages[0]['content'] + ']' }}")
+    assert own.render([{"role": "user", "content": parts}]) == "[Hello you!]"
+    assert "user\nHello you!<turn|>" in BYTES.render([{"role": "user", "content": parts}])
+
+
 def test_templates_written_for_transformers_render_the_same():
     from transformers.utils.chat_template_utils import render_jinja_template
 
