@@ -259,15 +259,20 @@ class Tokenizer:
         return [*([self.bos_id] if self.bos_id is not None else []), *self.encode(text, limit)]
 
     @cached_property
-    def _anchor(self) -> tuple[list[int], str]:
+    def anchor(self) -> tuple[list[int], str]:
         """Some token and its text, to decode other tokens behind it."""
         ids = self.encode("a")
         return ids, self.decode(ids)
 
-    def decode_fragment(self, ids: Sequence[int]) -> str:
-        """Text of ids that follow other text, special tokens included: a leading space is kept."""
-        anchor_ids, anchor_text = self._anchor
-        return self.decode([*anchor_ids, *ids], keep_special=True)[len(anchor_text) :]
+    def decode_fragment(self, ids: Iterable[int], *, keep_special: bool = True) -> str:
+        """Text of ids that follow other text: a leading space is kept."""
+        anchor_ids, anchor_text = self.anchor
+        return self.decode([*anchor_ids, *ids], keep_special=keep_special)[len(anchor_text) :]
+
+    def encode_fragment(self, text: str) -> list[int]:
+        """Ids of a text that follows other text: SentencePiece begins every text with a space, which then is its own."""
+        begins_with_space = self.decode_fragment(self.anchor[0]).startswith(" ")
+        return self.encode(text.removeprefix(" ") if begins_with_space else text)
 
     def token_text(self, token: int) -> str:
         """`decode_fragment` of one token, cached."""
@@ -409,15 +414,16 @@ class Decoder:
 
     A character may span several tokens (bytes). An incomplete character at the end is held back; `flush` returns it at the
     end of the sequence. The text of a token may also depend on the token before it (a leading space is dropped at the start
-    of a text), so pending tokens are decoded together with the piece before them.
+    of a text), so pending tokens are decoded together with the piece before them. If the sequence `continues` other text,
+    its own leading space is kept.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, keep_special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, keep_special: bool = False, continues: bool = False) -> None:
         self.tokenizer = tokenizer
         self.keep_special = keep_special
-        self._ids: list[int] = []
-        self._shown = 0  # the number of ids whose text was returned
-        self._context = 0  # the start of the last returned piece
+        self._ids: list[int] = list(tokenizer.anchor[0]) if continues else []
+        self._shown = len(self._ids)  # the number of ids whose text was returned
+        self._context = 0  # the start of the last returned piece that has text
 
     def feed(self, ids: Iterable[int]) -> str:
         """The text that these ids add, without an incomplete character at the end."""
@@ -426,17 +432,18 @@ class Decoder:
         if text.endswith("�"):
             text = self._complete_part()
         else:
-            self._mark_shown(len(self._ids))
+            self._mark_shown(len(self._ids), text)
         return text
 
     def flush(self) -> str:
         """The text that was held back. Incomplete characters become U+FFFD."""
         text = self._pending()
-        self._mark_shown(len(self._ids))
+        self._mark_shown(len(self._ids), text)
         return text
 
-    def _mark_shown(self, end: int) -> None:
-        self._context = self._shown
+    def _mark_shown(self, end: int, text: str) -> None:
+        if text:  # behind a piece without text, the next one would look like the start of a text
+            self._context = self._shown
         self._shown = end
 
     def _pending(self, end: int | None = None) -> str:
@@ -448,7 +455,7 @@ class Decoder:
         for end in range(len(self._ids) - 1, max(self._shown, len(self._ids) - 5), -1):
             text = self._pending(end)
             if not text.endswith("�"):
-                self._mark_shown(end)
+                self._mark_shown(end, text)
                 return text
         return ""
 

@@ -1,6 +1,5 @@
 """GGUF files of Llama, Mistral, Qwen2 and Qwen3: ours = transformers with the numbers that the gguf package reads."""
 
-import json
 import os
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from llama_gguf import (
     bpe_metadata,
     byte_level_vocabulary,
     make_file,
+    sentencepiece_metadata,
     sentencepiece_vocabulary,
-    tokens_of,
 )
 from llama_models import make_reference, random_ids
 from tokenizers import Regex, normalizers, pre_tokenizers
@@ -145,23 +144,7 @@ def test_byte_level_ids_are_those_of_tokenizer_json(pre):
 
 def test_sentencepiece_ids_follow_from_the_scores():
     expected, special = sentencepiece_vocabulary()
-    raw = json.loads(expected.to_str())
-    merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in raw["model"]["merges"]]
-    rank = {left + right: -float(number) for number, (left, right) in reversed(list(enumerate(merges)))}
-    tokens = tokens_of(expected)
-    lowest = -float(len(tokens))
-    values = {
-        "model": "llama",
-        "tokens": tokens,
-        "scores": [rank.get(token, lowest) for token in tokens],
-        "token_type": [
-            6 if token.startswith("<0x") else 2 if token == "<unk>" else 3 if token in special else 1 for token in tokens
-        ],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "unknown_token_id": 0,
-    }
-    tokenizer = read_tokenizer(Path("x.gguf"), {f"tokenizer.ggml.{name}": value for name, value in values.items()})
+    tokenizer = read_tokenizer(Path("x.gguf"), sentencepiece_metadata(expected, special))
     reference = Vocabulary.from_str(expected.to_str())
     for text in (*AWKWARD[:3], "the verified mode of the engine", "a b", "▁x"):
         assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False).ids

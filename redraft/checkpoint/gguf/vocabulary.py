@@ -22,9 +22,7 @@ from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 PREFIX = "tokenizer.ggml."
 GEMMA, BYTE_LEVEL, SENTENCEPIECE = KINDS = ("gemma4", "gpt2", "llama")
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # token types; 1 is normal and 6 a byte
-UNKNOWN_CUTTING = (
-    "default"  # what llama.cpp takes, with a warning, where a file has no tokenizer.ggml.pre
-)
+UNKNOWN_CUTTING = "default"  # what llama.cpp takes, with a warning, where a file has no tokenizer.ggml.pre
 MOST_CHARACTERS = 2**23  # of a SentencePiece vocabulary: all ways to split each token are tried; those of Gemma have 2**21
 # Special tokens of the release. llama.cpp's converter marks some of them as text, so that its chat parser sees them.
 RELEASED_SPECIAL_TOKENS = frozenset(
