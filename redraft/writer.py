@@ -19,7 +19,6 @@ from redraft.config import DEFAULT_EDIT_STRENGTH, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.pattern_compiler import LocalCompiler, Pattern, PatternCompiler
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
-from redraft.diffusion.events import Finished
 from redraft.engine import AdaptedEngine, Engine, Request, Stopped
 from redraft.engine.gpu_limit import GpuLimit, explain_lack_of_memory, limit_gpu
 from redraft.model.backbone import Backbone
@@ -33,7 +32,6 @@ from redraft.tasks.generation import (
     Prompt,
     check_choices,
     choose_seed,
-    cut_at_stop,
     is_text_prompt,
     require_text,
     start_from_draft,
@@ -48,8 +46,8 @@ from redraft.tasks.sudoku import board as boards
 from redraft.tasks.sudoku import solve
 from redraft.tasks.sudoku.board import Board
 from redraft.tasks.sudoku.solve import Solution
-from redraft.tasks.text_events import TextAssembler, TextEvent, add_text
-from redraft.tokenizer.chat_parser import Parsed, parse_chat
+from redraft.tasks.text_events import EncodedPrompt, TextAssembler, TextEvent, add_text
+from redraft.tokenizer.chat_parser import close_channel
 from redraft.tokenizer.helper_process import HelperStoppedError
 from redraft.tokenizer.tokenizer import Tokenizer
 
@@ -182,9 +180,7 @@ class Writer:
             prompts = [require_text("a text to continue", prompt)]
         else:
             prompts = [require_text("each text to continue", text) for text in prompt]
-        answers = self._answer_prompts(
-            [self.encode_prompt(text, options.tools, options.think) for text in prompts], False, options, streamer
-        )
+        answers = self._answer_prompts([self.encode(text, options) for text in prompts], options, streamer)
         return answers[0] if isinstance(prompt, str) else answers
 
     @list_keywords(GenerationKeywords)
@@ -193,8 +189,7 @@ class Writer:
     ) -> Answer:
         """Answers a conversation. A string is a conversation of one user message."""
         options = GenerationOptions.from_keywords(options, **keywords)
-        ids = self.encode_prompt(to_messages(messages), options.tools, options.think, options.stop)
-        return self._answer_prompts([ids], True, options, streamer)[0]
+        return self._answer_prompts([self.encode(to_messages(messages), options)], options, streamer)[0]
 
     @list_keywords(GenerationKeywords)
     def astream(self, prompt: Prompt, options: Options = None, **keywords: Unpack[GenerationKeywords]) -> AsyncStream:
@@ -207,7 +202,9 @@ class Writer:
         return AsyncStream(lambda: self.stream(prompt, replace(options, stop=stop)), stop)
 
     @list_keywords(GenerationKeywords)
-    def stream(self, prompt: Prompt, options: Options = None, **keywords: Unpack[GenerationKeywords]) -> Iterator[TextEvent]:
+    def stream(
+        self, prompt: Prompt | EncodedPrompt, options: Options = None, **keywords: Unpack[GenerationKeywords]
+    ) -> Iterator[TextEvent]:
         """Yields the events of one answer with their text: every draft, every committed canvas, the end.
 
         A string or token ids are continued, messages are answered. The texts of the committed canvases add up to the
@@ -216,7 +213,8 @@ class Writer:
         With `best_of`, the drafts are those of the first answer, and the canvases of the best one are committed at the end.
         """
         options = GenerationOptions.from_keywords(options, **keywords)
-        ids = self.encode_prompt(prompt, options.tools, options.think, options.stop)
+        encoded = prompt if isinstance(prompt, EncodedPrompt) else self.encode(prompt, options)
+        ids = encoded.ids
         (cfg,), constraints = self.plan([ids], options)
         seed = choose_seed(options.seed)
         if options.best_of > 1:
@@ -224,7 +222,7 @@ class Writer:
         seeds = best_of.seeds_of(seed, options.best_of)
         streams = [self.engine.stream(self._add_request(ids, cfg, seed, options, constraints)) for seed in seeds]
         events = best_of.stream_likeliest(self.engine, streams, options.stop) if len(streams) > 1 else streams[0]
-        assembler = TextAssembler(self.tokenizer, is_chat=not is_text_prompt(prompt))
+        assembler = TextAssembler(self.tokenizer, encoded)
         return add_text(events, cfg, assembler, decodes_drafts=options.drafts, is_compared=len(streams) > 1)
 
     def plan(
@@ -234,6 +232,13 @@ class Writer:
         cfg = options.sampler_config(self.sampler)
         constraints = self._constraints(options)
         return [options.fit_canvas(cfg, len(ids), self._context, constraints) for ids in prompts], constraints
+
+    def encode(self, prompt: Prompt, options: GenerationOptions) -> EncodedPrompt:
+        """A prompt for `stream`, as `encode_prompt` encodes it. An answer that obeys a pattern has no reasoning."""
+        ids = self.encode_prompt(prompt, options.tools, options.think, options.stop)
+        is_chat = not is_text_prompt(prompt)
+        has_pattern = options.pattern is not None
+        return EncodedPrompt(close_channel(self.tokenizer, ids) if is_chat and has_pattern else ids, is_chat)
 
     def encode_prompt(
         self,
@@ -263,9 +268,8 @@ class Writer:
     def _context(self) -> int:
         return self.model.config.max_position_embeddings
 
-    def _answer_prompts(
-        self, prompts: Sequence[Sequence[int]], is_chat: bool, options: GenerationOptions, streamer: Any
-    ) -> list[Answer]:
+    def _answer_prompts(self, encoded: Sequence[EncodedPrompt], options: GenerationOptions, streamer: Any) -> list[Answer]:
+        prompts = [prompt.ids for prompt in encoded]
         cfgs, constraints = self.plan(prompts, options)
         first_seed = choose_seed(options.seed)
         seeds = [first_seed + row for row in range(len(prompts))]
@@ -273,7 +277,8 @@ class Writer:
             if len(set(cfgs)) > 1:
                 raise ValueError("with a streamer all prompts need canvases of one length: give canvas_length")
             end = run_with_streamer(self.engine, self.tokenizer, prompts, cfgs[0], seeds, options, constraints, streamer)
-            return [self._build_answer(end, row, is_chat, cfgs[0]) for row in range(len(prompts))]
+            rows = enumerate(encoded)
+            return [Answer.from_finished(end, row, self.tokenizer, prompt, cfgs[0]) for row, prompt in rows]
         if options.best_of > 1:
             longest = max(len(ids) + cfg.max_answer for ids, cfg in zip(prompts, cfgs, strict=True))
             best_of.check_memory(self.engine, longest, options.best_of)
@@ -289,11 +294,11 @@ class Writer:
         if len(ends) < len(requests):  # cancelled, by `stop` or because the engine's thread has ended
             raise Stopped
         answers = []
-        for begin in range(0, len(requests), options.best_of):
-            candidates = requests[begin : begin + options.best_of]
+        for number, prompt in enumerate(encoded):
+            candidates = requests[number * options.best_of : (number + 1) * options.best_of]
             candidate_ends = [ends[request] for request in candidates]
             best = best_of.choose_likeliest(self.engine, candidates, candidate_ends, options.stop)
-            answers.append(self._build_answer(candidate_ends[best], 0, is_chat, candidates[best].cfg))
+            answers.append(Answer.from_finished(candidate_ends[best], 0, self.tokenizer, prompt, candidates[best].cfg))
         return answers
 
     def _add_request(
@@ -309,20 +314,6 @@ class Writer:
             stop=options.stop,
             replay=options.replay,
             candidates=options.candidates,
-        )
-
-    def _build_answer(self, end: Finished, row: int, is_chat: bool, cfg: SamplerConfig) -> Answer:
-        ids, _ = cut_at_stop(end.ids_BT[row].tolist(), cfg, cfg.max_new_tokens)
-        parsed = parse_chat(self.tokenizer, ids) if is_chat else Parsed(self.tokenizer.decode(ids))
-        stats = end.stats[row]
-        return Answer(
-            text=parsed.text,
-            reason=end.reasons[row],
-            settled=stats.settled == stats.canvases,
-            ids=tuple(ids),
-            stats=stats,
-            reasoning=parsed.reasoning,
-            tool_calls=parsed.tool_calls,
         )
 
     # 2. Constraints

@@ -167,3 +167,23 @@ def sentencepiece_vocabulary() -> tuple[Vocabulary, list[str]]:
     trained.train_from_iterator(TEXT.split("\n\n"), trainer)
     trained.pre_tokenizer = None
     return trained, special
+
+
+def sentencepiece_metadata(vocabulary: Vocabulary, special: list[str]) -> dict[str, Any]:
+    """A SentencePiece vocabulary as the converter writes it: scores in place of merges."""
+    merges = json.loads(vocabulary.to_str())["model"]["merges"]
+    pairs = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in merges]
+    rank = {left + right: -float(number) for number, (left, right) in reversed(list(enumerate(pairs)))}
+    tokens = tokens_of(vocabulary)
+    lowest = -float(len(tokens))
+    kinds = {"<unk>": 2, **dict.fromkeys(special[1:3], 3), **dict.fromkeys(special[3:], 6)}
+    settings = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [rank.get(token, lowest) for token in tokens],
+        "token_type": [kinds.get(token, 1) for token in tokens],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in settings.items()}

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import tiny
 import uvicorn
@@ -13,7 +14,9 @@ from tiny import wait_until
 from redraft.constraints.constraints import Constraints
 from redraft.server.app import ServerConfig, make_app
 from redraft.server.connections import uvicorn_config
-from redraft.writer import Writer, is_text_prompt
+from redraft.tasks.generation import GenerationOptions
+from redraft.tasks.text_events import EncodedPrompt
+from redraft.writer import Writer
 
 
 @contextmanager
@@ -51,15 +54,27 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
+@dataclass(frozen=True)
+class EchoPrompt(EncodedPrompt):
+    """A prompt that still knows its last message."""
+
+    message: str
+
+
 class EchoWriter(Writer):
     """Answers a message "say: TEXT" with TEXT, by pinning its tokens."""
 
+    def encode(self, prompt, options):
+        encoded = super().encode(prompt, options)
+        return EchoPrompt(encoded.ids, encoded.is_chat, prompt[-1]["content"] if encoded.is_chat else "")
+
     def stream(self, prompt, options=None, **keywords):
-        message = "" if is_text_prompt(prompt) else prompt[-1]["content"]
-        if message.startswith("say: "):
-            ids = [*self.tokenizer.encode(message.removeprefix("say: ")), 5]
-            keywords["constraints"] = Constraints(pins=dict(enumerate(ids)))
-        return super().stream(prompt, options, **keywords)
+        options = GenerationOptions.from_keywords(options, **keywords)
+        encoded = prompt if isinstance(prompt, EchoPrompt) else self.encode(prompt, options)
+        if encoded.message.startswith("say: "):
+            ids = [*self.tokenizer.encode(encoded.message.removeprefix("say: ")), 5]
+            options = replace(options, constraints=Constraints(pins=dict(enumerate(ids))))
+        return super().stream(encoded, options)
 
 
 def make(canvas: int = 16) -> Writer:

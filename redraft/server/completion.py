@@ -28,7 +28,7 @@ from redraft.server.stop_strings import SettledStop, StopStringFilter
 from redraft.tasks import best_of
 from redraft.tasks.generation import GenerationOptions, Prompt
 from redraft.tasks.infill import sequence_logprobs
-from redraft.tasks.text_events import NOTHING, TextCommitted, TextDraft, TextEvent
+from redraft.tasks.text_events import NOTHING, EncodedPrompt, TextCommitted, TextDraft
 from redraft.tokenizer.chat_parser import Parsed, ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
 from redraft.writer import Writer, is_text_prompt, new_seed
@@ -190,16 +190,20 @@ def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event)
     seed = params.seed if params.seed is not None else new_seed()
     with checking_request():
         params = adapt_to_model(writer, params)
-        events = submit(writer, params, seed, stop)
+        options = generation_options(params, seed, stop)
+        prompt = writer.encode(params.prompt, options)
+        if params.best_of > 1:
+            check_best_of_memory(writer, prompt, params.best_of, options)
+        events = writer.stream(prompt, options)
     yield Started()
 
     stop_filter = StopStringFilter(params.stop_strings)
     frames = FrameBuilder(writer.tokenizer)
-    logprobs = LogprobCollector(writer.tokenizer, params.logprobs, is_chat=not is_text_prompt(params.prompt))
-    cost = CostSoFar(params)
+    logprobs = LogprobCollector(writer.tokenizer, params.logprobs, prompt)
+    cost = CostSoFar(params, len(prompt.ids))
     held: list[TextDelta] = []  # final, but not sent: frames show the canvas in work, and logprobs come with its commit
     sends_early = not params.include_frames and params.logprobs is None
-    watch = watch_for_stop(writer, params)
+    watch = watch_for_stop(writer, params, prompt)
     draft: Draft | None = None
     has_tool_calls = False
     finished: Finished | None = None
@@ -232,7 +236,8 @@ def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event)
             held = []
         if stop_filter.found is not None:
             stats = cost.stats(writer, seed, time.perf_counter() - began)
-            mean_logprob = mean_logprob_of(writer, params, stats, writer.tokenizer.encode(cost.text), stop)
+            ids = writer.tokenizer.encode_fragment(cost.text)
+            mean_logprob = mean_logprob_of(writer, params, prompt, stats, ids, stop)
             stop.set()
             writer.engine.notify()
             yield Finish("stop", stats, stop_filter.found, mean_logprob)
@@ -242,11 +247,12 @@ def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event)
     if rest := stop_filter.flush():
         yield TextDelta(rest, tokens=logprobs.release(rest))
     stats = finished.stats[0]
-    mean_logprob = mean_logprob_of(writer, params, stats, finished.ids_BT[0, : stats.new_tokens].tolist(), stop)
+    ids = finished.ids_BT[0, : stats.new_tokens].tolist()
+    mean_logprob = mean_logprob_of(writer, params, prompt, stats, ids, stop)
     yield Finish("tool_calls" if has_tool_calls else finished.reasons[0], stats, mean_logprob=mean_logprob)
 
 
-def watch_for_stop(writer: Writer, params: CompletionParams) -> SettledStop | None:
+def watch_for_stop(writer: Writer, params: CompletionParams, prompt: EncodedPrompt) -> SettledStop | None:
     """With check off, what ends a canvas when a stop string has settled on it. Logprobs come with whole canvases only.
 
     With `settle_prefix` the deltas of drafts have the settled text already.
@@ -257,7 +263,7 @@ def watch_for_stop(writer: Writer, params: CompletionParams) -> SettledStop | No
     has_deltas = params.check != "off" or cfg.settle_prefix
     if has_deltas or params.logprobs is not None or not any(params.stop_strings):
         return None
-    return SettledStop(params.stop_strings, writer.tokenizer, cfg, is_chat=not is_text_prompt(params.prompt))
+    return SettledStop(params.stop_strings, writer.tokenizer, cfg, prompt)
 
 
 def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
@@ -284,7 +290,7 @@ def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams
         params = replace(params, prompt=join_messages(params.prompt), tools=None)  # type: ignore[arg-type]
     elif params.tools and not is_text_prompt(params.prompt) and not writer.tokenizer.can_call:
         if params.forced_call is None:
-            message = "this model's chat template knows no tools: leave tools out, or force a call"
+            message = "this model's chat template has no tool calls that redraft reads: leave tools out, or force a call"
             raise BadRequestError(message, "tools")
         params = replace(params, tools=None)  # the schema of the call is all that the model needs
     if params.logprobs is not None:
@@ -315,15 +321,15 @@ def constrain_to_call(params: CompletionParams, forced_call: ForcedCall) -> Comp
     return replace(params, pattern={"schema": forced_call.schema}, stop_strings=(), think=False)
 
 
-def submit(writer: Writer, params: CompletionParams, seed: int, stop: threading.Event) -> Iterator[TextEvent]:
-    """Submits a request to the engine and returns its events. The engine checks the request here."""
+def generation_options(params: CompletionParams, seed: int, stop: threading.Event) -> GenerationOptions:
+    """The Writer's options for a completion."""
     candidates = 0 if params.logprobs is None else params.logprobs or 1
     has_constraints = bool(params.pins or params.forbidden)
     assert params.check is not None
     settings = step_settings(params.check, params.sampler_settings)
     if params.check != "off":
         settings |= {**params.causal_settings, "logit_bias": tuple(params.logit_bias.items()) or None}
-    options = GenerationOptions(
+    return GenerationOptions(
         tools=params.tools,
         think=params.think,
         max_tokens=params.max_tokens,
@@ -338,31 +344,31 @@ def submit(writer: Writer, params: CompletionParams, seed: int, stop: threading.
         sampler=settings,
         **params.pattern,
     )
-    if params.best_of > 1:
-        check_best_of_memory(writer, params, options)
-    return writer.stream(params.prompt, options)
 
 
-def check_best_of_memory(writer: Writer, params: CompletionParams, options: GenerationOptions) -> None:
+def check_best_of_memory(writer: Writer, prompt: EncodedPrompt, count: int, options: GenerationOptions) -> None:
     """Refuses to compare more completions than the memory budget holds at once."""
-    ids = writer.encode_prompt(params.prompt, params.tools, params.think)
-    (cfg,), _ = writer.plan([ids], options)
+    (cfg,), _ = writer.plan([prompt.ids], options)
     try:
-        best_of.check_memory(writer.engine, len(ids) + cfg.max_answer, params.best_of)
+        best_of.check_memory(writer.engine, len(prompt.ids) + cfg.max_answer, count)
     except RequestError as error:
         raise BadRequestError(str(error), "best_of") from None
 
 
 def mean_logprob_of(
-    writer: Writer, params: CompletionParams, stats: Stats, ids: Sequence[int], stop: threading.Event
+    writer: Writer,
+    params: CompletionParams,
+    prompt: EncodedPrompt,
+    stats: Stats,
+    ids: Sequence[int],
+    stop: threading.Event,
 ) -> float | None:
     """The mean log probability of a completion's tokens under the causal half; None if it is not compared with others."""
     if params.best_of == 1:
         return None
     total = stats.logprob
     if total is None:  # the causal half has not seen them yet
-        prompt = writer.encode_prompt(params.prompt, params.tools, params.think)
-        (total,) = sequence_logprobs(writer.engine, prompt, [ids], stop)
+        (total,) = sequence_logprobs(writer.engine, prompt.ids, [ids], stop)
     return total / max(1, len(ids))
 
 
@@ -381,6 +387,7 @@ class CostSoFar:
     """What a completion has cost and sent up to some event: the stats of one that a stop string ends."""
 
     params: CompletionParams
+    prompt_tokens: int
     text: str = ""  # sent, reasoning included
     steps: int = 0  # of denoising
     committed: list[TextCommitted] = field(default_factory=list)
@@ -402,8 +409,8 @@ class CostSoFar:
         canvases = len(self.committed) + (self.draft is not None)
         stats = Stats(
             seed=seed,
-            prompt_tokens=len(writer.encode_prompt(params.prompt, params.tools, params.think)),
-            new_tokens=len(writer.tokenizer.encode(self.text)),
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=len(writer.tokenizer.encode_fragment(self.text)),
             canvases=canvases,
             settled=sum(bool(event.settled_B[0]) for event in self.committed) + (self.draft is not None),
             steps=self.steps,

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from redraft.diffusion.generate import Draft
-from redraft.tasks.text_events import TextCommitted
-from redraft.tokenizer.chat_parser import CHANNEL_END, CHANNEL_START
+from redraft.tasks.text_events import EncodedPrompt, TextCommitted
+from redraft.tokenizer.chat_parser import find_opening
+from redraft.tokenizer.chat_tokens import CHANNELS
 from redraft.tokenizer.tokenizer import Tokenizer
 
 ZERO_PROBABILITY_LOGPROB = -9999.0  # what OpenAI's clients read for a probability of zero
@@ -34,12 +35,12 @@ class LogprobCollector:
     `count` is how many likely tokens come with each token; None collects nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer, count: int | None, *, is_chat: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, count: int | None, prompt: EncodedPrompt) -> None:
         self.tokenizer = tokenizer
         self.count = count
-        names = (CHANNEL_START, CHANNEL_END) if is_chat else ()
+        names = (*CHANNELS, *CHANNELS.values()) if prompt.is_chat else ()
         self._channel_tokens = {tokenizer.vocabulary.token_to_id(name): name for name in names}
-        self._is_reasoning = False
+        self._is_reasoning = prompt.is_chat and bool(find_opening(tokenizer, prompt.ids))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = ""  # decoded, not released yet
         self._tokens: list[TokenLogprob] = []  # of `_text`; their offsets count from its start
@@ -55,7 +56,7 @@ class LogprobCollector:
         top = zip(all_probs.ids_BCK[0].tolist(), all_probs.probs_BCK[0].tolist(), strict=True)
         for token, probability, (top_ids, top_probs) in zip(ids, probabilities, top, strict=False):
             if token in self._channel_tokens:
-                self._is_reasoning = self._channel_tokens[token] == CHANNEL_START
+                self._is_reasoning = self._channel_tokens[token] in CHANNELS
             token_bytes = self.tokenizer.bytes_of(token)
             if token_bytes and not self._is_reasoning:
                 start = len(self._text)

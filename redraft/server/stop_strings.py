@@ -12,8 +12,8 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.diffusion.sampler import count_settled
 from redraft.tasks.generation import cut_at_stop
-from redraft.tasks.text_events import TextCommitted, TextDraft
-from redraft.tokenizer.chat_parser import Parsed, parse_chat
+from redraft.tasks.text_events import EncodedPrompt, TextAssembler, TextCommitted, TextDraft
+from redraft.tokenizer.chat_parser import Parsed
 from redraft.tokenizer.tokenizer import Tokenizer
 
 
@@ -54,11 +54,11 @@ class SettledStop:
     What follows a stop string is dropped, so the canvas need not settle as a whole.
     """
 
-    def __init__(self, stop_strings: Sequence[str], tokenizer: Tokenizer, cfg: SamplerConfig, *, is_chat: bool) -> None:
+    def __init__(self, stop_strings: Sequence[str], tokenizer: Tokenizer, cfg: SamplerConfig, prompt: EncodedPrompt) -> None:
         self.stop_strings = [stop for stop in stop_strings if stop]
         self.tokenizer = tokenizer
         self.cfg = cfg
-        self.is_chat = is_chat
+        self.prompt = prompt
         self._ids: list[int] = []  # of committed canvases
         self._text = 0  # characters of committed canvases
         self._reasoning = 0
@@ -75,7 +75,7 @@ class SettledStop:
             return None
         ids, _ = cut_at_stop(self._settled_ids(event), self.cfg, self.cfg.max_new_tokens - len(self._ids))
         whole = [*self._ids, *ids]
-        parsed = parse_chat(self.tokenizer, whole) if self.is_chat else Parsed(self.tokenizer.decode(whole))
+        parsed = TextAssembler(self.tokenizer, self.prompt).add(whole, final=True)
         if not any(stop in parsed.text for stop in self.stop_strings):
             return None
         return Parsed(parsed.text[self._text :], parsed.reasoning[self._reasoning :])

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 
-from redraft.diffusion.generate import Stats
+from redraft.config import SamplerConfig
+from redraft.diffusion.generate import Finished, Stats
 from redraft.tasks.canvas_html import render_result, shorten_text
+from redraft.tasks.generation import cut_at_stop
+from redraft.tasks.text_events import EncodedPrompt, TextAssembler
 from redraft.tokenizer.chat_parser import ToolCall
+from redraft.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, repr=False)
@@ -18,6 +22,24 @@ class Answer:
     stats: Stats
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+
+    @classmethod
+    def from_finished(
+        cls, end: Finished, row: int, tokenizer: Tokenizer, prompt: EncodedPrompt, cfg: SamplerConfig
+    ) -> "Answer":
+        """The answer to a prompt, in a row of the batch that has ended."""
+        ids, _ = cut_at_stop(end.ids_BT[row].tolist(), cfg, cfg.max_new_tokens)
+        parsed = TextAssembler(tokenizer, prompt).add(ids, final=True)
+        stats = end.stats[row]
+        return cls(
+            text=parsed.text,
+            reason=end.reasons[row],
+            settled=stats.settled == stats.canvases,
+            ids=tuple(ids),
+            stats=stats,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
+        )
 
     @property
     def seed(self) -> int:

@@ -91,20 +91,31 @@ def _fields_of(event: Draft | Committed) -> dict[str, Any]:
     return {item.name: getattr(event, item.name) for item in fields(event)}
 
 
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """The token ids of a prompt: of a conversation, whose answer may have reasoning and tool calls, or of a text."""
+
+    ids: Sequence[int]
+    is_chat: bool
+
+
 class TextAssembler:
     """Turns the tokens of one answer into text, canvas by canvas; separates reasoning and tool calls in a chat."""
 
-    def __init__(self, tokenizer: Tokenizer, *, is_chat: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: EncodedPrompt) -> None:
         self.tokenizer = tokenizer
-        self._decoder = Decoder(tokenizer)
-        self._parser = ChatParser(tokenizer) if is_chat else None
+        has_text = any(token not in tokenizer.special_tokens for token in prompt.ids)
+        self._follows_text = has_text and not prompt.is_chat
+        self._decoder = Decoder(tokenizer, continues=self._follows_text)
+        self._parser = ChatParser(tokenizer, prompt.ids) if prompt.is_chat else None
 
     def decode_draft(self, ids: Sequence[int]) -> str:
         """The text of a canvas that may still change."""
-        return self.tokenizer.decode(ids)
+        return self.tokenizer.decode_fragment(ids, keep_special=False) if self._follows_text else self.tokenizer.decode(ids)
 
     def add(self, ids: Sequence[int], final: bool) -> Parsed:
         """The text, reasoning and tool calls that these committed tokens add."""
+        self._follows_text = self._follows_text or bool(ids)
         if self._parser is not None:
             return self._parser.feed(ids, final=final)
         return Parsed(self._decoder.feed(ids) + (self._decoder.flush() if final else ""))

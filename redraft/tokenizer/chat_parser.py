@@ -15,6 +15,8 @@ Qwen's models have other tokens, and calls in JSON:
     {"name": "NAME", "arguments": {"key": "value"}}
     </tool_call><|im_end|>
 
+Some templates open the channel themselves: the prompt ends with <think>, and the answer begins inside it.
+
 The parser recognises special tokens by their ids. Text that merely looks like a special token stays text. The parser is
 incremental: each of the three parts only ever grows, so streamed pieces add up to the parse of the whole answer.
 """
@@ -25,18 +27,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redraft.tokenizer.chat_tokens import CALL_START, CALLS, CHANNELS, QUOTE
 from redraft.tokenizer.tokenizer import Decoder, Tokenizer
 
-CHANNEL_START, CHANNEL_END = "<|channel>", "<channel|>"
-CALL_START, CALL_END = "<|tool_call>", "<tool_call|>"
-QUOTE = '<|"|>'
-THINK_START, THINK_END = "<think>", "</think>"
-JSON_CALL_START, JSON_CALL_END = "<tool_call>", "</tool_call>"
-CHANNELS = {CHANNEL_START: CHANNEL_END, THINK_START: THINK_END}
-CALLS = {CALL_START: CALL_END, JSON_CALL_START: JSON_CALL_END}
 # Shown where they are not part of a valid call, so that a broken call is visible.
-CALL_TOKENS = (CALL_START, CALL_END, JSON_CALL_START, JSON_CALL_END, QUOTE)
+CALL_TOKENS = (*CALLS, *CALLS.values(), QUOTE)
 CHANNEL_NAME = "thought"  # the first line of a reasoning channel
+MOST_OPENING = 16  # tokens at the end of a prompt that may open a channel: its token, its name, white space
 
 
 @dataclass(frozen=True)
@@ -56,19 +53,36 @@ class Parsed:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-def parse_chat(tokenizer: Tokenizer, ids: Sequence[int]) -> Parsed:
-    """Parses a whole answer."""
-    return ChatParser(tokenizer).feed(ids, final=True)
+def parse_chat(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> Parsed:
+    """Parses a whole answer to a prompt."""
+    return ChatParser(tokenizer, prompt).feed(ids, final=True)
+
+
+def find_opening(tokenizer: Tokenizer, prompt: Sequence[int]) -> Sequence[int]:
+    """The end of a prompt that opens a reasoning channel, from the channel's first token on; empty if none is open."""
+    channels = {tokenizer.vocabulary.token_to_id(name) for name in CHANNELS} - {None}
+    end = prompt[-MOST_OPENING:]
+    start = max((position for position, token in enumerate(end) if token in channels), default=len(end))
+    is_open = tokenizer.decode(end[start + 1 :], keep_special=True).strip() in ("", CHANNEL_NAME)
+    return end[start:] if is_open else ()
+
+
+def close_channel(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """The prompt without an open reasoning channel, for an answer that is text from its first token on."""
+    opening = find_opening(tokenizer, prompt)
+    ends = {tokenizer.vocabulary.token_to_id(start): end for start, end in CHANNELS.items()}
+    end = tokenizer.vocabulary.token_to_id(ends[opening[0]]) if opening else None
+    return [*prompt, end] if end is not None else list(prompt)
 
 
 class ChatParser:
-    """Parses one answer, which arrives in any number of pieces.
+    """Parses one answer to a prompt, which arrives in any number of pieces.
 
     Text and reasoning lose their leading and trailing whitespace: trailing whitespace is held back until more text follows.
     A tool call appears when it is complete. A call that cannot be parsed becomes text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._special_tokens = dict(tokenizer.special_tokens)
         for name in (*CHANNELS, *CHANNELS.values(), *CALL_TOKENS):  # even if the vocabulary does not flag them as special
             token = tokenizer.vocabulary.token_to_id(name)
@@ -80,6 +94,7 @@ class ChatParser:
         self._state = "text"  # or "channel", or "call"
         self._start = ""  # the token with which the channel or the call began
         self._call_source: list[str] = []
+        self.feed(find_opening(tokenizer, prompt))
 
     def feed(self, ids: Iterable[int], *, final: bool = False) -> Parsed:
         """Parses more tokens and returns what they add to each part. `final` marks the end of the answer."""

@@ -57,13 +57,15 @@ def _check_function_name(entry: Any, label: str) -> None:
 def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages in the form that templates expect.
 
-    OpenAI clients send the arguments of a call as JSON text, and a tool's response with the id of the call instead of the
-    function's name.
+    OpenAI clients send text in parts, the arguments of a call as JSON text, and a tool's response with the id of the call
+    instead of the function's name.
     """
     function_names: dict[str, str] = {}  # by the id of the call
     prepared = []
     for original in messages:
         message = dict(original)
+        if isinstance(message.get("content"), list | tuple):
+            message["content"] = "".join(text_parts(message))
         calls = []
         for call in message.get("tool_calls") or []:
             function = dict(call.get("function", call))
@@ -89,8 +91,13 @@ def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
     return parsed
 
 
-def content_size(message: Message) -> int:
-    """The characters of a message's text, which may come in parts."""
+def text_parts(message: Message) -> list[str]:
+    """The text of a message, which may come in parts."""
     content = message.get("content") or ""
     parts = content if isinstance(content, list | tuple) else [content]
-    return sum(len(part if isinstance(part, str) else str(part.get("text", ""))) for part in parts)
+    return [part if isinstance(part, str) else str(part.get("text", "")) for part in parts]
+
+
+def content_size(message: Message) -> int:
+    """The characters of a message's text."""
+    return sum(map(len, text_parts(message)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.config import read_file, read_json, show_value, write_text
+from redraft.tokenizer.chat_tokens import CALL_WORDS, CALLS, DOCUMENT_END, TURN_ENDS
 from redraft.tokenizer.messages import (
     KEPT_ROLES,
     Message,
@@ -31,11 +32,9 @@ FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 GEMMA_BOS = "<bos>"
-DOCUMENT_END = "<|endoftext|>"  # of GPT-2, SmolLM2 and Qwen, which have no BOS token
 DEFAULT_TEMPLATE = Path(__file__).with_name("chat.jinja")
 LONG_TEXT = 20_000  # characters; a longer text is tokenized so that other threads can run meanwhile
 MAX_OWN_VALUES = 20_000  # values and thousands of characters of a conversation; a larger one goes to the helper process
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")  # of ChatML and of Llama 3
 
 
 class Tokenizer:
@@ -204,8 +203,17 @@ class Tokenizer:
 
     @property
     def can_call(self) -> bool:
-        """Whether the chat template can tell the model about tools."""
-        return self.can_chat and (self.template is None or "tools" in self.template)
+        """Whether the chat template tells the model about tools, and ChatParser reads the calls that it asks for."""
+        if self.template is not None and "tools" not in self.template:
+            return False
+        return self.can_chat and any(self._has_calls(start) for start in CALLS)
+
+    def _has_calls(self, start: str) -> bool:
+        """Whether the template and the vocabulary have the calls that begin with this token."""
+        names = (start, CALLS[start])
+        if self.template is not None and not all(text in self.template for text in (*names, CALL_WORDS[start])):
+            return False
+        return all(self.vocabulary.token_to_id(name) is not None for name in names)
 
     @cached_property
     def turn_ends(self) -> tuple[int, ...]:
@@ -251,15 +259,20 @@ class Tokenizer:
         return [*([self.bos_id] if self.bos_id is not None else []), *self.encode(text, limit)]
 
     @cached_property
-    def _anchor(self) -> tuple[list[int], str]:
+    def anchor(self) -> tuple[list[int], str]:
         """Some token and its text, to decode other tokens behind it."""
         ids = self.encode("a")
         return ids, self.decode(ids)
 
-    def decode_fragment(self, ids: Sequence[int]) -> str:
-        """Text of ids that follow other text, special tokens included: a leading space is kept."""
-        anchor_ids, anchor_text = self._anchor
-        return self.decode([*anchor_ids, *ids], keep_special=True)[len(anchor_text) :]
+    def decode_fragment(self, ids: Iterable[int], *, keep_special: bool = True) -> str:
+        """Text of ids that follow other text: a leading space is kept."""
+        anchor_ids, anchor_text = self.anchor
+        return self.decode([*anchor_ids, *ids], keep_special=keep_special)[len(anchor_text) :]
+
+    def encode_fragment(self, text: str) -> list[int]:
+        """Ids of a text that follows other text: SentencePiece begins every text with a space, which then is its own."""
+        begins_with_space = self.decode_fragment(self.anchor[0]).startswith(" ")
+        return self.encode(text.removeprefix(" ") if begins_with_space else text)
 
     def token_text(self, token: int) -> str:
         """`decode_fragment` of one token, cached."""
@@ -308,7 +321,8 @@ class Tokenizer:
             raise TokenizerError("this tokenizer has no special token <|turn>, so it cannot chat; continue a text instead")
         if tools and not self.can_call:
             raise TokenizerError(
-                "this model's chat template knows no tools: leave tools out, or ask for JSON with a schema instead"
+                "this model's chat template has no tool calls that redraft reads: "
+                "leave tools out, or ask for JSON with a schema instead"
             )
         from redraft.tokenizer import chat_template  # jinja2 takes long to import
 
@@ -400,15 +414,16 @@ class Decoder:
 
     A character may span several tokens (bytes). An incomplete character at the end is held back; `flush` returns it at the
     end of the sequence. The text of a token may also depend on the token before it (a leading space is dropped at the start
-    of a text), so pending tokens are decoded together with the piece before them.
+    of a text), so pending tokens are decoded together with the piece before them. If the sequence `continues` other text,
+    its own leading space is kept.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, keep_special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, keep_special: bool = False, continues: bool = False) -> None:
         self.tokenizer = tokenizer
         self.keep_special = keep_special
-        self._ids: list[int] = []
-        self._shown = 0  # the number of ids whose text was returned
-        self._context = 0  # the start of the last returned piece
+        self._ids: list[int] = list(tokenizer.anchor[0]) if continues else []
+        self._shown = len(self._ids)  # the number of ids whose text was returned
+        self._context = 0  # the start of the last returned piece that has text
 
     def feed(self, ids: Iterable[int]) -> str:
         """The text that these ids add, without an incomplete character at the end."""
@@ -417,17 +432,18 @@ class Decoder:
         if text.endswith("�"):
             text = self._complete_part()
         else:
-            self._mark_shown(len(self._ids))
+            self._mark_shown(len(self._ids), text)
         return text
 
     def flush(self) -> str:
         """The text that was held back. Incomplete characters become U+FFFD."""
         text = self._pending()
-        self._mark_shown(len(self._ids))
+        self._mark_shown(len(self._ids), text)
         return text
 
-    def _mark_shown(self, end: int) -> None:
-        self._context = self._shown
+    def _mark_shown(self, end: int, text: str) -> None:
+        if text:  # behind a piece without text, the next one would look like the start of a text
+            self._context = self._shown
         self._shown = end
 
     def _pending(self, end: int | None = None) -> str:
@@ -439,7 +455,7 @@ class Decoder:
         for end in range(len(self._ids) - 1, max(self._shown, len(self._ids) - 5), -1):
             text = self._pending(end)
             if not text.endswith("�"):
-                self._mark_shown(end)
+                self._mark_shown(end, text)
                 return text
         return ""
 

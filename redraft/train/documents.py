@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from redraft.config import show_value
-from redraft.tokenizer.chat_parser import CALL_END, CHANNEL_END, CHANNEL_NAME, CHANNEL_START
+from redraft.tokenizer.chat_parser import CHANNEL_NAME
+from redraft.tokenizer.chat_tokens import CALL_END, CHANNEL_END, CHANNEL_START
 from redraft.tokenizer.messages import Message, check_messages, check_tools, prepare_messages
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.records import BadRecord, Record, Source

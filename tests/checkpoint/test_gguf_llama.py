@@ -1,6 +1,5 @@
 """GGUF files of Llama, Mistral, Qwen2 and Qwen3: ours = transformers with the numbers that the gguf package reads."""
 
-import json
 import os
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from llama_gguf import (
     bpe_metadata,
     byte_level_vocabulary,
     make_file,
+    sentencepiece_metadata,
     sentencepiece_vocabulary,
-    tokens_of,
 )
 from llama_models import make_reference, random_ids
 from tokenizers import Regex, normalizers, pre_tokenizers
@@ -118,7 +117,6 @@ QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L
 LLAMA3 = QWEN2.replace(r"\p{N}| ?[", r"\p{N}{1,3}| ?[")
 CUTTERS = {
     "gpt-2": GPT2,
-    "default": GPT2,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
     "qwen2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "isolated"), BYTES]),
     "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES]),
@@ -146,23 +144,7 @@ def test_byte_level_ids_are_those_of_tokenizer_json(pre):
 
 def test_sentencepiece_ids_follow_from_the_scores():
     expected, special = sentencepiece_vocabulary()
-    raw = json.loads(expected.to_str())
-    merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in raw["model"]["merges"]]
-    rank = {left + right: -float(number) for number, (left, right) in reversed(list(enumerate(merges)))}
-    tokens = tokens_of(expected)
-    lowest = -float(len(tokens))
-    values = {
-        "model": "llama",
-        "tokens": tokens,
-        "scores": [rank.get(token, lowest) for token in tokens],
-        "token_type": [
-            6 if token.startswith("<0x") else 2 if token == "<unk>" else 3 if token in special else 1 for token in tokens
-        ],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "unknown_token_id": 0,
-    }
-    tokenizer = read_tokenizer(Path("x.gguf"), {f"tokenizer.ggml.{name}": value for name, value in values.items()})
+    tokenizer = read_tokenizer(Path("x.gguf"), sentencepiece_metadata(expected, special))
     reference = Vocabulary.from_str(expected.to_str())
     for text in (*AWKWARD[:3], "the verified mode of the engine", "a b", "▁x"):
         assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False).ids
@@ -175,10 +157,9 @@ def test_sentencepiece_ids_follow_from_the_scores():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"pre": "deepseek-llm"},
-            "cuts texts as 'deepseek-llm' does .* redraft knows gpt-2, default, smollm",
-        ),
+        ({"pre": "deepseek-llm"}, "cuts texts as 'deepseek-llm' does .* redraft knows gpt-2, smollm, qwen2"),
+        ({"pre": None}, "does not say how .* \\(tokenizer.ggml.pre is missing\\): convert the model again .* safetensors"),
+        ({"pre": "default"}, "does not say how its tokenizer cuts texts \\(tokenizer.ggml.pre is 'default'\\)"),
         ({"pre": ["smollm"]}, "cuts texts as .*smollm"),
         ({"model": ["gpt2"]}, "has a tokenizer of the kind"),
         ({"model": "t5"}, "has a tokenizer of the kind 't5'; redraft reads 'gemma4', 'gpt2', 'llama'"),
@@ -209,7 +190,7 @@ def test_the_whole_file_chats(tmp_path):
     expected = list(generate_autoregressive(writer.model, ids, 5, writer.sampler))
     assert list(answer.ids) == [token for token in expected if token not in writer.sampler.eos_token_ids]
     assert writer.chat(messages, choices=["yes", "no"]).text in ("yes", "no")
-    with pytest.raises(ValueError, match="chat template knows no tools"):
+    with pytest.raises(ValueError, match="chat template has no tool calls that redraft reads"):
         writer.chat(messages, tools=[{"type": "function", "function": {"name": "f"}}])
     assert writer.tokenizer.template == TEMPLATE
     checkpoint.save(writer.model, tmp_path / "folder", tokenizer=writer.tokenizer, sampler=writer.sampler)

@@ -19,7 +19,7 @@ from redraft.cli.main import app
 from redraft.config import FULL, SLIDING, ConfigError, LlamaConfig, RopeScaling
 from redraft.model.lora import AdapterConfig, AdapterError, new_adapter
 from redraft.tokenizer.chat_parser import parse_chat
-from redraft.tokenizer.tokenizer import Tokenizer
+from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 PRE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 LLAMA = {"model_type": "llama", **SHAPE}
@@ -210,10 +210,39 @@ def test_a_template_without_bos_token_renders_none():
     assert own.render([{"role": "user", "content": "hi"}]) == "hi"
 
 
+QWEN_TEMPLATE = (
+    "{% if enable_thinking %}{% endif %}{{ tools }}"
+    '{{ "<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>" }}'
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens"),
+    [
+        (QWEN_TEMPLATE, []),  # the vocabulary spells <tool_call> in pieces
+        (QWEN_TEMPLATE.replace("tools", "x"), ["<tool_call>", "</tool_call>"]),
+        (
+            "{{ tools }}<tool_call>\n<function=NAME>{{ call.arguments }}</function></tool_call>",
+            ["<tool_call>", "</tool_call>"],
+        ),
+        ('{{ tools }}{"name": "NAME", "parameters": {}}<|eom_id|>', ["<tool_call>", "</tool_call>", "<|python_tag|>"]),
+        ("{{ tools }}[TOOL_CALLS]", ["[TOOL_CALLS]"]),
+        (None, ["<|turn>"]),
+    ],
+)
+def test_tools_are_refused_where_nobody_would_read_the_calls(template, tokens):
+    vocabulary = byte_level_vocabulary(PRE, 300)
+    vocabulary.add_tokens(tokens)
+    own = Tokenizer(vocabulary, template=template)
+    assert not own.can_call
+    with pytest.raises(TokenizerError, match="has no tool calls that redraft reads: leave tools out, or ask for JSON"):
+        own.render([{"role": "user", "content": "hi"}], tools=[{"function": {"name": "f"}}])
+
+
 def test_reasoning_and_calls_of_qwen_are_parsed():
     vocabulary = byte_level_vocabulary(PRE, 300)
     vocabulary.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    own = Tokenizer(vocabulary, template="{{ tools }}{% if enable_thinking %}{% endif %}")
+    own = Tokenizer(vocabulary, template=QWEN_TEMPLATE)
     assert own.can_think
     assert own.can_call
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}\n</tool_call>'

@@ -96,13 +96,20 @@ def test_the_checkpoints_own_template_is_used_and_cannot_escape(tmp_path):
         jinja2.sandbox.ImmutableSandboxedEnvironment().from_string("{{ x.__class__.mro() }}").render(x=[])
 
 
+def test_text_in_parts_is_joined_before_a_template_sees_it():
+    parts = [{"type": "text", "text": "Hello "}, "you", {"type": "text", "text": "!"}]
+    own = Tokenizer(BYTES.vocabulary, template="{{ '[' + messages[0]['content'] + ']' }}")
+    assert own.render([{"role": "user", "content": parts}]) == "[Hello you!]"
+    assert "user\nHello you!<turn|>" in BYTES.render([{"role": "user", "content": parts}])
+
+
 def test_templates_written_for_transformers_render_the_same():
     from transformers.utils.chat_template_utils import render_jinja_template
 
     templates = [
         "{{ bos_token }}{{ eos_token }}{% for m in messages %}{% if loop.index == 3 %}{% break %}{% endif %}x{% endfor %}",
         "{% for m in messages %}{% generation %}{{ m.content | tojson }}{% endgeneration %}\n  {% endfor %}",
-        "{{ tools | tojson(indent=2) }}{{ messages[0] | tojson }}",
+        "{{ tools | tojson(indent=2) }}{{ messages[0] | tojson }}<|tool_call>call:f{}<tool_call|>",
         "{{ strftime_now('%Y') }}{% set ns = namespace(a=1) %}{{ ns.a }}",
         "{%- if add_generation_prompt and not enable_thinking %}go{% endif %}",
     ]

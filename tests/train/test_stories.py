@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from serving import make
 
-from redraft import checkpoint
+from redraft import checkpoint, load
 from redraft.cli import data as cli_data
 from redraft.train import stories
 from redraft.train.evals.judge import FIRST_BYTE, FIRST_TOKEN
@@ -40,6 +42,28 @@ def test_ids_of_a_llama_become_text(llama):
     teacher = stories.LlamaCheckpoint(llama)
     assert teacher.decode([FIRST_TOKEN, FIRST_TOKEN + 2, FIRST_TOKEN + 3, FIRST_TOKEN + 4]) == "aabä"
     assert teacher.decode([FIRST_BYTE + ord("x")]) == "x"
+
+
+def test_a_llama_with_a_list_of_tokens_becomes_a_folder(llama, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    from make_stories_folder import make_folder
+
+    with pytest.raises(SystemExit, match=r"tokens\.jsonl has a token that is not a text"):
+        make_folder(llama, tmp_path / "out")
+    special = (llama / "tokens.jsonl").read_text(encoding="utf-8").splitlines()[:FIRST_TOKEN]
+    source = shutil.copytree(llama, tmp_path / "source")
+    (source / "tokens.jsonl").write_text("\n".join([*special, '" "', '"a"', '"b"', '" a"', '"ab"']), encoding="utf-8")
+    make_folder(source, tmp_path / "out")
+    writer = load(tmp_path / "out", device="cpu")
+    for text in ("ab ab", "xab ba\n", "a"):
+        assert writer.tokenizer.encode_prompt(text) == stories.LlamaCheckpoint(source).encode(text)
+        assert writer.tokenizer.decode(writer.tokenizer.encode(text)) == text
+    assert writer.sampler.eos_token_ids == (2, 1)
+    assert writer.write("ab", max_tokens=4).stats.prompt_tokens == 3
+    with pytest.raises(SystemExit, match="is the teacher itself"):
+        make_folder(source, source)
+    with pytest.raises(SystemExit, match=r"out has no tokens\.jsonl: give a Llama checkpoint"):
+        make_folder(tmp_path / "out", source)
 
 
 def test_a_recipe_reads_the_stories_of_a_llama(llama, tmp_path, capsys):

@@ -24,6 +24,7 @@ from redraft.config import (
 )
 from redraft.kernels.rope import rope_frequencies
 from redraft.model.llama import scale_frequencies
+from redraft.tokenizer.chat_tokens import TEXT_ENDS, TURN_ENDS
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 HEAD = "output.weight"
@@ -34,7 +35,6 @@ MOST_SCALING = 1e6
 LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 TOKENIZER = "tokenizer.ggml."
 STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-STOP_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>")  # end a turn or a text
 CONTROL = 3  # the type of special tokens
 SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # ours -> general.sampling.*
 
@@ -97,7 +97,7 @@ def read_stops(file: GgufFile) -> tuple[int, ...]:
     tokens: Any = file.metadata.get(f"{TOKENIZER}tokens")
     types: Any = file.metadata.get(f"{TOKENIZER}token_type")
     if isinstance(tokens, list) and isinstance(types, list) and len(tokens) == len(types):
-        found = (tokens.index(name) for name in STOP_TOKENS if name in tokens)
+        found = (tokens.index(name) for name in (*TURN_ENDS, *TEXT_ENDS) if name in tokens)
         ids += [token for token in found if types[token] == CONTROL]
     return tuple(dict.fromkeys(require_ids("stop token", ids)))
 

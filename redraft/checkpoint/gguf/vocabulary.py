@@ -22,6 +22,7 @@ from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 PREFIX = "tokenizer.ggml."
 GEMMA, BYTE_LEVEL, SENTENCEPIECE = KINDS = ("gemma4", "gpt2", "llama")
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # token types; 1 is normal and 6 a byte
+UNKNOWN_CUTTING = "default"  # what llama.cpp takes, with a warning, where a file has no tokenizer.ggml.pre
 MOST_CHARACTERS = 2**23  # of a SentencePiece vocabulary: all ways to split each token are tried; those of Gemma have 2**21
 # Special tokens of the release. llama.cpp's converter marks some of them as text, so that its chat parser sees them.
 RELEASED_SPECIAL_TOKENS = frozenset(
@@ -96,10 +97,15 @@ def _read_lists(
 
 def _build(path: Path, metadata: Mapping[str, Any], kind: str, lists: Lists) -> tuple[Vocabulary, bool]:
     """The vocabulary, and whether a text begins with the BOS token where the file does not say."""
-    pre = metadata.get(PREFIX + "pre", "default")
+    pre: Any = metadata.get(PREFIX + "pre")
+    if kind == BYTE_LEVEL and pre in (None, UNKNOWN_CUTTING):
+        raise CheckpointError(
+            f"{path} does not say how its tokenizer cuts texts ({PREFIX}pre is {show_value(pre) if pre else 'missing'}): "
+            "convert the model again with a newer llama.cpp, or load its folder of safetensors"
+        )
     if kind == BYTE_LEVEL and (not isinstance(pre, str) or pre not in CUTTINGS):
         raise CheckpointError(
-            f"{path} cuts texts as {show_value(pre)} does (tokenizer.ggml.pre); redraft knows {', '.join(CUTTINGS)}"
+            f"{path} cuts texts as {show_value(pre)} does ({PREFIX}pre); redraft knows {', '.join(CUTTINGS)}"
         )
     try:
         if kind == GEMMA:

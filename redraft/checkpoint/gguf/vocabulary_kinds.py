@@ -102,7 +102,6 @@ class Cutting:
 
 CUTTINGS = {  # by `tokenizer.ggml.pre`
     "gpt-2": Cutting(_gpt2),
-    "default": Cutting(_gpt2),
     "smollm": Cutting(_smollm),
     "qwen2": Cutting(lambda: _pattern(r"\p{N}"), normalizes=True),
     "llama-bpe": Cutting(lambda: _pattern(r"\p{N}{1,3}"), ignores_merges=True, adds_bos=True),

@@ -116,8 +116,9 @@ def stream_text(writer: Writer, body: CanvasRequest, stop: threading.Event) -> E
             choices=body.choices,
             sampler=plan.settings,
         )
-        events = writer.stream(plan.prompt, options)
-        (cfg,), _ = writer.plan([writer.encode_prompt(plan.prompt, think=body.think, stop=stop)], options)
+        prompt = writer.encode(plan.prompt, options)
+        events = writer.stream(prompt, options)
+        (cfg,), _ = writer.plan([prompt.ids], options)
     max_steps = cfg.draft_steps if cfg.check == "checked" else cfg.max_steps
     limits = {"canvas_length": cfg.canvas_length, "max_steps": max_steps, "max_tokens": cfg.max_new_tokens}
     yield begin_event(writer, seed, plan.prefix, check=cfg.check, **limits)
