@@ -48,6 +48,9 @@ def tune(
     ] = None,
     seed: Annotated[int, option("--seed", help="Order of the records, noise, first weights.", parser=parse_int)] = 0,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip and count bad records instead of stopping.")] = False,
+    start: Annotated[
+        str | None, typer.Option("--from", help="Folder of an adapter of the same shape to start with. [a new one]")
+    ] = None,
     quant: Quant = None,
     device: Device = None,
     threads: LongThreads = None,
@@ -78,6 +81,7 @@ def tune(
             seed=seed,
             quant=quant,
             skip_bad=skip_bad,
+            start_adapter=str(Path(start).resolve()) if start else "",
         )
         run_tuning(model, data, Path(out), options, device)
 

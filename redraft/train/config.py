@@ -27,6 +27,7 @@ class TrainConfig:
     tokenizer: str = "bpe"  # "bpe": trained on the data; "bytes"; or a folder that holds one
     init: str = ""  # checkpoint with the initial weights and tokenizer; empty: random weights
     adapter: AdapterConfig | None = None  # train this adapter for `init`, whose weights stay as they are
+    start_adapter: str = ""  # folder of an adapter of the same shape, with which training starts; empty: a new one
     drafter: DrafterConfig | None = None  # train this drafter for `init`, which then drafts for itself
     quant: str | None = None  # pack the weights of `init` like this; for adapters and drafters
     steps: int = 1000
@@ -52,6 +53,8 @@ class TrainConfig:
             self._check_drafts()
         if (self.adapter is not None or self.drafter is not None) and not self.init:
             raise ValueError("an adapter or a drafter needs a model: set init")
+        if self.start_adapter and self.adapter is None:
+            raise ValueError(f"start_adapter is {self.start_adapter!r}, but no adapter is trained: set adapter")
         if self.adapter is not None and self.drafter is not None:
             raise ValueError("train an adapter or a drafter, not both at once")
         for name in ("steps", "rows", "microbatches", "report_every", "save_every", "evaluate_every", "keep"):

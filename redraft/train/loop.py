@@ -29,7 +29,7 @@ from redraft.config import ModelConfig
 from redraft.model.backbone import Backbone
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.drafter import DraftHead, init_draft_head, new_drafter
-from redraft.model.lora import Adapter, new_adapter
+from redraft.model.lora import Adapter, AdapterError, new_adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints, data, sudoku_data
 from redraft.train.config import TrainConfig
@@ -147,6 +147,29 @@ def init_model(config: ModelConfig, seed: int) -> DiffusionGemma:
     return model
 
 
+def start_adapter(cfg: TrainConfig, model: Backbone) -> Adapter:
+    """The adapter before the first step: a new one, or one that was trained before, whose weights become float32."""
+    assert cfg.adapter is not None
+    adapter = new_adapter(cfg.adapter, model.config, cfg.seed)
+    if not cfg.start_adapter:
+        return adapter
+    earlier = checkpoint.load_adapter(cfg.start_adapter, model)
+    shapes, earlier_shapes = (
+        {(half, matrix): (pair.a.shape, pair.scale) for half, matrix, pair in each.pairs()} for each in (adapter, earlier)
+    )
+    different = sorted(place for place in shapes | earlier_shapes if shapes.get(place) != earlier_shapes.get(place))
+    if different or adapter.is_tied != earlier.is_tied:
+        where = f", see {different[0][1]}" if different else ""
+        raise AdapterError(f"{cfg.start_adapter} has another rank, alpha, targets or halves than this run{where}")
+    with torch.no_grad():
+        for half, matrix, pair in earlier.pairs():
+            new = adapter.pair(half, matrix)
+            assert new is not None
+            new.a.copy_(pair.a)
+            new.b.copy_(pair.b)
+    return adapter
+
+
 def shard_objective(objective: nn.Module, precision: str) -> None:
     """Shards the weights of every layer over the processes with FSDP2, which gathers a layer when it runs."""
     dtype = getattr(torch, precision) if precision != "float32" else None
@@ -189,7 +212,7 @@ class Trainer:
         self.part: nn.Module | None = None  # what is trained beside a frozen model; None: the model itself
         if cfg.adapter is not None:
             model, self.tokenizer = load_base(cfg, self.device)
-            self.part = adapter = new_adapter(cfg.adapter, model.config, cfg.seed)
+            self.part = adapter = start_adapter(cfg, model)
             self.part_export = PartExport(adapter, cfg, model)
         elif cfg.drafter is not None:
             model, self.tokenizer = load_base(cfg, self.device)

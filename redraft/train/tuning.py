@@ -41,6 +41,7 @@ class TuneOptions:
     seed: int = 0
     quant: str | None = None
     skip_bad: bool = False
+    start_adapter: str = ""  # an adapter to start with; empty: a new one
 
     def __post_init__(self) -> None:
         for name in ("batch", "rows"):
@@ -92,6 +93,7 @@ def tuning_config(
         held_out=held_out,
         init=str(Path(base).resolve()) if Path(base).exists() else base,
         adapter=options.adapter,
+        start_adapter=options.start_adapter,
         quant=options.quant,
         loss=LossConfig(ar_weight=options.ar_weight, balance_weight=0.0, learns_prompts=False),
         optim=OptimConfig(

@@ -88,6 +88,7 @@ def test_bad_records_stop_the_command_with_their_line(run, folder, tmp_path):
         (["--held-out", "2"], "--held-out is a share"),
         (["--batch", "3", "--rows", "2"], "--batch 3 is no multiple"),
         (["--length", "20"], "--length 20 has no room"),
+        (["--from", "nowhere"], "nowhere holds no adapter"),
         (["--data", "nothing.jsonl"], "there is no file nothing.jsonl"),
     ],
 )

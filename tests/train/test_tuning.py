@@ -12,7 +12,7 @@ import torch
 
 from redraft import checkpoint
 from redraft.kernels.packed import dequantize_packed
-from redraft.model.lora import AdapterConfig, new_adapter
+from redraft.model.lora import AdapterConfig, AdapterError, new_adapter
 from redraft.model.quant.layers import PackedExperts, PackedLinear
 from redraft.model.quant.policy import QuantPolicy
 from redraft.model.quant.quantizers import quantize_weight
@@ -109,6 +109,23 @@ def test_another_adapter_in_the_same_folder_is_refused(tmp_path):
     list(Trainer(config(tmp_path, steps=1), tmp_path / "run").run())
     with pytest.raises(ValueError, match=r"was made with .*'rank': 4.* this run has .*'rank': 2.*: give another folder"):
         Trainer(config(tmp_path, steps=1, adapter=AdapterConfig(rank=2)), tmp_path / "run")
+
+
+def test_an_earlier_adapter_is_the_start(tmp_path):
+    cfg = config(tmp_path)
+    model = checkpoint.load_model(tmp_path / "base", dtype=torch.float32)
+    earlier = new_adapter(cfg.adapter, model.config, seed=7)
+    for pair in {id(pair): pair for _, _, pair in earlier.pairs()}.values():
+        torch.nn.init.normal_(pair.b, generator=torch.Generator().manual_seed(1))
+    checkpoint.save_adapter(earlier, tmp_path / "earlier", base="base", dtype=torch.float32)
+    started = Trainer(config(tmp_path, start_adapter=str(tmp_path / "earlier")), tmp_path / "run").part
+    assert all(torch.equal(started.pair(half, matrix).b, pair.b) for half, matrix, pair in earlier.pairs())
+    assert all(torch.equal(started.pair(half, matrix).a, pair.a) for half, matrix, pair in earlier.pairs())
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in started.parameters())
+    for other in ({"rank": 2}, {"rank": 4, "alpha": 8.0}, {"rank": 4, "alpha": 1.0, "targets": EVERY_TARGET}):
+        changes = {"adapter": AdapterConfig(**other), "start_adapter": str(tmp_path / "earlier")}
+        with pytest.raises(AdapterError, match="earlier has another rank, alpha, targets or halves than this run, see "):
+            Trainer(config(tmp_path, **changes), tmp_path / "other")
 
 
 def test_recomputed_layers_give_the_same_gradients(tmp_path):
