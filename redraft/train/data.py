@@ -302,7 +302,8 @@ class PrefetchedBatches:
         names = ("cfg", "tokenizer", "stop", "pad", "shard", "shards", "position")
         context = multiprocessing.get_context("spawn")  # a fork would inherit the GPU
         self.queue = cast(Any, context.Queue(depth))  # Any, because of the private attribute below
-        # Through a queue: start() waits until a process has read its arguments, and a tokenizer is large. So all start at once.
+        # start() waits until the other process has read its arguments, and a tokenizer is large. Through a queue, several
+        # processes start at once.
         self.arguments = context.Queue(1)  # kept: the other process opens it by name
         self.arguments.put(({name: getattr(stream, name) for name in names}, batches.rows))
         self.arguments.cancel_join_thread()  # a process that dies before it reads them must not keep this one

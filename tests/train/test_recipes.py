@@ -78,7 +78,8 @@ def test_a_value_is_replaced(tmp_path, change, read):
 
 def test_values_that_need_one_another_come_in_any_order(tmp_path):
     by_clock = change_settings(config(tmp_path), ["by_clock=true", "max_seconds=5"])
-    assert by_clock.by_clock and by_clock.max_seconds == 5
+    assert by_clock.by_clock
+    assert by_clock.max_seconds == 5
     mixed = change_settings(config(tmp_path), ["streams=6", "optim.warmup=3", "rows=12", "optim.clip=2"])
     assert (mixed.streams, mixed.rows, mixed.optim.warmup, mixed.optim.clip) == (6, 12, 3, 2)
 
