@@ -77,10 +77,11 @@ def load(
     while loading, and the other layers to fp8, except with `keep_bf16`; see QuantPolicy. `verify_with` is a checkpoint of
     the same vocabulary that verifies what this one drafts (docs/verified.md). `kv="fp8"` stores KV caches in 8 bits.
     `gpu_memory="18GB"` limits the GPU's memory and plans it for `context` tokens, by default 16,384 (docs/hardware.md).
-    `adapter` is the folder of a LoRA adapter that all requests use; `adapters` are folders by the names by which
-    `with_adapter` and the clients of a server choose them (docs/serve.md).
+    `adapter` is the folder of a LoRA adapter, or the name of one that ships, that all requests use; `adapters` are folders
+    by the names by which `with_adapter` and the clients of a server choose them (docs/serve.md).
     """
-    folders = {**(adapters or {}), **({} if adapter is None else {str(adapter): adapter})}
+    named = {**(adapters or {}), **({} if adapter is None else {str(adapter): adapter})}
+    folders = {name: checkpoint.find_adapter(folder) for name, folder in named.items()}
     for folder in folders.values():
         checkpoint.read_adapter_config(folder)  # refuses what is no adapter before a model is loaded
     options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}

@@ -31,6 +31,7 @@ model_list.py        the models on this machine
 """
 
 from redraft.checkpoint.adapter_files import (
+    find_adapter,
     fingerprint,
     is_adapter,
     load_adapter,
@@ -90,6 +91,7 @@ __all__ = [
     "check_quant",
     "check_target",
     "find",
+    "find_adapter",
     "find_base",
     "find_on_hub",
     "fingerprint",

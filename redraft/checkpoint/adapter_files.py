@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from redraft.checkpoint.find import PACKAGED
 from redraft.checkpoint.names import ADAPTER_CONFIG, DECODER, ENCODER, GEMMA4, GEMMA4_TEXT, VISION
 from redraft.config import ConfigError, read_json, require_int, require_number, show_value, write_text
 from redraft.model.backbone import Backbone
@@ -35,6 +36,7 @@ from redraft.model.lora import (
 )
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PACKAGED_ADAPTERS = ("tiny-sudoku",)
 METADATA = "redraft"  # the key of our own metadata in the safetensors header
 PEFT_PREFIX = "base_model.model."
 PREFIX_OF_HALF = {DENOISE: DECODER, ENCODE: ENCODER}
@@ -57,9 +59,16 @@ UNSUPPORTED = {
 }
 
 
+def find_adapter(folder_or_name: str | Path) -> Path:
+    """The folder of an adapter, which may be one of those that ship, by its name. Whether it holds one is not checked."""
+    folder = Path(folder_or_name)
+    is_packaged = str(folder_or_name) in PACKAGED_ADAPTERS and not (folder / ADAPTER_CONFIG).exists()
+    return PACKAGED / folder if is_packaged else folder
+
+
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder holds an adapter."""
-    return (Path(folder) / ADAPTER_CONFIG).is_file()
+    return (find_adapter(folder) / ADAPTER_CONFIG).is_file()
 
 
 def fingerprint(model: Backbone) -> str:
@@ -146,7 +155,7 @@ def publish_adapter_config(adapter: Adapter, base: str) -> dict[str, Any]:
 
 def read_adapter_metadata(folder: str | Path) -> dict[str, Any]:
     """The metadata that redraft writes beside the weights: base, data, scores. An adapter of peft has none."""
-    with open_adapter(Path(folder)) as file:
+    with open_adapter(folder) as file:
         raw = (file.metadata() or {}).get(METADATA, "{}")
     try:
         metadata = json.loads(raw)
@@ -159,7 +168,7 @@ def read_adapter_metadata(folder: str | Path) -> dict[str, Any]:
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     """The settings of an adapter that redraft can run; refuses others."""
-    path = Path(folder) / ADAPTER_CONFIG
+    path = find_adapter(folder) / ADAPTER_CONFIG
     if not path.is_file():
         raise AdapterError(f"{folder} holds no adapter: it has no {ADAPTER_CONFIG}")
     raw = read_json(path)
@@ -179,7 +188,7 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
 
 def load_adapter(folder: str | Path, model: Backbone, name: str = "adapter") -> Adapter:
     """Loads an adapter for this model, in its precision and on its device. Refuses one of another base or another shape."""
-    folder = Path(folder)
+    folder = find_adapter(folder)
     settings = read_adapter_config(folder)
     metadata = read_adapter_metadata(folder)
     expected = metadata.get("fingerprint")
@@ -210,9 +219,9 @@ def load_adapter(folder: str | Path, model: Backbone, name: str = "adapter") -> 
     return adapter.eval().requires_grad_(False)
 
 
-def open_adapter(folder: Path) -> Any:
+def open_adapter(folder: str | Path) -> Any:
     """Maps the weights of an adapter and reads their header."""
-    path = folder / ADAPTER_WEIGHTS
+    path = find_adapter(folder) / ADAPTER_WEIGHTS
     if not path.is_file():
         raise AdapterError(f"{folder} has no {ADAPTER_WEIGHTS}; redraft reads safetensors only")
     try:

@@ -13,6 +13,7 @@ from redraft.checkpoint.adapter_files import (
     ADAPTER_WEIGHTS,
     HALF_OF_PREFIX,
     PEFT_PREFIX,
+    find_adapter,
     open_adapter,
     read_adapter_config,
     read_adapter_metadata,
@@ -39,10 +40,11 @@ class AdapterSummary:
 
 def summarize_adapter(folder: str | Path) -> AdapterSummary:
     """Reads the settings, the metadata and the names of the tensors."""
+    folder = find_adapter(folder)
     settings = read_adapter_config(folder)
     metadata = read_adapter_metadata(folder)
     tensors: dict[str, dict[str, Tensor]] = {}  # by their name in a half, then by half
-    with open_adapter(Path(folder)) as file:
+    with open_adapter(folder) as file:
         for name in file.keys():  # noqa: SIM118  (it is no dictionary)
             half, rest = _split_half(name)
             tensors.setdefault(rest, {})[half] = file.get_tensor(name)
@@ -59,7 +61,7 @@ def summarize_adapter(folder: str | Path) -> AdapterSummary:
         layers=tuple(sorted({int(layer[1]) for rest in tensors if (layer := re.match(r"layers\.(\d{1,6})\.", rest))})),
         halves=_describe_halves({half for halves in tensors.values() for half in halves}, is_shared=sum(counts) < stored),
         parameters=sum(counts),
-        nbytes=(Path(folder) / ADAPTER_WEIGHTS).stat().st_size,
+        nbytes=(folder / ADAPTER_WEIGHTS).stat().st_size,
         metadata=metadata,
     )
 

@@ -119,7 +119,10 @@ VerifyWith = Annotated[
     typer.Option("--verify-with", help="Another checkpoint that verifies what the model drafts; same vocabulary."),
 ]
 Adapter = Annotated[
-    str | None, typer.Option("--adapter", help="Folder of a LoRA adapter of the model, as redraft tune and peft write it.")
+    str | None,
+    typer.Option(
+        "--adapter", help="Folder of a LoRA adapter of the model, as redraft tune and peft write it; or tiny-sudoku."
+    ),
 ]
 Kv = Annotated[str | None, typer.Option("--kv", help="fp8: store KV caches in 8 bits, half of the memory. [as the weights]")]
 GpuMemory = Annotated[

@@ -123,3 +123,23 @@ def test_a_killed_run_loses_at_most_the_steps_since_its_last_checkpoint(folder, 
     assert checkpoint.read_adapter_metadata(files[0].parent) == checkpoint.read_adapter_metadata(files[1].parent)
     steps = [json.loads(line)["step"] for line in (tmp_path / "killed/metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps))
+
+
+def test_an_adapter_that_ships_is_named(run):
+    code, described, _ = run("info", "tiny-sudoku")
+    assert code == 0
+    assert "base        tiny" in described
+    size = (checkpoint.find_adapter("tiny-sudoku") / "adapter_model.safetensors").stat().st_size
+    assert size <= 4 * 2**20
+
+
+@pytest.mark.soak
+def test_the_story_model_solves_sudoku_with_its_adapter(run):
+    """The example of the adapter's card. Without the adapter the answer is no board."""
+    rows = "530070000 600195000 098000060 800060003 400803001 700020006 060000280 000419005 000080079".split()
+    prompt = "\n".join(["Sudoku:", *(" " + " ".join(row) for row in rows), "Solution:"])
+    solution = "534678912 672195348 198342567 859761423 426853791 713924856 961537284 287419635 345286179".split()
+    board = "\n".join(" " + " ".join(row) for row in solution)
+    settings = ["--max-tokens", "96", "--check", "off", "--canvas-length", "96", "--seed", "2", "--device", "cpu"]
+    assert run("write", prompt, "-m", "tiny", "--adapter", "tiny-sudoku", *settings)[1].strip("\n") == board
+    assert run("write", prompt, "-m", "tiny", *settings)[1].strip("\n") != board

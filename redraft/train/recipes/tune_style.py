@@ -45,7 +45,7 @@ def recipe(folder: Path) -> TrainConfig:
     return TrainConfig(
         model=model,
         sampler=sampler,
-        init=str(base),
+        init="tiny",
         adapter=AdapterConfig(rank=16, alpha=32.0),
         data=DataConfig(sources=(Source(files=files, every=HELD_OUT, prompt_share=0.3),), **usual),
         held_out=DataConfig(sources=(Source(files=files, every=HELD_OUT, is_held_out=True),), shuffle=1, **usual),

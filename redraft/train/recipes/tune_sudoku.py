@@ -1,7 +1,7 @@
 """Teaches `tiny` Sudoku with an adapter alone: the published DiffusionGemma recipe, with our small model.
 
 The puzzles are those of `tiny_sudoku`, which trains all weights. Only the denoiser is adapted, so the causal half stays the
-story model to the bit. docs/tuning.md has the cost and the scores.
+story model to the bit. Cost: 1,295 steps in 515 seconds on one H200; docs/tuning.md has the scores.
 """
 
 from dataclasses import replace
@@ -18,6 +18,7 @@ def recipe(folder: Path) -> TrainConfig:
     base = load_recipe("tiny_sudoku", folder)
     return replace(
         base,
+        init="tiny",
         adapter=AdapterConfig(rank=40, alpha=40, targets=("attention", "dense", "self_conditioning"), halves="denoise"),
         loss=replace(base.loss, ar_weight=0.0, balance_weight=0.0),
         optim=OptimConfig(muon=False, adamw_lr=4.5e-3, weight_decay=0.0, warmup=50, cooldown=0.6, ema=0.99),
