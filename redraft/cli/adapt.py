@@ -139,8 +139,9 @@ def require_adaptable(model: Any, base: str) -> None:
 
     if not model.config.is_causal_only:
         raise ValueError(f"{base} is a diffusion model and drafts already: adapt a left-to-right one")
-    if model.drafter is not None:
-        raise ValueError(f"{base} is a drafter already: adapt its base, {model.drafter.metadata['base']}")
+    for name, part in (("drafter", model.drafter), ("page adapter", model.page)):
+        if part is not None:
+            raise ValueError(f"{base} is a {name} already: adapt its base, {part.metadata['base']}")
     if not isinstance(model.config, LlamaConfig):
         raise ValueError(f"{base} is {model.config.causal_kind}; redraft adapts Llama, SmolLM2, Mistral and Qwen")
 
