@@ -189,12 +189,15 @@ def evaluate(
         typer.Option(
             "--task",
             "-t",
-            help="stories, samples, code, infill, edit, schema, sudoku, sudoku-autoregressive, sudoku-written. "
+            help="stories, samples, code, infill, gaps, edit, schema, sudoku, sudoku-autoregressive, sudoku-written. "
             "[stories, or sudoku]",
         ),
     ] = None,
     data: Annotated[
-        str, typer.Option("--data", envvar="REDRAFT_DATA", help="Folder with stories/, code/ and sudoku/.")
+        str,
+        typer.Option(
+            "--data", envvar="REDRAFT_DATA", help="Folder with stories/, code/ and sudoku/; gaps: or a file of texts."
+        ),
     ] = "data",
     judge: Annotated[str, typer.Option("--judge", help="samples: a Llama checkpoint with tokens.jsonl.")] = "data/teacher",
     check: Annotated[
