@@ -194,10 +194,7 @@ def evaluate(
         ),
     ] = None,
     data: Annotated[
-        str,
-        typer.Option(
-            "--data", envvar="REDRAFT_DATA", help="Folder with stories/, code/ and sudoku/; gaps: or a file of texts."
-        ),
+        str, typer.Option("--data", envvar="REDRAFT_DATA", help="Folder with stories/, code/, sudoku/; gaps: or a file.")
     ] = "data",
     judge: Annotated[str, typer.Option("--judge", help="samples: a Llama checkpoint with tokens.jsonl.")] = "data/teacher",
     check: Annotated[

@@ -93,7 +93,7 @@ def test_one_part_is_trained_at_a_time(folder):
 
 
 def test_spans_are_removed_from_the_answer_with_context_on_both_sides():
-    documents = [Document([9] * 3, list(range(10, 10 + length)) + [2, 2]) for length in range(60)]
+    documents = [Document([9] * 3, [*range(10, 10 + length), 2, 2]) for length in range(60)]
     gaps = list(remove_spans(iter(documents), (2,), 128))
     assert 20 < len(gaps) < 60
     for before, part, after in gaps:
