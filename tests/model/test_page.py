@@ -18,7 +18,9 @@ from redraft.engine import Engine
 from redraft.model.backbone import CausalOnlyError
 from redraft.model.llama import Llama
 from redraft.model.lora import AdapterError
+from redraft.model.masks import Layout
 from redraft.model.page import PageConfig, new_page_adapter
+from redraft.train.loss import dense_masks
 
 PAGE = PageConfig(rank=4, alpha=8.0, canvas_lengths=(4, 8))
 CANVASES = SamplerConfig(canvas_length=8, max_new_tokens=16, max_steps=6, eos_token_ids=(2,))
@@ -76,6 +78,23 @@ def test_no_clean_token_of_a_canvas_or_behind_it_leaks_into_it():
     other_1JC = torch.tensor([[[50, 51, 52, 54]]])  # inside a canvas, the first position sees the last
     last = model.joint(torch.tensor([[*PROMPT[:3], 60]]), other_1JC, [2], model.new_cache(1, 32))[1]
     assert not torch.allclose(last[:, :, 0], found[0][:, :, 0], atol=1e-3)
+
+
+def test_the_training_forward_is_encode_and_denoise():
+    """A row of three prompt tokens and two canvases of four: each sees the clean text before it, and itself."""
+    model = make_model()
+    ids_1L = torch.tensor([[1, 5, 9, 60, 33, 7, 8, 50, 51, 52, 53]])
+    noisy_1L = torch.tensor([[1, 5, 9, 99, 33, 98, 8, 50, 97, 96, 53]])
+    starts_1L = torch.tensor([[-1] * 3 + [3] * 4 + [7] * 4])
+    layout = Layout(positions=torch.arange(11)[None], starts=starts_1L, documents=torch.zeros(1, 11, dtype=torch.long))
+    mask_of = dense_masks(CONFIG, layout)
+    noisy_1LD, clean_1LD, _ = model.forward_train(noisy_1L, ids_1L, None, layout.positions, mask_of)
+    assert torch.allclose(clean_1LD, model.encode(ids_1L, model.new_cache(1, 16)), atol=1e-5)
+    for start in (3, 7):
+        cache = model.new_cache(1, 16)
+        model.encode(ids_1L[:, :start], cache)
+        expected = model.denoise(noisy_1L[:, start : start + 4], None, cache)
+        assert torch.allclose(model.head(noisy_1LD[:, start : start + 4]), expected, atol=1e-4)
 
 
 def test_the_engine_denoises_what_the_plain_loop_does():
