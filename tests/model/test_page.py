@@ -56,7 +56,9 @@ def test_canvases_go_through_the_pairs():
     canvas_1C = torch.tensor([[7, 30, 4, 99]])
     cache = model.new_cache(1, 16)
     model.encode(torch.tensor([PROMPT]), cache)
-    adapted = model.denoise(canvas_1C, model.soft_embed(torch.zeros(1, 4, CONFIG.vocab_size)), cache)
+    soft_1CD = model.soft_embed(torch.ones(1, 4, CONFIG.vocab_size))
+    assert torch.equal(soft_1CD, torch.zeros(1, 4, CONFIG.hidden_size))  # not self-conditioned
+    adapted = model.denoise(canvas_1C, soft_1CD, cache)
     merged = make_model(page=False)
     for _, name, pair in model.page.adapter.pairs():
         merged.get_submodule(name).weight += pair.delta()
