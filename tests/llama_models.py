@@ -7,7 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from redraft import checkpoint
+from redraft.model.backbone import Backbone
 from redraft.model.drafter import DrafterConfig, new_drafter
+from redraft.model.page import PageConfig, new_page_adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 
 VOCAB = 96
@@ -68,12 +70,28 @@ def save_reference(folder: Path, family: str, **changes: Any) -> PreTrainedModel
     return model
 
 
+def save_with_bytes(base: Path) -> Backbone:
+    """A random Llama with a byte vocabulary; returns it, loaded."""
+    save_reference(base, "smollm2", vocab_size=260, max_position_embeddings=128)
+    Tokenizer.byte_level(("<pad>", "<bos>", "<eos>")).save(base)
+    return checkpoint.load_model(base)
+
+
+def save_with_page(folder: Path) -> Path:
+    """A random Llama with a byte vocabulary in folder/base, and a random page adapter for it in folder/page."""
+    model = save_with_bytes(folder / "base")
+    page = new_page_adapter(PageConfig(rank=2, alpha=4.0, canvas_lengths=(8, 16)), model.config)
+    with torch.no_grad():
+        for p in page.parameters():
+            p.copy_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p))))
+    checkpoint.save_drafter(page, folder / "page", base="../base", fingerprint=checkpoint.fingerprint(model))
+    return folder
+
+
 def save_with_drafter(folder: Path) -> Path:
     """A random Llama with a byte vocabulary in folder/base, which is returned, and a drafter for it in folder/drafter."""
     base = folder / "base"
-    save_reference(base, "smollm2", vocab_size=260, max_position_embeddings=128)
-    Tokenizer.byte_level(("<pad>", "<bos>", "<eos>")).save(base)
-    model = checkpoint.load_model(base)
+    model = save_with_bytes(base)
     cfg = DrafterConfig(rank=2, head_size=8, canvas_length=5)
     drafter = new_drafter(cfg, model.config, torch.zeros(model.config.hidden_size))
     checkpoint.save_drafter(drafter, folder / "drafter", base="../base", fingerprint=checkpoint.fingerprint(model))

@@ -17,7 +17,7 @@ manifest.py          checks that the files of a folder were saved together
 placement.py         on which device each weight is put
 load.py              tensors -> model
 adapter_files.py     adapters in peft's format
-drafter_files.py     drafters of left-to-right models
+drafter_files.py     drafters and page adapters of left-to-right models
 adapter_summary.py   what the files of an adapter say about it
 atomic_folder.py     replaces a folder as a whole
 publish_packed.py    packed weights in the layout of compressed-tensors

@@ -1,4 +1,7 @@
-"""Drafters on disk: adapter.json (the base, the size, the scores) and adapter.safetensors in one folder."""
+"""Drafters and page adapters on disk: adapter.json (kind, base, size, scores) and adapter.safetensors in one folder.
+
+What holds for both is said of drafters here: both are given to a left-to-right model, and their folders stand for it.
+"""
 
 import json
 from collections.abc import Mapping
@@ -16,26 +19,33 @@ from redraft.config import ConfigError, read_json, show_value, write_text
 from redraft.model.backbone import Backbone
 from redraft.model.drafter import Drafter, DrafterConfig, new_drafter
 from redraft.model.lora import AdapterError
+from redraft.model.page import PageAdapter, PageConfig, new_page_adapter
 
 DRAFTER_CONFIG = "adapter.json"
 DRAFTER_WEIGHTS = "adapter.safetensors"
-KIND = "drafter"
+KINDS: dict[str, type[DrafterConfig] | type[PageConfig]] = {"drafter": DrafterConfig, "page": PageConfig}
+NAMES = {DrafterConfig: "drafter", PageConfig: "page adapter"}
 
 
 def is_drafter(folder: str | Path) -> bool:
-    """Whether a folder holds a drafter."""
+    """Whether a folder holds a drafter or a page adapter."""
     return (Path(folder) / DRAFTER_CONFIG).is_file()
 
 
 def refuse_drafter(folder: str | Path) -> None:
     """A drafter has no model's files: what needs them takes its base."""
     if is_drafter(folder):
-        base = read_drafter_config(folder)[1]["base"]
-        raise CheckpointError(f"{folder} is a drafter, not a model: give its base, {base}")
+        cfg, settings = read_drafter_config(folder)
+        raise CheckpointError(f"{folder} is a {NAMES[type(cfg)]}, not a model: give its base, {settings['base']}")
 
 
 def save_drafter(
-    drafter: Drafter, folder: str | Path, *, base: str, fingerprint: str, metadata: Mapping[str, Any] | None = None
+    drafter: Drafter | PageAdapter,
+    folder: str | Path,
+    *,
+    base: str,
+    fingerprint: str,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a drafter, its weights in bf16. Each of the two files is replaced as a whole, the weights first.
 
@@ -47,42 +57,61 @@ def save_drafter(
     part = folder / f"{DRAFTER_WEIGHTS}.part"
     save_file({name: tensor.contiguous().clone() for name, tensor in weights.items()}, part, {"format": "pt"})
     part.replace(folder / DRAFTER_WEIGHTS)
-    settings = {"kind": KIND, "base": base, "fingerprint": fingerprint, **asdict(drafter.cfg), **(metadata or {})}
+    kind = next(kind for kind, config in KINDS.items() if isinstance(drafter.cfg, config))
+    settings = {"kind": kind, "base": base, "fingerprint": fingerprint, **asdict(drafter.cfg), **(metadata or {})}
     write_text(folder / DRAFTER_CONFIG, json.dumps(settings, indent=2) + "\n")
     return folder
 
 
-def read_drafter_config(folder: str | Path) -> tuple[DrafterConfig, dict[str, Any]]:
+def read_drafter_config(folder: str | Path) -> tuple[DrafterConfig | PageConfig, dict[str, Any]]:
     """The size of a drafter, and all that its file says: base, fingerprint, scores."""
     path = Path(folder) / DRAFTER_CONFIG
     if not path.is_file():
         raise AdapterError(f"{folder} holds no drafter: it has no {DRAFTER_CONFIG}")
     raw = read_json(path)
-    if raw.get("kind") != KIND:
-        raise AdapterError(f"{path} is of the kind {show_value(raw.get('kind'))}; redraft reads {KIND!r}")
+    kind = raw.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
+        known = " and ".join(map(repr, KINDS))
+        raise AdapterError(f"{path} is of the kind {show_value(kind)}; redraft reads {known}")
     for name in ("base", "fingerprint"):
         if not isinstance(raw.get(name), str):
             raise AdapterError(f"{path}: {name} must be a text, got {show_value(raw.get(name))}")
     sizes: dict[str, Any] = {}
-    for f in fields(DrafterConfig):
+    for f in fields(KINDS[kind]):
         value = raw.get(f.name)
+        if f.name == "canvas_lengths":  # PageConfig checks them
+            sizes[f.name] = value
+            continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or (f.type is int and not isinstance(value, int)):
             raise AdapterError(f"{path}: {f.name} must be a number, got {show_value(value)}")
         sizes[f.name] = value
     try:
-        return DrafterConfig(**sizes), raw
+        return KINDS[kind](**sizes), raw
     except ConfigError as error:
         raise AdapterError(f"{path}: {error}") from None
 
 
-def load_drafter(folder: str | Path, model: Backbone) -> Drafter:
+def give_drafter(folder: str | Path, model: Backbone) -> None:
+    """Loads what a folder holds, a drafter or a page adapter, and gives it to the model."""
+    drafter = load_drafter(folder, model)
+    if isinstance(drafter, Drafter):
+        model.drafter = drafter
+    else:
+        model.page = drafter
+
+
+def load_drafter(folder: str | Path, model: Backbone) -> Drafter | PageAdapter:
     """Loads a drafter for this model, in its precision and on its device. Refuses one of another base."""
     folder = Path(folder)
     cfg, raw = read_drafter_config(folder)
     if raw["fingerprint"] != fingerprint(model):
         raise AdapterError(f"{folder} was trained for another model, {show_value(raw['base'])}: load it with that one")
-    drafter = new_drafter(cfg, model.config, torch.zeros(model.config.hidden_size))
+    drafter: Drafter | PageAdapter
+    if isinstance(cfg, PageConfig):
+        drafter = new_page_adapter(cfg, model.config)
+    else:
+        drafter = new_drafter(cfg, model.config, torch.zeros(model.config.hidden_size))
     expected = drafter.state_dict()
     path = folder / DRAFTER_WEIGHTS
     weights = {}
@@ -90,7 +119,9 @@ def load_drafter(folder: str | Path, model: Backbone) -> Drafter:
         with safe_open(path, "pt") as file:
             if set(file.keys()) != set(expected):
                 names = sorted(set(file.keys()) ^ set(expected))
-                raise AdapterError(f"{path} is not the drafter that {DRAFTER_CONFIG} describes: see tensor {names[0][:200]}")
+                raise AdapterError(
+                    f"{path} is not the {NAMES[type(cfg)]} that {DRAFTER_CONFIG} describes: see tensor {names[0][:200]}"
+                )
             for name, placeholder in expected.items():
                 tensor = file.get_tensor(name)
                 if tensor.shape != placeholder.shape or tensor.dtype not in PRECISIONS:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from redraft.checkpoint.drafter_files import is_drafter, load_drafter, read_drafter_config
+from redraft.checkpoint.drafter_files import NAMES, give_drafter, is_drafter, read_drafter_config
 from redraft.checkpoint.find import find
 from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, open_weights
@@ -22,9 +22,24 @@ from redraft.checkpoint.published_config import read_model_config, read_sampler_
 from redraft.config import BackboneConfig, LlamaConfig, SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
 from redraft.model.backbone import Backbone
+from redraft.model.drafter import DrafterConfig
+from redraft.model.page import PageConfig
 from redraft.model.quant import QuantPolicy
 from redraft.model.quant.stored import StoredWeight
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError, check_same_vocabulary
+
+# How canvases of page adapters are denoised: as those of `tiny`, since small models exceed the released entropy bound.
+PAGE_SAMPLER: dict[str, Any] = {
+    "max_steps": 32,
+    "entropy_bound": 1.0,
+    "t_min": 0.5,
+    "t_max": 0.5,
+    "confidence_threshold": 0.05,
+    "quota": True,
+    "accept_at_end": True,
+    "spread": 8,
+    "stops_last": True,
+}
 
 
 def load_checkpoint(
@@ -51,8 +66,8 @@ def load_checkpoint(
         model = lay_out_for_cpu(model)
     if drafter is None:
         return model, opened.tokenizer, opened.sampler
-    model.drafter = load_drafter(drafter, model)
-    return model, opened.tokenizer, drafting_sampler(opened.sampler, model)
+    give_drafter(drafter, model)
+    return model, opened.tokenizer, drafting_sampler(opened.sampler, read_drafter_config(drafter)[0], model.config)
 
 
 def find_base(path_or_id: str | Path, *, weights: bool = True) -> tuple[Path, Path | None]:
@@ -60,19 +75,24 @@ def find_base(path_or_id: str | Path, *, weights: bool = True) -> tuple[Path, Pa
     path = find(path_or_id, weights=weights)
     if not is_drafter(path):
         return path, None
-    _, settings = read_drafter_config(path)
+    cfg, settings = read_drafter_config(path)
     beside = path / settings["base"]  # a base that is named relative to the drafter
     try:
         return find(beside if beside.exists() else settings["base"], weights=weights), path
     except CheckpointError as error:
-        raise CheckpointError(f"{path} is a drafter for {settings['base']!r}, which cannot be found: {error}") from None
+        name = NAMES[type(cfg)]
+        raise CheckpointError(f"{path} is a {name} for {settings['base']!r}, which cannot be found: {error}") from None
 
 
-def drafting_sampler(sampler: SamplerConfig, model: Backbone) -> SamplerConfig:
-    """The settings with which a model with a drafter writes: its own text, verified draft by draft."""
-    assert model.drafter is not None
-    length = model.drafter.cfg.canvas_length - 1
-    return sampler.changed(check="exact", draft_length=length, draft_token=model.config.vocab_size)
+def drafting_sampler(sampler: SamplerConfig, cfg: DrafterConfig | PageConfig, config: BackboneConfig) -> SamplerConfig:
+    """The settings of a left-to-right model with a drafter: it writes its own text, verified draft by draft.
+
+    With a page adapter it writes as it did; the settings of canvases, for infills and edits, are those of small models.
+    """
+    if isinstance(cfg, DrafterConfig):
+        return sampler.changed(check="exact", draft_length=cfg.canvas_length - 1, draft_token=config.vocab_size)
+    lengths = cfg.canvas_lengths
+    return sampler.changed(canvas_length=lengths[-1], canvas_lengths=lengths, **PAGE_SAMPLER)
 
 
 class OpenCheckpoint(NamedTuple):

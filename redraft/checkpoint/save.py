@@ -16,7 +16,7 @@ from redraft.checkpoint.names import (
     CONFIG,
     DRAFT_HEAD,
     DRAFT_HEAD_PREFIX,
-    DRAFTER_PREFIX,
+    DRAFTER_PREFIXES,
     GENERATION_CONFIG,
     INDEX,
     REDRAFT_CONFIG,
@@ -116,7 +116,7 @@ def _publish_weights(model: Backbone, layout: Layout) -> tuple[dict[str, Tensor]
         elif isinstance(module, PackedExperts):
             packed |= {f"{module_name}.{name}": module.packed(name) for name in ("gate_up_proj", "down_proj")}
     is_buffer = re.compile("|".join(rf"{re.escape(name)}(_\w+)?" for name in packed)) if packed else re.compile("$^")
-    own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(DRAFTER_PREFIX)}
+    own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(DRAFTER_PREFIXES)}
     plain = {name: tensor for name, tensor in own.items() if not is_buffer.fullmatch(name)}
     if isinstance(model.embed_tokens, PackedEmbedding):  # published embeddings are in full precision
         del plain["embed_tokens.weight_scale"]

@@ -1,4 +1,7 @@
-"""The command `redraft adapt`: a left-to-right model learns to draft for itself, from answers that it writes itself."""
+"""The command `redraft adapt`: a left-to-right model learns to draft for itself, or with --page to fill gaps.
+
+It learns from answers that it writes itself; a page adapter also from texts.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from redraft.cli.options import Device, LongThreads, name_flags, option, parse_float, parse_int
 
 if TYPE_CHECKING:
+    from redraft.model.drafter import DrafterConfig
+    from redraft.model.page import PageConfig
+    from redraft.tokenizer.tokenizer import Tokenizer
     from redraft.train.adapting import AdaptOptions
+    from redraft.train.config import TrainConfig
+    from redraft.train.records import DataConfig
 
-FLAGS = {"rate": "--lr", "canvas_length": "--canvas", "head_size": "--head-size", "tokens": "--tokens"}
+FLAGS = {
+    "rate": "--lr",
+    "canvas_length": "--canvas",
+    "canvas_lengths": "--canvas",
+    "head_size": "--head-size",
+    "tokens": "--tokens",
+}
 FLAGS |= {name: f"--{name}" for name in ("rank", "batch", "rows", "steps", "minutes", "length", "epochs")}
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 MOST_CPU_TOKENS = 1_000_000
@@ -36,15 +50,24 @@ def parse_tokens(text: str) -> int:
 def adapt(
     model: Annotated[str, typer.Argument(help="A left-to-right model: folder, GGUF file, pulled model, or hub id.")],
     out: Annotated[str, typer.Option("--out", "-o", help="The drafter's folder; the run keeps its checkpoints there.")],
+    page: Annotated[bool, typer.Option("--page", help="Train a page adapter instead: redraft fill and edit.")] = False,
     tokens: Annotated[str, typer.Option("--tokens", help="Tokens of its own answers to learn from: 500k, 50M.")] = "50M",
     prompts: Annotated[
         str | None, typer.Option("--prompts", "-p", help="File: a prompt a line, or JSON lines. [it writes its own]")
     ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", "-d", help="--page: files of texts, as of redraft tune. [its own answers]")
+    ] = None,
     rank: Annotated[int, option("--rank", "-r", help="Rank of the pairs.", parser=parse_int)] = 24,
-    head_size: Annotated[int, option("--head-size", help="Inner size of the draft head.", parser=parse_int)] = 1024,
+    head_size: Annotated[
+        int | None, option("--head-size", help="Inner size of the draft head. [1024]", parser=parse_int)
+    ] = None,
     canvas: Annotated[
-        int, option("--canvas", help="Positions of a canvas: one more than the longest draft.", parser=parse_int)
-    ] = 8,
+        int | None,
+        option(
+            "--canvas", help="Positions of a canvas, at most. [8: one more than a draft; 128 for --page]", parser=parse_int
+        ),
+    ] = None,
     minutes: Annotated[
         float | None, option("--minutes", help="Train so long, instead of an epoch.", parser=parse_float)
     ] = None,
@@ -64,15 +87,17 @@ def adapt(
     device: Device = None,
     threads: LongThreads = None,
 ) -> None:
-    """Teach a left-to-right model to draft for itself: the same text, in fewer forwards. The same command resumes."""
-    from redraft.model.drafter import DrafterConfig
+    """Teach a left-to-right model to draft for itself: the same text, in fewer forwards. The same command resumes.
+
+    With --page it learns to fill gaps and to edit instead.
+    """
     from redraft.train.adapting import AdaptOptions
     from redraft.train.own_answers import OwnAnswerConfig
 
     with name_flags(FLAGS):
         count = parse_tokens(tokens)
         options = AdaptOptions(
-            drafter=DrafterConfig(rank=rank, alpha=2.0 * rank, head_size=head_size, canvas_length=canvas),
+            **(page_part(rank, canvas, head_size) if page else drafter_part(rank, canvas, head_size)),
             own=OwnAnswerConfig(tokens=count, part_tokens=min(count, 10**6), seed=seed),
             length=length,
             batch=batch,
@@ -87,22 +112,60 @@ def adapt(
         for name, number in (("--steps", steps), ("--sample-rows", sample_rows)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
-        run_adapting(model, Path(out), prompts, options, sample_rows, device)
+        if data:
+            require_texts(data, page, prompts)
+        run_adapting(model, Path(out), prompts, data or [], options, sample_rows, device)
+
+
+def drafter_part(rank: int, canvas: int | None, head_size: int | None) -> dict[str, DrafterConfig]:
+    """The drafter of AdaptOptions."""
+    from redraft.model.drafter import DrafterConfig
+
+    given = {"canvas_length": canvas, "head_size": head_size}
+    sizes = {name: number for name, number in given.items() if number is not None}
+    return {"drafter": DrafterConfig(rank=rank, alpha=2.0 * rank, **sizes)}
+
+
+def page_part(rank: int, canvas: int | None, head_size: int | None) -> dict[str, PageConfig]:
+    """The page adapter of AdaptOptions: canvases of the given length, its half and its quarter."""
+    from redraft.model.page import PageConfig
+
+    if head_size is not None:
+        raise ValueError(f"--head-size {head_size} is the size of a drafter's head: leave it out with --page")
+    longest = 128 if canvas is None else canvas
+    lengths = (longest, *(part for part in (longest // 2, longest // 4) if part))
+    return {"page": PageConfig(rank=rank, alpha=2.0 * rank, canvas_lengths=lengths)}
+
+
+def require_texts(files: list[str], page: bool, prompts: str | None) -> None:
+    """Refuses files of texts that are not there, or where own answers are learned."""
+    if not page:
+        raise ValueError("--data is for --page: a drafter learns from the model's own answers only")
+    if prompts is not None:
+        raise ValueError("--data and --prompts are two sources of text: give one of them")
+    for file in files:
+        if not Path(file).is_file():
+            raise ValueError(f"--data: there is no file {file}")
 
 
 def run_adapting(
-    base: str, out: Path, prompts: str | None, options: AdaptOptions, sample_rows: int | None, device: str | None
+    base: str,
+    out: Path,
+    prompts: str | None,
+    files: list[str],
+    options: AdaptOptions,
+    sample_rows: int | None,
+    device: str | None,
 ) -> None:
-    """Samples the model's own answers, trains the drafter, measures it, and writes its scores."""
+    """Samples the model's own answers unless there are texts, trains, measures, and writes the scores."""
     import torch
 
     from redraft import checkpoint
     from redraft.cli.train import run_trainer, write_config
     from redraft.kernels.backend import select_device
-    from redraft.train.adapting import adapting_config, measure_drafts, name_base, read_held_out_prompts
+    from redraft.train.adapting import adapting_config, adapting_data, name_base, own_source
     from redraft.train.loop import Trainer
     from redraft.train.own_answers import read_prompts, write_own_answers
-    from redraft.train.records import DataConfig
 
     if prompts is not None and not Path(prompts).is_file():
         raise ValueError(f"--prompts: there is no file {prompts}")
@@ -111,26 +174,63 @@ def run_adapting(
     model, tokenizer, sampler = checkpoint.load_checkpoint(base, device=local_device)
     require_adaptable(model, base)
     config_of = partial(adapting_config, name_base(base))  # now: `out` may have the name of the base
-    own = options.own.within(model.config.max_position_embeddings)
-    own = replace(own, rows=sample_rows or choose_rows(model, own.length))
-    given = read_prompts(Path(prompts), tokenizer, own.length // 2) if prompts is not None else None
-    if model.device.type == "cpu" and own.tokens > MOST_CPU_TOKENS:
-        console.print(f"{own.tokens:,} tokens take days on a CPU; --tokens 200k is a start there, a GPU takes minutes")
-    progress = write_own_answers(model, tokenizer, out / OWN_TEXT, own, sampler.eos_token_ids, given)
-    show_sampling(console, progress, own.tokens)
+    context = model.config.max_position_embeddings
+    if files:
+        data, tokens = check_texts(files, context, options, tokenizer, model.config.eos_token_ids[0], console)
+    else:
+        own = options.own.within(context)
+        own = replace(own, rows=sample_rows or choose_rows(model, own.length))
+        given = read_prompts(Path(prompts), tokenizer, own.length // 2) if prompts is not None else None
+        if model.device.type == "cpu" and own.tokens > MOST_CPU_TOKENS:
+            console.print(f"{own.tokens:,} tokens take days on a CPU; --tokens 200k is a start there, a GPU takes minutes")
+        progress = write_own_answers(model, tokenizer, out / OWN_TEXT, own, sampler.eos_token_ids, given)
+        show_sampling(console, progress, own.tokens)
+        data, tokens = adapting_data(own_source(out / OWN_TEXT, options), context, options), own.tokens
     del model
-    config = config_of(out / OWN_TEXT, options, torch.device(local_device))
+    config = config_of(data, tokens, options, torch.device(local_device))
     trainer = Trainer(config, out, local_device)
     write_config(config, out)
     run_trainer(trainer, out, is_main=True)
     del trainer
-    model, _, _ = checkpoint.load_checkpoint(out, device=local_device)
+    add_scores(out, measure(out, config, local_device, console))
+
+
+def check_texts(
+    files: list[str], context: int, options: AdaptOptions, tokenizer: Tokenizer, stop: int, console: Console
+) -> tuple[DataConfig, int]:
+    """The texts of files, checked; and how many tokens they have in rows."""
+    from redraft.cli.tune import check_data
+    from redraft.train.adapting import HELD_OUT_EVERY, adapting_data
+    from redraft.train.data_check import estimate_tokens
+    from redraft.train.records import Source
+
+    data = adapting_data(Source(files=tuple(files), every=HELD_OUT_EVERY), context, options)
+    check = check_data(data, console)
+    if not check.held_out:
+        raise ValueError(f"--data has {check.records} texts, and every {HELD_OUT_EVERY}th is held out: give more")
+    return data, estimate_tokens(check, data, tokenizer, stop).packed
+
+
+def measure(out: Path, config: TrainConfig, device: Any, console: Console) -> dict[str, Any]:
+    """Measures a drafter or a page adapter on held-out texts, and prints what it finds."""
+    from dataclasses import asdict
+
+    from redraft import checkpoint
+    from redraft.train.adapting import measure_drafts, measure_gaps, read_held_out_prompts
+    from redraft.train.records import DataConfig
+
     assert isinstance(config.data, DataConfig)
-    prompts_held_out = read_held_out_prompts(config.data.sources[0])
-    scores = measure_drafts(model, prompts_held_out, options.drafter.canvas_length)
-    for score in scores:
-        console.print(str(score), soft_wrap=True)
-    add_scores(out, {f"T={score.temperature:g}": round(score.exact, 3) for score in scores})
+    model, tokenizer, sampler = checkpoint.load_checkpoint(out, device=device)
+    if config.drafter is not None:
+        prompts = read_held_out_prompts(config.data.sources[0])
+        scores = measure_drafts(model, prompts, config.drafter.canvas_length)
+        for score in scores:
+            console.print(str(score), soft_wrap=True)
+        return {"tokens_per_round": {f"T={score.temperature:g}": round(score.exact, 3) for score in scores}}
+    found = measure_gaps(model, tokenizer, sampler, config.data.sources[0])
+    for name, gap_score in found.items():
+        console.print(f"gaps, {name.replace('_', ' ')}: {gap_score}", soft_wrap=True)
+    return {"gaps": {name: asdict(gap_score) for name, gap_score in found.items()}}
 
 
 def require_adaptable(model: Any, base: str) -> None:
@@ -139,8 +239,9 @@ def require_adaptable(model: Any, base: str) -> None:
 
     if not model.config.is_causal_only:
         raise ValueError(f"{base} is a diffusion model and drafts already: adapt a left-to-right one")
-    if model.drafter is not None:
-        raise ValueError(f"{base} is a drafter already: adapt its base, {model.drafter.metadata['base']}")
+    for name, part in (("drafter", model.drafter), ("page adapter", model.page)):
+        if part is not None:
+            raise ValueError(f"{base} is a {name} already: adapt its base, {part.metadata['base']}")
     if not isinstance(model.config, LlamaConfig):
         raise ValueError(f"{base} is {model.config.causal_kind}; redraft adapts Llama, SmolLM2, Mistral and Qwen")
 
@@ -164,11 +265,11 @@ def show_sampling(console: Console, progress: Any, total: int) -> None:
     console.print(f"{total:,} tokens of its own answers")
 
 
-def add_scores(folder: Path, tokens_per_round: dict[str, float]) -> None:
-    """Adds the measured tokens a round to the drafter's file."""
+def add_scores(folder: Path, scores: dict[str, Any]) -> None:
+    """Adds what was measured to the drafter's file."""
     from redraft.checkpoint.drafter_files import DRAFTER_CONFIG
     from redraft.config import read_json, write_text
 
     settings = dict(read_json(folder / DRAFTER_CONFIG))
-    settings["scores"] = {**settings.get("scores", {}), "tokens_per_round": tokens_per_round}
+    settings["scores"] = {**settings.get("scores", {}), **scores}
     write_text(folder / DRAFTER_CONFIG, json.dumps(settings, indent=2) + "\n")

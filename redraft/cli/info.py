@@ -93,16 +93,21 @@ def _adapter_table(summary: AdapterSummary) -> Table:
 
 
 def _drafter_table(folder: Path) -> Table:
-    """What a drafter is, and how well it drafts."""
+    """What a drafter or a page adapter is, and how well it does its work."""
     from redraft import checkpoint
+    from redraft.model.page import PageConfig
 
     cfg, settings = checkpoint.read_drafter_config(folder)
-    table = Table("drafter", "", box=None, pad_edge=False)
+    if isinstance(cfg, PageConfig):
+        table = Table("page adapter", "", box=None, pad_edge=False)
+        sizes = {"canvas lengths": ", ".join(map(str, cfg.canvas_lengths))}
+    else:
+        table = Table("drafter", "", box=None, pad_edge=False)
+        sizes = {"draft head": f"{cfg.head_size:,}", "longest draft": f"{cfg.canvas_length - 1} tokens"}
     rows = {
         "base": settings["base"],
         "rank": f"{cfg.rank}, alpha {cfg.alpha:g}",
-        "draft head": f"{cfg.head_size:,}",
-        "longest draft": f"{cfg.canvas_length - 1} tokens",
+        **sizes,
         "file": _si(sum(file.stat().st_size for file in folder.glob("*.safetensors")), "B"),
         **{name: f"{settings[name]:,}" for name in ("steps", "tokens") if isinstance(settings.get(name), int)},
     }

@@ -130,7 +130,8 @@ def run_trainer(trainer: Any, folder: Path, is_main: bool) -> None:
     except ValueError as error:
         console.print(str(error), markup=False)
     use = f"-m {ended.model}" if trainer.cfg.adapter is None else f"-m {trainer.cfg.init} --adapter {ended.model}"
-    console.print(f"{ended.why} at step {ended.step} of {trainer.cfg.steps}; try it: redraft {use} PROMPT", soft_wrap=True)
+    example = f"fill FILE {use}" if trainer.cfg.page is not None else f"{use} PROMPT"
+    console.print(f"{ended.why} at step {ended.step} of {trainer.cfg.steps}; try it: redraft {example}", soft_wrap=True)
     print(ended.model)
     if ended.why == "stopped":
         raise KeyboardInterrupt  # gives the exit code of an interrupted command
@@ -189,12 +190,12 @@ def evaluate(
         typer.Option(
             "--task",
             "-t",
-            help="stories, samples, code, infill, edit, schema, sudoku, sudoku-autoregressive, sudoku-written. "
+            help="stories, samples, code, infill, gaps, edit, schema, sudoku, sudoku-autoregressive, sudoku-written. "
             "[stories, or sudoku]",
         ),
     ] = None,
     data: Annotated[
-        str, typer.Option("--data", envvar="REDRAFT_DATA", help="Folder with stories/, code/ and sudoku/.")
+        str, typer.Option("--data", envvar="REDRAFT_DATA", help="Folder with stories/, code/, sudoku/; gaps: or a file.")
     ] = "data",
     judge: Annotated[str, typer.Option("--judge", help="samples: a Llama checkpoint with tokens.jsonl.")] = "data/teacher",
     check: Annotated[

@@ -1,9 +1,10 @@
-"""MixedRunner: the runner for GPUs that also runs requests with adapters.
+"""MixedRunner: the runner for GPUs that also runs requests with adapters, and canvases of page adapters.
 
 The captured graphs and their kernels compute the weights of the model alone. Requests with an adapter therefore go through
 the reference forwards on the GPU, all of their adapters in one forward; the others stay on the graphs. Both happen in the
-same step. `warm_up` does not measure the reference forwards, which run MAX_ROWS requests at a time: MemoryPlan counts them,
-and without a limit they use what the budget of KV caches leaves free.
+same step. A Llama has no graphs of canvases: with a page adapter, only what it writes left to right is on the graphs.
+`warm_up` does not measure the reference forwards, which run MAX_ROWS requests at a time: MemoryPlan counts them, and without
+a limit they use what the budget of KV caches leaves free.
 """
 
 from collections.abc import Sequence
@@ -19,33 +20,37 @@ class MixedRunner(CudaGraphRunner):
 
     def __init__(self, model: Backbone, prefill_chunk: int, prefill_chunk_alone: int | None = None) -> None:
         super().__init__(model, prefill_chunk, prefill_chunk_alone)
-        self.adapted = Runner(model, prefill_chunk)
+        self.reference = Runner(model, prefill_chunk)
 
     def prefill(self, request: Request, *, is_alone: bool = False) -> int:
         """Encodes the next chunk of a prompt."""
-        if request.adapter is not None:
-            return self.adapted.prefill(request)
+        if self._needs_reference(request):
+            return self.reference.prefill(request)
         return super().prefill(request, is_alone=is_alone)
 
     def encode_canvases(self, requests: Sequence[Request]) -> None:
         """Committed canvases become context."""
-        plain, adapted = split_by_adapter(requests)
-        super().encode_canvases(plain)
-        self.adapted.encode_canvases(adapted)
+        on_graphs, others = self._split(requests)
+        super().encode_canvases(on_graphs)
+        self.reference.encode_canvases(others)
 
     def step(self, requests: Sequence[Request]) -> None:
         """One denoising step of each request's canvas."""
-        plain, adapted = split_by_adapter(requests)
-        super().step(plain)
-        self.adapted.step(adapted)
+        on_graphs, others = self._split(requests)
+        super().step(on_graphs)
+        self.reference.step(others)
 
     def verify(self, requests: Sequence[Request]) -> dict[Request, int]:
         """One round of each request. Returns how many tokens of each went through the model."""
-        plain, adapted = split_by_adapter(requests)
-        return super().verify(plain) | self.adapted.verify(adapted)
+        on_graphs, others = self._split(requests)
+        return super().verify(on_graphs) | self.reference.verify(others)
 
+    def _needs_reference(self, request: Request) -> bool:
+        """Whether the graphs do not compute what a request needs: its adapter, or canvases of a page adapter."""
+        is_autoregressive = request.cfg.check == "exact" and request.cfg.draft_length == 0
+        return request.adapter is not None or (self.model.page is not None and not is_autoregressive)
 
-def split_by_adapter(requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-    """The requests without an adapter, and those with one."""
-    plain = [request for request in requests if request.adapter is None]
-    return plain, [request for request in requests if request.adapter is not None]
+    def _split(self, requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+        """The requests that the graphs compute, and the others."""
+        others = [request for request in requests if self._needs_reference(request)]
+        return [request for request in requests if request not in others], others

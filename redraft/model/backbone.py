@@ -3,7 +3,7 @@
 `encode` runs committed tokens causally and writes the KV cache. `denoise` runs a canvas bidirectionally and only reads the
 cache. `joint` does both in one forward, for checked and exact mode. `soft_embed` turns the logits of one denoising step into
 the self-conditioning input of the next. A causal-only model (a standard Gemma 4 checkpoint, or a Llama) has `encode` and
-`head` only.
+`head` only; a page adapter gives it the others.
 
 An architecture (`diffusion_gemma.py`, `llama.py`) adds its layers and says how tokens are embedded, how a layer runs, and
 how hidden states become logits.
@@ -29,6 +29,7 @@ from redraft.model.kv_cache import ContextCache, KVCache
 from redraft.model.layers import Mask, RMSNorm, Rope, Rounding
 from redraft.model.lora import DENOISE, ENCODE, EVERYTHING, ActiveAdapters, Adapter, Span, adapters_of_rows
 from redraft.model.moe import Routing
+from redraft.model.page import PageAdapter
 
 Halves = Sequence[tuple[str, int]]  # which half the tokens of a forward run through: [("encode", 5), ("denoise", 8)]
 
@@ -46,6 +47,7 @@ class Backbone(nn.Module, ABC):
     layers: Sequence[nn.Module]
     draft_head: DraftHead | None
     drafter: Drafter | None  # lets a causal-only model draft; given after loading
+    page: PageAdapter | None  # lets a causal-only model denoise canvases; given after loading
     conversions: tuple[str, ...] = ()  # sentences: which weights loading rounded or dequantized
 
     def __init__(self, config: BackboneConfig, layers: Iterable[nn.Module]) -> None:
@@ -59,6 +61,7 @@ class Backbone(nn.Module, ABC):
         self.layers = cast(Sequence[nn.Module], nn.ModuleList(layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.drafter = None
+        self.page = None
 
     # What an architecture says.
 
@@ -117,9 +120,20 @@ class Backbone(nn.Module, ABC):
         """How the keys and values of so many new tokens are rounded; None when the cache stores them as they are."""
         return Rounding(self.kv_dtype, count) if self.kv_dtype is not None else None
 
+    @property
+    def has_denoiser(self) -> bool:
+        """Whether the model denoises canvases: a diffusion model does, and a causal-only one with a page adapter."""
+        return not self.config.is_causal_only or self.page is not None
+
+    @property
+    def canvas_adapter(self) -> Adapter | None:
+        """The pairs that all canvas tokens have, whatever adapter a request has: those of a drafter or of a page adapter."""
+        part = self.drafter or self.page
+        return None if part is None else part.adapter
+
     def require_denoiser(self, what: str) -> None:
         """Raises CausalOnlyError, which speaks to the user, if the model has no denoiser. `what` names what needs one."""
-        if self.config.is_causal_only:
+        if not self.has_denoiser:
             kind = self.config.causal_kind
             raise CausalOnlyError(
                 f"{what} needs a diffusion model; this one is causal-only ({kind}): it writes left to right"
@@ -131,17 +145,17 @@ class Backbone(nn.Module, ABC):
             self.require_denoiser(what)
 
     def _assert_denoiser(self, method: str) -> None:
-        if self.config.is_causal_only:
+        if not self.has_denoiser:
             raise RuntimeError(f"{method}() was called on a causal-only model; the caller must call require_denoiser first")
 
     def _active_adapters(
         self, of_rows: Sequence[Adapter | None], halves: Sequence[tuple[str, slice]]
     ) -> ActiveAdapters | None:
-        """The adapters of each row, and that of the drafter for canvas tokens. `halves`: see adapters_of_rows."""
+        """The adapters of each row, and the one of all canvas tokens. `halves`: see adapters_of_rows."""
         active = adapters_of_rows(of_rows, halves)
-        if self.drafter is None:
+        if self.canvas_adapter is None:
             return active
-        tree = self.drafter.adapter.tree(DENOISE)
+        tree = self.canvas_adapter.tree(DENOISE)
         spans = tuple(Span(tree, EVERYTHING, tokens) for half, tokens in halves if half == DENOISE)
         if not spans:
             return active
@@ -286,7 +300,7 @@ class Backbone(nn.Module, ABC):
     def _training_adapters(self, adapter: Adapter | None, length: int) -> ActiveAdapters | None:
         """The adapters of a training forward over [noisy | clean], of so many tokens each."""
         halves = [(DENOISE, slice(length)), (ENCODE, slice(length, None))]
-        if adapter is not None and adapter.is_tied and self.drafter is None:
+        if adapter is not None and adapter.is_tied and self.canvas_adapter is None:
             halves = [(DENOISE, EVERYTHING)]
         return self._active_adapters([adapter], halves)
 

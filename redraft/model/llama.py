@@ -95,7 +95,7 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(Backbone):
-    """The standard decoder. Its checkpoints are causal-only."""
+    """The standard decoder. Its checkpoints are causal-only; a drafter or a page adapter gives it canvases."""
 
     config: LlamaConfig
     layers: Sequence[LlamaLayer]
@@ -119,6 +119,11 @@ class Llama(Backbone):
             return self.embed(ids)
         vocab_size = self.config.vocab_size
         return torch.where((ids == vocab_size)[..., None], self.drafter.blank_D, self.embed(ids.clamp(max=vocab_size - 1)))
+
+    def soft_embed(self, logits_BCV: Tensor) -> Tensor:
+        """Zeros [B, C, D], without a look at the logits: canvases of a Llama are not self-conditioned."""
+        self._assert_denoiser("soft_embed")
+        return torch.zeros(*logits_BCV.shape[:-1], self.config.hidden_size, dtype=self.dtype, device=self.device)
 
     def run_layer(
         self,

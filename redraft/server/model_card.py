@@ -9,6 +9,7 @@ import torch
 from redraft import checkpoint
 from redraft.config import FAMILIES, BackboneConfig, LlamaConfig
 from redraft.model.drafter import DrafterConfig
+from redraft.model.page import PageConfig
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import Writer
 
@@ -28,7 +29,7 @@ class ModelCard:
     can_chat: bool
     can_call: bool  # tools
     can_think: bool
-    is_diffusion: bool  # else it is causal-only: it writes left to right and infills nothing
+    is_diffusion: bool  # it denoises canvases, if only to infill and edit; else it is causal-only and does neither
     drafter: DrafterConfig | None  # lets a causal-only model draft for itself
 
     @classmethod
@@ -40,6 +41,7 @@ class ModelCard:
             nbytes=weight_bytes(model),
             precision=model.config.quant or str(model.dtype).removeprefix("torch."),
             drafter=model.drafter.cfg if model.drafter is not None else None,
+            is_diffusion=model.has_denoiser,
             **_abilities(model.config, writer.tokenizer),
         )
 
@@ -48,12 +50,14 @@ class ModelCard:
         """The card of a checkpoint on this machine, of which headers are read. One that is not complete is refused here."""
         base, drafter = checkpoint.find_base(path)
         opened = checkpoint.open_checkpoint(base)
+        cfg = checkpoint.read_drafter_config(drafter)[0] if drafter is not None else None
         files = [base] if checkpoint.is_gguf(base) else base.glob("*.safetensors")
         return cls(
             parameters=opened.config.parameter_counts()["total"],
             nbytes=sum(file.stat().st_size for file in files),
             precision=opened.config.quant or "unknown",
-            drafter=checkpoint.read_drafter_config(drafter)[0] if drafter is not None else None,
+            drafter=cfg if isinstance(cfg, DrafterConfig) else None,
+            is_diffusion=not opened.config.is_causal_only or isinstance(cfg, PageConfig),
             **_abilities(opened.config, opened.tokenizer),
         )
 
@@ -79,7 +83,6 @@ def _abilities(config: BackboneConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "can_chat": tokenizer.can_chat,
         "can_call": tokenizer.can_call,
         "can_think": tokenizer.can_think,
-        "is_diffusion": not config.is_causal_only,
     }
 
 

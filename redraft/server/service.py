@@ -177,7 +177,7 @@ class Service:
     @property
     def is_diffusion(self) -> bool:
         """Whether the model denoises canvases; a causal-only one writes left to right."""
-        return not self.writer.model.config.is_causal_only
+        return self.writer.model.has_denoiser
 
     def timings_of(self, stats: Sequence[Stats]) -> dict[str, Any]:
         """Returns speeds over wall time, counts of steps, canvases and drafts, and whether all canvases settled."""

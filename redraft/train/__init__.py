@@ -17,11 +17,11 @@ text_task.py    training on text
 sudoku_task.py  training on puzzles
 draft_task.py   training of a drafter for a left-to-right model
 held_out.py     evaluation on records that are not learned
-export.py       the model or the adapter that a run leaves behind
+export.py       the model, the adapter or the drafter that a run leaves behind
 meter.py        averages losses between two reports
 loop.py         Trainer: the run, its reports, resuming
 tuning.py       fine-tuning: a base model and files of records -> the configuration of a run
-adapting.py     a left-to-right model learns to draft: own answers -> the configuration of a run -> a measured drafter
+adapting.py     a left-to-right model learns to draft, or to fill gaps: own answers -> the configuration of a run -> measured
 recipe.py       finds a recipe by name and changes its settings
 recipes/        the recipes that ship: toy, tiny, tiny_draft, sudoku, tiny_sudoku, tune_sudoku, tune_style
 plot.py         the picture of a run's metrics

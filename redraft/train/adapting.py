@@ -1,22 +1,27 @@
-"""Adapting: a left-to-right model learns to draft for itself. Its own answers -> the configuration of a run -> a drafter.
+"""Adapting: a left-to-right model learns to draft for itself, or to denoise canvases, so that it infills and edits.
 
-model -> own answers (`own_answers.py`) -> TrainConfig -> Trainer (`loop.py`) -> drafter -> measured on held-out answers
+model -> own answers (`own_answers.py`) or texts -> TrainConfig -> Trainer (`loop.py`) -> drafter or page adapter -> measured
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from redraft import checkpoint
+from redraft.config import SamplerConfig
 from redraft.kernels.backend import has_bf16
 from redraft.model.backbone import Backbone
 from redraft.model.drafter import DrafterConfig
+from redraft.model.page import PageConfig
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.config import TrainConfig
 from redraft.train.draft_loss import DraftConfig
 from redraft.train.evals.acceptance import Acceptance, measure, sample_texts
+from redraft.train.evals.gaps import GapScore, read_documents, remove_spans, score_gaps
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
 from redraft.train.own_answers import PART, OwnAnswerConfig
@@ -28,6 +33,8 @@ EVALUATIONS = 20  # in a run, about
 MEASURED_PROMPTS = 128
 MEASURED_TOKENS = 128  # of each answer
 TEMPERATURES = (0.0, 0.7, 1.0)
+PROMPT_SHARE = 0.5  # of a page adapter's texts, whose beginning becomes the prompt: a canvas may start anywhere
+SPAN_NOISE = 0.3  # share of a page adapter's canvases whose noise hits spans, as gaps do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,7 @@ class AdaptOptions:
     """What a user chooses."""
 
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    page: PageConfig | None = None  # train this page adapter instead of a drafter
     own: OwnAnswerConfig = field(default_factory=OwnAnswerConfig)
     length: int = 1024  # tokens of a row
     batch: int = 64  # rows of a step
@@ -60,27 +68,36 @@ class AdaptOptions:
             raise ValueError(f"rate must be above 0, got {self.rate}")
 
 
-def adapting_config(base: str, folder: Path, options: AdaptOptions, device: torch.device) -> TrainConfig:
-    """The configuration of the run on the own answers in the folder."""
-    model, sampler = checkpoint.read_configs(checkpoint.find(base, weights=False))
-    canvas_length = options.drafter.canvas_length
-    length = min(options.length, model.max_position_embeddings)
+def own_source(folder: Path, options: AdaptOptions) -> Source:
+    """The own answers in a folder."""
     files = tuple(str(folder / PART.format(part)) for part in range(options.own.parts))
-    every = choose_held_out(files[0])
-    data = DataConfig(
-        sources=(Source(files=files, own=True, every=every),),
-        length=length,
-        canvas_lengths=(canvas_length,),
+    return Source(files=files, own=True, every=choose_held_out(files[0]))
+
+
+def adapting_data(source: Source, context: int, options: AdaptOptions) -> DataConfig:
+    """The texts, packed into rows that fit the model's context. Where pages begin is random: gaps are anywhere."""
+    lengths = options.page.canvas_lengths if options.page is not None else (options.drafter.canvas_length,)
+    if options.page is not None:
+        source = replace(source, prompt_share=PROMPT_SHARE)
+    return DataConfig(
+        sources=(source,),
+        length=min(options.length, context),
+        canvas_lengths=lengths,
         seed=options.seed,
+        keeps_bos=options.page is not None,
     )
-    held_out = DataConfig(
-        sources=(Source(files=files, own=True, every=every, is_held_out=True),),
-        length=length,
-        canvas_lengths=(canvas_length,),
-        lookahead=1,
-        shuffle=1,
-    )
-    steps = options.steps or max(1, round(options.epochs * options.own.tokens / (options.batch * length)))
+
+
+def adapting_config(base: str, data: DataConfig, tokens: int, options: AdaptOptions, device: torch.device) -> TrainConfig:
+    """The configuration of the run on these texts, of so many tokens."""
+    model, sampler = checkpoint.read_configs(checkpoint.find(base, weights=False))
+    sources = tuple(replace(source, is_held_out=True) for source in data.sources)
+    held_out = replace(data, sources=sources, seed=0, lookahead=1, shuffle=1)
+    canvas_length = options.drafter.canvas_length
+    loss = LossConfig(draft=DraftConfig(lengths=(*[canvas_length] * 3, max(2, canvas_length // 2))))
+    if options.page is not None:
+        loss = LossConfig(span_noise=SPAN_NOISE, self_condition=0.0, ar_weight=0.0, balance_weight=0.0)
+    steps = options.steps or max(1, round(options.epochs * tokens / (options.batch * data.length)))
     if options.minutes is not None:
         steps = 10**9
     return TrainConfig(
@@ -89,8 +106,9 @@ def adapting_config(base: str, folder: Path, options: AdaptOptions, device: torc
         data=data,
         held_out=held_out,
         init=name_base(base),
-        drafter=options.drafter,
-        loss=LossConfig(draft=DraftConfig(lengths=(*[canvas_length] * 3, max(2, canvas_length // 2)))),
+        drafter=options.drafter if options.page is None else None,
+        page=options.page,
+        loss=loss,
         optim=OptimConfig(
             muon=False,
             adamw_lr=options.rate,
@@ -140,6 +158,13 @@ def read_held_out_prompts(source: Source, count: int = MEASURED_PROMPTS) -> list
                 if len(prompts) == count:
                     return prompts
     return prompts
+
+
+def measure_gaps(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, source: Source) -> dict[str, GapScore]:
+    """How gaps of held-out texts are filled by canvases and left to right."""
+    documents = read_documents(replace(source, is_held_out=True), tokenizer, model.config.eos_token_ids[0])
+    gaps = remove_spans(documents, sampler.eos_token_ids, model.config.max_position_embeddings)
+    return score_gaps(model, tokenizer, sampler, list(islice(gaps, MEASURED_PROMPTS)))
 
 
 @torch.no_grad()

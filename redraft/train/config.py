@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from redraft.config import BackboneConfig, SamplerConfig
 from redraft.model.drafter import DrafterConfig
 from redraft.model.lora import AdapterConfig
+from redraft.model.page import PageConfig
 from redraft.train.loss import LossConfig
 from redraft.train.optim import OptimConfig
 from redraft.train.records import DataConfig
@@ -29,6 +30,7 @@ class TrainConfig:
     adapter: AdapterConfig | None = None  # train this adapter for `init`, whose weights stay as they are
     start_adapter: str = ""  # folder of an adapter of the same shape, with which training starts; empty: a new one
     drafter: DrafterConfig | None = None  # train this drafter for `init`, which then drafts for itself
+    page: PageConfig | None = None  # train this page adapter for `init`, which then denoises canvases
     quant: str | None = None  # pack the weights of `init` like this; for adapters and drafters
     steps: int = 1000
     rows: int = 16  # of a microbatch
@@ -51,12 +53,13 @@ class TrainConfig:
             raise ValueError(f"{self.rows} rows cannot be taken from {self.streams} streams in turn")
         if self.drafter is None:
             self._check_drafts()
-        if (self.adapter is not None or self.drafter is not None) and not self.init:
+        parts = [part for part in (self.adapter, self.drafter, self.page) if part is not None]
+        if parts and not self.init:
             raise ValueError("an adapter or a drafter needs a model: set init")
         if self.start_adapter and self.adapter is None:
             raise ValueError(f"start_adapter is {self.start_adapter!r}, but no adapter is trained: set adapter")
-        if self.adapter is not None and self.drafter is not None:
-            raise ValueError("train an adapter or a drafter, not both at once")
+        if len(parts) > 1:
+            raise ValueError("train an adapter, a drafter or a page adapter, not two at once")
         for name in ("steps", "rows", "microbatches", "report_every", "save_every", "evaluate_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a model in the published layout, an adapter in peft's, or a drafter."""
+"""What a run leaves behind: a model in the published layout, an adapter in peft's, a drafter, or a page adapter."""
 
 import copy
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from redraft.model.architectures import build_model
 from redraft.model.backbone import Backbone
 from redraft.model.drafter import Drafter
 from redraft.model.lora import Adapter
+from redraft.model.page import PageAdapter
 from redraft.model.quant import QuantPolicy
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.config import TrainConfig
@@ -52,9 +53,9 @@ def load_base(cfg: TrainConfig, device: torch.device) -> tuple[Backbone, Tokeniz
 
 
 class PartExport:
-    """Writes the adapter or the drafter of a run: the best one to the run's folder, the last one to a folder in it."""
+    """Writes the adapter or drafter of a run: the best one to the run's folder, the last one to a folder in it."""
 
-    def __init__(self, part: Adapter | Drafter, cfg: TrainConfig, model: Backbone) -> None:
+    def __init__(self, part: Adapter | Drafter | PageAdapter, cfg: TrainConfig, model: Backbone) -> None:
         self.part = copy.deepcopy(part)  # the run's own may be sharded
         self.cfg = cfg
         self.fingerprint = checkpoint.fingerprint(model)
@@ -65,7 +66,7 @@ class PartExport:
             raise ValueError(f"there are weights that are not finite at step {step}; the last good ones stay")
         self.part.load_state_dict(dict(weights))
         described = self._describe(step, scores)
-        if isinstance(self.part, Drafter):
+        if not isinstance(self.part, Adapter):
             options = {"base": self.cfg.init, "fingerprint": self.fingerprint}
             checkpoint.save_drafter(self.part, folder, **options, metadata=described)
         else:

@@ -30,6 +30,7 @@ class HeldOut:
         assert cfg.held_out is not None
         self.task = task
         self.ar_weight = cfg.loss.ar_weight
+        self.has_causal_score = cfg.page is None  # the causal half of a page adapter's model is frozen
         rows = Rows(cfg.held_out, task.tokenizer, stop=task.config.eos_token_ids[0], pad=task.config.pad_token_id)
         stream = Batches(rows, cfg.rows)
         self.batches: list[np.ndarray] = []
@@ -41,14 +42,16 @@ class HeldOut:
 
     @torch.no_grad()
     def evaluate(self, compute: Callable[..., Losses]) -> dict[str, float]:
-        """Returns the mean losses of denoiser and next token."""
+        """Returns the mean losses of denoiser and, where it learns, next token."""
         losses = self._losses(compute)
-        denoiser = torch.stack([each.denoiser for each in losses]).mean()
-        return {"denoiser": float(denoiser), "next_token": float(torch.stack([each.ar for each in losses]).mean())}
+        scores = {"denoiser": float(torch.stack([each.denoiser for each in losses]).mean())}
+        if self.has_causal_score:
+            scores["next_token"] = float(torch.stack([each.ar for each in losses]).mean())
+        return scores
 
     def weigh(self, scores: dict[str, float]) -> float:
         """The number that is compared, the lowest is the best: the loss that training lowers."""
-        return scores["denoiser"] + self.ar_weight * scores["next_token"]
+        return scores["denoiser"] + self.ar_weight * scores.get("next_token", 0.0)
 
     def _losses(self, compute: Callable[..., Losses]) -> list[Losses]:
         """The losses of all batches."""

@@ -30,6 +30,7 @@ from redraft.model.backbone import Backbone
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.drafter import DraftHead, init_draft_head, new_drafter
 from redraft.model.lora import Adapter, AdapterError, new_adapter
+from redraft.model.page import new_page_adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints, data, sudoku_data
 from redraft.train.config import TrainConfig
@@ -219,6 +220,10 @@ class Trainer:
             embedding_D = model.embed_tokens.weight.float().mean(dim=0).cpu()
             self.part = model.drafter = new_drafter(cfg.drafter, model.config, embedding_D, cfg.seed)
             self.part_export = PartExport(model.drafter, cfg, model)
+        elif cfg.page is not None:
+            model, self.tokenizer = load_base(cfg, self.device)
+            self.part = model.page = new_page_adapter(cfg.page, model.config, cfg.seed)
+            self.part_export = PartExport(model.page, cfg, model)
         else:
             checkpoint.check_target(self.out / EXPORT, force=True)  # now, and not after days of training
             self.tokenizer = build_tokenizer(cfg, self.out)
@@ -288,6 +293,8 @@ class Trainer:
         if self.cfg.drafter is not None:
             batch |= {name: getattr(self.cfg.drafter, name) for name in ("rank", "head_size", "canvas_length")}
             batch |= {"init": self.cfg.init}
+        if self.cfg.page is not None:
+            batch |= {"rank": self.cfg.page.rank, "page": self.cfg.page.canvas_lengths, "init": self.cfg.init}
         return json.loads(json.dumps(batch))
 
     @property

@@ -377,6 +377,8 @@ def load_balance(routings: Sequence[Routing]) -> tuple[Tensor, Tensor]:
 
     The loss sums share times mean router probability; its gradient lowers the probability of overloaded experts.
     """
+    if not routings:  # a model without experts
+        return torch.zeros(()), torch.ones(1, 1)
     probs = torch.stack([routing.probs_NE.mean(dim=0) for routing in routings])
     experts = probs.shape[1]
     with torch.no_grad():
@@ -438,7 +440,8 @@ class Objective(nn.Module):
 
     def compile(self, **options: Any) -> None:
         """Compiles part by part: one graph serves all layers of a kind. One graph for everything compiles for minutes."""
-        parts: list[nn.Module] = [*self.model.layers, self.model.self_conditioning, self.model.norm]
+        conditioning = [part for name, part in self.model.named_children() if name == "self_conditioning"]  # Llama: none
+        parts: list[nn.Module] = [*self.model.layers, *conditioning, self.model.norm]
         for part in parts:
             part.compile(**options)
         self.cross_entropy = torch.compile(cross_entropy, **options)

@@ -7,14 +7,17 @@ import torch
 from interpreted import DEVICE
 
 from redraft.config import FULL, SLIDING, EngineConfig, LlamaConfig, SamplerConfig
+from redraft.diffusion.generate import generate
 from redraft.diffusion.verified import generate_verified
 from redraft.engine.cache_table import CacheTable
 from redraft.engine.cuda_graph_runner import CudaGraphRunner
 from redraft.engine.engine import Engine
 from redraft.engine.fused_llama import FusedLlama
+from redraft.engine.mixed_runner import MixedRunner
 from redraft.kernels import backend
 from redraft.model.drafter import DrafterConfig, new_drafter
 from redraft.model.llama import Llama
+from redraft.model.page import PageConfig, new_page_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
 
@@ -104,3 +107,26 @@ def test_rounds_write_the_text_of_the_model_alone(name, monkeypatch):
         *_, expected = generate_verified(alone, prompt, replace(cfg, draft_length=0, draft_token=None), seed=seed)
         assert found[request].ids_BT.tolist() == expected.ids_BT.tolist()
         assert found[request].stats[0].drafted > 0
+
+
+def test_a_page_adapter_denoises_beside_the_graphs(monkeypatch):
+    """What is written left to right runs on the graphs, canvases in the reference forwards; both as the model says."""
+    monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
+    model = make_model(SMALL, drafts=False)
+    model.page = new_page_adapter(PageConfig(rank=2, alpha=4.0, canvas_lengths=(4,)), SMALL)
+    for p in model.page.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    model.page.to(DEVICE).requires_grad_(False)
+    engine = Engine(model, EngineConfig(max_running=4, prefill_chunk=4))
+    assert isinstance(engine.runner, MixedRunner)
+    canvases = SamplerConfig(canvas_length=4, max_new_tokens=4, max_steps=2, eos_token_ids=(2,))
+    written = replace(canvases, check="exact", draft_length=0, max_new_tokens=2)
+    prompt = [1, 5, 9]
+    requests = [engine.add(prompt, cfg, seed=3) for cfg in (canvases, written)]
+    found = engine.run(requests)
+    *_, expected = generate(model, [prompt], canvases, seeds=[3])
+    assert found[requests[0]].ids_BT.tolist() == expected.ids_BT.tolist()
+    *_, expected = generate_verified(model, prompt, written, seed=3)
+    assert found[requests[1]].ids_BT.tolist() == expected.ids_BT.tolist()
+    assert engine.runner.round_buckets
+    assert not engine.runner.step_buckets

@@ -58,7 +58,7 @@ def check_batch(engine, jobs):
 def test_a_batch_of_base_and_adapted_requests_equals_each_alone(engine, adapters):
     first, second = adapters
     assert type(engine.runner) is MixedRunner
-    assert type(engine.runner.adapted) is Runner
+    assert type(engine.runner.reference) is Runner
     prompts = [[2, 3, 4, 5], [6, 7], list(range(2, 21))]
     pinned = Constraints(pins={1: 40})
     jobs = [

@@ -115,7 +115,7 @@ def test_a_drafter_of_another_model_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "page"}, "kind 'page'"),
+        ({"kind": "other"}, "kind 'other'; redraft reads 'drafter' and 'page'"),
         ({"rank": "4"}, "rank must be a number, got '4'"),
         ({"rank": True}, "rank must be a number"),
         ({"rank": -1}, "rank must be between"),

@@ -1,4 +1,4 @@
-"""What lists and timings say about diffusion models, causal-only models, and drafters."""
+"""What lists and timings say about diffusion models, causal-only models, drafters and page adapters."""
 
 import asyncio
 from dataclasses import replace
@@ -16,12 +16,18 @@ from redraft.server.models import ModelSource
 
 @pytest.fixture(name="replies", scope="module")
 def _replies(tmp_path_factory):
-    """The replies of a server: first a Llama, then a Llama with a drafter and a diffusion model, loaded on demand."""
+    """The replies of a server: first a Llama; on demand one with a drafter, one with a page adapter, a diffusion model."""
     llama = llama_models.save_with_drafter(tmp_path_factory.mktemp("llama"))
-    loads = {"drafting": lambda: redraft.load(llama.parent / "drafter"), "diffusion": tiny.writer}
-    paths = {"drafting": llama.parent / "drafter", "diffusion": tiny.save_folder(tmp_path_factory.mktemp("tiny") / "x")}
+    page = llama_models.save_with_page(tmp_path_factory.mktemp("page")) / "page"
+    loads = {
+        "drafting": lambda: redraft.load(llama.parent / "drafter"),
+        "page": lambda: redraft.load(page),
+        "diffusion": tiny.writer,
+    }
+    diffusion = tiny.save_folder(tmp_path_factory.mktemp("tiny") / "x")
+    paths = {"drafting": llama.parent / "drafter", "page": page, "diffusion": diffusion}
     sources = {name: ModelSource(load, ModelCard.from_checkpoint(paths[name])) for name, load in loads.items()}
-    app = make_app(redraft.load(llama), ServerConfig(name="llama"), sources)
+    app = make_app(redraft.load(llama), ServerConfig(name="llama", max_models=4), sources)
 
     async def ask_all():
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
@@ -32,6 +38,9 @@ def _replies(tmp_path_factory):
                     reply = await client.post(path, json={**body, "model": name})
                     assert reply.status_code == 200, reply.text
                     replies[path, name] = reply.json()
+            body = {"prompt": "Once ", "suffix": " time", "max_tokens": 4, "seed": 1}
+            for name in ("llama", "page"):
+                replies["infill", name] = await client.post("/v1/completions", json={**body, "model": name})
             for path in ("/api/tags", "/api/ps"):
                 replies[path] = (await client.get(path)).json()
             return replies
@@ -48,6 +57,7 @@ REQUESTS = {
 KINDS = {  # what a card says about each model
     "llama": {"diffusion": False},
     "drafting": {"diffusion": False, "drafter": {"longest_draft": 4}},
+    "page": {"diffusion": True},
     "diffusion": {"diffusion": True},
 }
 
@@ -64,6 +74,13 @@ def test_lists_say_which_models_are_diffusion_models_and_which_have_a_drafter(re
     for name, kind in KINDS.items():
         assert kinds_of(replies["/api/show", name]["details"]) == kind
         assert ("insert" in replies["/api/show", name]["capabilities"]) == kind["diffusion"]
+
+
+def test_a_llama_with_a_page_adapter_infills_and_a_llama_alone_does_not(replies):
+    assert replies["infill", "page"].status_code == 200
+    assert replies["infill", "page"].json()["timings"]["diffusion_steps"] > 0
+    assert replies["infill", "llama"].status_code == 400
+    assert "infill needs a diffusion model" in replies["infill", "llama"].text
 
 
 @pytest.mark.parametrize("name", KINDS)

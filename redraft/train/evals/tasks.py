@@ -12,11 +12,13 @@ from redraft.engine import AdaptedEngine
 from redraft.model.backbone import Backbone
 from redraft.model.lora import Adapter
 from redraft.tokenizer.tokenizer import Tokenizer
+from redraft.train.documents import Document
 from redraft.train.evals import code_lines, edit_repair, extraction, likelihood, sandbox, sudoku_lists, words
+from redraft.train.evals import gaps as token_gaps
 from redraft.train.evals import infill as infill_cases
 from redraft.train.evals import samples as story_samples
 from redraft.train.evals.judge import LlamaJudge
-from redraft.train.records import open_text
+from redraft.train.records import Source, open_text
 
 STORY_PROMPT = "Once upon a time"
 
@@ -166,6 +168,21 @@ def infill(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, option
     return scores
 
 
+def gaps(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
+    """Spans of 4 to 16 tokens, removed from the texts of a file or of TinyStories: filled by canvases and left to right."""
+    model.require_denoiser("the task gaps")
+    if options.data.is_file():
+        documents = token_gaps.read_documents(Source(files=(str(options.data),)), tokenizer, sampler.eos_token_ids[0])
+    else:
+        texts = read_paragraphs(options.data / "stories/tinystories_val_a.txt.xz", 4 * options.count)
+        documents = (Document(list(tokenizer.start_ids), tokenizer.encode(text)) for text in texts)
+    found = token_gaps.remove_spans(documents, sampler.eos_token_ids, model.config.max_position_embeddings)
+    chosen = list(islice(found, options.count))
+    sampler = sampler.changed(canvas_length=options.canvas)
+    scores = token_gaps.score_gaps(model, tokenizer, sampler, chosen, _count_progress("gaps", len(chosen), options))
+    return {"gaps": len(chosen), **{name: asdict(score) for name, score in scores.items()}}
+
+
 def require_code_execution(options: Options) -> None:
     """Raises ValueError unless the user allowed that code of a model is run, and it can be isolated."""
     if not options.allow_code_execution:
@@ -227,6 +244,7 @@ TASKS: dict[str, Task] = {
     "samples": samples,
     "code": code,
     "infill": infill,
+    "gaps": gaps,
     "edit": edit,
     "schema": schema,
     "sudoku": sudoku,
