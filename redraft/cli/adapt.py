@@ -108,7 +108,7 @@ def run_adapting(
         raise ValueError(f"--prompts: there is no file {prompts}")
     local_device = select_device(device)
     console = Console(stderr=True, highlight=False)
-    model, tokenizer, sampler = checkpoint.load_checkpoint(base, device=local_device)
+    model, tokenizer, sampler = checkpoint.load_checkpoint(base, device=local_device, drafter=False)
     require_adaptable(model, base)
     config_of = partial(adapting_config, name_base(base))  # now: `out` may have the name of the base
     own = options.own.within(model.config.max_position_embeddings)
@@ -135,12 +135,15 @@ def run_adapting(
 
 def require_adaptable(model: Any, base: str) -> None:
     """Refuses models that draft already, and architectures that no drafter is made for."""
+    from redraft import checkpoint
     from redraft.config import LlamaConfig
 
     if not model.config.is_causal_only:
         raise ValueError(f"{base} is a diffusion model and drafts already: adapt a left-to-right one")
-    if model.drafter is not None:
-        raise ValueError(f"{base} is a drafter already: adapt its base, {model.drafter.metadata['base']}")
+    folder = Path(base).expanduser()
+    if checkpoint.is_drafter(folder):
+        trained_for = checkpoint.read_drafter_config(folder)[1]["base"]
+        raise ValueError(f"{base} is a drafter already: adapt its base, {trained_for}")
     if not isinstance(model.config, LlamaConfig):
         raise ValueError(f"{base} is {model.config.causal_kind}; redraft adapts Llama, SmolLM2, Mistral and Qwen")
 
