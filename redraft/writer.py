@@ -69,6 +69,7 @@ def load(
     context: int | None = None,
     adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    drafter: bool = True,
 ) -> "Writer":
     """Loads a Writer from a checkpoint folder, a GGUF file or a hub id; by default, the small model that ships with redraft.
 
@@ -78,7 +79,9 @@ def load(
     the same vocabulary that verifies what this one drafts (docs/verified.md). `kv="fp8"` stores KV caches in 8 bits.
     `gpu_memory="18GB"` limits the GPU's memory and plans it for `context` tokens, by default 16,384 (docs/hardware.md).
     `adapter` is the folder of a LoRA adapter, or the name of one that ships, that all requests use; `adapters` are folders
-    by the names by which `with_adapter` and the clients of a server choose them (docs/serve.md).
+    by the names by which `with_adapter` and the clients of a server choose them (docs/serve.md). A model for which the
+    package has a drafter is loaded with it, and so is the base of a drafter's folder; with `drafter=False` it writes left to
+    right (docs/adapt.md).
     """
     named = {**(adapters or {}), **({} if adapter is None else {str(adapter): adapter})}
     folders = {name: checkpoint.find_adapter(folder) for name, folder in named.items()}
@@ -87,7 +90,9 @@ def load(
     options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
     limit = limit_gpu(device, gpu_memory, context, kv, verify_with, folders.values())
     with explain_lack_of_memory(limit):
-        model, tokenizer, sampler = checkpoint.load_checkpoint(path_or_id, **options, place=limit.place if limit else None)
+        model, tokenizer, sampler = checkpoint.load_checkpoint(
+            path_or_id, **options, place=limit.place if limit else None, drafter=drafter
+        )
         loaded = {name: checkpoint.load_adapter(folder, model, Path(name).name) for name, folder in folders.items()}
         config = limit.offload(model) if limit else EngineConfig(kv=kv)
     verifier = None

@@ -1,11 +1,13 @@
 """Benchmarks run, end with JSON, and keep the promises they measure. Speeds themselves are printed, not asserted."""
 
+import argparse
 import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import llama_models
 import pytest
 import tiny
 
@@ -16,6 +18,13 @@ def last_line(*arguments: str) -> dict:
     run = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def load_benchmark(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.soak
@@ -85,12 +94,29 @@ def test_scores_of_modes_are_drawn_elsewhere(tmp_path):
         for number in (1, 2)
     }
     results = {"count": 2, "modes": modes}
-    spec = importlib.util.spec_from_file_location("plot_modes", ROOT / "benchmarks/plot_modes.py")
-    plot_modes = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plot_modes)
+    plot_modes = load_benchmark("plot_modes")
     assert "| checked, 2 | 4.00 | - | - | - | - | - | 3.00 |" in plot_modes.to_markdown(results).splitlines()
     pictures = [tmp_path / name for name in ("first.svg", "again.svg")]
     for picture in pictures:
         plot_modes.draw(results, picture)
     assert "perplexity under the judge" in pictures[0].read_text()
     assert pictures[0].read_bytes() == pictures[1].read_bytes()
+
+
+def test_a_drafter_is_timed_beside_the_model_alone_and_transformers(tmp_path):
+    """All three write the same greedy text in float32, whatever the precision of the timed runs."""
+    base = llama_models.save_with_drafter(tmp_path)
+    bench_adapt = load_benchmark("bench_adapt")
+    assert len(set(bench_adapt.PROMPTS)) == 64
+    bench_adapt.WARM_UP = 1
+    settings = {"prompts": 2, "tokens": 4, "temperatures": [1.0], "device": "cpu", "dtype": "bfloat16", "peer": True}
+    result = bench_adapt.measure(argparse.Namespace(model=str(tmp_path / "drafter"), **settings))
+    assert result["equal"] == {"exact": 2, "transformers": 2}
+    alone, exact, peer = result["rows"]
+    assert alone["tokens"] == exact["tokens"] == alone["rounds"] == 8
+    assert exact["tokens_per_round"] == exact["tokens"] / exact["rounds"]
+    assert peer["times_transformers"] == alone["times_autoregressive"] == 1.0
+    lines = bench_adapt.to_markdown(result).splitlines()
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| 1 ")] == ["autoregressive", "exact", "transformers"]
+    with pytest.raises(SystemExit, match="has no drafter: give the folder of one"):
+        bench_adapt.measure(argparse.Namespace(model=str(base), **settings))

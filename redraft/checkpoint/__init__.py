@@ -51,7 +51,9 @@ from redraft.checkpoint.model_list import ListedModel, list_models, remove_model
 from redraft.checkpoint.names import CheckpointError, published_name
 from redraft.checkpoint.part_sizes import PartSize, measure_parts
 from redraft.checkpoint.parts import (
+    drafting_sampler,
     find_base,
+    find_packaged_drafter,
     load_checkpoint,
     load_verifier,
     open_checkpoint,
@@ -90,10 +92,12 @@ __all__ = [
     "cache_folder",
     "check_quant",
     "check_target",
+    "drafting_sampler",
     "find",
     "find_adapter",
     "find_base",
     "find_on_hub",
+    "find_packaged_drafter",
     "fingerprint",
     "folder_with_vision",
     "from_state_dict",

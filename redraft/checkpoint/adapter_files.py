@@ -73,11 +73,20 @@ def is_adapter(folder: str | Path) -> bool:
 
 def fingerprint(model: Backbone) -> str:
     """A hash of the model's norms, which no format quantizes: the same for a checkpoint in bf16, fp8, 4 bits and GGUF."""
+    return hash_norms({name: weight for name, weight in model.state_dict().items() if is_norm(name)})
+
+
+def is_norm(name: str) -> bool:
+    """Whether a tensor of a model is one that its fingerprint covers."""
+    return name.endswith("norm.weight") or "layernorm" in name
+
+
+def hash_norms(weights: Mapping[str, Tensor]) -> str:
+    """The fingerprint of a model with these norms."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        if name.endswith("norm.weight") or "layernorm" in name:
-            digest.update(name.encode())
-            digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    for name, weight in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from redraft.checkpoint.adapter_files import PRECISIONS, fingerprint
+from redraft.checkpoint.find import PACKAGED
 from redraft.checkpoint.names import CheckpointError
 from redraft.config import ConfigError, read_json, show_value, write_text
 from redraft.model.backbone import Backbone
@@ -30,6 +31,15 @@ NAMES = {DrafterConfig: "drafter", PageConfig: "page adapter"}
 def is_drafter(folder: str | Path) -> bool:
     """Whether a folder holds a drafter or a page adapter."""
     return (Path(folder) / DRAFTER_CONFIG).is_file()
+
+
+def find_packaged(fingerprint: str) -> Path | None:
+    """The folder of the drafter in the package that was trained for the model with this fingerprint, if there is one."""
+    for path in sorted(PACKAGED.glob(f"*/{DRAFTER_CONFIG}")):
+        cfg, settings = read_drafter_config(path.parent)
+        if isinstance(cfg, DrafterConfig) and settings["fingerprint"] == fingerprint:
+            return path.parent
+    return None
 
 
 def refuse_drafter(folder: str | Path) -> None:

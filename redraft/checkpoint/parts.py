@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from redraft.checkpoint.drafter_files import NAMES, give_drafter, is_drafter, read_drafter_config
+from redraft.checkpoint.adapter_files import fingerprint, hash_norms, is_norm
+from redraft.checkpoint.drafter_files import NAMES, find_packaged, give_drafter, is_drafter, read_drafter_config
 from redraft.checkpoint.find import find
 from redraft.checkpoint.gguf import is_gguf, open_gguf
-from redraft.checkpoint.load import PRECISIONS, from_state_dict, lay_out_for_cpu, open_weights
+from redraft.checkpoint.load import PRECISIONS, fetch_weight, from_state_dict, lay_out_for_cpu, open_weights
 from redraft.checkpoint.manifest import verify_files
-from redraft.checkpoint.names import CheckpointError
+from redraft.checkpoint.names import LLAMA, CheckpointError, published_name
 from redraft.checkpoint.placement import Place
 from redraft.checkpoint.published_config import read_model_config, read_sampler_config
 from redraft.config import BackboneConfig, LlamaConfig, SamplerConfig
 from redraft.kernels.backend import has_bf16, select_device, select_dtype
+from redraft.model.architectures import build_model
 from redraft.model.backbone import Backbone
 from redraft.model.drafter import DrafterConfig
 from redraft.model.page import PageConfig
@@ -50,24 +52,28 @@ def load_checkpoint(
     quant: str | None = None,
     keep_bf16: bool = False,
     place: Place | None = None,
+    drafter: bool = True,
 ) -> tuple[Backbone, Tokenizer, SamplerConfig]:
     """The parts of a Writer, for a caller that wants no engine.
 
     `quant` and `keep_bf16`: see QuantPolicy. `place` is asked where weights go, and in which formats, once their sizes are
-    known.
+    known. With `drafter=False` a model has no drafter: neither the one whose folder was given, nor the one in the package.
     """
     device = select_device(device)
     policy = QuantPolicy.for_device(device, quant=quant, keep_bf16=keep_bf16)
-    path, drafter = find_base(path_or_id)
+    path, drafter_folder = find_base(path_or_id)
     opened = open_checkpoint(path, device)
     options: dict[str, Any] = {"dtype": select_dtype(device, _dtype(dtype)), "device": device}
     model = from_state_dict(opened.config, opened.tensors, policy=policy, place=place, **options)
     if not has_bf16(device):
         model = lay_out_for_cpu(model)
-    if drafter is None:
+    if drafter and drafter_folder is None and isinstance(model.config, LlamaConfig):
+        drafter_folder = find_packaged(fingerprint(model))
+    if drafter_folder is None or not drafter:
         return model, opened.tokenizer, opened.sampler
-    give_drafter(drafter, model)
-    return model, opened.tokenizer, drafting_sampler(opened.sampler, read_drafter_config(drafter)[0], model.config)
+    give_drafter(drafter_folder, model)
+    cfg, _ = read_drafter_config(drafter_folder)
+    return model, opened.tokenizer, drafting_sampler(opened.sampler, model.config, cfg)
 
 
 def find_base(path_or_id: str | Path, *, weights: bool = True) -> tuple[Path, Path | None]:
@@ -84,7 +90,21 @@ def find_base(path_or_id: str | Path, *, weights: bool = True) -> tuple[Path, Pa
         raise CheckpointError(f"{path} is a {name} for {settings['base']!r}, which cannot be found: {error}") from None
 
 
-def drafting_sampler(sampler: SamplerConfig, cfg: DrafterConfig | PageConfig, config: BackboneConfig) -> SamplerConfig:
+def find_packaged_drafter(config: BackboneConfig, tensors: Mapping[str, Tensor | StoredWeight]) -> Path | None:
+    """The folder of the drafter that `load_checkpoint` adds to this checkpoint from the package. Reads the norms only."""
+    if not isinstance(config, LlamaConfig):
+        return None
+    with torch.device("meta"):
+        expected = {name: tensor for name, tensor in build_model(config).state_dict().items() if is_norm(name)}
+    available = set(tensors)
+    norms: dict[str, Tensor] = {}
+    for name, placeholder in expected.items():
+        weight = fetch_weight(tensors, available, published_name(name, LLAMA), placeholder)
+        norms[name] = weight if isinstance(weight, Tensor) else weight.dequantize()
+    return find_packaged(hash_norms(norms))
+
+
+def drafting_sampler(sampler: SamplerConfig, config: BackboneConfig, cfg: DrafterConfig | PageConfig) -> SamplerConfig:
     """The settings of a left-to-right model with a drafter: it writes its own text, verified draft by draft.
 
     With a page adapter it writes as it did; the settings of canvases, for infills and edits, are those of small models.
@@ -138,7 +158,7 @@ def load_verifier(
 ) -> Backbone:
     """Loads the model that verifies what another one drafts. Refuses another vocabulary."""
     drafter.require_denoiser("drafting")
-    verifier, verifier_tokenizer, _ = load_checkpoint(path_or_id, **options)
+    verifier, verifier_tokenizer, _ = load_checkpoint(path_or_id, **options, drafter=False)
     check_same_vocabulary(tokenizer, verifier_tokenizer, drafter_name, str(path_or_id))
     if verifier.config.vocab_size != drafter.config.vocab_size:
         raise ValueError(

@@ -171,7 +171,7 @@ def run_adapting(
         raise ValueError(f"--prompts: there is no file {prompts}")
     local_device = select_device(device)
     console = Console(stderr=True, highlight=False)
-    model, tokenizer, sampler = checkpoint.load_checkpoint(base, device=local_device)
+    model, tokenizer, sampler = checkpoint.load_checkpoint(base, device=local_device, drafter=False)
     require_adaptable(model, base)
     config_of = partial(adapting_config, name_base(base))  # now: `out` may have the name of the base
     context = model.config.max_position_embeddings
@@ -235,13 +235,16 @@ def measure(out: Path, config: TrainConfig, device: Any, console: Console) -> di
 
 def require_adaptable(model: Any, base: str) -> None:
     """Refuses models that draft already, and architectures that no drafter is made for."""
+    from redraft import checkpoint
+    from redraft.checkpoint.drafter_files import NAMES
     from redraft.config import LlamaConfig
 
     if not model.config.is_causal_only:
         raise ValueError(f"{base} is a diffusion model and drafts already: adapt a left-to-right one")
-    for name, part in (("drafter", model.drafter), ("page adapter", model.page)):
-        if part is not None:
-            raise ValueError(f"{base} is a {name} already: adapt its base, {part.metadata['base']}")
+    folder = Path(base).expanduser()
+    if checkpoint.is_drafter(folder):
+        cfg, settings = checkpoint.read_drafter_config(folder)
+        raise ValueError(f"{base} is a {NAMES[type(cfg)]} already: adapt its base, {settings['base']}")
     if not isinstance(model.config, LlamaConfig):
         raise ValueError(f"{base} is {model.config.causal_kind}; redraft adapts Llama, SmolLM2, Mistral and Qwen")
 

@@ -51,16 +51,23 @@ def info(
     sampler = SamplerConfig()
     stored = None
     parts: list[PartSize] = []
+    drafter: Path | None = None
     if model:
         folder = checkpoint.find(model, weights=False)
         config, sampler = checkpoint.read_configs(folder)
         files = [folder] if checkpoint.is_gguf(folder) else folder.glob("*.safetensors")
         stored = sum(file.stat().st_size for file in files)
         if stored:  # a hub id is shown without its weights
-            parts = checkpoint.measure_parts(checkpoint.open_weights(folder)[1], config)
+            tensors = checkpoint.open_weights(folder)[1]
+            parts = checkpoint.measure_parts(tensors, config)
+            drafter = checkpoint.find_packaged_drafter(config, tensors)
+    if drafter is not None:
+        sampler = checkpoint.drafting_sampler(sampler, config, checkpoint.read_drafter_config(drafter)[0])
     console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)
     console.print(_shape_table(config))
     console.print(_generation_table(sampler))
+    if drafter is not None:
+        console.print(_drafter_table(drafter))
     if parts:
         console.print(_stored_table(parts))
     console.print(_memory_table(config, stored))

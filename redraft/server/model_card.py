@@ -50,6 +50,7 @@ class ModelCard:
         """The card of a checkpoint on this machine, of which headers are read. One that is not complete is refused here."""
         base, drafter = checkpoint.find_base(path)
         opened = checkpoint.open_checkpoint(base)
+        drafter = drafter or checkpoint.find_packaged_drafter(opened.config, opened.tensors)
         cfg = checkpoint.read_drafter_config(drafter)[0] if drafter is not None else None
         files = [base] if checkpoint.is_gguf(base) else base.glob("*.safetensors")
         return cls(
