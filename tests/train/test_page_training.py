@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from redraft import checkpoint
 from redraft.model.page import PageConfig
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train.adapting import AdaptOptions, adapting_config, adapting_data, measure_gaps
+from redraft.train.adapting import AdaptOptions, adapting_config, adapting_data, choose_streams, measure_gaps
 from redraft.train.config import TrainConfig
 from redraft.train.documents import Document
 from redraft.train.evals.gaps import TokenGap, read_documents, remove_spans, score_gaps
@@ -131,3 +131,9 @@ def test_both_ways_are_scored_alike():
     assert done == [2]
     with pytest.raises(ValueError, match="no text is long enough"):
         score_gaps(writer.model, writer.tokenizer, writer.sampler, [])
+
+
+def test_a_gpu_gets_its_rows_from_several_processes():
+    gpu = torch.device("cuda")
+    assert [choose_streams(rows, gpu) for rows in (64, 6, 7, 1)] == [4, 2, 1, 1]
+    assert choose_streams(64, torch.device("cpu")) == 1
