@@ -60,6 +60,21 @@ def test_the_server_bears_many_clients_some_of_which_leave():
     assert after < 1.1 * before
 
 
+def test_the_cost_of_a_request_is_a_curve(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    bench = load_benchmark("bench_curve")
+    assert bench.find_doubling({1: 10.0, 2: 12.0, 4: 28.0}) == pytest.approx(2 * 2**0.5)
+    assert bench.find_doubling({1: 10.0, 2: 12.0}) is None
+
+
+@pytest.mark.soak
+def test_steps_are_timed_by_canvases_and_context():
+    sizes = ["--canvases", "1", "2", "4", "--contexts", "64", "128", "--most-tokens", "256", "--steps", "4"]
+    curves = last_line("benchmarks/bench_curve.py", "--shape", "small", *sizes)["curves"]
+    assert [(curve["context"], list(curve["step_ms"])) for curve in curves] == [(64, ["1", "2", "4"]), (128, ["1", "2"])]
+    assert all(step_ms > 0 for curve in curves for step_ms in curve["step_ms"].values())
+
+
 @pytest.mark.soak
 def test_an_adversary_stalls_nobody(tmp_path):
     """The catalogue and 2,000 generated requests: every one refused or answered, honest answers as if asked alone."""
