@@ -30,6 +30,7 @@ from redraft.engine import EngineError
 from redraft.kernels.threads import fix_threads
 
 SILENT_SECONDS = 300  # a command that writes nothing for so long hangs, on a busy machine too
+END_OF_INPUT = b"\x04"  # Ctrl-D
 
 
 @pytest.fixture(name="folder", scope="module")
@@ -220,7 +221,8 @@ def on_terminal(
 ):
     """Runs the command on a pseudo-terminal: exit code, everything written, the screen at every read, the lines left.
 
-    `typing` is what to type, in order, each once something has been written.
+    `typing` is what to type, in order, each once something has been written. An end of input is typed again each second: one
+    that comes while the command turns its line editing on is lost.
     """
     screen = pyte.HistoryScreen(columns, lines, history=500)
     stream = pyte.ByteStream(screen)
@@ -230,8 +232,15 @@ def on_terminal(
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     written = b""
     shots = []
+    typed = b""
+    silent = 0
     while True:
-        if not select.select([fd], [], [], SILENT_SECONDS)[0]:
+        if not select.select([fd], [], [], 1)[0]:
+            silent += 1
+            if typed == END_OF_INPUT:
+                os.write(fd, typed)
+            if silent < SILENT_SECONDS:
+                continue
             os.kill(pid, signal.SIGKILL)
             break
         try:
@@ -240,6 +249,7 @@ def on_terminal(
             break
         if not data:
             break
+        silent = 0
         written += data
         stream.feed(data)
         shots.append("\n".join(screen.display))
@@ -247,7 +257,8 @@ def on_terminal(
             os.kill(pid, signal.SIGINT)
             interrupt_at = None
         if typing and typing[0][0] in written:
-            os.write(fd, typing.pop(0)[1])
+            typed = typing.pop(0)[1]
+            os.write(fd, typed)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(fd)
     above = ["".join(line[x].data for x in range(columns)) for line in screen.history.top]

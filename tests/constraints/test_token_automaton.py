@@ -23,8 +23,9 @@ from redraft.constraints.constraints import Constraints
 from redraft.constraints.errors import PatternError
 from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion.generate import Committed, generate
+from redraft.tasks.generation import cut_at_stop
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
-from redraft.writer import Writer, cut_at_stop
+from redraft.writer import Writer
 
 SMALL = replace(tiny.BASE, layer_types=("full_attention",), hidden_size=16, canvas_length=8)
 WRITER = Writer(tiny.decided(SMALL), tiny.byte_tokenizer(), tiny.sampler(canvas_length=8))
