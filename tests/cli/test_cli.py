@@ -30,6 +30,7 @@ from redraft.engine import EngineError
 from redraft.kernels.threads import fix_threads
 
 SILENT_SECONDS = 300  # a command that writes nothing for so long hangs, on a busy machine too
+PATIENT_SECONDS = 10  # so long a user waits before Ctrl-C or Ctrl-D is pressed again
 END_OF_INPUT = b"\x04"  # Ctrl-D
 
 
@@ -221,8 +222,8 @@ def on_terminal(
 ):
     """Runs the command on a pseudo-terminal: exit code, everything written, the screen at every read, the lines left.
 
-    `typing` is what to type, in order, each once something has been written. An end of input is typed again each second: one
-    that comes while the command turns its line editing on is lost.
+    `typing` is what to type, in order, each once something has been written. An end of input or an interrupt that comes
+    while the command turns its line editing on may be lost; after a silence it comes again, as from a user.
     """
     screen = pyte.HistoryScreen(columns, lines, history=500)
     stream = pyte.ByteStream(screen)
@@ -233,12 +234,15 @@ def on_terminal(
     written = b""
     shots = []
     typed = b""
+    is_interrupted = False
     silent = 0
     while True:
         if not select.select([fd], [], [], 1)[0]:
             silent += 1
-            if typed == END_OF_INPUT:
+            if typed == END_OF_INPUT and silent % PATIENT_SECONDS == 0:
                 os.write(fd, typed)
+            if is_interrupted and silent % PATIENT_SECONDS == 0:
+                os.kill(pid, signal.SIGINT)
             if silent < SILENT_SECONDS:
                 continue
             os.kill(pid, signal.SIGKILL)
@@ -256,6 +260,7 @@ def on_terminal(
         if interrupt_at is not None and interrupt_at in written:
             os.kill(pid, signal.SIGINT)
             interrupt_at = None
+            is_interrupted = True
         if typing and typing[0][0] in written:
             typed = typing.pop(0)[1]
             os.write(fd, typed)
