@@ -60,7 +60,10 @@ UNSUPPORTED = {
 
 
 def find_adapter(folder_or_name: str | Path) -> Path:
-    """The folder of an adapter, which may be one of those that ship, by its name. Whether it holds one is not checked."""
+    """Returns the folder of an adapter. A name in PACKAGED_ADAPTERS means the adapter of that name in the package.
+
+    The folder may be missing or hold no adapter: `read_adapter_config` refuses such a folder.
+    """
     folder = Path(folder_or_name)
     is_packaged = str(folder_or_name) in PACKAGED_ADAPTERS and not (folder / ADAPTER_CONFIG).exists()
     return PACKAGED / folder if is_packaged else folder

@@ -102,13 +102,14 @@ def read_drafter_config(folder: str | Path) -> tuple[DrafterConfig | PageConfig,
         raise AdapterError(f"{path}: {error}") from None
 
 
-def give_drafter(folder: str | Path, model: Backbone) -> None:
-    """Loads what a folder holds, a drafter or a page adapter, and gives it to the model."""
+def give_drafter(folder: str | Path, model: Backbone) -> DrafterConfig | PageConfig:
+    """Loads what a folder holds, a drafter or a page adapter, and gives it to the model. Returns its configuration."""
     drafter = load_drafter(folder, model)
     if isinstance(drafter, Drafter):
         model.drafter = drafter
     else:
         model.page = drafter
+    return drafter.cfg
 
 
 def load_drafter(folder: str | Path, model: Backbone) -> Drafter | PageAdapter:

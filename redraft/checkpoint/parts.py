@@ -71,8 +71,7 @@ def load_checkpoint(
         drafter_folder = find_packaged(fingerprint(model))
     if drafter_folder is None or not drafter:
         return model, opened.tokenizer, opened.sampler
-    give_drafter(drafter_folder, model)
-    cfg, _ = read_drafter_config(drafter_folder)
+    cfg = give_drafter(drafter_folder, model)
     return model, opened.tokenizer, drafting_sampler(opened.sampler, model.config, cfg)
 
 

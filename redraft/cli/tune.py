@@ -56,6 +56,7 @@ def tune(
     threads: LongThreads = None,
 ) -> None:
     """Train an adapter (LoRA) on your own records. The same command resumes; torchrun starts it on several processes."""
+    from redraft import checkpoint
     from redraft.model.lora import AdapterConfig
     from redraft.train.tuning import TuneOptions
 
@@ -81,7 +82,7 @@ def tune(
             seed=seed,
             quant=quant,
             skip_bad=skip_bad,
-            start_adapter=str(Path(start).resolve()) if start else "",
+            start_adapter=str(checkpoint.find_adapter(start).resolve()) if start else "",
         )
         run_tuning(model, data, Path(out), options, device)
 

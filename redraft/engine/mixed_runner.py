@@ -52,5 +52,5 @@ class MixedRunner(CudaGraphRunner):
 
     def _split(self, requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
         """The requests that the graphs compute, and the others."""
-        others = [request for request in requests if self._needs_reference(request)]
-        return [request for request in requests if request not in others], others
+        on_graphs = [request for request in requests if not self._needs_reference(request)]
+        return on_graphs, [request for request in requests if self._needs_reference(request)]

@@ -89,6 +89,7 @@ def test_bad_records_stop_the_command_with_their_line(run, folder, tmp_path):
         (["--batch", "3", "--rows", "2"], "--batch 3 is no multiple"),
         (["--length", "20"], "--length 20 has no room"),
         (["--from", "nowhere"], "nowhere holds no adapter"),
+        (["--from", "tiny-sudoku"], "tiny-sudoku was trained for another model, 'tiny'"),
         (["--data", "nothing.jsonl"], "there is no file nothing.jsonl"),
     ],
 )

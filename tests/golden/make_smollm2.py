@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python tests/golden/make_smollm2.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-Tokenizer, chat template and weights are those that transformers reads from the file. `smallest_gap` is the least difference
-between the two highest logits of a step: a machine that adds in another order gives the same tokens while it errs by less.
+transformers reads tokenizer, chat template and weights from that file. `smallest_gap` is the smallest difference between the
+two highest logits of any step. Other machines round differently; they give the same tokens if they differ by less.
 """
 
 import json
