@@ -138,8 +138,9 @@ class Worker:
         queue: asyncio.Queue[Any] = asyncio.Queue()
         room = threading.Semaphore(MAX_QUEUED)
 
-        def put(entry: Any) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, entry)
+        def end(error: BaseException | None) -> None:
+            self._release(stop)  # first: a client that has its answer may send the next request at once
+            queue.put_nowait(None if error is None else (None, error))
 
         def wait_for_room() -> None:
             while not room.acquire(timeout=QUEUE_POLL_SECONDS):
@@ -150,12 +151,11 @@ class Worker:
             try:
                 for item in work(stop):
                     wait_for_room()
-                    put((item, None))
+                    loop.call_soon_threadsafe(queue.put_nowait, (item, None))
             except BaseException as error:  # raised again in the coroutine that waits
-                put((None, error))
-            finally:
-                put(None)
-                loop.call_soon_threadsafe(self._release, stop)
+                loop.call_soon_threadsafe(end, error)
+            else:
+                loop.call_soon_threadsafe(end, None)
 
         self._threads.submit(run_in_thread)
         while (entry := await queue.get()) is not None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from contextlib import suppress
 
 import httpx
@@ -335,6 +336,33 @@ def test_a_slow_listener_holds_its_work_up():
         assert worker.slots.taken == worker.compile_slots.taken == 0
 
     asyncio.run(listen_slowly())
+
+
+def test_a_slot_is_free_when_the_client_has_its_answer():
+    def answer(stop):
+        yield "text"
+
+    def fail(stop):
+        yield "text"
+        raise LookupError
+
+    async def ask(worker: Worker, work) -> None:
+        with suppress(LookupError):
+            async for _ in worker.run(work):
+                pass
+        assert worker.slots.taken == 0
+
+    async def ask_one_after_another():
+        worker = Worker(make(), 1)
+        worker.start()
+        loop = asyncio.get_running_loop()
+        call_soon = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *call: (time.sleep(0.01), call_soon(*call))  # a thread that is slow to report
+        for work in (answer, fail) * 3:
+            await ask(worker, work)
+        await worker.close(0)
+
+    asyncio.run(ask_one_after_another())
 
 
 def test_requests_that_compile_have_slots_of_their_own():
