@@ -1,6 +1,6 @@
-"""The parts of simulate_fleet.py: measured milliseconds, lengths of requests, and GPUs as a discrete-event simulation (SimPy).
+"""The parts of simulate_fleet.py: measured milliseconds, lengths of requests, and simulated GPUs (SimPy, discrete events).
 
-A GPU runs one engine, and a simulated engine makes the decisions of `engine/engine.py` and `engine/scheduler.py`: requests wait
+A GPU runs one engine. A simulated engine makes the decisions of `engine/engine.py` and `engine/scheduler.py`: requests wait
 for a slot, a step prefills about one chunk of prompt tokens, and all canvases in work are denoised together. What a step
 takes comes from a StepTable. Times are milliseconds.
 """
@@ -38,8 +38,8 @@ def interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
 class StepTable:
     """Milliseconds of one engine: a step by canvases and context, a prompt by its tokens, a commit beside a step.
 
-    `step_ms[context][canvases]` holds what was measured. A context may lack canvases that the smallest context has: then each
-    canvas adds what one canvas adds, because attention reads each request's KV cache separately.
+    `step_ms[context][canvases]` holds what was measured. A context may lack counts of canvases that the smallest context
+    has. Then each canvas adds what one canvas adds, because attention reads each request's KV cache separately.
     """
 
     step_ms: dict[int, dict[int, float]]
@@ -326,7 +326,7 @@ class SimulatedGpu:
 def simulate(
     jobs: Sequence[Job], table: StepTable, rules: EngineRules, gpus: int, pods: int = 1, seed: int = 0
 ) -> dict[str, float]:
-    """Runs all jobs on `gpus` GPUs in each of `pods` pods: a pod is chosen by chance, in it the GPU with the fewest requests.
+    """Runs all jobs on `gpus` GPUs in each of `pods` pods. Chance chooses the pod; in it the GPU with the fewest requests.
 
     Returns percentiles of milliseconds without the first tenth of the requests, which find the fleet empty. Utilisation and
     tokens are those until the last arrival: after it the fleet runs empty.

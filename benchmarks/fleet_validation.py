@@ -2,8 +2,9 @@
 
 The server has one thread, so that clients and other programs find a free core. Its milliseconds come from bursts of equal
 requests: with n requests at once, T = overhead + n * prefill + steps * step(n) + (canvases - 1) * commit(n). Bursts are sent
-before and after every part of a load, because other programs on the machine change what a step takes. Between them, requests
-of one to three canvases arrive at chance times, and the simulation gets their arrivals and the steps that the server counted.
+before and after every part of a load, because other programs on the machine change what a step takes. Between them,
+requests of one to three canvases arrive at chance times. The simulation gets their arrivals and the steps that the server
+counted.
 Stop tokens are banned, so that every answer has all its canvases.
 """
 
@@ -67,7 +68,7 @@ class Client:
         }
 
     def burst(self, count: int, canvases: int, steps: int) -> float | None:
-        """Milliseconds until the last of so many requests at once has its answer; None if one took other steps than asked."""
+        """Milliseconds until the last of so many requests at once is answered; None if one took other steps than asked."""
         answers = self.ask_at([(0.0, self.body(canvases, steps)) for _ in range(count)])
         if any((one["canvases"], one["steps"]) != (canvases, canvases * steps) for one in answers):
             return None
@@ -137,7 +138,7 @@ def join_bursts(*several: dict[tuple[int, int, int], list[float]]) -> dict[tuple
 
 
 def simulate_answers(answers: list[dict[str, Any]], table: StepTable, overhead: float) -> list[float]:
-    """Milliseconds of the same arrivals and steps, simulated. A prompt counts as one token: all have about the same length."""
+    """Milliseconds of the same arrivals and steps, simulated. A prompt counts as one token: all are about equally long."""
     jobs = []
     for one in answers:
         each, more = divmod(one["steps"], one["canvases"])
@@ -195,10 +196,8 @@ def validate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             run = measure_load(client, load, options)
             runs.append(run)
             for name, ratio in run["ratio"].items():
-                console.print(
-                    f"load {load:.0%}, {name}: measured {run['measured'][name]:,.0f}, simulated {run['simulated'][name]:,.0f},"
-                    f" ratio {ratio:.2f}"
-                )
+                figures = f"measured {run['measured'][name]:,.0f}, simulated {run['simulated'][name]:,.0f}"
+                console.print(f"load {load:.0%}, {name}: {figures}, ratio {ratio:.2f}")
             console.print("a step of one canvas, part by part:", ", ".join(f"{ms:.1f} ms" for ms in run["step_ms_by_part"]))
     finally:
         server.send_signal(signal.SIGTERM)

@@ -1,27 +1,26 @@
 """A plan for many users, in figures: a discrete-event simulation of a fleet of GPUs, fed with measured milliseconds.
 
     python benchmarks/simulate_fleet.py [--users 1000 1000000] [--quant none fp8] [--first-ms fp8:4096=73]
-        [--table FILE.json ...] [--trace FILE.csv] [--requests-per-hour 10] [--steps 16] [--goal-ms 1000] [--goal-finish-ms MS]
-        [--price 3.5] [--check-pods]
-        [--out FILE.json]
+        [--table FILE.json ...] [--trace FILE.csv] [--requests-per-hour 10] [--steps 16] [--goal-ms 1000]
+        [--goal-finish-ms MS] [--price 3.5] [--check-pods] [--out FILE.json]
     python benchmarks/simulate_fleet.py --validate [--loads 0.3 0.6] [--requests 80] [--out FILE.json]
     python benchmarks/simulate_fleet.py --draw FILE.json
 
 Requests arrive as a Poisson process; a router gives each to the GPU with the fewest requests. Out come percentiles of the
 times until the first frame and until the end, utilisation, the GPUs that keep the goal, and the cost of a million tokens.
 
-What is measured: the milliseconds of a step by canvases and context, of a prompt and of a commit, on one H200 at the released
-26B-A4B shape (`--table`: last lines of bench_engine.py and bench_curve.py). Between measured points they are interpolated. What is published: the
-lengths, from a trace (fleet_model.py has the source). What is assumed, each with a flag: the requests that a user sends in an
-hour, the steps of a canvas (random weights never settle, so 16 forced ones were measured), the price of a GPU hour (H200s
-rented for 2.5 to 7 dollars in May 2026: mercatus-ai.com/blog/cloud-gpu-pricing). Not simulated: a prefix cache, memory of KV
-caches, which suffices for these lengths, time on the network, GPUs that fail, and hours with more or fewer users than others.
+Measured: the milliseconds of a step by canvases and context, of a prompt and of a commit, on one H200 at the released
+26B-A4B shape (`--table`: last lines of bench_engine.py and bench_curve.py). Between measured points they are interpolated.
+Published: the lengths, from a trace (fleet_model.py names it). Assumed, each with a flag: the requests that a user sends in
+an hour; the steps of a canvas (random weights never settle, so 16 forced ones were measured); the price of a GPU hour (H200s
+were rented for 2.5 to 7 dollars in May 2026, says mercatus-ai.com/blog/cloud-gpu-pricing). Not simulated: a prefix cache,
+the memory of KV caches, the network, GPUs that fail, and hours with more users than others.
 
-The autoregressive server is the same simulation with one token for a canvas and bf16 weights: a forward of as many tokens as there are
-requests, measured at this shape by bench_joint.py, and the KV caches of all requests, read at the memory's bandwidth.
+The autoregressive server is the same simulation with one token for a canvas, in bf16: a forward of as many tokens as there
+are requests, measured at this shape by bench_joint.py, and the KV caches of all requests, read at the memory's bandwidth.
 
-More GPUs than `--pod` are not simulated one by one: a Poisson process that is split by chance gives Poisson processes, so one
-pod with its share of the requests stands for all. `--check-pods` compares that with simulations of a whole fleet.
+More GPUs than `--pod` are not simulated one by one. A Poisson process that is split by chance gives Poisson processes, so
+one pod with its share of the requests stands for all. `--check-pods` compares that with simulations of a whole fleet.
 
 `--validate` starts `redraft serve` with the story model on this machine, measures its milliseconds, sends requests at chance
 times, and simulates the same arrivals. It fails if a simulated median is more than 20% from the measured one. The last line
@@ -39,8 +38,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fleet_model import AZURE_CONVERSATION, EngineRules, Lengths, StepTable, make_jobs, read_engine_table, read_json
-from fleet_model import read_trace, simulate
+from fleet_model import (
+    AZURE_CONVERSATION,
+    EngineRules,
+    Lengths,
+    StepTable,
+    make_jobs,
+    read_engine_table,
+    read_json,
+    read_trace,
+    simulate,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -101,9 +109,10 @@ class Fleet:
         else:
             if not self.keeps_goal(1e-3, 1):
                 alone = self.run(1e-3, 1)
+                first, finish = alone["first_p99_ms"], alone["finish_p99_ms"]
                 raise GoalError(
-                    f"no number of GPUs keeps the goal: alone, 99 of 100 requests have a first frame after "
-                    f"{alone['first_p99_ms']:.0f} ms and end after {alone['finish_p99_ms']:.0f} ms: raise --goal-ms or --goal-finish-ms"
+                    f"no number of GPUs keeps the goal: alone, 99 of 100 requests have a first frame within {first:.0f} ms "
+                    f"and end within {finish:.0f} ms: raise --goal-ms or --goal-finish-ms"
                 )
             gpus = pod
             most = 2
@@ -156,7 +165,7 @@ def read_fleets(options: argparse.Namespace) -> dict[str, Fleet]:
 
 
 def join_tables(tables: list[StepTable]) -> StepTable:
-    """One table of several runs. Of a point that several have, the first counts; prompts and commits are those of the first."""
+    """One table of several. Of a point that several have, the first counts; so do the first prompts and commits."""
     step_ms: dict[int, dict[int, float]] = {}
     for table in tables:
         for context, counts in table.step_ms.items():
@@ -291,6 +300,8 @@ def make_plan(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         if options.check_pods:
             last = rows[-1]
             result.setdefault("pods", {})[name] = check_pods(fleet, last["requests_per_second"] / last["gpus"], options.pod)
+    if not result["plan"]:
+        raise GoalError(next(iter(result["missed"].values())))
     console.print(table)
     for name, reason in result["missed"].items():
         console.print(f"{name}: {reason}")

@@ -60,15 +60,18 @@ def test_one_canvas_at_a_time_waits_as_long_as_in_an_m_d_1_queue(fleet_model, lo
     assert figures["utilisation"] == pytest.approx(load, rel=0.03)
 
 
-def test_steps_of_chance_wait_as_long_as_in_an_m_m_1_queue(fleet_model):
-    """Mean time in an M/M/1 system: service / (1 - load). Geometric counts of short steps are nearly exponential."""
+def test_steps_of_chance_wait_as_long_as_in_an_m_g_1_queue(fleet_model):
+    """Pollaczek and Khinchine: the mean wait is rate * E[service^2] / (2 * (1 - load))."""
     rng = random.Random(8)
-    jobs = make_jobs(fleet_model, 30_000, 50)
+    jobs = make_jobs(fleet_model, 20_000, 60)
     for job in jobs:
-        job.steps = (max(1, round(rng.expovariate(1 / 40))),)
-    table = fleet_model.StepTable(step_ms={0: {1: 0.25}})
+        job.steps = (rng.choice((2, 4, 14)),)
+    table = fleet_model.StepTable(step_ms={0: {1: 1.5}})
     fleet_model.simulate(jobs, table, fleet_model.EngineRules(max_running=1, has_own_clients=False), 1)
-    assert mean_response(jobs) == pytest.approx(10 / (1 - 0.5), rel=0.06)
+    services = [1.5 * steps for steps in (2, 4, 14)]
+    load = 0.06 * statistics.mean(services)
+    wait = 0.06 * statistics.mean(service**2 for service in services) / (2 * (1 - load))
+    assert mean_response(jobs) == pytest.approx(statistics.mean(services) + wait, rel=0.05)
 
 
 def test_every_request_ends_once_after_its_first_frame_and_all_work_is_done(fleet_model):
@@ -128,15 +131,27 @@ def test_more_gpus_never_raise_the_slowest_times_of_the_same_arrivals(fleet_mode
 
 
 def test_a_pod_stands_for_many(fleet_model):
-    """Arrivals that are split by chance are Poisson processes; one router over all GPUs is at least as good."""
+    """Arrivals that are split by chance are Poisson processes; one router over all GPUs is at least as good.
+
+    Means of several seeds: the medians of one seed differ by about 4% from those of another.
+    """
     table = fleet_model.read_engine_table(MEASURED, "fp8")
-    found = {}
-    for name, gpus, pods in (("one pod", 2, 1), ("three pods", 2, 3), ("one router", 6, 1)):
-        jobs = fleet_model.make_jobs(1000 * gpus * pods, 4.5 * gpus * pods, fleet_model.AZURE_CONVERSATION, (16, 16), seed=6)
-        found[name] = fleet_model.simulate(jobs, table, fleet_model.EngineRules(), gpus, pods)
-    for key, tolerance in (("first_p50_ms", 0.05), ("finish_p50_ms", 0.05), ("finish_p99_ms", 0.15), ("utilisation", 0.05)):
-        assert found["one pod"][key] == pytest.approx(found["three pods"][key], rel=tolerance)
-    assert found["one router"]["first_p99_ms"] <= found["three pods"]["first_p99_ms"]
+
+    def average(gpus, pods, seeds):
+        runs = []
+        for seed in range(seeds):
+            count, rate = 500 * gpus * pods, 3.5 * gpus * pods
+            jobs = fleet_model.make_jobs(count, rate, fleet_model.AZURE_CONVERSATION, (16, 16), seed=seed)
+            runs.append(fleet_model.simulate(jobs, table, fleet_model.EngineRules(), gpus, pods, seed))
+        return {key: statistics.mean(run[key] for run in runs) for key in runs[0]}
+
+    one_pod = average(2, 1, 6)
+    three_pods = average(2, 3, 2)
+    one_router = average(6, 1, 1)
+    for key, tolerance in (("first_p50_ms", 0.06), ("finish_p50_ms", 0.06), ("finish_p99_ms", 0.12), ("utilisation", 0.04)):
+        assert one_pod[key] == pytest.approx(three_pods[key], rel=tolerance)
+    assert one_router["first_p99_ms"] <= three_pods["first_p99_ms"]
+    assert one_router["finish_p99_ms"] <= three_pods["finish_p99_ms"]
 
 
 @pytest.mark.parametrize("quant", [None, "fp8"])
