@@ -362,7 +362,7 @@ def simulate(
         "finish_p50_ms": float(np.percentile(finishes, 50)),
         "finish_p99_ms": float(np.percentile(finishes, 99)),
         "finish_mean_ms": float(np.mean(finishes)),
-        "utilisation": min(1.0, at_last_arrival["busy"] / (1e3 * seconds * gpus * pods)),
+        "utilisation": at_last_arrival["busy"] / (1e3 * seconds * gpus * pods),
         "tokens_per_second": at_last_arrival["tokens"] / seconds,
     }
 

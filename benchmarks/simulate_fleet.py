@@ -2,7 +2,7 @@
 
     python benchmarks/simulate_fleet.py [--users 1000 1000000] [--quant none fp8] [--first-ms fp8:4096=73]
         [--table FILE.json ...] [--trace FILE.csv] [--requests-per-hour 10] [--steps 16] [--goal-ms 1000]
-        [--goal-finish-ms MS] [--price 3.5] [--check-pods] [--out FILE.json]
+        [--goal-finish-ms MS] [--most-load 0.8] [--price 3.5] [--check-pods] [--out FILE.json]
     python benchmarks/simulate_fleet.py --validate [--loads 0.3 0.6] [--requests 80] [--out FILE.json]
     python benchmarks/simulate_fleet.py --draw FILE.json
 
@@ -13,8 +13,9 @@ Measured: the milliseconds of a step by canvases and context, of a prompt and of
 26B-A4B shape (`--table`: last lines of bench_engine.py and bench_curve.py). Between measured points they are interpolated.
 Published: the lengths, from a trace (fleet_model.py names it). Assumed, each with a flag: the requests that a user sends in
 an hour; the steps of a canvas (random weights never settle, so 16 forced ones were measured); the price of a GPU hour (H200s
-were rented for 2.5 to 7 dollars in May 2026, says mercatus-ai.com/blog/cloud-gpu-pricing). Not simulated: a prefix cache,
-the memory of KV caches, the network, GPUs that fail, and hours with more users than others.
+were rented for 2.5 to 7 dollars in May 2026, says mercatus-ai.com/blog/cloud-gpu-pricing); the part of its most requests
+that a GPU gets. Not simulated: a prefix cache, the memory of KV caches, the network, GPUs that fail, and hours with more
+users than others.
 
 The autoregressive server is the same simulation with one token for a canvas, in bf16: a forward of as many tokens as there
 are requests, measured at this shape by bench_joint.py, and the KV caches of all requests, read at the memory's bandwidth.
@@ -32,6 +33,7 @@ import json
 import math
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 from importlib.metadata import version
@@ -86,49 +88,66 @@ class Fleet:
         self.options = options
         self.steps = options.steps if rules.canvas > 1 else (1, 1)
 
-    def run(self, rate: float, gpus: int, pods: int = 1) -> dict[str, float]:
-        """Simulates `pods` pods of so many GPUs, all of which get `rate` requests a second together."""
-        count = self.options.requests * gpus * pods
-        jobs = make_jobs(count, rate, self.lengths, self.steps, self.rules.canvas, self.options.seed)
-        figures = simulate(jobs, self.table, self.rules, gpus, pods, self.options.seed)
+    def run(self, rate: float, gpus: int, pods: int = 1, first_seed: int = 0) -> dict[str, float]:
+        """Simulates `pods` pods of so many GPUs, all of which get `rate` requests a second together: means over seeds."""
+        runs = []
+        for number in range(self.options.seeds):
+            seed = self.options.seed + first_seed + number
+            count = self.options.requests * gpus * pods
+            jobs = make_jobs(count, rate, self.lengths, self.steps, self.rules.canvas, seed)
+            runs.append(simulate(jobs, self.table, self.rules, gpus, pods, seed))
+        figures = {name: statistics.mean(run[name] for run in runs) for name in runs[0]}
         for name in ("first_p50_ms", "first_p99_ms", "finish_p50_ms", "finish_p99_ms", "finish_mean_ms"):
             figures[name] += self.options.overhead_ms
         return figures
 
-    def keeps_goal(self, rate: float, gpus: int) -> bool:
+    def keeps_goal(self, figures: dict[str, float]) -> bool:
         """Whether 99 of 100 first frames, and 99 of 100 answers if they have a goal, come in time."""
-        figures = self.run(rate, gpus)
         return figures["first_p99_ms"] <= self.options.goal_ms and figures["finish_p99_ms"] <= self.options.goal_finish_ms
 
+    def most_requests(self) -> float:
+        """Requests a second that one GPU finishes when there are always more."""
+        jobs = make_jobs(self.options.requests, 1e6, self.lengths, self.steps, self.rules.canvas, self.options.seed)
+        simulate(jobs, self.table, self.rules, 1)
+        return len(jobs) / (max(job.finish for job in jobs if job.finish is not None) / 1e3)
+
     def plan(self, rate: float) -> dict[str, float]:
-        """The fewest GPUs that keep the goal at `rate` requests a second, and the figures of their users."""
-        pod = self.options.pod
-        if self.keeps_goal(rate, pod):
-            gpus = search_least(1, pod, lambda count: self.keeps_goal(rate, count))
-            pods = 1
-        else:
-            if not self.keeps_goal(1e-3, 1):
-                alone = self.run(1e-3, 1)
-                first, finish = alone["first_p99_ms"], alone["finish_p99_ms"]
-                raise GoalError(
-                    f"no number of GPUs keeps the goal: alone, 99 of 100 requests have a first frame within {first:.0f} ms "
-                    f"and end within {finish:.0f} ms: raise --goal-ms or --goal-finish-ms"
-                )
-            gpus = pod
-            most = 2
-            while not self.keeps_goal(rate / most, pod):
-                most *= 2
-            pods = search_least(most // 2, most, lambda count: self.keeps_goal(rate / count, pod))
-        figures = self.run(rate / pods, gpus)
-        price = self.options.price * gpus * pods
+        """The fewest GPUs that keep the goal at `rate` requests a second, and the figures of their users.
+
+        No GPU gets more than `most_load` of the requests that it can finish. Nearer to all of them a queue grows so slowly that a
+        simulation of minutes does not see where it ends.
+        The search tries a number of GPUs with the same seeds. Other seeds give the figures and must keep the goal too:
+        otherwise the plan would be the one that the first seeds happen to favour.
+        """
+        alone = self.run(1e-3, 1)
+        if not self.keeps_goal(alone):
+            first, finish = alone["first_p99_ms"], alone["finish_p99_ms"]
+            raise GoalError(
+                f"no number of GPUs keeps the goal: alone, 99 of 100 requests have a first frame within {first:.0f} ms "
+                f"and end within {finish:.0f} ms: raise --goal-ms or --goal-finish-ms"
+            )
+        most = self.most_requests()
+        least = max(1, math.ceil(rate / (most * self.options.most_load)))
+        unit = 1 if least < self.options.pod else self.options.pod  # a few GPUs, or whole pods
+        low = -(-least // unit)
+        high = low
+        while not self.keeps_goal(self.try_units(rate, high, unit)):
+            low = high + 1
+            high = math.ceil(1.25 * high)
+            high = max(high, low)
+        units = search_least(low, high, lambda count: self.keeps_goal(self.try_units(rate, count, unit)))
+        while not self.keeps_goal(figures := self.try_units(rate, units, unit, self.options.seeds)):
+            units += 1
+        gpus = units * unit
         tokens = rate * self.mean_answer()
-        figures["tokens_per_second"] = tokens
-        figures["gpus"] = gpus * pods
-        figures["pods"] = pods
-        figures["requests_per_second"] = rate
-        figures["cost_per_hour"] = price
-        figures["cost_per_million_tokens"] = price / (tokens * 3600) * 1e6
-        return figures
+        price = self.options.price * gpus
+        figures |= {"gpus": gpus, "requests_per_second": rate, "tokens_per_second": tokens, "load": rate / (gpus * most)}
+        return figures | {"cost_per_hour": price, "cost_per_million_tokens": price / (tokens * 3600) * 1e6}
+
+    def try_units(self, rate: float, units: int, unit: int, first_seed: int = 0) -> dict[str, float]:
+        """Figures of so many GPUs behind one router, or of one of so many pods."""
+        gpus, share = (units, rate) if unit == 1 else (unit, rate / units)
+        return self.run(share, gpus, first_seed=first_seed)
 
     def mean_answer(self) -> float:
         """Tokens of an answer, on average."""
@@ -201,6 +220,7 @@ COLUMNS = (
     "server",
     "users",
     "GPUs",
+    "load",
     "busy",
     "first frame p50",
     "p99",
@@ -214,7 +234,7 @@ COLUMNS = (
 def to_cells(row: dict[str, Any]) -> list[str]:
     """A row of the plan as text. Times are seconds."""
     times = (row[name] / 1e3 for name in ("first_p50_ms", "first_p99_ms", "finish_p50_ms", "finish_p99_ms"))
-    counts = (f"{row['users']:,}", f"{row['gpus']:,}", f"{row['utilisation']:.0%}")
+    counts = (f"{row['users']:,}", f"{row['gpus']:,}", f"{row['load']:.0%}", f"{row['utilisation']:.0%}")
     ends = (f"{row['tokens_per_second']:,.0f}", f"{row['cost_per_million_tokens']:.2f}")
     return [row["server"], *counts, *(f"{seconds:.2f}" for seconds in times), *ends]
 
@@ -266,12 +286,14 @@ def make_plan(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "steps",
         "goal_ms",
         "goal_finish_ms",
+        "most_load",
         "price",
         "running",
         "ar_running",
         "pod",
         "requests",
         "overhead_ms",
+        "seeds",
         "seed",
     )
     result |= {name: getattr(options, name) for name in settings}
@@ -297,7 +319,7 @@ def make_plan(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         result["plan"] += rows
         for row in rows:
             table.add_row(*to_cells(row))
-        if options.check_pods:
+        if options.check_pods and fleet.rules.canvas > 1:
             last = rows[-1]
             result.setdefault("pods", {})[name] = check_pods(fleet, last["requests_per_second"] / last["gpus"], options.pod)
     if not result["plan"]:
@@ -348,6 +370,14 @@ def positive(text: str) -> float:
     return number
 
 
+def parse_part(text: str) -> float:
+    """A number above 0, at most 1."""
+    part = positive(text)
+    if part > 1:
+        raise argparse.ArgumentTypeError(f"must be at most 1, got {text!r}")
+    return part
+
+
 def count(text: str) -> int:
     """A whole number above zero."""
     if positive(text) != int(positive(text)):
@@ -369,11 +399,15 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--ar-running", type=int, default=64, help="requests of the autoregressive server; 0: none")
     parser.add_argument("--goal-ms", type=positive, default=1000.0, help="for 99 of 100 first frames")
     parser.add_argument("--goal-finish-ms", type=positive, default=1e12, help="for 99 of 100 answers [none]")
+    parser.add_argument(
+        "--most-load", type=parse_part, default=0.8, help="part of a GPU's most requests to plan for (assumed)"
+    )
     parser.add_argument("--price", type=positive, default=3.5, help="dollars of a GPU hour (assumed)")
     parser.add_argument("--overhead-ms", type=float, default=3.1, help="of HTTP: results/server_cpu2_202611.md")
     parser.add_argument("--pod", type=count, default=8, help="GPUs behind one router")
     parser.add_argument("--requests", type=count, default=None, help="for each GPU [1000]; of a load with --validate [80]")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=count, default=2, help="simulations of each case, with other arrivals")
     parser.add_argument("--check-pods", action="store_true")
     parser.add_argument("--validate", action="store_true")
     parser.add_argument("--loads", nargs="+", type=positive, default=[0.3, 0.6], help="parts of what the server can do")
