@@ -2,7 +2,7 @@
 
     python benchmarks/simulate_fleet.py [--users 1000 1000000] [--quant none fp8] [--first-ms fp8:4096=73]
         [--table FILE.json ...] [--trace FILE.csv] [--requests-per-hour 10] [--steps 16] [--goal-ms 1000]
-        [--goal-finish-ms MS] [--most-load 0.8] [--price 3.5] [--check-pods] [--out FILE.json]
+        [--goal-finish-ms MS] [--most-load 0.8] [--price 3.5] [--answers 256] [--no-padding] [--check-pods] [--out FILE.json]
     python benchmarks/simulate_fleet.py --validate [--loads 0.3 0.6] [--requests 80] [--out FILE.json]
     python benchmarks/simulate_fleet.py --draw FILE.json
 
@@ -114,8 +114,9 @@ class Fleet:
     def plan(self, rate: float) -> dict[str, float]:
         """The fewest GPUs that keep the goal at `rate` requests a second, and the figures of their users.
 
-        No GPU gets more than `most_load` of the requests that it can finish. Nearer to all of them a queue grows so slowly that a
-        simulation of minutes does not see where it ends.
+        No GPU gets more than `most_load` of the requests that it can finish. Nearer to all of them a queue grows so slowly
+        that a simulation of minutes does not see where it ends.
+
         The search tries a number of GPUs with the same seeds. Other seeds give the figures and must keep the goal too:
         otherwise the plan would be the one that the first seeds happen to favour.
         """
@@ -141,7 +142,13 @@ class Fleet:
         gpus = units * unit
         tokens = rate * self.mean_answer()
         price = self.options.price * gpus
-        figures |= {"gpus": gpus, "requests_per_second": rate, "tokens_per_second": tokens, "load": rate / (gpus * most)}
+        figures |= {
+            "gpus": gpus,
+            "requests_per_second": rate,
+            "tokens_per_second": tokens,
+            "load": rate / (gpus * most),
+            "most": most,
+        }
         return figures | {"cost_per_hour": price, "cost_per_million_tokens": price / (tokens * 3600) * 1e6}
 
     def try_units(self, rate: float, units: int, unit: int, first_seed: int = 0) -> dict[str, float]:
@@ -169,6 +176,8 @@ def search_least(low: int, high: int, is_enough: Any) -> int:
 def read_fleets(options: argparse.Namespace) -> dict[str, Fleet]:
     """A fleet for each weight format, and an autoregressive one."""
     lengths = read_trace(options.trace) if options.trace else AZURE_CONVERSATION
+    if options.answers:
+        lengths = Lengths(tuple((weight, prompts, (options.answers,)) for weight, prompts, _ in lengths.classes))
     fleets = {}
     for quant in options.quant:
         name = "bf16" if quant == "none" else quant
@@ -176,6 +185,8 @@ def read_fleets(options: argparse.Namespace) -> dict[str, Fleet]:
             read_engine_table(path, None if quant == "none" else quant, options.first_ms.get(name)) for path in options.table
         ]
         table = tables[0] if len(tables) == 1 else join_tables(tables)
+        if options.no_padding:
+            table = StepTable(step_ms=table.step_ms, prefill_ms=table.prefill_ms, commit_ms=table.commit_ms)
         fleets[f"diffusion {name}"] = Fleet(table, EngineRules(max_running=options.running), lengths, options)
         if quant == "none" and options.ar_running:
             rules = EngineRules(max_running=options.ar_running, canvas=1, has_own_clients=False)
@@ -265,7 +276,7 @@ def draw(path: Path) -> None:
         axis.set_yscale("log")
     axes[0].axhline(result["goal_ms"] / 1e3, color="#999999", linewidth=1)
     axes[1].legend(fontsize="small")
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})  # the same file from the same figures
 
 
 def measure_curve(fleet: Fleet, options: argparse.Namespace) -> list[dict[str, float]]:
@@ -283,6 +294,8 @@ def make_plan(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     result: dict[str, Any] = describe_run()
     settings = (
         "requests_per_hour",
+        "answers",
+        "no_padding",
         "steps",
         "goal_ms",
         "goal_finish_ms",
@@ -394,6 +407,10 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--table", nargs="+", type=Path, default=[TABLE], help="measured steps; of a point the first counts")
     parser.add_argument("--first-ms", nargs="+", type=parse_first, default=[], help="newer times until a first step")
     parser.add_argument("--trace", type=Path, help="CSV with ContextTokens and GeneratedTokens")
+    parser.add_argument("--answers", type=count, help="tokens of every answer, instead of the trace's")
+    parser.add_argument(
+        "--no-padding", action="store_true", help="as if there were a CUDA graph for every number of canvases"
+    )
     parser.add_argument("--steps", type=parse_steps, default=(16, 16), help="of a canvas: 16, or 12-20 by chance")
     parser.add_argument("--running", type=count, default=8, help="canvases denoised together")
     parser.add_argument("--ar-running", type=int, default=64, help="requests of the autoregressive server; 0: none")

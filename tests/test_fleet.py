@@ -232,6 +232,16 @@ def test_a_plan_ends_with_json_and_a_picture(tmp_path):
     assert str(tmp_path) not in json.dumps(result)
 
 
+@pytest.mark.parametrize("name", ["fleet_h200_202611", "fleet_finish_h200_202611"])
+def test_the_page_has_the_tables_of_the_committed_runs(monkeypatch, name):
+    load(monkeypatch, "fleet_model")
+    script = load(monkeypatch, "simulate_fleet")
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    page = (ROOT / "docs" / "fleet.md").read_text()
+    assert script.to_markdown(result) in page
+    assert result["command"] in page
+
+
 def test_a_plan_is_drawn(monkeypatch, tmp_path):
     load(monkeypatch, "fleet_model")
     script = load(monkeypatch, "simulate_fleet")
