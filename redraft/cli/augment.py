@@ -7,21 +7,25 @@ run resumes after the last complete record of the output.
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from redraft.cli.options import Adapter, Device, Model, Threads, option, parse_int
+from redraft.cli.options import Adapter, Device, Model, Ray, Threads, Workers, check_workers, option, parse_int
+from redraft.cluster.jobs import Item, OutputFile, Result, process_here, run_job, to_line, whole_lines
 
 if TYPE_CHECKING:
+    from redraft.config import BackboneConfig
     from redraft.tasks.augment import Plan, Variant
+    from redraft.tokenizer.tokenizer import Tokenizer
+    from redraft.writer import Writer
 
 ORIGIN = "redraft"  # the field of a variant that names its record, seed and spans
 
@@ -42,46 +46,96 @@ def augment(
     device: Device = None,
     threads: Threads = None,
     adapter: Adapter = None,
+    ray: Ray = None,
+    workers: Workers = None,
 ) -> None:
     """Make variants of texts for a training set: some words are replaced by others that fit."""
     share_of_words = parse_share(share)
     records = read_records(Path(file), field)
-    target = Path(out)
-    if target.exists() and not resume:
-        raise ValueError(f"{out} exists already: continue it with --resume, or name another file")
-    if not target.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {str(target.parent)!r} to write {out!r} into")
-    from redraft import writer
-    from redraft.tasks.augment import BATCH, Plan, check_text, variants
+    check_workers(ray, workers)
+    with OutputFile(Path(out), resume=resume) as output:
+        from redraft import checkpoint, writer
+        from redraft.tasks.augment import Plan
 
-    plan = Plan(share=share_of_words, regex=regex, keep=keep, count=count, seed=seed)
-    begin = 0
-    kept_bytes = 0
-    if target.exists():
-        begin, kept_bytes = find_resume_point(target, [record[field] for _, record in records], plan)
-    subject = writer.load(model or writer.DEFAULT_MODEL, device=device, adapter=adapter)
-    console = Console(stderr=True, highlight=False)
+        plan = Plan(share=share_of_words, regex=regex, keep=keep, count=count, seed=seed)
+        begin = 0
+        kept_bytes = 0
+        if output.exists:
+            begin, kept_bytes = find_resume_point(output, [record[field] for _, record in records], plan)
+        items = [Item(number, to_line(records[number][1])) for number in range(begin, len(records))]
+        load = partial(load_processor, plan, field, model or writer.DEFAULT_MODEL, adapter=adapter)
+        if ray is None:
+            processor = load(device=device)
+            check_records(file, field, records, processor.subject.model.config, processor.subject.tokenizer)
+            processing = process_here(processor, items)
+        else:
+            from redraft.cluster.ray_data import ClusterOptions, process_on_ray
+
+            cluster = ClusterOptions(address=ray, workers=workers, device=device, threads=threads)
+            opened = checkpoint.open_checkpoint(checkpoint.find_base(model or writer.DEFAULT_MODEL)[0])
+            check_records(file, field, records, opened.config, opened.tokenizer)
+            processing = process_on_ray(load, items, cluster, group=group_size(plan), in_order=True)
+        console = Console(stderr=True, highlight=False)
+        began = time.perf_counter()
+        numbers = [item.number for item in items]
+        with processing as results:
+            options = {"kept_bytes": kept_bytes, "done": begin, "what": "records"}
+            counts = run_job(results, output, numbers, **options, console=console)
+        console.print(summary(counts, time.perf_counter() - began))
+
+
+class VariantProcessor:
+    """Makes the variants of records with one model."""
+
+    def __init__(self, subject: Writer, plan: Plan, field: str) -> None:
+        self.subject = subject
+        self.plan = plan
+        self.field = field
+
+    def process(self, items: Iterable[Item]) -> Iterator[Result]:
+        """Yields the variants of each record, in the order of the records."""
+        from redraft.tasks.augment import variants
+
+        subject = self.subject
+        remaining = iter(items)
+        while group := list(islice(remaining, group_size(self.plan))):
+            records = {item.number: json.loads(item.text) for item in group}
+            texts = [(number, record[self.field]) for number, record in records.items()]
+            for number, made in zip(
+                records, variants(subject.engine, subject.tokenizer, texts, subject.sampler, self.plan), strict=True
+            ):
+                lines = "".join(to_line(to_record(records[number], self.field, variant)) for variant in made)
+                yield Result(number, lines, count_variants(made, self.plan.count))
+
+    def close(self) -> None:
+        """There is nothing to end: the engine runs in the caller's thread."""
+
+
+def load_processor(plan: Plan, field: str, model: str | Path, **options: Any) -> VariantProcessor:
+    """Loads the model of a job, in this process or in a worker of a cluster."""
+    from redraft import writer
+
+    return VariantProcessor(writer.load(model, **options), plan, field)
+
+
+def group_size(plan: Plan) -> int:
+    """How many records are denoised together."""
+    from redraft.tasks.augment import BATCH
+
+    return max(1, BATCH // plan.count)
+
+
+def check_records(
+    file: str, field: str, records: Sequence[tuple[int, dict[str, Any]]], config: BackboneConfig, tokenizer: Tokenizer
+) -> None:
+    """Refuses records whose text does not fit the model."""
+    from redraft.tasks.augment import check_text
+
     for line, record in records:
         try:
-            check_text(subject.engine, subject.tokenizer, record[field])
+            check_text(config, tokenizer, record[field])
         except ValueError as error:
             raise ValueError(f"line {line} of {file}: {error}") from None
-    if target.exists():
-        os.truncate(target, kept_bytes)  # only now: all errors of the user have been checked
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    counts = _Counts()
-    began = time.perf_counter()
-    with open(target, "a", encoding="utf-8") as output, Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("records", total=len(records), completed=begin)
-        group = max(1, BATCH // plan.count)
-        for first in range(begin, len(records), group):
-            texts = [(number, records[number][1][field]) for number in range(first, min(first + group, len(records)))]
-            for made in variants(subject.engine, subject.tokenizer, texts, subject.sampler, plan):
-                output.write("".join(to_line(to_record(records[variant.number][1], field, variant)) for variant in made))
-                output.flush()
-                counts.add(made, plan.count)
-                bar.advance(task)
-    console.print(counts.summary(time.perf_counter() - began))
 
 
 def parse_share(text: str) -> float:
@@ -110,23 +164,13 @@ def read_records(path: Path, field: str) -> list[tuple[int, dict[str, Any]]]:
     return records
 
 
-def to_line(record: dict[str, Any]) -> str:
-    """A record as a line of JSON; escaped where it holds lone surrogates, which UTF-8 cannot encode."""
-    line = json.dumps(record, ensure_ascii=False)
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        line = json.dumps(record)
-    return line + "\n"
-
-
 def to_record(record: dict[str, Any], field: str, variant: Variant) -> dict[str, Any]:
     """A record with the text of a variant, and the variant's origin."""
     origin = {"record": variant.number, "seed": variant.seed, "spans": [list(span) for span in variant.spans]}
     return {**record, field: variant.text, ORIGIN: origin}
 
 
-def find_resume_point(path: Path, texts: Sequence[str], plan: Plan) -> tuple[int, int]:
+def find_resume_point(output: OutputFile, texts: Sequence[str], plan: Plan) -> tuple[int, int]:
     """The record to resume with, and the number of bytes before its variants.
 
     That is the last record in the output, since its variants may be incomplete. Refuses an output that these records and
@@ -134,11 +178,11 @@ def find_resume_point(path: Path, texts: Sequence[str], plan: Plan) -> tuple[int
     """
     from redraft.tasks.augment import choose_spans
 
-    written = path.read_bytes()
+    path = output.path
     last_record = 0
     kept_bytes = 0
     size = 0
-    for number, line in enumerate(written[: written.rfind(b"\n") + 1].split(b"\n")[:-1], 1):
+    for number, line in enumerate(whole_lines(output.read()), 1):
         try:
             origin = json.loads(line)[ORIGIN]
             record = origin["record"]
@@ -156,26 +200,16 @@ def find_resume_point(path: Path, texts: Sequence[str], plan: Plan) -> tuple[int
     return last_record, kept_bytes
 
 
-@dataclass
-class _Counts:
-    """Totals of a run."""
+def count_variants(made: Sequence[Variant], requested: int) -> dict[str, int]:
+    """What the variants of one record add to the totals."""
+    tokens = sum(variant.tokens for variant in made)
+    return {"records": 1, "variants": len(made), "dropped": requested - len(made), "tokens": tokens}
 
-    records: int = 0
-    variants: int = 0
-    dropped: int = 0
-    tokens: int = 0
 
-    def add(self, made: list[Variant], requested: int) -> None:
-        """Adds the variants of one record."""
-        self.records += 1
-        self.variants += len(made)
-        self.dropped += requested - len(made)
-        self.tokens += sum(variant.tokens for variant in made)
-
-    def summary(self, seconds: float) -> str:
-        """One line."""
-        return (
-            f"{self.variants} variants of {self.records} records, {self.dropped} dropped as duplicates; "
-            f"{seconds:.1f} s, {self.variants / max(seconds, 1e-9):.1f} variants/s, "
-            f"{self.tokens / max(seconds, 1e-9):.0f} tokens/s"
-        )
+def summary(counts: Counter[str], seconds: float) -> str:
+    """The totals of a run in one line."""
+    return (
+        f"{counts['variants']} variants of {counts['records']} records, {counts['dropped']} dropped as duplicates; "
+        f"{seconds:.1f} s, {counts['variants'] / max(seconds, 1e-9):.1f} variants/s, "
+        f"{counts['tokens'] / max(seconds, 1e-9):.0f} tokens/s"
+    )

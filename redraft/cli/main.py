@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import redraft
-from redraft.cli import adapt, augment, data, demo, edit, info, merge, models, quantize, serve, sudoku, train, tune, warm
+from redraft.cli import adapt, augment, batch, data, demo, edit, info, merge, models, quantize, serve, sudoku, train, tune, warm
 from redraft.cli.generation import (
     FLAGS,
     BestOf,
@@ -247,6 +247,7 @@ app.command()(demo.demo)
 app.command()(edit.fill)
 app.command()(edit.edit)
 app.command()(augment.augment)
+app.command()(batch.batch)
 app.command()(sudoku.sudoku)
 app.command()(serve.serve)
 app.command()(warm.warm)

@@ -61,6 +61,18 @@ def refuse_sudoku_model(writer: "Writer") -> None:
         raise ValueError("this model solves Sudoku and knows no words: try redraft sudoku PUZZLE, or another --model")
 
 
+def check_workers(ray: str | None, workers: int | None) -> None:
+    """Refuses --ray and --workers that make no sense, and --ray where Ray is missing."""
+    if workers is not None and ray is None:
+        raise ValueError(f"--workers {workers} needs --ray: --ray local starts them on this machine")
+    if workers is not None and workers < 1:
+        raise ValueError(f"--workers must be above 0, got {workers}")
+    if ray is not None:
+        from redraft.cluster.ray_data import check_address
+
+        check_address(ray)
+
+
 def _fix_threads(threads: int | None) -> int | None:
     if threads is not None:
         from redraft.kernels.threads import fix_threads
@@ -123,6 +135,18 @@ Adapter = Annotated[
     typer.Option(
         "--adapter", help="Folder of a LoRA adapter of the model, as redraft tune and peft write it; or tiny-sudoku."
     ),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="local|ADDRESS",
+        help="Work on a Ray cluster: local starts one on this machine, HOST:PORT joins a running one. [this process]",
+    ),
+]
+Workers = Annotated[
+    int | None,
+    option("--workers", help="Workers on the Ray cluster, each with a model. [one per GPU, or per machine]", parser=parse_int),
 ]
 Kv = Annotated[str | None, typer.Option("--kv", help="fp8: store KV caches in 8 bits, half of the memory. [as the weights]")]
 GpuMemory = Annotated[

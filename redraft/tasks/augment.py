@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from redraft.config import SamplerConfig
+from redraft.config import BackboneConfig, SamplerConfig
 from redraft.engine import Engine, Request
 from redraft.tasks.edit import (
     Span,
@@ -118,10 +118,10 @@ def variants(
         yield list(made[number].values())
 
 
-def check_text(engine: Engine, tokenizer: Tokenizer, text: str) -> None:
-    """Refuses a text that does not fit the context or that holds special tokens."""
-    tokens = TokenizedText(tokenizer, text, engine.model.config.max_position_embeddings)
-    check_context(engine.model, len(start_tokens(tokenizer)), len(tokens.ids))
+def check_text(config: BackboneConfig, tokenizer: Tokenizer, text: str) -> None:
+    """Refuses a text that does not fit the context or that holds special tokens. It needs no weights."""
+    tokens = TokenizedText(tokenizer, text, config.max_position_embeddings)
+    check_context(config, len(start_tokens(tokenizer)), len(tokens.ids))
 
 
 class _Job:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redraft.config import SamplerConfig, require_int
+from redraft.config import BackboneConfig, SamplerConfig, require_int
 from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft
@@ -164,7 +164,7 @@ def score_canvases(
     The KV cache is reserved in the engine's budget until the iterator ends or is closed.
     """
     model = engine.model
-    check_context(model, len(prompt), len(ids))
+    check_context(model.config, len(prompt), len(ids))
     begins = range(0, len(ids), size)
     if not begins:
         return
@@ -182,9 +182,9 @@ def score_canvases(
                     model.encode(canvas_1C, cache)
 
 
-def check_context(model: Backbone, prompt_tokens: int, text_tokens: int) -> None:
+def check_context(config: BackboneConfig, prompt_tokens: int, text_tokens: int) -> None:
     """Refuses a text that does not fit the model's context."""
-    limit = model.config.max_position_embeddings
+    limit = config.max_position_embeddings
     if prompt_tokens + text_tokens > limit:
         raise RequestError(
             f"the text has {text_tokens} tokens after a prompt of {prompt_tokens}, but the model's context is {limit}: "
@@ -294,7 +294,7 @@ def stream_redraft(
     engine.model.require_denoiser("edit")
     check_strength(strength)
     check_deadline(None, stop)
-    check_context(engine.model, len(prompt), len(ids))
+    check_context(engine.model.config, len(prompt), len(ids))
     replay = replay or Replay()
     _check_replay(replay, ids, cfg, engine.model.config.vocab_size, set(forbidden), strength)
     new_ids = list(ids)

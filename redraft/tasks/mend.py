@@ -186,7 +186,7 @@ class Mender:
         require_int("most", most)
         prompt = start_tokens(self.tokenizer)
         tokens = TokenizedText(self.tokenizer, text, self.engine.model.config.max_position_embeddings)
-        check_context(self.engine.model, len(prompt), len(tokens.ids))
+        check_context(self.engine.model.config, len(prompt), len(tokens.ids))
         tokens.positions_in(keep, text)  # refuses spans outside of the text
         words = find_words(text)
         self.forwards = -(-len(tokens.ids) // CHUNK)
