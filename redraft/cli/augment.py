@@ -79,8 +79,7 @@ def augment(
         began = time.perf_counter()
         numbers = [item.number for item in items]
         with processing as results:
-            options = {"kept_bytes": kept_bytes, "done": begin, "what": "records"}
-            counts = run_job(results, output, numbers, **options, console=console)
+            counts = run_job(results, output, numbers, kept_bytes=kept_bytes, done=begin, what="records", console=console)
         console.print(summary(counts, time.perf_counter() - began))
 
 

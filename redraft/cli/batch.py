@@ -1,4 +1,4 @@
-"""The command redraft batch REQUESTS.jsonl --out ANSWERS.jsonl: OpenAI's batch format, answered by a model of this machine."""
+"""The command redraft batch REQUESTS.jsonl --out ANSWERS.jsonl: a model answers requests in OpenAI's batch format."""
 
 from __future__ import annotations
 

@@ -19,7 +19,23 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import redraft
-from redraft.cli import adapt, augment, batch, data, demo, edit, info, merge, models, quantize, serve, sudoku, train, tune, warm
+from redraft.cli import (
+    adapt,
+    augment,
+    batch,
+    data,
+    demo,
+    edit,
+    info,
+    merge,
+    models,
+    quantize,
+    serve,
+    sudoku,
+    train,
+    tune,
+    warm,
+)
 from redraft.cli.generation import (
     FLAGS,
     BestOf,

@@ -146,7 +146,9 @@ Ray = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    option("--workers", help="Workers on the Ray cluster, each with a model. [one per GPU, or per machine]", parser=parse_int),
+    option(
+        "--workers", help="Workers on the Ray cluster, each with a model. [one per GPU, or per machine]", parser=parse_int
+    ),
 ]
 Kv = Annotated[str | None, typer.Option("--kv", help="fp8: store KV caches in 8 bits, half of the memory. [as the weights]")]
 GpuMemory = Annotated[

@@ -1,7 +1,7 @@
 """OpenAI's batch format: lines of requests in, lines of answers out.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
-    {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
+    {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, "error": null}
 
 Every line of the input gets one line of the output. A request that the server refuses has the server's status and error
 body as its response. A line that is no request has `"response": null` and an error with a code, a message and the line's
@@ -69,7 +69,8 @@ class BatchRequest:
     def from_text(cls, text: str) -> BatchRequest:
         """The request of an item."""
         head, _, body = text.partition("\n")
-        return cls(*json.loads(head), body)
+        identifier, custom_id, url = json.loads(head)
+        return cls(identifier, custom_id, url, body)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ import json
 import logging
 import os
 import re
+import secrets
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from redraft.cluster.jobs import Item, Processor, Result
 
 LOCAL = "local"
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]{1,5}", re.ASCII)
-LOOPBACK = "127.0.0.1"
+CONNECT_SECONDS = 10.0
 CALLS_PER_WORKER = 3  # blocks that a worker has at once: while the last items of one are processed, others have begun
 
 
@@ -84,19 +86,41 @@ def process_on_ray(
 
 
 def connect(address: str) -> None:
-    """Joins a running cluster, or starts one that only this machine can reach and that ends with this process."""
+    """Joins a running cluster, or starts one of this machine alone that ends with this process.
+
+    Ray reads its settings from the environment when it is imported. It binds the ports of a cluster to all addresses,
+    and to the loopback address where it may not form a cluster of several machines. A token keeps other users of this
+    machine out.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent out
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray's workers are restarted without a page of text
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # a worker is restarted without a page of text
+    if address == LOCAL:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        if "RAY_AUTH_MODE" not in os.environ:
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    else:
+        _reach(address)
     import ray
 
     options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
     if address == LOCAL:
-        options |= {"include_dashboard": False, "_node_ip_address": LOOPBACK}
+        options |= {"include_dashboard": False}
     try:
         ray.init(**options)
-    except (ConnectionError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"cannot join the Ray cluster at {address}, start this on one of its machines: {reason}") from None
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        where = "start this on a machine of the cluster" if address != LOCAL else "see the logs of Ray"
+        raise ValueError(f"Ray at {address} does not answer, {where}: {reason}") from None
+
+
+def _reach(address: str) -> None:
+    """Refuses an address where nothing listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"no Ray cluster listens at {address} ({error}): give the HOST:PORT of its head") from None
 
 
 def plan_workers(nodes: Sequence[dict[str, float]], workers: int | None, device: str | None) -> tuple[int, dict[str, Any]]:
@@ -143,39 +167,38 @@ def _stream_results(
         compute=ray.data.ActorPoolStrategy(**pool),
         **resources,
     )
-    try:
-        for row in rows.iter_rows():
-            yield Result(row["number"], row["lines"], json.loads(row["counts"]))
-    except ray.exceptions.RayError as error:
-        if (mistake := find_mistake(error)) is not None:
-            raise ValueError(f"a worker of the Ray cluster says: {mistake}") from None
-        raise
-
-
-def find_mistake(error: BaseException | None) -> ValueError | None:
-    """The user's mistake that a worker has raised, such as a model that its machine does not have."""
-    while error is not None:
-        if isinstance(error, ValueError):
-            return error
-        error = getattr(error, "cause", None) or error.__cause__
-    return None
+    for row in rows.iter_rows():
+        if row["mistake"]:
+            raise ValueError(f"a worker of the Ray cluster cannot begin: {row['mistake']}")
+        yield Result(row["number"], row["lines"], json.loads(row["counts"]))
 
 
 class _Worker:
-    """An actor of the pool: one process with one processor."""
+    """An actor of the pool: one process with one processor.
+
+    A mistake of the user that it finds, such as an adapter that its machine does not have, is returned in place of results:
+    Ray would restart a worker whose constructor raises, and print every trace.
+    """
 
     def __init__(self, load: Callable[..., Processor], device: str | None, threads: int | None) -> None:
+        self.mistake = ""
         if threads is not None:
             from redraft.kernels.threads import fix_threads
 
             fix_threads(threads)
-        self.processor = load(device=device)
+        try:
+            self.processor = load(device=device)
+        except (ValueError, OSError) as error:
+            self.mistake = str(error) or type(error).__name__
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, list[Any]]:
+        if self.mistake:
+            return {"number": [0], "lines": [""], "counts": ["{}"], "mistake": [self.mistake]}
         items = [Item(number, text) for number, text in zip(rows["number"].tolist(), rows["text"].tolist(), strict=True)]
         results = list(self.processor.process(items))
         return {
             "number": [result.number for result in results],
             "lines": [result.lines for result in results],
             "counts": [json.dumps(dict(result.counts)) for result in results],
+            "mistake": [""] * len(results),
         }

@@ -26,7 +26,6 @@ from redraft.constraints.constraints import ConstraintEdit, Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft
 from redraft.engine import Engine, Intervention, Replay, Request, RequestError, Stopped
-from redraft.model.backbone import Backbone
 from redraft.tasks.generation import check_deadline, require_text
 from redraft.tokenizer.tokenizer import Tokenizer
 
