@@ -16,8 +16,8 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,8 @@ def process_on_ray(
         blocks = -(-len(items) // group)
         pool = {"size": min(count, blocks), "max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True}
         worker = (load, cluster.device, cluster.threads)
-        yield _stream_results(worker, items, blocks, pool, resources, in_order=in_order)
+        with closing(_stream_results(worker, items, blocks, pool, resources, in_order=in_order)) as results:
+            yield results
     finally:
         ray.shutdown()
 
@@ -149,7 +150,7 @@ def _stream_results(
     resources: dict[str, Any],
     *,
     in_order: bool,
-) -> Iterator[Result]:
+) -> Generator[Result]:
     """Yields results as blocks are finished. `worker` are the arguments of _Worker."""
     import ray
     import ray.data
@@ -167,10 +168,13 @@ def _stream_results(
         compute=ray.data.ActorPoolStrategy(**pool),
         **resources,
     )
-    for row in rows.iter_rows():
-        if row["mistake"]:
-            raise ValueError(f"a worker of the Ray cluster cannot begin: {row['mistake']}")
-        yield Result(row["number"], row["lines"], json.loads(row["counts"]))
+    # Closing it ends the threads of Ray Data. If one still ran when Ray shuts down, Ray would end this process.
+    batches: Any = iter(rows.iter_batches(batch_size=None, batch_format="pyarrow"))
+    with closing(batches) as tables:
+        for row in (row for table in tables for row in table.to_pylist()):
+            if row["mistake"]:
+                raise ValueError(f"a worker of the Ray cluster cannot begin: {row['mistake']}")
+            yield Result(row["number"], row["lines"], json.loads(row["counts"]))
 
 
 class _Worker:
