@@ -6,6 +6,7 @@ options.py    options that several commands share
 generation.py options of the commands that generate an answer
 edit.py       fill, edit
 augment.py    augment
+batch.py      batch: answers files of requests
 serve.py      serve
 models.py     pull, models, rm
 info.py       info

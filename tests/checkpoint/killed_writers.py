@@ -29,8 +29,10 @@ from redraft import checkpoint
 from redraft import writer as writers
 from redraft.checkpoint import load_checkpoint
 from redraft.cli import augment as cli_augment
+from redraft.cli import batch as cli_batch
 from redraft.cli import quantize
 from redraft.cli.train import drop_later_reports
+from redraft.cluster import batch_app
 from redraft.config import write_text
 from redraft.model import quant
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
@@ -192,6 +194,29 @@ def writes_variants(folder: Path) -> FileWriter:
     return FileWriter(write, read, longest_wait=0.6)
 
 
+def writes_answers(folder: Path) -> FileWriter:
+    batch_app.load = lambda *args, **kwargs: Writer(
+        tiny.decided(tiny.BASE), tiny.byte_tokenizer(), tiny.sampler(canvas_length=16, max_steps=2)
+    )
+    body = {"prompt": "abc", "max_tokens": 4, "seed": 1}
+    head = {"method": "POST", "url": "/v1/completions", "body": body}
+    requests = folder / "requests.jsonl"
+    requests.write_text("".join(json.dumps({"custom_id": str(n), **head}) + "\n" for n in range(12)))
+    out = folder / "answers.jsonl"
+
+    def write(number: int) -> None:
+        out.unlink(missing_ok=True)
+        cli_batch.batch(str(requests), str(out))
+
+    def read() -> None:
+        cli_batch.batch(str(requests), str(out), resume=True)
+        answers = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        assert sorted(int(answer["custom_id"]) for answer in answers) == list(range(12))
+        assert len({json.dumps(answer["response"]["body"]["choices"]) for answer in answers}) == 1
+
+    return FileWriter(write, read, longest_wait=0.6)
+
+
 def writes_pulled(folder: Path) -> FileWriter:
     patch = pytest.MonkeyPatch()  # of this process and its children, for good
     patch.setenv("REDRAFT_HOME", str(folder / "home"))
@@ -226,6 +251,7 @@ WRITERS = {
     "write_text": writes_file,
     "metrics.jsonl": writes_metrics,
     "redraft augment": writes_variants,
+    "redraft batch": writes_answers,
     "redraft pull": writes_pulled,
 }
 

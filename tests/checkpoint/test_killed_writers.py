@@ -24,4 +24,4 @@ def test_a_killed_writer_leaves_the_old_content_or_the_new_one(tmp_path):
     assert run.returncode == 0, run.stderr[-3000:]
     outcomes = json.loads(run.stdout.splitlines()[-1])
     assert sum(len(of_writer) for of_writer in outcomes.values()) == KILLS
-    assert len(outcomes) == 10
+    assert len(outcomes) == 11

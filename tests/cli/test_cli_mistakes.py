@@ -133,7 +133,7 @@ def test_quantize_replaces_only_with_force_and_writes_ordinary_permissions(run, 
 
 
 @pytest.mark.parametrize(
-    "command", ["write", "chat", "fill", "edit", "augment", "sudoku", "serve", "train", "eval", "quantize"]
+    "command", ["write", "chat", "fill", "edit", "augment", "batch", "sudoku", "serve", "train", "eval", "quantize"]
 )
 def test_every_command_that_computes_takes_threads(run, command):
     assert "--threads" in run(command, "--help")[1]

@@ -22,7 +22,7 @@ for arguments in json.loads(sys.argv[1]):
     results.append([code, err.getvalue(), sorted(HEAVY & sys.modules.keys())])
 print(json.dumps(results))
 """
-COMMANDS = "write chat demo fill edit augment sudoku serve warm train eval data pull models rm info quantize".split()
+COMMANDS = "write chat demo fill edit augment batch sudoku serve warm train eval data pull models rm info quantize".split()
 USAGE_ERRORS = {
     ("--nonsense",): "No such option",
     ("write", "x", "--max-tokens", "many"): "'many' is not a whole number",
@@ -34,6 +34,10 @@ USAGE_ERRORS = {
     ("edit", __file__, "--suggest", "--write"): "--suggest changes nothing",
     ("augment", __file__, "-o", "x", "--share", "x"): "--share is a share of words",
     ("augment", __file__, "-o", "x"): "is not JSON",
+    ("batch", "no such file", "-o", "x"): "No such file",
+    ("batch", __file__, "-o", "x", "--workers", "2"): "--workers 2 needs --ray",
+    ("batch", __file__, "-o", "x", "--ray", "there"): "--ray is local or the HOST:PORT",
+    ("batch", __file__, "-o", __file__): "exists already",
     ("sudoku", "123"): "81 cells",
     ("sudoku",): "Missing argument",
     ("serve", "--host", "0.0.0.0"): "--api-key",

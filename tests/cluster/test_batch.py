@@ -76,7 +76,7 @@ def check_answers(lines, folder):
             assert answer["response"]["status_code"] == response.status_code == 200, response.text
             if "seed" in line["body"]:
                 assert steady(answer["response"]["body"]) == steady(response.json()), line
-            assert count_tokens(answer["response"]["body"]) > 0, line
+            assert count_tokens(answer["response"]["body"]) > 0 or line["url"] == "/infill", line  # may be empty
     return answers
 
 
