@@ -63,17 +63,18 @@ def augment(
         if output.exists:
             begin, kept_bytes = find_resume_point(output, [record[field] for _, record in records], plan)
         items = [Item(number, to_line(records[number][1])) for number in range(begin, len(records))]
-        load = partial(load_processor, plan, field, model or writer.DEFAULT_MODEL, adapter=adapter)
         if ray is None:
-            processor = load(device=device)
+            processor = load_processor(plan, field, model or writer.DEFAULT_MODEL, device=device, adapter=adapter)
             check_records(file, field, records, processor.subject.model.config, processor.subject.tokenizer)
             processing = process_here(processor, items)
         else:
-            from redraft.cluster.ray_data import ClusterOptions, process_on_ray
+            from redraft.cluster.ray_data import ClusterOptions, absolute_path, process_on_ray
 
             cluster = ClusterOptions(address=ray, workers=workers, device=device, threads=threads)
             opened = checkpoint.open_checkpoint(checkpoint.find_base(model or writer.DEFAULT_MODEL)[0])
             check_records(file, field, records, opened.config, opened.tokenizer)
+            name = absolute_path(model) or writer.DEFAULT_MODEL.name
+            load = partial(load_processor, plan, field, name, adapter=absolute_path(adapter))
             processing = process_on_ray(load, items, cluster, group=group_size(plan), in_order=True)
         console = Console(stderr=True, highlight=False)
         began = time.perf_counter()

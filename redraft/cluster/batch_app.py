@@ -118,7 +118,11 @@ class BatchProcessor:
             elif message["type"] == "http.response.body":
                 pieces.append(message.get("body", b""))
 
-        await self.app(make_scope(number, request.url, len(content)), receive, send)
+        try:
+            await self.app(make_scope(number, request.url, len(content)), receive, send)
+        except Exception:  # a fault that the app has answered and logged; Starlette raises it again
+            if not status:
+                raise
         return status, json.loads(b"".join(pieces))
 
 

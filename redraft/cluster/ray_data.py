@@ -19,6 +19,7 @@ import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from redraft.cluster.jobs import Item, Processor, Result
@@ -51,6 +52,11 @@ def check_address(address: str) -> None:
         raise ValueError("--ray needs Ray with Ray Data: pip install 'redraft[cluster]'")
     if address != LOCAL and not ADDRESS.fullmatch(address):
         raise ValueError(f"--ray is local or the HOST:PORT of a running cluster's head, got {address!r}")
+
+
+def absolute_path(name: str | None) -> str | None:
+    """A file or folder of the user by its whole path: workers run in other folders. Hub ids and packaged names stay."""
+    return str(Path(name).absolute()) if name and Path(name).exists() else name
 
 
 @contextmanager

@@ -67,6 +67,12 @@ def find_workers(pid: int) -> list[int]:
     return workers
 
 
+def first_choices(folder: Path, count: int) -> dict[str, object]:
+    """The answers of one machine to the first requests."""
+    alone = choices_by_id(folder / "alone.jsonl")
+    return {line["custom_id"]: alone[line["custom_id"]] for line in LINES[:count]}
+
+
 def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -92,37 +98,66 @@ def test_500_requests_are_answered_once_while_workers_are_killed(folder):
 
 def test_a_killed_batch_resumes_on_a_cluster(folder):
     out = folder / "resumed.jsonl"
-    arguments = ["batch", "in.jsonl", "--out", out.name, "--ray", "local", "--workers", "2"]
+    write_batch(folder / "fewer.jsonl", LINES[:200])
+    arguments = ["batch", "fewer.jsonl", "--out", out.name, "--ray", "local", "--workers", "2"]
     with start(folder, *arguments) as command:
         assert wait_until(lambda: count_lines(out) > 0 or command.poll() is not None, checks=12_000)
-        below = descendants(command.pid)
+        workers = find_workers(command.pid)
         command.kill()
-    assert wait_until(lambda: all(tiny.has_ended(pid) for pid in below), checks=12_000)  # Ray ends with it
+    assert wait_until(lambda: all(tiny.has_ended(pid) for pid in workers), checks=12_000)  # they end with it
     kept = out.read_bytes()
-    assert 0 < count_lines(out) < len(LINES)
+    assert 0 < count_lines(out) < 200
     with out.open("ab") as file:
         file.write(b'{"id": "batch_req_to')  # a torn line
     with start(folder, *arguments, "--resume") as command:
         assert command.wait() == 0, (folder / "log.txt").read_text()
     assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
-    assert choices_by_id(out) == choices_by_id(folder / "alone.jsonl")
+    assert choices_by_id(out) == first_choices(folder, 200)
 
 
-def test_a_worker_says_what_the_user_did_wrong(folder):
+CLUSTER = """
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+print(cluster.address, flush=True)
+input()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture(name="address", scope="module")
+def _address():
+    """A running cluster of two nodes."""
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, "-c", CLUSTER], env=environment, **pipes) as process:
+        line = next(line for line in process.stdout if ":" in line and " " not in line)
+        yield line.strip()
+        process.communicate("\n")
+
+
+def test_a_batch_joins_a_running_cluster(folder, address):
+    write_batch(folder / "some.jsonl", LINES[:40])
+    with start(folder, "batch", "some.jsonl", "--out", "joined.jsonl", "--ray", address, "-m", "model") as command:
+        assert command.wait() == 0, (folder / "log.txt").read_text()
+    assert choices_by_id(folder / "joined.jsonl") == first_choices(folder, 40)
+
+
+def test_a_worker_says_what_the_user_did_wrong(folder, address):
     out = folder / "none.jsonl"
     (folder / "log.txt").unlink()
-    with start(folder, "batch", "in.jsonl", "--out", out.name, "--ray", "local", "--adapter", "none") as command:
+    with start(folder, "batch", "in.jsonl", "--out", out.name, "--ray", address, "--adapter", "none") as command:
         assert command.wait() == 2
     assert "redraft: a worker of the Ray cluster cannot begin: none holds no adapter" in (folder / "log.txt").read_text()
     assert not out.exists()
 
 
-def test_augment_on_a_cluster_equals_augment_on_one_machine(folder):
+def test_augment_on_a_cluster_equals_augment_on_one_machine(folder, address):
     records = [json.dumps({"id": number, "text": f"record {number} has six words"}) for number in range(30)]
     (folder / "records.jsonl").write_text("\n".join(records))
     options = ["augment", "records.jsonl", "--share", "50%", "-n", "2", "--seed", "3", "--out"]
-    for name, more in (("alone.aug", []), ("ray.aug", ["--ray", "local", "--workers", "2"])):
+    for name, more in (("alone.aug", []), ("ray.aug", ["--ray", address])):
         with start(folder, *options, name, *more) as command:
             assert command.wait() == 0, (folder / "log.txt").read_text()
-    assert len(read_answers(folder / "alone.aug")) > 20
+    assert len(read_answers(folder / "alone.aug")) > 10
     assert (folder / "ray.aug").read_bytes() == (folder / "alone.aug").read_bytes()
