@@ -35,6 +35,7 @@ EVERY_KIND = [
     request("responses", "/v1/responses", input="abc", max_output_tokens=4),
     request("completion", "/completion", prompt="abc", n_predict=4, seed=7),
 ]
+MAYBE_EMPTY = {"gap", "fim", "infill", "infill 2"}  # a random model may put nothing between two words
 CHANGING = {"id", "created", "created_at", "timings", "memory", "request_id", "completed_at", "seed", "ms", "seconds"}
 
 
@@ -76,7 +77,7 @@ def check_answers(lines, folder):
             assert answer["response"]["status_code"] == response.status_code == 200, response.text
             if "seed" in line["body"]:
                 assert steady(answer["response"]["body"]) == steady(response.json()), line
-            assert count_tokens(answer["response"]["body"]) > 0 or line["url"] == "/infill", line  # may be empty
+            assert count_tokens(answer["response"]["body"]) > 0 or line["custom_id"] in MAYBE_EMPTY, line
     return answers
 
 
