@@ -174,7 +174,7 @@ def _stream_results(
         compute=ray.data.ActorPoolStrategy(**pool),
         **resources,
     )
-    # Closing it ends the threads of Ray Data. If one still ran when Ray shuts down, Ray would end this process.
+    # Closing it stops the executor of Ray Data now, and not when the garbage collector comes.
     batches: Any = iter(rows.iter_batches(batch_size=None, batch_format="pyarrow"))
     with closing(batches) as tables:
         for row in (row for table in tables for row in table.to_pylist()):
