@@ -111,7 +111,7 @@ def process_on_cluster(
 ) -> AbstractContextManager[Iterator[Result]]:
     """The answers of the workers of a Ray cluster. A model that this machine cannot find is refused here."""
     from redraft import checkpoint, writer
-    from redraft.cluster.ray_data import CALLS_PER_WORKER, ClusterOptions, absolute_path, process_on_ray
+    from redraft.cluster.ray_data import CALLS_PER_WORKER, LOCAL, ClusterOptions, absolute_path, process_on_ray
 
     load_processor = import_processor()
     from redraft.cluster.batch_app import GROUP
@@ -119,6 +119,8 @@ def process_on_cluster(
     cluster = ClusterOptions(address=ray, workers=workers, device=device, threads=threads)
     config, _ = checkpoint.read_configs(checkpoint.find(model or writer.DEFAULT_MODEL, weights=False))
     checkpoint.check_quant(config, options["quant"], model)
+    if ray == LOCAL and options["adapter"] is not None:
+        checkpoint.find_adapter(options["adapter"])
     options |= {name: absolute_path(options[name]) for name in ("adapter", "verify_with")}
     load = partial(load_processor, absolute_path(model) or writer.DEFAULT_MODEL.name, **options)
     return process_on_ray(load, requests, cluster, group=GROUP, calls=CALLS_PER_WORKER)

@@ -80,16 +80,15 @@ def process_on_ray(
     connect(cluster.address)
     import ray
 
-    try:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        count, resources = plan_workers(nodes, cluster.workers, cluster.device)
-        blocks = -(-len(items) // group)
-        pool = {"size": min(count, blocks), "max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True}
-        worker = (load, cluster.device, cluster.threads)
-        with closing(_stream_results(worker, items, blocks, pool, resources, in_order=in_order)) as results:
-            yield results
-    finally:
-        ray.shutdown()
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    count, resources = plan_workers(nodes, cluster.workers, cluster.device)
+    blocks = -(-len(items) // group)
+    pool = {"size": min(count, blocks), "max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True}
+    worker = (load, cluster.device, cluster.threads)
+    with closing(_stream_results(worker, items, blocks, pool, resources, in_order=in_order)) as results:
+        yield results
+    # Not after an error, which is to be printed first: Ray has ended the process in its shutdown. It shuts down at exit too.
+    ray.shutdown()
 
 
 def connect(address: str) -> None:
@@ -110,6 +109,7 @@ def connect(address: str) -> None:
         _reach(address)
     import ray
 
+    ray.shutdown()  # the connection of a job that failed in this process
     options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
     if address == LOCAL:
         options |= {"include_dashboard": False}
