@@ -1,8 +1,10 @@
 """Tiny vision towers with random weights, models with one, pictures of all kinds as files, and transformers' processor."""
 
 import io
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import tiny
@@ -17,6 +19,8 @@ from redraft.config import ModelConfig
 from redraft.config.vision import ImageConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.vision import Vision
+from redraft.tokenizer.chat_tokens import IMAGE, IMAGE_END, IMAGE_START
+from redraft.tokenizer.tokenizer import Tokenizer
 
 # A vision_config as a published file has it. Patches of 4 pixels and squares of 2 x 2 of them keep pictures small.
 RAW = {
@@ -41,12 +45,14 @@ RAWS = {
     "clipped": RAW | {"use_clipped_linears": True},
     "other frequencies": RAW | {"rope_parameters": {"rope_type": "axial", "rope_theta": 30.0}},
 }
+IMAGE_IDS = (tiny.VOCAB - 256, tiny.VOCAB - 255, tiny.VOCAB - 254)  # behind the other special tokens
 IMAGES = ImageConfig(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
 
 
 def text_config(raw: dict = RAW, **changes: object) -> ModelConfig:
-    """A text model whose vocabulary has the three marks of images, as its tokenizer."""
-    return replace(tiny.BASE, vision=raw, max_position_embeddings=4096, **changes)
+    """A text model whose vocabulary has the three special tokens of images, as its tokenizer."""
+    sizes = {"vocab_size": tiny.VOCAB + 3, "max_position_embeddings": 4096}
+    return replace(tiny.BASE, vision=raw, image_token_ids=IMAGE_IDS, **sizes, **changes)
 
 
 def build(raw: dict = RAW, text_size: int = tiny.BASE.hidden_size, seed: int = 0) -> Vision:
@@ -72,6 +78,22 @@ def reference(text: DiffusionGemma, vision: Vision) -> DiffusionGemmaForBlockDif
     assert not unexpected
     assert not [name for name in missing if "vision" in name]
     return model
+
+
+def published(folder: Path, seed: int = 0, raw: dict = RAW) -> Path:
+    """A checkpoint folder with a vision tower, as transformers saves it, with a tokenizer and a processor."""
+    sizes = {"moe_intermediate_size": 32, "intermediate_size": 64}  # whole groups of every packed format
+    text = tiny.decided(text_config(raw, **sizes), seed)
+    reference(text, build(raw, seed=seed)).save_pretrained(folder)
+    byte_tokenizer().save(folder)
+    settings = json.loads(processor().to_json_string())
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": settings, "image_seq_length": 70}))
+    return folder
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The tiny tokenizer with the special tokens of images."""
+    return Tokenizer.byte_level([*tiny.SPECIAL_TOKENS, IMAGE_START, IMAGE, IMAGE_END])
 
 
 def processor(config: ImageConfig = IMAGES) -> Gemma4ImageProcessorPil:

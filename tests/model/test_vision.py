@@ -15,7 +15,7 @@ from redraft.model import masks
 from redraft.model.vision import ImageSpan, Vision
 from redraft.tokenizer.images import Picture, expand_images, read_picture
 
-BEGIN, IMAGE, END = tiny.BASE.image_token_ids
+BEGIN, IMAGE, END = vision_models.IMAGE_IDS
 
 
 def read(name: str, **changes: object) -> Picture:
@@ -66,7 +66,7 @@ def make_prompt(name: str, seed: int = 0) -> tuple[list[int], list[Picture], lis
     """Ids, pictures, and the index of the first token of each."""
     kinds, lengths = PROMPTS[name]
     generator = torch.Generator().manual_seed(seed)
-    texts = [torch.randint(6, IMAGE - 1, (length,), generator=generator).tolist() for length in lengths]
+    texts = [torch.randint(END + 1, tiny.VOCAB, (length,), generator=generator).tolist() for length in lengths]
     ids = [2, *texts[0]]
     for text in texts[1:]:
         ids += [IMAGE, *text]
@@ -98,7 +98,7 @@ def test_logits_and_cache_agree_in_float32(text, prompt):
     reference = vision_models.reference(ours, vision)
     ids, pictures, starts = make_prompt(prompt)
     ids_BS = torch.tensor([ids])
-    canvas_BC = torch.randint(0, IMAGE - 1, (1, 16), generator=torch.Generator().manual_seed(5))
+    canvas_BC = torch.randint(END + 1, tiny.VOCAB, (1, 16), generator=torch.Generator().manual_seed(5))
     encoder = reference.model.encoder
     past = DynamicCache(config=reference.config.text_config)
     with torch.inference_mode():
