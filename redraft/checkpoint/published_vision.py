@@ -1,7 +1,7 @@
 """Reads what a published checkpoint says about images. Text-only use does not.
 
-    config.json: vision_config                       -> VisionConfig
-    processor_config.json, preprocessor_config.json  -> ImageConfig
+config.json: vision_config                       -> VisionConfig
+processor_config.json, preprocessor_config.json  -> ImageConfig
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,11 @@ def read_image_config(folder: str | Path, vision: VisionConfig) -> ImageConfig:
         path = Path(folder) / name
         if path.exists():
             raw = read_json(path)
-            found = raw if name == PREPROCESSOR_CONFIG else require_object(f"{path}: image_processor", raw.get("image_processor"))
+            found = (
+                raw
+                if name == PREPROCESSOR_CONFIG
+                else require_object(f"{path}: image_processor", raw.get("image_processor"))
+            )
             settings = found or settings
             source = str(path) if found else source
     return parse_image_config(settings, vision, source)

@@ -63,8 +63,8 @@ def save(
     """Writes a checkpoint that transformers loads. A folder that holds one already is replaced with `force` only.
 
     Vision weights and the settings of the image processor are copied from the checkpoint `vision_from`, which may be the
-    folder that is replaced; without it, an empty vision tower is written. A causal-only model becomes a Gemma4ForCausalLM, LlamaForCausalLM or the like, which has
-    no vision weights. A killed save leaves the old folder or the new one.
+    folder that is replaced; without it, an empty vision tower is written. A causal-only model becomes a Gemma4ForCausalLM,
+    LlamaForCausalLM or the like, which has no vision weights. A killed save leaves the old folder or the new one.
     """
     if model.config.is_causal_only and vision_from is not None:
         raise ValueError("a causal-only model is saved without vision weights: leave out vision_from")

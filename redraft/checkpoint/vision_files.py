@@ -31,9 +31,7 @@ class VisionParts(NamedTuple):
     token_ids: tuple[int, int, int]  # begin of image, image, end of image
 
 
-def load_vision(
-    path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> VisionParts:
+def load_vision(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> VisionParts:
     """Loads the vision tower of a checkpoint folder. No other weight is read. Without a dtype it has that of the text."""
     path = Path(path)
     if is_gguf(path):
@@ -54,7 +52,9 @@ def load_vision(
             vision = Vision(vision_config, config.hidden_size)
         expected = vision.state_dict()
         stored = {name: fetch_weight(tensors, available, VISION_PARENT + name, each) for name, each in expected.items()}
-    unknown = sorted(name for name in available if name.startswith(VISION) and name.removeprefix(VISION_PARENT) not in expected)
+    unknown = sorted(
+        name for name in available if name.startswith(VISION) and name.removeprefix(VISION_PARENT) not in expected
+    )
     if unknown:
         raise CheckpointError(f"{path} has a vision tensor that this model does not have: {unknown[0][:200]}")
     dtype = dtype or default_dtype(tensors[DECODER + "embed_tokens.weight"])
@@ -74,4 +74,3 @@ def _compare_layers(names: set[str], layers: int, path: Path) -> None:
     stored = max((int(match[1]) for name in names if (match := layer_name.match(name))), default=-1) + 1
     if stored != layers:
         raise CheckpointError(f"{path}: vision_config has {layers} layers and the weights have {stored}")
-

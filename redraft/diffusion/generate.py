@@ -130,7 +130,7 @@ def prefill(
 
 
 def split_prompt(length: int, images: Sequence["ImageSpan"]) -> list[tuple[int, int]]:
-    """The chunks of a prompt, (first, end) of each. Tokens of an image attend to one another: a chunk does not divide one."""
+    """The chunks of a prompt, (first, end) of each. None divides an image, whose tokens attend to one another."""
     chunks = []
     begin = 0
     while begin < length:

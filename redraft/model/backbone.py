@@ -339,7 +339,7 @@ class Backbone(nn.Module, ABC):
 
 
 def put_images(x_BSD: Tensor, images: Sequence[Sequence["ImageSpan"]]) -> tuple[Tensor, Tensor]:
-    """Puts the features of images in the place of embeddings. Returns them, and the image of each token as `join_images` takes it."""
+    """Puts the features of images in the place of embeddings. Returns them, and the numbers that `join_images` takes."""
     x_BSD = x_BSD.clone()
     images_BS = torch.full(x_BSD.shape[:2], -1, device=x_BSD.device)
     for row, spans in enumerate(images):

@@ -46,8 +46,8 @@ class ClippableLinear(nn.Module):
         """Returns the outputs."""
         if not self.is_clipped:
             return self.linear(x)
-        x = self.linear(torch.clamp(x, self.input_min, self.input_max))  # type: ignore[arg-type]
-        return torch.clamp(x, self.output_min, self.output_max)  # type: ignore[arg-type]
+        x = self.linear(torch.clamp(x, self.input_min, self.input_max))
+        return torch.clamp(x, self.output_min, self.output_max)
 
 
 class PatchEmbedder(nn.Module):

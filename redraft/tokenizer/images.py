@@ -17,14 +17,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from redraft.config import read_file
 from redraft.config.vision import ImageConfig
-from redraft.tokenizer.helper_process import HelperError, HelperMemoryError, HelperProcess, HelperStoppedError, HelperTimeoutError
+from redraft.tokenizer.helper_process import (
+    HelperError,
+    HelperMemoryError,
+    HelperProcess,
+    HelperStoppedError,
+    HelperTimeoutError,
+)
 from redraft.tokenizer.image_decoder import FORMAT_WORDS
+from redraft.tokenizer.messages import Message, image_sources
+from redraft.tokenizer.tokenizer import Tokenizer
 
 MODULE = "redraft.tokenizer.image_decoder"  # what the helper process runs
 DECODE_SECONDS = 20.0
@@ -164,6 +173,36 @@ def expand_images(ids: Sequence[int], marks: tuple[int, int, int], counts: Seque
     return expanded, starts
 
 
+@dataclass(frozen=True)
+class ImagePrompt:
+    """A conversation with images: its ids, the pictures in order, and the index of the first token of each."""
+
+    ids: list[int]
+    pictures: list[Picture]
+    starts: list[int]
+
+
+def encode_image_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    config: ImageConfig,
+    *,
+    stop: threading.Event | None = None,
+    **options: Any,
+) -> ImagePrompt:
+    """Ids and pictures of a conversation with images. `options` are those of Tokenizer.encode_chat."""
+    if tokenizer.image_ids is None:
+        raise ImageError("this model's vocabulary has no special tokens of images: it takes text only")
+    ids = tokenizer.encode_chat(messages, stop=stop, has_images=True, **options)
+    sources = image_sources(messages)
+    pictures = []
+    for number, source in enumerate(sources, 1):
+        name = "the image" if len(sources) == 1 else f"image {number}"
+        pictures.append(read_picture(source, config, name=name, stop=stop))
+    expanded, starts = expand_images(ids, tokenizer.image_ids, [picture.token_count for picture in pictures])
+    return ImagePrompt(expanded, pictures, starts)
+
+
 @lru_cache(maxsize=1)
 def _decoder() -> HelperProcess:
     if importlib.util.find_spec("PIL") is None:
@@ -171,7 +210,7 @@ def _decoder() -> HelperProcess:
     return HelperProcess(MODULE, seconds=DECODE_SECONDS)
 
 
-def _call_decoder(message: bytes, name: str, stop: threading.Event | None) -> tuple[dict, bytes]:
+def _call_decoder(message: bytes, name: str, stop: threading.Event | None) -> tuple[dict[str, Any], bytes]:
     try:
         answer = _decoder().call(message, stop)
     except HelperStoppedError:
@@ -185,5 +224,5 @@ def _call_decoder(message: bytes, name: str, stop: threading.Event | None) -> tu
     header, _, pixels = answer.partition(b"\n")
     described = json.loads(header)
     if "error" in described:
-        raise ImageError(f"{name} {described['error']}")
+        raise ImageError(f"{name} {' '.join(described['error'].split())}")
     return described, pixels

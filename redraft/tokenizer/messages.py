@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 ROLES = ("system", "developer", "user", "assistant", "model", "tool")
 KEPT_ROLES = ("system", "developer", "user", "tool")  # a template may leave out parts of the others' messages: thoughts
@@ -42,7 +42,7 @@ def check_messages(messages: Sequence[Message]) -> None:
             _check_function_name(call, f"message {index}: a tool call")
 
 
-def is_image(part: Any) -> bool:
+def is_image(part: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a part of a message's content is an image: {"type": "image", "image": bytes, a data URL or a path}."""
     return isinstance(part, Mapping) and part.get("type") == "image"
 

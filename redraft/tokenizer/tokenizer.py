@@ -227,7 +227,7 @@ class Tokenizer:
     def image_ids(self) -> tuple[int, int, int] | None:
         """The ids of the special tokens of images: begin, image, end. None if the vocabulary lacks one."""
         begin, image, end = (self.vocabulary.token_to_id(token) for token in (IMAGE_START, IMAGE, IMAGE_END))
-        return None if None in (begin, image, end) else (begin, image, end)
+        return None if begin is None or image is None or end is None else (begin, image, end)
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Ids of a text. Special tokens such as <|turn> are recognised, none is added. Lone surrogates become "?".

@@ -20,6 +20,7 @@ from redraft.tokenizer import helper_process, images
 from redraft.tokenizer.image_decoder import fit_size
 from redraft.tokenizer.images import ImageError, decode_base64, expand_images, read_picture
 
+
 def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
@@ -111,7 +112,10 @@ HOSTILE = {
     "cut PNG": (vision_models.FILES["landscape"]()[:3000], "is a PNG file that is damaged or cut short"),
     "cut WebP": (vision_models.FILES["WebP"]()[:500], "damaged|cannot be read"),
     "a PNG header alone": (vision_models.FILES["landscape"]()[:40], "damaged|cannot be read|is no PNG"),
-    "an address": ("https://example.com/cat.png", "is the address 'https://example.com/cat.png', and redraft fetches nothing"),
+    "an address": (
+        "https://example.com/cat.png",
+        "is the address 'https://example.com/cat.png', and redraft fetches nothing",
+    ),
     "a file address": ("file:///etc/passwd", "redraft fetches nothing"),
     "a path as text": ("/etc/passwd", "begins with|is no PNG|not base64"),
     "8 MiB that are no base64": ("%" * (8 << 20), "is not base64: it begins with '%{40}'$"),
@@ -232,15 +236,16 @@ def fuzz(first: int, count: int) -> None:
     outcomes = {"picture": 0, "sentence": 0}
     for number in range(first, first + count):
         generator = random.Random(number)
+        message = ""
         try:
             picture = read_picture(damage(generator.choice(files), generator), vision_models.IMAGES)
             assert picture.patches_NP.shape == (4 * picture.token_count, 48)
             assert 1 <= picture.token_count <= 70
-            outcomes["picture"] += 1
         except ImageError as error:
-            assert "\n" not in str(error)
-            assert len(str(error)) < 700
-            outcomes["sentence"] += 1
+            message = str(error)
+        assert "\n" not in message
+        assert len(message) < 700
+        outcomes["sentence" if message else "picture"] += 1
     assert min(outcomes.values()) > count // 20, outcomes
     assert images._decoder().starts <= starts + 1 + count // 1000  # the process is not killed by damaged files
 
