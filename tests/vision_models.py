@@ -1,5 +1,6 @@
 """Tiny vision towers with random weights, models with one, pictures of all kinds as files, and transformers' processor."""
 
+import base64
 import io
 import json
 from collections.abc import Callable
@@ -118,6 +119,11 @@ def save(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     file = io.BytesIO()
     picture.save(file, kind, **options)
     return file.getvalue()
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    """A file as a data URL."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _rotated(orientation: int) -> bytes:

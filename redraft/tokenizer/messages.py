@@ -51,14 +51,18 @@ def _check_image(part: Mapping[str, Any], role: str, index: int) -> None:
     if role != "user":
         raise TokenizerError(f"message {index} ({role}) has an image; only user messages take images")
     if part.get("image") is None:
-        raise TokenizerError(f'message {index} has an image part without "image": bytes, a data URL or a path')
+        keys = ", ".join(map(repr, part))[:200]
+        raise TokenizerError(
+            f'message {index} has content that is not text: an image needs the key "image" (bytes, a data URL or a path), '
+            f"and this one has {keys}"
+        )
 
 
 def image_sources(messages: Sequence[Message]) -> list[Any]:
     """The images of a conversation, in order, as they were given."""
-    contents = (message.get("content") for message in messages)
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
-    return [part["image"] for part in parts if is_image(part)]
+    return [part.get("image") for part in parts if is_image(part)]
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:

@@ -103,7 +103,7 @@ def test_text_in_parts_is_joined_as_before():
     ("messages", "words"),
     [
         ([{"role": "assistant", "content": [image("grey")]}], r"message 0 \(assistant\) has an image; only user messages"),
-        ([{"role": "user", "content": [{"type": "image"}]}], 'message 0 has an image part without "image"'),
+        ([{"role": "user", "content": [{"type": "image"}]}], 'an image needs the key "image"'),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "content that is not text"),
         ([{"role": "user", "content": [image("grey"), text("<|image|>")]}], "2 places for images and 1 images"),
         ([{"role": "user", "content": [image("grey"), {"type": "image", "image": b"no"}]}], "image 2 is no PNG"),

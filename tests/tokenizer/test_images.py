@@ -14,15 +14,12 @@ import pytest
 import torch
 import vision_models
 from PIL import Image
+from vision_models import data_url
 
 from redraft.config.vision import SOFT_TOKENS, ImageConfig
 from redraft.tokenizer import helper_process, images
 from redraft.tokenizer.image_decoder import fit_size
 from redraft.tokenizer.images import ImageError, decode_base64, expand_images, read_picture
-
-
-def data_url(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def check_equal(data: bytes, config: ImageConfig) -> None:
