@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from redraft.checkpoint import CheckpointError, find_base
 from redraft.config import SamplerConfig
@@ -85,9 +85,9 @@ class ImageReader:
 
         check_messages(messages)
         parts = self.load_vision()
-        chat = {"tools": options.tools, "think": options.think, "limit": context, "stop": options.stop}
+        chat: dict[str, Any] = {"tools": options.tools, "think": options.think, "limit": context}
         try:
-            prompt = encode_image_chat(self.tokenizer, messages, parts.images, **chat)
+            prompt = encode_image_chat(self.tokenizer, messages, parts.images, stop=options.stop, **chat)
         except HelperStoppedError:
             raise Stopped from None
         spans = []
