@@ -248,7 +248,7 @@ class Writer:
     def encode(self, prompt: Prompt, options: GenerationOptions) -> EncodedPrompt:
         """A prompt for `stream`, as `encode_prompt` encodes it. An answer that obeys a pattern has no reasoning."""
         if has_images(prompt):
-            return self.images.encode(to_messages(prompt), options, self._context)
+            return self.images.encode(to_messages(prompt), options, self._context, self.engine)
         ids = self.encode_prompt(prompt, options.tools, options.think, options.stop)
         is_chat = not is_text_prompt(prompt)
         has_pattern = options.pattern is not None

@@ -21,7 +21,7 @@ from redraft.config import SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.events import Event, Finished
 from redraft.diffusion.generate import generate
-from redraft.engine import Stopped
+from redraft.engine import Engine, Stopped
 from redraft.model.backbone import Backbone
 from redraft.model.lora import Adapter
 from redraft.tasks.answer import Answer
@@ -78,12 +78,16 @@ class ImageReader:
             )
         return parts
 
-    def encode(self, messages: Sequence[Message], options: GenerationOptions, context: int) -> EncodedPrompt:
+    def encode(
+        self, messages: Sequence[Message], options: GenerationOptions, context: int, engine: Engine
+    ) -> EncodedPrompt:
         """A prompt with the features of its images. Raises Stopped once `options.stop` is set."""
         from redraft.model.vision import ImageSpan
         from redraft.tokenizer.images import encode_image_chat
 
         check_messages(messages)
+        if engine.has_thread:  # `generate` would run beside it, outside of its memory plan
+            raise ValueError("images are taken by redraft --image and by Writer.chat, and not by a server: send text only")
         parts = self.load_vision()
         chat: dict[str, Any] = {"tools": options.tools, "think": options.think, "limit": context}
         try:
