@@ -78,9 +78,7 @@ class ImageReader:
             )
         return parts
 
-    def encode(
-        self, messages: Sequence[Message], options: GenerationOptions, context: int, engine: Engine
-    ) -> EncodedPrompt:
+    def encode(self, messages: Sequence[Message], options: GenerationOptions, context: int, engine: Engine) -> EncodedPrompt:
         """A prompt with the features of its images. Raises Stopped once `options.stop` is set."""
         from redraft.model.vision import ImageSpan
         from redraft.tokenizer.images import encode_image_chat

@@ -97,7 +97,7 @@ PAIRS = [(FIRST, prompt) for prompt in PROMPTS] + [(text, "two with text between
 
 
 @pytest.mark.parametrize(("text", "prompt"), PAIRS)
-def test_logits_and_cache_agree_in_float32(text, prompt):
+def test_logits_of_images_agree_in_float32(text, prompt):
     ours = tiny.build(vision_models.text_config(**TEXTS[text]))
     vision = vision_models.build()
     reference = vision_models.reference(ours, vision)
@@ -136,7 +136,7 @@ def run_ours(ours, vision, prompts, cfg, seeds) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("prompt", "seed"), [*((prompt, 0) for prompt in PROMPTS), ("three", 1)])
-def test_whole_generations_agree_token_for_token(prompt, seed, monkeypatch):
+def test_generations_with_images_agree_token_for_token(prompt, seed, monkeypatch):
     ours = tiny.decided(vision_models.text_config(has_joined_images=seed == 0), seed)
     vision = vision_models.build(seed=seed)
     reference = vision_models.reference(ours, vision)
