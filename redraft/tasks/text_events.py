@@ -100,8 +100,8 @@ class EncodedPrompt:
 
     ids: Sequence[int]
     is_chat: bool
-    images: Sequence["ImageSpan"] = ()
-    notes: tuple[str, ...] = ()  # sentences for the user about the images
+    images: Sequence["ImageSpan"] = field(default=(), kw_only=True)
+    notes: tuple[str, ...] = field(default=(), kw_only=True)  # sentences for the user about the images
 
 
 class TextAssembler:
