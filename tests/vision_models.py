@@ -165,5 +165,5 @@ FILES: dict[str, Callable[[], bytes]] = {
     "WebP": lambda: save(_picture(30, 40, 4), "WEBP"),
     "BMP": lambda: save(_picture(30, 40), "BMP"),
     "GIF": lambda: save(_picture(30, 40).quantize(16), "GIF"),
-    **{f"animated {kind}": lambda kind=kind: _frames(kind) for kind in ("GIF", "PNG", "WEBP")},
+    **{f"animated {kind}": lambda kind=kind: _frames(kind) for kind in ("GIF", "PNG", "WEBP", "MPO")},
 }

@@ -56,7 +56,7 @@ def decode_picture(data: bytes, patch_size: int, max_patches: int, kernel: int) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of damaged metadata, which is not used
         picture = _open_picture(data)
-        described: dict[str, Any] = {"format": picture.format, "is_animated": bool(getattr(picture, "is_animated", False))}
+        described: dict[str, Any] = {"format": picture.format, "has_frames": bool(getattr(picture, "is_animated", False))}
         picture = _to_upright_rgb(picture)
     width, height = picture.size
     new_height, new_width = fit_size(height, width, patch_size, max_patches, kernel)

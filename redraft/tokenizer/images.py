@@ -56,12 +56,12 @@ class Picture:
     token_count: int  # of its tokens in a prompt
     format: str
     size: tuple[int, int]  # width and height of the file's picture, upright
-    is_animated: bool = False
+    has_frames: bool = False
 
     @property
     def note(self) -> str | None:
         """A sentence for the user about what was left out."""
-        return "the image is animated: its first frame is used" if self.is_animated else None
+        return "the image has several frames: the first one is used" if self.has_frames else None
 
 
 def read_picture(
@@ -85,7 +85,7 @@ def read_picture(
         len(patches_NP) // kernel**2,
         described["format"],
         (described["width"], described["height"]),
-        described["is_animated"],
+        described["has_frames"],
     )
 
 

@@ -21,6 +21,7 @@ from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.checkpoint.vision_files import load_vision
 from redraft.config import SMALLEST_VISION, ConfigError
 from redraft.config.vision import ImageConfig, VisionConfig
+from redraft.model.vision import Vision
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +184,34 @@ def test_other_processors_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         parse_image_config(settings, VisionConfig())
     assert parse_image_config({"do_normalize": True, "image_mean": [0.0] * 3}, VisionConfig()) == ImageConfig()
+
+
+def test_the_released_tower_has_the_published_tensors():
+    """Names and shapes are those of google/diffusiongemma-26B-A4B-it: 386 tensors of the encoder, 30 of them layer scalars."""
+    sizes = {"hidden_size": 1152, "intermediate_size": 4304, "head_dim": 72}
+    heads = {"num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16}
+    with torch.device("meta"):
+        vision = Vision(parse_vision_config({**sizes, **heads, "standardize": True}), 2816)
+    shapes = {name: list(tensor.shape) for name, tensor in vision.state_dict().items()}
+    assert len(shapes) == 386 - 30
+    layer = "vision_tower.encoder.layers.26."
+    projections = {f"{layer}self_attn.{name}_proj.linear.weight": [1152, 1152] for name in "qkvo"}
+    norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    assert (
+        shapes.items()
+        >= {
+            "embed_vision.embedding_projection.weight": [2816, 1152],
+            "vision_tower.patch_embedder.input_proj.weight": [1152, 768],
+            "vision_tower.patch_embedder.position_embedding_table": [2, 10240, 1152],
+            "vision_tower.std_bias": [1152],
+            "vision_tower.std_scale": [1152],
+            **projections,
+            **{f"{layer}{name}_layernorm.weight": [1152] for name in norms},
+            f"{layer}self_attn.q_norm.weight": [72],
+            f"{layer}self_attn.k_norm.weight": [72],
+            f"{layer}mlp.gate_proj.linear.weight": [4304, 1152],
+            f"{layer}mlp.up_proj.linear.weight": [4304, 1152],
+            f"{layer}mlp.down_proj.linear.weight": [1152, 4304],
+        }.items()
+    )
+    assert sum(tensor.numel() for tensor in vision.state_dict().values()) == 572_794_416

@@ -83,7 +83,7 @@ def test_text_answers_do_not_change(folder, writer):
 def test_an_animated_picture_is_announced(writer, caplog):
     with caplog.at_level(logging.WARNING, "redraft"):
         writer.chat(ask("animated GIF", "animated PNG"), **SETTINGS)
-    assert [record.getMessage() for record in caplog.records] == ["the image is animated: its first frame is used"]
+    assert [record.getMessage() for record in caplog.records] == ["the image has several frames: the first one is used"]
 
 
 def test_stop_ends_an_answer(writer):

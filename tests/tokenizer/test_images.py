@@ -65,10 +65,10 @@ def test_sizes_equal_transformers():
         assert expected[0] * expected[1] <= soft * (kernel * patch) ** 2
 
 
-def test_only_animated_pictures_have_a_note():
+def test_only_pictures_of_several_frames_have_a_note():
     for name, make in vision_models.FILES.items():
         note = read_picture(make(), vision_models.IMAGES).note
-        assert note == ("the image is animated: its first frame is used" if name.startswith("animated") else None), name
+        assert note == ("the image has several frames: the first one is used" if name.startswith("animated") else None), name
 
 
 def test_the_size_is_that_of_the_upright_picture():
