@@ -187,7 +187,7 @@ def test_other_processors_are_refused(settings, words):
 
 
 def test_the_released_tower_has_the_published_tensors():
-    """Names and shapes are those of google/diffusiongemma-26B-A4B-it: 386 tensors of the encoder, 30 of them layer scalars."""
+    """Names and shapes are those of the released checkpoint: 386 tensors of the encoder, 30 of them layer scalars."""
     sizes = {"hidden_size": 1152, "intermediate_size": 4304, "head_dim": 72}
     heads = {"num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16}
     with torch.device("meta"):
