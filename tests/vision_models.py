@@ -12,9 +12,12 @@ import tiny
 import torch
 import transformers_reference
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
+from redraft import checkpoint
+from redraft.checkpoint.names import VISION, VISION_PARENT
 from redraft.checkpoint.published_vision import parse_vision_config
 from redraft.config import ModelConfig
 from redraft.config.vision import ImageConfig
@@ -82,11 +85,19 @@ def reference(text: DiffusionGemma, vision: Vision) -> DiffusionGemmaForBlockDif
 
 
 def published(folder: Path, seed: int = 0, raw: dict = RAW) -> Path:
-    """A checkpoint folder with a vision tower, as transformers saves it, with a tokenizer and a processor."""
+    """A checkpoint folder with a vision tower, in the published layout, with a tokenizer and a processor.
+
+    transformers' save_pretrained does not write it: other tests have it register other names of experts.
+    """
     sizes = {"moe_intermediate_size": 32, "intermediate_size": 64}  # whole groups of every packed format
     text = tiny.decided(text_config(raw, **sizes), seed)
-    reference(text, build(raw, seed=seed)).save_pretrained(folder)
-    byte_tokenizer().save(folder)
+    tiny.remove_manifest(checkpoint.save(text, folder, tokenizer=byte_tokenizer()))
+    stored = load_file(folder / "model.safetensors")
+    tensors = {name: tensor for name, tensor in stored.items() if not name.startswith(VISION)}
+    tensors |= {VISION_PARENT + name: tensor for name, tensor in build(raw, seed=seed).state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vision_config": raw}))
     settings = json.loads(processor().to_json_string())
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": settings, "image_seq_length": 70}))
     return folder
