@@ -38,6 +38,7 @@ from redraft.tasks.generation import (
     to_messages,
 )
 from redraft.tasks.generation import new_seed as new_seed
+from redraft.tasks.images import ImageReader, has_images
 from redraft.tasks.infill import Filled, Infiller
 from redraft.tasks.keywords import FillKeywords, GenerationKeywords, SamplerKeywords, SudokuKeywords, list_keywords
 from redraft.tasks.mend import DEFAULT_LEAST, Mender
@@ -70,6 +71,7 @@ def load(
     adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
     drafter: bool = True,
+    vision: bool = False,
 ) -> "Writer":
     """Loads a Writer from a checkpoint folder, a GGUF file or a hub id; by default, the small model that ships with redraft.
 
@@ -81,7 +83,7 @@ def load(
     `adapter` is the folder of a LoRA adapter, or the name of one that ships, that all requests use; `adapters` are folders
     by the names by which `with_adapter` and the clients of a server choose them (docs/serve.md). A model for which the
     package has a drafter is loaded with it, and so is the base of a drafter's folder; with `drafter=False` it writes left to
-    right (docs/adapt.md).
+    right (docs/adapt.md). The vision tower is loaded with the first image, or at once with `vision=True`.
     """
     named = {**(adapters or {}), **({} if adapter is None else {str(adapter): adapter})}
     folders = {name: checkpoint.find_adapter(folder) for name, folder in named.items()}
@@ -100,6 +102,7 @@ def load(
         verifier = checkpoint.load_verifier(verify_with, model, tokenizer, str(path_or_id), **options)
         sampler = sampler.changed(check="exact" if sampler.check == "off" else None)
     writer = Writer(model, tokenizer, sampler, verifier, config, limit)
+    writer.images.open(path_or_id, loads_now=vision)
     writer.adapters = {name: loaded[name] for name in adapters or {}}
     return writer if adapter is None else writer.with_adapter(loaded[str(adapter)])
 
@@ -126,6 +129,7 @@ class Writer:
         self.gpu_limit = gpu_limit
         self.tokenizer = tokenizer
         self.sampler = sampler
+        self.images = ImageReader(model, tokenizer)
         self.engine = Engine(model, config, verifier)
         self.engine.memory_advice = gpu_limit.advice if gpu_limit else self.engine.memory_advice
         # A server sets a compiler that runs in helper processes.
@@ -133,9 +137,8 @@ class Writer:
 
     def __repr__(self) -> str:
         million = self.model.config.parameter_counts()["total"] / 1e6
-        dtype = str(self.model.dtype).removeprefix("torch.")
         adapter = f", adapter={self.adapter.name!r}" if self.adapter is not None else ""
-        place = f"{dtype}, {self.model.device}"
+        place = f"{str(self.model.dtype).removeprefix('torch.')}, {self.model.device}"
         return f"Writer({million:,.1f} million parameters, {place}, check={self.sampler.check!r}{adapter})"
 
     @property
@@ -223,12 +226,15 @@ class Writer:
         ids = encoded.ids
         (cfg,), constraints = self.plan([ids], options)
         seed = choose_seed(options.seed)
+        assembler = TextAssembler(self.tokenizer, encoded)
+        if encoded.images:
+            image_events = self.images.generate(encoded, cfg, seed, options, constraints, self.adapter)
+            return add_text(image_events, cfg, assembler, decodes_drafts=options.drafts, is_compared=False)
         if options.best_of > 1:
             best_of.check_memory(self.engine, len(ids) + cfg.max_answer, options.best_of)
         seeds = best_of.seeds_of(seed, options.best_of)
         streams = [self.engine.stream(self._add_request(ids, cfg, seed, options, constraints)) for seed in seeds]
         events = best_of.stream_likeliest(self.engine, streams, options.stop) if len(streams) > 1 else streams[0]
-        assembler = TextAssembler(self.tokenizer, encoded)
         return add_text(events, cfg, assembler, decodes_drafts=options.drafts, is_compared=len(streams) > 1)
 
     def plan(
@@ -241,6 +247,8 @@ class Writer:
 
     def encode(self, prompt: Prompt, options: GenerationOptions) -> EncodedPrompt:
         """A prompt for `stream`, as `encode_prompt` encodes it. An answer that obeys a pattern has no reasoning."""
+        if has_images(prompt):
+            return self.images.encode(to_messages(prompt), options, self._context, self.engine)
         ids = self.encode_prompt(prompt, options.tools, options.think, options.stop)
         is_chat = not is_text_prompt(prompt)
         has_pattern = options.pattern is not None
@@ -279,12 +287,13 @@ class Writer:
         cfgs, constraints = self.plan(prompts, options)
         first_seed = choose_seed(options.seed)
         seeds = [first_seed + row for row in range(len(prompts))]
+        if encoded and encoded[0].images:  # a conversation, which is alone
+            return [self.images.answer(encoded[0], cfgs[0], first_seed, options, constraints, self.adapter, streamer)]
         if streamer is not None:
             if len(set(cfgs)) > 1:
                 raise ValueError("with a streamer all prompts need canvases of one length: give canvas_length")
             end = run_with_streamer(self.engine, self.tokenizer, prompts, cfgs[0], seeds, options, constraints, streamer)
-            rows = enumerate(encoded)
-            return [Answer.from_finished(end, row, self.tokenizer, prompt, cfgs[0]) for row, prompt in rows]
+            return [Answer.from_finished(end, row, self.tokenizer, each, cfgs[0]) for row, each in enumerate(encoded)]
         if options.best_of > 1:
             longest = max(len(ids) + cfg.max_answer for ids, cfg in zip(prompts, cfgs, strict=True))
             best_of.check_memory(self.engine, longest, options.best_of)
@@ -299,13 +308,8 @@ class Writer:
                 self.engine.cancel(request)
         if len(ends) < len(requests):  # cancelled, by `stop` or because the engine's thread has ended
             raise Stopped
-        answers = []
-        for number, prompt in enumerate(encoded):
-            candidates = requests[number * options.best_of : (number + 1) * options.best_of]
-            candidate_ends = [ends[request] for request in candidates]
-            best = best_of.choose_likeliest(self.engine, candidates, candidate_ends, options.stop)
-            answers.append(Answer.from_finished(candidate_ends[best], 0, self.tokenizer, prompt, candidates[best].cfg))
-        return answers
+        chosen = zip(encoded, best_of.choose_answers(self.engine, requests, ends, options), strict=True)
+        return [Answer.from_finished(end, 0, self.tokenizer, prompt, cfg) for prompt, (end, cfg) in chosen]
 
     def _add_request(
         self, ids: Sequence[int], cfg: SamplerConfig, seed: int, options: GenerationOptions, constraints: Constraints | None
@@ -492,6 +496,5 @@ class Writer:
         self, puzzles: Sequence[Board], *, seed: int, canvases: int = 64, check: bool = True, **settings: Any
     ) -> Iterator[solve.SolveStep | Solution]:
         """Yields every denoising step over the boards, and every solution when it is done."""
-        cfg = self._sampler_config(**settings)
-        options: dict[str, Any] = {"seed": seed, "canvases": canvases, "check": check}
-        return solve.solve(self.model, puzzles, cfg, **options, adapter=self.adapter)
+        options: dict[str, Any] = {"seed": seed, "canvases": canvases, "check": check, "adapter": self.adapter}
+        return solve.solve(self.model, puzzles, self._sampler_config(**settings), **options)

@@ -27,6 +27,8 @@ quantize.py          folder or GGUF file -> quantized folder, weight by weight
 merge.py             folder or GGUF file, and an adapter -> folder
 part_sizes.py        bits and bytes of the parts of a checkpoint
 parts.py             folder or GGUF file -> model, tokenizer and sampler settings on a device
+published_vision.py  what config.json and processor_config.json say about images -> VisionConfig and ImageConfig
+vision_files.py      folder -> vision tower, when the first image comes
 model_list.py        the models on this machine
 """
 

@@ -23,6 +23,7 @@ from redraft.checkpoint.names import (
     DRAFT_HEAD,
     GENERATION_CONFIG,
     INDEX,
+    PROCESSOR_FILES,
     REDRAFT_CONFIG,
     SHARD,
     TOKENIZER_FILES,
@@ -34,7 +35,7 @@ AT_FDCWD = -100  # "relative to the working directory", from Linux's fcntl.h
 RENAME_EXCHANGE = 2  # from Linux's fs.h
 MOST_TRIES = 100  # to make a folder that no other writer removes
 REPLACED_FILES = {CONFIG, GENERATION_CONFIG, REDRAFT_CONFIG, WEIGHTS, INDEX, DRAFT_HEAD, *TOKENIZER_FILES}
-REPLACED_FILES |= {"special_tokens_map.json"}
+REPLACED_FILES |= {*PROCESSOR_FILES, "special_tokens_map.json"}
 LEFTOVER_FILE = re.compile(r"\.(.+)\.part-[0-9a-f]{8}|(.+)\.part")  # of a killed writer, which wrote a single file
 KEPT_FILES = re.compile(r"README\.md|LICENSE[\w.-]*|\.gitattributes")  # written by people: a new save does not remove them
 

@@ -24,9 +24,13 @@ DRAFT_HEAD_PREFIX = "draft_head."  # of the tensors in that file
 DRAFTER_PREFIXES = ("drafter.", "page.")  # of the tensors of a drafter or a page adapter: they have a folder of their own
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+PROCESSOR_CONFIG = "processor_config.json"  # how pictures become patches
+PREPROCESSOR_CONFIG = "preprocessor_config.json"  # the same, in older files
+PROCESSOR_FILES = (PROCESSOR_CONFIG, PREPROCESSOR_CONFIG)
 DECODER = "model.decoder."
 ENCODER = "model.encoder.language_model."
-VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
+VISION_PARENT = "model.encoder."
+VISION = (VISION_PARENT + "vision_tower.", VISION_PARENT + "embed_vision.")
 
 
 class CheckpointError(ValueError):

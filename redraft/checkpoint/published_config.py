@@ -127,7 +127,7 @@ def parse_model_config(raw: Mapping[str, Any], source: str = CONFIG) -> Backbone
     rope = _parse_rope(text, source)
     required = {name: require_value(text, name, source) for name in REQUIRED_KEYS}
     optional = {name: text[name] for name in OPTIONAL_KEYS if text.get(name) is not None}
-    only_diffusion = _parse_diffusion_parts(raw, source) if architecture == ARCHITECTURE else {"is_causal_only": True}
+    only_diffusion = _parse_diffusion_parts(raw, text, source) if architecture == ARCHITECTURE else {"is_causal_only": True}
     return ModelConfig(
         **required,
         **optional,
@@ -172,7 +172,11 @@ def publish_model_config(config: BackboneConfig, dtype: str = "bfloat16") -> dic
         "eos_token_id": list(config.eos_token_ids),
         "tie_word_embeddings": True,
         "dtype": dtype,
-        "text_config": {"model_type": "diffusion_gemma_text", **text},
+        "text_config": {
+            "model_type": "diffusion_gemma_text",
+            **text,
+            "use_bidirectional_attention": "vision" if config.has_joined_images else None,
+        },
         "vision_config": dict(config.vision),
     }
 
@@ -310,13 +314,17 @@ def _refuse_gemma4_variants(raw: Mapping[str, Any], text: Mapping[str, Any], sou
         raise ConfigError(f"{source}: final_logit_softcapping is None; redraft runs soft-capped logits only")
 
 
-def _parse_diffusion_parts(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """What a causal-only model does not have: the canvas, and the settings of images, which are stored but never run."""
+def _parse_diffusion_parts(raw: Mapping[str, Any], text: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What a causal-only model does not have: the canvas, and the settings of images.
+
+    `vision_config` is kept as it is: published_vision.py reads it, when an image comes.
+    """
     image_defaults = (("boi", 255_999), ("image", 258_880), ("eoi", 258_882))
     begin_image, image, end_image = (first_value(raw.get(f"{name}_token_id"), default) for name, default in image_defaults)
     return {
         "canvas_length": first_value(raw.get("canvas_length"), 256),
         "image_token_ids": (begin_image, image, end_image),
+        "has_joined_images": text.get("use_bidirectional_attention") == "vision",
         "vision": require_object(f"{source}: vision_config", raw.get("vision_config")) or dict(SMALLEST_VISION),
     }
 

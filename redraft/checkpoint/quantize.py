@@ -32,7 +32,7 @@ from redraft.checkpoint.names import CheckpointError, find_layout, published_nam
 from redraft.checkpoint.parts import OpenCheckpoint, open_checkpoint
 from redraft.checkpoint.publish_packed import TensorHeader, plan_packed, publish_packed, publish_quantization
 from redraft.checkpoint.published_config import publish_model_config
-from redraft.checkpoint.save import smallest_vision, write_json, write_settings
+from redraft.checkpoint.save import copy_processor, smallest_vision, write_json, write_settings
 from redraft.checkpoint.tensor_file import TensorFileWriter, header_bytes
 from redraft.config import SMALLEST_VISION, ModelConfig, read_json
 from redraft.kernels.int4 import Int4Tensor
@@ -149,6 +149,8 @@ def quantize_checkpoint(
         with lock_folder(work):
             statistics = yield from _write_shards(work, shards, opened.tensors, device)
             with replace_folder(out, force=force) as part:
+                if not opened.config.is_causal_only:
+                    copy_processor(source, part)
                 _assemble(part, work, shards, opened)
             shutil.rmtree(work)
     except BlockingIOError:

@@ -19,6 +19,7 @@ from redraft.checkpoint.names import (
     DRAFTER_PREFIXES,
     GENERATION_CONFIG,
     INDEX,
+    PROCESSOR_FILES,
     REDRAFT_CONFIG,
     VISION,
     WEIGHTS,
@@ -35,7 +36,7 @@ from redraft.checkpoint.published_config import (
     read_model_config,
 )
 from redraft.checkpoint.tensors import CheckpointTensors
-from redraft.config import SMALLEST_VISION, ModelConfig, SamplerConfig, write_text
+from redraft.config import SMALLEST_VISION, ModelConfig, SamplerConfig, read_file, write_text
 from redraft.kernels.fp8 import dequantize
 from redraft.kernels.int4 import Int4Tensor
 from redraft.kernels.packed import FORMATS, PackedTensor
@@ -61,15 +62,17 @@ def save(
 ) -> Path:
     """Writes a checkpoint that transformers loads. A folder that holds one already is replaced with `force` only.
 
-    Vision weights are copied from the checkpoint `vision_from`, which may be the folder that is replaced; without it, an
-    empty vision tower is written. A causal-only model becomes a Gemma4ForCausalLM, LlamaForCausalLM or the like, which has
-    no vision weights. A killed save leaves the old folder or the new one.
+    Vision weights and the settings of the image processor are copied from the checkpoint `vision_from`, which may be the
+    folder that is replaced; without it, an empty vision tower is written. A causal-only model becomes a Gemma4ForCausalLM,
+    LlamaForCausalLM or the like, which has no vision weights. A killed save leaves the old folder or the new one.
     """
     if model.config.is_causal_only and vision_from is not None:
         raise ValueError("a causal-only model is saved without vision weights: leave out vision_from")
     with replace_folder(folder, force=force) as part:
         config, tensors = _publish(model, vision_from)
         _write_weights(tensors, part, shard_bytes)
+        if vision_from is not None:
+            copy_processor(Path(vision_from), part)
         sampler = sampler or parse_sampler_config({}, model.config)
         write_settings(part, config, sampler, tokenizer, is_causal_only=model.config.is_causal_only)
     return Path(folder)
@@ -147,6 +150,13 @@ def _publish_weights(model: Backbone, layout: Layout) -> tuple[dict[str, Tensor]
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a file of JSON as a whole."""
     write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def copy_processor(source: Path, target: Path) -> None:
+    """Copies the settings of the image processor, which transformers needs to take images, if there are any."""
+    for name in PROCESSOR_FILES:
+        if (source / name).exists():
+            (target / name).write_bytes(read_file(source / name))
 
 
 def smallest_vision(hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:

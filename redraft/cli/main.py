@@ -117,6 +117,12 @@ def options(
 
 
 System = Annotated[str | None, typer.Option("--system", "-s", help="A system message before the conversation.")]
+Image = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image", help="A PNG, JPEG, WebP, GIF or BMP file before the prompt; may be given again.", metavar="FILE"
+    ),
+]
 Visual = Annotated[bool | None, typer.Option("--visual/--no-visual", help="Draw the canvas as it settles. [on a terminal]")]
 
 
@@ -140,6 +146,7 @@ def write(
     canvas_length: CanvasLength = None,
     think: Think = False,
     system: System = None,
+    image: Image = None,
     regex: Annotated[str | None, typer.Option("--regex", help="The whole answer matches this regular expression.")] = None,
     schema: Annotated[str | None, typer.Option("--schema", help="The answer is JSON that follows this schema file.")] = None,
     choices: Annotated[str | None, typer.Option("--choices", help="The answer is one of these: a,b,c.")] = None,
@@ -162,10 +169,11 @@ def write(
     text = _read_prompt(prompt)
     check_recording(record)
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
-    writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context, adapter=adapter)
+    memory = {"kv": kv, "gpu_memory": gpu_memory, "context": context}
+    writer = _load(model, **loading, **memory, adapter=adapter, vision=bool(image))
     is_chat = writer.tokenizer.can_chat and not raw
-    if not is_chat and (system or think):
-        raise ValueError("--system and --think need a chat model; this one continues text")
+    if not is_chat and (system or think or image):
+        raise ValueError("--system, --think and --image need a chat model; this one continues text")
     options = build_options(
         writer.sampler,
         max_steps=steps,
@@ -188,7 +196,7 @@ def write(
         choices=choices.split(",") if choices is not None else None,
     )
     with name_flags(FLAGS):
-        events = writer.stream(_conversation(system, text) if is_chat else text, options=options)
+        events = writer.stream(_conversation(system, text, image) if is_chat else text, options=options)
     events = show_builds_until_first(events, _stderr(), message=_waiting_message(best_of))
     recording = Recording(text, writer.tokenizer, writer.sampler.eos_token_ids) if record is not None else None
     events = recording.watch(events) if recording is not None else events
@@ -310,13 +318,18 @@ def _stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def _conversation(system: str | None, user: str | None) -> list[dict[str, str]]:
+def _conversation(system: str | None, user: str | None, images: list[Path] | None = None) -> list[dict[str, Any]]:
+    """The messages of a conversation; images come before the user's text, as Gemma was trained."""
     roles = (("system", system), ("user", user))
-    return [{"role": role, "content": text} for role, text in roles if text is not None]
+    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in roles if text is not None]
+    if images:
+        parts: list[dict[str, Any]] = [{"type": "image", "image": path} for path in images]
+        messages[-1]["content"] = [*parts, {"type": "text", "text": user}]
+    return messages
 
 
 def _converse(
-    writer: Writer, options: GenerationOptions, system_messages: list[dict[str, str]], visual: bool | None
+    writer: Writer, options: GenerationOptions, system_messages: list[dict[str, Any]], visual: bool | None
 ) -> None:
     """Answers one line after another, each with the conversation before it."""
     from redraft.engine import EngineError

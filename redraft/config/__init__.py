@@ -6,6 +6,7 @@ reads them from published files and writes them.
 backbone.py  BackboneConfig: what the shapes of all architectures have in common
 gemma.py     ModelConfig: DiffusionGemma and Gemma 4
 llama.py     LlamaConfig: Llama, SmolLM2, Mistral, Qwen2 and Qwen3
+vision.py    VisionConfig and ImageConfig: a vision tower, and how pictures become patches
 sampler.py   SamplerConfig: how tokens are generated
 engine.py    EngineConfig: how many requests run at once
 values.py    checks of single values

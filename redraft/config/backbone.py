@@ -52,6 +52,7 @@ class BackboneConfig(ABC):
     eos_token_ids: tuple[int, ...]
     is_causal_only: bool = False  # it has no denoiser: it only writes left to right
     draft_head_size: int = 0  # inner size of the draft head; 0: the model has none
+    has_joined_images: bool = False  # the tokens of an image attend to one another in both directions, in the causal half
     quant: str | None = None  # "fp8": compressed-tensors' layout, weights scaled by channel, activations by token
 
     causal_kind: ClassVar[str]  # what a causal-only model of this architecture is, for error messages

@@ -52,7 +52,9 @@ class ModelConfig(BackboneConfig):
     bos_token_id: int = 2
     eos_token_ids: tuple[int, ...] = (1, 106)
     image_token_ids: tuple[int, int, int] = (255_999, 258_880, 258_882)  # begin of image, image, end of image
-    vision: Mapping[str, Any] = field(default_factory=lambda: dict(SMALLEST_VISION), repr=False)  # stored, never run
+    has_joined_images: bool = True
+    # As published; `checkpoint/published_vision.py` reads it when an image comes.
+    vision: Mapping[str, Any] = field(default_factory=lambda: dict(SMALLEST_VISION), repr=False)
 
     causal_kind: ClassVar[str] = "a standard Gemma 4"
 

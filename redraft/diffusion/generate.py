@@ -13,6 +13,8 @@ Shapes: B rows (one per prompt), C canvas positions, S prompt tokens, T generate
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ from redraft.diffusion.events import Committed, Draft, Event, Finished, Stats
 from redraft.model.backbone import Backbone
 from redraft.model.kv_cache import KVCache
 from redraft.model.lora import Adapter
+
+if TYPE_CHECKING:  # text-only use does not load it
+    from redraft.model.vision import ImageSpan
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward: the causal mask has this many rows, and a column for each cached token
 
@@ -41,13 +46,15 @@ def generate(
     constraints: Sequence[Constraints] | None = None,
     first_canvas_BC: Tensor | None = None,
     adapter: Adapter | None = None,
+    images: Sequence[Sequence["ImageSpan"]] | None = None,
 ) -> Iterator[Event]:
     """Continues every prompt, canvas after canvas, until a stop token or max_new_tokens.
 
-    Rows do not influence one another: a row gives the same tokens alone and in a batch.
+    Rows do not influence one another: a row gives the same tokens alone and in a batch. `images` are those of each prompt.
     """
     constraints = constraints if constraints is not None else [Constraints()] * len(prompts)
     check_inputs(model, prompts, cfg, seeds, constraints, first_canvas_BC)
+    check_images(prompts, images)
     rows = len(prompts)
     length = cfg.canvas_length
     vocab_size = model.config.vocab_size
@@ -56,7 +63,7 @@ def generate(
     # 2. Prefill: run the prompts causally and write their keys and values into the cache.
     capacity = max(map(len, prompts)) + (cfg.max_canvases - 1) * length  # the last canvas is never encoded
     cache = model.new_cache(rows, capacity, rewind=0, adapter=adapter)
-    prefill(model, prompts, cache)
+    prefill(model, prompts, cache, images)
     counter.mark_prefilled()
 
     ended_B = torch.zeros(rows, dtype=torch.bool, device=model.device)
@@ -100,15 +107,53 @@ def generate(
 # 2. Its parts
 
 
-def prefill(model: Backbone, prompts: Sequence[Sequence[int]], cache: KVCache) -> None:
+def prefill(
+    model: Backbone,
+    prompts: Sequence[Sequence[int]],
+    cache: KVCache,
+    images: Sequence[Sequence["ImageSpan"]] | None = None,
+) -> None:
     """Encodes all prompts into the cache, a chunk at a time. Shorter rows are padded on the right; padding is not cached."""
-    longest = max(map(len, prompts))
-    padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-    ids_BS = torch.tensor(padded, dtype=torch.long, device=model.device)
-    for begin in range(0, longest, PREFILL_CHUNK):
-        chunk_BS = ids_BS[:, begin : begin + PREFILL_CHUNK]
-        counts = [min(max(len(prompt) - begin, 0), chunk_BS.shape[1]) for prompt in prompts]
-        model.encode(chunk_BS, cache, counts)
+    images = images if images is not None else [()] * len(prompts)
+    chunks_of = [split_prompt(len(prompt), spans) for prompt, spans in zip(prompts, images, strict=True)]
+    for chunks in zip_longest(*chunks_of, fillvalue=(0, 0)):
+        counts = [end - begin for begin, end in chunks]
+        longest = max(counts)
+        pieces = [prompt[begin:end] for prompt, (begin, end) in zip(prompts, chunks, strict=True)]
+        padded = [[*piece, *[0] * (longest - len(piece))] for piece in pieces]
+        chunk_BS = torch.tensor(padded, dtype=torch.long, device=model.device)
+        inside = [
+            [span._replace(start=span.start - begin) for span in spans if begin <= span.start < end]
+            for spans, (begin, end) in zip(images, chunks, strict=True)
+        ]
+        model.encode(chunk_BS, cache, counts, inside if any(inside) else None)
+
+
+def split_prompt(length: int, images: Sequence["ImageSpan"]) -> list[tuple[int, int]]:
+    """The chunks of a prompt, (first, end) of each. None divides an image, whose tokens attend to one another."""
+    chunks = []
+    begin = 0
+    while begin < length:
+        end = min(begin + PREFILL_CHUNK, length)
+        for span in images:
+            if span.start < end < span.end:
+                end = span.start if span.start > begin else span.end
+        chunks.append((begin, end))
+        begin = end
+    return chunks
+
+
+def check_images(prompts: Sequence[Sequence[int]], images: Sequence[Sequence["ImageSpan"]] | None) -> None:
+    """Refuses images that do not belong to these prompts, or that are not in order."""
+    if images is None:
+        return
+    if len(images) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts and the images of {len(images)} do not match")
+    for prompt, spans in zip(prompts, images, strict=True):
+        ends = [0, *(span.end for span in spans)]
+        starts = [*(span.start for span in spans), len(prompt)]
+        if any(start < end for end, start in zip(ends, starts, strict=True)):
+            raise ValueError(f"the images of a prompt of {len(prompt)} tokens overlap or are outside of it")
 
 
 def constrain_canvas(

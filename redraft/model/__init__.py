@@ -9,6 +9,7 @@ layers.py           parts that the layers of the architectures share
 diffusion_gemma.py  DiffusionGemma: attention, dense MLP and experts, self-conditioning, soft-capped head
 llama.py            Llama: the standard decoder; also SmolLM2, Mistral, Qwen2 and Qwen3
 architectures.py    builds the model of a configuration
+vision.py           Vision: the vision tower and its projection, for images in prompts
 embedding.py        token embedding, logits and soft embeddings, in full precision or in 8 bits
 moe.py              router and experts
 masks.py            attention masks, for generation and for training

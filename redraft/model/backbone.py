@@ -13,7 +13,7 @@ training row.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from redraft.model.layers import Mask, RMSNorm, Rope, Rounding
 from redraft.model.lora import DENOISE, ENCODE, EVERYTHING, ActiveAdapters, Adapter, Span, adapters_of_rows
 from redraft.model.moe import Routing
 from redraft.model.page import PageAdapter
+
+if TYPE_CHECKING:  # text-only use does not load it
+    from redraft.model.vision import ImageSpan
 
 Halves = Sequence[tuple[str, int]]  # which half the tokens of a forward run through: [("encode", 5), ("denoise", 8)]
 
@@ -168,10 +171,18 @@ class Backbone(nn.Module, ABC):
         cache.adapter = adapter
         return cache
 
-    def encode(self, ids_BS: Tensor, cache: ContextCache, counts: Sequence[int] | None = None) -> Tensor:
+    def encode(
+        self,
+        ids_BS: Tensor,
+        cache: ContextCache,
+        counts: Sequence[int] | None = None,
+        images: Sequence[Sequence["ImageSpan"]] | None = None,
+    ) -> Tensor:
         """Runs tokens causally after the cached context and appends them to it. Returns the final hidden states [B, S, D].
 
         `counts` is the number of real tokens of each row. The other tokens are padding on the right: they are not cached.
+        `images` are those of each row: their features take the place of embeddings, and their tokens attend to one another
+        in both directions. An image must be in one call as a whole.
         """
         counts = counts if counts is not None else [ids_BS.shape[1]] * ids_BS.shape[0]
         positions = cache.next_positions(ids_BS.shape[1])
@@ -181,6 +192,10 @@ class Backbone(nn.Module, ABC):
             keys = torch.cat([cache.key_positions(index), positions], dim=1)
             mask_of[kind] = masks.causal(positions, keys, self.config.layer_window(index))
         x_BSD = self.embed(ids_BS)
+        if images is not None and any(images):
+            x_BSD, images_BS = put_images(x_BSD, images)
+            if self.config.has_joined_images:
+                mask_of = {kind: masks.join_images(mask, images_BS) for kind, mask in mask_of.items()}
         rounding = self._rounding(ids_BS.shape[1])
         halves = [(ENCODE, ids_BS.shape[1])]
         adapters = self._active_adapters(cache.adapters, [(ENCODE, EVERYTHING)])
@@ -321,6 +336,19 @@ class Backbone(nn.Module, ABC):
     def _example_layers(self) -> dict[str, int]:
         """One layer index for each layer type. All layers of a type share masks and RoPE tables."""
         return {kind: layer for layer, kind in enumerate(self.config.layer_types)}
+
+
+def put_images(x_BSD: Tensor, images: Sequence[Sequence["ImageSpan"]]) -> tuple[Tensor, Tensor]:
+    """Puts the features of images in the place of embeddings. Returns them, and the numbers that `join_images` takes."""
+    x_BSD = x_BSD.clone()
+    images_BS = torch.full(x_BSD.shape[:2], -1, device=x_BSD.device)
+    for row, spans in enumerate(images):
+        for number, span in enumerate(spans):
+            if not 0 <= span.start < span.end <= x_BSD.shape[1]:
+                raise ValueError(f"an image at {span.start} to {span.end} is not inside of {x_BSD.shape[1]} tokens")
+            x_BSD[row, span.start : span.end] = span.features_ME.to(x_BSD)
+            images_BS[row, span.start : span.end] = number
+    return x_BSD, images_BS
 
 
 def _of_layer(adapters: ActiveAdapters | None, layer: int) -> ActiveAdapters | None:

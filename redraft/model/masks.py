@@ -4,6 +4,7 @@ The cache passes in the positions of its keys; a negative position marks an empt
 Shapes: B rows (1 where all rows agree), S queries, T cached keys, C canvas positions, L tokens of a training row.
 
 A causal query at position q attends to keys k <= q, on a sliding layer only to the last `window` of them, itself included.
+Tokens of an image also attend to all other tokens of that image, whatever the window.
 A canvas query attends to the whole canvas and to the cache, on a sliding layer only to the last `window - 1` cached tokens.
 Every position of a canvas attends to the same cached tokens. Example: with window 4 and 10 cached tokens, each position of a
 canvas at 10, 11, 12 attends to 7, 8, 9 and 10, 11, 12.
@@ -24,6 +25,18 @@ def causal(queries_BS: Tensor, keys_BT: Tensor, window: int | None) -> Tensor:
     if window is not None:
         allowed_BST &= q_BS1 - k_B1T < window
     return allowed_BST
+
+
+def join_images(allowed_BST: Tensor, images_BS: Tensor) -> Tensor:
+    """The encoder mask with images: the last S of its T keys are the new tokens, those of an image attend to one another.
+
+    images_BS numbers the images of a row, from 0; a token of text has -1.
+    """
+    count = images_BS.shape[1]
+    is_same_BSS = (images_BS[:, :, None] == images_BS[:, None, :]) & (images_BS[:, :, None] >= 0)
+    rows = max(len(allowed_BST), len(images_BS))
+    cached_BST = allowed_BST[..., :-count].expand(rows, -1, -1)
+    return torch.cat([cached_BST, allowed_BST[..., -count:] | is_same_BSS], dim=2)
 
 
 def cached_for_canvas(lengths_B: Tensor, keys_BT: Tensor, window: int | None) -> Tensor:

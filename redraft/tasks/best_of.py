@@ -4,12 +4,14 @@ The measure is the mean log probability of a token, as for OpenAI's `best_of`: t
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from redraft.config import SamplerConfig
 from redraft.diffusion.generate import Committed, Draft, Event, Finished
 from redraft.engine import Engine, Request, RequestError
 from redraft.engine.engine import Stream
 from redraft.model.kv_cache import KVCache
+from redraft.tasks.generation import GenerationOptions
 from redraft.tasks.infill import sequence_logprobs
 
 SEED_STRIDE = 1_000_003  # between the seeds of two answers to a prompt: prompts of a batch have seeds one apart
@@ -48,6 +50,20 @@ def choose_likeliest(
         totals = list(sequence_logprobs(engine, requests[0].prompt, answers, stop))
     means = [float(total or 0.0) / max(1, len(answer)) for total, answer in zip(totals, answers, strict=True)]
     return means.index(max(means))
+
+
+def choose_answers(
+    engine: Engine,
+    requests: Sequence[Request],
+    ends: Mapping[Request, Finished],
+    options: GenerationOptions,
+) -> Iterator[tuple[Finished, SamplerConfig]]:
+    """The end of the likeliest answer to each prompt, and its settings. A prompt has `options.best_of` requests."""
+    for first in range(0, len(requests), options.best_of):
+        candidates = requests[first : first + options.best_of]
+        candidate_ends = [ends[request] for request in candidates]
+        best = choose_likeliest(engine, candidates, candidate_ends, options.stop)
+        yield candidate_ends[best], candidates[best].cfg
 
 
 def stream_likeliest(engine: Engine, streams: Sequence[Stream], stop: threading.Event | None = None) -> Iterator[Event]:

@@ -7,13 +7,16 @@ events of `generate` -> [feed_streamer] -> a streamer of transformers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redraft.config import SamplerConfig
 from redraft.diffusion.events import Committed, Draft, Event, Finished
 from redraft.tasks.canvas_html import render_result, shorten_text
 from redraft.tokenizer.chat_parser import ChatParser, Parsed, ToolCall
 from redraft.tokenizer.tokenizer import Decoder, Tokenizer
+
+if TYPE_CHECKING:  # text-only use does not load it
+    from redraft.model.vision import ImageSpan
 
 NOTHING = Parsed("")
 
@@ -97,6 +100,8 @@ class EncodedPrompt:
 
     ids: Sequence[int]
     is_chat: bool
+    images: Sequence["ImageSpan"] = field(default=(), kw_only=True)
+    notes: tuple[str, ...] = field(default=(), kw_only=True)  # sentences for the user about the images
 
 
 class TextAssembler:

@@ -1,4 +1,4 @@
-"""Names of the special tokens of chats: ends of turns and texts, reasoning channels, tool calls."""
+"""Names of the special tokens of chats: ends of turns and texts, reasoning channels, tool calls, images."""
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")  # of ChatML and of Llama 3
 DOCUMENT_END = "<|endoftext|>"  # of GPT-2, SmolLM2 and Qwen, which have no BOS token
@@ -13,3 +13,5 @@ JSON_CALL_START, JSON_CALL_END = "<tool_call>", "</tool_call>"
 CALLS = {CALL_START: CALL_END, JSON_CALL_START: JSON_CALL_END}
 CALL_WORDS = {CALL_START: "call:", JSON_CALL_START: '"arguments'}  # in a template whose calls are in that notation
 QUOTE = '<|"|>'
+
+IMAGE_START, IMAGE, IMAGE_END = "<|image>", "<|image|>", "<image|>"

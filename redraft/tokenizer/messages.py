@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 ROLES = ("system", "developer", "user", "assistant", "model", "tool")
 KEPT_ROLES = ("system", "developer", "user", "tool")  # a template may leave out parts of the others' messages: thoughts
@@ -30,6 +30,9 @@ def check_messages(messages: Sequence[Message]) -> None:
         if isinstance(content, Mapping) and message["role"] == "tool":
             continue
         for part in content if isinstance(content, list | tuple) else [content or ""]:
+            if is_image(part):
+                _check_image(part, message["role"], index)
+                continue
             text = part.get("text") if isinstance(part, Mapping) else part
             if not isinstance(text, str):
                 raise TokenizerError(f"message {index} has content that is not text: {part!r}")
@@ -37,6 +40,29 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise TokenizerError(f"message {index}: tool_calls must be a list, got {calls!r}")
         for call in calls or []:
             _check_function_name(call, f"message {index}: a tool call")
+
+
+def is_image(part: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a part of a message's content is an image: {"type": "image", "image": bytes, a data URL or a path}."""
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _check_image(part: Mapping[str, Any], role: str, index: int) -> None:
+    if role != "user":
+        raise TokenizerError(f"message {index} ({role}) has an image; only user messages take images")
+    if part.get("image") is None:
+        keys = ", ".join(map(repr, part))[:200]
+        raise TokenizerError(
+            f'message {index} has content that is not text: an image needs the key "image" (bytes, a data URL or a path), '
+            f"and this one has {keys}"
+        )
+
+
+def image_sources(messages: Sequence[Message]) -> list[Any]:
+    """The images of a conversation, in order, as they were given."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return [part.get("image") for part in parts if is_image(part)]
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
@@ -64,8 +90,10 @@ def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     prepared = []
     for original in messages:
         message = dict(original)
-        if isinstance(message.get("content"), list | tuple):
-            message["content"] = "".join(text_parts(message))
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            has_image = any(map(is_image, content))
+            message["content"] = _prepare_parts(content) if has_image else "".join(text_parts(message))
         calls = []
         for call in message.get("tool_calls") or []:
             function = dict(call.get("function", call))
@@ -78,6 +106,13 @@ def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             message["name"] = function_names.get(message.get("tool_call_id", ""), "tool")
         prepared.append(message)
     return prepared
+
+
+def _prepare_parts(content: Sequence[Any]) -> list[dict[str, str]]:
+    """Parts of text and images, as templates for images expect them. A template needs no picture."""
+    texts = (part if isinstance(part, str) else part.get("text", "") for part in content)
+    pairs = zip(content, texts, strict=True)
+    return [{"type": "image"} if is_image(part) else {"type": "text", "text": text} for part, text in pairs]
 
 
 def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -95,7 +130,7 @@ def text_parts(message: Message) -> list[str]:
     """The text of a message, which may come in parts."""
     content = message.get("content") or ""
     parts = content if isinstance(content, list | tuple) else [content]
-    return [part if isinstance(part, str) else str(part.get("text", "")) for part in parts]
+    return [part if isinstance(part, str) else str(part.get("text", "")) for part in parts if not is_image(part)]
 
 
 def content_size(message: Message) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.config import read_file, read_json, show_value, write_text
-from redraft.tokenizer.chat_tokens import CALL_WORDS, CALLS, DOCUMENT_END, TURN_ENDS
+from redraft.tokenizer.chat_tokens import CALL_WORDS, CALLS, DOCUMENT_END, IMAGE, IMAGE_END, IMAGE_START, TURN_ENDS
 from redraft.tokenizer.messages import (
     KEPT_ROLES,
     Message,
@@ -22,6 +22,7 @@ from redraft.tokenizer.messages import (
     check_messages,
     check_tools,
     content_size,
+    image_sources,
     prepare_messages,
 )
 
@@ -222,6 +223,12 @@ class Tokenizer:
         ids = (self.vocabulary.token_to_id(name) for name in names)
         return tuple(token for token in ids if token in self.special_tokens)
 
+    @cached_property
+    def image_ids(self) -> tuple[int, int, int] | None:
+        """The ids of the special tokens of images: begin, image, end. None if the vocabulary lacks one."""
+        begin, image, end = (self.vocabulary.token_to_id(token) for token in (IMAGE_START, IMAGE, IMAGE_END))
+        return None if begin is None or image is None or end is None else (begin, image, end)
+
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Ids of a text. Special tokens such as <|turn> are recognised, none is added. Lone surrogates become "?".
 
@@ -292,12 +299,16 @@ class Tokenizer:
         think: bool = False,
         limit: int | None = None,
         stop: threading.Event | None = None,
+        has_images: bool = False,
     ) -> list[int]:
         """Ids of a conversation, up to the start of the model's turn. `limit` as in `encode`, `stop` as in `render`.
 
         What users and tools say stands in the prompt as it is, so its size is checked before the template is rendered.
+        With `has_images` one image token stands for each image: `expand_images` of images.py puts all of its tokens there.
         """
         check_messages(messages)
+        if image_sources(messages) and not has_images:
+            raise TokenizerError("the conversation has an image, and images are not read here: send text only")
         if limit is not None:
             self.check_size(sum(content_size(message) for message in messages if message["role"] in KEPT_ROLES), limit)
         return self.encode(self.render(messages, tools=tools, think=think, stop=stop), limit)
