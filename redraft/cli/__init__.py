@@ -7,6 +7,8 @@ generation.py options of the commands that generate an answer
 edit.py       fill, edit
 augment.py    augment
 serve.py      serve
+replicas.py   serve --replicas
+cluster.py    cluster deploy, status, down
 models.py     pull, models, rm
 info.py       info
 quantize.py   quantize

@@ -19,7 +19,23 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import redraft
-from redraft.cli import adapt, augment, data, demo, edit, info, merge, models, quantize, serve, sudoku, train, tune, warm
+from redraft.cli import (
+    adapt,
+    augment,
+    cluster,
+    data,
+    demo,
+    edit,
+    info,
+    merge,
+    models,
+    quantize,
+    serve,
+    sudoku,
+    train,
+    tune,
+    warm,
+)
 from redraft.cli.generation import (
     FLAGS,
     BestOf,
@@ -249,6 +265,7 @@ app.command()(edit.edit)
 app.command()(augment.augment)
 app.command()(sudoku.sudoku)
 app.command()(serve.serve)
+app.add_typer(cluster.app, name="cluster")
 app.command()(warm.warm)
 app.command()(train.train)
 app.command("eval")(train.evaluate)
