@@ -66,7 +66,7 @@ def tabulate_state(state: dict[str, Any]) -> Table:
         counts = ", ".join(f"{count} {kind.lower()}" for kind, count in deployment["replicas"].items())
         table.add_row(name, counts, deployment["status"].lower(), "")
         for replica in state["health"]["replicas"]:
-            if replica["model"] == name:
+            if replica["deployment"] == name:
                 table.add_row("", replica["replica"], replica.get("error", replica["status"]), str(replica["active"]))
     return table
 

@@ -72,7 +72,7 @@ Replicas = Annotated[
     int | None,
     option(
         "--replicas",
-        help="Engines of each model, run with Ray, one per GPU; see docs/cluster.md. [one, without Ray]",
+        help="Engines of each model, one per GPU, with Ray; see docs/cluster.md. [one, no Ray]",
         parser=parse_int,
     ),
 ]

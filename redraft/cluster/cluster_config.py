@@ -9,6 +9,7 @@ refused.
 """
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from redraft.config import ConfigError, read_file, show_value
 from redraft.config.values import require_int, require_number, require_object, require_range
 
+FRONT = "front"  # the deployment that has the address
 KEY_VARIABLE = "REDRAFT_API_KEY"
 PORT = 8012
 LATEST = ":latest"
@@ -89,6 +91,11 @@ class ServedModel:
             raise ConfigError(f"{self.name} has replicas {self.replicas} and autoscaling: leave one of them out")
 
     @property
+    def deployment(self) -> str:
+        """Its name in Ray Serve, which becomes part of file names."""
+        return re.sub(r"[^\w.-]", "_", self.name, flags=re.ASCII)
+
+    @property
     def most_replicas(self) -> int:
         """The most replicas that may run at once."""
         return self.autoscaling.max if self.autoscaling else self.replicas
@@ -130,6 +137,9 @@ class ClusterConfig:
         names = [name for model in self.models for name in model.names]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"two models or adapters have the name {doubled[0]!r}: choose another name for one of them")
+        deployments = [FRONT, *(model.deployment for model in self.models)]
+        if doubled := sorted({name for name in deployments if deployments.count(name) > 1}):
+            raise ConfigError(f"two deployments would have the name {doubled[0]!r}: choose another name for the model")
         require_int("port", self.port, 1, 65535)
         for key in ("requests", "ongoing", "fronts", "max_body"):
             require_int(key, getattr(self, key))

@@ -9,18 +9,19 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from redraft.cluster.cluster_config import KEY_VARIABLE, ClusterConfig, ServedModel, config_from
+from redraft.cluster.cluster_config import FRONT, KEY_VARIABLE, ClusterConfig, ServedModel, config_from
 from redraft.cluster.front import Front
 from redraft.cluster.replica import Replica
 from redraft.config import ConfigError
 
 APPLICATION = "redraft"
-FRONT = "front"
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 OBJECT_STORE_BYTES = 256 * 2**20  # requests and answers are small; Ray's default is 30% of the memory
 SPARE_REQUESTS = 256  # of a front, beyond its slots: those that it refuses
+LOOK_BACK_SECONDS = 15.0  # over which the queue length is averaged for autoscaling; replicas report every 10 s
 CONSTRUCTIONS = 3  # of a replica that cannot be constructed, before the deployment fails
 QUIET = {"log_level": "WARNING", "enable_access_log": False}  # the app logs one line per request itself
 MISSING = "replicas need Ray: pip install 'redraft[cluster]'"
@@ -50,19 +51,20 @@ def build_application(config: ClusterConfig) -> Any:
     """One deployment for each model, and the front with their handles."""
     from ray import serve
 
-    handles = [build_deployment(model, config).bind(model, config) for model in config.models]
+    handles = [build_deployment(model, config) for model in config.models]
     deployment = serve.deployment(
         name=FRONT,
         num_replicas=config.fronts,
         max_ongoing_requests=config.slots + SPARE_REQUESTS,
         graceful_shutdown_timeout_s=config.drain_seconds,
+        max_surge_percent=100,  # a changed front starts before the old one drains
         ray_actor_options={"num_cpus": 0},
     )
     return deployment(serve.ingress()(Front)).bind(config, *handles)
 
 
 def build_deployment(model: ServedModel, config: ClusterConfig) -> Any:
-    """The deployment of a model. Waiting requests stay with the front, which bounds their number."""
+    """The deployment of a model, bound to its settings. Waiting requests stay with the front, which bounds their number."""
     from ray import serve
     from ray.serve.config import AutoscalingConfig
 
@@ -73,12 +75,13 @@ def build_deployment(model: ServedModel, config: ClusterConfig) -> Any:
                 min_replicas=scaling.min,
                 max_replicas=scaling.max,
                 target_ongoing_requests=scaling.target,
+                look_back_period_s=LOOK_BACK_SECONDS,
                 upscale_delay_s=scaling.up_seconds,
                 downscale_delay_s=scaling.down_seconds,
             )
         }
     deployment = serve.deployment(
-        name=model.name,
+        name=model.deployment,
         **count,
         max_ongoing_requests=config.ongoing_of_a_replica,
         max_constructor_retry_count=CONSTRUCTIONS,
@@ -86,7 +89,24 @@ def build_deployment(model: ServedModel, config: ClusterConfig) -> Any:
         request_router_config={"request_router_class": ROUTER},
         ray_actor_options={"num_cpus": model.cpus, "num_gpus": model.gpus},
     )
-    return deployment(Replica)
+    without_counts = replace(model, replicas=1, autoscaling=None)  # another number of replicas restarts none of them
+    return deployment(Replica).bind(without_counts, server_config(model, config))
+
+
+def server_config(model: ServedModel, config: ClusterConfig) -> Any:
+    """The settings of the app in a replica. Access is checked by the front."""
+    from redraft.server.bodies import BodyLimits
+    from redraft.server.middleware import Limits
+    from redraft.server.server_config import ServerConfig
+
+    size = config.max_body * 2**20
+    return ServerConfig(
+        name=model.name,
+        limits=Limits(bodies=BodyLimits(body_bytes=size, received_bytes=4 * size, body_seconds=config.body_seconds)),
+        requests=config.requests,
+        compile_seconds=config.compile_seconds,
+        drain_seconds=config.drain_seconds,
+    )
 
 
 def deploy(config: ClusterConfig) -> None:

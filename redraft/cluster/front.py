@@ -10,7 +10,7 @@ gathered from all replicas.
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, MutableMapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -19,8 +19,10 @@ from redraft.cluster.replica import collect_families, listen_on_loopback, replic
 from redraft.cluster.routing import read_fields, session_of
 
 Message = MutableMapping[str, Any]
+Batches = AsyncGenerator[list[Message], None]
 FORWARDED = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "client", "server")
 SECRET_HEADERS = (b"host", b"origin", b"authorization", b"x-api-key")  # checked here; the replica does not see them
+PRIVATE = ("deployment", "node", "pid")  # of a replica: for `redraft cluster status`, not for everybody
 LISTS = ("/v1/models", "/api/tags", "/api/ps")
 MODEL_PATH = "/v1/models/"
 FRESH_SECONDS = 1.0  # for which /health and /metrics answer without asking the replicas again
@@ -99,7 +101,9 @@ class Front:
             if not progress.is_complete:
                 await send({"type": "http.response.body", "body": error_event(path, progress.start, str(error))})
 
-    async def ask(self, model: str, scope: Mapping[str, Any], body: bytes, session: str) -> AsyncIterator[list[Message]]:
+    async def ask(
+        self, model: str, scope: Mapping[str, Any], body: bytes, session: str
+    ) -> AsyncGenerator[list[Message], None]:
         """Yields the messages of a replica of the model. Raises ReplicaLostError if it ends, or if there is none."""
         from ray.exceptions import RayActorError, RayError
         from ray.serve.exceptions import DeploymentUnavailableError
@@ -140,9 +144,10 @@ class Front:
         answers = await asyncio.gather(*(self._ask_for_json(model, scope) for model in self.handles))
         united: dict[str, Any] = dict(answers[0])
         for answer in answers[1:]:
-            for key, value in answer.items():
-                if isinstance(value, list):
-                    united[key] = [*united.get(key, []), *value]
+            for key, rows in answer.items():
+                if isinstance(rows, list):
+                    listed = {row.get("id") or row.get("name") for row in united[key]}
+                    united[key] = [*united[key], *(row for row in rows if (row.get("id") or row.get("name")) not in listed)]
         return united
 
     async def _ask_for_json(self, model: str, scope: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +182,7 @@ class Front:
         """All replicas with their state. It is well if every model has a replica that is."""
         replicas = await self.gather("health")
         is_well = all(any(each["status"] == "ok" for each in replicas[model]) for model in self.handles)
-        listed = [each for model in self.handles for each in sorted(replicas[model], key=lambda each: each["replica"])]
+        listed = [dict(each) for model in self.handles for each in sorted(replicas[model], key=lambda row: row["replica"])]
         missing = [model for model in self.handles if not replicas[model]]
         error = {"error": NO_REPLICA.format(", ".join(missing))} if missing else {}
         return {"status": "ok" if is_well else "error", **error, "replicas": listed}
@@ -243,6 +248,9 @@ def build_app(front: Front) -> Any:
     @app.get("/health")
     async def health() -> Response:
         state = await front.health()
+        for replica in state["replicas"]:
+            for private in PRIVATE:
+                replica.pop(private, None)
         return JSONResponse(state, status_code=200 if state["status"] == "ok" else 503)
 
     @app.get("/metrics")

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, MutableMapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from redraft.cluster.cluster_config import ClusterConfig, ServedModel
+from redraft.cluster.cluster_config import ServedModel
 
 LOOPBACK = "127.0.0.1"
 Message = MutableMapping[str, Any]
@@ -23,14 +23,15 @@ Family = tuple[str, str, str, list[tuple[str, dict[str, str], float]]]  # name, 
 class Replica:
     """One engine with a model. Serve constructs it on the node, and on the GPU, that it has chosen."""
 
-    async def __init__(self, served: ServedModel, config: ClusterConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, served: ServedModel, settings: Any) -> None:  # type: ignore[misc]
+        """`settings` is the ServerConfig of its app. What changes neither of them does not restart a replica."""
         from redraft.server.app import make_app
 
         self.served = served
         listen_on_loopback()
         log_requests()
         writer = await asyncio.to_thread(load_writer, served)
-        self.app = make_app(writer, server_config(served, config))
+        self.app = make_app(writer, settings)
         self._running = AsyncExitStack()
         await self._running.enter_async_context(self.app.router.lifespan_context(self.app))
 
@@ -65,6 +66,7 @@ class Replica:
                     batch.append(messages.get_nowait())
                 is_open = batch[-1] is not None
                 if ready := [message for message in batch if message is not None]:
+                    name_replica(ready[0])
                     yield ready
             await task
         finally:
@@ -88,8 +90,9 @@ class Replica:
         """What /health says about this replica."""
         fault = self.find_fault()
         state = {"status": "error", "error": f"the last step failed: {fault}"} if fault else {"status": "ok"}
+        place = {"deployment": self.served.deployment, "node": node_name(), "pid": os.getpid()}
         active = self.app.state.models.active
-        return {"model": self.served.name, "replica": replica_name(), **state, "active": active, "pid": os.getpid()}
+        return {"model": self.served.name, "replica": replica_name(), **state, "active": active, **place}
 
     async def metrics(self) -> tuple[str, list[Family]]:
         """The name of this replica and all its metrics."""
@@ -107,27 +110,24 @@ def load_writer(served: ServedModel) -> Any:
     return launch_if_triton(writer.load(served.model, **served.loading))
 
 
-def server_config(served: ServedModel, config: ClusterConfig) -> Any:
-    """The settings of the app in a replica. Access was checked by the front."""
-    from redraft.server.bodies import BodyLimits
-    from redraft.server.middleware import Limits
-    from redraft.server.server_config import ServerConfig
-
-    size = config.max_body * 2**20
-    return ServerConfig(
-        name=served.name,
-        limits=Limits(bodies=BodyLimits(body_bytes=size, received_bytes=4 * size, body_seconds=config.body_seconds)),
-        requests=config.requests,
-        compile_seconds=config.compile_seconds,
-        drain_seconds=config.drain_seconds,
-    )
-
-
 def replica_name() -> str:
     """The name that Serve gave this replica."""
     from ray import serve
 
     return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def node_name() -> str:
+    """The id of the node on which this replica runs."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def name_replica(message: Message) -> None:
+    """Adds the header that tells which replica has answered."""
+    if message["type"] == "http.response.start":
+        message["headers"] = [*message.get("headers", ()), (b"x-redraft-replica", replica_name().encode())]
 
 
 def collect_families(registry: Any) -> list[Family]:
