@@ -76,7 +76,7 @@ def find_beginning(fields: Fields) -> Beginning | None:
     system: Any = fields.system or fields.instructions
     messages = fields.messages if fields.messages is not None else fields.input
     if isinstance(messages, str):
-        return Beginning(system, messages)
+        return Beginning(system, messages) if messages else None
     for message in messages if isinstance(messages, list) else ():
         if not isinstance(message, dict):
             return None

@@ -1,5 +1,6 @@
-"""Serving on a Ray cluster of two nodes: answers as of a single process, sessions, several models, lost and removed replicas."""
+"""Serving on a Ray cluster of two nodes: the answers of a single process, sessions, several models, replicas that end."""
 
+import functools
 import json
 import os
 import re
@@ -86,7 +87,7 @@ def deployed(tmp_path_factory):
         "adapters": {"numbers": "tiny-sudoku"},
     }
     random = {"name": "b", "model": str(tiny.save_folder(folder / "b")), "cpus": 0, "threads": 1, "autoscaling": AUTO}
-    settings = {"port": free_port(), "requests": 9, "models": [story, random]}
+    settings = {"port": free_port(), "requests": 9, "drain_seconds": 300, "models": [story, random]}
     with ray_cluster.two_nodes(REDRAFT_API_KEY=KEY) as cluster:
         subject = Deployed(cluster, settings, folder)
         subject.deploy()
@@ -100,7 +101,18 @@ def deployed(tmp_path_factory):
 def alone():
     """The answer of a single process to a request."""
     with serving.served(redraft.load("tiny", dtype="float32"), name="tiny") as url, httpx.Client(timeout=120) as http:
-        yield lambda body: http.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
+
+        @functools.cache
+        def ask(body):
+            return http.post(f"{url}/v1/completions", content=body).json()["choices"][0]["text"]
+
+        yield lambda body: ask(json.dumps(body))
+
+
+@pytest.fixture(scope="module")
+def endless():
+    """A logit bias that lets a story go on until its last token."""
+    return {str(token): -100 for token in redraft.load("tiny").sampler.eos_token_ids}
 
 
 def collect(stream):
@@ -225,8 +237,8 @@ def streams_on_both(deployed, body):
     raise AssertionError("all sessions have reached one replica")
 
 
-def test_a_killed_replica_ends_its_answers_with_an_error_and_is_replaced(deployed, alone):
-    body = {**STORY, "seed": 3, "max_tokens": 500}
+def test_a_killed_replica_ends_its_answers_with_an_error_and_is_replaced(deployed, alone, endless):
+    body = {**STORY, "seed": 3, "max_tokens": 700, "logit_bias": endless}
     pids = {row["replica"]: row["pid"] for row in deployed.state()["health"]["replicas"]}
     (victim, (session, lost)), (_, (_, kept)) = streams_on_both(deployed, body).items()
     whole = {**body, "max_tokens": 3000}
@@ -250,7 +262,7 @@ def test_a_killed_replica_ends_its_answers_with_an_error_and_is_replaced(deploye
 def test_a_killed_front_cuts_its_answers_and_is_replaced(deployed):
     _, stream = deployed.stream("front", **{**STORY, "max_tokens": 3000})
     children = psutil.Process(deployed.cluster.pid).children(recursive=True)
-    (front,) = [child.pid for child in children if child.cmdline()[:1] == ["ray::ServeReplica:redraft:front"]]
+    (front,) = [child.pid for child in children if "".join(child.cmdline()).startswith("ray::ServeReplica:redraft:front")]
     os.kill(front, signal.SIGKILL)
     reasons = []
     with pytest.raises((openai.OpenAIError, httpx.HTTPError)):
@@ -260,15 +272,17 @@ def test_a_killed_front_cuts_its_answers_and_is_replaced(deployed):
     assert deployed.client.completions.create(**STORY).choices[0].finish_reason == "length"
 
 
-def test_replicas_that_are_removed_finish_their_answers(deployed, alone):
-    body = {**STORY, "seed": 4, "max_tokens": 300}
+def test_replicas_that_are_removed_finish_their_answers(deployed, alone, endless):
+    body = {**STORY, "seed": 3, "max_tokens": 700, "logit_bias": endless}
     streams = [stream for _, stream in streams_on_both(deployed, body).values()]
-    with ThreadPoolExecutor(2) as readers:
-        reading = [readers.submit(collect, stream) for stream in streams]
-        deployed.deploy(replicas=1)
+    with ThreadPoolExecutor(3) as others:
+        reading = [others.submit(collect, stream) for stream in streams]
+        deploying = others.submit(deployed.deploy, replicas=1)
+        assert tiny.wait_until(lambda: len(deployed.replicas("tiny")) == 1)
+        assert not any(each.done() for each in reading)  # one replica gets no more requests, and still writes
         texts = [each.result() for each in reading]
+        deploying.result()
     assert texts == [(alone(body), ["length"])] * 2
-    assert tiny.wait_until(lambda: len(deployed.replicas("tiny")) == 1)
 
 
 def test_replicas_follow_the_queue_and_no_request_is_cut(deployed):
