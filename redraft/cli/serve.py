@@ -158,8 +158,7 @@ def serve(
     if replicas is not None:
         refuse_flags(connections=connections, keep_alive=keep_alive, max_models=max_models, device=device)
         check_models(paths, quant)
-        for free in bind_address(host, port):
-            free.close()
+        check_port_is_free(host, port)
         limit = {"requests": requests, "max_body": max_body, "trusted_proxies": tuple(proxies or ())}
         limit |= {"body_seconds": body_seconds, "compile_seconds": compile_seconds, "drain_seconds": drain_seconds}
         access = {"host": host, "port": port, "key": key, "hosts": tuple(hosts or ()), "origins": origins}
@@ -329,6 +328,12 @@ def bind_address(host: str, port: int) -> list[socket.socket]:
                 raise ValueError(f"port {port} of {host} is in use: name another one with --port") from None
             raise ValueError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
     return sockets
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Refuses a port that is in use; another process listens on it later."""
+    for listener in bind_address(host, port):
+        listener.close()
 
 
 def _bind(listener: socket.socket, address: Any) -> None:

@@ -68,9 +68,7 @@ def test_a_file_that_is_no_yaml_is_refused(tmp_path):
 def test_an_address_of_the_network_needs_a_key(monkeypatch):
     config = ClusterConfig(models=(ServedModel(name="tiny"),), host="0.0.0.0")
     monkeypatch.delenv("REDRAFT_API_KEY", raising=False)
-    with pytest.raises(
-        ConfigError, match=r"0\.0\.0\.0 can be reached from other machines: set REDRAFT_API_KEY to listen there"
-    ):
+    with pytest.raises(ConfigError, match=r"^0\.0\.0\.0 can be reached from other machines: set REDRAFT_API_KEY to"):
         deploy.check_access(config)
     monkeypatch.setenv("REDRAFT_API_KEY", "secret")
     deploy.check_access(config)
