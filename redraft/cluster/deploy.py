@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from redraft.cluster.cluster_config import FRONT, KEY_VARIABLE, ClusterConfig, ServedModel, config_from
-from redraft.cluster.front import Front
 from redraft.cluster.replica import Replica
 from redraft.config import ConfigError
 
@@ -50,6 +49,8 @@ def build_app(args: Mapping[str, Any]) -> Any:
 def build_application(config: ClusterConfig) -> Any:
     """One deployment for each model, and the front with their handles."""
     from ray import serve
+
+    from redraft.cluster.front import Front
 
     handles = [build_deployment(model, config) for model in config.models]
     deployment = serve.deployment(

@@ -58,9 +58,6 @@ class Front:
         from redraft.server.connections import name_client
         from redraft.server.errors import ClientDisconnected
 
-        if self.key is None and not is_loopback(str((scope.get("server") or ("localhost",))[0])):
-            await self._refuse(scope, send, 403, NEEDS_KEY)
-            return
         body = await read_whole(receive)
         client = name_client(scope["client"][0] if scope.get("client") else None)
         self.slots.take(client)
@@ -129,13 +126,6 @@ class Front:
     def find_model(self, name: str) -> str:
         """The deployment that answers for a model or adapter; the first one for a name that nobody has."""
         return self.model_of.get(name) or self.model_of.get(name.removesuffix(LATEST)) or self.first
-
-    async def _refuse(self, scope: Mapping[str, Any], send: Any, status: int, sentence: str) -> None:
-        from redraft.server.app import error_body
-
-        content = json.dumps(error_body(scope["path"], status, sentence)).encode()
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": content})
 
     # 2. What all replicas say
 
@@ -223,6 +213,25 @@ class Progress:
             self.is_complete = not message.get("more_body", False)
 
 
+class LocalWithoutKey:
+    """ASGI middleware for a front without a key: it answers this machine only, whatever address Ray's proxy listens on."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        """Passes a request on if it came to a loopback address, by that of its socket and not by its headers."""
+        from redraft.server.app import error_body
+
+        if scope["type"] != "http" or is_loopback(str((scope.get("server") or ("",))[0])):
+            await self.app(scope, receive, send)
+            return
+        content = json.dumps(error_body(scope["path"], 403, NEEDS_KEY)).encode()
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 403, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+
 def build_app(front: Front) -> Any:
     """The ASGI app of a front: the middleware and the errors of the single machine around `forward`."""
     from fastapi import FastAPI, Request
@@ -240,6 +249,8 @@ def build_app(front: Front) -> Any:
     limits = Limits(hosts=(config.host, *config.hosts), origins=config.origins, key=front.key, bodies=bodies)
     app = FastAPI(title="redraft", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(AccessMiddleware, limits=limits, metrics=metrics, error_body=error_body)
+    if front.key is None:
+        app.add_middleware(LocalWithoutKey)
     if config.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(config.trusted_proxies))
     metrics.active.set_function(lambda: front.slots.taken)

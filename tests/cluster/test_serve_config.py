@@ -1,16 +1,17 @@
 """Settings of a served cluster, the session of a request, and refusals that need no Ray."""
 
+import asyncio
 import json
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from redraft.cli.main import app
-from redraft.cluster import deploy
+from redraft.cluster import deploy, front
 from redraft.cluster.cluster_config import ClusterConfig, ServedModel, config_from, read_config
-from redraft.cluster.front import error_event
 from redraft.cluster.routing import Fields, read_fields, session_of
 from redraft.config import ConfigError
 
@@ -169,8 +170,37 @@ def test_fields_of_any_type_have_a_session_and_a_model_name(body):
 )
 def test_a_lost_stream_ends_with_an_error_of_its_wire_format(path, start):
     stream = {"headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
-    assert error_event(path, stream, "gone").startswith(start)
+    assert front.error_event(path, stream, "gone").startswith(start)
     lines = {"headers": [(b"content-type", b"application/x-ndjson")]}
-    assert error_event("/api/chat", lines, "gone") == b'{"error": "gone"}\n'
+    assert front.error_event("/api/chat", lines, "gone") == b'{"error": "gone"}\n'
     with pytest.raises(RuntimeError, match="gone"):
-        error_event(path, {"headers": [(b"content-type", b"application/json")]}, "gone")
+        front.error_event(path, {"headers": [(b"content-type", b"application/json")]}, "gone")
+
+
+# The front, without replicas
+
+
+def ask_front(monkeypatch, url, **settings):
+    """The status and the body of GET /v1/models at a front that Ray's proxy reaches at this address."""
+    monkeypatch.setattr(front, "listen_on_loopback", lambda: None)
+    monkeypatch.delenv("REDRAFT_API_KEY", raising=False)
+    subject = front.Front(ClusterConfig(models=(ServedModel(name="tiny"),), **settings), None)
+
+    async def ask():
+        transport = httpx.ASGITransport(app=front.build_app(subject))
+        async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+            return await client.get("/v1/models")
+
+    response = asyncio.run(ask())
+    return response.status_code, response.json()["error"]["message"]
+
+
+def test_a_front_without_a_key_answers_this_machine_only(monkeypatch):
+    """Ray's own config may listen anywhere, and KubeRay's does."""
+    asked = ask_front(monkeypatch, "http://10.0.0.7:8000", hosts=("10.0.0.7",))
+    assert asked == (403, front.NEEDS_KEY)
+
+
+def test_a_front_checks_key_and_host(monkeypatch):
+    assert ask_front(monkeypatch, "http://10.0.0.7:8000", hosts=("10.0.0.7",), key="secret")[0] == 401
+    assert ask_front(monkeypatch, "http://10.0.0.7:8000", key="secret")[0] == 403
