@@ -158,8 +158,8 @@ class ClusterConfig:
 
     @property
     def ongoing_of_a_replica(self) -> int:
-        """At most what one client may have in a replica: a request that Serve gives to a replica is not refused there."""
-        return min(self.ongoing, self.requests - self.requests // 9)
+        """Requests that Serve gives to one replica at once."""
+        return min(self.ongoing, self.requests)
 
     def check_key(self, key: str | None) -> None:
         """Refuses an address that other machines reach without a key."""

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ SPARE_REQUESTS = 256  # of a front, beyond its slots: those that it refuses
 LOOK_BACK_SECONDS = 15.0  # over which the queue length is averaged for autoscaling; replicas report every 10 s
 CONSTRUCTIONS = 3  # of a replica that cannot be constructed, before the deployment fails
 QUIET = {"log_level": "WARNING", "enable_access_log": False}  # the app logs one line per request itself
+CONNECT_SECONDS = 10.0
 MISSING = "replicas need Ray: pip install 'redraft[cluster]'"
 
 
@@ -104,7 +106,7 @@ def server_config(model: ServedModel, config: ClusterConfig) -> Any:
     return ServerConfig(
         name=model.name,
         limits=Limits(bodies=BodyLimits(body_bytes=size, received_bytes=4 * size, body_seconds=config.body_seconds)),
-        requests=config.requests,
+        requests=2 * config.requests,  # the front has the limit; a request whose client left still has its slot for a moment
         compile_seconds=config.compile_seconds,
         drain_seconds=config.drain_seconds,
     )
@@ -161,6 +163,7 @@ def connected_ray(address: str) -> Iterator[None]:
     if address.startswith("ray://"):
         raise ValueError(f"{address} is an address of Ray Client, which cannot stream: give HOST:PORT of the head node")
     ray = import_ray()
+    check_reachable(address)
     try:
         ray.init(address=address, logging_level="WARNING", log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
@@ -169,6 +172,17 @@ def connected_ray(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """Refuses HOST:PORT where nothing listens: Ray itself would try for minutes."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"no Ray cluster answers at {address}: {first_line(error)}") from None
 
 
 def first_line(error: BaseException) -> str:

@@ -211,10 +211,10 @@ def test_too_many_requests_are_answered_429(deployed):
     assert tiny.wait_until(lambda: deployed.metric("redraft_active_requests") == 0)
 
 
-def test_a_client_that_leaves_frees_its_engine(deployed):
+def test_a_client_that_leaves_frees_its_engine(deployed, endless):
     before = deployed.metric("redraft_tokens_total", kind="completion", deployment="tiny")
     for refuses_cancel in ({}, {"x-request-disconnect-disabled": "?1"}):
-        body = {**STORY, "max_tokens": 3000, "stream": True, "seed": 5}
+        body = {**STORY, "max_tokens": 3000, "stream": True, "seed": 5, "logit_bias": endless}
         with deployed.http.stream("POST", "/v1/completions", json=body, headers=refuses_cancel) as response:
             next(response.iter_lines())
             assert tiny.wait_until(lambda: deployed.metric("redraft_active_requests", deployment="tiny") == 1)
@@ -240,7 +240,7 @@ def test_a_killed_replica_ends_its_answers_with_an_error_and_is_replaced(deploye
     body = {**STORY, "seed": 3, "max_tokens": 700, "logit_bias": endless}
     pids = {row["replica"]: row["pid"] for row in deployed.state()["health"]["replicas"]}
     (victim, (session, lost)), (_, (_, kept)) = streams_on_both(deployed, body).items()
-    whole = {**body, "max_tokens": 3000}
+    whole = {**body, "max_tokens": 3000}  # must still run when the replica is killed
     with ThreadPoolExecutor(1) as other:
         running = other.submit(deployed.http.post, "/v1/completions", json=whole, headers={"x-session-id": session})
         assert tiny.wait_until(lambda: deployed.replicas("tiny")[victim]["active"] == 2)
@@ -258,8 +258,8 @@ def test_a_killed_replica_ends_its_answers_with_an_error_and_is_replaced(deploye
     assert tiny.wait_until(lambda: len(deployed.replicas("tiny")) == 2 and victim not in deployed.replicas("tiny"), 12_000)
 
 
-def test_a_killed_front_cuts_its_answers_and_is_replaced(deployed):
-    _, stream = deployed.stream("front", **{**STORY, "max_tokens": 3000})
+def test_a_killed_front_cuts_its_answers_and_is_replaced(deployed, endless):
+    _, stream = deployed.stream("front", **{**STORY, "max_tokens": 3000, "logit_bias": endless})
     children = psutil.Process(deployed.cluster.pid).children(recursive=True)
     (front,) = [child.pid for child in children if "".join(child.cmdline()).startswith("ray::ServeReplica:redraft:front")]
     os.kill(front, signal.SIGKILL)

@@ -107,6 +107,14 @@ def test_flags_that_cannot_hold_with_replicas_are_refused(flags, sentence):
     assert sentence in str(error)
 
 
+def test_an_address_where_nothing_listens_is_refused():
+    with pytest.raises(ValueError, match=r"no Ray cluster answers at 127\.0\.0\.1:1: "):
+        deploy.check_reachable("127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"no Ray cluster answers at 127\.0\.0\.1:99999: "):
+        deploy.check_reachable("127.0.0.1:99999")
+    deploy.check_reachable("auto")
+
+
 def test_a_client_address_of_ray_is_refused():
     error = CliRunner().invoke(app, ["cluster", "status", "--address", "ray://head:10001"]).exception
     assert "ray://head:10001 is an address of Ray Client, which cannot stream" in str(error)
