@@ -32,10 +32,10 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start_server(model: str, port: int, requests: int, *more: str) -> subprocess.Popen[bytes]:
+def start_server(model: str, port: int, requests: int, *flags: str) -> subprocess.Popen[bytes]:
     """Starts a server process and waits until it answers."""
     command = [sys.executable, "-m", "redraft", "serve", "--port", str(port), "--requests", str(requests)]
-    command += ["--dtype", "float32", *more]
+    command += ["--dtype", "float32", *flags]
     server = subprocess.Popen([*command, *(["-m", model] if model else [])], stderr=subprocess.DEVNULL)
     for _ in range(1200):
         try:

@@ -60,6 +60,15 @@ def test_the_server_bears_many_clients_some_of_which_leave():
     assert after < 1.1 * before
 
 
+@pytest.mark.soak
+def test_a_replica_is_timed_beside_the_plain_server():
+    found = last_line("benchmarks/bench_replicas.py", "--rounds", "2", "--tokens", "4", "--steps", "2")
+    assert found["different_answers"] == 0
+    assert all(
+        found[kind]["p50_ms"][name] > 0 for kind in ("nothing", "first_text", "answer") for name in ("plain", "replica")
+    )
+
+
 def test_the_cost_of_a_request_is_a_curve(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     bench = load_benchmark("bench_curve")

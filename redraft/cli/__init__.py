@@ -8,6 +8,8 @@ edit.py       fill, edit
 augment.py    augment
 batch.py      batch: answers files of requests
 serve.py      serve
+replicas.py   serve --replicas
+cluster.py    cluster deploy, status, down
 models.py     pull, models, rm
 info.py       info
 quantize.py   quantize

@@ -23,6 +23,7 @@ from redraft.cli import (
     adapt,
     augment,
     batch,
+    cluster,
     data,
     demo,
     edit,
@@ -274,6 +275,7 @@ app.command()(augment.augment)
 app.command()(batch.batch)
 app.command()(sudoku.sudoku)
 app.command()(serve.serve)
+app.add_typer(cluster.app, name="cluster")
 app.command()(warm.warm)
 app.command()(train.train)
 app.command("eval")(train.evaluate)

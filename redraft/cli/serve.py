@@ -30,9 +30,11 @@ from redraft.cli.options import (
     parse_float,
     parse_int,
 )
+from redraft.cli.replicas import CONNECTIONS, KEEP_ALIVE, MAX_MODELS, build_models, refuse_flags, serve_replicas
 from redraft.cli.terminal import QUIET
-from redraft.cli.warm import launch_kernels, show_builds, show_loaded
+from redraft.cli.warm import show_builds, show_loaded
 from redraft.config import show_value
+from redraft.server.first_launch import launch_if_triton
 
 if TYPE_CHECKING:
     from redraft.server.middleware import Limits
@@ -52,6 +54,26 @@ Models = Annotated[
         metavar="[NAME=]MODEL",
         help="Checkpoint folder, GGUF file or hub id, after the name that clients say; may be repeated. Those after the "
         f"first are loaded when a client names them. [{MODEL_VARIABLE}, or tiny, in the package]",
+    ),
+]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on; any but a local one needs --api-key.")]
+Port = Annotated[int, option("--port", "-p", help="Port to listen on.", parser=parse_int)]
+Name = Annotated[str, typer.Option("--name", help="The first model's name in the API. [the folder's name]")]
+Key = Annotated[str | None, typer.Option("--api-key", envvar="REDRAFT_API_KEY", help="Require this key from every client.")]
+Hosts = Annotated[list[str] | None, typer.Option("--allow-host", help="Another host name to accept; may be repeated.")]
+Requests = Annotated[
+    int, option("--requests", help="Maximum requests running or waiting; more are answered 429.", parser=parse_int)
+]
+Connections = Annotated[
+    int, option("--connections", help="Maximum open connections; one client gets half.", parser=parse_int)
+]
+MaxBody = Annotated[int, option("--max-body", help="Maximum size of a request body, in MiB.", parser=parse_int)]
+Replicas = Annotated[
+    int | None,
+    option(
+        "--replicas",
+        help="Engines of each model, one per GPU, with Ray; see docs/cluster.md. [one, no Ray]",
+        parser=parse_int,
     ),
 ]
 Cors = Annotated[
@@ -87,30 +109,20 @@ Adapters = Annotated[
 
 def serve(
     models: Models = None,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; any but a local one needs --api-key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, option("--port", "-p", help="Port to listen on.", parser=parse_int)] = PORT,
-    name: Annotated[str, typer.Option("--name", help="The first model's name in the API. [the folder's name]")] = "",
-    key: Annotated[
-        str | None, typer.Option("--api-key", envvar="REDRAFT_API_KEY", help="Require this key from every client.")
-    ] = None,
-    hosts: Annotated[
-        list[str] | None, typer.Option("--allow-host", help="Another host name to accept; may be repeated.")
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = PORT,
+    name: Name = "",
+    key: Key = None,
+    hosts: Hosts = None,
     cors: Cors = None,
-    requests: Annotated[
-        int, option("--requests", help="Maximum requests running or waiting; more are answered 429.", parser=parse_int)
-    ] = 72,
-    connections: Annotated[
-        int, option("--connections", help="Maximum open connections; one client gets half.", parser=parse_int)
-    ] = 512,
-    max_body: Annotated[int, option("--max-body", help="Maximum size of a request body, in MiB.", parser=parse_int)] = 8,
+    requests: Requests = 72,
+    connections: Connections = CONNECTIONS,
+    max_body: MaxBody = 8,
     body_seconds: BodySeconds = 60.0,
     compile_seconds: CompileSeconds = 10.0,
     drain_seconds: DrainSeconds = 30.0,
-    keep_alive: KeepAlive = "5m",
-    max_models: MaxModels = 3,
+    keep_alive: KeepAlive = KEEP_ALIVE,
+    max_models: MaxModels = MAX_MODELS,
     proxies: Proxies = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     device: Device = None,
@@ -123,6 +135,7 @@ def serve(
     gpu_memory: GpuMemory = None,
     context: Context = None,
     adapters: Adapters = None,
+    replicas: Replicas = None,
 ) -> None:
     """Serve models to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
     check_address(host, port, key)
@@ -140,6 +153,17 @@ def serve(
     paths = parse_models(models or (), name)
     name = next(iter(paths))
     folders = parse_adapters(adapters or (), paths)
+    loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "kv": kv}
+    own = {"verify_with": verify_with, "gpu_memory": gpu_memory, "context": context, "adapters": folders}
+    if replicas is not None:
+        refuse_flags(connections=connections, keep_alive=keep_alive, max_models=max_models, device=device)
+        check_models(paths, quant)
+        check_port_is_free(host, port)
+        limit = {"requests": requests, "max_body": max_body, "trusted_proxies": tuple(proxies or ())}
+        limit |= {"body_seconds": body_seconds, "compile_seconds": compile_seconds, "drain_seconds": drain_seconds}
+        access = {"host": host, "port": port, "key": key, "hosts": tuple(hosts or ()), "origins": origins}
+        serve_replicas(build_models(paths, replicas, threads, loading, own), open_page, **access, **limit)
+        return
     check_several(paths, max_models, gpu_memory)
     limits = build_limits(max_body, body_seconds, connections, hosts=(host, *(hosts or ())), origins=origins, key=key)
     config = ServerConfig(
@@ -152,10 +176,8 @@ def serve(
         max_models=max_models,
     )
     sockets = bind_address(host, port)
-    loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "kv": kv}
     check_models(paths, quant)
     sources = {other: on_demand(other, path, **loading) for other, path in paths.items() if other != name}
-    own = {"verify_with": verify_with, "gpu_memory": gpu_memory, "context": context, "adapters": folders}
     subject = load_warm(paths[name], **loading, **own)
     log_to(Console(stderr=True, highlight=False))
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -176,15 +198,6 @@ def load_warm(model: str, **options: Any) -> Writer:
         subject = writer.load(model or writer.DEFAULT_MODEL, **options)
         show_loaded(subject, console)
         launch_if_triton(subject)
-    return subject
-
-
-def launch_if_triton(subject: Writer) -> Writer:
-    """Launches the kernels of a model where it has some."""
-    from redraft.kernels.backend import select_backend
-
-    if select_backend(subject.model.device).uses_triton:
-        launch_kernels(subject)
     return subject
 
 
@@ -315,6 +328,12 @@ def bind_address(host: str, port: int) -> list[socket.socket]:
                 raise ValueError(f"port {port} of {host} is in use: name another one with --port") from None
             raise ValueError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
     return sockets
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Refuses a port that is in use; another process listens on it later."""
+    for listener in bind_address(host, port):
+        listener.close()
 
 
 def _bind(listener: socket.socket, address: Any) -> None:

@@ -16,11 +16,11 @@ from rich.table import Table
 
 from redraft.cli.options import Context, Device, Dtype, GpuMemory, KeepBf16, Kv, Model, Quant
 from redraft.config import CHECKS
+from redraft.server.first_launch import BATCHES, FEW_TOKENS, launch_kernels
 
 if TYPE_CHECKING:
     from redraft.writer import Writer
 
-BATCHES = (1, 2, 4, 8)  # requests at once: kernels are specialised by how many rows they get
 T = TypeVar("T")
 
 
@@ -53,27 +53,6 @@ def warm(
         launch_other_shapes(subject)
     console.print(f"{len(built)} kernels built, the others were on disk.", markup=False)
     show_peak(subject, console)
-
-
-FEW_TOKENS = 8  # of a causal-only model, which has no canvas
-
-
-def launch_kernels(subject: Writer) -> None:
-    """Runs a short request of every kind: some at once, one with a pattern, one that is watched.
-
-    A model that refuses one of them is not run that way later either: the Sudoku model takes no text.
-    """
-    prompt = "Once upon a time"
-    length = subject.sampler.canvas_length if not subject.model.config.is_causal_only else FEW_TOKENS
-    settings: dict[str, Any] = {"seed": 0, "max_steps": 2}
-    for count in BATCHES:
-        with suppress(ValueError):
-            subject.write([prompt] * count, max_tokens=2 * length, **settings)
-    with suppress(ValueError):
-        subject.write(prompt, max_tokens=length, regex="[a-z ]+", **settings)
-    with suppress(ValueError):
-        for _ in subject.stream(prompt, max_tokens=length, candidates=3, **settings):
-            pass
 
 
 def launch_other_shapes(subject: Writer) -> None:

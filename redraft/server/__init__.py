@@ -24,6 +24,7 @@ fim.py         finds the prefix and suffix (FIM) or the region to edit that an e
 infill.py      infills a gap and rewrites a region for editors
 schema.py      request bodies
 api/           wire formats: openai, anthropic, ollama, llamacpp, canvas
+first_launch.py  launches the kernels of a model before its first client
 page.py        the web page; static/ has its files
 docs_page.py   /docs: every route with the fields of its body
 """

@@ -64,6 +64,10 @@ class ServerClosingError(RuntimeError):
     """The server shuts down and accepts no new requests."""
 
 
+class ReplicaLostError(RuntimeError):
+    """The replica that worked on a request has ended, or there is none. What it wrote is not a finished answer."""
+
+
 class ModelLoadError(RuntimeError):
     """A model that a request names could not be loaded. The next request for it tries again."""
 
@@ -82,6 +86,7 @@ STATUS_CODES: dict[type[Exception], int] = {
     ServerBusyError: 429,
     ClientDisconnected: 499,
     ServerClosingError: 503,
+    ReplicaLostError: 503,
 }
 
 

@@ -1,0 +1,54 @@
+"""`redraft serve --replicas 2` as a process: it answers, drains at SIGTERM, and leaves nothing behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import psutil
+import pytest
+import ray_cluster
+import tiny
+
+
+@pytest.mark.soak
+def test_serve_with_replicas_drains_at_sigterm_and_leaves_no_process(tmp_path):
+    folder = tiny.save_folder(tmp_path / "model")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "redraft", "serve", "--replicas", "2", "-m", f"b={folder}", "--port", str(port)]
+    server = subprocess.Popen(
+        command, cwd=ray_cluster.ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
+    )
+    reader = threading.Thread(target=server.stderr.read)  # a full pipe would hold the server up
+    reader.start()
+    try:
+        assert tiny.wait_until(lambda: server.poll() is not None or is_ready(url), 12_000)
+        assert server.poll() is None
+        children = psutil.Process(server.pid).children(recursive=True)
+        body = {"prompt": "ab", "max_tokens": 400, "seed": 3, "logit_bias": {"1": -100, "5": -100}, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert server.wait(120) == 0
+        assert tiny.wait_until(lambda: not any(child.is_running() for child in children))
+    finally:
+        server.kill()
+        reader.join()
+        server.stderr.close()
+
+
+def is_ready(url):
+    try:
+        return len(httpx.get(f"{url}/health", timeout=10).json()["replicas"]) == 2
+    except (httpx.HTTPError, ValueError, KeyError):
+        return False
