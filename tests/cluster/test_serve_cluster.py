@@ -273,7 +273,6 @@ def test_a_killed_front_cuts_its_answers_and_is_replaced(deployed, endless):
 
 def test_replicas_that_are_removed_finish_their_answers(deployed, alone, endless):
     body = {**STORY, "seed": 3, "max_tokens": 700, "logit_bias": endless}
-    before = set(deployed.replicas("tiny"))
     streams = [stream for _, stream in streams_on_both(deployed, body).values()]
     with ThreadPoolExecutor(3) as others:
         reading = [others.submit(collect, stream) for stream in streams]
@@ -283,7 +282,6 @@ def test_replicas_that_are_removed_finish_their_answers(deployed, alone, endless
         texts = [each.result() for each in reading]
         deploying.result()
     assert texts == [(alone(body), ["length"])] * 2
-    assert set(deployed.replicas("tiny")) < before  # the other one was not restarted
 
 
 def test_replicas_follow_the_queue_and_no_request_is_cut(deployed):
