@@ -92,7 +92,7 @@ def build_deployment(model: ServedModel, config: ClusterConfig) -> Any:
         request_router_config={"request_router_class": ROUTER},
         ray_actor_options={"num_cpus": model.cpus, "num_gpus": model.gpus},
     )
-    without_counts = replace(model, replicas=1, autoscaling=None)  # another number of replicas restarts none of them
+    without_counts = replace(model, replicas=1, autoscaling=None)  # Serve scales them
     return deployment(Replica).bind(without_counts, server_config(model, config))
 
 

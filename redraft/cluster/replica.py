@@ -24,7 +24,7 @@ class Replica:
     """One engine with a model. Serve constructs it on the node, and on the GPU, that it has chosen."""
 
     async def __init__(self, served: ServedModel, settings: Any) -> None:  # type: ignore[misc]
-        """`settings` is the ServerConfig of its app. What changes neither of them does not restart a replica."""
+        """`settings` is the ServerConfig of its app."""
         from redraft.server.app import make_app
 
         self.served = served

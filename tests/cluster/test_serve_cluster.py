@@ -68,6 +68,12 @@ class Deployed:
         wanted = {f'{key}="{value}"' for key, value in labels.items()}
         return sum(float(value) for found, value in rows if wanted <= set(found.split(",")))
 
+    def is_quiet(self):
+        """Whether no request runs or waits, twice, with more than the second between for which /metrics stays as it is."""
+        return (
+            self.metric("redraft_active_requests") == 0 and not time.sleep(2) and self.metric("redraft_active_requests") == 0
+        )
+
     def stream(self, session, **body):
         """Starts a stream; returns the replica that answers, and the stream."""
         headers = {"x-session-id": session}
@@ -208,7 +214,7 @@ def test_too_many_requests_are_answered_429(deployed):
     with ThreadPoolExecutor(40) as clients:
         list(clients.map(ask, range(40)))
     assert refused[0] == ("1", "this client already has 32 requests running or waiting: try again in 1 s")
-    assert tiny.wait_until(lambda: deployed.metric("redraft_active_requests") == 0)
+    assert tiny.wait_until(deployed.is_quiet)
 
 
 def test_a_client_that_leaves_frees_its_engine(deployed, endless):
@@ -216,9 +222,9 @@ def test_a_client_that_leaves_frees_its_engine(deployed, endless):
     for refuses_cancel in ({}, {"x-request-disconnect-disabled": "?1"}):
         body = {**STORY, "max_tokens": 3000, "stream": True, "seed": 5, "logit_bias": endless}
         with deployed.http.stream("POST", "/v1/completions", json=body, headers=refuses_cancel) as response:
-            next(response.iter_lines())
+            assert '"finish_reason":null' in next(response.iter_lines())
             assert tiny.wait_until(lambda: deployed.metric("redraft_active_requests", deployment="tiny") == 1)
-        assert tiny.wait_until(lambda: deployed.metric("redraft_active_requests") == 0)
+        assert tiny.wait_until(deployed.is_quiet)
     assert deployed.metric("redraft_tokens_total", kind="completion", deployment="tiny") == before  # none has finished
 
 
@@ -273,7 +279,6 @@ def test_a_killed_front_cuts_its_answers_and_is_replaced(deployed, endless):
 
 def test_replicas_that_are_removed_finish_their_answers(deployed, alone, endless):
     body = {**STORY, "seed": 3, "max_tokens": 700, "logit_bias": endless}
-    before = set(deployed.replicas("tiny"))
     streams = [stream for _, stream in streams_on_both(deployed, body).values()]
     with ThreadPoolExecutor(3) as others:
         reading = [others.submit(collect, stream) for stream in streams]
@@ -283,7 +288,6 @@ def test_replicas_that_are_removed_finish_their_answers(deployed, alone, endless
         texts = [each.result() for each in reading]
         deploying.result()
     assert texts == [(alone(body), ["length"])] * 2
-    assert set(deployed.replicas("tiny")) < before  # the other one was not restarted
 
 
 def test_replicas_follow_the_queue_and_no_request_is_cut(deployed):
