@@ -111,7 +111,8 @@ def process_on_cluster(
 ) -> AbstractContextManager[Iterator[Result]]:
     """The answers of the workers of a Ray cluster. A model that this machine cannot find is refused here."""
     from redraft import checkpoint, writer
-    from redraft.cluster.ray_data import CALLS_PER_WORKER, LOCAL, ClusterOptions, absolute_path, process_on_ray
+    from redraft.cluster.ray_connection import LOCAL
+    from redraft.cluster.ray_data import CALLS_PER_WORKER, ClusterOptions, absolute_path, process_on_ray
 
     load_processor = import_processor()
     from redraft.cluster.batch_app import GROUP

@@ -67,8 +67,9 @@ def serve_replicas(models: tuple[ServedModel, ...], opens_page: bool, **settings
     """Serves until Ctrl-C or SIGTERM; then running requests finish first."""
     from redraft.cluster import deploy
     from redraft.cluster.cluster_config import ClusterConfig
+    from redraft.cluster.ray_connection import LOCAL, import_ray
 
-    deploy.import_local_ray()
+    import_ray(LOCAL)  # refused first, if it is not installed
     config = ClusterConfig(models=models, **settings)
     console = Console(stderr=True, highlight=False)
     host = f"[{config.host}]" if ":" in config.host else config.host

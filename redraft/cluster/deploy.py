@@ -1,4 +1,4 @@
-"""Builds the Ray Serve application, starts Ray on this machine, deploys to a cluster, shows its state, takes it down.
+"""Builds the Ray Serve application, deploys it to a cluster, shows its state, takes it down.
 
 `serve run` and `serve deploy` of Ray use `build_app` through its import path: redraft.cluster.deploy:build_app.
 """
@@ -6,14 +6,13 @@
 import logging
 import math
 import os
-import secrets
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from redraft.cluster.cluster_config import FRONT, KEY_VARIABLE, ClusterConfig, ServedModel, config_from
+from redraft.cluster.ray_connection import LOCAL, MISSING, connect
 from redraft.cluster.replica import Replica
 from redraft.config import ConfigError
 
@@ -24,20 +23,6 @@ SPARE_REQUESTS = 256  # of a front, beyond its slots: those that it refuses
 LOOK_BACK_SECONDS = 15.0  # over which the queue length is averaged for autoscaling; replicas report every 10 s
 CONSTRUCTIONS = 3  # of a replica that cannot be constructed, before the deployment fails
 QUIET = {"log_level": "WARNING", "enable_access_log": False}  # the app logs one line per request itself
-CONNECT_SECONDS = 10.0
-MISSING = "replicas need Ray: pip install 'redraft[cluster]'"
-
-
-def import_ray() -> Any:
-    """Ray with Serve. Nothing is reported to its makers."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-        from ray import serve  # noqa: F401
-    except ModuleNotFoundError:
-        raise ValueError(MISSING) from None
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    return ray
 
 
 def build_app(args: Mapping[str, Any]) -> Any:
@@ -126,68 +111,34 @@ def deploy(config: ClusterConfig) -> None:
         raise ValueError(f"the models cannot be deployed: {str(error).strip().splitlines()[-1].strip()}") from error
 
 
-def import_local_ray() -> Any:
-    """Ray for a cluster of this machine alone. Its settings are variables that are read when Ray is imported.
-
-    Ray would take the address of the network where the loopback address is asked for, unless it may not form a cluster.
-    Every port of it asks for a token, which only the processes of this cluster have.
-    """
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    return import_ray()
-
-
 @contextmanager
 def local_ray(cpus: float, gpus: int) -> Iterator[None]:
     """Ray on this machine only: all its ports are bound to the loopback address, and there is no dashboard."""
-    ray = import_local_ray()
-    ray.init(
-        address="local",
-        num_cpus=max(1, math.ceil(cpus)),
-        num_gpus=gpus,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        logging_level="WARNING",
-    )
-    try:
+    counts = {"num_cpus": max(1, math.ceil(cpus)), "num_gpus": gpus}
+    with connected_ray(LOCAL, **counts, object_store_memory=OBJECT_STORE_BYTES):
         yield
-    finally:
-        ray.shutdown()
 
 
 @contextmanager
-def connected_ray(address: str) -> Iterator[None]:
-    """A connection to a running cluster."""
-    if address.startswith("ray://"):
-        raise ValueError(f"{address} is an address of Ray Client, which cannot stream: give HOST:PORT of the head node")
-    ray = import_ray()
-    check_reachable(address)
+def connected_ray(address: str, **options: Any) -> Iterator[None]:
+    """A connection to a cluster, with Ray Serve."""
+    connect(address, logging_level="WARNING", **options)
+    import ray
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        ray.init(address=address, logging_level="WARNING", log_to_driver=True)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise ValueError(f"no Ray cluster answers at {address}: {first_line(error)}") from None
-    try:
+        require_serve()
         yield
     finally:
         ray.shutdown()
 
 
-def check_reachable(address: str) -> None:
-    """Refuses HOST:PORT where nothing listens: Ray itself would try for minutes."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit():
-        return
+def require_serve() -> None:
+    """Refuses a Ray that was installed without Serve."""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"no Ray cluster answers at {address}: {first_line(error)}") from None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of a message of Ray, which may have many."""
-    return str(error).strip().partition("\n")[0]
+        from ray import serve  # noqa: F401
+    except ModuleNotFoundError:
+        raise ValueError(MISSING) from None
 
 
 def read_state() -> dict[str, Any] | None:

@@ -14,8 +14,6 @@ import json
 import logging
 import os
 import re
-import secrets
-import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -23,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from redraft.cluster.jobs import Item, Processor, Result
+from redraft.cluster.ray_connection import LOCAL, connect
 
-LOCAL = "local"
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]{1,5}", re.ASCII)
-CONNECT_SECONDS = 10.0
 CALLS_PER_WORKER = 3  # blocks that a worker has at once: while the last items of one are processed, others have begun
 
 
@@ -77,7 +74,8 @@ def process_on_ray(
     if not items:
         yield iter(())
         return
-    connect(cluster.address)
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # a worker is restarted without a page of text
+    connect(cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -89,45 +87,6 @@ def process_on_ray(
         yield results
     # Not after an error, which is to be printed first: Ray has ended the process in its shutdown. It shuts down at exit too.
     ray.shutdown()
-
-
-def connect(address: str) -> None:
-    """Joins a running cluster, or starts one of this machine alone that ends with this process.
-
-    Ray reads its settings from the environment when it is imported. It binds the ports of a cluster to all addresses,
-    and to the loopback address where it may not form a cluster of several machines. A token keeps other users of this
-    machine out.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent out
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # a worker is restarted without a page of text
-    if address == LOCAL:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        if "RAY_AUTH_MODE" not in os.environ:
-            os.environ["RAY_AUTH_MODE"] = "token"
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    else:
-        _reach(address)
-    import ray
-
-    ray.shutdown()  # the connection of a job that failed in this process
-    options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
-    if address == LOCAL:
-        options |= {"include_dashboard": False}
-    try:
-        ray.init(**options)
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        where = "start this on a machine of the cluster" if address != LOCAL else "see the logs of Ray"
-        raise ValueError(f"Ray at {address} does not answer, {where}: {reason}") from None
-
-
-def _reach(address: str) -> None:
-    """Refuses an address where nothing listens: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"no Ray cluster listens at {address} ({error}): give the HOST:PORT of its head") from None
 
 
 def plan_workers(nodes: Sequence[dict[str, float]], workers: int | None, device: str | None) -> tuple[int, dict[str, Any]]:

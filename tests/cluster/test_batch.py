@@ -310,7 +310,7 @@ def test_mistakes_are_named(load, tmp_path, monkeypatch):
         ({"workers": 0, "ray": "local"}, "--workers must be above 0, got 0"),
         ({"ray": "somewhere"}, "--ray is local or the HOST:PORT of a running cluster's head, got 'somewhere'"),
         ({"ray": "ray://head:10001"}, "--ray is local or the HOST:PORT"),
-        ({"ray": "127.0.0.1:1"}, "no Ray cluster listens at 127.0.0.1:1"),
+        ({"ray": "127.0.0.1:1"}, "no Ray cluster answers at 127.0.0.1:1"),
         ({"ray": "local", "device": "cuda:1"}, "--device cuda:1 cannot be had with --ray"),
         ({"ray": "local", "model": str(tmp_path / "none")}, "none"),
     ]:

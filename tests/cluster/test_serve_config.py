@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from redraft.cli.main import app
-from redraft.cluster import deploy, front
+from redraft.cluster import deploy, front, ray_connection
 from redraft.cluster.cluster_config import ClusterConfig, ServedModel, config_from, read_config
 from redraft.cluster.routing import Fields, read_fields, session_of
 from redraft.config import ConfigError
@@ -108,11 +108,11 @@ def test_flags_that_cannot_hold_with_replicas_are_refused(flags, sentence):
 
 
 def test_an_address_where_nothing_listens_is_refused():
-    with pytest.raises(ValueError, match=r"no Ray cluster answers at 127\.0\.0\.1:1: "):
-        deploy.check_reachable("127.0.0.1:1")
-    with pytest.raises(ValueError, match=r"no Ray cluster answers at 127\.0\.0\.1:99999: "):
-        deploy.check_reachable("127.0.0.1:99999")
-    deploy.check_reachable("auto")
+    with pytest.raises(ValueError, match=r"no Ray cluster answers at 127\.0\.0\.1:1 \("):
+        ray_connection.check_reachable("127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"no Ray cluster answers at 127\.0\.0\.1:99999 \("):
+        ray_connection.check_reachable("127.0.0.1:99999")
+    ray_connection.check_reachable("auto")
 
 
 def test_a_client_address_of_ray_is_refused():
