@@ -37,6 +37,7 @@ EVERY_KIND = [
 ]
 MAYBE_EMPTY = {"gap", "fim", "infill", "infill 2"}  # a random model may put nothing between two words
 CHANGING = {"id", "created", "created_at", "timings", "memory", "request_id", "completed_at", "seed", "ms", "seconds"}
+CHANGING |= {"cached_tokens"}  # of prompts that begin alike, the prefix cache has those that came first
 
 
 @pytest.fixture(name="load")
@@ -88,7 +89,7 @@ def test_answers_are_those_of_the_server(load, tmp_path, capsys):
 
 
 @pytest.mark.soak
-def test_answers_of_all_endpoints_are_those_of_the_server(load, tmp_path):
+def test_answers_of_many_endpoints_are_those_of_the_server(load, tmp_path):
     answers = check_answers(EVERY_KIND, tmp_path)
     schema = next(answer for answer in answers if answer["custom_id"] == "schema")
     assert set(json.loads(schema["response"]["body"]["choices"][0]["message"]["content"])) == {"a"}
