@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,18 @@ def free_port() -> int:
 
 
 def start_server(model: str, port: int, requests: int, *flags: str) -> subprocess.Popen[bytes]:
-    """Starts a server process and waits until it answers."""
+    """Starts a server process and waits until it is well. With replicas, Ray's proxy answers 404 before that."""
     command = [sys.executable, "-m", "redraft", "serve", "--port", str(port), "--requests", str(requests)]
     command += ["--dtype", "float32", *flags]
     server = subprocess.Popen([*command, *(["-m", model] if model else [])], stderr=subprocess.DEVNULL)
-    for _ in range(1200):
-        try:
-            httpx.get(f"http://127.0.0.1:{port}/health")
-            return server
-        except httpx.TransportError:
-            if server.poll() is not None:
-                raise RuntimeError("the server did not start") from None
-            time.sleep(0.1)
+    for _ in range(3000):
+        with suppress(httpx.TransportError):
+            if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
+                return server
+        if server.poll() is not None:
+            raise RuntimeError("the server did not start")
+        time.sleep(0.1)
+    server.terminate()
     raise RuntimeError("the server did not start")
 
 

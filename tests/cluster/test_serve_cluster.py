@@ -97,6 +97,7 @@ def deployed(tmp_path_factory):
     with ray_cluster.two_nodes(REDRAFT_API_KEY=KEY) as cluster:
         subject = Deployed(cluster, settings, folder)
         subject.deploy()
+        assert tiny.wait_until(lambda: subject.http.get("/health").status_code == 200)  # the proxy may hear of it later
         yield subject
         subject.http.close()
         subject.client.close()
