@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import os
 import socket
@@ -34,6 +33,7 @@ from redraft.cli.replicas import CONNECTIONS, KEEP_ALIVE, MAX_MODELS, build_mode
 from redraft.cli.terminal import QUIET
 from redraft.cli.warm import show_builds, show_loaded
 from redraft.config import show_value
+from redraft.server.addresses import LATEST, PORT, is_local
 from redraft.server.first_launch import launch_if_triton
 
 if TYPE_CHECKING:
@@ -41,11 +41,9 @@ if TYPE_CHECKING:
     from redraft.server.models import ModelSource
     from redraft.writer import Writer
 
-PORT = 8012  # the default of llama.vim
 BROWSER_DELAY = 0.5  # seconds; the server listens by then
 MODEL_VARIABLE = "REDRAFT_MODEL"
 LONGEST_NAME = 200  # characters
-LATEST = ":latest"  # the tag that clients of Ollama add
 Models = Annotated[
     list[str] | None,
     typer.Option(
@@ -366,14 +364,6 @@ def check_limits(
             raise ValueError(f"--{flag} must be above 0, got {value}")
     if not 0 <= drain_seconds <= 86_400:
         raise ValueError(f"--drain-seconds must be from 0 to 86,400, got {drain_seconds}")
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def log_to(console: Console) -> None:

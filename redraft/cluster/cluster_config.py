@@ -8,7 +8,6 @@ Every model is a Ray Serve deployment of its own; a front deployment in front of
 refused.
 """
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -17,11 +16,10 @@ from typing import Any, TypeVar
 
 from redraft.config import ConfigError, read_file, show_value
 from redraft.config.values import require_int, require_number, require_object, require_range
+from redraft.server.addresses import LATEST, PORT, is_local
 
 FRONT = "front"  # the deployment that has the address
 KEY_VARIABLE = "REDRAFT_API_KEY"
-PORT = 8012
-LATEST = ":latest"
 LONGEST_DRAIN = 86_400.0  # seconds
 MOST_REPLICAS = 10_000
 R = TypeVar("R")
@@ -163,16 +161,8 @@ class ClusterConfig:
 
     def check_key(self, key: str | None) -> None:
         """Refuses an address that other machines reach without a key."""
-        if not is_loopback(self.host) and not (self.key or key):
+        if not is_local(self.host) and not (self.key or key):
             raise ConfigError(f"{self.host} can be reached from other machines: set {KEY_VARIABLE} to listen there")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def read_config(path: str | Path) -> ClusterConfig:

@@ -19,7 +19,7 @@ from redraft.config import ConfigError
 APPLICATION = "redraft"
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 OBJECT_STORE_BYTES = 256 * 2**20  # requests and answers are small; Ray's default is 30% of the memory
-SPARE_REQUESTS = 256  # of a front, beyond its slots: those that it refuses
+SPARE_REQUESTS = 256  # of a front beyond its slots: Serve passes them on, and the front answers 429
 LOOK_BACK_SECONDS = 15.0  # over which the queue length is averaged for autoscaling; replicas report every 10 s
 CONSTRUCTIONS = 3  # of a replica that cannot be constructed, before the deployment fails
 QUIET = {"log_level": "WARNING", "enable_access_log": False}  # the app logs one line per request itself

@@ -14,9 +14,10 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Mutabl
 from contextlib import aclosing, suppress
 from typing import Any
 
-from redraft.cluster.cluster_config import KEY_VARIABLE, LATEST, ClusterConfig, is_loopback
+from redraft.cluster.cluster_config import KEY_VARIABLE, ClusterConfig
 from redraft.cluster.replica import collect_families, listen_on_loopback, replica_name
 from redraft.cluster.routing import read_fields, session_of
+from redraft.server.addresses import LATEST, is_local
 
 Message = MutableMapping[str, Any]
 Batches = AsyncGenerator[list[Message], None]
@@ -124,7 +125,7 @@ class Front:
             response.cancel()
 
     def find_model(self, name: str) -> str:
-        """The deployment that answers for a model or adapter; the first one for a name that nobody has."""
+        """The deployment of a model or adapter. An unknown name means the first model."""
         return self.model_of.get(name) or self.model_of.get(name.removesuffix(LATEST)) or self.first
 
     # 2. What all replicas say
@@ -223,7 +224,7 @@ class LocalWithoutKey:
         """Passes a request on if it came to a loopback address, by that of its socket and not by its headers."""
         from redraft.server.app import error_body
 
-        if scope["type"] != "http" or is_loopback(str((scope.get("server") or ("",))[0])):
+        if scope["type"] != "http" or is_local(str((scope.get("server") or ("",))[0])):
             await self.app(scope, receive, send)
             return
         content = json.dumps(error_body(scope["path"], 403, NEEDS_KEY)).encode()

@@ -141,7 +141,7 @@ def collect_families(registry: Any) -> list[Family]:
 def listen_on_loopback() -> None:
     """Serve opens a gRPC port in every replica, on all addresses. On a cluster of one machine it is the loopback address.
 
-    Ray has no setting for it; nobody connects there unless RAY_SERVE_USE_GRPC_BY_DEFAULT is set.
+    Ray has no setting for it. Ray itself uses the port only if RAY_SERVE_USE_GRPC_BY_DEFAULT is set.
     """
     import ray
     from ray.serve._private import replica

@@ -2,6 +2,7 @@
 
 app.py         builds the FastAPI app: routes, middleware, error handlers
 server_config.py  settings of a server
+addresses.py   the default port, local addresses, the tag of model names
 errors.py      errors of a request, and the HTTP status of each
 connections.py limits on connections: how many, and how long they may take
 bodies.py      limits on request bodies

@@ -22,6 +22,7 @@ import torch
 from fastapi import Request
 
 from redraft.config import ConfigError
+from redraft.server.addresses import LATEST
 from redraft.server.errors import LOG, ModelLoadError, ServerClosingError, message_of
 from redraft.server.keep_alive import FOREVER
 from redraft.server.middleware import AT_END, Metrics
@@ -133,7 +134,7 @@ class Models:
 
         A name that the server does not know means the first model.
         """
-        for name in (model or "", (model or "").removesuffix(":latest")):
+        for name in (model or "", (model or "").removesuffix(LATEST)):
             if name in self.sources or name in self.first.writers:
                 return name
         return self.first.name

@@ -37,7 +37,7 @@ EVERY_KIND = [
 ]
 MAYBE_EMPTY = {"gap", "fim", "infill", "infill 2"}  # a random model may put nothing between two words
 CHANGING = {"id", "created", "created_at", "timings", "memory", "request_id", "completed_at", "seed", "ms", "seconds"}
-CHANGING |= {"cached_tokens"}  # of prompts that begin alike, the prefix cache has those that came first
+CHANGING |= {"cached_tokens"}  # depends on which of several prompts with one prefix came first
 
 
 @pytest.fixture(name="load")
