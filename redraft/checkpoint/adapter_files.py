@@ -19,7 +19,7 @@ from torch import Tensor
 
 from redraft.checkpoint.find import PACKAGED
 from redraft.checkpoint.names import ADAPTER_CONFIG, DECODER, ENCODER, GEMMA4, GEMMA4_TEXT, VISION
-from redraft.config import ConfigError, read_json, require_int, require_number, show_value, write_text
+from redraft.config import ConfigError, parse_json, read_json, require_int, require_number, show_value, write_text
 from redraft.model.backbone import Backbone
 from redraft.model.lora import (
     DENOISE,
@@ -170,8 +170,8 @@ def read_adapter_metadata(folder: str | Path) -> dict[str, Any]:
     with open_adapter(folder) as file:
         raw = (file.metadata() or {}).get(METADATA, "{}")
     try:
-        metadata = json.loads(raw)
-    except (json.JSONDecodeError, RecursionError):
+        metadata = parse_json(raw)
+    except ValueError:
         metadata = None
     if not isinstance(metadata, dict):
         raise AdapterError(f"{Path(folder) / ADAPTER_WEIGHTS} has damaged metadata")

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from redraft.cli.options import Adapter, Device, Model, Ray, Threads, Workers, check_workers, option, parse_int
 from redraft.cluster.jobs import Item, OutputFile, Result, process_here, run_job, to_line, whole_lines
+from redraft.config import parse_json
 
 if TYPE_CHECKING:
     from redraft.config import BackboneConfig
@@ -153,7 +154,7 @@ def read_records(path: Path, field: str) -> list[tuple[int, dict[str, Any]]]:
         if not raw.strip():
             continue
         try:
-            record = json.loads(raw.decode("utf-8-sig"))
+            record = parse_json(raw.decode("utf-8-sig"))
         except ValueError as error:  # from JSON or UTF-8 decoding
             raise ValueError(f"line {number} of {path} is not JSON: {error}") from None
         if not isinstance(record, dict) or not isinstance(record.get(field), str):

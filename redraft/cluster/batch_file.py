@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from redraft.cluster.jobs import Item, OutputFile, Result, to_line, whole_lines
-from redraft.config import show_value
+from redraft.config import parse_json, show_value
 
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -121,8 +121,8 @@ def _make_id(content: bytes) -> str:
 
 def _parse_json(raw: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(raw.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # from JSON or UTF-8 decoding
+        record = parse_json(raw.decode("utf-8-sig"))
+    except ValueError as error:  # from JSON or UTF-8 decoding
         raise BatchLineError("invalid_json_line", f"the line is not JSON: {error}") from None
     if not isinstance(record, dict):
         raise BatchLineError("invalid_json_line", "the line is JSON, but not an object with custom_id, method, url and body")
@@ -161,10 +161,7 @@ def _parse_request(record: dict[str, Any]) -> tuple[str, str]:
     if body.get("stream") not in (None, False):
         message = f"a batch is not streamed: leave stream out, got {show_value(body['stream'])}"
         raise BatchLineError("unsupported_value", message, "body.stream")
-    try:
-        return url, json.dumps({**body, "stream": False})  # canvas routes would stream without it
-    except RecursionError:
-        raise BatchLineError("invalid_json_line", "the body is nested too deeply", "body") from None
+    return url, json.dumps({**body, "stream": False})  # canvas routes would stream without it
 
 
 # 2. The output
@@ -213,11 +210,11 @@ def find_answered(output: OutputFile, lines: Sequence[BatchLine], source: str) -
     written = output.read()
     for number, raw in enumerate(whole_lines(written), 1):
         try:
-            record = json.loads(raw)
+            record = parse_json(raw.decode())
             identifier = str(record["id"])
             custom_id = record["custom_id"]
             is_ours = identifier.startswith(ID_PREFIX) and {"response", "error"} <= record.keys()
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             is_ours = False
         if not is_ours:
             raise ValueError(f"{output.path} was not written by redraft batch (line {number}): name another output")

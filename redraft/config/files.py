@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from redraft.config.json_text import JSONDepthError, parse_json
 from redraft.config.values import ConfigError
 
 MAX_FILE_BYTES = 64 * 2**20  # of a file that is read whole; Gemma's tokenizer.json has half of it
@@ -39,13 +40,11 @@ def read_file(path: str | Path) -> bytes:
 def read_json(path: str | Path) -> dict[str, Any]:
     """Reads a JSON file that holds an object."""
     try:
-        raw = json.loads(read_file(path).decode("utf-8"))
+        raw = parse_json(read_file(path).decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; a checkpoint folder needs it") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, JSONDepthError) as error:
         raise ConfigError(f"{path} is not readable JSON: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is not readable JSON: it is nested too deeply") from None
     except ConfigError:
         raise
     except ValueError:  # Python limits the digits of a whole number, and its message is for programmers

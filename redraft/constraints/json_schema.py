@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from redraft.config import JSONDepthError, parse_json
 from redraft.constraints import regex_dfa
 from redraft.constraints.budget import Budget
 from redraft.constraints.errors import MAX_SHOWN, BudgetError, PatternError, shorten
@@ -91,8 +92,8 @@ def _parse_schema(text: str) -> Any:
     if len(text) > MAX_SCHEMA_CHARACTERS:
         raise BudgetError(f"the schema has {len(text):,} characters, at most {MAX_SCHEMA_CHARACTERS:,} are supported")
     try:
-        return json.loads(text)
-    except RecursionError:
+        return parse_json(text)
+    except JSONDepthError:
         raise PatternError("the schema is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise PatternError(f"the schema is not JSON: {error}") from None

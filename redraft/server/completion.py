@@ -6,14 +6,13 @@ With check "off", a temperature of 1 is the checkpoint's own schedule and other 
 is the temperature of the causal half. This file knows nothing of HTTP.
 """
 
-import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from redraft.config import AUTO
+from redraft.config import AUTO, parse_json
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Draft, Finished, Stats
 from redraft.engine import RequestError, Stopped
@@ -142,8 +141,8 @@ def parse_arguments(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
         return arguments
     check_json_size(arguments.encode("utf-8", "replace"), MAX_ARGUMENT_VALUES, "a tool call")
     try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        parsed = parse_json(arguments or "{}")
+    except ValueError:
         raise BadRequestError(f"the arguments of a tool call must be JSON, got {arguments[:60]!r}", "messages") from None
     if not isinstance(parsed, dict):
         raise BadRequestError(f"the arguments of a tool call must be a JSON object, got {arguments[:60]!r}", "messages")

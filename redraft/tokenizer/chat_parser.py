@@ -27,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redraft.config import parse_json
 from redraft.tokenizer.chat_tokens import CALL_START, CALLS, CHANNELS, QUOTE
 from redraft.tokenizer.tokenizer import Decoder, Tokenizer
 
@@ -245,8 +246,8 @@ def _parse_call(source: str) -> ToolCall | None:
 def _parse_json_call(source: str) -> ToolCall | None:
     """Parses `{"name": NAME, "arguments": {...}}`; None if the source is anything else."""
     try:
-        call = json.loads(source, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
+        call = parse_json(source, parse_constant=_refuse_constant)
+    except ValueError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None

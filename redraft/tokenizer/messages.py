@@ -1,8 +1,9 @@
 """Messages of a conversation and declarations of tools: checked, and brought into the form that templates expect."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
+
+from redraft.config import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "model", "tool")
 KEPT_ROLES = ("system", "developer", "user", "tool")  # a template may leave out parts of the others' messages: thoughts
@@ -118,8 +119,8 @@ def _prepare_parts(content: Sequence[Any]) -> list[dict[str, str]]:
 def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
     arguments = function.get("arguments") or {}
     try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError as error:
+        parsed = parse_json(arguments) if isinstance(arguments, str) else arguments
+    except ValueError as error:
         raise TokenizerError(f"the arguments of the call to {function.get('name')!r} are not JSON: {error}") from None
     if not isinstance(parsed, Mapping):
         raise TokenizerError(f"the arguments of the call to {function.get('name')!r} are {parsed!r}, not an object")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from redraft.checkpoint import fingerprint
-from redraft.config import read_json, replace_file, write_text
+from redraft.config import parse_json, read_json, replace_file, write_text
 from redraft.model.backbone import Backbone
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.own_text import OwnTextConfig, OwnTextSampler
@@ -105,7 +105,7 @@ def _read_prompt(line: str, where: str) -> str:
     if not line.lstrip().startswith("{"):
         return line.strip()
     try:
-        prompt = json.loads(line).get("prompt")
+        prompt = parse_json(line).get("prompt")
     except ValueError as error:
         raise ValueError(f"{where} is no JSON: {error}") from None
     if not isinstance(prompt, str):

@@ -1,12 +1,12 @@
 """Recipes: Python files with a function `recipe(folder)` that returns a TrainConfig; settings are changed by key=value."""
 
 import importlib.util
-import json
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from redraft.config import parse_json
 from redraft.train.config import TrainConfig
 
 FOLDERS = (Path("recipes"), Path(__file__).with_name("recipes"))  # the user's, then those that ship
@@ -75,8 +75,8 @@ def _parse_value(text: str, old: Any, change: str) -> Any:
     if isinstance(old, str):
         return text
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse_json(text)
+    except ValueError:
         raise ValueError(f"--set {change}: {text!r} is no JSON value") from None
     if isinstance(old, tuple) and isinstance(value, list):
         return tuple(value)

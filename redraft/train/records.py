@@ -8,7 +8,6 @@ record by record, so that a mistake is one record's mistake and has a line numbe
 """
 
 import gzip
-import json
 import lzma
 import random
 import zlib
@@ -17,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO, cast
+
+from redraft.config import parse_json
 
 Record = Mapping[str, Any]
 
@@ -180,10 +181,10 @@ def _parse_line(line: bytes, where: str, number: int) -> Record | BadRecord:
     if len(line) > MAX_LINE:
         return BadRecord(f"{where}: a line of more than {MAX_LINE:,} bytes; divide the record")
     try:
-        record = json.loads(line.removeprefix(BYTE_ORDER_MARK if number == 1 else b"").decode())
+        record = parse_json(line.removeprefix(BYTE_ORDER_MARK if number == 1 else b"").decode())
     except UnicodeDecodeError as error:
         return _not_utf8(error, where)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return BadRecord(f"{where}: not JSON: {error}")
     return record if isinstance(record, dict) else BadRecord(f"{where}: a JSON {type(record).__name__}, not an object")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redraft.config import SamplerConfig
+from redraft.config import SamplerConfig, parse_json
 from redraft.constraints import json_schema
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.token_automaton import AutomatonCompiler
@@ -142,6 +142,6 @@ def score_answers(records: Sequence[Record], answers: Sequence[str]) -> dict[str
 
 def _parse_json(answer: str) -> Any:
     try:
-        return json.loads(answer)
+        return parse_json(answer)
     except ValueError:
         return None
