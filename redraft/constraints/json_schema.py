@@ -23,6 +23,7 @@ MAIL_PART = (
 MAX_BOUND_DIGITS = 20  # of `minimum` and `maximum`
 MAX_REPEAT = 20_000  # `minLength`, `maxLength`, `minItems`, `maxItems`
 MAX_SCHEMA_CHARACTERS = 1_000_000  # of JSON text
+MAX_DEPTH = 100  # of subschemas and references inside one another; see config/json_text.py for the reason
 MAX_PATH = 120  # characters of a path in an error message
 
 # Units of the budget (see budget.py for the unit) for each ...
@@ -82,10 +83,7 @@ def build_regex(schema: Mapping[str, Any] | str, budget: Budget | None = None) -
     """The regular expression of a schema, given as an object or as JSON text. It spends from `budget`."""
     if isinstance(schema, str):
         schema = _parse_schema(schema)
-    try:
-        return _RegexBuilder(schema, budget if budget is not None else Budget()).build(schema, "")
-    except RecursionError:
-        raise PatternError("the schema is nested too deeply") from None
+    return _RegexBuilder(schema, budget if budget is not None else Budget()).build(schema, "")
 
 
 def _parse_schema(text: str) -> Any:
@@ -136,6 +134,8 @@ class _RegexBuilder:
         if len(path) > MAX_PATH:  # nested paths would grow without limit
             path = f"...{path[-MAX_PATH:]}"
         if id(schema) not in self.built:
+            if len(self.unfinished) >= MAX_DEPTH:
+                raise PatternError(f"the schema is nested too deeply: at most {MAX_DEPTH} levels")
             self.unfinished.add(id(schema))
             self.built[id(schema)] = (schema, self._build_new(schema, path))
             self.unfinished.remove(id(schema))
@@ -176,7 +176,7 @@ class _RegexBuilder:
         """A regular expression that matches the JSON of exactly this value."""
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError):  # NaN, an integer of thousands of digits, an object that contains itself
+        except (TypeError, ValueError, RecursionError):  # NaN, thousands of digits, an object in itself
             raise PatternError(f"{_name_path(path)} has {shorten(value)}, which JSON cannot express") from None
         self.budget.check_length(len(text), _name_path(path))
         self.budget.spend(VALUE_WORK + len(text) * ESCAPE_WORK, _name_path(path))

@@ -24,6 +24,8 @@ from redraft.constraints.errors import BudgetError, PatternError, shorten
 
 MAX_NFA_STATES = 20_000
 MAX_DFA_STATES = 5_000
+MAX_DEPTH = 150  # of groups inside one another; the limit of Python's stack is more than twice as deep
+GROUPS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|[()]", re.DOTALL)  # brackets, with what hides them: \( and [(]
 MAX_REASON = 120  # characters of Python's own error message
 CHARACTER_TYPES = int(re.ASCII | re.UNICODE | re.LOCALE)
 
@@ -57,6 +59,7 @@ def compile_dfa(pattern: str, budget: Budget | None = None) -> DFA:
 def _compile(pattern: str, budget: Budget) -> DFA:
     budget.spend_characters(len(pattern), "the pattern")
     budget.spend(len(pattern) * PARSE_WORK, "parsing the pattern")
+    _check_depth(pattern)
     nfa = _NFA(pattern, budget)
     try:
         with warnings.catch_warnings():
@@ -66,13 +69,20 @@ def _compile(pattern: str, budget: Budget) -> DFA:
     except (re.error, OverflowError) as error:
         reason = str(error.args[0])[:MAX_REASON]  # it may repeat a name of the pattern
         raise PatternError(f"the pattern {shorten(pattern)} is not a regular expression: {reason}") from None
-    except RecursionError:
-        raise PatternError(f"the pattern {shorten(pattern)} is nested too deeply") from None
     except PatternError:
         raise
     except ValueError:  # Python reads no number with thousands of digits
         raise PatternError(f"the pattern {shorten(pattern)} has a number with too many digits") from None
     return minimize(_determinize(nfa, start, end), budget)
+
+
+def _check_depth(pattern: str) -> None:
+    """Refuses groups that are nested too deeply, before the parser is: see config/json_text.py for the reason."""
+    depth = 0
+    for match in GROUPS.finditer(pattern) if pattern.count("(") > MAX_DEPTH else ():
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if depth > MAX_DEPTH:
+            raise PatternError(f"the pattern {shorten(pattern)} is nested too deeply: at most {MAX_DEPTH} groups")
 
 
 # 1. From the syntax tree to an NFA

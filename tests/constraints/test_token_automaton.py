@@ -405,6 +405,23 @@ def test_an_impossible_constraint_is_refused_in_one_sentence(options, words):
     assert "\n" not in str(caught.value)
 
 
+def test_only_groups_inside_one_another_count_as_depth():
+    hidden = r"[(\](]{200}" + r"\(" * 200 + "(?:a)" * 200
+    dfa = regex_dfa.compile_dfa(hidden + "(" * 150 + "b" + ")" * 150)
+    state = dfa.start
+    for byte in b"(" * 400 + b"a" * 200 + b"b":
+        state = dfa.transitions_Q256[state, byte]
+    assert dfa.accepting_Q[state]
+    with pytest.raises(PatternError, match="at most 150 groups"):
+        regex_dfa.compile_dfa(hidden + "(" * 151 + "b" + ")" * 151)
+    value = {"type": "null"}
+    for _ in range(99):
+        value = {"properties": {"a": value}, "required": ["a"]}
+    assert json_schema.build_regex(value).count("null") == 1
+    with pytest.raises(PatternError, match="at most 100 levels"):
+        json_schema.build_regex({"properties": {"a": value}, "required": ["a"]})
+
+
 @settings(max_examples=200)
 @given(pattern=st.text(st.sampled_from("ab1[](){}|*+?^$.\\-dwsDWS,é:=!<>P&~"), max_size=12))
 def test_any_pattern_compiles_or_is_refused_in_one_sentence(pattern):
