@@ -35,6 +35,15 @@ def test_a_step_is_timed_beside_transformers():
 
 
 @pytest.mark.soak
+def test_images_are_timed_and_others_are_served_meanwhile():
+    found = last_line("benchmarks/bench_images.py", "--shape", "small", "--rounds", "2")
+    assert set(found["gaps"]) == {"alone", "beside images"}
+    for size in found["sizes"].values():
+        assert 0 < size["again ms"] < size["encode ms"]
+        assert size["tokens"] <= 280
+
+
+@pytest.mark.soak
 def test_a_start_is_timed_beside_the_import_of_torch():
     seconds = last_line("benchmarks/bench_start.py", "--repeat", "1")["seconds"]
     assert 0 < seconds["first frame"] <= seconds["finished story"]

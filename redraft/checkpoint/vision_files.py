@@ -45,6 +45,12 @@ def load_vision(path: str | Path, *, dtype: torch.dtype | None = None, device: t
         if vision_config.is_empty:
             raise CheckpointError(f"{path} is a text-only model: its vision tower has no layers, so it takes no images")
         images = read_image_config(path, vision_config)
+        longest = images.max_patches // images.pooling_kernel_size  # the side of the widest picture, in patches
+        if vision_config.position_embedding_size < longest:
+            raise CheckpointError(
+                f"{path}: position_embedding_size is {vision_config.position_embedding_size}, and a picture of "
+                f"{images.max_soft_tokens} tokens may be {longest} patches wide"
+            )
         tensors = CheckpointTensors(path)
         available = set(tensors)
         _compare_layers(available, vision_config.num_hidden_layers, path)

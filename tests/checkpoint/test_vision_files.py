@@ -131,6 +131,16 @@ def test_wrong_vision_weights_are_one_sentence(tmp_path):
         load_vision(folder)
 
 
+def test_a_table_of_positions_that_is_too_short_is_one_sentence(tmp_path):
+    """Wide pictures would look up positions that are not there."""
+    raw = vision_models.RAW | {"position_embedding_size": 139}
+    folder = vision_models.published(tmp_path / "published", raw=raw)
+    with pytest.raises(
+        checkpoint.CheckpointError, match="position_embedding_size is 139, and a picture of 70 tokens may be 140"
+    ):
+        load_vision(folder)
+
+
 def test_checkpoints_without_vision_are_one_sentence(tmp_path):
     tiny.save_folder(tmp_path / "text")
     with pytest.raises(checkpoint.CheckpointError, match="is a text-only model: its vision tower has no layers"):
