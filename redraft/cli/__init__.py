@@ -2,6 +2,8 @@
 
 start.py      the entry point
 main.py       write, chat; user errors become one sentence
+chat.py       the conversation of chat: lines, commands, pictures
+attachments.py paths of pictures in a line
 options.py    options that several commands share
 generation.py options of the commands that generate an answer
 edit.py       fill, edit

@@ -37,6 +37,7 @@ from redraft.cli import (
     tune,
     warm,
 )
+from redraft.cli.chat import Conversation
 from redraft.cli.generation import (
     FLAGS,
     BestOf,
@@ -79,7 +80,6 @@ from redraft.diffusion.events import Finished
 from redraft.tasks.text_events import TextCommitted, TextEvent
 
 if TYPE_CHECKING:
-    from redraft.tasks.generation import GenerationOptions
     from redraft.writer import Writer
 
 
@@ -241,7 +241,7 @@ def chat(
     context: Context = None,
     adapter: Adapter = None,
 ) -> None:
-    """Chat with a model, by default smollm2 if it has been pulled. /reset starts over, /exit or Ctrl-D leaves."""
+    """Chat with a model, by default smollm2 if it has been pulled. /help lists commands; /exit or Ctrl-D leaves."""
     model = model or models.choose_chat_model()
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context, adapter=adapter)
@@ -265,7 +265,13 @@ def chat(
         best_of=best_of,
         think=think,
     )
-    _converse(writer, options, _conversation(system, None), visual)
+
+    def answer(messages: list[dict[str, Any]]) -> str:
+        events = writer.stream(messages, options=options)
+        events = show_builds_until_first(events, _stderr(), message=_waiting_message(best_of))
+        return _show(writer, events, visual, best_of)
+
+    Conversation(writer, _conversation(system, None), answer).run()
 
 
 app.command()(demo.demo)
@@ -328,50 +334,6 @@ def _conversation(system: str | None, user: str | None, images: list[Path] | Non
         parts: list[dict[str, Any]] = [{"type": "image", "image": path} for path in images]
         messages[-1]["content"] = [*parts, {"type": "text", "text": user}]
     return messages
-
-
-def _converse(
-    writer: Writer, options: GenerationOptions, system_messages: list[dict[str, Any]], visual: bool | None
-) -> None:
-    """Answers one line after another, each with the conversation before it."""
-    from redraft.engine import EngineError
-
-    console = Console(highlight=False)
-    messages = list(system_messages)
-    for line in _read_lines(console):
-        if line == "/exit":
-            return
-        if line == "/reset":
-            messages = list(system_messages)
-            continue
-        request = [*messages, {"role": "user", "content": line}]
-        try:
-            events = writer.stream(request, options=options)
-            events = show_builds_until_first(events, _stderr(), message=_waiting_message(options.best_of))
-            answer = _show(writer, events, visual, options.best_of)
-        except KeyboardInterrupt as interrupt:
-            if not console.is_terminal:
-                raise
-            answer = getattr(interrupt, "committed", "")
-            console.print("[bright_black](stopped)")
-        except (ValueError, EngineError) as error:
-            if not console.is_terminal:
-                raise
-            # The conversation continues without this message.
-            console.print(strip_control_characters(str(error)), style="red", markup=False)
-            continue
-        messages = [*request, {"role": "assistant", "content": answer}]
-
-
-def _read_lines(console: Console) -> Iterator[str]:
-    """Yields the lines that the user types or pipes in, without empty ones."""
-    while sys.stdin is not None:
-        try:
-            line = console.input("[bold]> [/bold]") if console.is_terminal and sys.stdin.isatty() else input()
-        except EOFError:
-            return
-        if line.strip():
-            yield line.strip()
 
 
 def _waiting_message(best_of: int) -> str:
