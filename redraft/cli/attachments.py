@@ -84,7 +84,7 @@ def parse_paths(argument: str) -> list[Path]:
     whole = _existing_file(argument)
     if whole is not None:
         return [whole]
-    paths = []
+    paths: list[Path] = []
     words = list(WORD.finditer(argument))
     for word in words:
         path = _existing_file(word[0])

@@ -22,7 +22,7 @@ let abort = null;
 let models = []; // of the server
 const home = new Home();
 const handlers = { onSteer: steer, onRefill: refill };
-const chat = new Chat({ send: sendMessages, onError: (sentence) => showStatus("chat", sentence, true), onSteer: steer });
+const chat = new Chat({ send: sendMessages, onNote: (sentence) => showStatus("chat", sentence), onError: (sentence) => showStatus("chat", sentence, true), onSteer: steer });
 const stages = Object.fromEntries(MODES.map((name) => [name, name === "chat" ? chat.stage : new Stage(name, handlers)]));
 const playerShown = () => (mode === "home" ? home.player : stages[mode].player);
 const formOf = (name) => $(`#form-${name}`);
@@ -115,7 +115,7 @@ function start(name) {
 }
 
 function sendMessages(needsSeed) {
-  const request = requestFrom("chat", { messages: chat.messages.map(({ role, content }) => ({ role, content })), ...(needsSeed ? { seed: newSeed() } : {}) });
+  const request = requestFrom("chat", { messages: chat.messages, ...(needsSeed ? { seed: newSeed() } : {}) });
   chat.render();
   return follow(new Run("chat", request), request.body);
 }
@@ -382,7 +382,9 @@ async function showModels() {
 }
 
 function describeChosen() {
-  const { id: name, can_chat: chats } = models.find(({ id }) => id === $("#models").value) ?? models[0] ?? {};
+  const chosen = models.find(({ id }) => id === $("#models").value) ?? models[0] ?? {};
+  const { id: name, can_chat: chats } = chosen;
+  chat.describe(chosen);
   $("#cannot-chat").hidden = chats !== false;
   $("#cannot-chat").replaceChildren(`${name || "This model"} was not made to chat: it continues your words as a text, and does not answer them. `, element("a", { href: "#write" }, "Write"), " suits it better; ", element("code", {}, "redraft serve -m FOLDER"), " serves a model that chats.");
 }

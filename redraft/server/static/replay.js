@@ -9,7 +9,8 @@ const escapeHtml = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<"
 // Returns the HTML file.
 export async function replay(run, title) {
   const [style, ...sources] = await Promise.all(["style.css", ...PARTS].map(fetchFile));
-  const data = JSON.stringify(run.saved).replaceAll("<", "\\u003c");
+  const withoutImages = (key, value) => (key === "image_url" ? undefined : value); // a replay is made to be shared, and does not show them
+  const data = JSON.stringify(run.saved, withoutImages).replaceAll("<", "\\u003c");
   return `<!doctype html>
 <html lang="en" class="replay"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">

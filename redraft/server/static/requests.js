@@ -1,5 +1,7 @@
 // The request of each tab, made from its form, and examples that fill the form.
 
+import { textOf } from "./images.js";
+
 const PUZZLES = [
   "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79",
   "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4..",
@@ -80,5 +82,5 @@ export function fillFromBody(form, body) {
 }
 
 // What a run was asked, in a few words.
-const promptOf = (body) => String(body.prompt ?? body.text ?? body.puzzle ?? body.messages?.at(-1)?.content ?? "");
+const promptOf = (body) => String(body.prompt ?? body.text ?? body.puzzle ?? textOf(body.messages?.at(-1)?.content));
 export const titleOf = (body) => promptOf(body).slice(0, 80) || "a run";
