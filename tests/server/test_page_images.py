@@ -10,9 +10,12 @@ import re
 
 import numpy as np
 import pytest
-from browsing import screenshot
+from browsing import DONE, screenshot
 from PIL import Image
 from serving import make, served
+from test_page_visits import check_accessibility
+
+import redraft
 
 sync_api = pytest.importorskip("playwright.sync_api")
 LARGE = (3000, 1200)
@@ -60,8 +63,8 @@ def _chat(opened, url):
     def without_images(messages):
         return [{**message, "content": text_of(message["content"])} for message in messages]
 
-    def open_chat(vision=True):
-        page = opened("about:blank")
+    def open_chat(vision=True, **options):
+        page = opened("about:blank", **options)
         bodies = []
 
         def describe(route):
@@ -277,3 +280,76 @@ def test_a_model_without_vision_takes_no_images(chat):
     svg = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
     hand_over(page, "drop", file_of("a.svg", svg, "image/svg+xml"))  # SVG is text
     sync_api.expect(page.locator("#files li")).to_have_count(1)
+
+
+@pytest.mark.soak
+def test_a_run_with_images_is_steered_and_its_replay_has_none(chat, tmp_path):
+    page = chat()
+    page.set_input_files("#image", file_of("cat.png", picture()))
+    sync_api.expect(attached(page)).to_have_count(1)
+    send(page, "What?")
+    page.click("text=Show the canvas")
+    page.locator(".canvas .t").nth(2).click()
+    page.keyboard.press("b")
+    page.click(".resume .go")
+    page.wait_for_selector(DONE, state="attached")
+    sync_api.expect(page.locator("#conversation li.assistant .text")).to_be_visible()
+    first, steered = page.bodies
+    assert steered["messages"] == first["messages"]
+    assert steered["interventions"][0]["bans"]
+    assert page.locator("#conversation li.user img").get_attribute("alt") == "cat.png"
+    page.click("text=Show the canvas")
+    with page.expect_download() as download:
+        page.keyboard.press("s")  # a file to show to others: it has the text and no image
+    download.value.save_as(tmp_path / "replay.html")
+    replay = (tmp_path / "replay.html").read_text(encoding="utf-8")
+    assert "What?" in replay
+    assert "data:image" not in replay
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("width", "height", "scheme"), [(390, 844, "dark"), (1440, 900, "light")])
+def test_images_fit_the_screen_and_are_accessible(chat, width, height, scheme):
+    page = chat(width=width, height=height, color_scheme=scheme, reduced_motion="reduce")
+    files = [file_of(f"{i}.png", picture(size)) for i, size in enumerate([(900, 30), (30, 900), (400, 300), (1, 1)])]
+    for state in ("attached", "sent", "lost"):
+        if state == "attached":
+            page.set_input_files("#image", files)
+            sync_api.expect(attached(page)).to_have_count(4)
+        elif state == "sent":
+            send(page, "What?")
+        else:
+            page.reload()
+            page.locator("#conversations button").first.click()
+            sync_api.expect(page.locator("#lost-images")).to_be_visible()
+        screenshot(page, f"{width}_{scheme}_images_{state}")
+        check_accessibility(page)
+        assert page.evaluate("document.scrollingElement.scrollWidth") <= width
+
+
+@pytest.mark.soak
+def test_the_model_sees_the_image(opened, tmp_path):
+    import vision_models  # transformers takes seconds to import
+
+    writer = redraft.load(vision_models.published(tmp_path), device="cpu")
+    file = vision_models.FILES["landscape"]()
+    with served(writer, name="eyes") as address:
+        page = opened(f"{address}/#chat")
+        page.wait_for_selector("#attach-image:visible")  # the server says that the model has vision
+        page.set_input_files("#image", file_of("cat.png", file))
+        sync_api.expect(attached(page)).to_have_count(1)
+        for name, value in {"seed": 3, "max_tokens": 16, "max_steps": 4}.items():
+            page.fill(f"#form-chat [name={name}]", str(value))
+        send(page, "What is this?")
+        (kept,) = json.loads(page.evaluate("localStorage['redraft-conversations']"))
+        parts = [{"type": "image", "image": file}, {"type": "text", "text": "What is this?"}]
+        settings = {"seed": 3, "max_tokens": 16, "max_steps": 4}
+        expected = writer.chat([{"role": "user", "content": parts}], **settings).text
+        assert kept["messages"][1]["content"] == expected
+        page.set_input_files("#image", file_of("damaged.png", file[:-40]))
+        sync_api.expect(page.locator("#status")).to_have_text(re.compile("damaged.png"))
+    with served(make(32), name="tiny") as address:
+        page = opened(f"{address}/#chat")
+        sync_api.expect(page.locator("#model")).to_have_text("tiny")
+        hand_over(page, "drop", file_of("cat.png", file))
+        sync_api.expect(page.locator("#status")).to_have_text("tiny takes no images: cat.png is not attached")
