@@ -141,7 +141,6 @@ def test_images_are_chosen_dropped_and_pasted_and_go_with_the_message(chat):
     send(page, "And now?", 2)
     assert page.bodies[1]["messages"][0] == message  # the model sees them again
     assert page.bodies[1]["messages"][2] == {"role": "user", "content": "And now?"}
-    screenshot(page, "chat_images")
 
 
 @pytest.mark.soak
@@ -198,6 +197,23 @@ def test_large_images_are_scaled_down(chat, tmp_path):
     assert [kind for kind, _ in sent] == ["image/jpeg"] * 2
     assert [Image.open(io.BytesIO(data)).size for _, data in sent] == [(2048, 819), (1200, 1200)]
     assert max(len(data) for _, data in sent) <= 4_000_000
+
+
+@pytest.mark.soak
+def test_a_message_waits_for_its_image(chat):
+    page = chat()
+    page.evaluate("""() => {
+      const decode = window.createImageBitmap;
+      window.createImageBitmap = (file) => new Promise((resolve) => (window.go = () => resolve(decode(file))));
+    }""")
+    page.set_input_files("#image", file_of("cat.png", picture()))
+    page.fill("#form-chat [name=message]", "What?")
+    page.press("#form-chat [name=message]", "Control+Enter")
+    page.press("#form-chat [name=message]", "Control+Enter")  # is sent once all the same
+    assert page.bodies == []
+    page.evaluate("window.go()")
+    sync_api.expect(page.locator("#conversation li.assistant")).to_have_count(1)
+    assert [images_of(body["messages"][0]) for body in page.bodies] == [[("image/png", picture())]]
 
 
 @pytest.mark.soak
