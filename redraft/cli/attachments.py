@@ -23,7 +23,8 @@ CLOSING = ",.;:!?)"  # may follow a path in a sentence
 WORD = re.compile(
     r"""(?<!\S)(?:(?:'[^']*'|"(?:\\.|[^"\\])*")(?:\\.|'[^']*'|"[^"]*")*(?=[\s,.;:!?)]|$)|(?:\\.|[^\s\\])+)""", re.DOTALL
 )
-QUOTED = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|\\(.)""", re.DOTALL)
+QUOTED = re.compile(r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)""", re.DOTALL)
+ESCAPED = re.compile(r"\\(?P<escaped>.)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -108,22 +109,19 @@ def _find_files(line: str) -> list[TypedPath]:
 
 def _existing_file(text: str) -> Path | None:
     """The file that a word names: as it stands, or without its quotes and escapes."""
-    is_quoted = text.startswith(("'", '"'))
-    unescaped = QUOTED.sub(lambda match: _unquote(match, is_quoted), text)
-    for form in (text, unescaped):
+    marks = QUOTED if text.startswith(("'", '"')) else ESCAPED  # quotes inside of a word are part of it
+    for form in (text, marks.sub(_unquote, text)):
         name = _from_address(form) if form[:7].lower() == "file://" else os.path.expanduser(form)
         if os.path.isfile(name):  # False also for names that no file can have
             return Path(name)
     return None
 
 
-def _unquote(match: re.Match[str], is_quoted: bool) -> str:
-    single, double, escaped = match.groups()
-    if escaped is not None:
-        return escaped
-    if not is_quoted:  # quotes inside of a word are part of it
-        return match[0]
-    return single if single is not None else re.sub(r"\\(.)", r"\1", double, flags=re.DOTALL)
+def _unquote(match: re.Match[str]) -> str:
+    groups = match.groupdict()
+    if groups.get("double") is not None:
+        return ESCAPED.sub(_unquote, groups["double"])
+    return groups["escaped"] or groups["single"] or ""
 
 
 def _from_address(address: str) -> str:

@@ -11,7 +11,17 @@ from redraft.cli.attachments import find_pictures, parse_paths, remove_paths
 @pytest.fixture(name="here")
 def _here(tmp_path, monkeypatch):
     """A folder with files of all kinds of names, in which the command was started."""
-    for name in ("cat.png", "my cat.JPG", "it's.webp", "notes.txt", 'a "b".gif', "c%20d.bmp", "é.jpeg", "caf\\e.png"):
+    for name in (
+        "cat.png",
+        "my cat.JPG",
+        "it's.webp",
+        "notes.txt",
+        'a "b".gif',
+        "c%20d.bmp",
+        "é.jpeg",
+        "caf\\e.png",
+        "it's 'my'.png",
+    ):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "folder.png").mkdir()
     os.mkfifo(tmp_path / "pipe.png")
@@ -39,6 +49,7 @@ def split(line: str) -> tuple[list[str], str]:
         ("'{here}/it'\\''s.webp'", ["it's.webp"], ""),  # as shells quote it
         ("{here}/it\\'s.webp", ["it's.webp"], ""),
         ("it's.webp", ["it's.webp"], ""),
+        ("it's\\ 'my'.png", ["it's 'my'.png"], ""),
         ('"a \\"b\\".gif"', ['a "b".gif'], ""),
         ("file://{here}/my%20cat.JPG", ["my cat.JPG"], ""),
         ("FILE://localhost{here}/cat.png", ["cat.png"], ""),
@@ -67,7 +78,7 @@ def test_paths_of_pictures_are_found(here, line, names, text):
         "pipe.png",
         "cat",
         "my cat",
-        "file://elsewhere/cat.png",
+        "file://elsewhere{here}/cat.png",
         "https://example.org/cat.png",
         "file://[/cat.png",
         "/nowhere/cat.png what is it",
@@ -79,6 +90,7 @@ def test_paths_of_pictures_are_found(here, line, names, text):
     ],
 )
 def test_other_lines_are_text(here, line):
+    line = line.replace("{here}", str(here))
     assert split(line) == ([], line)
 
 

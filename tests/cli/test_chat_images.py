@@ -1,5 +1,8 @@
 """`redraft chat` with pictures: /image, /drop, paths in messages, and mistakes, in a pipe and on a terminal."""
 
+import io
+import sys
+
 import pytest
 import tiny
 import vision_models
@@ -181,6 +184,27 @@ def test_on_a_terminal_a_refused_message_comes_back_with_the_arrow_up(folder):
     assert typing == []
     assert "> What is my\\ dog.jpg?" in lines
     assert sum(line.startswith("[image my dog.jpg") for line in lines) == 1
+
+
+def test_a_terminal_has_a_history_where_there_is_readline(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    prompts = []
+
+    def end(prompt):
+        prompts.append(prompt)
+        raise EOFError
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", end)
+    monkeypatch.delitem(sys.modules, "readline", raising=False)
+    assert list(chat.read_lines(Console(force_terminal=True))) == []
+    assert "readline" in sys.modules
+    monkeypatch.setitem(sys.modules, "readline", None)  # as on Windows
+    assert list(chat.read_lines(Console(force_terminal=True))) == []
+    assert prompts == [chat.BOLD_PROMPT, "> "]
 
 
 def test_a_refused_message_changes_nothing(folder):
