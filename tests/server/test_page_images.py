@@ -15,6 +15,8 @@ from PIL import Image
 from serving import make, served
 from test_page_visits import check_accessibility
 
+import redraft
+
 sync_api = pytest.importorskip("playwright.sync_api")
 LARGE = (3000, 1200)
 THUMBNAIL = 256
@@ -340,3 +342,31 @@ def test_images_fit_the_screen_and_are_accessible(chat, width, height, scheme):
         screenshot(page, f"{width}_{scheme}_images_{state}")
         check_accessibility(page)
         assert page.evaluate("document.scrollingElement.scrollWidth") <= width
+
+
+@pytest.mark.soak
+def test_the_model_sees_the_image(opened, tmp_path):
+    import vision_models  # transformers takes seconds to import
+
+    writer = redraft.load(vision_models.published(tmp_path), device="cpu")
+    file = vision_models.FILES["landscape"]()
+    with served(writer, name="eyes") as address:
+        page = opened(f"{address}/#chat")
+        page.wait_for_selector("#attach-image:visible")  # the server says that the model has vision
+        page.set_input_files("#image", file_of("cat.png", file))
+        sync_api.expect(attached(page)).to_have_count(1)
+        for name, value in {"seed": 3, "max_tokens": 16, "max_steps": 4}.items():
+            page.fill(f"#form-chat [name={name}]", str(value))
+        send(page, "What is this?")
+        (kept,) = json.loads(page.evaluate("localStorage['redraft-conversations']"))
+        parts = [{"type": "image", "image": file}, {"type": "text", "text": "What is this?"}]
+        settings = {"seed": 3, "max_tokens": 16, "max_steps": 4}
+        expected = writer.chat([{"role": "user", "content": parts}], **settings).text
+        assert kept["messages"][1]["content"] == expected
+        page.set_input_files("#image", file_of("damaged.png", file[:-40]))
+        sync_api.expect(page.locator("#status")).to_have_text(re.compile("damaged.png"))
+    with served(make(32), name="tiny") as address:
+        page = opened(f"{address}/#chat")
+        sync_api.expect(page.locator("#model")).to_have_text("tiny")
+        hand_over(page, "drop", file_of("cat.png", file))
+        sync_api.expect(page.locator("#status")).to_have_text("tiny takes no images: cat.png is not attached")
