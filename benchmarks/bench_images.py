@@ -77,6 +77,7 @@ def make_picture(size: tuple[int, int]) -> bytes:
 
 
 def conversation(*pictures: bytes) -> list[dict[str, Any]]:
+    """A question about these pictures."""
     parts: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in pictures]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
 
@@ -94,11 +95,13 @@ def median_ms(run: Callable[[], object], rounds: int) -> float:
 
 
 def synchronize() -> None:
+    """Waits until the GPU has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def used_bytes() -> int:
+    """Bytes of all tensors on the GPU; 0 without one."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
@@ -178,6 +181,7 @@ def measure_gaps(writer: Writer, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main(shape: str, quant: str, rounds: int) -> None:
+    """Measures everything, and prints it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         writer = make_writer(shape, quant, device, Path(folder))
