@@ -122,10 +122,7 @@ def prefill(
         pieces = [prompt[begin:end] for prompt, (begin, end) in zip(prompts, chunks, strict=True)]
         padded = [[*piece, *[0] * (longest - len(piece))] for piece in pieces]
         chunk_BS = torch.tensor(padded, dtype=torch.long, device=model.device)
-        inside = [
-            [span._replace(start=span.start - begin) for span in spans if begin <= span.start < end]
-            for spans, (begin, end) in zip(images, chunks, strict=True)
-        ]
+        inside = [images_inside(spans, begin, end) for spans, (begin, end) in zip(images, chunks, strict=True)]
         model.encode(chunk_BS, cache, counts, inside if any(inside) else None)
 
 
@@ -134,13 +131,24 @@ def split_prompt(length: int, images: Sequence["ImageSpan"]) -> list[tuple[int, 
     chunks = []
     begin = 0
     while begin < length:
-        end = min(begin + PREFILL_CHUNK, length)
-        for span in images:
-            if span.start < end < span.end:
-                end = span.start if span.start > begin else span.end
+        end = find_chunk_end(begin, length, PREFILL_CHUNK, images)
         chunks.append((begin, end))
         begin = end
     return chunks
+
+
+def find_chunk_end(begin: int, length: int, chunk: int, images: Sequence["ImageSpan"]) -> int:
+    """The end of the chunk that begins at `begin`. An image that begins there makes it longer than `chunk`, if it must."""
+    end = min(begin + chunk, length)
+    for span in images:
+        if span.start < end < span.end:
+            return span.start if span.start > begin else span.end
+    return end
+
+
+def images_inside(images: Sequence["ImageSpan"], begin: int, end: int) -> list["ImageSpan"]:
+    """The images of a chunk, counted from its beginning."""
+    return [span._replace(start=span.start - begin) for span in images if begin <= span.start < end]
 
 
 def check_images(prompts: Sequence[Sequence[int]], images: Sequence[Sequence["ImageSpan"]] | None) -> None:

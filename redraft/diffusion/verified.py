@@ -14,6 +14,7 @@ Shapes: S clean tokens of a round, J canvases, C positions of each, V vocabulary
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from redraft.diffusion.generate import (
     Draft,
     Event,
     StatsCounter,
+    check_images,
     check_inputs,
     check_steering,
     constrain_canvas,
@@ -39,6 +41,9 @@ from redraft.kernels import TopProbs
 from redraft.model.backbone import Backbone
 from redraft.model.kv_cache import KVCache
 from redraft.model.lora import Adapter
+
+if TYPE_CHECKING:  # text-only use does not load it
+    from redraft.model.vision import ImageSpan
 
 # 1. The state of one answer
 
@@ -228,6 +233,7 @@ def generate_verified(
     verifier: Backbone | None = None,
     policy: DraftPolicy | None = None,
     adapter: Adapter | None = None,
+    images: Sequence["ImageSpan"] = (),
 ) -> Iterator[Event]:
     """Continues a prompt in checked or exact mode, round by round. Another model may be the `verifier`.
 
@@ -236,12 +242,13 @@ def generate_verified(
     constraints = constraints or Constraints()
     check_inputs(model, [prompt], cfg, [seed], [constraints], None)
     check_steering(cfg, constraints)
+    check_verified_images(prompt, images, verifier)
     require_drafter(model, cfg)
     counter = StatsCounter(cfg, [seed], [len(prompt)])
     state = Verification.start(prompt, cfg, seed, constraints, model.config.vocab_size)
     state.policy = policy
     worker = OwnVerifier(model, adapter) if verifier is None else OtherVerifier(model, verifier)
-    worker.prefill(prompt, cfg)
+    worker.prefill(prompt, cfg, images)
     counter.mark_prefilled()
     block = 0
     while not state.is_finished:
@@ -298,12 +305,12 @@ class OwnVerifier:
         self.adapter = adapter
         self.cache: KVCache | None = None
 
-    def prefill(self, prompt: Sequence[int], cfg: SamplerConfig) -> None:
+    def prefill(self, prompt: Sequence[int], cfg: SamplerConfig, images: Sequence["ImageSpan"] = ()) -> None:
         """Encodes the prompt but its last token, which the first round encodes."""
         capacity = len(prompt) + cfg.max_new_tokens
         self.cache = self.model.new_cache(1, capacity, cfg.draft_length + 2, self.adapter)
         if len(prompt) > 1:
-            prefill(self.model, [prompt[:-1]], self.cache)
+            prefill(self.model, [prompt[:-1]], self.cache, [images])
 
     def cache_all(self, state: Verification) -> KVCache:
         """The cache with all tokens before the cursor, for drafting a whole canvas. A round encodes the last one again."""
@@ -340,9 +347,9 @@ class OtherVerifier(OwnVerifier):
         super().__init__(model)
         self.verifier = OwnVerifier(verifier)
 
-    def prefill(self, prompt: Sequence[int], cfg: SamplerConfig) -> None:
-        """Encodes the prompt in both models."""
-        super().prefill(prompt, cfg)
+    def prefill(self, prompt: Sequence[int], cfg: SamplerConfig, images: Sequence["ImageSpan"] = ()) -> None:
+        """Encodes the prompt in both models. It has no images: see `check_verified_images`."""
+        super().prefill(prompt, cfg, images)
         self.verifier.prefill(prompt, cfg)
 
     def attach(self, cache: KVCache, prompt: Sequence[int], cfg: SamplerConfig) -> None:
@@ -385,6 +392,15 @@ class OtherVerifier(OwnVerifier):
         canvas_JC = state.canvas_ids(work, self.model.config.vocab_size, self.model.device)[:1]
         _, hidden_11CD = self.model.joint(clean_1S, canvas_JC[None], [clean_1S.shape[1] - 1], self.cache)
         return verdict, draft_tokens(self.model, state, work, verdict, hidden_11CD[0, 0, :-1])
+
+
+def check_verified_images(prompt: Sequence[int], images: Sequence["ImageSpan"], verifier: Backbone | None) -> None:
+    """Refuses images that checked and exact mode cannot take: the features of an image are made for one model."""
+    check_images([prompt], [images])
+    if images and verifier is not None:
+        raise ValueError("another model that verifies (verify_with) cannot read this model's images: choose check 'off'")
+    if images and images[-1].end == len(prompt):
+        raise ValueError("checked and exact mode need a token behind the last image of a prompt, which ends with it")
 
 
 def verify(state: Verification, work: Round, logits_SV: Tensor) -> Verdict:

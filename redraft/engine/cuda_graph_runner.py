@@ -104,16 +104,19 @@ class CudaGraphRunner(Runner):
     def prefill(self, request: Request, *, is_alone: bool = False) -> int:
         """Encodes the next chunk of a prompt; the last chunk is encoded with the first step of the first canvas.
 
-        That graph is for at most `prefill_chunk` tokens, so longer chunks leave as many for the last one.
+        That graph is for at most `prefill_chunk` tokens, so longer chunks leave as many for the last one. The kernels have
+        no attention in both directions: a chunk with images goes through the reference, at once.
         """
+        if request.images and request.next_chunk(self.prefill_chunk)[1]:
+            return super().prefill(request)
         length = self.prefill_chunk
         if is_alone:
-            tokens_left = len(request.prompt) - request.prefilled
+            tokens_left = request.next_image - request.prefilled
             length = max(length, min(self.prefill_chunk_alone, tokens_left - self.prefill_chunk))
-        chunk = request.prompt[request.prefilled : request.prefilled + length]
+        chunk, _ = request.next_chunk(length)
         ids_1S = torch.tensor([chunk], device=self.model.device)
         self._extend_cache(request, len(chunk))
-        request.add_prefilled(chunk)
+        request.add_prefilled(len(chunk))
         if request.status in (RequestStatus.PREFILLING, RequestStatus.VERIFYING):
             self._encode(ids_1S, request)
         else:

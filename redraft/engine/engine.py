@@ -13,7 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,30 +22,37 @@ from torch import Tensor
 from redraft.config import EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.draft_policy import DraftPolicy
-from redraft.diffusion.generate import Event, Finished, StatsCounter, check_inputs, check_steering, require_drafter
-from redraft.diffusion.verified import OtherVerifier, Verification
-from redraft.engine.errors import MEMORY_ADVICE, USER_ERRORS, EngineError, Failure, RequestError, Stopped
+from redraft.diffusion.generate import (
+    Event,
+    Finished,
+    StatsCounter,
+    check_images,
+    check_inputs,
+    check_steering,
+    require_drafter,
+)
+from redraft.diffusion.verified import OtherVerifier, Verification, check_verified_images
+from redraft.engine.errors import MEMORY_ADVICE, USER_ERRORS, Failure, RequestError
 from redraft.engine.make_runner import make_runner
 from redraft.engine.memory import measure_budget
-from redraft.engine.prefix_cache import PrefixCache
+from redraft.engine.prefix_cache import PrefixCache, make_prefix_key
 from redraft.engine.replay import Replay
-from redraft.engine.request import LOG, MIN_STEP_TOKENS, Request, RequestStatus, client_of, contain_failure
-from redraft.engine.scheduler import Reservation, Scheduler, Turn
+from redraft.engine.request import LOG, MIN_STEP_TOKENS, Request, RequestStatus, contain_failure
+from redraft.engine.scheduler import Reservation, Scheduler
 from redraft.engine.stream import Stream
+from redraft.engine.work_beside import POLL_SECONDS, WorkBeside
 from redraft.kernels.threads import adapt_threads
 from redraft.model.backbone import Backbone
 from redraft.model.kv_cache import KVCache
-from redraft.model.lora import Adapter
 
-POLL_SECONDS = 0.05  # how often a waiting thread checks a stop event, which cannot wake it
+if TYPE_CHECKING:  # text-only use does not load it
+    from redraft.model.vision import ImageSpan
 
 Emitted = list[tuple[Request, Event]]
 
 
-class Engine:
+class Engine(WorkBeside):
     """Runs requests over one model."""
-
-    adapter: Adapter | None = None  # of the requests and reservations that are made here; see adapted_engine.py
 
     def __init__(self, model: Backbone, config: EngineConfig | None = None, verifier: Backbone | None = None) -> None:
         """Another model may be the `verifier` of checked and exact mode."""
@@ -80,18 +88,22 @@ class Engine:
         stop: threading.Event | None = None,
         replay: Replay | None = None,
         candidates: int = 0,
+        images: Sequence["ImageSpan"] = (),
     ) -> Request:
         """Adds a request to continue this prompt. A request that cannot be carried out is refused here.
 
         After `seconds` the canvas in work is committed as it is, and the request ends. Setting `stop` cancels the request.
         A `replay` repeats an earlier run up to some point. Drafts show the probabilities of the `candidates` most likely
-        tokens of each position.
+        tokens of each position. `images` are those of the prompt, in order.
         """
         constraints = constraints or Constraints()
         replay = replay or Replay()
         try:
             check_inputs(self.model, [prompt], cfg, [seed], [constraints], first_canvas_1C)
+            check_images([prompt], [images])
             plan = replay.plan(cfg, self.model.config.vocab_size, constraints)
+            if cfg.check != "off":
+                check_verified_images(prompt, images, self.verifier)
             if self.verifier is not None and cfg.check != "off":
                 check_inputs(self.verifier, [prompt], cfg, [seed], [constraints], None)
             require_drafter(self.model, cfg)
@@ -117,6 +129,7 @@ class Engine:
         request = Request(
             number=self.scheduler.next_number(),
             prompt=tuple(prompt),
+            prefix_key=make_prefix_key(tuple(prompt), images),
             cfg=cfg,
             seed=seed,
             constraints=constraints,
@@ -128,6 +141,7 @@ class Engine:
             candidates=candidates,
             verification=verification,
             other_verifier=OtherVerifier(self.model, self.verifier) if verification and self.verifier else None,
+            images=tuple(images),
             adapter=self.adapter,
             events=deque() if self.has_thread else None,  # the thread may run it before anybody streams it
             automaton_state=constraints.initial_state,
@@ -156,97 +170,15 @@ class Engine:
         with self._changed:
             self._changed.notify_all()
 
-    @contextmanager
-    def reserve(
-        self, tokens: int, *, rows: int = 1, rewind: int = 0, stop: threading.Event | None = None
-    ) -> Iterator[KVCache]:
-        """Lends a KV cache for work beside the engine; its bytes count toward the engine's budget.
-
-            with engine.reserve(len(ids), stop=stop) as cache:
-                model.encode(ids_1S, cache)
-
-        Waits until the cache fits beside the running requests, and evicts prefix cache entries for it. Raises RequestError
-        when it can never fit, and Stopped once `stop` is set while it waits. Sliding layers keep only their window and
-        `rewind` tokens. Inside the block do not reserve again and do not wait for a request: both might wait for this cache.
-        """
-        nbytes = rows * KVCache.count_bytes(self.model.config, tokens, self.model.cache_dtype, rewind)
-        self.scheduler.check(nbytes, rows * tokens, "this text")
-        reservation = Reservation(self.scheduler.next_number(), nbytes, client_of(stop))
-        self.scheduler.reservations.append(reservation)
-        try:
-            self.notify()
-            while not reservation.is_granted:
-                if stop is not None and stop.is_set():
-                    raise Stopped
-                self._wait_for_grant(reservation)
-            yield self.model.new_cache(rows, tokens, rewind, self.adapter)
-        finally:
-            reservation.is_released = True
-            self.notify()
-
-    @contextmanager
-    def take_turn(self, tokens: int, stop: threading.Event | None = None) -> Iterator[None]:
-        """Inside the block no step runs: for a forward of work beside the engine.
-
-            with engine.take_turn(len(ids), stop):
-                model.encode(ids_1S, cache)
-
-        Two forwards at once would take the cores from each other. Waits until the client is not ahead of others; `tokens`
-        counts as its work. Raises Stopped once `stop` is set while it waits. A fault in the block becomes an EngineError.
-        Do not wait for a request inside the block.
-        """
-        turn = Turn(client_of(stop), tokens)
-        self.scheduler.turns.append(turn)
-        try:
-            self.notify()
-            while self.has_thread and not turn.is_granted:
-                if stop is not None and stop.is_set():
-                    raise Stopped
-                with self._changed:
-                    self._changed.wait_for(lambda: turn.is_granted or not self.has_thread, timeout=POLL_SECONDS)
-            with self._lock if not turn.is_granted else nullcontext():
-                if stop is not None and stop.is_set():
-                    raise Stopped
-                yield
-        except (Stopped, *USER_ERRORS):
-            raise
-        except Exception as error:
-            raise EngineError(Failure.from_exception(error).message) from error
-        finally:
-            turn.is_done = True
-            with suppress(ValueError):
-                self.scheduler.turns.remove(turn)
-            self.notify()
-
-    @torch.inference_mode()
-    def prefill_beside(self, ids: Sequence[int], cache: KVCache, stop: threading.Event | None = None) -> None:
-        """Encodes a prompt into a reserved cache, one turn for each chunk."""
-        for begin in range(0, len(ids), self.config.prefill_chunk):
-            chunk = list(ids[begin : begin + self.config.prefill_chunk])
-            with self.take_turn(len(chunk), stop):
-                self.model.encode(torch.tensor([chunk], device=self.model.device), cache)
-
-    def _grant_turns(self) -> None:
-        """Lets work beside the engine make forwards, one after another, as long as it is its turn."""
-        while (turn := self.scheduler.next_turn()) is not None:
-            with self._changed:
-                turn.is_granted = True
-                self._changed.notify_all()
-                self._changed.wait_for(lambda turn=turn: turn.is_done)  # type: ignore[misc]
-
-    def _wait_for_grant(self, reservation: Reservation) -> None:
-        """Waits a moment for memory. Without a background thread, this thread makes the steps that free it."""
-        if not self.has_thread:
-            with self._lock:
-                self._admit()
-                self._release_failed()
-                if reservation.is_granted:
-                    return
-                if self.scheduler.running:
-                    self._step_for_streams()
-                    return
-        with self._changed:
-            self._changed.wait_for(lambda: reservation.is_granted, timeout=POLL_SECONDS)
+    def _step_for_memory(self, reservation: Reservation) -> bool:
+        """Makes steps that free memory, in a thread that waits for it. Returns whether they may go on."""
+        with self._lock:
+            self._admit()
+            self._release_failed()
+            if not reservation.is_granted and self.scheduler.running:
+                self._step_for_streams()
+                return True
+            return reservation.is_granted
 
     @contextmanager
     def run_in_background(self, max_unread: int | None = None) -> Iterator[None]:
@@ -393,7 +325,7 @@ class Engine:
         for request in self.scheduler.admit():
             with contain_failure(request):
                 # The first round of a verified request encodes the last prompt token itself.
-                prompt = request.prompt if request.verification is None else request.prompt[:-1]
+                prompt = request.prefix_key if request.verification is None else request.prefix_key[:-1]
                 cached = self.scheduler.prefix_cache.take(prompt, request.capacity, request.adapter)
                 if cached is None:
                     request.start(self.model.new_cache(1, request.capacity, self.config.rewind, request.adapter), [])

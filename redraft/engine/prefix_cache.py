@@ -1,19 +1,45 @@
-"""Prefix cache: KV caches of finished requests, kept for prompts that begin with the same tokens.
+"""Prefix cache: KV caches of finished requests, kept for prompts that begin with the same tokens and images.
 
 A new prompt takes over the cached context with which it shares the longest prefix, cut back to that prefix. Contexts that
-were encoded with different adapters have nothing in common. Entries are evicted least recently stored first.
+were encoded with different adapters have nothing in common. Entries are evicted least recently stored first. All tokens of
+an image have the same number, made from its content: prompts share an image as a whole or not at all.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from redraft.model.kv_cache import KVCache
 from redraft.model.lora import Adapter
+
+if TYPE_CHECKING:  # text-only use does not load it
+    from redraft.model.vision import ImageSpan
 
 MIN_SHARED_TOKENS = 16  # a shorter common prefix is cheaper to prefill again than to look up and cut back
 
 
 Key = tuple[Adapter | None, tuple[int, ...]]  # the adapter with which a context was encoded, and its tokens
+
+
+def make_prefix_key(prompt: tuple[int, ...], images: Sequence["ImageSpan"]) -> tuple[int, ...]:
+    """The prompt with a negative number, which is no token, in the place of each token of an image."""
+    if not images:
+        return prompt
+    key = list(prompt)
+    for span in images:
+        digest = span.digest or _hash_features(span.features_ME)
+        number = int.from_bytes(hashlib.sha256(digest + len(span.features_ME).to_bytes(8)).digest())
+        key[span.start : span.end] = [-1 - number] * (span.end - span.start)
+    return tuple(key)
+
+
+def _hash_features(features_ME: Tensor) -> bytes:
+    contents = features_ME.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(str(features_ME.dtype).encode() + contents).digest()
 
 
 class PrefixCache:

@@ -11,10 +11,11 @@ Shapes: one row, C canvas positions, V vocabulary, D model size.
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,13 +23,16 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, Constraints, build_canvas_constraints
 from redraft.diffusion import rng, sampler
-from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, make_draft
+from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, find_chunk_end, images_inside, make_draft
 from redraft.diffusion.verified import OtherVerifier, Round, Verdict, Verification, make_checked_draft
 from redraft.engine.errors import Failure
 from redraft.engine.replay import ReplayPlan
 from redraft.kernels import TopProbs, compute_top_probs
 from redraft.model.kv_cache import KVCache
 from redraft.model.lora import Adapter
+
+if TYPE_CHECKING:  # text-only use does not load it
+    from redraft.model.vision import ImageSpan
 
 LOG = logging.getLogger("redraft.engine")
 MIN_STEP_TOKENS = 32  # a forward of few tokens reads all weights and costs about as much as one of 32
@@ -72,6 +76,7 @@ class Request:
 
     number: int  # order of arrival
     prompt: tuple[int, ...]
+    prefix_key: tuple[int, ...]  # the prompt as the prefix cache knows it: see `make_prefix_key`
     cfg: SamplerConfig
     seed: int
     constraints: Constraints  # before any intervention
@@ -83,6 +88,7 @@ class Request:
     candidates: int = 0  # tokens per position whose probabilities every draft shows
     verification: Verification | None = None  # in checked and exact mode
     other_verifier: OtherVerifier | None = None  # if another model verifies
+    images: Sequence["ImageSpan"] = ()  # those of the prompt, in order
     adapter: Adapter | None = None  # that its KV cache has, so that every forward goes through it
 
     status: RequestStatus = RequestStatus.WAITING
@@ -91,7 +97,7 @@ class Request:
     events: deque[Event] | None = None  # events that its stream has not read yet; None without a stream
 
     cache: KVCache | None = None
-    context: list[int] = field(default_factory=list)  # the tokens that the cache holds
+    context: list[int] = field(default_factory=list)  # the tokens that the cache holds, those of images as in prefix_key
     prefilled: int = 0  # how many tokens of the prompt the cache holds
     block: int = 0  # index of the canvas in work
     canvas: sampler.Canvas | None = None  # the canvas in work
@@ -150,12 +156,25 @@ class Request:
         self.cache = cache
         self.context = []
         self.counter.reused[0] = len(context)
-        self.add_prefilled(context)
+        self.add_prefilled(len(context))
 
-    def add_prefilled(self, tokens: list[int] | tuple[int, ...]) -> None:
+    def next_chunk(self, length: int) -> tuple[tuple[int, ...], list["ImageSpan"]]:
+        """About `length` tokens of the prompt that are not in the cache yet, and their images, none of which is divided."""
+        begin = self.prefilled
+        if not self.images:
+            return self.prompt[begin : begin + length], []
+        end = find_chunk_end(begin, len(self.prompt), length, self.images)
+        return self.prompt[begin:end], images_inside(self.images, begin, end)
+
+    @property
+    def next_image(self) -> int:
+        """Where the next image begins that is not in the cache yet, or the end of the prompt."""
+        return next((span.start for span in self.images if span.start >= self.prefilled), len(self.prompt))
+
+    def add_prefilled(self, count: int) -> None:
         """The next tokens of the prompt are in the cache."""
-        self.context += tokens
-        self.prefilled += len(tokens)
+        self.context += self.prefix_key[self.prefilled : self.prefilled + count]
+        self.prefilled += count
         if self.prefilled < len(self.prompt):
             self.status = RequestStatus.PREFILLING
             return

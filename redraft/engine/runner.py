@@ -47,9 +47,10 @@ class Runner:
 
     def prefill(self, request: Request, *, is_alone: bool = False) -> int:
         """Encodes the next chunk of a prompt. Returns its number of tokens. Alone, the request may have longer chunks."""
-        chunk = request.prompt[request.prefilled : request.prefilled + self.prefill_chunk]
-        self.model.encode(torch.tensor([chunk], device=self.model.device), cache_of(request))
-        request.add_prefilled(chunk)
+        chunk, images = request.next_chunk(self.prefill_chunk)
+        ids_1S = torch.tensor([chunk], device=self.model.device)
+        self.model.encode(ids_1S, cache_of(request), images=[images] if images else None)
+        request.add_prefilled(len(chunk))
         return len(chunk)
 
     def encode_canvases(self, requests: Sequence[Request]) -> None:

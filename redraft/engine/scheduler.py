@@ -177,7 +177,7 @@ class Scheduler:
         nbytes = self._bytes_of(candidate)
         if not self._fits(nbytes):
             return False
-        spared = (candidate.prompt, candidate.adapter) if isinstance(candidate, Request) else ()
+        spared = (candidate.prefix_key, candidate.adapter) if isinstance(candidate, Request) else ()
         while not self._fits(nbytes + self.prefix_cache.nbytes) and self.prefix_cache.evict(*spared):
             pass
         return True

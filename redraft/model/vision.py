@@ -23,6 +23,7 @@ class ImageSpan(NamedTuple):
 
     start: int
     features_ME: Tensor
+    digest: bytes = b""  # of the picture: images with the same one have the same features. Without one, these are compared
 
     @property
     def end(self) -> int:

@@ -367,7 +367,7 @@ def mean_logprob_of(
         return None
     total = stats.logprob
     if total is None:  # the causal half has not seen them yet
-        (total,) = sequence_logprobs(writer.engine, prompt.ids, [ids], stop)
+        (total,) = sequence_logprobs(writer.engine, prompt.ids, [ids], stop, prompt.images)
     return total / max(1, len(ids))
 
 

@@ -47,7 +47,7 @@ def choose_likeliest(
     answers = [end.ids_BT[0, : end.stats[0].new_tokens].tolist() for end in ends]
     totals = [end.stats[0].logprob for end in ends]
     if None in totals:  # not verified, so the causal half has not seen them yet
-        totals = list(sequence_logprobs(engine, requests[0].prompt, answers, stop))
+        totals = list(sequence_logprobs(engine, requests[0].prompt, answers, stop, requests[0].images))
     means = [float(total or 0.0) / max(1, len(answer)) for total, answer in zip(totals, answers, strict=True)]
     return means.index(max(means))
 

@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,9 @@ from redraft.engine import Engine, Request, RequestError, Stopped
 from redraft.tasks.canvas_html import render_marked, render_result, shorten_text
 from redraft.tasks.generation import check_deadline, require_text
 from redraft.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # text-only use does not load it
+    from redraft.model.vision import ImageSpan
 
 Watch = Callable[[Draft], None]  # called with every draft of one canvas
 
@@ -387,19 +390,27 @@ def _cut_at_stop(ids: list[int], stops: Sequence[int]) -> list[int]:
 
 @torch.inference_mode()
 def sequence_logprobs(
-    engine: Engine, prompt: Sequence[int], sequences: Sequence[Sequence[int]], stop: threading.Event | None = None
+    engine: Engine,
+    prompt: Sequence[int],
+    sequences: Sequence[Sequence[int]],
+    stop: threading.Event | None = None,
+    images: Sequence["ImageSpan"] = (),
 ) -> list[float]:
     """The log-probability of each token sequence after the prompt, by the causal half of the model.
 
-    The KV cache is reserved in the engine's budget; its sliding layers keep their window and the longest sequence.
+    The KV cache is reserved in the engine's budget; its sliding layers keep their window and the longest sequence. A prompt
+    that is too long is cut at its beginning, unless it has `images`.
     """
     model = engine.model
     longest = max(map(len, sequences))
-    prompt = prompt[-(model.config.max_position_embeddings - longest) :]
+    if not images:
+        prompt = prompt[-(model.config.max_position_embeddings - longest) :]
+    elif images[-1].end == len(prompt):
+        raise RequestError("answers are compared behind a token of text, and this prompt ends with an image")
     logprobs = []
     with engine.reserve(len(prompt) + longest, rewind=longest + 1, stop=stop) as cache:
         if len(prompt) > 1:
-            engine.prefill_beside(prompt[:-1], cache, stop)
+            engine.prefill_beside(prompt[:-1], cache, stop, images)
         for sequence in sequences:
             if stop is not None and stop.is_set():
                 raise Stopped

@@ -1,7 +1,7 @@
 """Streamers of transformers: objects that receive the prompt, every draft and every committed canvas of a batch."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from redraft.engine import Engine
 from redraft.tasks.generation import GenerationOptions, start_from_draft
 from redraft.tokenizer.tokenizer import Tokenizer
 
+if TYPE_CHECKING:  # text-only use does not load it
+    from redraft.model.vision import ImageSpan
+
 
 def run_with_streamer(
     engine: Engine,
@@ -24,8 +27,9 @@ def run_with_streamer(
     options: GenerationOptions,
     constraints: Constraints | None,
     streamer: Any,
+    images: Sequence[Sequence["ImageSpan"]],
 ) -> Finished:
-    """Runs `generate` instead of the engine: a streamer expects all rows of a batch at the same step."""
+    """Runs `generate` instead of the engine: a streamer expects all rows of a batch at the same step. `images`: of each."""
     if options.seconds is not None or options.stop is not None or options.replay is not None:
         raise ValueError("seconds, stop and replay do not work with a streamer; iterate over Writer.stream instead")
     model = engine.model
@@ -36,10 +40,10 @@ def run_with_streamer(
             raise ValueError("draft and best_of do not work with a streamer in checked and exact mode")
         if len(prompts) > 1:
             raise ValueError(f"with check {cfg.check!r} a streamer takes one prompt, got {len(prompts)}")
-        settings |= {"seed": seeds[0], "constraints": constraints, "verifier": engine.verifier}
+        settings |= {"seed": seeds[0], "constraints": constraints, "verifier": engine.verifier, "images": images[0]}
         events = generate_verified(model, prompts[0], cfg, **settings)
     else:
-        settings |= {"seeds": seeds, "constraints": [constraints or Constraints()] * len(prompts)}
+        settings |= {"seeds": seeds, "constraints": [constraints or Constraints()] * len(prompts), "images": images}
         events = generate(model, prompts, cfg, first_canvas_BC=first_canvas_BC, **settings)
     *_, end = feed_streamer(events, prompts, streamer)
     assert isinstance(end, Finished)

@@ -1,0 +1,168 @@
+"""Work beside the engine: forwards that belong to no request, as the ranking of infills, scores of edits, and vision towers.
+
+reserve      lends a KV cache within the engine's budget
+take_memory  takes bytes out of this budget for good
+take_turn    runs a forward between two steps
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from redraft.config import EngineConfig
+from redraft.diffusion.generate import find_chunk_end, images_inside
+from redraft.engine.errors import USER_ERRORS, EngineError, Failure, RequestError, Stopped
+from redraft.engine.request import client_of
+from redraft.engine.scheduler import Reservation, Scheduler, Turn
+from redraft.model.backbone import Backbone
+from redraft.model.kv_cache import KVCache
+from redraft.model.lora import Adapter
+
+if TYPE_CHECKING:  # text-only use does not load it
+    from redraft.model.vision import ImageSpan
+
+POLL_SECONDS = 0.05  # how often a waiting thread checks a stop event, which cannot wake it
+
+
+class WorkBeside(ABC):
+    """The part of an engine that lends its memory and its time to other work."""
+
+    adapter: Adapter | None = None  # of the requests and reservations that are made here; see adapted_engine.py
+
+    model: Backbone
+    config: EngineConfig
+    scheduler: Scheduler
+    has_thread: bool  # whether a background thread makes the steps
+    _lock: AbstractContextManager[bool]  # held during a step
+    _changed: threading.Condition  # notified after steps, and when work arrives or leaves
+
+    @abstractmethod
+    def notify(self) -> None:
+        """Wakes the threads that wait for an event, for work or for memory."""
+
+    @abstractmethod
+    def _step_for_memory(self, reservation: Reservation) -> bool:
+        """Makes steps that free memory, in a thread that waits for it. Returns whether they may go on."""
+
+    @contextmanager
+    def reserve(
+        self, tokens: int, *, rows: int = 1, rewind: int = 0, stop: threading.Event | None = None
+    ) -> Iterator[KVCache]:
+        """Lends a KV cache for work beside the engine; its bytes count toward the engine's budget.
+
+            with engine.reserve(len(ids), stop=stop) as cache:
+                model.encode(ids_1S, cache)
+
+        Waits until the cache fits beside the running requests, and evicts prefix cache entries for it. Raises RequestError
+        when it can never fit, and Stopped once `stop` is set while it waits. Sliding layers keep only their window and
+        `rewind` tokens. Inside the block do not reserve again and do not wait for a request: both might wait for this cache.
+        """
+        nbytes = rows * KVCache.count_bytes(self.model.config, tokens, self.model.cache_dtype, rewind)
+        self.scheduler.check(nbytes, rows * tokens, "this text")
+        with self._hold(Reservation(self.scheduler.next_number(), nbytes, client_of(stop)), stop):
+            yield self.model.new_cache(rows, tokens, rewind, self.adapter)
+
+    def take_memory(
+        self, nbytes: int, what: str, advice: str, *, least: int = 0, stop: threading.Event | None = None
+    ) -> None:
+        """Takes bytes out of the budget of KV caches for good, for weights that are loaded while the engine runs.
+
+        Waits until they are free. Raises RequestError, which says `what` needs them and what to do, if less than `least`
+        bytes would be left, or less than a request needs that was added before.
+        """
+        requests = [*self.scheduler.running, *self.scheduler.waiting]
+        least = max([least, *map(self.scheduler.cost, requests)])
+        if self.scheduler.budget - nbytes < least:
+            raise RequestError(
+                f"{what} needs {nbytes / 2**20:,.1f} MiB, and the KV caches need {least / 2**20:,.1f} of their "
+                f"{self.scheduler.budget / 2**20:,.1f} MiB: {advice}"
+            )
+        with self._hold(Reservation(self.scheduler.next_number(), nbytes), stop):
+            self.scheduler.budget -= nbytes
+
+    @contextmanager
+    def _hold(self, reservation: Reservation, stop: threading.Event | None) -> Iterator[None]:
+        """Inside the block the reservation is granted. Waits for that; raises Stopped once `stop` is set while it waits."""
+        self.scheduler.reservations.append(reservation)
+        try:
+            self.notify()
+            while not reservation.is_granted:
+                if stop is not None and stop.is_set():
+                    raise Stopped
+                if self.has_thread or not self._step_for_memory(reservation):
+                    with self._changed:
+                        self._changed.wait_for(lambda: reservation.is_granted, timeout=POLL_SECONDS)
+            yield
+        finally:
+            reservation.is_released = True
+            self.notify()
+
+    @contextmanager
+    def take_turn(self, tokens: int, stop: threading.Event | None = None) -> Iterator[None]:
+        """Inside the block no step runs: for a forward of work beside the engine.
+
+            with engine.take_turn(len(ids), stop):
+                model.encode(ids_1S, cache)
+
+        Two forwards at once would take the cores from each other. Waits until the client is not ahead of others; `tokens`
+        counts as its work. Raises Stopped once `stop` is set while it waits. A fault in the block becomes an EngineError.
+        Do not wait for a request inside the block.
+        """
+        turn = Turn(client_of(stop), tokens)
+        self.scheduler.turns.append(turn)
+        try:
+            self.notify()
+            while self.has_thread and not turn.is_granted:
+                if stop is not None and stop.is_set():
+                    raise Stopped
+                with self._changed:
+                    self._changed.wait_for(lambda: turn.is_granted or not self.has_thread, timeout=POLL_SECONDS)
+            with self._lock if not turn.is_granted else nullcontext():
+                if stop is not None and stop.is_set():
+                    raise Stopped
+                yield
+        except (Stopped, *USER_ERRORS):
+            raise
+        except Exception as error:
+            raise EngineError(Failure.from_exception(error).message) from error
+        finally:
+            turn.is_done = True
+            with suppress(ValueError):
+                self.scheduler.turns.remove(turn)
+            self.notify()
+
+    @torch.inference_mode()
+    def prefill_beside(
+        self,
+        ids: Sequence[int],
+        cache: KVCache,
+        stop: threading.Event | None = None,
+        images: Sequence["ImageSpan"] = (),
+    ) -> None:
+        """Encodes a prompt into a reserved cache, one turn for each chunk. No chunk divides an image."""
+        begin = 0
+        while begin < len(ids):
+            end = find_chunk_end(begin, len(ids), self.config.prefill_chunk, images)
+            chunk = list(ids[begin:end])
+            inside = images_inside(images, begin, end)
+            with self.take_turn(len(chunk), stop):
+                ids_1S = torch.tensor([chunk], device=self.model.device)
+                self.model.encode(ids_1S, cache, images=[inside] if inside else None)
+            begin = end
+
+    def _grant_turns(self) -> None:
+        """Lets work beside the engine make forwards, one after another, as long as it is its turn.
+
+        After about a prefill chunk of tokens a step follows, so that requests do not wait for many threads of one client.
+        """
+        tokens_left = self.config.prefill_chunk
+        while tokens_left > 0 and (turn := self.scheduler.next_turn()) is not None:
+            tokens_left -= turn.tokens
+            with self._changed:
+                turn.is_granted = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda turn=turn: turn.is_done)  # type: ignore[misc]
