@@ -90,19 +90,21 @@ def load(
     for folder in folders.values():
         checkpoint.read_adapter_config(folder)  # refuses what is no adapter before a model is loaded
     options: dict[str, Any] = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16}
-    limit = limit_gpu(device, gpu_memory, context, kv, verify_with, folders.values())
+    limit = limit_gpu(device, gpu_memory, context, kv, verify_with, folders.values(), vision=vision)
     with explain_lack_of_memory(limit):
         model, tokenizer, sampler = checkpoint.load_checkpoint(
             path_or_id, **options, place=limit.place if limit else None, drafter=drafter
         )
         loaded = {name: checkpoint.load_adapter(folder, model, Path(name).name) for name, folder in folders.items()}
         config = limit.offload(model) if limit else EngineConfig(kv=kv)
+        images = ImageReader(model, tokenizer, path_or_id, limit.context_bytes if limit else 0)
+        if vision:
+            images.load_vision()  # before the engine measures how much memory is left
     verifier = None
     if verify_with is not None:
         verifier = checkpoint.load_verifier(verify_with, model, tokenizer, str(path_or_id), **options)
         sampler = sampler.changed(check="exact" if sampler.check == "off" else None)
-    writer = Writer(model, tokenizer, sampler, verifier, config, limit)
-    writer.images.open(path_or_id, loads_now=vision)
+    writer = Writer(model, tokenizer, sampler, verifier, config, limit, images)
     writer.adapters = {name: loaded[name] for name in adapters or {}}
     return writer if adapter is None else writer.with_adapter(loaded[str(adapter)])
 
@@ -123,13 +125,14 @@ class Writer:
         verifier: Backbone | None = None,
         config: EngineConfig | None = None,
         gpu_limit: GpuLimit | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         self.model = model
         self.adapters: dict[str, Adapter] = {}  # by the names by which clients choose them
         self.gpu_limit = gpu_limit
         self.tokenizer = tokenizer
         self.sampler = sampler
-        self.images = ImageReader(model, tokenizer)
+        self.images = images or ImageReader(model, tokenizer)
         self.engine = Engine(model, config, verifier)
         self.engine.memory_advice = gpu_limit.advice if gpu_limit else self.engine.memory_advice
         # A server sets a compiler that runs in helper processes.
@@ -223,17 +226,12 @@ class Writer:
         """
         options = GenerationOptions.from_keywords(options, **keywords)
         encoded = prompt if isinstance(prompt, EncodedPrompt) else self.encode(prompt, options)
-        ids = encoded.ids
-        (cfg,), constraints = self.plan([ids], options)
-        seed = choose_seed(options.seed)
+        (cfg,), constraints = self.plan([encoded.ids], options)
         assembler = TextAssembler(self.tokenizer, encoded)
-        if encoded.images:
-            image_events = self.images.generate(encoded, cfg, seed, options, constraints, self.adapter)
-            return add_text(image_events, cfg, assembler, decodes_drafts=options.drafts, is_compared=False)
         if options.best_of > 1:
-            best_of.check_memory(self.engine, len(ids) + cfg.max_answer, options.best_of)
-        seeds = best_of.seeds_of(seed, options.best_of)
-        streams = [self.engine.stream(self._add_request(ids, cfg, seed, options, constraints)) for seed in seeds]
+            best_of.check_memory(self.engine, len(encoded.ids) + cfg.max_answer, options.best_of)
+        seeds = best_of.seeds_of(choose_seed(options.seed), options.best_of)
+        streams = [self.engine.stream(self._add_request(encoded, cfg, seed, options, constraints)) for seed in seeds]
         events = best_of.stream_likeliest(self.engine, streams, options.stop) if len(streams) > 1 else streams[0]
         return add_text(events, cfg, assembler, decodes_drafts=options.drafts, is_compared=len(streams) > 1)
 
@@ -287,21 +285,19 @@ class Writer:
         cfgs, constraints = self.plan(prompts, options)
         first_seed = choose_seed(options.seed)
         seeds = [first_seed + row for row in range(len(prompts))]
-        if encoded and encoded[0].images:  # a conversation, which is alone
-            return [self.images.answer(encoded[0], cfgs[0], first_seed, options, constraints, self.adapter, streamer)]
         if streamer is not None:
             if len(set(cfgs)) > 1:
                 raise ValueError("with a streamer all prompts need canvases of one length: give canvas_length")
-            end = run_with_streamer(self.engine, self.tokenizer, prompts, cfgs[0], seeds, options, constraints, streamer)
+            end = run_with_streamer(self.engine, self.tokenizer, encoded, cfgs[0], seeds, options, constraints, streamer)
             return [Answer.from_finished(end, row, self.tokenizer, each, cfgs[0]) for row, each in enumerate(encoded)]
         if options.best_of > 1:
             longest = max(len(ids) + cfg.max_answer for ids, cfg in zip(prompts, cfgs, strict=True))
             best_of.check_memory(self.engine, longest, options.best_of)
         requests: list[Request] = []
         try:
-            for ids, cfg, seed in zip(prompts, cfgs, seeds, strict=True):
+            for prompt, cfg, seed in zip(encoded, cfgs, seeds, strict=True):
                 for candidate_seed in best_of.seeds_of(seed, options.best_of):
-                    requests.append(self._add_request(ids, cfg, candidate_seed, options, constraints))
+                    requests.append(self._add_request(prompt, cfg, candidate_seed, options, constraints))
             ends = self.engine.run(requests)
         finally:
             for request in requests:
@@ -312,18 +308,19 @@ class Writer:
         return [Answer.from_finished(end, 0, self.tokenizer, prompt, cfg) for prompt, (end, cfg) in chosen]
 
     def _add_request(
-        self, ids: Sequence[int], cfg: SamplerConfig, seed: int, options: GenerationOptions, constraints: Constraints | None
+        self, prompt: EncodedPrompt, cfg: SamplerConfig, seed: int, options: GenerationOptions, given: Constraints | None
     ) -> Request:
         return self.engine.add(
-            ids,
+            prompt.ids,
             cfg,
             seed=seed,
-            constraints=constraints,
+            constraints=given,
             first_canvas_1C=start_from_draft([seed], options.draft, self.tokenizer, cfg, self.model.config.vocab_size),
             seconds=options.seconds,
             stop=options.stop,
             replay=options.replay,
             candidates=options.candidates,
+            images=prompt.images,
         )
 
     # 2. Constraints

@@ -24,6 +24,7 @@ from redraft.config.vision import ImageConfig
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.vision import Vision
 from redraft.tokenizer.chat_tokens import IMAGE, IMAGE_END, IMAGE_START
+from redraft.tokenizer.images import Picture, Source, read_picture
 from redraft.tokenizer.tokenizer import Tokenizer
 
 # A vision_config as a published file has it. Patches of 4 pixels and squares of 2 x 2 of them keep pictures small.
@@ -39,6 +40,15 @@ RAW = {
     "pooling_kernel_size": 2,
     "position_embedding_size": 150,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "standardize": True,
+}
+RELEASED = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "head_dim": 72,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
     "standardize": True,
 }
 RAWS = {
@@ -115,6 +125,11 @@ def processor(config: ImageConfig = IMAGES) -> Gemma4ImageProcessorPil:
         pooling_kernel_size=config.pooling_kernel_size,
         max_soft_tokens=config.max_soft_tokens,
     )
+
+
+def read(source: Source, name: str = "the image") -> Picture:
+    """Reads a picture for the tiny towers."""
+    return read_picture(source, IMAGES, name=name)
 
 
 def random_pixels(height: int, width: int, seed: int = 0, channels: int = 3) -> np.ndarray:

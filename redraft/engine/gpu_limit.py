@@ -78,6 +78,11 @@ class GpuLimit:
         return self.plan.engine_config
 
     @property
+    def context_bytes(self) -> int:
+        """The KV cache of one request of the longest context that was planned."""
+        return self.plan.context_bytes if self.plan is not None else 0
+
+    @property
     def advice(self) -> str:
         """What to do if memory runs out in spite of the limit."""
         return self.plan.advice if self.plan is not None else f"the limit is {self.limit / 1e9:.2f} GB; raise --gpu-memory"
@@ -116,10 +121,12 @@ def limit_gpu(
     kv: str | None,
     verify_with: object,
     adapters: Iterable[str | Path] = (),
+    *,
+    vision: bool = False,
 ) -> GpuLimit | None:
     """The limit that a user asks for; None without one. Refuses settings that cannot be, before anything is loaded.
 
-    `adapters` are the folders of the adapters that will be loaded.
+    `adapters` are the folders of the adapters that will be loaded. With `vision` the plan has room for the vision tower.
     """
     folders = list(adapters)
     if folders and verify_with is not None:
@@ -134,7 +141,8 @@ def limit_gpu(
     if verify_with is not None:
         raise ConfigError("gpu_memory plans the memory of one model: leave verify_with out")
     adapter_bytes = sum(file.stat().st_size for folder in folders for file in Path(folder).glob("*.safetensors"))
-    demand = Demand(context=DEFAULT_CONTEXT if context is None else context, kv=kv, adapter_bytes=adapter_bytes)
+    context = DEFAULT_CONTEXT if context is None else context
+    demand = Demand(context=context, kv=kv, adapter_bytes=adapter_bytes, has_vision=vision)
     return GpuLimit(select_device(device), gpu_memory, demand)
 
 

@@ -117,6 +117,7 @@ class Demand:
     kv: str | None = None  # "fp8", or None: as the weights
     has_constraints: bool = True  # room for constrained and watched requests, which the reference sampler runs
     adapter_bytes: int = 0  # of adapters, whose requests the reference forwards run
+    has_vision: bool = False  # room for the vision tower, and for images in prompts, which the reference forwards run
 
     def __post_init__(self) -> None:
         for name in ("context", "canvases", "prefill_chunk"):
@@ -162,7 +163,9 @@ class MemoryPlan:
             "experts": sum(self.weights.experts) - self.host_bytes,
             "slots of offloaded experts": self.slot_bytes,
             "router, norms, others": self.weights.other,
-            "adapters": self.demand.adapter_bytes + self._adapted_bytes,
+            "adapters": self.demand.adapter_bytes,
+            "vision tower": self._vision_bytes,
+            "reference forwards": self._reference_bytes,
             "CUDA graphs: logits and activations": graphs + buckets * config.hidden_size * itemsize,
             # Before a graph is captured, its body runs once outside of the graphs' memory.
             "prefill, captures, constrained requests": max(self.prefill_chunk * self._token_bytes, graphs, sampler),
@@ -176,16 +179,29 @@ class MemoryPlan:
         return count_token_bytes(self.config, self.dtype.itemsize)
 
     @property
-    def _adapted_bytes(self) -> int:
-        """What a reference forward takes that runs requests with adapters: activations, attention, a stack of experts.
+    def _vision_bytes(self) -> int:
+        if not self.demand.has_vision:
+            return 0
+        from redraft.engine.vision_memory import plan_vision_bytes  # text-only use does not load it
 
-        It keeps about twice the activations of a fused layer. Its logits are those of constrained requests.
+        return plan_vision_bytes(self.config, self.dtype.itemsize)
+
+    @property
+    def _reference_bytes(self) -> int:
+        """What a reference forward takes that runs adapters or images: activations, attention, a stack of experts.
+
+        It keeps about twice the activations of a fused layer. Its logits are those of constrained requests. Chunks with
+        images are one row, and may be as long as an image.
         """
         config = self.config
-        if not self.demand.adapter_bytes:
+        if not self.demand.adapter_bytes and not self.demand.has_vision:
             return 0
-        rows = min(MAX_ROWS, self.canvases)
+        rows = min(MAX_ROWS, self.canvases) if self.demand.adapter_bytes else 1
         tokens = max(self.prefill_chunk, rows * config.canvas_length)
+        if self.demand.has_vision:
+            from redraft.engine.vision_memory import IMAGE_TOKENS  # text-only use does not load it
+
+            tokens = max(tokens, IMAGE_TOKENS)
         scores = 3 * 4 * SCORES_AT_ONCE["cuda"]
         query_width = config.num_attention_heads * max(config.head_dim, config.global_head_dim)
         repeated = 2 * rows * self.demand.context * query_width * self.dtype.itemsize  # keys and values, for every head

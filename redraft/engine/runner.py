@@ -11,6 +11,7 @@ failure in one request's sampler ends only that request. Shapes: B requests, C c
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from redraft.engine.request import Request, contain_failure
 from redraft.kernels.vocabulary import CHUNK_LOGITS
 from redraft.model.backbone import Backbone
 from redraft.model.kv_cache import KVCache
+
+if TYPE_CHECKING:  # text-only use does not load it
+    from redraft.model.vision import ImageSpan
 
 MAX_ROWS = 4  # in one forward of the reference: more save no time on a CPU, and their logits take memory
 
@@ -48,8 +52,7 @@ class Runner:
     def prefill(self, request: Request, *, is_alone: bool = False) -> int:
         """Encodes the next chunk of a prompt. Returns its number of tokens. Alone, the request may have longer chunks."""
         chunk, images = request.next_chunk(self.prefill_chunk)
-        ids_1S = torch.tensor([chunk], device=self.model.device)
-        self.model.encode(ids_1S, cache_of(request), images=[images] if images else None)
+        encode_chunk(self.model, chunk, images, cache_of(request))
         request.add_prefilled(len(chunk))
         return len(chunk)
 
@@ -162,6 +165,15 @@ def group_by_length(
         rows = list(group)
         batches += [rows[start : start + max_rows] for start in range(0, len(rows), max_rows)]
     return batches
+
+
+def encode_chunk(model: Backbone, chunk: Sequence[int], images: Sequence["ImageSpan"], cache: KVCache) -> None:
+    """Encodes a chunk of a prompt and its images."""
+    ids_1S = torch.tensor([chunk], device=model.device)
+    if images:
+        model.encode(ids_1S, cache, images=[images])
+    else:
+        model.encode(ids_1S, cache)
 
 
 def cache_of(request: Request) -> KVCache:

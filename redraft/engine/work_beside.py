@@ -17,6 +17,7 @@ from redraft.config import EngineConfig
 from redraft.diffusion.generate import find_chunk_end, images_inside
 from redraft.engine.errors import USER_ERRORS, EngineError, Failure, RequestError, Stopped
 from redraft.engine.request import client_of
+from redraft.engine.runner import encode_chunk
 from redraft.engine.scheduler import Reservation, Scheduler, Turn
 from redraft.model.backbone import Backbone
 from redraft.model.kv_cache import KVCache
@@ -84,6 +85,11 @@ class WorkBeside(ABC):
         with self._hold(Reservation(self.scheduler.next_number(), nbytes), stop):
             self.scheduler.budget -= nbytes
 
+    def return_memory(self, nbytes: int) -> None:
+        """Gives bytes of `take_memory` back."""
+        self.scheduler.budget += nbytes
+        self.notify()
+
     @contextmanager
     def _hold(self, reservation: Reservation, stop: threading.Event | None) -> Iterator[None]:
         """Inside the block the reservation is granted. Waits for that; raises Stopped once `stop` is set while it waits."""
@@ -150,8 +156,7 @@ class WorkBeside(ABC):
             chunk = list(ids[begin:end])
             inside = images_inside(images, begin, end)
             with self.take_turn(len(chunk), stop):
-                ids_1S = torch.tensor([chunk], device=self.model.device)
-                self.model.encode(ids_1S, cache, images=[inside] if inside else None)
+                encode_chunk(self.model, chunk, inside, cache)
             begin = end
 
     def _grant_turns(self) -> None:

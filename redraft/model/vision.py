@@ -6,7 +6,7 @@ Shapes: N patches of a picture, P numbers of a patch, D size of the tower, H hea
 tokens, E size of the text model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -157,18 +157,23 @@ class VisionTower(nn.Module):
             self.register_buffer("std_bias", torch.zeros(config.hidden_size))
             self.register_buffer("std_scale", torch.ones(config.hidden_size))
 
-    def forward(self, patches_NP: Tensor, positions_N2: Tensor) -> Tensor:
-        """Returns [M, D]. The picture has whole squares: M is N divided by the patches of a square."""
+    def run_in_parts(self, patches_NP: Tensor, positions_N2: Tensor, layers: int) -> Iterator[Tensor | None]:
+        """Runs so many layers at a time. Yields None after each part and, at last, the vectors [M, D].
+
+        The picture has whole squares: M is N divided by the patches of a square.
+        """
         c = self.config
         x_1ND = self.patch_embedder(patches_NP, positions_N2)[None]
         ropes = [rope_table(axis_N[None], c.head_dim // 2, c.rope_theta, 1.0, x_1ND.dtype) for axis_N in positions_N2.T]
-        for layer in self.encoder.layers:
+        for number, layer in enumerate(self.encoder.layers):
+            if number and number % layers == 0:
+                yield None
             x_1ND = layer(x_1ND, ropes)
         # Pooled features times sqrt(D) may exceed float16, and the bias cancels large numbers: both are in float32.
         pooled_MD = pool_squares(x_1ND[0], positions_N2, c.pooling_kernel_size).float() * c.hidden_size**0.5
         if c.standardize:
             pooled_MD = (pooled_MD - self.std_bias.float()) * self.std_scale.float()
-        return pooled_MD.to(x_1ND.dtype)
+        yield pooled_MD.to(x_1ND.dtype)
 
 
 def pool_squares(x_ND: Tensor, positions_N2: Tensor, kernel: int) -> Tensor:
@@ -201,8 +206,21 @@ class Vision(nn.Module):
         self.vision_tower = VisionTower(config)
         self.embed_vision = VisionProjection(config, text_size)
 
-    @torch.inference_mode()
     def encode_image(self, patches_NP: Tensor, positions_N2: Tensor) -> Tensor:
         """The features [M, E] of one picture, which take the place of the embeddings of its image tokens."""
+        (features_ME,) = self.encode_in_parts(patches_NP, positions_N2, self.config.num_hidden_layers)
+        assert features_ME is not None
+        return features_ME
+
+    @torch.inference_mode()
+    def encode_in_parts(self, patches_NP: Tensor, positions_N2: Tensor, layers: int) -> Iterator[Tensor | None]:
+        """The same, so many layers at a time: yields None after each part and, at last, the features."""
         device = self.embed_vision.embedding_projection.weight.device
-        return self.embed_vision(self.vision_tower(patches_NP.to(device), positions_N2.to(device)))
+        for pooled_MD in self.vision_tower.run_in_parts(patches_NP.to(device), positions_N2.to(device), layers):
+            yield self.embed_vision(pooled_MD) if pooled_MD is not None else None
+
+    def count_layer_products(self, patches: int) -> int:
+        """Multiplications of one layer over a picture: each patch with the layer's weights, and with all patches."""
+        weights = sum(weight.numel() for weight in self.vision_tower.encoder.layers[0].parameters())
+        attention = 2 * patches * self.config.num_attention_heads * self.config.head_dim
+        return patches * (weights + attention)

@@ -1,7 +1,7 @@
 """Streamers of transformers: objects that receive the prompt, every draft and every committed canvas of a batch."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,27 +12,26 @@ from redraft.diffusion.generate import generate
 from redraft.diffusion.verified import generate_verified
 from redraft.engine import Engine
 from redraft.tasks.generation import GenerationOptions, start_from_draft
+from redraft.tasks.text_events import EncodedPrompt
 from redraft.tokenizer.tokenizer import Tokenizer
-
-if TYPE_CHECKING:  # text-only use does not load it
-    from redraft.model.vision import ImageSpan
 
 
 def run_with_streamer(
     engine: Engine,
     tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
+    encoded: Sequence[EncodedPrompt],
     cfg: SamplerConfig,
     seeds: list[int],
     options: GenerationOptions,
     constraints: Constraints | None,
     streamer: Any,
-    images: Sequence[Sequence["ImageSpan"]],
 ) -> Finished:
-    """Runs `generate` instead of the engine: a streamer expects all rows of a batch at the same step. `images`: of each."""
+    """Runs `generate` instead of the engine: a streamer expects all rows of a batch at the same step."""
     if options.seconds is not None or options.stop is not None or options.replay is not None:
         raise ValueError("seconds, stop and replay do not work with a streamer; iterate over Writer.stream instead")
     model = engine.model
+    prompts = [prompt.ids for prompt in encoded]
+    images = [prompt.images for prompt in encoded]
     first_canvas_BC = start_from_draft(seeds, options.draft, tokenizer, cfg, model.config.vocab_size)
     settings: dict[str, Any] = {"adapter": engine.adapter}
     if cfg.check != "off":

@@ -13,17 +13,18 @@ import importlib.util
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from redraft.config import read_file
 from redraft.config.vision import ImageConfig
+from redraft.tokenizer.helper_pool import HelperPool
 from redraft.tokenizer.helper_process import (
     HelperError,
     HelperMemoryError,
@@ -37,6 +38,7 @@ from redraft.tokenizer.tokenizer import Tokenizer
 
 MODULE = "redraft.tokenizer.image_decoder"  # what the helper process runs
 DECODE_SECONDS = 20.0
+DECODERS = 3  # helper processes; a client has two of them at most, so that its slow pictures leave one to others
 MAX_FILE_BYTES = 20 * 2**20
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.+-]+=[\w.+-]*)*)(;base64)?,", re.IGNORECASE)
 
@@ -173,46 +175,67 @@ def expand_images(ids: Sequence[int], marks: tuple[int, int, int], counts: Seque
     return expanded, starts
 
 
+class Readable(Protocol):
+    """What `encode_image_chat` must know of an image that was read."""
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens it has in a prompt."""
+
+
+Read = TypeVar("Read", bound=Readable)
+
+
 @dataclass(frozen=True)
-class ImagePrompt:
-    """A conversation with images: its ids, the pictures in order, and the index of the first token of each."""
+class ImagePrompt(Generic[Read]):
+    """A conversation with images: its ids, the images in order, and the index of the first token of each."""
 
     ids: list[int]
-    pictures: list[Picture]
+    images: list[Read]
     starts: list[int]
 
 
 def encode_image_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
-    config: ImageConfig,
+    read: Callable[[Source, str], Read],
     *,
-    stop: threading.Event | None = None,
+    limit: int | None = None,
     **options: Any,
-) -> ImagePrompt:
-    """Ids and pictures of a conversation with images. `options` are those of Tokenizer.encode_chat."""
+) -> ImagePrompt[Read]:
+    """Ids and images of a conversation. `read` gets each image and its name for messages; it decides what an image is.
+
+    `limit` is the model's context: images that exceed it are not read. `options` are those of Tokenizer.encode_chat.
+    """
     if tokenizer.image_ids is None:
         raise ImageError("this model's vocabulary has no special tokens of images: it takes text only")
-    ids = tokenizer.encode_chat(messages, stop=stop, has_images=True, **options)
+    ids = tokenizer.encode_chat(messages, limit=limit, has_images=True, **options)
     sources = image_sources(messages)
-    pictures = []
+    images: list[Read] = []
+    tokens = 0
     for number, source in enumerate(sources, 1):
-        name = "the image" if len(sources) == 1 else f"image {number}"
-        pictures.append(read_picture(source, config, name=name, stop=stop))
-    expanded, starts = expand_images(ids, tokenizer.image_ids, [picture.token_count for picture in pictures])
-    return ImagePrompt(expanded, pictures, starts)
+        images.append(read(source, "the image" if len(sources) == 1 else f"image {number}"))
+        tokens += images[-1].token_count
+        if limit is not None and len(ids) + tokens > limit:
+            counted = f"the first {number} of {len(sources)} images have" if number < len(sources) else "the images have"
+            room = f"beside {len(ids):,} of text, and the model's context is {limit:,}"
+            raise ImageError(f"{counted} {tokens:,} tokens {room}: send fewer images")
+    expanded, starts = expand_images(ids, tokenizer.image_ids, [image.token_count for image in images])
+    return ImagePrompt(expanded, images, starts)
 
 
 @lru_cache(maxsize=1)
-def _decoder() -> HelperProcess:
+def _decoders() -> HelperPool[HelperProcess]:
     if importlib.util.find_spec("PIL") is None:
         raise ImageError("reading images needs Pillow: pip install 'redraft[vision]'")
-    return HelperProcess(MODULE, seconds=DECODE_SECONDS)
+    return HelperPool(lambda: HelperProcess(MODULE, seconds=DECODE_SECONDS), DECODERS, per_client=DECODERS - 1)
 
 
 def _call_decoder(message: bytes, name: str, stop: threading.Event | None) -> tuple[dict[str, Any], bytes]:
+    client = str(getattr(stop, "client", ""))  # the stop events of a server name the client
     try:
-        answer = _decoder().call(message, stop)
+        with _decoders().lend(client, stop) as decoder:
+            answer = decoder.call(message, stop)
     except HelperStoppedError:
         raise
     except HelperTimeoutError:

@@ -198,10 +198,8 @@ def test_other_processors_are_refused(settings, words):
 
 def test_the_released_tower_has_the_published_tensors():
     """Names and shapes are those of the released checkpoint: 386 tensors of the encoder, 30 of them layer scalars."""
-    sizes = {"hidden_size": 1152, "intermediate_size": 4304, "head_dim": 72}
-    heads = {"num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16}
     with torch.device("meta"):
-        vision = Vision(parse_vision_config({**sizes, **heads, "standardize": True}), 2816)
+        vision = Vision(parse_vision_config(vision_models.RELEASED), 2816)
     shapes = {name: list(tensor.shape) for name, tensor in vision.state_dict().items()}
     assert len(shapes) == 386 - 30
     layer = "vision_tower.encoder.layers.26."

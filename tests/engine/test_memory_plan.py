@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+import vision_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -159,10 +160,29 @@ def test_adapters_and_their_forwards_are_planned():
         plan_memory(RELEASED, WEIGHTS["published"], 40 * 10**9, Demand(canvases=4, adapter_bytes=nbytes))
         for nbytes in (0, 10**8)
     )
-    assert plain.parts["adapters"] == 0
-    assert adapted.parts["adapters"] > 10**8 + 2 * 10**9
-    assert adapted.cache_bytes == plain.cache_bytes - adapted.parts["adapters"]
+    assert plain.parts["adapters"] == plain.parts["reference forwards"] == 0
+    assert adapted.parts["adapters"] == 10**8
+    assert adapted.parts["reference forwards"] > 2 * 10**9
+    assert adapted.cache_bytes == plain.cache_bytes - 10**8 - adapted.parts["reference forwards"]
     assert adapted.fits
+
+
+def test_the_vision_tower_is_planned_when_it_is_asked_for():
+    """Its weights are those that loading it takes; a text-only model has none."""
+    released = replace(RELEASED, vision=vision_models.RELEASED)
+    plain, with_vision = (
+        plan_memory(released, WEIGHTS["published"], 40 * 10**9, Demand(canvases=4, has_vision=has_vision))
+        for has_vision in (False, True)
+    )
+    assert plain.parts["vision tower"] == plain.parts["reference forwards"] == 0
+    weights = 2 * 572_794_416
+    assert weights < with_vision.parts["vision tower"] < weights + 200 * 10**6
+    added = with_vision.parts["vision tower"] + with_vision.parts["reference forwards"]
+    assert with_vision.cache_bytes == plain.cache_bytes - added
+    assert with_vision.fits
+    text_only = replace(released, vision={"num_hidden_layers": 0})
+    assert plan_memory(text_only, WEIGHTS["bf16"], 90 * 10**9, Demand(has_vision=True)).parts["vision tower"] == 0
+    assert ("vision tower", "1.30 GB") in with_vision.rows()
 
 
 def test_a_context_is_no_longer_than_the_models():

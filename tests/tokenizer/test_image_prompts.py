@@ -62,7 +62,7 @@ def processor(tmp_path_factory) -> Gemma4Processor:
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_ids_and_pixels_equal_transformers(name, processor):
     messages = CONVERSATIONS[name]
-    prompt = encode_image_chat(TOKENIZER, messages, vision_models.IMAGES)
+    prompt = encode_image_chat(TOKENIZER, messages, vision_models.read)
     sources = [
         part["image"] for message in messages if isinstance(message["content"], list)
         for part in message["content"] if part["type"] == "image"
@@ -70,12 +70,12 @@ def test_ids_and_pixels_equal_transformers(name, processor):
     rendered = TOKENIZER.render(messages)
     expected = processor(text=rendered, images=[sources], return_tensors="pt", add_special_tokens=False)
     assert prompt.ids == expected["input_ids"][0].tolist()
-    assert len(prompt.pictures) == len(sources)
-    for row, (picture, start) in enumerate(zip(prompt.pictures, prompt.starts, strict=True)):
+    assert len(prompt.images) == len(sources)
+    for row, (picture, start) in enumerate(zip(prompt.images, prompt.starts, strict=True)):
         assert torch.equal(picture.patches_NP, expected["pixel_values"][row, : len(picture.patches_NP)])
         end = start + picture.token_count
         assert prompt.ids[start - 1 : end + 1] == [BEGIN, *[IMAGE] * picture.token_count, END]
-    marked = [index for start, picture in zip(prompt.starts, prompt.pictures, strict=True)
+    marked = [index for start, picture in zip(prompt.starts, prompt.images, strict=True)
               for index in range(start, start + picture.token_count)]  # fmt: skip
     assert expected["mm_token_type_ids"][0].nonzero().flatten().tolist() == marked
 
@@ -91,7 +91,7 @@ def test_a_template_of_a_checkpoint_gets_the_parts():
     messages = [{"role": "user", "content": [text("hi"), {"type": "image", "image": b"\xff"}]}]
     assert tokenizer.render(messages) == "[text:hi][image:]"
     with pytest.raises(ImageError, match="the chat template gives 0 of 1 images a place"):
-        encode_image_chat(tokenizer, [{"role": "user", "content": [image("grey")]}], vision_models.IMAGES)
+        encode_image_chat(tokenizer, [{"role": "user", "content": [image("grey")]}], vision_models.read)
 
 
 def test_text_in_parts_is_joined_as_before():
@@ -113,14 +113,31 @@ def test_text_in_parts_is_joined_as_before():
 )
 def test_mistakes_are_one_sentence(messages, words):
     with pytest.raises(ValueError, match=words):
-        encode_image_chat(TOKENIZER, messages, vision_models.IMAGES)
+        encode_image_chat(TOKENIZER, messages, vision_models.read)
+
+
+def test_more_images_than_the_context_holds_are_one_sentence():
+    """Those behind the limit are not read."""
+    count = vision_models.read(url("square")).token_count
+    names = []
+
+    def read(source, name):
+        names.append(name)
+        return vision_models.read(source, name)
+
+    messages = [{"role": "user", "content": [image("square")] * 5}]
+    with pytest.raises(ImageError, match=rf"the first 3 of 5 images have {3 * count} tokens beside .* context is 180"):
+        encode_image_chat(TOKENIZER, messages, read, limit=180)
+    assert names == ["image 1", "image 2", "image 3"]
+    with pytest.raises(ImageError, match=rf"the images have {count} tokens .*: send fewer images"):
+        encode_image_chat(TOKENIZER, [{"role": "user", "content": [image("square")]}], read, limit=50)
 
 
 def test_where_images_are_not_read_they_are_refused():
     with pytest.raises(TokenizerError, match="images are not read here: send text only"):
         TOKENIZER.encode_chat([{"role": "user", "content": [image("grey")]}])
     with pytest.raises(ImageError, match="vocabulary has no special tokens of images"):
-        encode_image_chat(tiny.byte_tokenizer(), CONVERSATIONS["image alone"], vision_models.IMAGES)
+        encode_image_chat(tiny.byte_tokenizer(), CONVERSATIONS["image alone"], vision_models.read)
 
 
 def test_the_template_is_the_one_that_ships():

@@ -17,6 +17,7 @@ from PIL import Image
 from vision_models import data_url
 
 from redraft.config.vision import SOFT_TOKENS, ImageConfig
+from redraft.engine import StopEvent
 from redraft.tokenizer import helper_process, images
 from redraft.tokenizer.image_decoder import fit_size
 from redraft.tokenizer.images import ImageError, decode_base64, expand_images, read_picture
@@ -165,19 +166,58 @@ def test_reading_stops_with_its_caller():
 
 
 def test_a_decoder_that_takes_too_long_or_too_much_or_crashes_is_one_sentence(monkeypatch):
-    helper = images._decoder()
     data = vision_models.FILES["square"]()
     for error, words in (
         (helper_process.HelperTimeoutError(""), "takes longer than 20 s to decode"),
         (helper_process.HelperMemoryError(""), "needs more memory to decode than an image may use"),
     ):
-        monkeypatch.setattr(helper, "call", lambda *_, error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(helper_process.HelperProcess, "call", lambda *_, error=error: (_ for _ in ()).throw(error))
         with pytest.raises(ImageError, match=words):
             read_picture(data)
 
 
+def test_a_slow_picture_does_not_hold_the_others(monkeypatch):
+    """While a client's picture is decoded for ever, its next one and those of others are read."""
+    data = vision_models.FILES["square"]()
+    slow = vision_models.FILES["portrait"]()
+    is_in_work = threading.Semaphore(0)
+    call = helper_process.HelperProcess.call
+
+    def wait_if_slow(self, message, stop=None):
+        if not message.endswith(slow):
+            return call(self, message, stop)
+        is_in_work.release()
+        assert stop.wait(60)
+        raise helper_process.HelperStoppedError
+
+    monkeypatch.setattr(helper_process.HelperProcess, "call", wait_if_slow)
+    stop = StopEvent("hostile")
+    outcomes = []
+
+    def read_slowly():
+        try:
+            read_picture(slow, stop=stop)
+        except helper_process.HelperStoppedError:
+            outcomes.append("stopped")
+
+    threads = [threading.Thread(target=read_slowly)]
+    threads[0].start()
+    assert is_in_work.acquire(timeout=60)
+    assert read_picture(data, stop=StopEvent("hostile")).format == "PNG"
+    threads += [threading.Thread(target=read_slowly) for _ in range(3)]
+    for thread in threads[1:]:
+        thread.start()
+    assert is_in_work.acquire(timeout=60)
+    assert read_picture(data, stop=StopEvent("honest")).format == "PNG"
+    assert not is_in_work.acquire(blocking=False)  # the others of this client wait
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert outcomes == ["stopped"] * 4
+
+
 def test_without_pillow_there_is_one_sentence(monkeypatch):
-    images._decoder.cache_clear()
+    images._decoders.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImageError, match=r"needs Pillow: pip install 'redraft\[vision\]'"):
         read_picture(vision_models.FILES["square"]())
@@ -186,7 +226,7 @@ def test_without_pillow_there_is_one_sentence(monkeypatch):
 @pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="reads /proc")
 def test_the_memory_of_the_decoder_is_limited():
     read_picture(vision_models.FILES["square"]())
-    process = images._decoder()._process
+    process = images._decoders()._processes[0]._process
     assert process is not None
     limits = Path(f"/proc/{process.pid}/limits").read_text()
     assert re.search(rf"Max address space +{helper_process.MEMORY_BYTES} ", limits)
@@ -226,9 +266,14 @@ def damage(data: bytes, generator: random.Random) -> bytes:
     return bytes(changed[: generator.randrange(1, len(changed))] if generator.random() < 0.2 else changed)
 
 
+def count_starts() -> int:
+    """How many processes decoders have started."""
+    return sum(process.starts for process in images._decoders()._processes)
+
+
 def fuzz(first: int, count: int) -> None:
     """Damaged files give a picture or one sentence, and the decoder's process lives on."""
-    starts = images._decoder().starts
+    starts = count_starts()
     files = [make() for name, make in vision_models.FILES.items() if name not in ("large", "very wide", "very high")]
     outcomes = {"picture": 0, "sentence": 0}
     for number in range(first, first + count):
@@ -244,7 +289,7 @@ def fuzz(first: int, count: int) -> None:
         assert len(message) < 700
         outcomes["sentence" if message else "picture"] += 1
     assert min(outcomes.values()) > count // 20, outcomes
-    assert images._decoder().starts <= starts + 1 + count // 1000  # the process is not killed by damaged files
+    assert count_starts() <= starts + 1 + count // 1000  # the process is not killed by damaged files
 
 
 def test_fuzzed_files():

@@ -1,0 +1,90 @@
+"""Helper pool: lends a few helper processes to many callers, so that no client stalls the others.
+
+A client has at most `per_client` processes at a time. The next free process goes to the client that has waited longest.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+from redraft.tokenizer.helper_process import HelperStoppedError
+
+POLL_SECONDS = 0.02
+
+
+class Closable(Protocol):
+    """A helper process, or what wraps one."""
+
+    def close(self) -> None:
+        """Ends the process."""
+
+
+Process = TypeVar("Process", bound=Closable)
+
+
+class HelperPool(Generic[Process]):
+    """At most `size` processes. `make_process` is called when one is first needed."""
+
+    def __init__(self, make_process: Callable[[], Process], size: int, per_client: int = 1) -> None:
+        self.size = size
+        self.per_client = per_client
+        self._make_process = make_process
+        self._processes: list[Process] = []
+        self._free: list[Process] = []
+        self._waiting: list[str] = []  # clients, in order
+        self._busy: Counter[str] = Counter()  # processes of each client
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def lend(self, client: str, stop: threading.Event | None) -> Iterator[Process]:
+        """A process for the caller alone. Waits for one; raises HelperStoppedError once `stop` is set while it waits."""
+        process = self._acquire(client, stop)
+        try:
+            yield process
+        finally:
+            self._release(client, process)
+
+    def close(self) -> None:
+        """Ends all processes; calls that wait raise HelperStoppedError."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            processes = list(self._processes)
+        for process in processes:
+            process.close()
+
+    def _acquire(self, client: str, stop: threading.Event | None) -> Process:
+        with self._changed:
+            self._waiting.append(client)
+            try:
+                while not self._is_next(client):
+                    if self._is_closed or (stop is not None and stop.is_set()):
+                        raise HelperStoppedError("the caller has stopped waiting")
+                    self._changed.wait(timeout=POLL_SECONDS)
+                self._busy[client] += 1
+            finally:
+                self._waiting.remove(client)
+            if self._free:
+                return self._free.pop()
+            try:
+                process = self._make_process()
+            except BaseException:
+                self._release(client, None)
+                raise
+            self._processes.append(process)
+            return process
+
+    def _release(self, client: str, process: Process | None) -> None:
+        with self._changed:
+            self._free += [process] if process is not None else []
+            self._busy -= Counter([client])  # drops clients that have none
+            self._changed.notify_all()
+
+    def _is_next(self, client: str) -> bool:
+        """Whether a process is free and no other client that may have one has waited longer."""
+        if self._is_closed or (not self._free and len(self._processes) >= self.size):
+            return False
+        return client == next((other for other in self._waiting if self._busy[other] < self.per_client), None)
