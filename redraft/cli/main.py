@@ -69,6 +69,7 @@ from redraft.cli.options import (
     Seed,
     Threads,
     VerifyWith,
+    Vision,
     name_flags,
     read_stdin,
     refuse_sudoku_model,
@@ -164,6 +165,7 @@ def write(
     kv: Kv = None,
     gpu_memory: GpuMemory = None,
     context: Context = None,
+    vision: Vision = False,
     adapter: Adapter = None,
 ) -> None:
     """Answer a prompt, or continue it when the model has no chat template."""
@@ -171,20 +173,18 @@ def write(
     check_recording(record)
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
     memory = {"kv": kv, "gpu_memory": gpu_memory, "context": context}
-    writer = _load(model, **loading, **memory, adapter=adapter, vision=bool(image))
+    writer = _load(model, **loading, **memory, adapter=adapter, vision=vision or bool(image))
     is_chat = writer.tokenizer.can_chat and not raw
     if not is_chat and (system or think or image):
         raise ValueError("--system, --think and --image need a chat model; this one continues text")
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
     options = build_options(
         writer.sampler,
+        **filters,
         max_steps=steps,
         entropy_bound=entropy_bound,
         canvas_length=canvas_length,
         tolerance=tolerance,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
         left_to_right=left_to_right,
         max_tokens=max_tokens,
         seed=seed,
@@ -239,12 +239,13 @@ def chat(
     kv: Kv = None,
     gpu_memory: GpuMemory = None,
     context: Context = None,
+    vision: Vision = False,
     adapter: Adapter = None,
 ) -> None:
     """Chat with a model, by default smollm2 if it has been pulled. /help lists commands; /exit or Ctrl-D leaves."""
     model = model or models.choose_chat_model()
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
-    writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context, adapter=adapter)
+    writer = _load(model, **loading, kv=kv, gpu_memory=gpu_memory, context=context, adapter=adapter, vision=vision)
     if not writer.tokenizer.can_chat:
         raise ValueError(f'{model} cannot chat, it only continues texts: try redraft "PROMPT", or another --model')
     options = build_options(

@@ -159,3 +159,7 @@ Context = Annotated[
     int | None,
     typer.Option("--context", help="Tokens that --gpu-memory plans for. [16384]", parser=parse_int, metavar="INT"),
 ]
+Vision = Annotated[
+    bool,
+    typer.Option("--vision", help="Load the vision tower at the start, not with the first image; --gpu-memory counts it."),
+]

@@ -25,6 +25,7 @@ from redraft.cli.options import (
     Quant,
     Threads,
     VerifyWith,
+    Vision,
     option,
     parse_float,
     parse_int,
@@ -132,6 +133,7 @@ def serve(
     kv: Kv = None,
     gpu_memory: GpuMemory = None,
     context: Context = None,
+    vision: Vision = False,
     adapters: Adapters = None,
     replicas: Replicas = None,
 ) -> None:
@@ -150,9 +152,9 @@ def serve(
     origins = tuple(map(parse_origin, cors or ()))
     paths = parse_models(models or (), name)
     name = next(iter(paths))
-    folders = parse_adapters(adapters or (), paths)
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "kv": kv}
-    own = {"verify_with": verify_with, "gpu_memory": gpu_memory, "context": context, "adapters": folders}
+    own: dict[str, Any] = {"verify_with": verify_with, "gpu_memory": gpu_memory, "context": context, "vision": vision}
+    own["adapters"] = parse_adapters(adapters or (), paths)
     if replicas is not None:
         refuse_flags(connections=connections, keep_alive=keep_alive, max_models=max_models, device=device)
         check_models(paths, quant)
@@ -176,13 +178,12 @@ def serve(
     sockets = bind_address(host, port)
     check_models(paths, quant)
     sources = {other: on_demand(other, path, **loading) for other, path in paths.items() if other != name}
-    subject = load_warm(paths[name], **loading, **own)
+    app = make_app(load_warm(paths[name], **loading, **own), config, sources)
     log_to(Console(stderr=True, highlight=False))
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     Console(stderr=True, highlight=False).print(f"{', '.join(paths)} at {url} (Ctrl-C stops it)", markup=False)
     if open_page:
         threading.Timer(BROWSER_DELAY, webbrowser.open, [url]).start()
-    app = make_app(subject, config, sources)
     address: dict[str, Any] = {"host": host, "port": port, "trusted_proxies": tuple(proxies or ())}
     uvicorn.Server(uvicorn_config(app, limits.connections, drain_seconds=drain_seconds, **address)).run(sockets)
 

@@ -65,6 +65,7 @@ class ServedModel:
     verify_with: str | None = None
     gpu_memory: str | None = None
     context: int | None = None
+    vision: bool = False  # load the vision tower at the start
 
     def __post_init__(self) -> None:
         for key in ("name", "model"):
@@ -75,6 +76,9 @@ class ServedModel:
         for key in ("device", "dtype", "quant", "kv", "verify_with", "gpu_memory"):
             if not isinstance(value := getattr(self, key), str | None):
                 raise ConfigError(f"{key} of {self.name} must be a text, got {show_value(value)}")
+        for key in ("keep_bf16", "vision"):
+            if not isinstance(value := getattr(self, key), bool):
+                raise ConfigError(f"{key} of {self.name} must be true or false, got {show_value(value)}")
         if self.context is not None:
             require_int(f"context of {self.name}", self.context)
         if self.threads is not None:
@@ -106,7 +110,7 @@ class ServedModel:
     @property
     def loading(self) -> dict[str, Any]:
         """The keywords of `writer.load`."""
-        keys = ("device", "dtype", "quant", "keep_bf16", "kv", "verify_with", "gpu_memory", "context")
+        keys = ("device", "dtype", "quant", "keep_bf16", "kv", "verify_with", "gpu_memory", "context", "vision")
         return {key: getattr(self, key) for key in keys} | {"adapters": dict(self.adapters)}
 
 

@@ -1,7 +1,8 @@
 """The engine: many requests at once over one model. Each request gets the tokens that `generate` gives it alone.
 
 In reading order:
-    engine             Engine: add, stream, cancel and step requests; lends KV caches to work beside it
+    engine             Engine: add, stream, cancel and step requests
+    work_beside        WorkBeside: lends KV caches and turns between steps to work that belongs to no request
     adapted_engine     AdaptedEngine: the same engine, as the requests of one adapter use it
     request            Request: one prompt, its status and its canvas in work
     stream             Stream: the events of one request, as an iterator
@@ -11,6 +12,7 @@ In reading order:
     fair_share         FairShare: whose turn it is, when several clients have requests
     memory             what a model takes, and what is free
     memory_plan        MemoryPlan: what a GPU's memory is used for when it is limited
+    vision_memory      what images take of the memory
     gpu_limit          GpuLimit: keeps a process within its limit
     offload            ExpertStream: experts in host memory, copied ahead of their use
     prefix_cache       PrefixCache: KV caches of finished requests, for prompts that begin alike

@@ -6,6 +6,7 @@ keywords.py     the options as typed keywords, for editors and notebooks
 canvas_html.py  results as HTML, for notebooks
 answer.py       Answer: the result of one generation
 text_events.py  adds decoded text to the engine's events
+feature_cache.py the features of the images that were used last
 images.py       conversations with images
 streamer.py     feeds streamers of transformers
 async_stream.py the same events for asyncio
