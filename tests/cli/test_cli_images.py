@@ -30,6 +30,17 @@ def test_images_come_before_the_prompt(run, folder, tmp_path):
     assert answer["stats"]["prompt_tokens"] == expected.stats.prompt_tokens
 
 
+def test_images_take_the_options_of_text(run, folder, tmp_path):
+    picture = tmp_path / "a.png"
+    picture.write_bytes(vision_models.FILES["square"]())
+    flags = ["--json", "-n", "16", "--steps", "4", "--seed", "3", "--check", "exact", "--best-of", "2"]
+    code, out, _ = run("Which?", "--model", folder, "--vision", "--image", str(picture), *flags)
+    parts = [{"type": "image", "image": picture}, {"type": "text", "text": "Which?"}]
+    settings = {"max_tokens": 16, "max_steps": 4, "seed": 3, "check": "exact", "best_of": 2}
+    expected = redraft.load(folder).chat([{"role": "user", "content": parts}], **settings)
+    assert (code, json.loads(out)["text"]) == (0, expected.text)
+
+
 def test_mistakes_are_one_sentence(run, folder, tmp_path):
     picture = tmp_path / "a.png"
     picture.write_bytes(vision_models.FILES["square"]())
@@ -39,9 +50,9 @@ def test_mistakes_are_one_sentence(run, folder, tmp_path):
     for flags, words in (
         (["--model", folder, "--image", str(page)], "the image is no PNG, JPEG, WebP, GIF or BMP file"),
         (["--model", folder, "--image", str(tmp_path / "none.png")], "No such file"),
-        (["--model", folder, "--image", str(picture), "--best-of", "2"], "takes no --best-of, got 2"),
         (["--model", folder, "--image", str(picture), "--raw"], "--image need a chat model"),
         (["--model", text_only, "--image", str(picture)], "is a text-only model"),
+        (["--model", text_only, "--vision"], "is a text-only model"),
     ):
         code, out, err = run("What?", *flags)
         assert (code, out, err.count("\n")) == (2, "", 1), err
