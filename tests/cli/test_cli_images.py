@@ -33,12 +33,13 @@ def test_images_come_before_the_prompt(run, folder, tmp_path):
 def test_images_take_the_options_of_text(run, folder, tmp_path):
     picture = tmp_path / "a.png"
     picture.write_bytes(vision_models.FILES["square"]())
-    flags = ["--json", "-n", "16", "--steps", "4", "--seed", "3", "--check", "exact", "--best-of", "2"]
-    code, out, _ = run("Which?", "--model", folder, "--vision", "--image", str(picture), *flags)
+    flags = ["--json", "-n", "16", "--seed", "3", "--check", "exact", "--best-of", "2"]
+    code, out, err = run("Which?", "--model", folder, "--vision", "--image", str(picture), *flags)
+    assert code == 0, err
     parts = [{"type": "image", "image": picture}, {"type": "text", "text": "Which?"}]
-    settings = {"max_tokens": 16, "max_steps": 4, "seed": 3, "check": "exact", "best_of": 2}
+    settings = {"max_tokens": 16, "seed": 3, "check": "exact", "best_of": 2}
     expected = redraft.load(folder).chat([{"role": "user", "content": parts}], **settings)
-    assert (code, json.loads(out)["text"]) == (0, expected.text)
+    assert (code, json.loads(out)["text"]) == (0, expected.text), err
 
 
 def test_mistakes_are_one_sentence(run, folder, tmp_path):

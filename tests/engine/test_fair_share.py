@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import tiny
@@ -169,3 +170,25 @@ def test_a_stopped_turn_does_not_run():
     stop.set()
     with pytest.raises(Stopped), subject.take_turn(1, stop):
         pytest.fail("the turn ran")
+
+
+def test_turns_of_many_threads_leave_steps_between_them(monkeypatch):
+    """Forwards beside the engine as long as a prefill chunk: after each of them a step follows."""
+    subject = engine(prefill_chunk=16)
+    order = []
+    step = subject.step
+    monkeypatch.setattr(subject, "step", lambda: (order.append("step"), step()))
+
+    def work() -> None:
+        for _ in range(10):
+            with subject.take_turn(16, StopEvent("a")):
+                order.append("turn")
+
+    with subject.run_in_background():
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert order.count("turn") == 40
+    assert ("turn", "turn") not in list(pairwise(order))

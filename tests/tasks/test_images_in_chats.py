@@ -23,6 +23,7 @@ from redraft.diffusion.generate import generate
 from redraft.diffusion.verified import generate_verified
 from redraft.engine import RequestError, StopEvent, Stopped
 from redraft.engine.vision_memory import count_vision_bytes
+from redraft.model.kv_cache import KVCache
 from redraft.model.vision import ImageSpan, Vision
 from redraft.tasks import best_of
 from redraft.tasks.answer import Answer
@@ -353,6 +354,27 @@ def test_a_tower_that_comes_later_is_taken_from_the_kv_caches(folder):
     planned.images.load_vision()
     planned.chat(ask("grey"), **SETTINGS)
     assert planned.engine.scheduler.budget == 2**20
+
+
+def test_a_tower_waits_for_memory_beside_running_requests(folder):
+    """In a server's threads: a request holds most of the budget; the image is answered when it has ended."""
+    loaded = checkpoint.load_checkpoint(folder, device="cpu")
+    size = count_vision_bytes(load_vision(folder).vision.config, loaded[0].config.hidden_size, 4)
+    config = EngineConfig(cache_bytes=size + 2**20, rewind=0)
+    fresh = Writer(*loaded, config=config, images=ImageReader(*loaded[:2], folder))
+    stop = StopEvent("text")
+    with fresh.engine.run_in_background(), ThreadPoolExecutor(2) as pool:
+        tokens = size // KVCache.count_bytes(fresh.model.config, 1, torch.float32)
+        with fresh.engine.reserve(tokens, rewind=tokens):
+            image = pool.submit(fresh.chat, ask("grey"), **SETTINGS)
+            assert tiny.wait_until(lambda: len(fresh.engine.scheduler.reservations) == 2)
+            stop.set()
+            with pytest.raises(Stopped):  # another request that waits for the same tower, and leaves
+                fresh.chat(ask("grey"), **SETTINGS, stop=stop)
+            assert not image.done()
+        answer = image.result(120)
+    assert fresh.engine.scheduler.budget == 2**20
+    assert starts_with(expect(fresh, ask("grey")), answer)
 
 
 def test_a_tower_that_does_not_fit_gives_its_memory_back(folder, monkeypatch):
