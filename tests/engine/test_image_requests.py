@@ -14,7 +14,7 @@ from redraft.diffusion.verified import generate_verified
 from redraft.engine import AdaptedEngine, Engine, Replay, RequestError
 from redraft.engine.prefix_cache import make_prefix_key
 from redraft.model.vision import ImageSpan
-from redraft.tasks.best_of import choose_likeliest
+from redraft.tasks import best_of
 from redraft.tasks.infill import sequence_logprobs
 
 BEGIN, IMAGE, END = vision_models.IMAGE_IDS
@@ -214,7 +214,7 @@ def test_keys_are_no_tokens_and_depend_on_content_alone():
     assert make_prefix_key((1, 2), ()) == (1, 2)
 
 
-def test_the_likeliest_answer_is_chosen_with_the_image(model):
+def test_the_likeliest_answer_is_chosen_with_the_image(model, monkeypatch):
     engine = Engine(model, CONFIG)
     ids, spans = make_prompt(3, picture(30, 1), 4)
     requests = [engine.add(ids, CFG, seed=seed, images=spans) for seed in range(3)]
@@ -228,7 +228,13 @@ def test_the_likeliest_answer_is_chosen_with_the_image(model):
             expected = model.head(hidden_1SD[0, len(ids) - 1 : -1]).float().log_softmax(dim=-1)
             assert logprob == pytest.approx(float(expected.gather(1, whole_1S[0, len(ids) :, None]).sum()), rel=1e-4)
     means = [logprob / len(tokens) for logprob, tokens in zip(logprobs, answers, strict=True)]
-    assert choose_likeliest(engine, requests, [ends[request] for request in requests]) == means.index(max(means))
+    measured = []
+    monkeypatch.setattr(
+        best_of, "sequence_logprobs", lambda *given: measured.append(sequence_logprobs(*given)) or measured[-1]
+    )
+    chosen = best_of.choose_likeliest(engine, requests, [ends[request] for request in requests])
+    assert measured == [logprobs]
+    assert chosen == means.index(max(means))
     without = sequence_logprobs(engine, ids, answers)
     assert without != pytest.approx(logprobs)
     with pytest.raises(RequestError, match="this prompt ends with an image"):
