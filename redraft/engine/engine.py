@@ -126,10 +126,11 @@ class Engine(WorkBeside):
             verification.candidates = candidates
             if cfg.check == "exact" and self.runner.token_cost and self.verifier is None:
                 verification.policy = DraftPolicy(self.runner.token_cost, cfg.draft_length)
+        ids = tuple(prompt)
         request = Request(
             number=self.scheduler.next_number(),
-            prompt=tuple(prompt),
-            prefix_key=make_prefix_key(tuple(prompt), images),
+            prompt=ids,
+            prefix_key=make_prefix_key(ids, images),
             cfg=cfg,
             seed=seed,
             constraints=constraints,

@@ -211,6 +211,9 @@ def test_a_repeated_image_is_encoded_once(writer, towers):
     assert len(towers) == 3  # the note is kept with the features
     writer.encode(ask("grey"), options)  # forgotten
     assert len(towers) == 4
+    other = [{"role": "user", "content": [{"type": "image", "image": vision_models.FILES["grey"]() + b"."}]}]
+    writer.encode(other, options)  # another file
+    assert len(towers) == 5
 
 
 def test_the_features_are_bounded_in_bytes(writer, towers, monkeypatch):
