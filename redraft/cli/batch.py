@@ -26,6 +26,7 @@ from redraft.cli.options import (
     Ray,
     Threads,
     VerifyWith,
+    Vision,
     Workers,
     check_workers,
 )
@@ -51,6 +52,7 @@ def batch(
     kv: Kv = None,
     gpu_memory: GpuMemory = None,
     context: Context = None,
+    vision: Vision = False,
     adapter: Adapter = None,
     ray: Ray = None,
     workers: Workers = None,
@@ -64,7 +66,7 @@ def batch(
         requests = to_items(remaining)
         errors = [error_result(line) for line in remaining if line.error is not None]
         loading = {"dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "verify_with": verify_with}
-        memory = {"kv": kv, "gpu_memory": gpu_memory, "context": context, "adapter": adapter}
+        memory = {"kv": kv, "gpu_memory": gpu_memory, "context": context, "vision": vision, "adapter": adapter}
         console = Console(stderr=True, highlight=False)
         if ray is None:
             processing = process_with_model(model, requests, console, device=device, **loading, **memory)

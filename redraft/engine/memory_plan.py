@@ -404,6 +404,9 @@ def _explain_misfit(plan: MemoryPlan) -> str:
     expert_size = config.hidden_size * config.moe_intermediate_size
     if max(plan.weights.experts) >= 3 * config.num_experts * expert_size:
         ways.append("experts in 4 bits (--quant nvfp4)")
+    if plan.demand.has_vision:
+        images = plan.parts["vision tower"] + (plan.parts["reference forwards"] if not plan.demand.adapter_bytes else 0)
+        ways.append(f"text only, without --vision and --image ({images / 1e9:.2f} GB less)")
     ways.append(f"a limit of {(plan.limit + plan.missing * RESERVE_SHARE // (RESERVE_SHARE - 1) + 1) / 1e9:.2f} GB")
     where = f" with the experts of {plan.offloaded} layers in host memory" if plan.offloaded else ""
     return (

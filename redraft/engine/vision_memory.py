@@ -1,5 +1,7 @@
 """What images take of the memory. Text-only use does not load this."""
 
+from functools import lru_cache
+
 import torch
 
 from redraft.checkpoint.published_vision import parse_vision_config
@@ -10,6 +12,7 @@ from redraft.model.vision import Vision
 IMAGE_TOKENS = ImageConfig.max_soft_tokens  # of an image of the usual size
 
 
+@lru_cache(maxsize=4)  # a plan asks again and again
 def count_vision_bytes(config: VisionConfig, text_size: int, itemsize: int) -> int:
     """The weights of a vision tower, and the activations of a layer over an image of the usual size, as if all were kept."""
     with torch.device("meta"):

@@ -183,6 +183,8 @@ def test_the_vision_tower_is_planned_when_it_is_asked_for():
     text_only = replace(released, vision={"num_hidden_layers": 0})
     assert plan_memory(text_only, WEIGHTS["bf16"], 90 * 10**9, Demand(has_vision=True)).parts["vision tower"] == 0
     assert ("vision tower", "1.30 GB") in with_vision.rows()
+    with pytest.raises(MemoryLimitError, match=r"text only, without --vision and --image \(\d\.\d\d GB less\)"):
+        plan_memory(released, WEIGHTS["fp8 embedding"], 6 * 10**9, Demand(has_vision=True))
 
 
 def test_a_context_is_no_longer_than_the_models():
@@ -295,6 +297,15 @@ def test_a_limit_ends_with_its_owner(fractions):
     assert fractions[-1] == pytest.approx(17.4 / 24)
     newer.lift()
     assert fractions[-1] == 1.0
+
+
+def test_a_limit_has_room_for_the_vision_tower_if_it_is_asked_for(fractions, monkeypatch):
+    monkeypatch.setattr(gpu_limit, "select_device", lambda device: device)
+    plain, with_vision = (limit_gpu(CUDA, "18GB", 4096, None, None, vision=vision) for vision in (False, True))
+    assert (plain.demand.has_vision, with_vision.demand.has_vision) == (False, True)
+    assert plain.context_bytes == 0  # before a model is placed
+    plain.plan = plan_memory(RELEASED, WEIGHTS["fp8 embedding"], plain.limit, plain.demand)
+    assert plain.context_bytes == KVCache.count_bytes(RELEASED, 4096, torch.bfloat16, plain.demand.rewind)
 
 
 def test_the_peak_is_what_is_measured(fractions, monkeypatch):
