@@ -147,8 +147,7 @@ class Engine(WorkBeside):
             events=deque() if self.has_thread else None,  # the thread may run it before anybody streams it
             automaton_state=constraints.initial_state,
         )
-        self.scheduler.check(self._cache_bytes(request), request.capacity)
-        self.scheduler.waiting.append(request)  # without the lock: the caller does not wait for the end of a step
+        self.scheduler.add(request)  # without the lock: the caller does not wait for the end of a step
         self.notify()
         return request
 

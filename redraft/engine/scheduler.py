@@ -78,6 +78,18 @@ class Scheduler:
                 f"{self.budget / 2**20:,.1f} MiB: shorten the prompt or max_tokens"
             )
 
+    def add(self, request: Request) -> None:
+        """A request waits from now on. One that would never fit is refused.
+
+        It is checked when it is in the line, so that a budget which shrinks at the same time (`take_memory`) considers it.
+        """
+        self.waiting.append(request)
+        try:
+            self.check(self.cost(request), request.capacity)
+        except RequestError:
+            self.waiting.remove(request)
+            raise
+
     @property
     def can_admit(self) -> bool:
         """Whether `admit` would admit something now."""

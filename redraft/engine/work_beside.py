@@ -75,15 +75,24 @@ class WorkBeside(ABC):
         Waits until they are free. Raises RequestError, which says `what` needs them and what to do, if less than `least`
         bytes would be left, or less than a request needs that was added before.
         """
-        requests = [*self.scheduler.running, *self.scheduler.waiting]
-        least = max([least, *map(self.scheduler.cost, requests)])
-        if self.scheduler.budget - nbytes < least:
-            raise RequestError(
-                f"{what} needs {nbytes / 2**20:,.1f} MiB, and the KV caches need {least / 2**20:,.1f} of their "
-                f"{self.scheduler.budget / 2**20:,.1f} MiB: {advice}"
-            )
+        self._check_rest(nbytes, what, advice, least, self.scheduler.budget - nbytes)
         with self._hold(Reservation(self.scheduler.next_number(), nbytes), stop):
             self.scheduler.budget -= nbytes
+        try:
+            self._check_rest(nbytes, what, advice, least, self.scheduler.budget)  # with the requests that came meanwhile
+        except RequestError:
+            self.return_memory(nbytes)
+            raise
+
+    def _check_rest(self, nbytes: int, what: str, advice: str, least: int, rest: int) -> None:
+        """Refuses a rest of the budget that is too small."""
+        requests = [*self.scheduler.running, *self.scheduler.waiting]
+        least = max([least, *map(self.scheduler.cost, requests)])
+        if rest < least:
+            raise RequestError(
+                f"{what} needs {nbytes / 2**20:,.1f} MiB, and the KV caches need {least / 2**20:,.1f} of their "
+                f"{(rest + nbytes) / 2**20:,.1f} MiB: {advice}"
+            )
 
     def return_memory(self, nbytes: int) -> None:
         """Gives bytes of `take_memory` back."""

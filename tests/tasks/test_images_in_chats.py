@@ -380,6 +380,25 @@ def test_a_tower_waits_for_memory_beside_running_requests(folder):
     assert starts_with(expect(fresh, ask("grey")), answer)
 
 
+def test_a_tower_leaves_room_for_a_request_that_came_while_it_waited(folder):
+    """Otherwise that request would wait for ever."""
+    loaded = checkpoint.load_checkpoint(folder, device="cpu")
+    size = count_vision_bytes(load_vision(folder).vision.config, loaded[0].config.hidden_size, 4)
+    config = EngineConfig(cache_bytes=size + 2**16, rewind=10**6)
+    fresh = Writer(*loaded, config=config, images=ImageReader(*loaded[:2], folder))
+    tokens = 2**17 // KVCache.count_bytes(fresh.model.config, 1, torch.float32)  # more than the tower would leave
+    with fresh.engine.run_in_background(), ThreadPoolExecutor(2) as pool:
+        with fresh.engine.reserve(tokens, rewind=tokens):
+            image = pool.submit(fresh.chat, ask("grey"), **SETTINGS)
+            assert tiny.wait_until(lambda: len(fresh.engine.scheduler.reservations) == 2)
+            text = pool.submit(fresh.write, "a" * tokens, **SETTINGS)
+            assert tiny.wait_until(lambda: bool(fresh.engine.scheduler.waiting or fresh.engine.scheduler.running))
+        assert len(text.result(120).ids) > 0
+        with pytest.raises(RequestError, match="--vision"):
+            image.result(120)
+    assert fresh.engine.scheduler.budget == config.cache_bytes
+
+
 def test_a_tower_that_does_not_fit_gives_its_memory_back(folder, monkeypatch):
     fresh = redraft.load(folder, device="cpu")
     budget = fresh.engine.scheduler.budget
