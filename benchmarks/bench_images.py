@@ -121,7 +121,7 @@ def measure_memory(writer: Writer) -> dict[str, float]:
 
 def measure_sizes(writer: Writer, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds for pictures of each size."""
-    parts = writer.images.load_vision()
+    parts = writer.images.load_vision(writer.engine)
     found = {}
     for name, size in SIZES.items():
         pictures = iter([make_picture(size) for _ in range(rounds + 2)])

@@ -55,7 +55,7 @@ def read_attachment(writer: Writer, path: Path) -> Attachment:
     """Reads a picture as the model will see it. Raises ImageError, or CheckpointError if the model takes no images."""
     from redraft.tokenizer.images import read_bytes, read_picture
 
-    parts = writer.images.load_vision()
+    parts = writer.images.load_vision(writer.engine)
     data = read_bytes(path, path.name)
     picture = read_picture(data, parts.images, name=path.name)
     return Attachment(path.name, data, picture.token_count, picture.has_frames)
