@@ -84,8 +84,6 @@ class ImageReader:
         from redraft.tokenizer.images import encode_image_chat
 
         check_messages(messages)
-        if engine.has_thread:  # `generate` would run beside it, outside of its memory plan
-            raise ValueError("images are taken by redraft --image and by Writer.chat, and not by a server: send text only")
         parts = self.load_vision()
         chat: dict[str, Any] = {"tools": options.tools, "think": options.think, "limit": context}
         try:

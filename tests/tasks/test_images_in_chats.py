@@ -116,8 +116,3 @@ def test_models_without_vision_say_so(tmp_path):
         tiny.writer().chat(ask("grey"))
     with pytest.raises(CheckpointError, match="is a text-only model"):
         redraft.load(tmp_path / "text", device="cpu", vision=True)
-
-
-def test_a_running_engine_takes_no_images(writer):
-    with writer.engine.run_in_background(), pytest.raises(ValueError, match="not by a server: send text only"):
-        writer.chat(ask("grey"))
