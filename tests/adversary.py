@@ -170,6 +170,13 @@ def body_attacks() -> dict[str, Callable[[str], str]]:
                                     "pins": [{"position": n, "text": "x" * 200} for n in range(512)]}),
         "a wide tool": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1,
                                                  "tools": [{"type": "function", "function": {"name": "f" * 100_000}}] * 40}),
+        "8M characters that are no base64": ("/api/generate", {"prompt": "a", "images": ["%" * 8_000_000]}),
+        "an image part with a long name": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [
+            {"type": "image_url" * 800_000}]}]}),
+        "4,000 links into the local network": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{n}/"}} for n in range(1, 4001)]}]}),
+        "64 lists of 64 images": ("/api/chat", {"messages": [
+            {"role": "user", "content": "a", "images": ["iVBORw0KGgo="] * 64}] * 64}),
         "64 long stop strings": ("/v1/completions", {**SMALL, "stop": ["x" * 2000] * 64}),
     }  # fmt: skip
     attacks: dict[str, Callable[[str], str]] = {

@@ -29,6 +29,7 @@ part_sizes.py        bits and bytes of the parts of a checkpoint
 parts.py             folder or GGUF file -> model, tokenizer and sampler settings on a device
 published_vision.py  what config.json and processor_config.json say about images -> VisionConfig and ImageConfig
 vision_files.py      folder -> vision tower, when the first image comes
+vision_check.py      whether a checkpoint takes images, without loading the tower
 model_list.py        the models on this machine
 """
 

@@ -60,6 +60,14 @@ Port = Annotated[int, option("--port", "-p", help="Port to listen on.", parser=p
 Name = Annotated[str, typer.Option("--name", help="The first model's name in the API. [the folder's name]")]
 Key = Annotated[str | None, typer.Option("--api-key", envvar="REDRAFT_API_KEY", help="Require this key from every client.")]
 Hosts = Annotated[list[str] | None, typer.Option("--allow-host", help="Another host name to accept; may be repeated.")]
+ImageHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-image-urls",
+        metavar="HOST",
+        help="Host from which images in requests may be fetched: HOST, HOST:PORT, *.HOST; may be repeated. [none]",
+    ),
+]
 Requests = Annotated[
     int, option("--requests", help="Maximum requests running or waiting; more are answered 429.", parser=parse_int)
 ]
@@ -114,6 +122,7 @@ def serve(
     key: Key = None,
     hosts: Hosts = None,
     cors: Cors = None,
+    allow_image_urls: ImageHosts = None,
     requests: Requests = 72,
     connections: Connections = CONNECTIONS,
     max_body: MaxBody = 8,
@@ -145,6 +154,7 @@ def serve(
 
         from redraft.server.app import ServerConfig, make_app
         from redraft.server.connections import uvicorn_config
+        from redraft.server.image_urls import parse_image_hosts
         from redraft.server.keep_alive import parse_keep_alive
         from redraft.server.middleware import parse_origin
     except ModuleNotFoundError as error:
@@ -155,26 +165,20 @@ def serve(
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "kv": kv}
     own: dict[str, Any] = {"verify_with": verify_with, "gpu_memory": gpu_memory, "context": context, "vision": vision}
     own["adapters"] = parse_adapters(adapters or (), paths)
+    limited: dict[str, Any] = {"requests": requests, "image_hosts": parse_image_hosts(allow_image_urls or ())}
+    limited |= {"compile_seconds": compile_seconds, "drain_seconds": drain_seconds}
     if replicas is not None:
         refuse_flags(connections=connections, keep_alive=keep_alive, max_models=max_models, device=device)
         check_models(paths, quant)
         check_port_is_free(host, port)
-        limit = {"requests": requests, "max_body": max_body, "trusted_proxies": tuple(proxies or ())}
-        limit |= {"body_seconds": body_seconds, "compile_seconds": compile_seconds, "drain_seconds": drain_seconds}
+        limited |= {"max_body": max_body, "body_seconds": body_seconds, "trusted_proxies": tuple(proxies or ())}
         access = {"host": host, "port": port, "key": key, "hosts": tuple(hosts or ()), "origins": origins}
-        serve_replicas(build_models(paths, replicas, threads, loading, own), open_page, **access, **limit)
+        serve_replicas(build_models(paths, replicas, threads, loading, own), open_page, **access, **limited)
         return
     check_several(paths, max_models, gpu_memory)
     limits = build_limits(max_body, body_seconds, connections, hosts=(host, *(hosts or ())), origins=origins, key=key)
-    config = ServerConfig(
-        name=name,
-        limits=limits,
-        requests=requests,
-        compile_seconds=compile_seconds,
-        drain_seconds=drain_seconds,
-        keep_seconds=parse_keep_alive(keep_alive),
-        max_models=max_models,
-    )
+    models_kept: dict[str, Any] = {"keep_seconds": parse_keep_alive(keep_alive), "max_models": max_models}
+    config = ServerConfig(name=name, limits=limits, **models_kept, **limited)
     sockets = bind_address(host, port)
     check_models(paths, quant)
     sources = {other: on_demand(other, path, **loading) for other, path in paths.items() if other != name}

@@ -125,6 +125,7 @@ class ClusterConfig:
     hosts: tuple[str, ...] = ()  # other names of this address, as --allow-host
     origins: tuple[str, ...] = ()  # of web pages that may use it, as --cors
     trusted_proxies: tuple[str, ...] = ()
+    image_hosts: tuple[str, ...] = ()  # from which images are fetched, as --allow-image-urls
     requests: int = 72  # running or waiting, for each replica; more are answered 429
     ongoing: int = 16  # that Serve gives to one replica at once; the others wait in the front
     fronts: int = 1  # processes that take requests and pass them to replicas
@@ -150,6 +151,10 @@ class ClusterConfig:
         require_range("drain_seconds", self.drain_seconds, 0, LONGEST_DRAIN)
         if self.key is not None and (not isinstance(self.key, str) or not self.key):
             raise ConfigError(f"key is a text: leave it out, and set {KEY_VARIABLE} where Ray runs")
+        if self.image_hosts:
+            from redraft.server.image_urls import parse_image_hosts
+
+            parse_image_hosts(self.image_hosts, "image_hosts")
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host must be an address, got {show_value(self.host)}")
 
@@ -189,7 +194,7 @@ def config_from(content: Any) -> ClusterConfig:
     if not isinstance(listed, list | tuple):
         raise ConfigError(f"models must be a list with at least one model, got {show_value(listed)}")
     settings["models"] = tuple(_model_from(each) for each in listed)
-    for key in ("hosts", "origins", "trusted_proxies"):
+    for key in ("hosts", "origins", "trusted_proxies", "image_hosts"):
         if key in settings:
             settings[key] = _texts(key, settings[key])
     return _build(ClusterConfig, settings, "the config")

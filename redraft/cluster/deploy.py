@@ -84,6 +84,7 @@ def build_deployment(model: ServedModel, config: ClusterConfig) -> Any:
 def server_config(model: ServedModel, config: ClusterConfig) -> Any:
     """The settings of the app in a replica. Access is checked by the front."""
     from redraft.server.bodies import BodyLimits
+    from redraft.server.image_urls import parse_image_hosts
     from redraft.server.middleware import Limits
     from redraft.server.server_config import ServerConfig
 
@@ -94,6 +95,7 @@ def server_config(model: ServedModel, config: ClusterConfig) -> Any:
         requests=2 * config.requests,  # the front has the limit; a request whose client left still has its slot for a moment
         compile_seconds=config.compile_seconds,
         drain_seconds=config.drain_seconds,
+        image_hosts=parse_image_hosts(config.image_hosts),
     )
 
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 SESSION_HEADER = b"x-session-id"  # Ray's own name
 LONGEST_SESSION = 256  # characters that count
+LONGEST_VALUE = 4096  # characters of an image that count
 MOST_VALUES = 300_000  # JSON values of a body; more are refused by the replica
 
 
@@ -88,7 +89,21 @@ def find_beginning(fields: Fields) -> Beginning | None:
 
 
 def plain_text(content: Any) -> Any:
-    """The text of a content of one part, which a client may send as a text later; any other content as it is."""
-    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
-        return content[0].get("text", content)
-    return content
+    """The text of a content of one part, which a client may send as a text later; any other content with short images."""
+    if not isinstance(content, list):
+        return content
+    if len(content) == 1 and isinstance(content[0], dict) and "text" in content[0]:
+        return content[0]["text"]
+    return [shorten_values(part) for part in content]
+
+
+def shorten_values(part: Any) -> Any:
+    """A part of a content, with long texts in the place of which stand their length and their ends.
+
+    An image has megabytes, and hashing them all would hold up other requests.
+    """
+    if isinstance(part, dict):
+        return {key: value if key == "text" else shorten_values(value) for key, value in part.items()}
+    if isinstance(part, str) and len(part) > LONGEST_VALUE:
+        return [len(part), part[: LONGEST_VALUE // 2], part[-LONGEST_VALUE // 2 :]]
+    return part

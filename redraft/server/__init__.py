@@ -8,12 +8,15 @@ connections.py limits on connections: how many, and how long they may take
 bodies.py      limits on request bodies
 middleware.py  access: hosts, origins, API key, bodies, metrics, one log line per request
 worker.py      a bounded pool of threads that run requests against the engine
+turns.py       work of which the server does little at a time, shared evenly among clients
 compiler_pool.py  compiles patterns in helper processes
 streams.py     async streams: merge several, stop when the client disconnects, write server-sent events
 service.py     one model as every route uses it: read a body, start a completion, stream it, count it
 models.py      the models of a server: loads them on demand, unloads them when idle
 model_card.py  what lists of models say about one
 keep_alive.py  how long an idle model stays in memory
+image_urls.py  fetches images from the hosts that the server may use
+images.py      images of requests: content parts of every wire format, limits, turns
 completion.py  CompletionParams and the chunks of a completion, independent of the wire format
 canvas_params.py  canvas options under vLLM's names, which every wire format may have
 stop_strings.py  cuts a completion at a stop string, as early as its text is final or has settled

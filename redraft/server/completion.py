@@ -21,6 +21,7 @@ from redraft.server.checks import choose_check, step_settings
 from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.forced_calls import ForcedCall
 from redraft.server.frames import Frame, FrameBuilder
+from redraft.server.images import NO_IMAGES, ServedImages, parts_of_content
 from redraft.server.logprobs import LogprobCollector, TokenLogprob
 from redraft.server.schema import ChatMessage
 from redraft.server.stop_strings import SettledStop, StopStringFilter
@@ -29,11 +30,11 @@ from redraft.tasks.generation import GenerationOptions, Prompt
 from redraft.tasks.infill import sequence_logprobs
 from redraft.tasks.text_events import NOTHING, EncodedPrompt, TextCommitted, TextDraft
 from redraft.tokenizer.chat_parser import Parsed, ToolCall
+from redraft.tokenizer.messages import image_sources
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
 from redraft.writer import Writer, is_text_prompt, new_seed
 
 MAX_ARGUMENT_VALUES = 10_000  # of the JSON in a tool call's arguments
-TEXT_PARTS = ("text", "input_text", "output_text")
 JSON_OBJECT_SCHEMA = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}
 
 
@@ -91,6 +92,7 @@ class Finish:
     stats: Stats
     stop_string: str | None = None  # the client's own stop string that ended it
     mean_logprob: float | None = None  # of its tokens, under the causal half; only for completions that are compared
+    notes: tuple[str, ...] = ()  # sentences about the images of the prompt
 
 
 Chunk = Started | Frame | TextDelta | Finish
@@ -103,22 +105,10 @@ def as_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def text_of_content(content: Any, param: str) -> str:
-    """Returns the text of a message's content, which may come in parts. Images and audio are a bad request."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    for part in parts:
-        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-        if not isinstance(part, dict) or kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise BadRequestError(f"only text input is supported, got a part of type {kind!r}", param)
-    return "".join(part["text"] for part in parts)
-
-
 def template_message(message: ChatMessage) -> Message:
     """Returns a message as the chat template reads it."""
     converted: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    converted["content"] = text_of_content(message.content, "messages") if message.content is not None else ""
+    converted["content"] = parts_of_content(message.content, "messages") if message.content is not None else ""
     if message.name is not None:
         converted["name"] = message.name
     if message.tool_calls:
@@ -161,12 +151,16 @@ def prompt_text(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:
 
 def join_messages(messages: Sequence[Message]) -> str:
     """Returns a conversation as one text, a paragraph per message: for models without a chat template."""
+    if image_sources(messages):
+        raise BadRequestError("this model has no chat template, so it takes no images: send text only", "messages")
     return "\n\n".join(str(message.get("content") or "") for message in messages)
 
 
-def stream_completion(writer: Writer, params: CompletionParams, stop: threading.Event) -> Iterator[Chunk]:
+def stream_completion(
+    writer: Writer, params: CompletionParams, stop: threading.Event, images: ServedImages = NO_IMAGES
+) -> Iterator[Chunk]:
     """Yields Started when the engine has accepted the request, then frames and text deltas, at last Finish."""
-    chunks = stream_text(writer, params, stop)
+    chunks = stream_text(writer, params, stop, images)
     return chunks if params.forced_call is None else text_to_call(chunks, params.forced_call)
 
 
@@ -183,14 +177,14 @@ def text_to_call(chunks: Iterator[Chunk], forced_call: ForcedCall) -> Iterator[C
             yield chunk
 
 
-def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event) -> Iterator[Chunk]:
+def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event, images: ServedImages) -> Iterator[Chunk]:
     """`stream_completion` with a forced call as its text."""
     began = time.perf_counter()
     seed = params.seed if params.seed is not None else new_seed()
     with checking_request():
         params = adapt_to_model(writer, params)
         options = generation_options(params, seed, stop)
-        prompt = writer.encode(params.prompt, options)
+        prompt = images.encode(writer, params.prompt, options)
         if params.best_of > 1:
             check_best_of_memory(writer, prompt, params.best_of, options)
         events = writer.stream(prompt, options)
@@ -239,7 +233,7 @@ def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event)
             mean_logprob = mean_logprob_of(writer, params, prompt, stats, ids, stop)
             stop.set()
             writer.engine.notify()
-            yield Finish("stop", stats, stop_filter.found, mean_logprob)
+            yield Finish("stop", stats, stop_filter.found, mean_logprob, prompt.notes)
             return
     if finished is None:
         raise Stopped
@@ -248,7 +242,8 @@ def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event)
     stats = finished.stats[0]
     ids = finished.ids_BT[0, : stats.new_tokens].tolist()
     mean_logprob = mean_logprob_of(writer, params, prompt, stats, ids, stop)
-    yield Finish("tool_calls" if has_tool_calls else finished.reasons[0], stats, mean_logprob=mean_logprob)
+    reason = "tool_calls" if has_tool_calls else finished.reasons[0]
+    yield Finish(reason, stats, mean_logprob=mean_logprob, notes=prompt.notes)
 
 
 def watch_for_stop(writer: Writer, params: CompletionParams, prompt: EncodedPrompt) -> SettledStop | None:

@@ -35,7 +35,7 @@ class BodyTooLargeError(Exception):
     """The body has more bytes than the server accepts."""
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__(f"a request body may have {max_bytes:,} bytes at most")
+        super().__init__(f"a request body may have {max_bytes:,} bytes at most: send less at once, or raise --max-body")
 
 
 class BodyTimeoutError(RuntimeError):

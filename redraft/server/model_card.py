@@ -7,7 +7,9 @@ from typing import Any, Self
 import torch
 
 from redraft import checkpoint
+from redraft.checkpoint.vision_check import find_image_config
 from redraft.config import FAMILIES, BackboneConfig, LlamaConfig
+from redraft.config.vision import ImageConfig
 from redraft.model.drafter import DrafterConfig
 from redraft.model.page import PageConfig
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -31,6 +33,7 @@ class ModelCard:
     can_think: bool
     is_diffusion: bool  # it denoises canvases, if only to infill and edit; else it is causal-only and does neither
     drafter: DrafterConfig | None  # lets a causal-only model draft for itself
+    images: ImageConfig | str  # how its pictures become patches; a few words about what the model is if it takes none
 
     @classmethod
     def from_writer(cls, writer: Writer) -> Self:
@@ -42,6 +45,7 @@ class ModelCard:
             precision=model.config.quant or str(model.dtype).removeprefix("torch."),
             drafter=model.drafter.cfg if model.drafter is not None else None,
             is_diffusion=model.has_denoiser,
+            images=image_config_of(writer.images.path_or_id, writer.tokenizer),
             **_abilities(model.config, writer.tokenizer),
         )
 
@@ -59,6 +63,7 @@ class ModelCard:
             precision=opened.config.quant or "unknown",
             drafter=cfg if isinstance(cfg, DrafterConfig) else None,
             is_diffusion=not opened.config.is_causal_only or isinstance(cfg, PageConfig),
+            images=image_config_of(base, opened.tokenizer),
             **_abilities(opened.config, opened.tokenizer),
         )
 
@@ -66,6 +71,11 @@ class ModelCard:
     def loaded_bytes(self) -> int:
         """What the weights take in memory, about. A Llama is dequantized when it is loaded."""
         return max(self.nbytes, 2 * self.parameters) if self.family in FAMILIES else self.nbytes
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
+        return not isinstance(self.images, str)
 
     @property
     def drafter_fields(self) -> dict[str, Any]:
@@ -85,6 +95,14 @@ def _abilities(config: BackboneConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "can_call": tokenizer.can_call,
         "can_think": tokenizer.can_think,
     }
+
+
+def image_config_of(path_or_id: str | Path | None, tokenizer: Tokenizer) -> ImageConfig | str:
+    """How a model's pictures become patches; a few words about what the model is if it takes none."""
+    config = find_image_config(path_or_id)
+    if not isinstance(config, str) and (tokenizer.image_ids is None or not tokenizer.can_chat):
+        return "one whose vocabulary has no image tokens" if tokenizer.can_chat else "one without a chat template"
+    return config
 
 
 def parameter_count(model: torch.nn.Module) -> int:

@@ -27,6 +27,14 @@ Tokens = Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOLEAN]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), NOT_BOOLEAN]
 TopLogprobs = Annotated[int, Field(ge=0, le=20), NOT_BOOLEAN]  # likely tokens that come with each token
 Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=4096)]  # of a message's content
+Content = Annotated[  # of a message: the mistake that is reported is that of the kind the client has sent
+    Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")],
+    Discriminator(
+        lambda value: {str: "text", list: "parts"}.get(type(value)),
+        custom_error_type="content",
+        custom_error_message="Input should be a text or a list of parts",
+    ),
+]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NOT_BOOLEAN]  # of the probability
 Penalty = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False), NOT_BOOLEAN]
 Check = Literal["off", "checked", "exact"]
@@ -146,7 +154,7 @@ class ChatMessage(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Parts | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallRequest], Field(fail_fast=True, max_length=256)] | None = None
     tool_call_id: str | None = None
@@ -157,7 +165,7 @@ class PredictedOutput(Body):
     """A text that the completion is expected to resemble."""
 
     type: Literal["content"] = "content"
-    content: str | Parts
+    content: Content
 
 
 class ChatRequest(SamplingOptions):

@@ -18,6 +18,7 @@ class ServerConfig:
     compile_seconds: float = COMPILE_SECONDS  # for the patterns of one request
     drain_seconds: float = 30.0  # for running requests when the server shuts down
     keep_seconds: float = KEEP_SECONDS  # for which a model that was loaded on demand stays in memory after its last request
+    image_hosts: tuple[str, ...] = ()  # from which images are fetched, as `parse_image_hosts` returns them
     max_models: int = 3  # in memory at once, the first included
 
     def __post_init__(self) -> None:

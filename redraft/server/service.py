@@ -24,6 +24,7 @@ from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta
 from redraft.server.connections import name_client
 from redraft.server.errors import BadRequestError, ClientDisconnected
 from redraft.server.fim import Gap
+from redraft.server.images import NO_IMAGES, ServedImages
 from redraft.server.infill import Infill, infill_gap
 from redraft.server.logprobs import TokenLogprob
 from redraft.server.middleware import BODY, UNKNOWN_FIELDS, Metrics
@@ -82,12 +83,19 @@ class Service:
     load_seconds = 0.0  # for which the request of this service has waited until the model was loaded
 
     def __init__(
-        self, writer: Writer, worker: Worker, metrics: Metrics, name: str, compile_seconds: float = COMPILE_SECONDS
+        self,
+        writer: Writer,
+        worker: Worker,
+        metrics: Metrics,
+        name: str,
+        compile_seconds: float = COMPILE_SECONDS,
+        images: ServedImages = NO_IMAGES,
     ) -> None:
         self.writer = writer
         self.worker = worker
         self.metrics = metrics
         self.name = name
+        self.images = images
         adapted = {adapter: writer.with_adapter(adapter) for adapter in writer.adapters}
         self.writers = {name: writer, **adapted}  # by the names of the models that clients see: the base, the adapters
         self.pool = CompilerPool(
@@ -128,7 +136,7 @@ class Service:
 
         def run(number: int, single: CompletionParams) -> Stream[Chunk]:
             return self.worker.run(
-                lambda stop: stream_completion(self.writer, single, stop),
+                lambda stop: stream_completion(self.writer, single, stop, self.images),
                 client=client_name_of(request),
                 compiles=single.compiles and number == 0,  # all have the same pattern, which is compiled once
             )

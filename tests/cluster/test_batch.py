@@ -6,12 +6,14 @@ import re
 import sys
 
 import pytest
+import vision_models
 from batches import CHAT, read_answers, request, write_batch
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import make
 
+import redraft
 from redraft.cli import batch as cli_batch
 from redraft.cluster import jobs
 from redraft.cluster.batch_app import BatchProcessor
@@ -93,6 +95,25 @@ def test_answers_of_many_endpoints_are_those_of_the_server(load, tmp_path):
     answers = check_answers(EVERY_KIND, tmp_path)
     schema = next(answer for answer in answers if answer["custom_id"] == "schema")
     assert set(json.loads(schema["response"]["body"]["choices"][0]["message"]["content"])) == {"a"}
+
+
+def test_a_batch_takes_images(tmp_path):
+    folder = vision_models.published(tmp_path / "eyes")
+    picture = vision_models.FILES["landscape"]()
+    question = {"type": "text", "text": "What?"}
+    content = [{"type": "image_url", "image_url": {"url": vision_models.data_url(picture)}}, question]
+    source = {"type": "base64", "media_type": "image/png", "data": vision_models.data_url(picture).partition(",")[2]}
+    blocks = [{"type": "image", "source": source}, question]
+    lines = [
+        request("chat", "/v1/chat/completions", messages=[{"role": "user", "content": content}], max_tokens=8, seed=1),
+        request("messages", "/v1/messages", messages=[{"role": "user", "content": blocks}], max_tokens=8, seed=1),
+    ]
+    answers = run(write_batch(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", model=str(folder))
+    bodies = {answer["custom_id"]: answer["response"]["body"] for answer in answers}
+    image = {"type": "image", "image": picture}
+    expected = redraft.load(folder).chat([{"role": "user", "content": [image, question]}], max_tokens=8, seed=1)
+    assert bodies["chat"]["choices"][0]["message"]["content"] == expected.text
+    assert bodies["messages"]["content"][0]["text"] == expected.text
 
 
 def test_endpoints_are_routes_of_the_server():

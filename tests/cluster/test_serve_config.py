@@ -21,13 +21,14 @@ TINY = {"name": "tiny"}
 def test_a_config_is_read_from_yaml(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(
-        "port: 9000\nhosts: [models.example]\nmodels:\n"
+        "port: 9000\nhosts: [models.example]\nimage_hosts: ['*.Images.example']\nmodels:\n"
         "  - {name: tiny, autoscaling: {min: 1, max: 3}}\n"
         "  - {name: a/b, replicas: 2, gpus: 1, adapters: {poet: runs/poet}}\n"
     )
     config = read_config(file)
     first, second = config.models
     assert (config.port, config.hosts, config.host) == (9000, ("models.example",), "127.0.0.1")
+    assert deploy.server_config(first, config).image_hosts == ("*.images.example",)
     assert (first.most_replicas, second.most_replicas, config.slots) == (3, 2, 5 * 72)
     assert (second.names, second.deployment) == (("a/b", "poet"), "a_b")
     assert second.loading["adapters"] == {"poet": "runs/poet"}
@@ -52,6 +53,7 @@ def test_a_config_is_read_from_yaml(tmp_path):
         ({"models": [{"name": "front"}]}, "two deployments would have the name 'front'"),
         ({"models": [{"name": "a:latest"}]}, "the model a:latest: leave out :latest, which clients add to any name"),
         ({"models": [TINY], "hosts": "example"}, "hosts must be a list of texts, got 'example'"),
+        ({"models": [TINY], "image_hosts": ["http://a"]}, "image_hosts takes a host, .* got 'http://a'"),
         ({"models": [TINY], "port": 0}, "port must be a whole number from 1 to 65535, got 0"),
     ],
 )
@@ -137,6 +139,17 @@ def test_a_conversation_keeps_its_session_while_it_grows():
     assert of(messages=[first]) != of(messages=[system, first])
     assert of(input="Hi") == of(input=grown) == of(messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}])
     assert of(prompt="Hi") == of(messages=[]) == of(messages="") == ""
+
+
+def test_images_tell_conversations_apart():
+    def of(url, *later):
+        image = {"type": "image_url", "image_url": {"url": url}}
+        content = [image, {"type": "text", "text": "What?"}]
+        return session_of({}, fields(messages=[{"role": "user", "content": content}, *later]))
+
+    long = "data:image/png;base64," + "A" * 1_000_000
+    assert of(long) == of(long, {"role": "user", "content": "More"})
+    assert len({of(long), of(long + "A"), of(long + "B"), of("data:image/png;base64,BB")}) == 4
 
 
 def test_a_session_that_the_client_gives_comes_first():

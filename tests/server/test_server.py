@@ -131,7 +131,7 @@ def test_openai_raises_on_unsupported_options(client):
     with pytest.raises(openai.BadRequestError, match=r"does not fit|max_tokens|context"):
         client.chat.completions.create(model="", messages=user("x"), max_tokens=100_000, stream=True)
     picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-    with pytest.raises(openai.BadRequestError, match="only text input is supported"):
+    with pytest.raises(openai.BadRequestError, match="takes no images: send text only"):
         client.chat.completions.create(model="", messages=user(picture))
     with pytest.raises(openai.NotFoundError, match="there is no /v1/embeddings here"):
         client.embeddings.create(model="", input="x")
@@ -234,7 +234,7 @@ def test_anthropic_messages_whole_and_streamed(url):
     found = client.messages.create(model="", max_tokens=32, messages=[*asked["messages"], *results], stop_sequences=["e."])
     assert (found.content[0].text, found.stop_reason, found.stop_sequence) == ("thre", "stop_sequence", "e.")
     assert client.messages.count_tokens(model="", messages=asked["messages"]).input_tokens > 10
-    with pytest.raises(anthropic.BadRequestError, match="only text input is supported"):
+    with pytest.raises(anthropic.BadRequestError, match="an image of type 'image' needs its file"):
         client.messages.create(model="", max_tokens=1, messages=[{"role": "user", "content": [{"type": "image"}]}])
 
 
@@ -265,7 +265,7 @@ def test_ollama_generates_and_chats(url):
     streamed = list(client.chat("m", user("say: ab"), logprobs=True, stream=True))
     assert [one.token for part in streamed for one in part.logprobs or []] == ["a", "b"]
     assert client.chat("m", user("say: ab")).logprobs is None
-    with pytest.raises(ollama.ResponseError, match="only text input is supported"):
+    with pytest.raises(ollama.ResponseError, match="takes no images: send text only"):
         client.generate(model="small", prompt="x", images=["aGk="])
 
 

@@ -11,8 +11,9 @@ import pytest
 from serving import NO_END, make, served, wait_until
 
 from redraft.cli import serve
-from redraft.server.completion import Started, text_of_content
+from redraft.server.completion import Started
 from redraft.server.errors import BadRequestError, ServerClosingError
+from redraft.server.images import text_of_content
 from redraft.server.middleware import BodyLimits, Limits
 from redraft.server.streams import merge_streams
 from redraft.server.worker import Worker
@@ -306,6 +307,6 @@ def test_content_is_text_or_a_bad_request():
     part = {"type": "text", "text": "Hello"}
     for content in ("Hello", part, [part]):
         assert text_of_content(content, "messages") == "Hello"
-    for content in (["text"], [3], 7, [{"type": "image"}], [{"type": "text", "text": 3}]):
-        with pytest.raises(BadRequestError, match="only text input is supported"):
+    for content in (["text"], [3], 7, [{"type": "image"}], [{"type": "text", "text": 3}], [{"type": "x" * 10**6}]):
+        with pytest.raises(BadRequestError, match=r"^only text input is supported here, got a part of type .{1,99}$"):
             text_of_content(content, "messages")

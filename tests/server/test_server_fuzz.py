@@ -8,11 +8,13 @@ import httpx
 import pytest
 import schemathesis
 import tiny
+import vision_models
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 from serving import served
 
+import redraft
 from redraft.server import infill
 from redraft.server.app import ServerConfig, make_app
 from redraft.writer import Writer
@@ -22,6 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # from the libraries that tes
 TAGS = "<|current_file_content|>\n<|code_to_edit|>\na\n<|/code_to_edit|>\n<|/current_file_content|>"
 USER, TEXT = {"role": "user", "content": "x"}, {"type": "text", "text": "x"}
 PUZZLE = "534678912672195348198342567859761423426853791713924856961537284287419635345286.7."
+PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk=", "detail": "low"}}
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+INPUT_IMAGE = {"type": "input_image", "image_url": "http://127.0.0.1/a.png", "detail": "low"}
 BODIES = {
     "/v1/chat/completions": {"messages": [USER], "max_tokens": 4, "stop": ["a"], "n": 1, "tools": []},
     "/v1/completions": {
@@ -72,6 +77,10 @@ BODIES = {
     },
     "/api/chat": {"messages": [USER], "format": "json", "options": {"num_predict": 24}, "stream": False},
     "/api/show": {"model": "x"},
+    "/v1/chat/completions?": {"messages": [{"role": "user", "content": [PART, TEXT]}], "max_tokens": 4},
+    "/v1/messages?": {"messages": [{"role": "user", "content": [BLOCK, TEXT]}], "max_tokens": 4},
+    "/v1/responses": {"input": [{"role": "user", "content": [INPUT_IMAGE]}], "max_output_tokens": 4},
+    "/api/chat?": {"messages": [{**USER, "images": ["aGk="]}], "options": {"num_predict": 4}, "stream": False},
 }
 NUMBERS = [-1, 0, 0.5, 1e308, -1e308, 10**400, 2**63]
 ODD = [None, True, *NUMBERS, "", "\x00", "é\u2028", "x" * 5000, "1e999", [], {}, [[]], [{}], {"": {}}]
@@ -145,15 +154,15 @@ def _short(monkeypatch):
     monkeypatch.setattr(infill, "MAX_GAP_TOKENS", 4)
 
 
-async def send_malformed(count: int, seed: int) -> dict[int, int]:
+async def send_malformed(count: int, seed: int, writer: Writer | None = None, bodies: dict = BODIES) -> dict[int, int]:
     """Sends malformed bodies to all paths and returns how often each status came back."""
-    app = make_app(make(), ServerConfig(requests=16))
+    app = make_app(writer or make(), ServerConfig(requests=16))
     rng = random.Random(seed)
     statuses: dict[int, int] = {}
     async with app.router.lifespan_context(app):
         for number in range(count):
-            path = list(BODIES)[number % len(BODIES)]
-            body = malform(rng, BODIES[path])
+            path = list(bodies)[number % len(bodies)]
+            body = malform(rng, bodies[path])
             status, answer = await posted(app, path.rstrip("?"), body)  # "?" tells two bodies of a path apart
             assert status in (200, 400), (status, path, body[:300], answer[:300])
             if status == 400:
@@ -173,6 +182,28 @@ def test_malformed_bodies_are_a_400_with_a_sentence():
 @pytest.mark.soak
 def test_ten_thousand_malformed_bodies_are_a_400_with_a_sentence():
     assert asyncio.run(send_malformed(10_000, seed=0))[400] > 7000
+
+
+@pytest.mark.soak
+def test_malformed_images_are_a_400_with_a_sentence(tmp_path):
+    """A model that takes images: what is not refused is a picture, with the same limits for all wires."""
+    writer = redraft.load(vision_models.published(tmp_path / "eyes"), device="cpu")
+    writer.sampler = writer.sampler.changed(max_steps=1, canvas_length=8, max_new_tokens=8)
+    url = vision_models.data_url(vision_models.FILES["three pixels"]())
+    data = url.partition(",")[2]
+    image = {"type": "image", "source": {**BLOCK["source"], "data": data}}
+    content = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}}, TEXT]
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": content}], "max_tokens": 4},
+        "/v1/responses": {"input": [{"role": "user", "content": [{**INPUT_IMAGE, "image_url": url}]}]},
+        "/v1/messages": {"messages": [{"role": "user", "content": [image, TEXT]}], "max_tokens": 4},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": [image, TEXT]}]},
+        "/api/chat": {"messages": [{**USER, "images": [data]}], "options": {"num_predict": 4}, "stream": False},
+        "/api/generate": {"prompt": "x", "images": [data], "options": {"num_predict": 4}, "stream": False},
+    }
+    statuses = asyncio.run(send_malformed(600, 2, writer, bodies))
+    assert statuses[400] > 300
+    assert statuses[200] > 10
 
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]

@@ -13,19 +13,20 @@ from redraft.constraints.errors import shorten
 from redraft.diffusion.generate import Stats
 from redraft.server.canvas_params import canvas_params
 from redraft.server.checks import causal_settings, choose_check, ignored_settings, verification_fields
-from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, adapt_to_model, text_of_content
+from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, adapt_to_model
 from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.forced_calls import choose_tools
+from redraft.server.images import ServedImages, parts_of_content, text_of_content
 from redraft.server.models import Handlers, Models
-from redraft.server.schema import Body, CanvasFields, CausalOptions, Parts, Seed, StopString, Temperature, Tokens
+from redraft.server.schema import Body, CanvasFields, CausalOptions, Content, Seed, StopString, Temperature, Tokens
 from redraft.server.service import Completion, Route, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, sse_response, to_json
 from redraft.server.worker import Stream
+from redraft.tasks.generation import GenerationOptions
 from redraft.tokenizer.tokenizer import Message
 from redraft.writer import Writer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "deadline": "max_tokens", "tool_calls": "tool_use"}
-Content = str | Parts
 
 
 class InputMessage(Body):
@@ -87,16 +88,17 @@ class AnthropicRoutes(Handlers):
         params = params_of(body, service.writer.tokenizer.can_think)
 
         def work(stop: threading.Event) -> Iterator[int]:
-            yield count_prompt_tokens(service.writer, params)
+            yield count_prompt_tokens(service.writer, params, service.images, stop)
 
         return {"input_tokens": await service.run_single(request, work)}
 
 
-def count_prompt_tokens(writer: Writer, params: CompletionParams) -> int:
+def count_prompt_tokens(writer: Writer, params: CompletionParams, images: ServedImages, stop: threading.Event) -> int:
     """Counts the tokens that a prompt has for this model."""
     with checking_request():
         params = adapt_to_model(writer, params)
-        return len(writer.encode_prompt(params.prompt, params.tools, params.think))
+        options = GenerationOptions(tools=params.tools, think=params.think, stop=stop)
+        return images.count_tokens(writer, params.prompt, options)
 
 
 async def stream_events(chunks: Stream[tuple[int, Chunk]], head: dict[str, Any]) -> Stream[dict[str, Any]]:
@@ -174,16 +176,25 @@ def template_messages(message: InputMessage) -> list[Message]:
                 function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
                 tool_calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "tool_result":
-                content = text_of_content(block.get("content") or "", "messages")
+                content = tool_result(block)
                 messages.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content})
             case "thinking" | "redacted_thinking":
                 pass  # earlier reasoning is not prefilled again
             case _:
                 other_blocks.append(block)
     if other_blocks or tool_calls or not messages:
-        own: Message = {"role": message.role, "content": text_of_content(other_blocks, "messages")}
+        own: Message = {"role": message.role, "content": parts_of_content(other_blocks, "messages")}
         messages.append({**own, "tool_calls": tool_calls} if tool_calls else own)
     return messages
+
+
+def tool_result(block: dict[str, Any]) -> str:
+    """Returns the text of a tool's result. The chat template has no place for an image there."""
+    parts = block.get("content") or ""
+    if isinstance(parts, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in parts):
+        message = "a tool_result has an image, which the model cannot be shown there: send it as a block beside the result"
+        raise BadRequestError(message, "messages")
+    return text_of_content(parts, "messages")
 
 
 def template_tool(tool: dict[str, Any]) -> dict[str, Any]:

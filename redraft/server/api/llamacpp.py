@@ -242,6 +242,7 @@ class LlamaCppRoutes(Handlers):
             "model_path": self.service.name,
             "chat_template": writer.tokenizer.template or "",
             "can_chat": writer.tokenizer.can_chat,
+            "modalities": {"vision": self.models.cards[self.service.name].takes_images, "audio": False},
         }
 
     async def health(self) -> Response:

@@ -21,6 +21,7 @@ from redraft.server.completion import (
 )
 from redraft.server.errors import BadRequestError
 from redraft.server.fim import find_gap
+from redraft.server.images import image_from_base64
 from redraft.server.keep_alive import parse_keep_alive
 from redraft.server.logprobs import TokenLogprob, logprobs_of
 from redraft.server.models import Handlers, Models
@@ -123,14 +124,15 @@ class OllamaRoutes(Handlers):
     async def generate(self, request: Request) -> Response:
         """POST /api/generate: continues or answers a prompt, or infills a gap."""
         body = await read_body(request, GenerateRequest)
-        _check_no_images(body.images)
-        if not body.prompt and not body.suffix:
+        if not body.prompt and not body.suffix and not body.images:
             return await self._load_or_unload(request, body, {"response": ""})
         return await (await self._of(request, body))._generate(request, body)
 
     async def _generate(self, request: Request, body: GenerateRequest) -> Response:
         options = body.options or Options()
         if gap := find_gap(body.prompt, body.suffix):
+            if body.images:
+                raise BadRequestError("infill takes no images: leave images or the suffix out", "images")
             require_unchecked(options.check, "a gap")
             self._name_ignored(request, options, "off")
             if body.format or body.logprobs:
@@ -146,16 +148,16 @@ class OllamaRoutes(Handlers):
             finish = {"done": True, "done_reason": "stop", **self._durations(infill.stats)}
             return self._respond(body, [{"response": infill.text, **finish}])
         prompt: str | list[Message] = (body.system or "") + body.prompt
-        if self.service.writer.tokenizer.can_chat and not body.raw:
+        if body.images and body.raw:
+            raise BadRequestError("a raw prompt takes no images, which the chat template puts in: leave raw out", "images")
+        if (self.service.writer.tokenizer.can_chat or body.images) and not body.raw:
             system: list[Message] = [{"role": "system", "content": body.system}] if body.system else []
-            prompt = [*system, {"role": "user", "content": body.prompt}]
+            prompt = [*system, {"role": "user", "content": add_images(body.prompt, body.images)}]
         return await self._complete(request, body, prompt, None, lambda text: {"response": text})
 
     async def chat(self, request: Request) -> Response:
         """POST /api/chat."""
         body = await read_body(request, OllamaChatRequest)
-        for message in body.messages:
-            _check_no_images(message.images)
         if not body.messages:
             return await self._load_or_unload(request, body, {"message": {"role": "assistant", "content": ""}})
         own = await self._of(request, body)
@@ -188,6 +190,7 @@ class OllamaRoutes(Handlers):
         infills = ["insert"] if card.is_diffusion else []
         chat_capabilities = ["tools"] if card.can_call else []
         chat_capabilities += ["thinking"] if card.can_think else []
+        chat_capabilities += ["vision"] if card.takes_images else []
         return {
             "template": "{{ .Prompt }}{{ .Suffix }}" if card.is_diffusion else "{{ .Prompt }}",
             "parameters": "",
@@ -330,7 +333,7 @@ def add_reasoning_and_calls(line: dict[str, Any], reasoning: str, tool_calls: Se
 
 def template_message(message: OllamaMessage) -> Message:
     """Returns a message as the chat template reads it."""
-    converted: dict[str, Any] = {"role": message.role, "content": message.content}
+    converted: dict[str, Any] = {"role": message.role, "content": add_images(message.content, message.images)}
     if message.tool_calls:
         calls = [{"type": "function", "function": call.get("function", {})} for call in message.tool_calls]
         converted["tool_calls"] = calls
@@ -339,9 +342,11 @@ def template_message(message: OllamaMessage) -> Message:
     return converted
 
 
-def _check_no_images(images: Sequence[str] | None) -> None:
-    if images:
-        raise BadRequestError("only text input is supported, got images", "images")
+def add_images(text: str, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
+    """Returns the content of a message: its images, in base64, come before its text, as in Ollama."""
+    if not images:
+        return text
+    return [*(image_from_base64(image, "images") for image in images), {"type": "text", "text": text}]
 
 
 def now() -> str:

@@ -32,16 +32,16 @@ from redraft.server.completion import (
     as_stop_strings,
     prompt_text,
     split_prompts,
-    text_of_content,
 )
 from redraft.server.errors import BadRequestError, NotFoundError
 from redraft.server.fim import Gap, find_gap, find_region
 from redraft.server.frames import Frame
+from redraft.server.images import ignored_image_fields, text_of_content
 from redraft.server.infill import MAX_GAP_TOKENS, Infill, rewrite_region
 from redraft.server.logprobs import TokenLogprob, logprobs_of
 from redraft.server.models import Handlers, Models
 from redraft.server.schema import ChatRequest, CompletionRequest, EditRequest
-from redraft.server.service import Completion, Route, Service, program_of, read_body
+from redraft.server.service import Completion, Route, Service, name_ignored_fields, program_of, read_body
 from redraft.server.streams import end_with_error, sse_response, stream_list
 from redraft.server.worker import Stream
 from redraft.tasks import best_of
@@ -202,6 +202,7 @@ class OpenAIRoutes(Handlers):
         body = await read_body(request, ChatRequest)
         own = await self.of(request, body)
         builder = ResponseBuilder("chat.completion", own.service)
+        name_ignored_fields(request, ignored_image_fields(body.messages))
         return await own._complete(request, body, [chat_params(body)], builder)
 
     async def complete(self, request: Request) -> Response:
@@ -276,6 +277,7 @@ class OpenAIRoutes(Handlers):
                 "max_model_len": card.context_length,
                 "can_chat": card.can_chat,
                 "diffusion": card.is_diffusion,
+                "vision": card.takes_images,
                 **card.drafter_fields,
             }
             if name in first.writer.adapters:
@@ -340,7 +342,7 @@ class OpenAIRoutes(Handlers):
                 choice["text"] = await self._echo(body, single) + completion.text
             choices.append(choice)
         stats = [[completion.finish.stats for completion, _ in group] for group in groups]
-        return JSONResponse(builder.response(choices, stats, warnings))
+        return JSONResponse(builder.response(choices, stats, [*warnings, *completions[0].finish.notes]))
 
     async def _echo(self, body: ChatRequest | CompletionRequest, params: CompletionParams) -> str:
         """Returns the prompt if the client wants it before the completion. Token ids are decoded in a thread."""
@@ -368,7 +370,6 @@ class OpenAIRoutes(Handlers):
     ) -> Stream[dict[str, Any]]:
         stats: dict[int, Stats] = {}
         call_counts = [0] * len(params)
-        last_fields = {"warnings": list(warnings)} if warnings else {}
         for index, single in enumerate(params):
             if builder.is_chat:
                 yield builder.chunk(index, {"role": "assistant", "content": ""})
@@ -385,6 +386,8 @@ class OpenAIRoutes(Handlers):
                     call_counts[index] += len(chunk.tool_calls)
                 case Finish():
                     stats[index] = chunk.stats
+                    sentences = [*warnings, *chunk.notes]
+                    last_fields = {"warnings": sentences} if sentences else {}
                     yield builder.chunk(index, {}, finish_reason_of(chunk), **last_fields)
         if body.stream_options and body.stream_options.include_usage:
             groups = group_by_prompt([stats[index] for index in range(len(params))], body.n or 1)

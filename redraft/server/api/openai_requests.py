@@ -13,11 +13,11 @@ from redraft.server.completion import (
     CompletionParams,
     as_stop_strings,
     template_message,
-    text_of_content,
 )
 from redraft.server.errors import BadRequestError
 from redraft.server.fim import Gap, find_gap
 from redraft.server.forced_calls import choose_tools
+from redraft.server.images import text_of_content
 from redraft.server.schema import ChatRequest, CompletionRequest, SamplingOptions
 
 UNSUPPORTED = "guided_grammar stop_token_ids functions function_call audio modalities structured_outputs".split()

@@ -20,12 +20,13 @@ from redraft.constraints.errors import shorten
 from redraft.server.api.openai_requests import pattern_of_format
 from redraft.server.canvas_params import canvas_params
 from redraft.server.checks import causal_settings, choose_check, warnings_of
-from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, parse_arguments, text_of_content
+from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, parse_arguments
 from redraft.server.errors import BadRequestError
 from redraft.server.forced_calls import choose_tools
+from redraft.server.images import ignored_image_fields, parts_of_content, text_of_content
 from redraft.server.models import Handlers, Models
 from redraft.server.schema import CanvasFields, CausalOptions, Seed, Temperature, Tokens
-from redraft.server.service import Route, read_body
+from redraft.server.service import Route, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, sse_response
 from redraft.server.worker import Stream
 from redraft.tokenizer.chat_parser import ToolCall
@@ -66,6 +67,8 @@ class ResponsesRoutes(Handlers):
         """POST /v1/responses."""
         body = await read_body(request, ResponsesRequest)
         params = params_of(body)
+        if isinstance(body.input, list):
+            name_ignored_fields(request, ignored_image_fields(body.input))
         return await (await self.of(request, body))._respond(request, body, params)
 
     async def _respond(self, request: Request, body: ResponsesRequest, params: CompletionParams) -> Response:
@@ -102,8 +105,10 @@ class ResponsesRoutes(Handlers):
         is_cut = is_incomplete(finish)
         reasoning_tokens = await asyncio.to_thread(count_reasoning, self.service.writer.tokenizer, output.items)
         stats = finish.stats
+        notes = {"warnings": [*head.get("warnings", ()), *finish.notes]} if finish.notes else {}
         return {
             **head,
+            **notes,
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": output.items,
@@ -176,7 +181,7 @@ def message_of(item: dict[str, Any]) -> dict[str, Any]:
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
         raise BadRequestError(f"a message has the role user, assistant, system or developer, got {shorten(role)}", "input")
-    content = text_of_content(item.get("content") or "", "input")
+    content = parts_of_content(item.get("content") or "", "input")
     return {"role": "system" if role == "developer" else role, "content": content}
 
 

@@ -1,6 +1,5 @@
 """The routes of our own wire format: each runs one generator of events and sends it whole or as server-sent events."""
 
-import threading
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
@@ -15,12 +14,12 @@ from redraft.server.api.canvas.edit import stream_canvas_edit
 from redraft.server.api.canvas.events import Events, memory_of
 from redraft.server.api.canvas.sudoku import SudokuSolver
 from redraft.server.api.canvas.write import stream_canvas
+from redraft.server.images import ignored_image_fields
 from redraft.server.models import Handlers, Models
 from redraft.server.schema import AutoregressiveRequest, CanvasEditRequest, CanvasRequest, DecideRequest, SudokuRequest
-from redraft.server.service import Route, Service, client_name_of, read_body
+from redraft.server.service import Route, Service, client_name_of, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, next_until_disconnected, sse_response, until_disconnected
 from redraft.server.worker import Stream
-from redraft.writer import Writer
 
 Watched = TypeVar("Watched", CanvasRequest, CanvasEditRequest, SudokuRequest, DecideRequest, AutoregressiveRequest)
 
@@ -48,7 +47,9 @@ class CanvasRoutes(Handlers):
         """POST /v1/canvas."""
         body = await read_body(request, CanvasRequest)
         compiles = body.regex is not None or body.schema_ is not None or body.choices is not None
-        return await self._respond(request, body, stream_canvas, compiles=compiles)
+        if body.messages is not None:
+            name_ignored_fields(request, ignored_image_fields(body.messages))
+        return await self._respond(request, body, stream_canvas, compiles=compiles, takes_images=True)
 
     async def edit(self, request: Request) -> Response:
         """POST /v1/canvas/edit."""
@@ -74,13 +75,15 @@ class CanvasRoutes(Handlers):
         self,
         request: Request,
         body: Watched,
-        stream_events: Callable[[Writer, Watched, threading.Event], Events],
+        stream_events: Callable[..., Events],  # (writer, body, stop), with `takes_images` also `images`
         *,
         compiles: bool = False,
+        takes_images: bool = False,
     ) -> Response:
         """Runs the events of a body over the model that it names."""
         service = (await self.of(request, body)).service
-        work = partial(stream_events, service.writer, body)
+        images = {"images": service.images} if takes_images else {}
+        work = partial(stream_events, service.writer, body, **images)
         events = finish_events(service, service.worker.run(work, client=client_name_of(request), compiles=compiles))
         if not body.stream:
             return JSONResponse({"events": [event async for event in until_disconnected(request, events)]})

@@ -28,6 +28,7 @@ from redraft.server.api.canvas.events import (
 from redraft.server.checks import causal_settings, choose_check, require_unchecked
 from redraft.server.errors import BadRequestError, checking_request
 from redraft.server.frames import ExactFrames, FrameBuilder
+from redraft.server.images import NO_IMAGES, ServedImages
 from redraft.server.schema import CanvasRequest
 from redraft.tasks import infill
 from redraft.tasks.generation import GenerationOptions
@@ -38,18 +39,18 @@ from redraft.writer import Prompt, Writer, is_text_prompt
 MAX_GAP_TOKENS = 32  # of a gap whose length is not given
 
 
-def stream_canvas(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Events:
+def stream_canvas(writer: Writer, body: CanvasRequest, stop: threading.Event, images: ServedImages = NO_IMAGES) -> Events:
     """Yields the events of a request."""
     check_one_input(body.prompt, body.messages, body.text)
     if body.text is None:
-        return stream_text(writer, body, stop)
+        return stream_text(writer, body, stop, images)
     require_unchecked(body.check, "a gap")
     for name in ("max_tokens", "draft"):
         if getattr(body, name) is not None:
             raise BadRequestError(f"the length of a text with gaps is fixed: leave {name} out", name)
     with checking_request():
         has_open_lengths = None in infill.parse_template(body.text).lengths
-    return stream_gaps(writer, body, stop) if has_open_lengths else stream_text(writer, body, stop)
+    return stream_gaps(writer, body, stop) if has_open_lengths else stream_text(writer, body, stop, images)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _plan(writer: Writer, body: CanvasRequest) -> _Plan:
     return _Plan(ids, prefix, constraints, cfg.max_new_tokens, check, settings)
 
 
-def stream_text(writer: Writer, body: CanvasRequest, stop: threading.Event) -> Events:
+def stream_text(writer: Writer, body: CanvasRequest, stop: threading.Event, images: ServedImages) -> Events:
     """Continues a text, answers messages, or fills gaps of given lengths, all on one canvas."""
     seed = seed_of(body.seed)
     with checking_request():
@@ -116,7 +117,7 @@ def stream_text(writer: Writer, body: CanvasRequest, stop: threading.Event) -> E
             choices=body.choices,
             sampler=plan.settings,
         )
-        prompt = writer.encode(plan.prompt, options)
+        prompt = images.encode(writer, plan.prompt, options)
         events = writer.stream(prompt, options)
         (cfg,), _ = writer.plan([prompt.ids], options)
     max_steps = cfg.draft_steps if cfg.check == "checked" else cfg.max_steps

@@ -1,0 +1,193 @@
+"""Images of requests: content parts of every wire format become parts of a message, and a model's images are read in turns.
+
+    {"type": "image_url", ...} -> {"type": "image", "image": base64 or RemoteImage} -> ServedImages.encode -> EncodedPrompt
+
+A picture is decoded and encoded by `Writer.encode`. Here are the limits of a server: which models take images, how many a
+request may have, from where they are fetched, and who is next.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from redraft.config.vision import ImageConfig
+from redraft.constraints.errors import shorten
+from redraft.engine import Stopped
+from redraft.engine.request import client_of
+from redraft.server.errors import BadRequestError
+from redraft.server.image_urls import ImageFetcher, RemoteImage, is_url
+from redraft.server.turns import Turns
+from redraft.tasks.generation import GenerationOptions, Prompt, is_text_prompt, to_messages
+from redraft.tasks.text_events import EncodedPrompt
+from redraft.tokenizer.helper_process import HelperStoppedError
+from redraft.tokenizer.images import expand_images, read_picture
+from redraft.tokenizer.messages import Message, check_messages, image_sources, is_image
+from redraft.writer import Writer
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGE_PARTS = ("image_url", "input_image", "image")
+MAX_IMAGES = 100  # of a request; each is decoded before the prompt is known to fit the context
+AT_ONCE = 8  # requests whose images are read at the same time, which bounds the memory that this takes
+AT_ONCE_OF_CLIENT = 6
+NEEDS_DATA = "needs its file as a data URL, as base64 or as an address"
+
+
+# 1. Content parts
+
+
+def text_of_content(content: Any, param: str) -> str:
+    """Returns the text of a content that may come in parts. Images and audio are a bad request."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    return "".join(_text_of_part(part, param, "only text input is supported here") for part in parts)
+
+
+def parts_of_content(content: Any, param: str) -> str | list[dict[str, Any]]:
+    """Returns a message's content as the chat template reads it: a text, or parts of text and images."""
+    if isinstance(content, str):
+        return content
+    content = content if isinstance(content, list) else [content]
+    if not any(_is_image_part(part) for part in content):
+        return text_of_content(content, param)
+    lack = "only text and images are supported"
+    return [
+        image_part(part, param) if _is_image_part(part) else {"type": "text", "text": _text_of_part(part, param, lack)}
+        for part in content
+    ]
+
+
+def image_part(part: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """Returns an image as OpenAI's or Anthropic's clients send it, as `Writer.encode` takes it."""
+    match part:
+        case {"type": "image_url" | "input_image", "image_url": str(url) | {"url": str(url)}}:
+            return {"type": "image", "image": RemoteImage(url) if is_url(url) else url}
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            return {"type": "image", "image": RemoteImage(url) if is_url(url) else url}
+        case {"type": "image", "source": {"type": "base64", "data": str(data)}}:
+            return image_from_base64(data, param)
+        case {"file_id": str()} | {"source": {"type": "file"}}:
+            raise BadRequestError("an image names a file that was uploaded, and the server keeps none: send its data", param)
+    raise BadRequestError(f"an image of type {shorten(part.get('type'))} {NEEDS_DATA}", param)
+
+
+def image_from_base64(data: str, param: str) -> dict[str, Any]:
+    """Returns an image from base64, where no address is meant: none is fetched."""
+    if is_url(data):
+        raise BadRequestError(f"an image is not base64: it begins with {data[:40]!r}", param)
+    return {"type": "image", "image": data}
+
+
+def ignored_image_fields(messages: Sequence[Any]) -> list[str]:
+    """The names of fields of image parts that were not applied: a picture always has as many tokens as the model allows."""
+    contents = (message.get("content") if isinstance(message, dict) else message.content for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content if _is_image_part(part))
+    for part in parts:
+        image = part.get("image_url")
+        if (image if isinstance(image, dict) else part).get("detail", "auto") != "auto":
+            return ["image_url.detail"]
+    return []
+
+
+def _is_image_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+
+
+def _text_of_part(part: Any, param: str, lack: str) -> str:
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    if not isinstance(part, dict) or kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+        raise BadRequestError(f"{lack}, got a part of type {shorten(kind)}", param)
+    return str(part["text"])
+
+
+# 2. Reading them
+
+
+@dataclass(frozen=True)
+class ServedImages:
+    """How a server takes images for one model. Models share the turns: they share the process that decodes."""
+
+    config: ImageConfig | str  # of the model's card
+    hosts: tuple[str, ...] = ()  # from which images are fetched
+    turns: Turns = field(default_factory=lambda: Turns(AT_ONCE, AT_ONCE_OF_CLIENT))
+
+    def encode(self, writer: Writer, prompt: Prompt, options: GenerationOptions) -> EncodedPrompt:
+        """`Writer.encode` of a prompt that may have images."""
+        if not image_count(prompt):
+            return writer.encode(prompt, options)
+        with self._turn(prompt, options):
+            encoded = writer.encode(self._fetch(prompt, options), options)
+        limit = writer.model.config.max_position_embeddings
+        if len(encoded.ids) >= limit:
+            tokens = f"with its images the prompt has {len(encoded.ids):,} tokens"
+            raise BadRequestError(f"{tokens}, and the model's context is {limit:,}: send fewer images")
+        return encoded
+
+    def count_tokens(self, writer: Writer, prompt: Prompt, options: GenerationOptions) -> int:
+        """The tokens of a prompt that may have images. The vision tower is not needed, and not loaded."""
+        if not image_count(prompt):
+            return len(writer.encode_prompt(prompt, options.tools, options.think, options.stop))
+        with self._turn(prompt, options):
+            assert isinstance(self.config, ImageConfig)
+            messages = self._fetch(prompt, options)
+            stop = options.stop
+            limit = writer.model.config.max_position_embeddings
+            chat: dict[str, Any] = {"tools": options.tools, "think": options.think, "limit": limit, "stop": stop}
+            ids = writer.tokenizer.encode_chat(messages, has_images=True, **chat)
+            counts = []
+            for number, source in enumerate(image_sources(messages), 1):
+                counts.append(read_picture(source, self.config, name=f"image {number}", stop=stop).token_count)
+            assert writer.tokenizer.image_ids is not None  # else there would be no config
+            expanded, _ = expand_images(ids, writer.tokenizer.image_ids, counts)
+            return len(expanded)
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuses images that this model does not take, before any is looked at."""
+        count = image_count(prompt)
+        if not count:
+            return
+        if isinstance(self.config, str):
+            raise BadRequestError(f"this model is {self.config}, so it takes no images: send text only")
+        if count > MAX_IMAGES:
+            raise BadRequestError(f"the request has {count:,} images, at most {MAX_IMAGES} are accepted: send fewer at once")
+        check_messages(to_messages(prompt))
+
+    @contextmanager
+    def _turn(self, prompt: Prompt, options: GenerationOptions) -> Iterator[None]:
+        self.check(prompt)
+        try:
+            with self.turns.turn(client_of(options.stop), options.stop):
+                yield
+        except HelperStoppedError:
+            raise Stopped from None
+
+    def _fetch(self, prompt: Prompt, options: GenerationOptions) -> list[Message]:
+        """The conversation with the bytes of images that clients have named by their addresses."""
+        fetcher = ImageFetcher(self.hosts, options.stop)
+        numbers = itertools.count(1)
+        has_one = image_count(prompt) == 1
+
+        def fetch(part: Any) -> Any:
+            if not is_image(part):
+                return part
+            name = "the image" if has_one else f"image {next(numbers)}"
+            image = part["image"]
+            return {**part, "image": fetcher.fetch(image.url, name)} if isinstance(image, RemoteImage) else part
+
+        fetched: list[Message] = []
+        for message in to_messages(prompt):
+            content = message.get("content")
+            if isinstance(content, list):
+                message = {**message, "content": [fetch(part) for part in content]}
+            fetched.append(message)
+        return fetched
+
+
+NO_IMAGES = ServedImages("used without a server")
+
+
+def image_count(prompt: Prompt) -> int:
+    """The number of images of a prompt."""
+    return 0 if is_text_prompt(prompt) else len(image_sources(to_messages(prompt)))
