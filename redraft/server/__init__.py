@@ -8,7 +8,6 @@ connections.py limits on connections: how many, and how long they may take
 bodies.py      limits on request bodies
 middleware.py  access: hosts, origins, API key, bodies, metrics, one log line per request
 worker.py      a bounded pool of threads that run requests against the engine
-turns.py       work of which the server does little at a time, shared evenly among clients
 compiler_pool.py  compiles patterns in helper processes
 streams.py     async streams: merge several, stop when the client disconnects, write server-sent events
 service.py     one model as every route uses it: read a body, start a completion, stream it, count it

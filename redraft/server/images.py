@@ -18,9 +18,9 @@ from redraft.engine import Stopped
 from redraft.engine.request import client_of
 from redraft.server.errors import BadRequestError
 from redraft.server.image_urls import ImageFetcher, RemoteImage, is_url
-from redraft.server.turns import Turns
 from redraft.tasks.generation import GenerationOptions, Prompt, is_text_prompt, to_messages
 from redraft.tasks.text_events import EncodedPrompt
+from redraft.tokenizer.helper_pool import HelperPool
 from redraft.tokenizer.helper_process import HelperStoppedError
 from redraft.tokenizer.images import expand_images, read_picture
 from redraft.tokenizer.messages import Message, check_messages, image_sources, is_image
@@ -105,25 +105,32 @@ def _text_of_part(part: Any, param: str, lack: str) -> str:
 # 2. Reading them
 
 
+class Turn:
+    """The permission to read the images of a request: lent to clients in turn, as helper processes are."""
+
+    def close(self) -> None:
+        """Nothing runs that would have to end."""
+
+
+def new_turns() -> HelperPool[Turn]:
+    """The turns of a server."""
+    return HelperPool(Turn, AT_ONCE, AT_ONCE_OF_CLIENT)
+
+
 @dataclass(frozen=True)
 class ServedImages:
-    """How a server takes images for one model. Models share the turns: they share the process that decodes."""
+    """How a server takes images for one model. Models share the turns: they share the memory."""
 
     config: ImageConfig | str  # of the model's card
     hosts: tuple[str, ...] = ()  # from which images are fetched
-    turns: Turns = field(default_factory=lambda: Turns(AT_ONCE, AT_ONCE_OF_CLIENT))
+    turns: HelperPool[Turn] = field(default_factory=new_turns)
 
     def encode(self, writer: Writer, prompt: Prompt, options: GenerationOptions) -> EncodedPrompt:
         """`Writer.encode` of a prompt that may have images."""
         if not image_count(prompt):
             return writer.encode(prompt, options)
         with self._turn(prompt, options):
-            encoded = writer.encode(self._fetch(prompt, options), options)
-        limit = writer.model.config.max_position_embeddings
-        if len(encoded.ids) >= limit:
-            tokens = f"with its images the prompt has {len(encoded.ids):,} tokens"
-            raise BadRequestError(f"{tokens}, and the model's context is {limit:,}: send fewer images")
-        return encoded
+            return writer.encode(self._fetch(prompt, options), options)
 
     def count_tokens(self, writer: Writer, prompt: Prompt, options: GenerationOptions) -> int:
         """The tokens of a prompt that may have images. The vision tower is not needed, and not loaded."""
@@ -158,7 +165,7 @@ class ServedImages:
     def _turn(self, prompt: Prompt, options: GenerationOptions) -> Iterator[None]:
         self.check(prompt)
         try:
-            with self.turns.turn(client_of(options.stop), options.stop):
+            with self.turns.lend(client_of(options.stop), options.stop):
                 yield
         except HelperStoppedError:
             raise Stopped from None

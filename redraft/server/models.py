@@ -24,7 +24,7 @@ from fastapi import Request
 from redraft.config import ConfigError
 from redraft.server.addresses import LATEST
 from redraft.server.errors import LOG, ModelLoadError, ServerClosingError, message_of
-from redraft.server.images import AT_ONCE, AT_ONCE_OF_CLIENT, ServedImages
+from redraft.server.images import ServedImages, new_turns
 from redraft.server.keep_alive import FOREVER
 from redraft.server.middleware import AT_END, Metrics
 from redraft.server.model_card import ModelCard
@@ -32,7 +32,6 @@ from redraft.server.schema import Body
 from redraft.server.server_config import ServerConfig
 from redraft.server.service import Service, client_name_of
 from redraft.server.streams import result_until_disconnected
-from redraft.server.turns import Turns
 from redraft.server.worker import Worker
 from redraft.tokenizer.helper_process import return_free_memory
 from redraft.writer import Writer
@@ -78,7 +77,7 @@ class Models:
         self.clock: Callable[[], float] = time.monotonic
         self.cards = {config.name: ModelCard.from_writer(writer)}
         self.cards |= {name: source.card for name, source in self.sources.items()}
-        self._image_turns = Turns(AT_ONCE, AT_ONCE_OF_CLIENT)
+        self._image_turns = new_turns()
         self._share_memory(config.name, writer, beside=())
         self.first = self._build_service(config.name, writer, Worker(writer, config.requests))
         self._current: dict[str, LoadedModel] = {}  # what a request for a name gets
