@@ -139,7 +139,8 @@ class Conversation:
             self.note(f"{count} images detached" if count != 1 else "1 image detached")
             return
         if not number.isdecimal() or not 1 <= int(number) <= count:
-            raise ValueError(f"/drop takes the number of an attached image, 1 to {count}, got {number[:100]!r}: see /image")
+            known = f"an attached image, 1 to {count}" if count else "an attached image, and none is attached"
+            raise ValueError(f"/drop takes the number of {known}, got {number[:100]!r}: see /image")
         self.note(f"{self.attached.pop(int(number) - 1)} is detached")
 
     def list_attached(self, if_none: str = "") -> None:

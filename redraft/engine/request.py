@@ -315,7 +315,7 @@ class Request:
         state.apply(work, verdict, fresh)
         if state.is_canvas_done and not state.is_finished:
             worker.catch_up(state)
-        self.context = [*self.prompt, *state.tokens][: self.cache.lengths[0]]
+        self.context = [*self.prefix_key, *state.tokens][: self.cache.lengths[0]]
         return len(work.clean) + work.canvas_length
 
     def finish_late(self, device: torch.device) -> tuple[list[Event], bool]:

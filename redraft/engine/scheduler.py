@@ -11,6 +11,7 @@ request gets a slot even when all slots are taken; the steps then rotate among t
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from redraft.engine.errors import RequestError
@@ -87,7 +88,8 @@ class Scheduler:
         try:
             self.check(self.cost(request), request.capacity)
         except RequestError:
-            self.waiting.remove(request)
+            with suppress(ValueError):  # its caller may have cancelled it meanwhile
+                self.waiting.remove(request)
             raise
 
     @property

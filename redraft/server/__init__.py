@@ -15,7 +15,7 @@ models.py      the models of a server: loads them on demand, unloads them when i
 model_card.py  what lists of models say about one
 keep_alive.py  how long an idle model stays in memory
 image_urls.py  fetches images from the hosts that the server may use
-images.py      images of requests: content parts of every wire format, limits, turns
+images.py      images of requests: content parts of every wire format, limits
 completion.py  CompletionParams and the chunks of a completion, independent of the wire format
 canvas_params.py  canvas options under vLLM's names, which every wire format may have
 stop_strings.py  cuts a completion at a stop string, as early as its text is final or has settled

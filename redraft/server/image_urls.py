@@ -40,11 +40,34 @@ WAY_OUT = "send the file as a data URL"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-@dataclass(frozen=True)
 class RemoteImage:
-    """An image of a prompt that is at an address. Only URLs of clients become one: base64 never does."""
+    """An image of a prompt that is at an address. Only URLs of clients become one: base64 never does.
 
-    url: str
+    It is fetched once, also if several completions of a request have it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._lock = threading.Lock()
+        self._data: bytes | None = None
+        self._error: BadRequestError | None = None
+
+    def fetch(self, fetcher: "ImageFetcher", name: str) -> bytes:
+        """Its bytes. Raises BadRequestError if they cannot be fetched, and Stopped once the fetcher's `stop` is set."""
+        while not self._lock.acquire(timeout=POLL_SECONDS):
+            if fetcher.stop is not None and fetcher.stop.is_set():
+                raise Stopped
+        try:
+            if self._error is not None:
+                raise self._error
+            if self._data is None:
+                self._data = fetcher.fetch(self.url, name)
+            return self._data
+        except BadRequestError as error:
+            self._error = error
+            raise
+        finally:
+            self._lock.release()
 
 
 def is_url(text: str) -> bool:
@@ -116,7 +139,7 @@ class Transfer:
         self.error: Exception | None = None
         self.is_done = threading.Event()
         self._is_cancelled = False
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection: PinnedConnection | None = None
 
     def run(self) -> None:
         """Fetches; `data` or `error` has what came of it."""
@@ -137,9 +160,9 @@ class Transfer:
         """Ends the thread at its next step on the network."""
         self._is_cancelled = True
         connection = self._connection
-        if connection is not None and connection.sock is not None:
+        if connection is not None and connection.opened is not None:
             with suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+                connection.opened.shutdown(socket.SHUT_RDWR)
 
     def _follow(self, url: str) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
@@ -176,7 +199,7 @@ class Transfer:
         if (response.length or 0) > self.limit:  # before a byte of it is read
             raise self._too_large()
         data = bytearray()
-        while piece := response.read(PIECE):
+        while not self._is_cancelled and (piece := response.read1(PIECE)):
             data += piece
             if len(data) > self.limit:
                 raise self._too_large()
@@ -195,12 +218,14 @@ class PinnedConnection(http.client.HTTPConnection):
         self.default_port = PORTS[scheme]  # left out of the Host header
         self.scheme = scheme
         self.address = address
+        self.opened: socket.socket | None = None  # `sock` is gone once a response that ends the connection has begun
 
     def connect(self) -> None:
         """Connects, without a DNS lookup."""
         self.sock = socket.create_connection((self.address, self.port), self.timeout)
         if self.scheme == "https":
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
+        self.opened = self.sock
 
 
 def check_url(url: str, hosts: tuple[str, ...], name: str = "the image") -> SplitResult:
@@ -230,7 +255,7 @@ def is_named(host: str, port: int | None, default_port: int, hosts: tuple[str, .
     for named in hosts:
         name, named_port = split_port(named)
         name = name.strip("[]")
-        is_host = host.endswith(name[1:]) if name.startswith("*.") else host == name
+        is_host = host.endswith(name[1:]) and not is_literal(host) if name.startswith("*.") else host == name
         if is_host and (port or default_port) == int(named_port or default_port):
             return True
     return False

@@ -1,4 +1,4 @@
-"""Images of requests: content parts of every wire format become parts of a message, and a model's images are read in turns.
+"""Images of requests: content parts of every wire format become parts of a message, and a model's images are read.
 
     {"type": "image_url", ...} -> {"type": "image", "image": base64 or RemoteImage} -> ServedImages.encode -> EncodedPrompt
 
@@ -7,16 +7,19 @@ request may have, from where they are fetched, and who is next.
 """
 
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from redraft.checkpoint import CheckpointError
+from redraft.config import ConfigError
 from redraft.config.vision import ImageConfig
 from redraft.constraints.errors import shorten
-from redraft.engine import Stopped
+from redraft.engine import RequestError, Stopped
 from redraft.engine.request import client_of
-from redraft.server.errors import BadRequestError
+from redraft.server.errors import BadRequestError, ModelLoadError
 from redraft.server.image_urls import ImageFetcher, RemoteImage, is_url
 from redraft.tasks.generation import GenerationOptions, Prompt, is_text_prompt, to_messages
 from redraft.tasks.text_events import EncodedPrompt
@@ -105,38 +108,40 @@ def _text_of_part(part: Any, param: str, lack: str) -> str:
 # 2. Reading them
 
 
-class Turn:
-    """The permission to read the images of a request: lent to clients in turn, as helper processes are."""
+class ReadPermit:
+    """The permission to read the images of a request: lent to clients by the rule of helper processes."""
 
     def close(self) -> None:
         """Nothing runs that would have to end."""
 
 
-def new_turns() -> HelperPool[Turn]:
-    """The turns of a server."""
-    return HelperPool(Turn, AT_ONCE, AT_ONCE_OF_CLIENT)
+def new_permits() -> HelperPool[ReadPermit]:
+    """The permits of a server."""
+    return HelperPool(ReadPermit, AT_ONCE, AT_ONCE_OF_CLIENT)
 
 
 @dataclass(frozen=True)
 class ServedImages:
-    """How a server takes images for one model. Models share the turns: they share the memory."""
+    """How a server takes images for one model. Models share the permits: they share the memory."""
 
     config: ImageConfig | str  # of the model's card
     hosts: tuple[str, ...] = ()  # from which images are fetched
-    turns: HelperPool[Turn] = field(default_factory=new_turns)
+    permits: HelperPool[ReadPermit] = field(default_factory=new_permits)
 
     def encode(self, writer: Writer, prompt: Prompt, options: GenerationOptions) -> EncodedPrompt:
         """`Writer.encode` of a prompt that may have images."""
         if not image_count(prompt):
             return writer.encode(prompt, options)
-        with self._turn(prompt, options):
-            return writer.encode(self._fetch(prompt, options), options)
+        with self._permit(prompt, options):
+            messages = self._fetch(prompt, options)
+            load_vision(writer, options.stop)
+            return writer.encode(messages, options)
 
     def count_tokens(self, writer: Writer, prompt: Prompt, options: GenerationOptions) -> int:
         """The tokens of a prompt that may have images. The vision tower is not needed, and not loaded."""
         if not image_count(prompt):
             return len(writer.encode_prompt(prompt, options.tools, options.think, options.stop))
-        with self._turn(prompt, options):
+        with self._permit(prompt, options):
             assert isinstance(self.config, ImageConfig)
             messages = self._fetch(prompt, options)
             stop = options.stop
@@ -144,8 +149,10 @@ class ServedImages:
             chat: dict[str, Any] = {"tools": options.tools, "think": options.think, "limit": limit, "stop": stop}
             ids = writer.tokenizer.encode_chat(messages, has_images=True, **chat)
             counts = []
-            for number, source in enumerate(image_sources(messages), 1):
-                counts.append(read_picture(source, self.config, name=f"image {number}", stop=stop).token_count)
+            sources = image_sources(messages)
+            for number, source in enumerate(sources, 1):
+                name = "the image" if len(sources) == 1 else f"image {number}"
+                counts.append(read_picture(source, self.config, name=name, stop=stop).token_count)
             assert writer.tokenizer.image_ids is not None  # else there would be no config
             expanded, _ = expand_images(ids, writer.tokenizer.image_ids, counts)
             return len(expanded)
@@ -162,10 +169,10 @@ class ServedImages:
         check_messages(to_messages(prompt))
 
     @contextmanager
-    def _turn(self, prompt: Prompt, options: GenerationOptions) -> Iterator[None]:
+    def _permit(self, prompt: Prompt, options: GenerationOptions) -> Iterator[None]:
         self.check(prompt)
         try:
-            with self.turns.lend(client_of(options.stop), options.stop):
+            with self.permits.lend(client_of(options.stop), options.stop):
                 yield
         except HelperStoppedError:
             raise Stopped from None
@@ -181,7 +188,7 @@ class ServedImages:
                 return part
             name = "the image" if has_one else f"image {next(numbers)}"
             image = part["image"]
-            return {**part, "image": fetcher.fetch(image.url, name)} if isinstance(image, RemoteImage) else part
+            return {**part, "image": image.fetch(fetcher, name)} if isinstance(image, RemoteImage) else part
 
         fetched: list[Message] = []
         for message in to_messages(prompt):
@@ -190,6 +197,16 @@ class ServedImages:
                 message = {**message, "content": [fetch(part) for part in content]}
             fetched.append(message)
         return fetched
+
+
+def load_vision(writer: Writer, stop: threading.Event | None) -> None:
+    """Loads the vision tower if it is not there yet. That it cannot be loaded is no mistake of the client."""
+    try:
+        writer.images.load_vision(writer.engine, stop)
+    except RequestError as error:  # no memory for it
+        raise ModelLoadError(f"the server takes no image now: {error}") from error
+    except (CheckpointError, ConfigError, OSError) as error:  # which name files of the server
+        raise ModelLoadError("the vision tower of this model cannot be loaded; the server's log says why") from error
 
 
 NO_IMAGES = ServedImages("used without a server")

@@ -1,5 +1,6 @@
 """ModelCard: what lists of models say about a model, whether it is loaded or not."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -99,6 +100,8 @@ def _abilities(config: BackboneConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def image_config_of(path_or_id: str | Path | None, tokenizer: Tokenizer) -> ImageConfig | str:
     """How a model's pictures become patches; a few words about what the model is if it takes none."""
+    if importlib.util.find_spec("PIL") is None:
+        return "on a server without Pillow"
     config = find_image_config(path_or_id)
     if not isinstance(config, str) and (tokenizer.image_ids is None or not tokenizer.can_chat):
         return "one whose vocabulary has no image tokens" if tokenizer.can_chat else "one without a chat template"

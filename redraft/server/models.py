@@ -24,7 +24,7 @@ from fastapi import Request
 from redraft.config import ConfigError
 from redraft.server.addresses import LATEST
 from redraft.server.errors import LOG, ModelLoadError, ServerClosingError, message_of
-from redraft.server.images import ServedImages, new_turns
+from redraft.server.images import ServedImages, new_permits
 from redraft.server.keep_alive import FOREVER
 from redraft.server.middleware import AT_END, Metrics
 from redraft.server.model_card import ModelCard
@@ -77,7 +77,7 @@ class Models:
         self.clock: Callable[[], float] = time.monotonic
         self.cards = {config.name: ModelCard.from_writer(writer)}
         self.cards |= {name: source.card for name, source in self.sources.items()}
-        self._image_turns = new_turns()
+        self._read_permits = new_permits()
         self._share_memory(config.name, writer, beside=())
         self.first = self._build_service(config.name, writer, Worker(writer, config.requests))
         self._current: dict[str, LoadedModel] = {}  # what a request for a name gets
@@ -87,7 +87,7 @@ class Models:
         self._is_closing = False
 
     def _build_service(self, name: str, writer: Writer, worker: Worker) -> Service:
-        images = ServedImages(self.cards[name].images, self.config.image_hosts, self._image_turns)
+        images = ServedImages(self.cards[name].images, self.config.image_hosts, self._read_permits)
         return Service(writer, worker, self.metrics, name, self.config.compile_seconds, images)
 
     def _share_memory(self, name: str, writer: Writer, beside: Sequence[Service]) -> None:

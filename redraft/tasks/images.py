@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from redraft.checkpoint import CheckpointError, find_base
+from redraft.config import ModelConfig
 from redraft.engine import Engine, RequestError, Stopped
 from redraft.model.backbone import Backbone
 from redraft.tasks.feature_cache import POLL_SECONDS, EncodedImage, FeatureCache
@@ -75,12 +76,7 @@ class ImageReader:
                 raise Stopped
         try:
             if self._parts is None:
-                parts = self._read_vision()
-                if engine is None:
-                    parts.vision.to(self.model.device)
-                else:
-                    self._move_beside(parts, engine, stop)
-                self._parts = parts
+                self._parts = self._load_to_device() if engine is None else self._load_beside(engine, stop)
             return self._parts
         finally:
             self._lock.release()
@@ -100,13 +96,21 @@ class ImageReader:
             )
         return parts
 
-    def _move_beside(self, parts: VisionParts, engine: Engine, stop: threading.Event | None) -> None:
-        """Moves the tower to the model's device, layer by layer between steps, within the budget of the KV caches."""
-        from redraft.engine.vision_memory import count_vision_bytes
+    def _load_to_device(self) -> VisionParts:
+        parts = self._read_vision()
+        parts.vision.to(self.model.device)
+        return parts
 
-        nbytes = count_vision_bytes(parts.vision.config, self.model.config.hidden_size, self.model.dtype.itemsize)
-        engine.take_memory(nbytes, "the vision tower", ADVICE, least=self.least_cache_bytes, stop=stop)
+    def _load_beside(self, engine: Engine, stop: threading.Event | None) -> VisionParts:
+        """Loads the tower to the model's device, layer by layer between steps, within the budget of the KV caches."""
+        from redraft.engine.vision_memory import plan_vision_bytes
+
+        config = self.model.config
+        nbytes = plan_vision_bytes(config, self.model.dtype.itemsize) if isinstance(config, ModelConfig) else 0
+        if nbytes:  # before a weight is read
+            engine.take_memory(nbytes, "the vision tower", ADVICE, least=self.least_cache_bytes, stop=stop)
         try:
+            parts = self._read_vision()
             modules: list[torch.nn.Module] = [*parts.vision.vision_tower.encoder.layers, parts.vision]  # the rest at last
             for module in modules:
                 with engine.take_turn(1, stop):
@@ -117,6 +121,7 @@ class ImageReader:
         except BaseException:
             engine.return_memory(nbytes)
             raise
+        return parts
 
     # 2. Conversations
 

@@ -1,6 +1,7 @@
 """Helper pool: lends a few helper processes to many callers, so that no client stalls the others.
 
-A client has at most `per_client` processes at a time. The next free process goes to the client that has waited longest.
+A client has at most `per_client` processes at a time. The next free process goes to the client that has the fewest, and of
+these to the one that has waited longest.
 """
 
 import threading
@@ -84,7 +85,8 @@ class HelperPool(Generic[Process]):
             self._changed.notify_all()
 
     def _is_next(self, client: str) -> bool:
-        """Whether a process is free and no other client that may have one has waited longer."""
+        """Whether a process is free, and it is the turn of this client."""
         if self._is_closed or (not self._free and len(self._processes) >= self.size):
             return False
-        return client == next((other for other in self._waiting if self._busy[other] < self.per_client), None)
+        allowed = [other for other in self._waiting if self._busy[other] < self.per_client]
+        return client == min(allowed, key=lambda other: self._busy[other], default=None)

@@ -40,6 +40,7 @@ DECODE_SECONDS = 20.0
 DECODERS = 3  # helper processes; a client has two of them at most, so that its slow pictures leave one to others
 MAX_FILE_BYTES = 20 * 2**20
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.+-]+=[\w.+-]*)*)(;base64)?,", re.IGNORECASE)
+NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/=]")
 
 Source = bytes | str | Path  # a file's bytes; a data URL or base64; a path
 
@@ -107,8 +108,14 @@ def read_bytes(source: Source, name: str = "the image") -> bytes:
         return decode_base64(source, name)
     if isinstance(source, Path):
         try:
+            if (size := source.stat().st_size) > MAX_FILE_BYTES:
+                raise _too_large(size, name)
             data = read_file(source)
         except OSError as error:
+            if re.match(r"https?:/", str(source), re.IGNORECASE):  # a Path has one of its slashes only
+                raise ImageError(
+                    f"{name} is the address {str(source)[:100]!r}: save the picture, and give its file"
+                ) from None
             raise ImageError(f"{name} cannot be read: {error.strerror or error}: {source}") from None
     elif isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
@@ -118,12 +125,17 @@ def read_bytes(source: Source, name: str = "the image") -> bytes:
     if not data:
         raise ImageError(f"{name} is empty: send a {FORMAT_WORDS} file")
     if len(data) > MAX_FILE_BYTES:
-        raise ImageError(f"{name} has {len(data):,} bytes, and redraft reads {MAX_FILE_BYTES:,} at most: make it smaller")
+        raise _too_large(len(data), name)
     return data
+
+
+def _too_large(size: int, name: str) -> ImageError:
+    return ImageError(f"{name} has {size:,} bytes, and redraft reads {MAX_FILE_BYTES:,} at most: make it smaller")
 
 
 def decode_base64(text: str, name: str = "the image") -> bytes:
     """The bytes of a data URL, or of plain base64."""
+    text = text.lstrip() if text[:1].isspace() else text
     if re.match(r"(?:https?|ftp|file):", text, re.IGNORECASE):
         raise ImageError(f"{name} is the address {text[:100]!r}, and redraft fetches nothing: send the file as a data URL")
     if len(text) > MAX_FILE_BYTES * 4 // 3 + 4096:
@@ -144,8 +156,9 @@ def decode_base64(text: str, name: str = "the image") -> bytes:
         # Not base64.b64decode, which copies a string first.
         data = binascii.a2b_base64(encoded + "=" * (-len(encoded) % 4), strict_mode=True)
     except (binascii.Error, ValueError):
-        shown = encoded[:40]
-        raise ImageError(f"{name} is not base64: it begins with {shown!r}") from None
+        wrong = NOT_BASE64.search(encoded)
+        reason = f"it begins with {encoded[:40]!r}" if wrong is None else f"it holds {wrong[0]!r}"
+        raise ImageError(f"{name} is not base64: {reason}") from None
     return read_bytes(data, name)
 
 

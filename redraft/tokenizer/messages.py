@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from redraft.config import parse_json
+from redraft.config import parse_json, show_value
 
 ROLES = ("system", "developer", "user", "assistant", "model", "tool")
 KEPT_ROLES = ("system", "developer", "user", "tool")  # a template may leave out parts of the others' messages: thoughts
@@ -28,19 +28,28 @@ def check_messages(messages: Sequence[Message]) -> None:
         calls = message.get("tool_calls")
         if content is None and not calls:
             raise TokenizerError(f"message {index} ({message['role']}) has neither content nor tool_calls")
-        if isinstance(content, Mapping) and message["role"] == "tool":
+        if isinstance(content, Mapping) and message["role"] == "tool" and not is_image(content):
             continue
+        if is_image(content):
+            raise TokenizerError(f"message {index} has an image as its content: put it into a list of parts")
         for part in content if isinstance(content, list | tuple) else [content or ""]:
             if is_image(part):
                 _check_image(part, message["role"], index)
                 continue
             text = part.get("text") if isinstance(part, Mapping) else part
             if not isinstance(text, str):
-                raise TokenizerError(f"message {index} has content that is not text: {part!r}")
+                raise TokenizerError(f"message {index} has content that is not text: {_describe_part(part)}")
         if calls is not None and not isinstance(calls, list | tuple):
             raise TokenizerError(f"message {index}: tool_calls must be a list, got {calls!r}")
         for call in calls or []:
             _check_function_name(call, f"message {index}: a tool call")
+
+
+def _describe_part(part: Any) -> str:
+    """A part that is no text, in a few words: it may hold the megabytes of a picture."""
+    if isinstance(part, Mapping) and part.get("type") in ("image_url", "input_image"):
+        return f'a part of type {part["type"]!r}; an image is {{"type": "image", "image": bytes, a data URL or a path}}'
+    return show_value(part)
 
 
 def is_image(part: Any) -> TypeGuard[Mapping[str, Any]]:

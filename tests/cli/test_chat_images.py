@@ -134,7 +134,7 @@ def test_a_file_that_vanishes_is_sent_as_it_was(run, folder, requests, here, mon
         ("/image none.png", "there is no file 'none.png': a path begins with / or ~, or in the folder "),
         ("/image page.png", "page.png is no PNG, JPEG, WebP, GIF or BMP file"),
         ("What is page.png?", "page.png is no PNG, JPEG, WebP, GIF or BMP file"),
-        ("/drop 1", "/drop takes the number of an attached image, 1 to 0, got '1'"),
+        ("/drop 1", "/drop takes the number of an attached image, and none is attached, got '1'"),
     ],
 )
 def test_in_a_pipe_a_mistake_ends_the_chat(run, folder, requests, line, words):

@@ -18,7 +18,7 @@ from redraft.cli.main import app
 from redraft.engine import StopEvent, Stopped
 from redraft.server import image_urls
 from redraft.server.errors import BadRequestError
-from redraft.server.image_urls import ImageFetcher, check_url, is_public, is_url, parse_image_hosts
+from redraft.server.image_urls import ImageFetcher, RemoteImage, check_url, is_public, is_url, parse_image_hosts
 
 PICTURE = vision_models.FILES["landscape"]()
 
@@ -44,6 +44,10 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(bytes(2**16))
         elif kind == "slow":
             server.is_over.wait(60)
+        elif kind == "drip":  # a response that ends its connection, as most servers send it
+            self.answer(200, b"", **{"Content-Length": "100000", "Connection": "close"})
+            while not server.is_over.wait(0.05):
+                self.wfile.write(b"x")
         elif kind == "noise":
             self.wfile.write(b"\x00\x01 not HTTP\r\n\r\n")
         else:
@@ -224,6 +228,42 @@ def test_limits_of_size_and_time(site):
     stop.set()
     with pytest.raises(Stopped):
         ImageFetcher((here,), stop).fetch(f"http://{here}/slow")
+
+
+def test_a_transfer_for_which_nobody_waits_ends(site):
+    """Else every slow host would leave a thread and a connection behind."""
+    _, port = site
+    here = f"127.0.0.1:{port}"
+    assert "did not come from its address within 0.3 s" in refusal(f"http://{here}/drip", [here], seconds=0.3)
+    assert tiny.wait_until(lambda: not any(thread.name == "redraft-image" for thread in threading.enumerate()))
+
+
+def test_an_image_of_several_completions_is_fetched_once(site):
+    server, port = site
+    here = f"127.0.0.1:{port}"
+    for path, words in (("a.png", None), ("missing", "answers 404")):
+        image = RemoteImage(f"http://{here}/{path}")
+        found = []
+
+        def fetch(image=image, found=found):
+            try:
+                found.append(image.fetch(ImageFetcher((here,)), "the image"))
+            except BadRequestError as error:
+                found.append(str(error))
+
+        threads = [threading.Thread(target=fetch) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(found) == 4
+        assert all(data == PICTURE if words is None else words in data for data in found)
+        assert [asked for _, asked in server.asked].count(f"/{path}") == 1
+
+
+def test_a_wildcard_names_no_address():
+    with pytest.raises(BadRequestError, match="fetches nothing"):
+        check_url("http://127.0.0.1/", parse_image_hosts(["*.0.0.1", "*.0.1"]))
 
 
 def test_hosts_are_parsed():

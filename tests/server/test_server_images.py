@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import socket
 import struct
 import threading
@@ -20,13 +21,11 @@ from tiny import wait_until
 
 import redraft
 from redraft.checkpoint.vision_check import find_image_config
-from redraft.engine import StopEvent
 from redraft.server.completion import join_messages
 from redraft.server.errors import BadRequestError
-from redraft.server.images import MAX_IMAGES, Turn
+from redraft.server.images import MAX_IMAGES
 from redraft.server.model_card import ModelCard, image_config_of
 from redraft.tokenizer import images as tokenizer_images
-from redraft.tokenizer.helper_pool import HelperPool
 from redraft.tokenizer.helper_process import HelperStoppedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from the clients' own libraries
@@ -285,7 +284,7 @@ HOSTILE = {
     "cut short": (base64_of(LANDSCAPE[: len(LANDSCAPE) // 2]), "damaged or cut short"),
     "a bomb": (base64_of(png_header(60_000, 60_000)), "60000 x 60000 pixels"),
     "6 MiB of base64 that is no picture": (base64_of(bytes(6 * 2**20 - 2**16)), "is no PNG, JPEG"),
-    "8 MB that are no base64": ("%" * 8_000_000, "is not base64: it begins with"),
+    "8 MB that are no base64": ("%" * 8_000_000, "is not base64: it holds '%'"),
     "a path": ("/etc/passwd", "is no PNG, JPEG"),
     "nothing": ("", "is empty"),
 }
@@ -400,6 +399,28 @@ def test_a_body_above_the_limit_is_refused_before_it_is_read(url):
     assert (refused.status_code, "8,388,608 bytes" in refused.text) == (413, True)
 
 
+def test_a_vision_tower_that_cannot_be_loaded_is_no_mistake_of_the_client(folder, tmp_path, caplog):
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    with served(load(moved)) as url:
+        (moved / "model.safetensors").rename(moved / "elsewhere.safetensors")
+        failed = post(url, "/v1/chat/completions", messages=[{"role": "user", "content": chat_content()}])
+        assert failed.status_code == 500
+        assert "the vision tower of this model cannot be loaded" in failed.text
+        assert str(tmp_path) not in failed.text
+        assert "model.safetensors" in caplog.text
+        (moved / "elsewhere.safetensors").rename(moved / "model.safetensors")
+        assert post(url, "/v1/chat/completions", messages=[{"role": "user", "content": chat_content()}]).status_code == 200
+
+
+def test_the_likeliest_completion_is_chosen_with_the_image(url, folder):
+    """With this seed another completion would be the likeliest without the image."""
+    parts = [{"type": "image", "image": data} for data in PICTURES]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}]
+    best = load(folder).chat(messages, seed=12, max_tokens=TOKENS, best_of=6)
+    asked = {"messages": [{"role": "user", "content": chat_content()}], "seed": 12, "max_tokens": TOKENS, "best_of": 6}
+    assert post(url, "/v1/chat/completions", **asked).json()["choices"][0]["message"]["content"] == best.text
+
+
 def test_a_client_that_leaves_while_its_picture_is_decoded_frees_its_slot(folder, monkeypatch):
     calls = []
 
@@ -420,33 +441,3 @@ def test_a_client_that_leaves_while_its_picture_is_decoded_frees_its_slot(folder
                     assert wait_until(lambda number=number: len(calls) == number + 1)
                 assert wait_until(lambda: "redraft_active_requests 0.0" in httpx.get(f"{url}/metrics", verify=False).text)
             assert post(url, path, **body).status_code == 200  # the turn is free too
-
-
-def test_a_client_has_its_share_of_the_turns_and_the_longest_waiting_one_is_next():
-    turns = HelperPool(Turn, 2, per_client=1)
-    order = []
-    released = {name: threading.Event() for name in ("a", "b", "c", "d")}
-
-    def wait(client):
-        with turns.lend(client, StopEvent(client)):
-            order.append(client)
-            released[client].wait(60)
-
-    threads = []
-    for count, client in enumerate(("a", "a", "b", "c", "d"), 1):
-        threads.append(threading.Thread(target=wait, args=(client,)))
-        threads[-1].start()
-        assert wait_until(lambda count=count: len(order) + len(turns._waiting) == count)
-    assert sorted(order) == ["a", "b"]
-    released["b"].set()
-    assert wait_until(lambda: len(order) == 3)
-    assert order[-1] == "c"  # the second request of a has waited longer, but a has a turn
-    for event in released.values():
-        event.set()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(order) == ["a", "a", "b", "c", "d"]
-    stop = StopEvent("e")
-    stop.set()
-    with turns.lend("f", None), turns.lend("g", None), pytest.raises(HelperStoppedError), turns.lend("e", stop):
-        pass
