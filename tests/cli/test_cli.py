@@ -1,6 +1,8 @@
 """The command line: in a pipe, on a terminal, with user errors, interrupted."""
 
+import faulthandler
 import fcntl
+import gc
 import io
 import json
 import os
@@ -195,8 +197,12 @@ def run_in_child(args: list[str]) -> NoReturn:
 
     The child computes with one thread, since the parent's pool of OpenMP threads does not survive a fork. It handles SIGINT
     as a process of a terminal does, also when the tests run in the background of a shell, which ignores the signal.
+    Garbage of the parent stays as it is: a finalizer may wait for a lock that a thread of the parent held at the fork, or
+    end a process of the parent. A child that hangs says where, and ends.
     """
     code = 1
+    gc.freeze()
+    faulthandler.dump_traceback_later(SILENT_SECONDS - 60, exit=True, file=2)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         fix_threads(1)  # not torch.set_num_threads: a count that redraft has used before would not count as the user's
@@ -266,6 +272,8 @@ def on_terminal(
             os.write(fd, typed)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(fd)
+    if b"Timeout (" in written:
+        pytest.fail(f"the command hangs: {written.decode(errors='replace')}")
     above = ["".join(line[x].data for x in range(columns)) for line in screen.history.top]
     return code, written, shots, [line.rstrip() for line in [*above, *screen.display]]
 
