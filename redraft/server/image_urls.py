@@ -62,6 +62,8 @@ class RemoteImage:
                 raise self._error
             if self._data is None:
                 self._data = fetcher.fetch(self.url, name)
+            else:
+                fetcher.bytes_left -= len(self._data)
             return self._data
         except BadRequestError as error:
             self._error = error
@@ -183,7 +185,7 @@ class Transfer:
         try:
             connection.connect()
             if self._is_cancelled:
-                raise OSError("nobody waits for it")
+                raise OSError("the transfer was cancelled")
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", target, headers=HEADERS)
             with connection.getresponse() as response:

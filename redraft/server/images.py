@@ -25,7 +25,7 @@ from redraft.tasks.generation import GenerationOptions, Prompt, is_text_prompt, 
 from redraft.tasks.text_events import EncodedPrompt
 from redraft.tokenizer.helper_pool import HelperPool
 from redraft.tokenizer.helper_process import HelperStoppedError
-from redraft.tokenizer.images import expand_images, read_picture
+from redraft.tokenizer.images import encode_image_chat, read_picture
 from redraft.tokenizer.messages import Message, check_messages, image_sources, is_image
 from redraft.writer import Writer
 
@@ -143,19 +143,17 @@ class ServedImages:
             return len(writer.encode_prompt(prompt, options.tools, options.think, options.stop))
         with self._permit(prompt, options):
             assert isinstance(self.config, ImageConfig)
+            config = self.config
             messages = self._fetch(prompt, options)
-            stop = options.stop
-            limit = writer.model.config.max_position_embeddings
-            chat: dict[str, Any] = {"tools": options.tools, "think": options.think, "limit": limit, "stop": stop}
-            ids = writer.tokenizer.encode_chat(messages, has_images=True, **chat)
-            counts = []
-            sources = image_sources(messages)
-            for number, source in enumerate(sources, 1):
-                name = "the image" if len(sources) == 1 else f"image {number}"
-                counts.append(read_picture(source, self.config, name=name, stop=stop).token_count)
-            assert writer.tokenizer.image_ids is not None  # else there would be no config
-            expanded, _ = expand_images(ids, writer.tokenizer.image_ids, counts)
-            return len(expanded)
+            chat: dict[str, Any] = {"tools": options.tools, "think": options.think, "stop": options.stop}
+            encoded = encode_image_chat(
+                writer.tokenizer,
+                messages,
+                lambda source, name: read_picture(source, config, name=name, stop=options.stop),
+                limit=writer.model.config.max_position_embeddings,
+                **chat,
+            )
+            return len(encoded.ids)
 
     def check(self, prompt: Prompt) -> None:
         """Refuses images that this model does not take, before any is looked at."""

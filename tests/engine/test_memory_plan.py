@@ -168,7 +168,7 @@ def test_adapters_and_their_forwards_are_planned():
 
 
 def test_the_vision_tower_is_planned_when_it_is_asked_for():
-    """Its weights are those that loading it takes; a text-only model has none."""
+    """The plan counts the bytes that the loaded tower has. A text-only model has no tower."""
     released = replace(RELEASED, vision=vision_models.RELEASED)
     plain, with_vision = (
         plan_memory(released, WEIGHTS["published"], 40 * 10**9, Demand(canvases=4, has_vision=has_vision))

@@ -261,6 +261,16 @@ def test_an_image_of_several_completions_is_fetched_once(site):
         assert [asked for _, asked in server.asked].count(f"/{path}") == 1
 
 
+def test_an_image_that_is_there_already_counts_toward_the_size_of_a_request(site):
+    _, port = site
+    here = f"127.0.0.1:{port}"
+    image = RemoteImage(f"http://{here}/a.png")
+    for _ in range(2):
+        fetcher = ImageFetcher((here,))
+        image.fetch(fetcher, "the image")
+        assert fetcher.bytes_left == image_urls.MAX_FILE_BYTES - len(PICTURE)
+
+
 def test_a_wildcard_names_no_address():
     with pytest.raises(BadRequestError, match="fetches nothing"):
         check_url("http://127.0.0.1/", parse_image_hosts(["*.0.0.1", "*.0.1"]))

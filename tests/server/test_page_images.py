@@ -1,6 +1,7 @@
 """Images in the chat of the web page, in a real Chromium: chosen, dropped, pasted, scaled down, sent, kept.
 
-The server here has a text model. The browser is told that it has vision, and images are taken out of requests on the way.
+The server of these tests has a text model. The tests tell the browser that the model has vision, and remove the images from
+the requests that it sends.
 """
 
 import base64
