@@ -171,9 +171,9 @@ class WorkBeside(ABC):
     def _grant_turns(self) -> None:
         """Lets work beside the engine make forwards, one after another, as long as it is its turn.
 
-        After about a prefill chunk of tokens a step follows, so that requests do not wait for many threads of one client.
+        After about a canvas of tokens a step follows: requests wait about one step for the work beside them.
         """
-        tokens_left = self.config.prefill_chunk
+        tokens_left = self.model.config.canvas_length
         while tokens_left > 0 and (turn := self.scheduler.next_turn()) is not None:
             tokens_left -= turn.tokens
             with self._changed:

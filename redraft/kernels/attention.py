@@ -29,18 +29,31 @@ def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockM
         flex: Any = _compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
         out_BHSK = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped)
     else:
-        dense = mask[:, None] if mask is not None else None
-        if is_grouped and dense is not None and q.is_cuda and q.requires_grad:
-            # The kernel that needs little memory takes no groups; without it all scores would be stored.
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-            is_grouped = False
-        parts = []
-        for begin, end in _split_queries(q, k):
-            own = dense if dense is None or dense.shape[2] == 1 else dense[:, :, begin:end]
-            part = q[:, :, begin:end]
-            parts.append(F.scaled_dot_product_attention(part, k, v, attn_mask=own, scale=scale, enable_gqa=is_grouped))
-        out_BHSK = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        out_BHSK = _attend_densely(q, k, v, mask[:, None] if mask is not None else None, scale)
     return out_BHSK.transpose(1, 2).flatten(2)
+
+
+def _attend_densely(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask_B1ST: Tensor | None, scale: float) -> Tensor:
+    """Torch's own attention. On a GPU, its kernels that need little memory take groups or a mask, not both."""
+    shape = q_BHSK.shape
+    group = shape[1] // k_BGTK.shape[1]
+    if group > 1 and mask_B1ST is not None and has_no_grouped_kernel(q_BHSK):
+        if mask_B1ST.shape[2] == 1:  # all queries see the same keys: those of a group are queries of one head
+            q_BHSK, group = q_BHSK.reshape(shape[0], k_BGTK.shape[1], -1, shape[3]), 1
+        elif q_BHSK.requires_grad:
+            k_BGTK, v_BGTK = (t.repeat_interleave(group, dim=1) for t in (k_BGTK, v_BGTK))
+            group = 1
+    parts = []
+    for begin, end in _split_queries(q_BHSK, k_BGTK):
+        mask = mask_B1ST if mask_B1ST is None or mask_B1ST.shape[2] == 1 else mask_B1ST[:, :, begin:end]
+        part = q_BHSK[:, :, begin:end]
+        parts.append(F.scaled_dot_product_attention(part, k_BGTK, v_BGTK, attn_mask=mask, scale=scale, enable_gqa=group > 1))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).reshape(shape)
+
+
+def has_no_grouped_kernel(q: Tensor) -> bool:
+    """Whether torch would copy the keys and values of a group for each of its heads, to apply a mask."""
+    return q.is_cuda
 
 
 def _split_queries(q_BHSK: Tensor, k_BGTK: Tensor) -> list[tuple[int, int]]:

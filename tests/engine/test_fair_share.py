@@ -173,15 +173,16 @@ def test_a_stopped_turn_does_not_run():
 
 
 def test_turns_of_many_threads_leave_steps_between_them(monkeypatch):
-    """Forwards beside the engine as long as a prefill chunk: after each of them a step follows."""
-    subject = engine(prefill_chunk=16)
+    """Forwards beside the engine over as many tokens as a canvas has: after each of them a step follows."""
+    subject = engine()
+    assert subject.config.prefill_chunk > MODEL.config.canvas_length
     order = []
     step = subject.step
     monkeypatch.setattr(subject, "step", lambda: (order.append("step"), step()))
 
     def work() -> None:
         for _ in range(10):
-            with subject.take_turn(16, StopEvent("a")):
+            with subject.take_turn(MODEL.config.canvas_length, StopEvent("a")):
                 order.append("turn")
 
     with subject.run_in_background():

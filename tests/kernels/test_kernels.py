@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from redraft import kernels
+from redraft.kernels import attention
 from redraft.kernels.attention import SCORES_AT_ONCE
 from redraft.kernels.vocabulary import sample_from
 
@@ -43,19 +44,23 @@ def test_proportional_rope_leaves_other_pairs_unchanged():
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (5, 1)])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("mask_rows", [0, 1, 3])
 @pytest.mark.parametrize("scores_at_once", [None, 1, 2 * 6 * 11 * 2])
-def test_attention(heads, groups, masked, scores_at_once, monkeypatch):
-    """Whether all queries attend at once, one after another, or two at a time."""
+@pytest.mark.parametrize("as_on_a_gpu", [None, "without gradients", "with gradients"])
+def test_attention(heads, groups, mask_rows, scores_at_once, as_on_a_gpu, monkeypatch):
+    """Whether all queries attend at once, one after another, or two at a time; with torch's grouped kernels or without."""
     if scores_at_once is not None:
         monkeypatch.setitem(SCORES_AT_ONCE, "cpu", scores_at_once)
     q, k, v = torch.randn(2, 3, heads, 8), torch.randn(2, 11, groups, 8), torch.randn(2, 11, groups, 8)
-    mask = torch.rand(2, 3, 11) < 0.6 if masked else None
-    if masked:
+    if as_on_a_gpu:
+        monkeypatch.setattr(attention, "has_no_grouped_kernel", lambda q: True)
+        q.requires_grad_(as_on_a_gpu == "with gradients")
+    mask = torch.rand(2, mask_rows, 11) < 0.6 if mask_rows else None
+    if mask is not None:
         mask[..., 0] = True
     wide = [t.double().repeat_interleave(heads // groups, dim=2).transpose(1, 2) for t in (k, v)]
     scores = q.double().transpose(1, 2) @ wide[0].transpose(2, 3)
-    if masked:
+    if mask is not None:
         scores = scores.masked_fill(~mask[:, None], -torch.inf)
     truth = (scores.softmax(-1) @ wide[1]).transpose(1, 2).flatten(2)
     assert (kernels.attend(q, k, v, mask) - truth).abs().max() < 1e-5
