@@ -35,8 +35,8 @@ from redraft.model.kv_cache import KVCache
 from redraft.model.quant import quantize_fp8
 
 
-def time_step(engine: Engine, prompts: Sequence[list[int]], steps: int) -> float:
-    """Milliseconds of a step in which every prompt has a canvas: the median of one canvas each."""
+def time_step(engine: Engine, prompts: Sequence[list[int]], steps: int) -> float | None:
+    """Milliseconds of a step in which every prompt has a canvas: the median of one canvas each; None if there are none."""
     config, device = engine.model.config, engine.model.device
     cfg = SamplerConfig(
         canvas_length=config.canvas_length,
@@ -52,7 +52,7 @@ def time_step(engine: Engine, prompts: Sequence[list[int]], steps: int) -> float
         drafting = sum(isinstance(event, Draft) for _, event in engine.step())
         wait(device)
         at = [*at, time.perf_counter()] if drafting == len(prompts) else at
-    return 1e3 * statistics.median(b - a for a, b in pairwise(at)) if len(at) > 1 else math.nan
+    return 1e3 * statistics.median(b - a for a, b in pairwise(at)) if len(at) > 1 else None
 
 
 def find_doubling(step_ms: dict[int, float]) -> float | None:
@@ -80,13 +80,17 @@ def measure(options: argparse.Namespace, console: Console) -> list[dict[str, Any
         chance = torch.Generator().manual_seed(context)
         prompts = torch.randint(10, config.vocab_size // 2, (max(counts), context), generator=chance).tolist()
         nbytes = KVCache.count_bytes(config, context + 4 * config.canvas_length, model.dtype, rewind)
-        budget = 2**30 + (max(counts) + 1) * nbytes
+        budget = 2**30 + 2 * max(counts) * nbytes  # of those that run, and of those in the prefix cache
         limits = {"max_running": max(counts), "prefix_cache_entries": max(counts), "rewind": rewind}
         engine = Engine(model, EngineConfig(cache_bytes=budget, **limits))
         step_ms: dict[int, float] = {}
         for count in counts:
             time_step(engine, prompts[:count], 3)  # prefills new prompts, captures the graphs
-            step_ms[count] = time_step(engine, prompts[:count], options.steps)
+            measured = time_step(engine, prompts[:count], options.steps)
+            if measured is None:
+                print(f"context {context:,}, {count} canvases: not denoised together", flush=True)
+                continue
+            step_ms[count] = measured
             speed = 1e3 * count * config.canvas_length / (options.steps * step_ms[count])
             cells = (step_ms[count], speed, step_ms[count] / count)
             print(f"context {context:,}, {count} canvases: {step_ms[count]:,.1f} ms a step", flush=True)
