@@ -3,11 +3,15 @@
 Every row is a process of its own, the best of some. A ratio is the row's time over that of `import torch` in the same run.
 The last line is JSON.
 
-    python benchmarks/bench_start.py [--repeat 3]
+    python benchmarks/bench_start.py [--repeat 3] [--chat]
+
+`--chat` also starts `redraft chat` with SmolLM2, which `redraft pull smollm2` has fetched, and waits for its first answer;
+the most memory of such a process is printed too.
 """
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -29,10 +33,14 @@ main.main()
 PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
 
 
-def process_seconds(*arguments: str, code: int = 0) -> float:
-    """Wall time of one Python process, which ends with this exit code."""
+UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, of `ru_maxrss`
+QUESTION = "What is the capital of France?\n"
+
+
+def process_seconds(*arguments: str, code: int = 0, text: str | None = None) -> float:
+    """Wall time of one Python process, which reads this text and ends with this exit code."""
     began = time.perf_counter()
-    process = subprocess.run([sys.executable, *arguments], capture_output=True)
+    process = subprocess.run([sys.executable, *arguments], capture_output=True, input=text.encode() if text else None)
     seconds = time.perf_counter() - began
     if process.returncode != code:
         raise SystemExit(f"{arguments} ended with {process.returncode}: {process.stderr.decode()}")
@@ -62,8 +70,12 @@ def main() -> None:
     """Prints the table and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
-    repeat = parser.parse_args().repeat
+    parser.add_argument("--chat", action="store_true", help="an answer of SmolLM2 too")
+    options = parser.parse_args()
+    repeat = options.repeat
     process_seconds("-c", "import torch")  # the files are in memory
+    chats = [process_seconds("-m", "redraft", "chat", text=QUESTION) for _ in range(repeat)] if options.chat else []
+    chat_gb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * UNIT / 1e9  # no process before them is larger
     stories = [story_seconds() for _ in range(repeat)]
     sudoku = ("-m", "redraft", "sudoku", PUZZLE, "--json", "--seed", "1")
     seconds = {
@@ -75,6 +87,9 @@ def main() -> None:
         "finished story": min(whole for _, whole in stories),
         "redraft sudoku": min(process_seconds(*sudoku) for _ in range(repeat)),
     }
+    if chats:
+        seconds["redraft chat"] = min(chats)
+        print(f"redraft chat: {chat_gb:.2f} GB at most")
     for name, value in seconds.items():
         print(f"{name:<20}{value:7.2f} s {value / seconds['import torch']:6.1f}x")
     print(json.dumps({"bench": "start", "seconds": {name: round(value, 2) for name, value in seconds.items()}}))

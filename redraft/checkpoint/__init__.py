@@ -22,7 +22,7 @@ adapter_summary.py   what the files of an adapter say about it
 atomic_folder.py     replaces a folder as a whole
 publish_packed.py    packed weights in the layout of compressed-tensors
 save.py              model -> folder
-tensor_file.py       writes a safetensors file tensor by tensor
+tensor_file.py       writes safetensors files, at once or tensor by tensor
 quantize.py          folder or GGUF file -> quantized folder, weight by weight
 merge.py             folder or GGUF file, and an adapter -> folder
 part_sizes.py        bits and bytes of the parts of a checkpoint

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from redraft.checkpoint.find import PACKAGED
 from redraft.checkpoint.names import ADAPTER_CONFIG, DECODER, ENCODER, GEMMA4, GEMMA4_TEXT, VISION
+from redraft.checkpoint.tensor_file import save_tensors
 from redraft.config import ConfigError, parse_json, read_json, require_int, require_number, show_value, write_text
 from redraft.model.backbone import Backbone
 from redraft.model.lora import (
@@ -127,7 +127,7 @@ def save_adapter(
         tensors[f"{name}.lora_A.weight"] = a.to("cpu", dtype).contiguous().clone()
         tensors[f"{name}.lora_B.weight"] = b.to("cpu", dtype).contiguous().clone()
     part = folder / f"{ADAPTER_WEIGHTS}.part"
-    save_file(tensors, part, {"format": "pt", METADATA: json.dumps({"base": base, **(metadata or {})})})
+    save_tensors(tensors, part, {"format": "pt", METADATA: json.dumps({"base": base, **(metadata or {})})})
     part.replace(folder / ADAPTER_WEIGHTS)
     write_text(folder / ADAPTER_CONFIG, json.dumps(publish_adapter_config(adapter, base), indent=2) + "\n")
     return folder

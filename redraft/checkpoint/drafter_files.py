@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from redraft.checkpoint.adapter_files import PRECISIONS, fingerprint
 from redraft.checkpoint.find import PACKAGED
 from redraft.checkpoint.names import CheckpointError
+from redraft.checkpoint.tensor_file import save_tensors
 from redraft.config import ConfigError, read_json, show_value, write_text
 from redraft.model.backbone import Backbone
 from redraft.model.drafter import Drafter, DrafterConfig, new_drafter
@@ -65,7 +65,7 @@ def save_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in drafter.state_dict().items()}
     part = folder / f"{DRAFTER_WEIGHTS}.part"
-    save_file({name: tensor.contiguous().clone() for name, tensor in weights.items()}, part, {"format": "pt"})
+    save_tensors({name: tensor.contiguous().clone() for name, tensor in weights.items()}, part, {"format": "pt"})
     part.replace(folder / DRAFTER_WEIGHTS)
     kind = next(kind for kind, config in KINDS.items() if isinstance(drafter.cfg, config))
     settings = {"kind": kind, "base": base, "fingerprint": fingerprint, **asdict(drafter.cfg), **(metadata or {})}

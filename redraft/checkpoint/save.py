@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from redraft.checkpoint.atomic_folder import replace_folder
@@ -35,6 +34,7 @@ from redraft.checkpoint.published_config import (
     publish_sampler_config,
     read_model_config,
 )
+from redraft.checkpoint.tensor_file import save_tensors
 from redraft.checkpoint.tensors import CheckpointTensors
 from redraft.config import SMALLEST_VISION, ModelConfig, SamplerConfig, read_file, write_text
 from redraft.kernels.fp8 import dequantize
@@ -191,7 +191,7 @@ def _write_weights(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path, save_id: str) -> None:
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(on_host, path, metadata={"format": "pt", "save_id": save_id})
+    save_tensors(on_host, path, {"format": "pt", "save_id": save_id})
 
 
 def _plan_shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[list[str]]:

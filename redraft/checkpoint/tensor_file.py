@@ -1,7 +1,7 @@
-"""Writes a safetensors file tensor by tensor. The safetensors library writes files from tensors that are all in memory.
+"""Writes safetensors files: at once with the safetensors library, or tensor by tensor where not all are in memory.
 
-The names, dtypes and shapes are known before the first tensor is written, so the header comes first and every tensor has its
-place. A file gets its name when it is whole.
+Tensor by tensor: the names, dtypes and shapes are known before the first tensor is written, so the header comes first and
+every tensor has its place. Such a file gets its name when it is whole.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from redraft.checkpoint.publish_packed import TensorHeader
@@ -26,6 +27,14 @@ DTYPE_NAMES = {
     torch.int32: "I32",
     torch.uint8: "U8",
 }
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes tensors in host memory, with the permissions of any new file: the library's are for the owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
 
 
 def header_bytes(header: TensorHeader) -> int:

@@ -18,7 +18,7 @@ from redraft.config.backbone import FULL, LARGEST, LARGEST_DRAFT_HEAD, MOST_LAYE
 from redraft.config.engine import EngineConfig
 from redraft.config.files import MAX_FILE_BYTES, read_file, read_json, replace_file, require_regular_file, write_text
 from redraft.config.gemma import RELEASED_LAYERS, SMALLEST_VISION, ModelConfig
-from redraft.config.json_text import JSONDepthError, parse_json
+from redraft.config.json_text import MAX_DEPTH, JSONDepthError, parse_json
 from redraft.config.llama import FAMILIES, LlamaConfig, RopeScaling
 from redraft.config.sampler import (
     AUTO,
@@ -52,6 +52,7 @@ __all__ = [
     "FULL",
     "LARGEST",
     "LARGEST_DRAFT_HEAD",
+    "MAX_DEPTH",
     "MAX_DRAFT_LENGTH",
     "MAX_FILE_BYTES",
     "MOST_LAYERS",

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redraft.config import parse_json
+from redraft.config import MAX_DEPTH, parse_json
 from redraft.tokenizer.chat_tokens import CALL_START, CALLS, CHANNELS, QUOTE
 from redraft.tokenizer.tokenizer import Decoder, Tokenizer
 
@@ -237,8 +237,8 @@ def _parse_call(source: str) -> ToolCall | None:
     if head is None:
         return None
     try:
-        arguments, end = _parse_value(source, head.end())
-    except (ValueError, RecursionError):
+        arguments, end = _parse_value(source, head.end(), MAX_DEPTH)
+    except ValueError:
         return None
     return ToolCall(head[1], arguments) if end == len(source) else None
 
@@ -255,15 +255,20 @@ def _parse_json_call(source: str) -> ToolCall | None:
     return ToolCall(call["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def _parse_value(source: str, at: int) -> tuple[Any, int]:
-    """Parses one value and returns it with its end: {key:value}, [value], <|"|>text<|"|>, 3, true, null."""
+def _parse_value(source: str, at: int, depth: int) -> tuple[Any, int]:
+    """Parses one value and returns it with its end: {key:value}, [value], <|"|>text<|"|>, 3, true, null.
+
+    Values are nested in one another `depth` times at most.
+    """
+    if not depth:
+        raise ValueError("the arguments are nested too deeply")
     if source.startswith(_QUOTE_MARK, at):
         end = source.index(_QUOTE_MARK, at + 1)
         return source[at + 1 : end], end + 1
     if source.startswith("{", at):
-        return _parse_members(source, at + 1)
+        return _parse_members(source, at + 1, depth - 1)
     if source.startswith("[", at):
-        return _parse_items(source, at + 1)
+        return _parse_items(source, at + 1, depth - 1)
     atom = _ATOM.match(source, at)
     assert atom is not None
     text = atom[0].replace(_QUOTE_MARK, QUOTE)
@@ -277,20 +282,20 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _parse_members(source: str, at: int) -> tuple[dict[str, Any], int]:
+def _parse_members(source: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     members: dict[str, Any] = {}
     while not source.startswith("}", at):
         colon = source.index(":", at)
         key = source[at:colon].replace(_QUOTE_MARK, "").strip()
-        members[key], at = _parse_value(source, colon + 1)
+        members[key], at = _parse_value(source, colon + 1, depth)
         at = _skip_comma(source, at, "}")
     return members, at + 1
 
 
-def _parse_items(source: str, at: int) -> tuple[list[Any], int]:
+def _parse_items(source: str, at: int, depth: int) -> tuple[list[Any], int]:
     items: list[Any] = []
     while not source.startswith("]", at):
-        item, at = _parse_value(source, at)
+        item, at = _parse_value(source, at, depth)
         items.append(item)
         at = _skip_comma(source, at, "]")
     return items, at + 1

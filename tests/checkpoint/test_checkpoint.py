@@ -58,6 +58,13 @@ def test_saved_equals_loaded(folder):
     ]
 
 
+def test_all_files_have_the_same_permissions(folder):
+    """The safetensors library makes files for the owner alone; others share the folder."""
+    modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
+    assert "model.safetensors" in modes
+    assert len(set(modes.values())) == 1, modes
+
+
 def test_sharded_equals_whole_and_old_shards_are_deleted(folder):
     model = checkpoint.load_model(folder, dtype=torch.float32)
     checkpoint.save(model, folder, shard_bytes=30_000, force=True)

@@ -178,6 +178,24 @@ def test_the_prefix_cache_knows_images_by_content(model):
     assert expect(model, first, CFG) != expect(model, second, CFG)
 
 
+def test_eviction_spares_the_conversation_that_goes_on(model):
+    """Without room for a second turn beside both contexts, the older one is kept: it is the one with the same image."""
+    first = make_prompt(18, picture(30, 1), 4)
+    second = make_prompt(18, picture(30, 2), 4)
+    probe = Engine(model, CONFIG)
+    turn = [*first[0], *run(probe, first, CFG), 50, 51, 52, 53]
+    nbytes = probe.scheduler.cost(probe.add(turn, CFG, seed=1, images=first[1]))
+    engine = Engine(model, replace(CONFIG, cache_bytes=int(2.2 * nbytes)))
+    run(engine, first, CFG)
+    run(engine, second, CFG)
+    assert len(engine.scheduler.prefix_cache) == 2
+    request = engine.add(turn, CFG, seed=4, images=first[1])
+    end = engine.run([request])[request]
+    assert len(engine.scheduler.prefix_cache) == 1
+    assert end.stats[0].reused >= len(first[0])
+    assert answer(end) == expect(model, (turn, first[1]), CFG, seed=4)
+
+
 @pytest.mark.parametrize("check", ["off", "exact"])
 def test_a_second_turn_reuses_the_image(model, check):
     cfg = CFG.changed(check=check)

@@ -101,6 +101,15 @@ def test_parsing_never_fails(text):
     parse("<|tool_call>call:f{" + text + "}<tool_call|>")
 
 
+def test_arguments_are_nested_200_times_at_most():
+    """Deeper ones are text. Far deeper ones do not come near the end of Python's stack."""
+    for depth in (200, 201, 20_000):
+        answer = "<|tool_call>call:f{a:" + "[" * (depth - 1) + "]" * (depth - 1) + "}<tool_call|>"
+        found = parse(answer)
+        assert len(found.tool_calls) == (depth == 200)
+        assert found.text == ("" if depth == 200 else answer)
+
+
 PIECES = ["thought\n", "thou", "call:f{", "a:1", "}", " text ", "<", "\n", "�", "é"]
 token_lists = st.lists(
     st.sampled_from(SPECIAL_IDS).map(lambda token: [token])
