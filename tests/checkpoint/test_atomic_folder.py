@@ -58,7 +58,7 @@ class FailAt:
     def __init__(self, monkeypatch, at: int) -> None:
         self.calls = 0
         self.at = at
-        for module, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (SAVE, "save_file")):
+        for module, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (SAVE, "save_tensors")):
             monkeypatch.setattr(module, name, self.counted(getattr(module, name)))
         monkeypatch.setattr(atomic_folder, "_exchange", self.counted(atomic_folder._exchange))
 
