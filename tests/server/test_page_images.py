@@ -308,6 +308,30 @@ def test_a_model_without_vision_takes_no_images(chat):
 
 
 @pytest.mark.soak
+def test_a_steered_answer_belongs_to_its_conversation(chat):
+    """Another conversation is opened before the answer comes. The buttons that save a run come and go with its canvas."""
+    page = chat(vision=False)
+    send(page, "What?")
+    sync_api.expect(page.locator(".saves")).to_be_hidden()
+    page.click("text=Show the canvas")
+    sync_api.expect(page.locator(".saves")).to_be_visible()
+    held = []
+    page.route("**/v1/canvas", lambda route: held.append(route))
+    page.locator(".canvas .t").nth(2).click()
+    page.keyboard.press("b")
+    with page.expect_request("**/v1/canvas"):
+        page.click(".resume .go")
+    page.click("#new-conversation")
+    sync_api.expect(page.locator(".saves")).to_be_hidden()
+    held[0].fallback()
+    sync_api.expect(page.locator("#form-chat [type=submit]")).to_be_enabled()
+    sync_api.expect(page.locator("#conversation li")).to_have_count(0)
+    (kept,) = json.loads(page.evaluate("localStorage['redraft-conversations']"))
+    assert [message["role"] for message in kept["messages"]] == ["user", "assistant"]
+    assert page.bodies[1]["interventions"]
+
+
+@pytest.mark.soak
 def test_a_run_with_images_is_steered_and_its_replay_has_none(chat, tmp_path):
     page = chat()
     page.set_input_files("#image", file_of("cat.png", picture()))

@@ -22,7 +22,7 @@ let abort = null;
 let models = []; // of the server
 const home = new Home();
 const handlers = { onSteer: steer, onRefill: refill };
-const chat = new Chat({ send: sendMessages, onNote: (sentence) => showStatus("chat", sentence), onError: (sentence) => showStatus("chat", sentence, true), onSteer: steer });
+const chat = new Chat({ send: sendMessages, onNote: (sentence) => showStatus("chat", sentence), onError: (sentence) => showStatus("chat", sentence, true), onSteer: steer, onCanvas: showSaves });
 const stages = Object.fromEntries(MODES.map((name) => [name, name === "chat" ? chat.stage : new Stage(name, handlers)]));
 const playerShown = () => (mode === "home" ? home.player : stages[mode].player);
 const formOf = (name) => $(`#form-${name}`);
@@ -68,6 +68,7 @@ async function follow(run, body, note = "") {
   const name = run.kind;
   const stage = stages[name];
   const hadFrames = run.frames.length;
+  const { conversation } = chat; // another one may be shown when the answer comes
   let isShown = false;
   let isDrawScheduled = false;
   const draw = () => {
@@ -95,7 +96,7 @@ async function follow(run, body, note = "") {
     stage.state = "done";
   });
   draw();
-  if (name === "chat") chat.finish(run);
+  if (name === "chat") chat.finish(run, conversation);
   else if (run.end) keepRun(run, titleOf(run.request.body)).then(showHistory);
   showSaves();
 }

@@ -27,16 +27,19 @@ function readKept() {
 const quoted = ({ name, text }) => `\n\n${name}:\n\`\`\`\n${text.replace(/\n$/, "")}\n\`\`\``;
 
 export class Chat {
-  // `send` is called to answer the messages of the conversation, with whether a fresh seed is needed; `onNote` and `onError` with a sentence.
-  constructor({ send, onNote, onError, onSteer }) {
+  // `send` is called to answer the messages of the conversation, with whether a fresh seed is needed; `onNote` and `onError` with a sentence;
+  // `onCanvas` when the canvas of an answer is shown or hidden.
+  constructor({ send, onNote, onError, onSteer, onCanvas }) {
     this.send = send;
     this.onNote = onNote;
     this.onError = onError;
+    this.onCanvas = onCanvas;
     this.stage = new Stage("chat", { onSteer });
     this.form = $("#form-chat");
     this.kept = readKept();
     this.conversation = newConversation();
     this.pending = null; // the message that is being answered
+    this.asked = null; // the conversation that it belongs to
     this.editing = null; // the index of the message that is edited
     this.files = [];
     this.images = [];
@@ -87,8 +90,7 @@ export class Chat {
   }
 
   // Adds the answer of a run to the conversation that asked, or puts the message back if there is none. The user may have opened another one.
-  finish(run) {
-    const conversation = this.asked ?? this.conversation;
+  finish(run, conversation) {
     if (run.end) {
       const reasoning = run.canvases.map((canvas) => canvas?.reasoning ?? "").join("");
       const shown = [...conversation.messages, ...(this.pending ? [this.pending] : [])]; // with what a request has not: images of earlier, reasoning
@@ -120,6 +122,7 @@ export class Chat {
     this.stage.state = "empty";
     this.form.elements.system.value = conversation.system;
     this.render();
+    this.onCanvas();
   }
 
   #keep(conversation) {
@@ -138,7 +141,7 @@ export class Chat {
   render() {
     const { messages } = this.conversation;
     const items = messages.map((message, i) => this.#message(message, i));
-    const isAnswered = this.pending && (this.asked ?? this.conversation) === this.conversation;
+    const isAnswered = this.pending && this.asked === this.conversation;
     if (isAnswered) items.push(element("li", { className: "user pending" }, element("div", { className: "text" }, ...this.#thumbnails(this.pending), ...markdown(this.pending.content))));
     $("#conversation").replaceChildren(...items);
     this.stage.playerRoot.hidden = this.stage.preview.hidden = !this.showsCanvas;
@@ -212,6 +215,7 @@ export class Chat {
   #toggleCanvas() {
     this.showsCanvas = !this.showsCanvas;
     this.render();
+    this.onCanvas();
   }
 
   #edit(i) {
