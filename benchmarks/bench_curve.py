@@ -36,7 +36,7 @@ from redraft.model.quant import quantize_fp8
 
 
 def time_step(engine: Engine, prompts: Sequence[list[int]], steps: int) -> float | None:
-    """Milliseconds of a step in which every prompt has a canvas: the median of one canvas each; None if there are none."""
+    """Milliseconds of a step in which every prompt has a canvas: the median of one canvas each. None without such a step."""
     config, device = engine.model.config, engine.model.device
     cfg = SamplerConfig(
         canvas_length=config.canvas_length,
@@ -80,22 +80,22 @@ def measure(options: argparse.Namespace, console: Console) -> list[dict[str, Any
         chance = torch.Generator().manual_seed(context)
         prompts = torch.randint(10, config.vocab_size // 2, (max(counts), context), generator=chance).tolist()
         nbytes = KVCache.count_bytes(config, context + 4 * config.canvas_length, model.dtype, rewind)
-        budget = 2**30 + 2 * max(counts) * nbytes  # of those that run, and of those in the prefix cache
+        budget = 2**30 + 2 * max(counts) * nbytes  # a KV cache for each request, and one in the prefix cache
         limits = {"max_running": max(counts), "prefix_cache_entries": max(counts), "rewind": rewind}
         engine = Engine(model, EngineConfig(cache_bytes=budget, **limits))
         step_ms: dict[int, float] = {}
         for count in counts:
             time_step(engine, prompts[:count], 3)  # prefills new prompts, captures the graphs
-            measured = time_step(engine, prompts[:count], options.steps)
-            if measured is None:
-                print(f"context {context:,}, {count} canvases: not denoised together", flush=True)
+            milliseconds = time_step(engine, prompts[:count], options.steps)
+            if milliseconds is None:
+                print(f"context {context:,}, {count} canvases: no step had all of them", flush=True)
                 continue
-            step_ms[count] = measured
-            speed = 1e3 * count * config.canvas_length / (options.steps * step_ms[count])
-            cells = (step_ms[count], speed, step_ms[count] / count)
-            print(f"context {context:,}, {count} canvases: {step_ms[count]:,.1f} ms a step", flush=True)
+            print(f"context {context:,}, {count} canvases: {milliseconds:,.1f} ms a step", flush=True)
+            step_ms[count] = milliseconds
+            speed = 1e3 * count * config.canvas_length / (options.steps * milliseconds)
+            cells = (milliseconds, speed, milliseconds / count)
             table.add_row(f"{context:,}", str(count), *(f"{cell:,.1f}" for cell in cells))
-        doubling = find_doubling(step_ms)
+        doubling = find_doubling(step_ms) if step_ms else None
         found.append({"context": context, "step_ms": step_ms, "doubles_at": doubling})
         del engine
     console.print(f"{'fp8' if options.quant == 'fp8' else 'bf16'}, {options.steps} steps a canvas", table)

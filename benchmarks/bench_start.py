@@ -31,9 +31,7 @@ sys.argv = ["redraft", "Once upon a time", "--seed", "1", "--json"]
 main.main()
 """
 PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
-
-
-UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, of `ru_maxrss`
+MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 QUESTION = "What is the capital of France?\n"
 
 
@@ -75,7 +73,7 @@ def main() -> None:
     repeat = options.repeat
     process_seconds("-c", "import torch")  # the files are in memory
     chats = [process_seconds("-m", "redraft", "chat", text=QUESTION) for _ in range(repeat)] if options.chat else []
-    chat_gb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * UNIT / 1e9  # no process before them is larger
+    chat_gb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * MAXRSS_UNIT / 1e9  # no process before them is larger
     stories = [story_seconds() for _ in range(repeat)]
     sudoku = ("-m", "redraft", "sudoku", PUZZLE, "--json", "--seed", "1")
     seconds = {

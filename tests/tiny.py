@@ -57,6 +57,22 @@ CONFIGS = {
     "whole head turns": replace(BASE, global_rotary_fraction=1.0, rope_theta=100.0, hidden_size=40, num_key_value_heads=4),
 }
 
+# A vision_config as a published file has it. Patches of 4 pixels and squares of 2 x 2 of them keep pictures small.
+VISION = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 150,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "standardize": True,
+}
+
 
 def build(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> DiffusionGemma:
     """A model with random weights, in which every weight affects the output: norms and scalars differ from one."""

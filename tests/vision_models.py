@@ -27,21 +27,7 @@ from redraft.tokenizer.chat_tokens import IMAGE, IMAGE_END, IMAGE_START
 from redraft.tokenizer.images import Picture, Source, read_picture
 from redraft.tokenizer.tokenizer import Tokenizer
 
-# A vision_config as a published file has it. Patches of 4 pixels and squares of 2 x 2 of them keep pictures small.
-RAW = {
-    "model_type": "gemma4_vision",
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "patch_size": 4,
-    "pooling_kernel_size": 2,
-    "position_embedding_size": 150,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    "standardize": True,
-}
+RAW = tiny.VISION
 RELEASED = {
     "hidden_size": 1152,
     "intermediate_size": 4304,

@@ -14,32 +14,18 @@ from redraft.model.vision import ImageSpan, Vision
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-RAW = {
-    "model_type": "gemma4_vision",
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "patch_size": 4,
-    "pooling_kernel_size": 2,
-    "position_embedding_size": 150,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    "standardize": True,
-}
 BEGIN, IMAGE, END = IMAGE_IDS = (tiny.VOCAB - 3, tiny.VOCAB - 2, tiny.VOCAB - 1)
 CFG = tiny.sampler(max_new_tokens=32)
 
 
 def make_config() -> ModelConfig:
     """A tiny text model that takes images."""
-    return replace(tiny.BASE, vision=RAW, image_token_ids=IMAGE_IDS)
+    return replace(tiny.BASE, vision=tiny.VISION, image_token_ids=IMAGE_IDS)
 
 
 def make_features(device: str, rows: int, columns: int, seed: int) -> torch.Tensor:
     """The features of a random picture of so many squares of 2 x 2 patches."""
-    vision = Vision(parse_vision_config(RAW), tiny.BASE.hidden_size).eval().requires_grad_(False)
+    vision = Vision(parse_vision_config(tiny.VISION), tiny.BASE.hidden_size).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(7)
     for tensor in vision.state_dict().values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2 + (tensor.dim() == 1))
