@@ -6,7 +6,7 @@ answered, how much memory the server and its helper processes took, how each att
 end after SIGTERM with attacks under way. The last line is JSON.
 
     python benchmarks/bench_adversary.py [--model FOLDER] [--generated 2000] [--tokens 256] [--answers 4]
-        [--attackers 1]
+        [--attackers 1] [--pause 0.5]
 
 The model computes in float32, in which an answer does not depend on the other requests to the bit. The attackers are a
 process of their own, at a low priority: on real machines they would have cores of their own.
@@ -187,7 +187,7 @@ SECONDS: list[float] = []
 
 
 def write_beside(
-    url: str, body: dict[str, Any], seeds: range, generated: int, attackers_count: int
+    url: str, body: dict[str, Any], seeds: range, generated: int, attackers_count: int, pause: float
 ) -> tuple[list[str], Counter[str]]:
     """Lets the honest clients write while the attackers' process runs. Returns what went wrong, and the attacks' ends."""
     counts = ["--generated", str(generated), "--attackers", str(attackers_count)]
@@ -196,7 +196,7 @@ def write_beside(
     assert attackers.stdin is not None
     assert attackers.stdout is not None
     attackers.stdout.readline()  # the attacks are prepared
-    clients = [TimedClient(url, address, body) for address in adversary.HONEST]
+    clients = [TimedClient(url, address, body, pause) for address in adversary.HONEST]
     is_over = threading.Event()
     threads = [threading.Thread(target=client.ask_until, args=(is_over, seeds)) for client in clients]
     for thread in threads:
@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--answers", type=int, default=4)
     parser.add_argument("--attackers", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--pause", type=float, default=0.5, help="seconds between two answers of an honest client")
     parser.add_argument("--attack", metavar="URL", help="only attack this server")
     options = parser.parse_args()
     if options.attack:
@@ -265,7 +266,7 @@ def main() -> None:
         began = time.perf_counter()
         with Watch(url, server.pid) as watch:
             seeds = range(options.answers)
-            wrong, outcomes = write_beside(url, body, seeds, options.generated, options.attackers)
+            wrong, outcomes = write_beside(url, body, seeds, options.generated, options.attackers, options.pause)
         lasted = time.perf_counter() - began
         end_seconds = end_under_attack(url, server)
     health = sorted(watch.seconds)

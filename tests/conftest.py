@@ -1,7 +1,10 @@
 """Two threads are what the tests' machine has, a thread each where two processes test. No example has a deadline."""
 
+import functools
 import importlib.util
 import os
+import ssl
+import sys
 import tempfile
 
 # What the user of this machine has pulled changes no test.
@@ -11,6 +14,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; processes t
 
 import torch
 
+# httpx reads every certificate of the machine for every client, also for those of local servers: 40 ms each.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: tests/interpreted.py
@@ -19,3 +24,9 @@ if importlib.util.find_spec("hypothesis"):  # tests/test_gpu.py runs on machines
 
     settings.register_profile("redraft", deadline=None)
     settings.load_profile("redraft")
+
+
+def pytest_runtest_logreport(report):
+    """Says at once what failed: a run that is stopped before its end prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", file=sys.__stderr__, flush=True)

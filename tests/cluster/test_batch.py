@@ -67,6 +67,20 @@ def steady(value):
     return [steady(part) for part in value] if isinstance(value, list) else value
 
 
+def check_equal(mine, theirs):
+    """Equal but for the last digit of printed probabilities, which requests in one forward may change."""
+    assert type(mine) is type(theirs)
+    if isinstance(mine, dict):
+        assert mine.keys() == theirs.keys()
+        for key, part in mine.items():
+            check_equal(part, theirs[key])
+    elif isinstance(mine, list):
+        for part, other in zip(mine, theirs, strict=True):
+            check_equal(part, other)
+    else:
+        assert mine == (pytest.approx(theirs, abs=2e-4) if isinstance(mine, float) else theirs)
+
+
 def check_answers(lines, folder):
     """Answers these requests, and compares the answers with the server's."""
     answers = run(write_batch(folder / "in.jsonl", lines), folder / "out.jsonl")
@@ -79,7 +93,7 @@ def check_answers(lines, folder):
             assert re.fullmatch("batch_req_[0-9a-f]{24}", answer["id"])
             assert answer["response"]["status_code"] == response.status_code == 200, response.text
             if "seed" in line["body"]:
-                assert steady(answer["response"]["body"]) == steady(response.json()), line
+                check_equal(steady(answer["response"]["body"]), steady(response.json()))
             assert count_tokens(answer["response"]["body"]) > 0 or line["custom_id"] in MAYBE_EMPTY, line
     return answers
 
