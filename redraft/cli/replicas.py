@@ -64,7 +64,7 @@ def build_models(
 
 
 def serve_replicas(models: tuple[ServedModel, ...], opens_page: bool, **settings: Any) -> None:
-    """Serves until Ctrl-C or SIGTERM; then running requests finish first."""
+    """Serves until Ctrl-C or SIGTERM; then running requests finish first. A second signal does not wait for them."""
     from redraft.cluster import deploy
     from redraft.cluster.cluster_config import ClusterConfig
     from redraft.cluster.ray_connection import LOCAL, import_ray
@@ -79,6 +79,7 @@ def serve_replicas(models: tuple[ServedModel, ...], opens_page: bool, **settings
 
     def stop(number: int, _: Any) -> None:
         received.append(number)
+        signal.signal(number, signal.default_int_handler)
         stopping.set()
 
     with deploy.local_ray(cpus=sum(model.cpus * model.replicas for model in models), gpus=count_gpus(models)):

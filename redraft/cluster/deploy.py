@@ -170,8 +170,12 @@ def take_down() -> bool:
 
     if APPLICATION not in serve.status().applications:
         return False
-    serve.delete(APPLICATION)
-    return True
+    while True:
+        try:
+            serve.delete(APPLICATION)
+        except TimeoutError:  # Ray waits for a minute; the requests may have longer
+            continue
+        return True
 
 
 def shut_down_if_idle() -> None:

@@ -6,12 +6,16 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import psutil
 import pytest
 import ray_cluster
 import tiny
+
+from redraft.cluster import deploy
 
 
 @pytest.mark.soak
@@ -21,7 +25,8 @@ def test_serve_with_replicas_drains_at_sigterm_and_leaves_no_process(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "redraft", "serve", "--replicas", "2", "-m", f"b={folder}", "--port", str(port)]
+    flags = ["--replicas", "2", "-m", f"b={folder}", "--port", str(port), "--drain-seconds", "600"]
+    command = [sys.executable, "-m", "redraft", "serve", *flags]
     server = subprocess.Popen(
         command, cwd=ray_cluster.ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
     )
@@ -39,12 +44,24 @@ def test_serve_with_replicas_drains_at_sigterm_and_leaves_no_process(tmp_path):
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
-        assert server.wait(120) == 0
+        assert server.wait(600) == 0
         assert tiny.wait_until(lambda: not any(child.is_running() for child in children))
     finally:
         server.kill()
+        server.wait()
         reader.join()
         server.stderr.close()
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")  # on the import of Ray Serve
+def test_requests_may_drain_longer_than_ray_waits(monkeypatch):
+    """Ray's own call gives up after a minute."""
+    delete = Mock(side_effect=[TimeoutError, TimeoutError, None])
+    monkeypatch.setattr("ray.serve.delete", delete)
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications=[deploy.APPLICATION]))
+    assert deploy.take_down()
+    assert delete.call_count == 3
 
 
 def is_ready(url):
