@@ -74,27 +74,27 @@ def serve_replicas(models: tuple[ServedModel, ...], opens_page: bool, **settings
     console = Console(stderr=True, highlight=False)
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{config.port}"
-    stopping = threading.Event()
     received: list[int] = []
 
     def stop(number: int, _: Any) -> None:
         received.append(number)
-        signal.signal(number, signal.default_int_handler)
-        stopping.set()
+        raise KeyboardInterrupt
 
     with deploy.local_ray(cpus=sum(model.cpus * model.replicas for model in models), gpus=count_gpus(models)):
-        with console.status("starting replicas"):
-            deploy.deploy(config)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stop)
-        names = ", ".join(f"{model.name} ({model.replicas} replicas)" for model in models)
-        console.print(f"{names} at {url} (Ctrl-C stops it)", markup=False)
-        if opens_page:
-            webbrowser.open(url)
-        stopping.wait()
-        console.print("finishing the running requests", markup=False)
-        deploy.take_down()
-    if received[0] == signal.SIGINT:
+            signal.signal(number, stop)  # now: replicas answer before `deploy` returns, and Ray's handlers would cut them
+        try:
+            with console.status("starting replicas"):
+                deploy.deploy(config)
+            names = ", ".join(f"{model.name} ({model.replicas} replicas)" for model in models)
+            console.print(f"{names} at {url} (Ctrl-C stops it)", markup=False)
+            if opens_page:
+                webbrowser.open(url)
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            console.print("finishing the running requests", markup=False)
+            deploy.take_down()
+    if received != [signal.SIGTERM]:
         raise KeyboardInterrupt
 
 

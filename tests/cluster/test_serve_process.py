@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,7 +16,9 @@ import pytest
 import ray_cluster
 import tiny
 
+from redraft.cli import replicas
 from redraft.cluster import deploy
+from redraft.cluster.cluster_config import ServedModel
 
 
 @pytest.mark.soak
@@ -51,6 +54,22 @@ def test_serve_with_replicas_drains_at_sigterm_and_leaves_no_process(tmp_path):
         server.wait()
         reader.join()
         server.stderr.close()
+
+
+def test_a_signal_while_replicas_start_lets_requests_finish(monkeypatch):
+    """The first replica may answer requests before all have started."""
+    done = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr("redraft.cluster.ray_connection.import_ray", lambda address: None)
+    monkeypatch.setattr(deploy, "local_ray", lambda **counts: nullcontext())
+    monkeypatch.setattr(deploy, "deploy", lambda config: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(deploy, "take_down", lambda: done.append("taken down"))
+    try:
+        replicas.serve_replicas((ServedModel(name="a", model="a"),), opens_page=False)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert done == ["taken down"]
 
 
 @pytest.mark.soak
