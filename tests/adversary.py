@@ -43,7 +43,7 @@ class WrongEnd(AssertionError):
 def client(address: str, url: str, seconds: float = 600) -> httpx.Client:
     """A client with this address."""
     transport = httpx.HTTPTransport(local_address=address, verify=False)  # certificates are not read for every request
-    return httpx.Client(base_url=url, timeout=seconds, transport=transport, verify=False)
+    return httpx.Client(base_url=url, timeout=seconds, transport=transport)
 
 
 def judge(response: httpx.Response, is_right: Callable[[Any], bool] = lambda body: True) -> str:

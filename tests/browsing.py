@@ -13,10 +13,6 @@ STORY = {"prompt": "Once upon a time", "seed": 1, "max_tokens": 32, "max_steps":
 TIMEOUT_MS = 60_000  # a run may take long on a busy machine
 DONE = ".stage[data-state=done][aria-busy=false]"  # the stage of a run that has ended
 RUNNING = ".stage[data-state=running]"
-FINITE_ANIMATIONS_END = """() => {
-  const ends = (animation) => animation.effect.getComputedTiming().iterations !== Infinity;
-  return Promise.allSettled(document.getAnimations().filter(ends).map((animation) => animation.finished)).then(() => {});
-}"""
 
 
 def small():
@@ -50,5 +46,4 @@ def server_events(url, **body):
 
 def screenshot(page, name):
     page.evaluate("document.activeElement?.blur()")
-    page.evaluate(FINITE_ANIMATIONS_END)
-    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+    page.screenshot(path=SCREENSHOTS / f"{name}.png", animations="disabled")  # at their ends

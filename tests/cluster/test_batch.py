@@ -78,7 +78,7 @@ def check_equal(mine, theirs):
         for part, other in zip(mine, theirs, strict=True):
             check_equal(part, other)
     else:
-        assert mine == (pytest.approx(theirs, abs=2e-4) if isinstance(mine, float) else theirs)
+        assert mine == (pytest.approx(theirs, abs=1.1e-4) if isinstance(mine, float) else theirs)
 
 
 def check_answers(lines, folder):

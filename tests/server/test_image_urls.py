@@ -328,7 +328,7 @@ def test_a_server_fetches_what_its_flag_names(site, tmp_path):
 
     def ask(url, image):
         body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": image}}]}]}
-        return httpx.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 8, "seed": 1}, timeout=60, verify=False)
+        return httpx.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 8, "seed": 1}, timeout=60)
 
     with served(redraft.load(folder, device="cpu"), image_hosts=(f"127.0.0.1:{port}",)) as url:
         direct = ask(url, vision_models.data_url(PICTURE)).json()["choices"][0]["message"]["content"]
@@ -337,7 +337,7 @@ def test_a_server_fetches_what_its_flag_names(site, tmp_path):
         assert (refused.status_code, server.connections) == (400, 1)
         system = {"role": "system", "content": [{"type": "image_url", "image_url": {"url": f"{here}/a.png"}}]}
         body = {"messages": [system], "max_tokens": 1}
-        assert httpx.post(f"{url}/v1/chat/completions", json=body, verify=False).status_code == 400
+        assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 400
         assert server.connections == 1  # refused before it is fetched
     with served(redraft.load(folder, device="cpu")) as url:
         assert "--allow-image-urls" in ask(url, f"{here}/a.png").text

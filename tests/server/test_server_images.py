@@ -68,7 +68,7 @@ def _answer(folder):
 
 
 def post(url, path, **body):
-    return httpx.post(url + path, json=body, timeout=120, verify=False)  # httpx would load certificates for every request
+    return httpx.post(url + path, json=body, timeout=120)
 
 
 # 1. The same answers
@@ -177,7 +177,7 @@ def test_the_route_of_the_page_takes_images(url, answer):
     assert tuple(ids[: len(answer.ids)]) == answer.ids
     assert {event["type"] for event in events} == {"begin", "frame", "canvas", "end"}
     assert (events[-1]["text"], events[-1]["timings"]["seed"]) == (answer.text, SEED)
-    streamed = httpx.post(f"{url}/v1/canvas", json=body | {"stream": True}, timeout=120, verify=False)
+    streamed = httpx.post(f"{url}/v1/canvas", json=body | {"stream": True}, timeout=120)
     lines = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: {")]
     assert lines[-1]["text"] == answer.text
 
@@ -439,5 +439,5 @@ def test_a_client_that_leaves_while_its_picture_is_decoded_frees_its_slot(folder
                     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
                     connection.sendall(head.encode() + content)
                     assert wait_until(lambda number=number: len(calls) == number + 1)
-                assert wait_until(lambda: "redraft_active_requests 0.0" in httpx.get(f"{url}/metrics", verify=False).text)
+                assert wait_until(lambda: "redraft_active_requests 0.0" in httpx.get(f"{url}/metrics").text)
             assert post(url, path, **body).status_code == 200  # the turn is free too
