@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.engine.cache_table import CacheTable, TokenGroup
-from redraft.engine.fused_layers import concat_weights
+from redraft.engine.fused_layers import SideStream, concat_weights
 from redraft.engine.graph_capture import capture_graph
 from redraft.engine.memory import free_bytes, weight_bytes
 from redraft.kernels.triton import attention, mlp, norm, qkv_rope
+from redraft.model.drafter import shift_canvases
 from redraft.model.llama import Llama
 from redraft.model.lora import DENOISE, Adapter
 from redraft.model.quant.layers import PackedLinear
@@ -38,23 +39,25 @@ def can_fuse(model: Llama) -> bool:
 
 @dataclass(frozen=True)
 class Product:
-    """The weights of one matrix product: of clean tokens, and of canvas tokens if they have their own."""
+    """The weights of one matrix product: of clean tokens, and of canvas tokens, which may be the same."""
 
     weight: Tensor
-    canvas_weight: Tensor | None
+    canvas_weight: Tensor
     bias: Tensor | None
 
-    def run(self, x_ND: Tensor, clean: int) -> Tensor:
-        """Multiplies tokens, of which the first `clean` ones are no canvas tokens."""
-        if self.canvas_weight is None or clean == len(x_ND):
-            return F.linear(x_ND, self.weight, self.bias)
-        y_NO = x_ND.new_empty(len(x_ND), len(self.weight))
-        for tokens, weight in ((slice(clean), self.weight), (slice(clean, None), self.canvas_weight)):
-            if self.bias is None:
-                torch.mm(x_ND[tokens], weight.t(), out=y_NO[tokens])
-            else:
-                torch.addmm(self.bias, x_ND[tokens], weight.t(), out=y_NO[tokens])
-        return y_NO
+    def run(self, x_ND: Tensor, is_canvas: bool) -> Tensor:
+        """Multiplies tokens of one kind."""
+        return F.linear(x_ND, self.canvas_weight if is_canvas else self.weight, self.bias)
+
+
+@dataclass
+class Progress:
+    """How far a group of tokens has come: its residual stream and the norm of it, which the next product takes."""
+
+    group: TokenGroup
+    positions_N: Tensor
+    x_ND: Tensor
+    normed_ND: Tensor
 
 
 class FusedLlama:
@@ -67,6 +70,7 @@ class FusedLlama:
             {names: join_product(model, index, names, drafter) for names in PRODUCTS} for index in range(len(model.layers))
         ]
         self.frequencies = model.rope_frequencies()
+        self.side_stream = SideStream(model.device)
 
     def capture(self, body: Callable[[], None], graph_pool: object) -> Callable[[], None]:
         """Captures a body that runs these layers as a CUDA graph and returns its replay."""
@@ -77,60 +81,76 @@ class FusedLlama:
 
         `context` is at least the number of cached tokens of every request: it decides how attention is split over programs.
         """
-        self._run_layers([TokenGroup(self.model.embed(ids_BS), table, True)], context)
+        clean = self._begin(TokenGroup(self.model.embed(ids_BS), table, True))
+        for index in range(len(self.products)):
+            self._run_layer(index, clean, context)
 
     def joint(
         self, clean_BS: Tensor, table: CacheTable, canvas_BSC: Tensor | None, canvas_table: CacheTable, context: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Encodes clean tokens and denoises a canvas behind each of them, as `Backbone.joint` does (see FusedLayers)."""
-        clean_group = TokenGroup(self.model.embed(clean_BS), table, True)
+        """Encodes clean tokens and denoises a canvas behind each of them, as `Backbone.joint` does (see FusedLayers).
+
+        The kernels of a small model leave most of a GPU idle, so the canvases follow on a second stream, a layer behind the
+        clean tokens, whose keys and values they read. All that they make is made on that stream, so its memory is reused
+        there only.
+        """
         context += clean_BS.shape[1]  # the canvases' tables count them as cached
+        clean = self._begin(TokenGroup(self.model.embed(clean_BS), table, True))
         if canvas_BSC is None:
-            return self._run_layers([clean_group], context), None
-        x_NCD = self.model.embed_canvas(canvas_BSC.flatten(0, 1), None, None)
-        hidden_ND = self._run_layers([clean_group, TokenGroup(x_NCD, canvas_table, False)], context)
-        return hidden_ND[: clean_group.count], hidden_ND[clean_group.count :]
+            for index in range(len(self.products)):
+                self._run_layer(index, clean, context)
+            return clean.normed_ND, None
+        with self.side_stream:
+            x_NCD = self.model.embed_canvas(canvas_BSC.flatten(0, 1), None, None)
+            canvas = self._begin(TokenGroup(x_NCD, canvas_table, False))
+        for index in range(len(self.products)):
+            self._run_layer(index, clean, context)
+            with self.side_stream:
+                self._run_layer(index, canvas, context)
+        self.side_stream.wait()
+        canvas_NCD = canvas.normed_ND.view_as(x_NCD)
+        if self.model.drafter is not None:
+            canvas_NCD = shift_canvases(canvas_NCD, clean.normed_ND)
+        return clean.normed_ND, canvas_NCD.flatten(0, 1)
 
-    def _run_layers(self, groups: Sequence[TokenGroup], context: int) -> Tensor:
-        """Final hidden states of all groups, normed. Causal groups come first."""
+    def _begin(self, group: TokenGroup) -> Progress:
+        """Tokens before the first layer."""
+        x_ND = group.x_BSD.flatten(0, 1)
+        first = self.model.layers[0].input_layernorm.weight
+        return Progress(group, group.positions_N, x_ND, norm.rms_norm(x_ND, first, self.model.config.rms_norm_eps))
+
+    def _run_layer(self, index: int, tokens: Progress, context: int) -> None:
+        """Runs a layer on a group of tokens. Behind the last one, the norm is the model's last."""
         model = self.model
+        layer, products = model.layers[index], self.products[index]
+        is_canvas = not tokens.group.is_causal
         eps = model.config.rms_norm_eps
-        positions_N = torch.cat([group.positions_N for group in groups])
-        x_ND = torch.cat([group.x_BSD.flatten(0, 1) for group in groups])
-        clean = sum(group.count for group in groups if group.is_causal)
-        normed_ND = norm.rms_norm(x_ND, model.layers[0].input_layernorm.weight, eps)
-        next_norms = [layer.input_layernorm.weight for layer in model.layers[1:]] + [model.norm.weight]
-        for index, layer in enumerate(model.layers):
-            products = self.products[index]
-            attended_ND = self._attention(index, products[QKV].run(normed_ND, clean), positions_N, groups, context)
-            added_ND = products[OUTPUT].run(attended_ND, clean)
-            x_ND, normed_ND = norm.add_and_norm(x_ND, added_ND, layer.post_attention_layernorm.weight, eps)
-            inner_NF = mlp.silu_and_mul(products[GATE_UP].run(normed_ND, clean))
-            x_ND, normed_ND = norm.add_and_norm(x_ND, products[DOWN].run(inner_NF, clean), next_norms[index], eps)
-        return normed_ND
+        is_last = index + 1 == len(model.layers)
+        next_norm = model.norm.weight if is_last else model.layers[index + 1].input_layernorm.weight
+        attended_ND = self._attention(index, products[QKV].run(tokens.normed_ND, is_canvas), tokens, context)
+        added_ND = products[OUTPUT].run(attended_ND, is_canvas)
+        x_ND, normed_ND = norm.add_and_norm(tokens.x_ND, added_ND, layer.post_attention_layernorm.weight, eps)
+        inner_NF = mlp.silu_and_mul(products[GATE_UP].run(normed_ND, is_canvas))
+        added_ND = products[DOWN].run(inner_NF, is_canvas)
+        tokens.x_ND, tokens.normed_ND = norm.add_and_norm(x_ND, added_ND, next_norm, eps)
 
-    def _attention(
-        self, index: int, qkv_NX: Tensor, positions_N: Tensor, groups: Sequence[TokenGroup], context: int
-    ) -> Tensor:
+    def _attention(self, index: int, qkv_NX: Tensor, tokens: Progress, context: int) -> Tensor:
         config = self.model.config
         self_attn = self.model.layers[index].self_attn
         norms = None
         if self_attn.q_norm is not None and self_attn.k_norm is not None:
             norms = (self_attn.q_norm.weight, self_attn.k_norm.weight)
         heads = (config.num_attention_heads, config.num_key_value_heads)
-        qkv = qkv_rope.split_llama_rope(qkv_NX, norms, positions_N, self.frequencies, *heads, config.rms_norm_eps)
+        split = qkv_rope.split_llama_rope(qkv_NX, norms, tokens.positions_N, self.frequencies, *heads, config.rms_norm_eps)
+        q, k, v = (part.unflatten(0, tokens.group.x_BSD.shape[:2]) for part in split)
         window = config.layer_window(index)
-        counts = [group.count for group in groups]
-        outputs = []
-        for group, *parts in zip(groups, *(part.split(counts) for part in qkv), strict=True):
-            q, k, v = (part.unflatten(0, group.x_BSD.shape[:2]) for part in parts)
-            past = group.table.past(index)
-            splits = attention.choose_num_splits(q, (min(context, window - 1) if window else context) + q.shape[1])
-            attended = attention.attend(q, k, v, past, window=window, causal=group.is_causal, splits=splits)
-            outputs.append(attended.flatten(0, 1))
-            if group.is_causal:
-                attention.write_kv(k, v, past)
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        past = tokens.group.table.past(index)
+        is_causal = tokens.group.is_causal
+        splits = attention.choose_num_splits(q, (min(context, window - 1) if window else context) + q.shape[1])
+        attended = attention.attend(q, k, v, past, window=window, causal=is_causal, splits=splits)
+        if is_causal:
+            attention.write_kv(k, v, past)
+        return attended.flatten(0, 1)
 
 
 def join_product(model: Llama, index: int, names: Sequence[str], drafter: Adapter | None) -> Product:
@@ -141,7 +161,7 @@ def join_product(model: Llama, index: int, names: Sequence[str], drafter: Adapte
     biases = [module.bias for module in modules]
     bias = torch.cat(biases) if biases[0] is not None else None  # all modules have one, or none
     if drafter is None:
-        return Product(weight, None, bias)
+        return Product(weight, weight, bias)
     parts = []
     for module, name in zip(modules, names, strict=True):
         pair = drafter.pair(DENOISE, f"layers.{index}.{name}")

@@ -129,8 +129,12 @@ class RoundBucket:
         self.logprobs_host.copy_(logprobs_BS, non_blocking=True)
 
     def _canvases(self, cursor_B: Tensor, seed_B: Tensor, blank_B: Tensor) -> Tensor:
-        """The canvases before they are denoised, ids_BSC."""
+        """The canvases before they are denoised, ids_BSC. A drafter's are empty."""
         model = self.fused.model
+        if model.drafter is not None:
+            return torch.full(
+                (len(cursor_B), self.clean_count, self.canvas_length), model.config.vocab_size, device=model.device
+            )
         offsets = torch.arange(self.clean_count, device=model.device)
         positions_BSC = cursor_B[:, None, None] + offsets[:, None] + torch.arange(self.canvas_length, device=model.device)
         seeds_BSC = seed_B[:, None, None].expand_as(positions_BSC)

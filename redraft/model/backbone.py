@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from redraft.config import FULL, SLIDING, BackboneConfig
 from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.model import masks
-from redraft.model.drafter import Drafter, DraftHead
+from redraft.model.drafter import Drafter, DraftHead, shift_canvases
 from redraft.model.embedding import Embedding, PackedEmbedding
 from redraft.model.kv_cache import ContextCache, KVCache
 from redraft.model.layers import Mask, RMSNorm, Rope, Rounding
@@ -268,7 +268,9 @@ class Backbone(nn.Module, ABC):
             cache.append(index, k[:, :clean_count], v[:, :clean_count], counts)
         cache.advance(counts)
         hidden_BND = self.norm(x_BND)
-        return hidden_BND[:, :clean_count], hidden_BND[:, clean_count:].unflatten(1, canvas_BJC.shape[1:])
+        clean_BSD = hidden_BND[:, :clean_count]
+        canvas_BJCD = hidden_BND[:, clean_count:].unflatten(1, canvas_BJC.shape[1:])
+        return clean_BSD, canvas_BJCD if self.drafter is None else shift_canvases(canvas_BJCD, clean_BSD[:, after_J])
 
     def forward_train(
         self,

@@ -42,6 +42,20 @@ class DrafterConfig:
         return AdapterConfig(rank=self.rank, alpha=self.alpha, targets=("attention", "dense"), halves=DENOISE)
 
 
+def shift_canvases(canvas_JCD: Tensor, before_JD: Tensor) -> Tensor:
+    """Moves the hidden states of canvases one position on. `before_JD` are those of the tokens before each canvas.
+
+    A left-to-right model answers for the next position, and a drafter keeps that: a draft comes from the empty position
+    before its own.
+    """
+    return torch.cat([before_JD.unsqueeze(-2), canvas_JCD[..., :-1, :]], dim=-2)
+
+
+def shift_rows(noisy_BLD: Tensor, clean_BLD: Tensor, is_first_BL: Tensor) -> Tensor:
+    """The same for rows of training, whose canvases stand one behind the other; `is_first_BL` is where one begins."""
+    return torch.where(is_first_BL[..., None], clean_BLD.roll(1, dims=1), noisy_BLD.roll(1, dims=1))
+
+
 class DraftHead(nn.Module):
     """Adds to a draft position's hidden state what the token before it says: h + outer(GELU(inner([h ; embedding]))).
 

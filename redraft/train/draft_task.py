@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from redraft.model.backbone import Backbone
+from redraft.model.drafter import shift_rows
 from redraft.model.lora import Adapter
 from redraft.train import data
 from redraft.train.draft_loss import DraftConfig, draft_terms, expected_length, lay_out_drafts
@@ -40,6 +41,8 @@ class DraftObjective(nn.Module):
         """Returns the losses of one batch; `temperature_B` is that of teacher and student in each row."""
         noisy_BL = torch.where(batch.canvas_BL, self.model.config.vocab_size, batch.ids_BL)
         noisy_BLD, clean_BLD, _ = self.model.forward_train(noisy_BL, batch.ids_BL, None, batch.layout.positions, mask_of)
+        is_first_BL = batch.layout.positions == batch.layout.starts
+        noisy_BLD = shift_rows(noisy_BLD, clean_BLD, is_first_BL)
         found = draft_losses(self.terms, self.model, batch, slice(None), noisy_BLD, clean_BLD, temperature_B, self.cfg)
         zero = found.loss.detach() * 0
         no_experts = torch.ones(1, 1, device=zero.device)

@@ -11,9 +11,11 @@ from redraft.config import LlamaConfig, SamplerConfig
 from redraft.diffusion.autoregressive import generate_autoregressive
 from redraft.diffusion.verified import generate_verified
 from redraft.model.backbone import CausalOnlyError
-from redraft.model.drafter import DrafterConfig, new_drafter
+from redraft.model.drafter import DrafterConfig, new_drafter, shift_rows
 from redraft.model.llama import Llama
 from redraft.model.lora import AdapterError
+from redraft.model.masks import Layout
+from redraft.train.loss import dense_masks
 
 CONFIG = LlamaConfig(
     vocab_size=120,
@@ -80,6 +82,29 @@ def test_a_joint_forward_is_encode_and_denoise():
     other = model.joint(torch.tensor([[*PROMPT[:2], 99, 98, 97, 96]]), blank_1JC, [1, 5], model.new_cache(1, 32))[1]
     assert torch.allclose(canvases_1JCD[:, 0], other[:, 0], atol=1e-6)  # what comes behind its token cannot reach a canvas
     assert not torch.allclose(canvases_1JCD[:, 1], other[:, 1], atol=1e-2)
+
+
+def test_a_draft_comes_from_the_position_before_it():
+    """As every token of a left-to-right model does. The first comes from the token before the canvas."""
+    model = make_model()
+    blank_1JC = torch.full((1, 2, 6), CONFIG.vocab_size)
+    clean_1SD, canvases_1JCD = model.joint(torch.tensor([PROMPT]), blank_1JC, [1, 5], model.new_cache(1, 32))
+    assert torch.equal(canvases_1JCD[0, :, 0], clean_1SD[0, [1, 5]])
+
+
+def test_training_sees_what_a_joint_forward_sees():
+    """Canvases of a training row equal those behind the same tokens in a joint forward."""
+    model = make_model()
+    ids_1L = torch.tensor([[*PROMPT, *range(40, 58)]])
+    positions_1L = torch.arange(24)[None]
+    starts_1L = torch.where(positions_1L >= 3, positions_1L - (positions_1L - 3) % 7, -1)
+    layout = Layout(positions_1L, starts_1L, torch.zeros_like(ids_1L))
+    noisy_1L = torch.where(starts_1L >= 0, CONFIG.vocab_size, ids_1L)
+    noisy_1LD, clean_1LD, _ = model.forward_train(noisy_1L, ids_1L, None, positions_1L, dense_masks(CONFIG, layout))
+    shifted_1LD = shift_rows(noisy_1LD, clean_1LD, positions_1L == starts_1L)
+    blank_1JC = torch.full((1, 3, 7), CONFIG.vocab_size)
+    _, canvases_1JCD = model.joint(ids_1L, blank_1JC, [2, 9, 16], model.new_cache(1, 32))
+    assert torch.allclose(shifted_1LD[:, 3:].unflatten(1, (3, 7)), canvases_1JCD, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

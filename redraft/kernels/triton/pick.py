@@ -14,12 +14,13 @@ from redraft.kernels.triton.sampler_step import _mix
 
 BLOCK = 1024
 PART = 8192  # vocabulary entries of one program at most
+PROGRAMS = 256  # few rows have smaller parts, so that about so many programs share the work
 
 
 def pick_gumbel(logits_NV: Tensor, temperature_N: Tensor, seeds_N: Tensor, positions_N: Tensor) -> Tensor:
     """Token ids int64_N. Logits are float32, temperatures float64; of equal sums, the lowest id is taken."""
     rows, vocab_size = logits_NV.shape
-    part = min(PART, max(BLOCK, triton.next_power_of_2(vocab_size)))
+    part = min(PART, max(BLOCK, triton.next_power_of_2(rows * vocab_size // PROGRAMS)))
     parts = triton.cdiv(vocab_size, part)
     best_NP = torch.empty(rows, parts, dtype=torch.float64, device=logits_NV.device)
     ids_NP = torch.empty(rows, parts, dtype=torch.int64, device=logits_NV.device)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from redraft.model.backbone import Backbone
+from redraft.model.drafter import shift_rows
 from redraft.model.masks import Layout
 from redraft.train.loss import dense_masks
 from redraft.train.own_text import OwnTextConfig, OwnTextSampler
@@ -138,6 +139,8 @@ def accepted_drafts(
         noisy_BL = torch.where(is_draft_BL, blank_BL, ids_BL)
         masks = dense_masks(model.config, layout)
         noisy_BLD, clean_BLD, _ = model.forward_train(noisy_BL, ids_BL, None, positions_BL, masks)
+        if model.drafter is not None:
+            noisy_BLD = shift_rows(noisy_BLD, clean_BLD, positions_BL == starts_BL)
         log_p_NV = torch.log_softmax(model.head(clean_BLD.roll(1, dims=1).flatten(0, 1)), dim=-1)
         log_q_NV = torch.log_softmax(model.draft_logits(noisy_BLD.flatten(0, 1), ids_BL.roll(1, dims=1).flatten()), dim=-1)
         target_N = log_p_NV.argmax(dim=-1)
