@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.config import BackboneConfig, ConfigError
@@ -72,7 +73,8 @@ class DraftHead(nn.Module):
     def forward(self, hidden_ND: Tensor, previous_ND: Tensor) -> Tensor:
         """`previous_ND` are the embeddings of the tokens before."""
         both = torch.cat([hidden_ND, rms_norm(previous_ND, None, self.eps)], dim=-1)
-        return hidden_ND + self.outer(gelu(self.inner(both)))
+        inner_NI = gelu(F.linear(both, self.inner.weight.to(both.dtype)))  # in training, weights are float32
+        return hidden_ND + F.linear(inner_NI, self.outer.weight.to(both.dtype))
 
 
 def init_draft_head(head: DraftHead, generator: torch.Generator) -> None:

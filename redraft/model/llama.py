@@ -118,7 +118,8 @@ class Llama(Backbone):
         if self.drafter is None:
             return self.embed(ids)
         vocab_size = self.config.vocab_size
-        return torch.where((ids == vocab_size)[..., None], self.drafter.blank_D, self.embed(ids.clamp(max=vocab_size - 1)))
+        x = self.embed(ids.clamp(max=vocab_size - 1))
+        return torch.where((ids == vocab_size)[..., None], self.drafter.blank_D.to(x.dtype), x)
 
     def soft_embed(self, logits_BCV: Tensor) -> Tensor:
         """Zeros [B, C, D], without a look at the logits: canvases of a Llama are not self-conditioned."""

@@ -242,8 +242,8 @@ class Trainer:
         if self.world > 1:
             shard_objective(self.objective, cfg.precision)
         self.optimizer = Optimizer(self.part or self.objective.model, cfg.optim)
-        # FSDP casts by its own policy, adapters cast themselves: a recomputed layer would not see cast weights.
-        needs_cast = cfg.precision != "float32" and self.world == 1 and adapter is None
+        # FSDP casts by its own policy. Adapters and drafters cast themselves: what is recomputed would not see cast weights.
+        needs_cast = cfg.precision != "float32" and self.world == 1 and self.part is None
         self.compute = with_compute_dtype(self.objective, cfg.precision) if needs_cast else self.objective
         if cfg.compile:
             self.objective.compile(dynamic=False)

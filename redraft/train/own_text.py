@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from redraft.config import BackboneConfig, replace_file
+from redraft.kernels.backend import select_backend
 from redraft.model.backbone import Backbone
+from redraft.model.llama import Llama
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.documents import crop_text
 from redraft.train.records import BadRecord, DataConfig, read_shuffled
@@ -106,6 +108,47 @@ class FixedCache:
         self.length_11 += 1
 
 
+class FusedEncoder:
+    """Encodes one token of each row on the engine's kernels, which read and write the cache in place.
+
+    `Backbone.encode` would copy the whole cache in each layer, to attend to the new token beside it.
+    """
+
+    def __init__(self, model: Llama, cache: FixedCache) -> None:
+        from redraft.engine.cache_table import CacheTable  # Triton takes long to import
+        from redraft.engine.fused_llama import FusedLlama
+
+        self.fused = FusedLlama(model)
+        self.cache = cache
+        rows, capacity = cache.layers[0][0].shape[:2]
+        self.table = CacheTable.empty(model, rows)
+        self.table.sizes_LB.fill_(capacity)
+        self.table.counts_B.fill_(1)
+        base = self.table.base
+        row_B = torch.arange(rows, device=model.device)
+        for layer, tensors in enumerate(cache.layers):
+            for offsets_LB, tensor in zip((self.table.keys_LB, self.table.values_LB), tensors, strict=True):
+                first = (tensor.data_ptr() - base.data_ptr()) // base.element_size()
+                offsets_LB[layer] = first + row_B * tensor.stride(0)
+
+    def __call__(self, ids_B1: Tensor) -> Tensor:
+        """Final hidden states [B, D]."""
+        self.table.lengths_B.copy_(self.cache.lengths_B)
+        hidden_BD, _ = self.fused.joint(ids_B1, self.table, None, self.table, self.cache.width)
+        self.cache.advance([1])
+        return hidden_BD
+
+
+def make_encoder(model: Backbone, cache: FixedCache) -> Callable[[Tensor], Tensor]:
+    """What encodes one token of each row, by the device and the architecture."""
+    if isinstance(model, Llama) and select_backend(model.device).uses_triton:
+        from redraft.engine.fused_llama import can_fuse  # Triton takes long to import
+
+        if can_fuse(model):
+            return FusedEncoder(model, cache)
+    return lambda ids_B1: model.encode(ids_B1, cache)[:, 0]
+
+
 # 2. Beginnings
 
 
@@ -159,6 +202,7 @@ class OwnTextSampler:
         self.device = model.device
         shape = (cfg.rows, cfg.length)
         self.cache = FixedCache(model.config, cfg.rows, cfg.length, model.dtype, self.device)
+        self.encode = make_encoder(model, self.cache)
         self.ids_BT = torch.zeros(shape, dtype=torch.long, device=self.device)
         self.given_BT = torch.zeros(shape, dtype=torch.bool, device=self.device)  # tokens of the beginnings
         self.ended_B = torch.zeros(cfg.rows, dtype=torch.bool, device=self.device)
@@ -172,8 +216,8 @@ class OwnTextSampler:
     def _step(self) -> None:
         """Encodes the tokens at the cache's length and writes the next ones, sampled or given."""
         now_1 = self.cache.length_11[0].clone()
-        hidden_B1D = self.model.encode(self.ids_BT.index_select(1, now_1), self.cache)
-        probs_BV = torch.softmax(self.model.head(hidden_B1D[:, 0]) / self.temperature_B1, dim=-1)
+        hidden_BD = self.encode(self.ids_BT.index_select(1, now_1))
+        probs_BV = torch.softmax(self.model.head(hidden_BD) / self.temperature_B1, dim=-1)
         # The largest of probabilities over exponential numbers falls on a token with its probability.
         sampled_B = (probs_BV / self.exponential_BV.clamp(min=1e-20)).argmax(dim=-1)
         given_B = self.given_BT.index_select(1, now_1 + 1)[:, 0]

@@ -18,6 +18,7 @@ from redraft.kernels import backend
 from redraft.model.drafter import DrafterConfig, new_drafter
 from redraft.model.llama import Llama
 from redraft.model.page import PageConfig, new_page_adapter
+from redraft.train.own_text import FusedEncoder, OwnTextConfig, OwnTextSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, where an exponential overflows
 
@@ -130,3 +131,18 @@ def test_a_page_adapter_denoises_beside_the_graphs(monkeypatch):
     assert found[requests[1]].ids_BT.tolist() == expected.ids_BT.tolist()
     assert engine.runner.round_buckets
     assert not engine.runner.step_buckets
+
+
+def test_own_texts_are_those_of_encode(monkeypatch):
+    """The sampler of own texts, whose cache the kernels read and write in place."""
+    model = make_model(SMALL, drafts=False)
+    settings = OwnTextConfig(rows=3, length=9, longest_beginning=3, most_repeats=9, ended_share=1.0)
+    found = []
+    for kernels in ("reference", "triton"):
+        monkeypatch.setenv(backend.ENV_VARIABLE, kernels)
+        sampler = OwnTextSampler(model, settings)
+        assert isinstance(sampler.encode, FusedEncoder) == (kernels == "triton")
+        torch.manual_seed(0)
+        found.append(sampler.sample_rows([[1, 5, 9], [1], [1, 30]], [1.0, 0.5, 1.0]))
+    assert found[0] == found[1]
+    assert len({tuple(row) for row in found[0]}) == 3

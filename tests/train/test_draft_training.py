@@ -1,0 +1,47 @@
+"""Drafters are trained in bf16 as in float32: they cast their own weights, also where logits are computed in pieces."""
+
+import json
+import random
+from dataclasses import replace
+
+import llama_models
+import pytest
+import torch
+
+from redraft.model.drafter import DrafterConfig
+from redraft.tokenizer.tokenizer import Tokenizer
+from redraft.train import draft_loss
+from redraft.train.adapting import AdaptOptions, adapting_config, adapting_data
+from redraft.train.held_out import Evaluated
+from redraft.train.loop import Trainer
+from redraft.train.records import Source
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory):
+    """A random Llama with a byte vocabulary in `base`, and answers in `own-0000.jsonl`."""
+    folder = tmp_path_factory.mktemp("drafts")
+    shape = {"vocab_size": 260, "max_position_embeddings": 128, "num_hidden_layers": 1}
+    llama_models.save_reference(folder / "base", "smollm2", **shape)
+    Tokenizer.byte_level(("<pad>", "<bos>", "<eos>")).save(folder / "base")
+    rng = random.Random(0)
+    answers = [{"prompt_ids": [1, 9], "ids": [rng.choice((70, 71, 72))] * 40} for _ in range(64)]
+    (folder / "own-0000.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    return folder
+
+
+def train(folder, out, **changes) -> list[dict[str, float]]:
+    drafter = DrafterConfig(rank=4, alpha=8.0, head_size=16, canvas_length=4)
+    options = AdaptOptions(drafter=drafter, length=64, batch=4, rows=4, steps=4, rate=3e-2)
+    source = Source(files=(str(folder / "own-0000.jsonl"),), own=True, every=8)
+    cfg = adapting_config(str(folder / "base"), adapting_data(source, 128, options), 2560, options, torch.device("cpu"))
+    cfg = replace(cfg, evaluate_every=1, save_every=4, **changes)
+    return [event.scores for event in Trainer(cfg, out).run() if isinstance(event, Evaluated)]
+
+
+def test_bf16_learns_what_float32_learns_also_in_pieces(folder, tmp_path, monkeypatch):
+    expected = train(folder, tmp_path / "float32")
+    monkeypatch.setattr(draft_loss, "MAX_LOGITS", 2 * 260 * 100)  # pieces are computed again in the backward pass
+    found = train(folder, tmp_path / "bfloat16", precision="bfloat16")
+    assert expected[-1]["draft"] < expected[0]["draft"] - 0.1
+    assert [score["draft"] for score in found] == pytest.approx([score["draft"] for score in expected], rel=0.02)
