@@ -204,7 +204,7 @@ def describe_run(writer: Writer) -> dict[str, str]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Warms up, times everything, compares the greedy answers."""
+    """Warms up, times everything and prints the table, then compares the greedy answers."""
     prompts = PROMPTS[: options.prompts]
     ways, writer = load_all(options, options.dtype)
     run = describe_run(writer)
@@ -216,12 +216,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         rows += [{"temperature": temperature, **row} for row in describe(costs)]
         if temperature == 0 and writer.model.dtype == torch.float32:
             equal = count_equal(answers)
+    counts = {"prompts": len(prompts), "tokens": options.tokens}
+    result = {"what": "drafter", **run, "peer": options.peer, **counts, "rows": rows, "equal": equal}
+    show(result)
     if equal is None:
         del ways, writer
         gc.collect()
-        equal = compare_greedy(options, prompts)
-    counts = {"prompts": len(prompts), "tokens": options.tokens}
-    return {"what": "drafter", **run, "peer": options.peer, **counts, "rows": rows, "equal": equal}
+        result["equal"] = compare_greedy(options, prompts)
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints the table."""
+    table = Table(*headings(result))
+    for row in result["rows"]:
+        table.add_row(*cells(row))
+    Console(width=140, highlight=False).print(table)
 
 
 def main() -> None:
@@ -242,13 +252,7 @@ def main() -> None:
     if options.out is not None and options.out.suffix not in (".md", ".json"):
         parser.error(f"--out is a .md or a .json file, got {options.out}")
     result = measure(options)
-    table = Table(*headings(result))
-    for row in result["rows"]:
-        table.add_row(*cells(row))
-    console = Console(width=140, highlight=False)
-    console.print(table)
-    for sentence in say_equal(result):
-        console.print(sentence)
+    print("\n".join(say_equal(result)))
     if options.out is not None:
         is_json = options.out.suffix == ".json"
         options.out.write_text(json.dumps(result, indent=1) if is_json else to_markdown(result), encoding="utf-8")
