@@ -72,14 +72,18 @@ class CacheTable:
         self.counts_B.copy_(torch.tensor([*stored, *padding], dtype=torch.int32))
 
     def behind_each_(self, clean: "CacheTable") -> None:
-        """Becomes the table of canvases behind S clean tokens of each row: canvas j has j + 1 clean tokens before it."""
+        """Becomes the table of canvases behind S clean tokens of each row: canvas j has j + 1 clean tokens before it.
+
+        It has fewer where the row has fewer: kernels must not read slots that are not there.
+        """
         assert self.base is clean.base, "addresses are relative to the base"
         rows = clean.lengths_B.numel()
         count = self.lengths_B.numel() // rows
         for name in ("keys_LB", "values_LB", "sizes_LB"):
             getattr(self, name).view(-1, rows, count).copy_(getattr(clean, name)[:, :, None])
         offsets_S = torch.arange(1, count + 1, dtype=torch.int32, device=self.lengths_B.device)
-        self.lengths_B.view(rows, count).copy_(clean.lengths_B[:, None] + offsets_S)
+        before_BS = torch.minimum(offsets_S, clean.counts_B[:, None])
+        self.lengths_B.view(rows, count).copy_(clean.lengths_B[:, None] + before_BS)
 
     def past(self, layer: int) -> attention.KVLocations:
         """The rows of one layer, as its attention kernel takes them."""

@@ -12,6 +12,7 @@ from redraft.config import EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion import pick, rng
 from redraft.diffusion.verified import generate_verified
+from redraft.engine.cache_table import CacheTable
 from redraft.engine.cuda_graph_runner import CudaGraphRunner
 from redraft.engine.engine import Engine
 from redraft.engine.round_graph import uses_round_graph
@@ -103,3 +104,15 @@ def test_of_equal_logits_the_lowest_id_is_picked():
     logits_NV = torch.zeros(1, 9000, device=DEVICE)
     zero = torch.zeros(1, device=DEVICE)
     assert int(pick_gumbel(logits_NV, zero.double(), zero.long(), zero.long())) == 0
+
+
+def test_a_canvas_reads_no_more_slots_than_its_row_has():
+    """Rows without a request have one slot; a canvas behind eight tokens of it would read other memory."""
+    model = tiny.build(tiny.BASE).to(DEVICE)
+    cache = model.new_cache(1, 32)
+    cache.advance([7])
+    table = CacheTable.empty(model, 2)
+    table.fill([cache], [2])
+    canvas_table = CacheTable.empty(model, 2 * 4, table.base)
+    canvas_table.behind_each_(table)
+    assert canvas_table.lengths_B.tolist() == [6, 7, 7, 7, 0, 0, 0, 0]
