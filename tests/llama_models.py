@@ -70,9 +70,9 @@ def save_reference(folder: Path, family: str, **changes: Any) -> PreTrainedModel
     return model
 
 
-def save_with_bytes(base: Path) -> Backbone:
+def save_with_bytes(base: Path, **changes: Any) -> Backbone:
     """A random Llama with a byte vocabulary; returns it, loaded."""
-    save_reference(base, "smollm2", vocab_size=260, max_position_embeddings=128)
+    save_reference(base, "smollm2", vocab_size=260, max_position_embeddings=128, **changes)
     Tokenizer.byte_level(("<pad>", "<bos>", "<eos>")).save(base)
     return checkpoint.load_model(base)
 

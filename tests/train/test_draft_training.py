@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from redraft.model.drafter import DrafterConfig
-from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import draft_loss
 from redraft.train.adapting import AdaptOptions, adapting_config, adapting_data
 from redraft.train.held_out import Evaluated
@@ -21,9 +20,7 @@ from redraft.train.records import Source
 def _folder(tmp_path_factory):
     """A random Llama with a byte vocabulary in `base`, and answers in `own-0000.jsonl`."""
     folder = tmp_path_factory.mktemp("drafts")
-    shape = {"vocab_size": 260, "max_position_embeddings": 128, "num_hidden_layers": 1}
-    llama_models.save_reference(folder / "base", "smollm2", **shape)
-    Tokenizer.byte_level(("<pad>", "<bos>", "<eos>")).save(folder / "base")
+    llama_models.save_with_bytes(folder / "base", num_hidden_layers=1)
     rng = random.Random(0)
     answers = [{"prompt_ids": [1, 9], "ids": [rng.choice((70, 71, 72))] * 40} for _ in range(64)]
     (folder / "own-0000.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))

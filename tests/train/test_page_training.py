@@ -27,9 +27,7 @@ from redraft.train.records import Source
 def _folder(tmp_path_factory):
     """A random Llama with a byte vocabulary in `base`, and in `texts.jsonl` texts that repeat one letter each."""
     folder = tmp_path_factory.mktemp("pages")
-    shape = {"vocab_size": 260, "max_position_embeddings": 128, "num_hidden_layers": 1}
-    llama_models.save_reference(folder / "base", "smollm2", **shape)
-    Tokenizer.byte_level(("<pad>", "<bos>", "<eos>")).save(folder / "base")
+    llama_models.save_with_bytes(folder / "base", num_hidden_layers=1)
     rng = random.Random(0)
     texts = [rng.choice("abcdefgh") * 40 for _ in range(96)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
