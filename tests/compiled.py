@@ -33,6 +33,7 @@ from redraft.kernels.backend import KIB, Card
 from redraft.kernels.triton import (
     attention,
     attention_wide,
+    draft_tree,
     experts,
     experts_fourbit,
     fp8,
@@ -241,7 +242,8 @@ def attention_kernels() -> Kernels:
     for size, window in ((256, 1024), (512, 0)):
         for has_many_tokens in (False, True):
             tiles = attention.select_tiles(size, 2048 if has_many_tokens else 256, CARD, 2)
-            shape = {"WINDOW": window, "K": size, "K_PADDED": size, "BLOCK_M": tiles.tokens, "BLOCK_N": tiles.inner}
+            shape = {"TREE": 0, "WINDOW": window, "K": size, "K_PADDED": size}
+            shape |= {"BLOCK_M": tiles.tokens, "BLOCK_N": tiles.inner}
             for causal in (False, True):
                 for whole in sorted({True, tiles.concurrent == 1}):
                     partial = BF16 if whole else F32
@@ -260,9 +262,16 @@ def attention_kernels() -> Kernels:
             yield compile_kernel(
                 attention._attend, constants, tiles.warps, tiles.stages, to_binary=False, base=U8, **partial
             )
+    tiles = attention.select_tiles(64, 288, CARD, 2)  # a tree of drafts of a small model
+    shape = {"TREE": 32, "WINDOW": 0, "K": 64, "K_PADDED": 64, "BLOCK_M": tiles.tokens, "BLOCK_N": tiles.inner}
+    for causal in (False, True):
+        constants = {**shape, **fp8_type, "CAUSAL": causal, "WHOLE": False, "FP8": False}
+        types = {"tree": I64, "partial": F32, "softmax": F32}
+        yield compile_kernel(attention._attend, constants, tiles.warps, tiles.stages, **types)
+    yield compile_kernel(attention._keep_path, {"D_PADDED": 8, "WIDTH_PADDED": 256}, path=I64)
     # float32 needs the most shared memory
     tiles = attention.select_tiles(512, 256, CARD, 4)
-    shape = {"WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": tiles.tokens, "BLOCK_N": tiles.inner}
+    shape = {"TREE": 0, "WINDOW": 0, "K": 512, "K_PADDED": 512, "BLOCK_M": tiles.tokens, "BLOCK_N": tiles.inner}
     constants = {**shape, **fp8_type, "CAUSAL": True, "WHOLE": True, "FP8": False}
     float32 = dict.fromkeys(("q", "k", "v", "base", "out", "partial", "softmax"), F32)
     compiled = compile_kernel(attention._attend, constants, tiles.warps, tiles.stages, to_binary=False, **float32)
@@ -313,6 +322,13 @@ def other_kernels() -> Kernels:
         yield compile_kernel(vocabulary._compute_probs, {"CHUNK": 4096, "HAS_SCALES": has_scales}, scale=F32)
     picks = {"logits": F32, "temperatures": F64, "best_out": F64}
     yield compile_kernel(pick._pick_parts, {"VERIFY": splitmix.VERIFY, "BLOCK": pick.BLOCK, "PART": pick.PART}, 8, **picks)
+    ranks = {"VERIFY": splitmix.VERIFY, "BLOCK": pick.BLOCK, "COUNT": 8}
+    for logits in (BF16, F32):
+        yield compile_kernel(pick._rank_parts, ranks, logits=logits, temperatures=F64, sums_out=F64)
+    yield compile_kernel(pick._merge_parts, {"COUNT": 6, "P_PADDED": 512}, sums=F64, ids=I64, out=I64)
+    numbers = dict.fromkeys(("ids", "picks", "room", "visible", "depths", "parents", "paths"), I64)
+    outputs = dict.fromkeys(("last_out", "token_out", "count_out", "path_out", "path_ids_out"), I64)
+    yield compile_kernel(draft_tree._accept_path, {"N_PADDED": 32, "D_PADDED": 8}, 1, **numbers, **outputs)
     yield compile_kernel(sampler_step._draw_step_inputs, {"C_PADDED": 256, "SAMPLE": 1, "NOISE": 2})
     yield compile_kernel(sampler_step._step_canvases, {"C_PADDED": 256, "E": sampler_step.MAX_STOPS}, 8)
 

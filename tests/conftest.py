@@ -14,6 +14,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; processes t
 
 import torch
 
+from redraft.engine.runner import Runner
+
+Runner.measures_drafts = False  # what a test does depends on no clock
 # httpx reads every certificate of the machine for every client, also for those of local servers: 40 ms each.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)

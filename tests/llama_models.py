@@ -79,13 +79,18 @@ def save_with_bytes(base: Path, **changes: Any) -> Backbone:
 
 def save_with_page(folder: Path) -> Path:
     """A random Llama with a byte vocabulary in folder/base, and a random page adapter for it in folder/page."""
-    model = save_with_bytes(folder / "base")
-    page = new_page_adapter(PageConfig(rank=2, alpha=4.0, canvas_lengths=(8, 16)), model.config)
+    save_page(folder, save_with_bytes(folder / "base"))
+    return folder
+
+
+def save_page(folder: Path, model: Backbone) -> None:
+    """A random page adapter for the model, which is in folder/base, in folder/page."""
+    cfg = PageConfig(rank=2, alpha=4.0, canvas_lengths=(8, 16))
+    page = new_page_adapter(cfg, model.config, torch.zeros(model.config.hidden_size))
     with torch.no_grad():
         for p in page.parameters():
             p.copy_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p))))
     checkpoint.save_drafter(page, folder / "page", base="../base", fingerprint=checkpoint.fingerprint(model))
-    return folder
 
 
 def save_with_drafter(folder: Path) -> Path:

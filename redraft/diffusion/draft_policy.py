@@ -2,7 +2,8 @@
 
 A forward has a fixed cost and a cost for each token. More drafts and more canvases give more tokens a forward and cost more.
 Two layouts are compared. "all": a canvas stands behind every verified token, so each round has drafts. "alternate": one
-round drafts behind the last token, the next one only verifies. The choice changes an exact answer's speed, never its tokens.
+round drafts behind the last token, the next one only verifies. Whether a drafter's drafts pay at all is measured
+(DraftSpeed). The choice changes an exact answer's speed, never its tokens.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,34 @@ TOKEN_COST = {"cpu": 0.012, "cuda": 0.0}
 PRIOR_ACCEPTED = 0.6  # assumed share of accepted drafts before any was verified
 PRIOR_WEIGHT = 2.0  # drafts that this assumption counts for
 MEMORY = 0.97  # how much of what was counted stays, round by round: texts change
+TRIED = 8  # rounds without drafts, and as many with them, before the faster way is chosen
+TRIED_AGAIN = 256  # rounds after which both ways are tried again
+
+
+@dataclass
+class DraftSpeed:
+    """Whether drafts pay on this machine: tokens a second without them and with them, measured round by round.
+
+    On a CPU a forward of a few tokens may take twice as long as one of a single token, and each draft reads the whole head.
+    """
+
+    rounds: int = 0
+    tokens: list[float] = field(default_factory=lambda: [0.0, 0.0])  # without drafts, with drafts
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def record(self, has_drafts: bool, tokens: int, seconds: float) -> None:
+        """Counts a round."""
+        self.rounds += 1
+        self.tokens[has_drafts] = MEMORY * self.tokens[has_drafts] + tokens
+        self.seconds[has_drafts] = MEMORY * self.seconds[has_drafts] + seconds
+
+    @property
+    def pays(self) -> bool:
+        """Whether the next round drafts."""
+        number = self.rounds % TRIED_AGAIN
+        if number < 2 * TRIED:
+            return number >= TRIED
+        return self.tokens[True] * self.seconds[False] > self.tokens[False] * self.seconds[True]
 
 
 @dataclass
@@ -22,6 +51,7 @@ class DraftPolicy:
 
     token_cost: float
     max_length: int
+    speed: DraftSpeed | None = None  # None: drafts pay
     tried: list[float] = field(init=False)  # by number of the draft: how often all before it were accepted
     accepted: list[float] = field(init=False)
 
@@ -37,6 +67,8 @@ class DraftPolicy:
 
     def choose(self) -> tuple[int, bool]:
         """The number of drafts, and whether canvases stand behind all verified tokens."""
+        if self.speed is not None and not self.speed.pays:
+            return 0, False
         choices = [(length, is_all) for length in range(1, self.max_length + 1) for is_all in (True, False)]
         return max(choices, key=lambda choice: self._tokens_per_cost(*choice))
 

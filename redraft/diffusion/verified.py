@@ -78,6 +78,7 @@ class Verification:
     next_token: NextToken
     tokens: list[int] = field(default_factory=list)  # verified; its length is the cursor
     drafts: list[int] = field(default_factory=list)  # from the cursor on
+    tree: list[int] = field(default_factory=list)  # the tokens of a tree of drafts, where the engine verifies trees
     logprobs: list[float] = field(default_factory=list)  # of the verified tokens
     candidates: int = 0  # how many of the likeliest tokens are noted at each position
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
@@ -127,26 +128,26 @@ class Verification:
         """Rounds and drafts so far, by the names of Stats."""
         return {name: getattr(self, name) for name in ("rounds", "drafted", "accepted", "corrected")}
 
-    def committed(self, block: int, begin: int, device: torch.device) -> Committed:
+    def committed(self, block: int, begin: int) -> Committed:
         """The verified tokens from `begin` on as an event: a canvas in checked mode, those of a round in exact mode."""
-        ids_1C = torch.tensor([self.tokens[begin:]], device=device)
+        ids_1C = torch.tensor([self.tokens[begin:]])  # on the host, where the tokens are
         return Committed(
             block=block,
             ids_BC=ids_1C,
-            entropy_BC=torch.zeros(ids_1C.shape, device=device),
-            settled_B=torch.ones(1, dtype=torch.bool, device=device),
-            steps_B=torch.zeros(1, dtype=torch.long, device=device),
+            entropy_BC=torch.zeros(ids_1C.shape),
+            settled_B=torch.ones(1, dtype=torch.bool),
+            steps_B=torch.zeros(1, dtype=torch.long),
             logprobs=tuple(self.logprobs[begin:]),
-            top_probs=self._top_probs(begin, device) if self.candidates else None,
+            top_probs=self._top_probs(begin) if self.candidates else None,
             counts=self.counts,
         )
 
-    def _top_probs(self, begin: int, device: torch.device) -> TopProbs:
+    def _top_probs(self, begin: int) -> TopProbs:
         """The probabilities of the verified tokens from `begin` on."""
-        own_1C = torch.tensor([self.logprobs[begin:]], device=device).exp()
+        own_1C = torch.tensor([self.logprobs[begin:]]).exp()
         ids_CK = [ids for ids, _ in self.top[begin:]]
         probs_CK = [probs for _, probs in self.top[begin:]]
-        return TopProbs(own_1C, own_1C, torch.tensor([ids_CK], device=device), torch.tensor([probs_CK], device=device))
+        return TopProbs(own_1C, own_1C, torch.tensor([ids_CK]), torch.tensor([probs_CK]))
 
     def set_canvas(self, ids: Sequence[int]) -> None:
         """Checked mode: these drafts are verified next, to the end of their canvas."""
@@ -215,6 +216,7 @@ class Verification:
         self.tokens += new
         self.logprobs += verdict.logprobs[: len(new)]
         self.top += verdict.top[: len(new)]
+        self.tree = []
         ahead = self.drafts[len(new) :]
         self.drafts = [*fresh, *ahead[len(fresh) :]]
 
@@ -267,9 +269,9 @@ def generate_verified(
             if cfg.check == "checked":
                 yield make_checked_draft(state, block, model.device)
             else:
-                yield state.committed(block, state.round_begin, model.device)
+                yield state.committed(block, state.round_begin)
         if cfg.check == "checked":
-            yield state.committed(block, state.block_begin, model.device)
+            yield state.committed(block, state.block_begin)
         block += 1
     counter.add_verified(state.tokens, sum(state.logprobs), state.counts, model.device)
     yield counter.finish(torch.tensor([state.has_ended], device=model.device))

@@ -23,6 +23,7 @@ In reading order:
     step_graph         StepBucket: a denoising step as one CUDA graph
     mixed_runner       MixedRunner: requests with adapters beside those on CUDA graphs
     round_graph        RoundBucket: a round of checked or exact mode as one CUDA graph
+    tree_graph         TreeBucket: a round of exact mode with a tree of drafts as one CUDA graph
     graph_capture      capturing CUDA graphs
     cache_table        CacheTable: the addresses of a batch's KV caches, for the kernels
     fused_layers       FusedLayers: the model's layers on Triton kernels

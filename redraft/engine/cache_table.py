@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redraft.diffusion.draft_tree import DraftTree
 from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.kernels.triton import attention
 from redraft.model.backbone import Backbone
@@ -85,11 +86,44 @@ class CacheTable:
         before_BS = torch.minimum(offsets_S, clean.counts_B[:, None])
         self.lengths_B.view(rows, count).copy_(clean.lengths_B[:, None] + before_BS)
 
+    def behind_tree_(self, clean: "CacheTable") -> None:
+        """Becomes the table of canvases behind the nodes of a tree: all nodes are before them, and they see their path."""
+        self.behind_each_(clean)
+        rows = clean.lengths_B.numel()
+        self.lengths_B.view(rows, -1).copy_((clean.lengths_B + clean.counts_B)[:, None])
+
     def past(self, layer: int) -> attention.KVLocations:
         """The rows of one layer, as its attention kernel takes them."""
         return attention.KVLocations(
             self.base, self.keys_LB[layer], self.values_LB[layer], self.sizes_LB[layer], self.lengths_B, self.counts_B
         )
+
+
+@dataclass(frozen=True)
+class TreeTensors:
+    """The shape of a tree of drafts on the device. N nodes, D depth."""
+
+    visible_N: Tensor  # int64: bit m of entry n says that node n attends to node m
+    depths_N: Tensor
+    parents_N: Tensor  # 0 for the root
+    paths_ND: Tensor  # the nodes of each path behind the root; behind its end, the number of the step from 1 on
+
+    @classmethod
+    def of(cls, tree: DraftTree, device: torch.device) -> "TreeTensors":
+        """The tensors of a tree."""
+        steps = range(1, tree.depth + 1)
+        paths = [[path[step] if step < len(path) else step for step in steps] for path in tree.paths]
+        columns = (tree.visible, tree.depths, [max(0, parent) for parent in tree.parents], paths)
+        return cls(*(torch.tensor(column, device=device) for column in columns))
+
+    def positions(self, group: "TokenGroup") -> Tensor:
+        """The position of each token: a node's is its depth behind the cached tokens, its canvas begins one later."""
+        lengths_B1 = group.table.lengths_B[:, None]
+        if group.is_causal:
+            return (lengths_B1 + self.depths_N).flatten()
+        nodes = len(self.depths_N)
+        depth_BN1 = self.depths_N.repeat(len(lengths_B1) // nodes)[:, None] + 1 - nodes
+        return (lengths_B1 + depth_BN1 + torch.arange(group.x_BSD.shape[1], device=lengths_B1.device)).flatten()
 
 
 @dataclass(frozen=True)

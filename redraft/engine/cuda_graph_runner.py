@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from redraft.config import SamplerConfig
+from redraft.diffusion.draft_tree import DraftTree, engine_tree
 from redraft.diffusion.sampler import Canvas
 from redraft.diffusion.verified import Round
 from redraft.engine.cache_table import CacheTable
@@ -41,6 +43,7 @@ from redraft.engine.step_graph import (
     count_candidates,
     uses_fused_sampler,
 )
+from redraft.engine.tree_graph import TreeBucket
 from redraft.model.backbone import Backbone
 from redraft.model.diffusion_gemma import DiffusionGemma
 from redraft.model.kv_cache import KVCache
@@ -48,6 +51,8 @@ from redraft.model.llama import Llama
 
 CHUNK_SHARE = 16  # the share of the memory beside the weights that activations of a longer chunk may take
 MAX_CHUNK_CONTEXT = NEXT_CONTEXT * MIN_CONTEXT  # tokens
+MIN_CHUNK = 16  # tokens of the shortest graph for the end of a prompt
+TREE_ROWS = 2  # most requests whose drafts are trees: with more, the GPU has enough to do
 MAX_BUCKETS = 12  # kept with their graphs; the least recently used one is dropped
 
 
@@ -63,12 +68,18 @@ class CudaGraphRunner(Runner):
         self.graph_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         self.step_buckets: dict[BucketKey, StepBucket] = {}  # the most recently used last
         self.layer_buckets: dict[BucketKey, LayerBucket] = {}
-        self.chunk_buckets: dict[int, ChunkBucket] = {}  # by context
+        self.chunk_buckets: dict[tuple[int, int], ChunkBucket] = {}  # by length and context
         self.has_chunk_graphs = not has_memory_limit(model.device)  # a plan for a limit does not count them
         # Tokens that count as context but are not in the KV cache yet: they are encoded together with the next step.
         self.pending_encodes: dict[Request, Tensor] = {}
         self.launched_ahead: dict[StepBucket, list[Canvas]] = {}  # steps already launched, and the canvases they read
         self.round_buckets: dict[RoundKey, tuple[RoundBucket, Callable[[], None]]] = {}  # with the replay of their graphs
+        self.tree = choose_tree(model)
+        self.tree_buckets: dict[tuple[int, int], tuple[TreeBucket, Callable[[], None]]] = {}  # by rows and context
+
+    def spare_slots(self, cfg: SamplerConfig) -> int:
+        """A tree is written behind the context before its path is known."""
+        return len(self.tree) if self.tree is not None and self._uses_tree(cfg) else 0
 
     @property
     def token_cost(self) -> float:
@@ -90,6 +101,8 @@ class CudaGraphRunner(Runner):
         else:
             length = model.drafter.cfg.canvas_length - 1 if model.drafter is not None else 0
             self._round_bucket((next_power_of_two(max_running), length, MIN_CONTEXT))
+            if self.tree is not None:
+                self._tree_bucket(self.tree, (min(next_power_of_two(max_running), TREE_ROWS), MIN_CONTEXT))
         before = 0
         if on_gpu:
             torch.cuda.synchronize()
@@ -188,18 +201,24 @@ class CudaGraphRunner(Runner):
     def _encode(self, ids_1S: Tensor, request: Request) -> None:
         """Writes the last tokens of a request's context into its cache. A prefill chunk goes through a graph.
 
-        Longer chunks need no graph: the GPU takes longer than the host. Behind a very long context, a graph for the longest
-        one would split attention worse.
+        So do the shorter ones of a Llama, which is often small: they are padded. Longer chunks need no graph: the GPU takes
+        longer than the host. Behind a very long context, a graph for the longest one would split attention worse.
         """
         context = bucket_contexts(len(request.context))[-1]
-        if self.has_chunk_graphs and ids_1S.shape[1] == self.prefill_chunk and context <= MAX_CHUNK_CONTEXT:
-            if context not in self.chunk_buckets:
-                self.chunk_buckets[context] = ChunkBucket(self.fused, self.prefill_chunk, context, self.graph_pool)
-            self.chunk_buckets[context].run(ids_1S, cache_of(request))
+        length = ids_1S.shape[1]
+        is_padded = isinstance(self.fused, FusedLlama) and length < self.prefill_chunk
+        has_graph = self.has_chunk_graphs and (is_padded or length == self.prefill_chunk)
+        if has_graph and context <= MAX_CHUNK_CONTEXT:
+            padded = min(next_power_of_two(max(length, MIN_CHUNK)), self.prefill_chunk)
+            bucket = self.chunk_buckets.get((padded, context))
+            if bucket is None:
+                bucket = ChunkBucket(self.fused, padded, context, self.graph_pool)
+                self.chunk_buckets[padded, context] = bucket
+            bucket.run(ids_1S, cache_of(request))
             return
         table = CacheTable.empty(self.model, 1)
-        table.fill([cache_of(request)], [ids_1S.shape[1]])
-        self.fused.encode(ids_1S, table, len(request.context) - ids_1S.shape[1])
+        table.fill([cache_of(request)], [length])
+        self.fused.encode(ids_1S, table, len(request.context) - length)
 
     def _select_joint_encodes(self, pending: list[PendingEncode]) -> list[PendingEncode]:
         """The tokens to encode in the same graph as a step: after padding at most a prefill chunk.
@@ -244,6 +263,8 @@ class CudaGraphRunner(Runner):
     def _verify_in_graph(self, batch: Sequence[Request]) -> dict[Request, int]:
         """One round in one graph, picks and drafts included."""
         states = [verification_of(request) for request in batch]
+        if self.tree is not None and len(batch) <= TREE_ROWS and all(self._uses_tree(state.cfg) for state in states):
+            return self._verify_trees(batch, self.tree)
         works = [request.begin_round() for request in batch]
         for request, work in zip(batch, works, strict=True):
             self._extend_cache(request, len(work.clean))
@@ -254,6 +275,34 @@ class CudaGraphRunner(Runner):
         for request, work, (verdict, fresh) in zip(batch, works, bucket.read(states, works), strict=True):
             request.end_round(work, verdict, fresh)
         return dict(zip(batch, map(count_tokens, works), strict=True))
+
+    def _uses_tree(self, cfg: SamplerConfig) -> bool:
+        """Whether a request's drafts may be a tree: those of exact mode, with the drafter's own draft length."""
+        assert self.model.drafter is not None
+        return cfg.check == "exact" and cfg.draft_length == self.model.drafter.cfg.canvas_length - 1
+
+    def _verify_trees(self, batch: Sequence[Request], tree: DraftTree) -> dict[Request, int]:
+        """One round of few requests, each with a tree of drafts."""
+        states = [verification_of(request) for request in batch]
+        for request in batch:
+            request.begin_round()
+            self._extend_cache(request, len(tree))
+        rows, _, context = bucket_of(batch)
+        bucket, replay = self._tree_bucket(tree, (rows, context))
+        bucket.load(states, [cache_of(request) for request in batch])
+        replay()
+        for request, state, (work, verdict, ids) in zip(batch, states, bucket.read(states), strict=True):
+            request.end_round(work, verdict, bucket.likeliest(ids))
+            state.tree = ids
+        return dict.fromkeys(batch, len(tree) * (bucket.canvas_length + 1))
+
+    def _tree_bucket(self, tree: DraftTree, key: tuple[int, int]) -> tuple[TreeBucket, Callable[[], None]]:
+        """The bucket of this many rows and this context, captured when it is first used."""
+        if key not in self.tree_buckets:
+            assert isinstance(self.fused, FusedLlama)
+            bucket = TreeBucket(self.fused, tree, *key)
+            self.tree_buckets[key] = (bucket, self.fused.capture(bucket.body, self.graph_pool))
+        return self.tree_buckets[key]
 
     def _round_bucket(self, key: RoundKey) -> tuple[RoundBucket, Callable[[], None]]:
         """The bucket of this key, captured when it is first used. Capturing runs a round on memory of the bucket's own."""
@@ -311,6 +360,14 @@ def fuse(model: Backbone) -> FusedLayers | FusedLlama:
     return FusedLayers(model)
 
 
+def choose_tree(model: Backbone) -> DraftTree | None:
+    """The tree that a model's drafts are verified in, if it has a drafter. Windows would have to be cut along the path."""
+    has_windows = any(model.config.layer_window(layer) is not None for layer in range(model.config.num_hidden_layers))
+    if model.drafter is None or has_windows:
+        return None
+    return engine_tree(model.drafter.cfg.canvas_length)
+
+
 def choose_chunk_alone(model: Backbone, prefill_chunk: int) -> int:
     """How many tokens of a prompt are encoded together while no other request runs.
 
@@ -330,7 +387,10 @@ def bucket_of(batch: Sequence[Request]) -> BucketKey:
 
 
 class ChunkBucket:
-    """A chunk of one request's prompt, encoded as one graph: the host launches kernels slower than the GPU runs them."""
+    """A chunk of one request's prompt, encoded as one graph: the host launches kernels slower than the GPU runs them.
+
+    A shorter chunk is padded behind its end, where no token attends to and nothing is stored.
+    """
 
     def __init__(self, fused: FusedLayers | FusedLlama, length: int, context: int, graph_pool: object) -> None:
         self.table = CacheTable.empty(fused.model, 1)  # nothing is stored while it is captured
@@ -339,8 +399,9 @@ class ChunkBucket:
 
     def run(self, ids_1S: Tensor, cache: KVCache) -> None:
         """Writes the tokens, which the cache counts already, into the cache."""
-        self.table.fill([cache], [ids_1S.shape[1]])
-        self.ids_1S.copy_(ids_1S)
+        count = ids_1S.shape[1]
+        self.table.fill([cache], [count])
+        self.ids_1S[:, :count] = ids_1S
         self._replay()
 
 

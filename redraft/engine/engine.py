@@ -125,7 +125,7 @@ class Engine(WorkBeside):
             verification = Verification.start(prompt, cfg, seed, constraints, self.model.config.vocab_size)
             verification.candidates = candidates
             if cfg.check == "exact" and self.runner.token_cost and self.verifier is None:
-                verification.policy = DraftPolicy(self.runner.token_cost, cfg.draft_length)
+                verification.policy = DraftPolicy(self.runner.token_cost, cfg.draft_length, self.runner.draft_speed)
         ids = tuple(prompt)
         request = Request(
             number=self.scheduler.next_number(),
@@ -144,6 +144,7 @@ class Engine(WorkBeside):
             other_verifier=OtherVerifier(self.model, self.verifier) if verification and self.verifier else None,
             images=tuple(images),
             adapter=self.adapter,
+            spare_slots=self.runner.spare_slots(cfg) if verification and not self.verifier and not self.adapter else 0,
             events=deque() if self.has_thread else None,  # the thread may run it before anybody streams it
             automaton_state=constraints.initial_state,
         )

@@ -225,6 +225,17 @@ def weight_of(module: nn.Module) -> Tensor | Fp8Tensor:
     return module.packed("weight") if isinstance(module, PackedLinear) else module.weight
 
 
+def has_joined_rows(weights: Sequence[Tensor]) -> bool:
+    """Whether matrices are the rows of one tensor already, one behind the other."""
+    address = weights[0].data_ptr()
+    for weight in weights:
+        is_next = weight.data_ptr() == address and weight.is_contiguous()
+        if not is_next or weight.untyped_storage().data_ptr() != weights[0].untyped_storage().data_ptr():
+            return False
+        address += weight.nbytes
+    return True
+
+
 def concat_weights(modules: Sequence[nn.Module]) -> JoinedRows:
     """The weights of several linear modules as one tensor. The modules' own weights become views of it.
 
@@ -233,6 +244,9 @@ def concat_weights(modules: Sequence[nn.Module]) -> JoinedRows:
     if len({isinstance(module, PackedLinear) for module in modules}) > 1:
         return [weight_of(module) for module in modules]
     sizes = [len(module.weight) for module in modules]
+    if not isinstance(modules[0], PackedLinear) and has_joined_rows([module.weight for module in modules]):
+        first = modules[0].weight.detach()
+        return first.as_strided((sum(sizes), first.shape[1]), first.stride(), first.storage_offset())
     with torch.no_grad():
         weight = torch.cat([module.weight for module in modules])
         for module, part in zip(modules, weight.split(sizes), strict=True):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redraft.engine.cache_table import CacheTable, TokenGroup
+from redraft.engine.cache_table import CacheTable, TokenGroup, TreeTensors
 from redraft.engine.fused_layers import SideStream, concat_weights
 from redraft.engine.graph_capture import capture_graph
 from redraft.engine.memory import free_bytes, weight_bytes
@@ -58,14 +58,16 @@ class Progress:
     positions_N: Tensor
     x_ND: Tensor
     normed_ND: Tensor
+    tree_N: Tensor | None  # which nodes of a tree of drafts attend to one another, as `attention.attend` takes it
 
 
 class FusedLlama:
     """Runs a model's layers. Weights that are used together are moved into one tensor, which the model then shares."""
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: Llama, canvases: bool = True) -> None:
+        """Without `canvases` a drafter's copies of the weights are not made: canvas tokens would have the model's own."""
         self.model = model
-        drafter = model.drafter.adapter if model.drafter is not None else None
+        drafter = model.drafter.adapter if model.drafter is not None and canvases else None
         self.products = [
             {names: join_product(model, index, names, drafter) for names in PRODUCTS} for index in range(len(model.layers))
         ]
@@ -86,23 +88,32 @@ class FusedLlama:
             self._run_layer(index, clean, context)
 
     def joint(
-        self, clean_BS: Tensor, table: CacheTable, canvas_BSC: Tensor | None, canvas_table: CacheTable, context: int
+        self,
+        clean_BS: Tensor,
+        table: CacheTable,
+        canvas_BSC: Tensor | None,
+        canvas_table: CacheTable,
+        context: int,
+        tree: TreeTensors | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Encodes clean tokens and denoises a canvas behind each of them, as `Backbone.joint` does (see FusedLayers).
+
+        With a tree, the clean tokens are its nodes: each attends to the nodes of its path, and so does its canvas. The
+        canvases' tables then count all nodes as cached.
 
         The kernels of a small model leave most of a GPU idle, so the canvases follow on a second stream, a layer behind the
         clean tokens, whose keys and values they read. All that they make is made on that stream, so its memory is reused
         there only.
         """
         context += clean_BS.shape[1]  # the canvases' tables count them as cached
-        clean = self._begin(TokenGroup(self.model.embed(clean_BS), table, True))
+        clean = self._begin(TokenGroup(self.model.embed(clean_BS), table, True), tree)
         if canvas_BSC is None:
             for index in range(len(self.products)):
                 self._run_layer(index, clean, context)
             return clean.normed_ND, None
         with self.side_stream:
             x_NCD = self.model.embed_canvas(canvas_BSC.flatten(0, 1), None, None)
-            canvas = self._begin(TokenGroup(x_NCD, canvas_table, False))
+            canvas = self._begin(TokenGroup(x_NCD, canvas_table, False), tree)
         for index in range(len(self.products)):
             self._run_layer(index, clean, context)
             with self.side_stream:
@@ -113,11 +124,13 @@ class FusedLlama:
             canvas_NCD = shift_canvases(canvas_NCD, clean.normed_ND)
         return clean.normed_ND, canvas_NCD.flatten(0, 1)
 
-    def _begin(self, group: TokenGroup) -> Progress:
+    def _begin(self, group: TokenGroup, tree: TreeTensors | None = None) -> Progress:
         """Tokens before the first layer."""
         x_ND = group.x_BSD.flatten(0, 1)
         first = self.model.layers[0].input_layernorm.weight
-        return Progress(group, group.positions_N, x_ND, norm.rms_norm(x_ND, first, self.model.config.rms_norm_eps))
+        positions_N = group.positions_N if tree is None else tree.positions(group)
+        normed_ND = norm.rms_norm(x_ND, first, self.model.config.rms_norm_eps)
+        return Progress(group, positions_N, x_ND, normed_ND, None if tree is None else tree.visible_N)
 
     def _run_layer(self, index: int, tokens: Progress, context: int) -> None:
         """Runs a layer on a group of tokens. Behind the last one, the norm is the model's last."""
@@ -147,7 +160,7 @@ class FusedLlama:
         past = tokens.group.table.past(index)
         is_causal = tokens.group.is_causal
         splits = attention.choose_num_splits(q, (min(context, window - 1) if window else context) + q.shape[1])
-        attended = attention.attend(q, k, v, past, window=window, causal=is_causal, splits=splits)
+        attended = attention.attend(q, k, v, past, window=window, causal=is_causal, splits=splits, tree_N=tokens.tree_N)
         if is_causal:
             attention.write_kv(k, v, past)
         return attended.flatten(0, 1)

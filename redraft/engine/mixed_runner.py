@@ -2,7 +2,7 @@
 
 The captured graphs and their kernels compute the weights of the model alone. Requests with an adapter therefore go through
 the reference forwards on the GPU, all of their adapters in one forward; the others stay on the graphs. Both happen in the
-same step. A Llama has no graphs of canvases: with a page adapter, only what it writes left to right is on the graphs.
+same step. A Llama has graphs of a drafter's canvases alone: those of a page adapter go through the reference forwards.
 `warm_up` does not measure the reference forwards, which run MAX_ROWS requests at a time: MemoryPlan counts them, and without
 a limit they use what the budget of KV caches leaves free.
 """
@@ -47,8 +47,7 @@ class MixedRunner(CudaGraphRunner):
 
     def _needs_reference(self, request: Request) -> bool:
         """Whether the graphs do not compute what a request needs: its adapter, or canvases of a page adapter."""
-        is_autoregressive = request.cfg.check == "exact" and request.cfg.draft_length == 0
-        return request.adapter is not None or (self.model.page is not None and not is_autoregressive)
+        return request.adapter is not None or (self.model.page is not None and request.cfg.check != "exact")
 
     def _split(self, requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
         """The requests that the graphs compute, and the others."""

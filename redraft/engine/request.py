@@ -90,6 +90,7 @@ class Request:
     other_verifier: OtherVerifier | None = None  # if another model verifies
     images: Sequence["ImageSpan"] = ()  # those of the prompt, in order
     adapter: Adapter | None = None  # that its KV cache has, so that every forward goes through it
+    spare_slots: int = 0  # of its KV cache, for drafts that are written before they are verified
 
     status: RequestStatus = RequestStatus.WAITING
     cancel_requested: bool = False  # the engine's thread cancels the request at its next step
@@ -138,7 +139,7 @@ class Request:
     def capacity(self) -> int:
         """Tokens its KV cache must hold: the prompt and all canvases but the last, which is encoded only to be verified."""
         if self.verification is not None:
-            return len(self.prompt) + self.cfg.max_answer
+            return len(self.prompt) + self.cfg.max_answer + self.spare_slots
         return len(self.prompt) + (self.cfg.max_canvases - 1) * self.cfg.canvas_length
 
     def has_unread(self, count: int | None) -> bool:
@@ -336,9 +337,9 @@ class Request:
         if self.cfg.check == "checked":
             events: list[Event] = [make_checked_draft(state, self.block, device)]
             if (state.is_canvas_done or is_late) and len(state.tokens) > state.block_begin:
-                events.append(state.committed(self.block, state.block_begin, device))
+                events.append(state.committed(self.block, state.block_begin))
         else:
-            events = [state.committed(self.block, state.round_begin, device)]
+            events = [state.committed(self.block, state.round_begin)]
         if not state.is_finished and not is_late:
             if state.is_canvas_done:
                 self._encode_last_token(device)

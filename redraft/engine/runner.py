@@ -11,13 +11,15 @@ failure in one request's sampler ends only that request. Shapes: B requests, C c
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from redraft.config import SamplerConfig
 from redraft.diffusion import verified
-from redraft.diffusion.draft_policy import TOKEN_COST
+from redraft.diffusion.draft_policy import TOKEN_COST, DraftSpeed
 from redraft.diffusion.verified import Round, Verification
 from redraft.engine.batched_cache import BatchedCache
 from redraft.engine.request import Request, contain_failure
@@ -35,10 +37,17 @@ class Runner:
     """Runs one model."""
 
     max_rows = MAX_ROWS  # of a round
+    measures_drafts = True  # whether a drafter's drafts pay is measured; if not, they are taken to pay
 
     def __init__(self, model: Backbone, prefill_chunk: int) -> None:
         self.model = model
         self.prefill_chunk = prefill_chunk
+        is_measured = self.measures_drafts and model.drafter is not None and self.token_cost > 0
+        self.draft_speed = DraftSpeed() if is_measured else None
+
+    def spare_slots(self, cfg: SamplerConfig) -> int:
+        """Slots of a KV cache that a request in checked or exact mode needs beyond its tokens."""
+        return 0
 
     @property
     def token_cost(self) -> float:
@@ -104,6 +113,7 @@ class Runner:
 
     def _verify(self, batch: Sequence[Request]) -> dict[Request, int]:
         """One round of requests whose canvases have the same length, in one forward."""
+        began = perf_counter()
         works = [request.begin_round() for request in batch]
         hidden_BSD, hidden_BJCD = self.joint(batch, works)
         for row, (request, work) in enumerate(zip(batch, works, strict=True)):
@@ -115,6 +125,12 @@ class Runner:
                     canvas_CD = hidden_BJCD[row, verdict.accepted, 1:]  # its first position is the token's own
                     fresh = verified.draft_tokens(self.model, state, work, verdict, canvas_CD)
                 request.end_round(work, verdict, fresh)
+        if self.draft_speed is not None:
+            has_drafts = any(work.after or work.drafts for work in works)
+            states = map(verification_of, batch)
+            self.draft_speed.record(
+                has_drafts, sum(len(state.tokens) - state.round_begin for state in states), perf_counter() - began
+            )
         return dict(zip(batch, map(count_tokens, works), strict=True))
 
     def joint(self, batch: Sequence[Request], works: Sequence[Round]) -> tuple[Tensor, Tensor | None]:

@@ -13,14 +13,14 @@ training row.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from redraft.config import FULL, SLIDING, BackboneConfig
+from redraft.config import FULL, SLIDING, BackboneConfig, LlamaConfig
 from redraft.kernels.fp8 import FP8_DTYPE
 from redraft.model import masks
 from redraft.model.drafter import Drafter, DraftHead, shift_canvases
@@ -128,37 +128,46 @@ class Backbone(nn.Module, ABC):
         """Whether the model denoises canvases: a diffusion model does, and a causal-only one with a page adapter."""
         return not self.config.is_causal_only or self.page is not None
 
-    @property
-    def canvas_adapter(self) -> Adapter | None:
-        """The pairs that all canvas tokens have, whatever adapter a request has: those of a drafter or of a page adapter."""
-        part = self.drafter or self.page
+    def canvas_adapter(self, *, drafts: bool) -> Adapter | None:
+        """The pairs that canvas tokens have, whatever adapter a request has.
+
+        Those of draft canvases are the drafter's, and those of other canvases the page adapter's. A model with one of the
+        two has it for all canvases.
+        """
+        part = (self.drafter or self.page) if drafts else (self.page or self.drafter)
         return None if part is None else part.adapter
 
     def require_denoiser(self, what: str) -> None:
         """Raises CausalOnlyError, which speaks to the user, if the model has no denoiser. `what` names what needs one."""
         if not self.has_denoiser:
-            kind = self.config.causal_kind
-            raise CausalOnlyError(
-                f"{what} needs a diffusion model; this one is causal-only ({kind}): it writes left to right"
-            )
+            self._refuse(what, "redraft adapt --page teaches it to denoise")
 
     def require_drafts(self, what: str) -> None:
-        """Raises CausalOnlyError if the model has neither a denoiser nor a drafter. `what` names what needs one."""
-        if self.drafter is None:
-            self.require_denoiser(what)
+        """Raises CausalOnlyError if the model cannot draft: it is causal-only and has no drafter."""
+        if self.config.is_causal_only and self.drafter is None:
+            self._refuse(what, "redraft adapt teaches it to draft")
+
+    def _refuse(self, what: str, way_out: str) -> NoReturn:
+        """The way out is one for Llamas alone."""
+        way_out = f", and {way_out}" if isinstance(self.config, LlamaConfig) else ""
+        kind = self.config.causal_kind
+        raise CausalOnlyError(
+            f"{what} needs a diffusion model; this one is causal-only ({kind}): it writes left to right{way_out}"
+        )
 
     def _assert_denoiser(self, method: str) -> None:
         if not self.has_denoiser:
             raise RuntimeError(f"{method}() was called on a causal-only model; the caller must call require_denoiser first")
 
     def _active_adapters(
-        self, of_rows: Sequence[Adapter | None], halves: Sequence[tuple[str, slice]]
+        self, of_rows: Sequence[Adapter | None], halves: Sequence[tuple[str, slice]], *, drafts: bool
     ) -> ActiveAdapters | None:
         """The adapters of each row, and the one of all canvas tokens. `halves`: see adapters_of_rows."""
         active = adapters_of_rows(of_rows, halves)
-        if self.canvas_adapter is None:
+        of_canvases = self.canvas_adapter(drafts=drafts)
+        if of_canvases is None:
             return active
-        tree = self.canvas_adapter.tree(DENOISE)
+        tree = of_canvases.tree(DENOISE)
         spans = tuple(Span(tree, EVERYTHING, tokens) for half, tokens in halves if half == DENOISE)
         if not spans:
             return active
@@ -198,7 +207,7 @@ class Backbone(nn.Module, ABC):
                 mask_of = {kind: masks.join_images(mask, images_BS) for kind, mask in mask_of.items()}
         rounding = self._rounding(ids_BS.shape[1])
         halves = [(ENCODE, ids_BS.shape[1])]
-        adapters = self._active_adapters(cache.adapters, [(ENCODE, EVERYTHING)])
+        adapters = self._active_adapters(cache.adapters, [(ENCODE, EVERYTHING)], drafts=False)
         for index, kind in enumerate(self.config.layer_types):
             past = cache.view(index)
             of_layer = _of_layer(adapters, index)
@@ -210,24 +219,28 @@ class Backbone(nn.Module, ABC):
     def denoise(self, canvas_BC: Tensor, soft_BCD: Tensor | None, cache: ContextCache) -> Tensor:
         """Runs a canvas bidirectionally after the cached context, which it only reads.
 
-        Returns logits [B, C, V] for all canvas positions at once.
+        Returns logits [B, C, V] for all canvas positions at once. With a page adapter they come from the positions before.
         """
         self._assert_denoiser("denoise")
-        length = canvas_BC.shape[1]
-        ropes = self.rope_tables(cache.next_positions(length))
+        adapters = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)], drafts=False)
+        x_BCD = self.embed_canvas(canvas_BC, soft_BCD, adapters)
+        before = 0
+        if self.page is not None:
+            before = 1
+            x_BCD = torch.cat([self.page.begin_D.to(x_BCD.dtype).expand(len(x_BCD), 1, -1), x_BCD], dim=1)
+        length = x_BCD.shape[1]
+        ropes = self.rope_tables(cache.next_positions(length) - before)
         mask_of: dict[str, Tensor | None] = {SLIDING: None, FULL: None}
         if not cache.has_equal_lengths:
             for kind, index in self._example_layers.items():
                 window = self.config.layer_window(index)
                 mask_of[kind] = masks.canvas(cache.lengths_B, cache.key_positions(index), length, window)
-        adapters = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)])
-        x_BCD = self.embed_canvas(canvas_BC, soft_BCD, adapters)
         halves = [(DENOISE, length)]
         for index, kind in enumerate(self.config.layer_types):
             past = cache.view(index)
             of_layer = _of_layer(adapters, index)
             x_BCD, _, _, _ = self.run_layer(index, x_BCD, ropes[kind], mask_of[kind], past, halves, None, of_layer)
-        return self.head(self.norm(x_BCD))
+        return self.head(self.norm(x_BCD[:, : length - before]))
 
     def joint(
         self,
@@ -254,13 +267,13 @@ class Backbone(nn.Module, ABC):
         for kind, index in self._example_layers.items():
             keys = cache.key_positions(index)
             mask_of[kind] = masks.joint(starts_B, keys, clean_count, after_J, length, self.config.layer_window(index))
-        of_canvases = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)])
+        of_canvases = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)], drafts=True)
         canvases_BJCD = self.embed_canvas(canvas_BJC, None, of_canvases)
         x_BND = torch.cat([self.embed(clean_BS), canvases_BJCD.flatten(1, 2)], dim=1)
         rounding = self._rounding(clean_count)
         halves = [(ENCODE, clean_count), (DENOISE, canvas_BJC[0].numel())]
         by_half = [(ENCODE, slice(clean_count)), (DENOISE, slice(clean_count, None))]
-        adapters = self._active_adapters(cache.adapters, by_half)
+        adapters = self._active_adapters(cache.adapters, by_half, drafts=True)
         for index, kind in enumerate(self.config.layer_types):
             of_layer = _of_layer(adapters, index)
             past = cache.view(index)
@@ -294,7 +307,7 @@ class Backbone(nn.Module, ABC):
         length = noisy_BL.shape[1]
         ropes = self.rope_tables(positions_BL.repeat(1, 2))
         adapters = self._training_adapters(adapter, length)
-        of_noisy = self._active_adapters([adapter], [(DENOISE, EVERYTHING)])
+        of_noisy = self._active_adapters([adapter], [(DENOISE, EVERYTHING)], drafts=True)
         noisy_BLD = self.embed_canvas(noisy_BL, soft_BLD, of_noisy)
         x_BSD = torch.cat([noisy_BLD, self.embed(clean_BL)], dim=1)
         if adapter is not None and torch.is_grad_enabled():
@@ -317,9 +330,9 @@ class Backbone(nn.Module, ABC):
     def _training_adapters(self, adapter: Adapter | None, length: int) -> ActiveAdapters | None:
         """The adapters of a training forward over [noisy | clean], of so many tokens each."""
         halves = [(DENOISE, slice(length)), (ENCODE, slice(length, None))]
-        if adapter is not None and adapter.is_tied and self.canvas_adapter is None:
+        if adapter is not None and adapter.is_tied and self.canvas_adapter(drafts=True) is None:
             halves = [(DENOISE, EVERYTHING)]
-        return self._active_adapters([adapter], halves)
+        return self._active_adapters([adapter], halves, drafts=True)
 
     def soft_embed(self, logits_BCV: Tensor) -> Tensor:
         """The expected embedding [B, C, D] under softmax(logits): the self-conditioning input of the next step."""

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.config import BackboneConfig, ConfigError
-from redraft.kernels import rms_norm
 from redraft.model.layers import gelu
 from redraft.model.lora import DENOISE, Adapter, AdapterConfig, untrained_adapter
 
@@ -72,9 +71,19 @@ class DraftHead(nn.Module):
 
     def forward(self, hidden_ND: Tensor, previous_ND: Tensor) -> Tensor:
         """`previous_ND` are the embeddings of the tokens before."""
-        both = torch.cat([hidden_ND, rms_norm(previous_ND, None, self.eps)], dim=-1)
-        inner_NI = gelu(F.linear(both, self.inner.weight.to(both.dtype)))  # in training, weights are float32
-        return hidden_ND + F.linear(inner_NI, self.outer.weight.to(both.dtype))
+        return self.add_previous(hidden_ND, self.begin(hidden_ND), previous_ND)
+
+    def begin(self, hidden_ND: Tensor) -> Tensor:
+        """The part of the inner layer that needs no token: all positions of a canvas can have theirs at once."""
+        return F.linear(hidden_ND, self.inner.weight[:, : hidden_ND.shape[-1]].to(hidden_ND.dtype))
+
+    def add_previous(self, hidden_ND: Tensor, begun_NI: Tensor, previous_ND: Tensor) -> Tensor:
+        """The rest: `begun_NI` is what `begin` gave. In training, weights are float32 and activations may be bf16."""
+        dtype = hidden_ND.dtype
+        of_previous_ID = self.inner.weight[:, hidden_ND.shape[-1] :].to(dtype)
+        normed_ND = F.rms_norm(previous_ND, previous_ND.shape[-1:], eps=self.eps)
+        inner_NI = gelu(torch.addmm(begun_NI, normed_ND, of_previous_ID.t()))
+        return torch.addmm(hidden_ND, inner_NI, self.outer.weight.to(dtype).t())
 
 
 def init_draft_head(head: DraftHead, generator: torch.Generator) -> None:

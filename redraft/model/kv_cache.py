@@ -227,9 +227,12 @@ class KVCache:
         longest = max(self.lengths)
         moved = []
         for layer, (old_size, new_size) in enumerate(zip(self._sizes, new_sizes, strict=True)):
-            positions = torch.arange(max(0, longest - min(old_size, new_size)), longest, device=self.device)
             copied = tensors[layer].new_zeros(self.rows, new_size, *tensors[layer].shape[2:])
-            copied[:, positions % new_size] = tensors[layer][:, positions % old_size]
+            if longest <= min(old_size, new_size):  # no ring has wrapped: each position is its own slot
+                copied[:, :longest] = tensors[layer][:, :longest]
+            else:
+                positions = torch.arange(max(0, longest - min(old_size, new_size)), longest, device=self.device)
+                copied[:, positions % new_size] = tensors[layer][:, positions % old_size]
             if frees:
                 tensors[layer] = copied
             moved.append(copied)
@@ -242,6 +245,8 @@ class KVCache:
 
     def _update_oldest(self) -> None:
         """Notes that tokens which no longer fit in the rings are overwritten."""
+        if max(self.lengths) <= min(self._sizes):
+            return
         for oldest_by_row, size in zip(self._oldest, self._sizes, strict=True):
             pairs = zip(oldest_by_row, self.lengths, strict=True)
             oldest_by_row[:] = [max(oldest, length - size) for oldest, length in pairs]

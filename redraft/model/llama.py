@@ -114,12 +114,16 @@ class Llama(Backbone):
         return self.embed_tokens(ids)
 
     def embed_canvas(self, ids: Tensor, soft: Tensor | None, adapters: ActiveAdapters | None) -> Tensor:
-        """Embeddings of canvas tokens; the id V is an empty position, which a drafter embeds."""
-        if self.drafter is None:
+        """Embeddings of canvas tokens. The id V stands for the drafter's vector; without one, for the page adapter's."""
+        if self.drafter is not None:
+            vector_D = self.drafter.blank_D
+        elif self.page is not None:
+            vector_D = self.page.begin_D
+        else:
             return self.embed(ids)
         vocab_size = self.config.vocab_size
         x = self.embed(ids.clamp(max=vocab_size - 1))
-        return torch.where((ids == vocab_size)[..., None], self.drafter.blank_D.to(x.dtype), x)
+        return torch.where((ids == vocab_size)[..., None], vector_D.to(x.dtype), x)
 
     def soft_embed(self, logits_BCV: Tensor) -> Tensor:
         """Zeros [B, C, D], without a look at the logits: canvases of a Llama are not self-conditioned."""
@@ -143,8 +147,11 @@ class Llama(Backbone):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits from final hidden states, float32."""
-        logits = self.embed_tokens.project(hidden) if self.lm_head is None else self.lm_head(hidden)
-        return logits.float()
+        return self.logits(hidden).float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The same in the model's precision, in which they are computed."""
+        return self.embed_tokens.project(hidden) if self.lm_head is None else self.lm_head(hidden)
 
     def rope_tables(self, positions_BS: Tensor) -> dict[str, Rope]:
         """Cosines and sines for RoPE at these positions: the same for all layer types."""

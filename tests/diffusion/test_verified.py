@@ -14,7 +14,7 @@ from redraft.constraints.next_token import NextToken
 from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import pick, rng
 from redraft.diffusion.autoregressive import generate_autoregressive
-from redraft.diffusion.draft_policy import DraftPolicy
+from redraft.diffusion.draft_policy import TRIED, TRIED_AGAIN, DraftPolicy, DraftSpeed
 from redraft.diffusion.generate import Committed, Draft, Finished
 from redraft.diffusion.verified import (
     Round,
@@ -333,6 +333,19 @@ def test_the_policy_drafts_more_where_drafts_are_accepted_and_forwards_are_expen
     assert choice(0.012, 0)[0] == 1
     assert 2 <= choice(0.012, 3)[0] <= 4
     assert choice(0.3, 3)[1] is False  # tokens are dear: verify first, then draft once
+
+
+@pytest.mark.parametrize(("seconds", "pays"), [(1.0, True), (3.0, False)])
+def test_drafts_that_do_not_pay_are_left_out(seconds, pays):
+    """Rounds without drafts take a second and give one token; rounds with drafts give two."""
+    speed = DraftSpeed()
+    chosen = []
+    for _ in range(TRIED_AGAIN + 2 * TRIED):
+        chosen.append(speed.pays)
+        speed.record(speed.pays, 2 if speed.pays else 1, seconds if speed.pays else 1.0)
+    both = [False] * TRIED + [True] * TRIED
+    assert chosen == both + [pays] * (TRIED_AGAIN - 2 * TRIED) + both
+    assert (DraftPolicy(0.012, 7, speed).choose()[0] > 0) == pays
 
 
 def test_steered_canvases_need_check_off():

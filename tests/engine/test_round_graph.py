@@ -90,6 +90,20 @@ def test_picks_equal_the_reference(vocab_size, programs, temperature, monkeypatc
     assert torch.equal(pick_gumbel(logits_NV, temperature_N, seeds_N, positions_N), expected)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_ranks_are_those_of_the_reference_sums(temperature):
+    """Two requests of two rows each."""
+    logits_NV = (torch.randn(4, 2500, generator=torch.Generator().manual_seed(0)) * 4).to(DEVICE)
+    seeds_B, positions_B = torch.tensor([1, -5], device=DEVICE), torch.tensor([50_000, 3], device=DEVICE)
+    temperature_B = torch.full((2,), temperature, dtype=torch.float64, device=DEVICE)
+    sums_NV = logits_NV.double()
+    if temperature:
+        noise_BV = rng.gumbel(seeds_B, positions_B, 2500)
+        sums_NV = sums_NV / temperature + noise_BV.repeat_interleave(2, dim=0)
+    expected = sums_NV.topk(5, dim=1).indices
+    assert torch.equal(triton_pick.rank_gumbel(logits_NV, temperature_B, seeds_B, positions_B, 5), expected)
+
+
 def test_picks_take_expanded_tensors():
     """One seed for all rows is a tensor with stride 0."""
     logits_NV = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).to(DEVICE)

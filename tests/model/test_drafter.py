@@ -9,7 +9,10 @@ import torch
 from redraft import checkpoint
 from redraft.config import LlamaConfig, SamplerConfig
 from redraft.diffusion.autoregressive import generate_autoregressive
+from redraft.diffusion.draft_policy import TRIED
 from redraft.diffusion.verified import generate_verified
+from redraft.engine import Engine
+from redraft.engine.runner import Runner
 from redraft.model.backbone import CausalOnlyError
 from redraft.model.drafter import DrafterConfig, new_drafter, shift_rows
 from redraft.model.llama import Llama
@@ -56,6 +59,22 @@ def sampler(**changes) -> SamplerConfig:
         "max_new_tokens": 40,
     }
     return SamplerConfig(eos_token_ids=(2,), **settings | changes)
+
+
+def test_the_engine_leaves_out_drafts_that_are_slow(monkeypatch):
+    """As if a round with drafts took a hundred times as long as one without them."""
+    monkeypatch.setattr(Runner, "measures_drafts", True)
+    engine = Engine(make_model())
+    speed = engine.runner.draft_speed
+    record = speed.record
+    monkeypatch.setattr(speed, "record", lambda drafts, tokens, _: record(drafts, tokens, 100.0 if drafts else 1.0))
+    request = engine.add(PROMPT, sampler(), seed=1)
+    found = engine.run([request])[request]
+    *_, expected = generate_verified(make_model(drafts=False), PROMPT, sampler(draft_length=0, draft_token=None), seed=1)
+    assert found.ids_BT.tolist() == expected.ids_BT.tolist()
+    assert 0 < found.stats[0].drafted < TRIED * 5  # in the rounds that tried them
+    assert speed.rounds > 2 * TRIED
+    assert not speed.pays
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

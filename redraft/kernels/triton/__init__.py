@@ -15,6 +15,7 @@
     vocabulary        argmax, entropy, sample and probabilities of the logits
     sampler_step      random numbers, acceptance and the next canvas
     pick              Gumbel picks of the causal half
+    draft_tree        the accepted path of a tree of drafts
     token_automaton   regular-expression constraints: forward-backward sums and the Viterbi path
 
 Import these modules only where a GPU runs them or Triton's interpreter tests them: importing Triton takes long.

@@ -59,9 +59,23 @@ class KVLocations(NamedTuple):
 
 
 def attend(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, cached: KVLocations, *, window: int | None, causal: bool, splits: int
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    cached: KVLocations,
+    *,
+    window: int | None,
+    causal: bool,
+    splits: int,
+    tree_N: Tensor | None = None,
 ) -> Tensor:
-    """Returns softmax(q k) v as [B, S, H * K]. The last two axes of q, k and v must be contiguous."""
+    """Returns softmax(q k) v as [B, S, H * K]. The last two axes of q, k and v must be contiguous.
+
+    `tree_N`, int64: the clean tokens are the N nodes of a tree of drafts, and bit m of entry n says that node n attends to
+    node m. With `causal`, the queries are the nodes. Without it, row r of the batch is the canvas behind node r % N, and the
+    caches hold all N nodes as their last tokens. There is no window then.
+    """
+    assert tree_N is None or window is None
     b, s, heads, size = q_BSHK.shape
     groups = k_BSGK.shape[2]
     tiles = _select_tiles_of(q_BSHK)
@@ -77,7 +91,8 @@ def attend(
     _attend[grid](
         q_BSHK, k_BSGK, v_BSGK, *cached, out_BSHK, partial_JRK, softmax_JR2,
         q_BSHK.stride(0), q_BSHK.stride(1), k_BSGK.stride(0), k_BSGK.stride(1), v_BSGK.stride(0), v_BSGK.stride(1),
-        b, s, heads, groups, window or 0, causal, splits == 1, cached.base.dtype == torch.uint8, has_fp8_type,
+        b, s, heads, groups, cached.lengths_B if tree_N is None else tree_N, 0 if tree_N is None else len(tree_N),
+        window or 0, causal, splits == 1, cached.base.dtype == torch.uint8, has_fp8_type,
         size, tiles.features, rows, tiles.inner,
         num_warps=tiles.warps, num_stages=tiles.stages, **pdl_options(),
     )  # fmt: skip
@@ -126,13 +141,13 @@ def _select_tiles_of(q_BSHK: Tensor) -> Tiles:
 def _attend(
     q, k, v, base, key_offsets, value_offsets, slots, lengths, counts, out, partial, softmax,
     q_row, q_token, k_row, k_token, v_row, v_token,
-    B, S, H, G, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
+    B, S, H, G, tree, TREE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
     FP8: tl.constexpr, HAS_FP8_TYPE: tl.constexpr,
     K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one request and key-value head, over one split of the keys. WHOLE: there is one split.
 
-    FP8: the caches hold e4m3 bytes.
+    FP8: the caches hold e4m3 bytes. TREE: the nodes of a tree of drafts, or 0.
     """
     _pdl_wait(PDL)
     tile = tl.program_id(0)
@@ -155,7 +170,7 @@ def _attend(
     if WINDOW:
         oldest = tl.maximum(length - (WINDOW - 1), 0)
     cached = length - oldest
-    first_key, end_key = _find_key_range(tile, length, oldest, S, group_heads, WINDOW, CAUSAL, BLOCK_M)
+    first_key, end_key = _find_key_range(tile, length, oldest, S, group_heads, WINDOW, CAUSAL and TREE == 0, BLOCK_M)
     split_keys = tl.cdiv(tl.cdiv(end_key - first_key, BLOCK_N), tl.num_programs(2)) * BLOCK_N
     begin = first_key + split * split_keys
     end = tl.minimum(begin + split_keys, end_key)
@@ -178,6 +193,8 @@ def _attend(
         visible = mask_n[None, :]
         if CAUSAL and WINDOW:
             visible = visible & (length + token[:, None] - (oldest + number)[None, :] < WINDOW)
+        if TREE and not CAUSAL:
+            visible = visible & _is_on_path(tree, request, number - (length - TREE), TREE)[None, :]
         row_max, row_sum, acc = _online_softmax(query, key, value, visible, row_max, row_sum, acc)
     for start in range(tl.maximum(begin - cached, 0), end - cached, BLOCK_N):
         number = start + tl.arange(0, BLOCK_N)
@@ -188,9 +205,7 @@ def _attend(
         value = tl.load(v + request.to(tl.int64) * v_row + number[:, None] * v_token + column, mask=mask, other=0.0)
         visible = mask_n[None, :]
         if CAUSAL:
-            visible = visible & (number[None, :] <= token[:, None])
-            if WINDOW:
-                visible = visible & (token[:, None] - number[None, :] < WINDOW)
+            visible = visible & _is_before(tree, token[:, None], number[None, :], mask_m[:, None], TREE, WINDOW)
         row_max, row_sum, acc = _online_softmax(query, key, value, visible, row_max, row_sum, acc)
     out_row = (request * S + token).to(tl.int64) * H + head
     mask = mask_m[:, None] & mask_k[None, :]
@@ -202,6 +217,25 @@ def _attend(
         tl.store(partial + out_row[:, None] * K + offs_k[None, :], acc, mask=mask)
         tl.store(softmax + out_row * 2, row_max, mask=mask_m)
         tl.store(softmax + out_row * 2 + 1, row_sum, mask=mask_m)
+
+
+@triton.jit
+def _is_on_path(tree, request, node, TREE: tl.constexpr):
+    """Whether a canvas of a tree attends to cached tokens: all before the tree, and the nodes of its path."""
+    bits = tl.load(tree + request % TREE)
+    return (node < 0) | (((bits >> tl.maximum(node, 0).to(tl.int64)) & 1) != 0)
+
+
+@triton.jit
+def _is_before(tree, token, number, mask, TREE: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether a new token attends to the new token of a number: one before it or itself, or a node of its path."""
+    if TREE:
+        is_before = ((tl.load(tree + token, mask=mask, other=1) >> number.to(tl.int64)) & 1) != 0
+    else:
+        is_before = number <= token
+        if WINDOW:
+            is_before = is_before & (token - number < WINDOW)
+    return is_before
 
 
 @triton.jit
@@ -309,3 +343,51 @@ def _write_kv(
         value = _encode_e4m3(value)
     tl.store(base + tl.multiple_of(tl.load(key_offsets + request), 16) + offs, key, mask=mask)
     tl.store(base + tl.multiple_of(tl.load(value_offsets + request), 16) + offs, value, mask=mask)
+
+
+def keep_path(
+    base: Tensor,
+    keys_LB: Tensor,
+    values_LB: Tensor,
+    slots_LB: Tensor,
+    lengths_B: Tensor,
+    path_BD: Tensor,
+    width: int,
+) -> None:
+    """Moves the keys and values of a path of nodes to where its tokens belong, in all layers.
+
+    Node n of a tree was written as token `lengths_B + n`. Node path_BD[b, d] becomes token `lengths_B + d + 1`; a path of
+    fewer nodes has the numbers d + 1 behind its end, which stay. `width` are the numbers of a token, G * K.
+    """
+    layers, rows = keys_LB.shape
+    depth = path_BD.shape[1]
+    _keep_path[(layers, rows)](
+        base, keys_LB, values_LB, slots_LB, lengths_B, path_BD.contiguous(), rows, depth, width,
+        triton.next_power_of_2(depth), triton.next_power_of_2(width), num_warps=4, **pdl_options(),
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep_path(
+    base, key_offsets, value_offsets, slots, lengths, path, B, D, WIDTH,
+    D_PADDED: tl.constexpr, WIDTH_PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One layer of one request. All is loaded before anything is stored: both may be the same slots."""
+    _pdl_wait(PDL)
+    request = tl.program_id(1)
+    entry = tl.program_id(0) * B + request
+    step = tl.arange(0, D_PADDED)
+    column = tl.arange(0, WIDTH_PADDED)
+    mask = (step < D)[:, None] & (column < WIDTH)[None, :]
+    length = tl.load(lengths + request)
+    slot_count = tl.load(slots + entry)
+    node = tl.load(path + request * D + step, mask=step < D, other=0).to(tl.int32)
+    source = ((length + node) % slot_count).to(tl.int64)[:, None] * WIDTH + column[None, :]
+    target = ((length + step + 1) % slot_count).to(tl.int64)[:, None] * WIDTH + column[None, :]
+    keys = base + tl.multiple_of(tl.load(key_offsets + entry), 16)
+    values = base + tl.multiple_of(tl.load(value_offsets + entry), 16)
+    key = tl.load(keys + source, mask=mask)
+    value = tl.load(values + source, mask=mask)
+    tl.debug_barrier()
+    tl.store(keys + target, key, mask=mask)
+    tl.store(values + target, value, mask=mask)
