@@ -56,7 +56,7 @@ from redraft.checkpoint.part_sizes import PartSize, measure_parts
 from redraft.checkpoint.parts import (
     drafting_sampler,
     find_base,
-    find_packaged_drafter,
+    find_parts_of,
     load_checkpoint,
     load_verifier,
     open_checkpoint,
@@ -100,7 +100,7 @@ __all__ = [
     "find_adapter",
     "find_base",
     "find_on_hub",
-    "find_packaged_drafter",
+    "find_parts_of",
     "fingerprint",
     "folder_with_vision",
     "from_state_dict",

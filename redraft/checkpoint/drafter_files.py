@@ -24,6 +24,7 @@ from redraft.model.page import PageAdapter, PageConfig, new_page_adapter
 
 DRAFTER_CONFIG = "adapter.json"
 DRAFTER_WEIGHTS = "adapter.safetensors"
+FORMAT = 2  # 1 drafted and denoised a token at its own position, 2 at the one before
 KINDS: dict[str, type[DrafterConfig] | type[PageConfig]] = {"drafter": DrafterConfig, "page": PageConfig}
 NAMES = {DrafterConfig: "drafter", PageConfig: "page adapter"}
 
@@ -33,13 +34,17 @@ def is_drafter(folder: str | Path) -> bool:
     return (Path(folder) / DRAFTER_CONFIG).is_file()
 
 
-def find_packaged(fingerprint: str) -> Path | None:
-    """The folder of the drafter in the package that was trained for the model with this fingerprint, if there is one."""
+def find_parts(given: Path | None, fingerprint: str) -> list[Path]:
+    """The folders of a model's drafter and page adapter, at most one of each: the given one, and those in the package.
+
+    Those in the package are for the model with this fingerprint.
+    """
+    found = {} if given is None else {type(read_drafter_config(given)[0]): given}
     for path in sorted(PACKAGED.glob(f"*/{DRAFTER_CONFIG}")):
         cfg, settings = read_drafter_config(path.parent)
-        if isinstance(cfg, DrafterConfig) and settings["fingerprint"] == fingerprint:
-            return path.parent
-    return None
+        if settings["fingerprint"] == fingerprint:
+            found.setdefault(type(cfg), path.parent)
+    return list(found.values())
 
 
 def refuse_drafter(folder: str | Path) -> None:
@@ -68,7 +73,8 @@ def save_drafter(
     save_tensors({name: tensor.contiguous().clone() for name, tensor in weights.items()}, part, {"format": "pt"})
     part.replace(folder / DRAFTER_WEIGHTS)
     kind = next(kind for kind, config in KINDS.items() if isinstance(drafter.cfg, config))
-    settings = {"kind": kind, "base": base, "fingerprint": fingerprint, **asdict(drafter.cfg), **(metadata or {})}
+    described = {"kind": kind, "format": FORMAT, "base": base, "fingerprint": fingerprint}
+    settings = {**described, **asdict(drafter.cfg), **(metadata or {})}
     write_text(folder / DRAFTER_CONFIG, json.dumps(settings, indent=2) + "\n")
     return folder
 
@@ -83,6 +89,8 @@ def read_drafter_config(folder: str | Path) -> tuple[DrafterConfig | PageConfig,
     if not isinstance(kind, str) or kind not in KINDS:
         known = " and ".join(map(repr, KINDS))
         raise AdapterError(f"{path} is of the kind {show_value(kind)}; redraft reads {known}")
+    if raw.get("format") != FORMAT:
+        raise AdapterError(f"{path} is of the format {show_value(raw.get('format'))}, not {FORMAT}: train it again")
     for name in ("base", "fingerprint"):
         if not isinstance(raw.get(name), str):
             raise AdapterError(f"{path}: {name} must be a text, got {show_value(raw.get(name))}")
@@ -118,11 +126,12 @@ def load_drafter(folder: str | Path, model: Backbone) -> Drafter | PageAdapter:
     cfg, raw = read_drafter_config(folder)
     if raw["fingerprint"] != fingerprint(model):
         raise AdapterError(f"{folder} was trained for another model, {show_value(raw['base'])}: load it with that one")
+    zeros_D = torch.zeros(model.config.hidden_size)
     drafter: Drafter | PageAdapter
     if isinstance(cfg, PageConfig):
-        drafter = new_page_adapter(cfg, model.config)
+        drafter = new_page_adapter(cfg, model.config, zeros_D)
     else:
-        drafter = new_drafter(cfg, model.config, torch.zeros(model.config.hidden_size))
+        drafter = new_drafter(cfg, model.config, zeros_D)
     expected = drafter.state_dict()
     path = folder / DRAFTER_WEIGHTS
     weights = {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from redraft.checkpoint.adapter_files import fingerprint, hash_norms, is_norm
-from redraft.checkpoint.drafter_files import NAMES, find_packaged, give_drafter, is_drafter, read_drafter_config
+from redraft.checkpoint.drafter_files import NAMES, find_parts, give_drafter, is_drafter, read_drafter_config
 from redraft.checkpoint.find import find
 from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.load import PRECISIONS, fetch_weight, from_state_dict, lay_out_for_cpu, open_weights
@@ -57,7 +57,8 @@ def load_checkpoint(
     """The parts of a Writer, for a caller that wants no engine.
 
     `quant` and `keep_bf16`: see QuantPolicy. `place` is asked where weights go, and in which formats, once their sizes are
-    known. With `drafter=False` a model has no drafter: neither the one whose folder was given, nor the one in the package.
+    known. With `drafter=False` a model has neither a drafter nor a page adapter: not that of the folder that was given, and
+    none of the package.
     """
     device = select_device(device)
     policy = QuantPolicy.for_device(device, quant=quant, keep_bf16=keep_bf16)
@@ -67,12 +68,11 @@ def load_checkpoint(
     model = from_state_dict(opened.config, opened.tensors, policy=policy, place=place, **options)
     if not has_bf16(device):
         model = lay_out_for_cpu(model)
-    if drafter and drafter_folder is None and isinstance(model.config, LlamaConfig):
-        drafter_folder = find_packaged(fingerprint(model))
-    if drafter_folder is None or not drafter:
-        return model, opened.tokenizer, opened.sampler
-    cfg = give_drafter(drafter_folder, model)
-    return model, opened.tokenizer, drafting_sampler(opened.sampler, model.config, cfg)
+    sampler = opened.sampler
+    if drafter and (drafter_folder is not None or isinstance(model.config, LlamaConfig)):
+        for folder in find_parts(drafter_folder, fingerprint(model)):
+            sampler = drafting_sampler(sampler, model.config, give_drafter(folder, model))
+    return model, opened.tokenizer, sampler
 
 
 def find_base(path_or_id: str | Path, *, weights: bool = True) -> tuple[Path, Path | None]:
@@ -89,10 +89,15 @@ def find_base(path_or_id: str | Path, *, weights: bool = True) -> tuple[Path, Pa
         raise CheckpointError(f"{path} is a {name} for {settings['base']!r}, which cannot be found: {error}") from None
 
 
-def find_packaged_drafter(config: BackboneConfig, tensors: Mapping[str, Tensor | StoredWeight]) -> Path | None:
-    """The folder of the drafter that `load_checkpoint` adds to this checkpoint from the package. Reads the norms only."""
+def find_parts_of(
+    config: BackboneConfig, tensors: Mapping[str, Tensor | StoredWeight], given: Path | None = None
+) -> list[Path]:
+    """The folders of the drafter and the page adapter that `load_checkpoint` adds to a checkpoint. Reads the norms only.
+
+    `given` is the folder of a drafter or a page adapter for which the checkpoint was opened.
+    """
     if not isinstance(config, LlamaConfig):
-        return None
+        return [] if given is None else [given]  # which `load_checkpoint` refuses
     with torch.device("meta"):
         expected = {name: tensor for name, tensor in build_model(config).state_dict().items() if is_norm(name)}
     available = set(tensors)
@@ -100,7 +105,7 @@ def find_packaged_drafter(config: BackboneConfig, tensors: Mapping[str, Tensor |
     for name, placeholder in expected.items():
         weight = fetch_weight(tensors, available, published_name(name, LLAMA), placeholder)
         norms[name] = weight if isinstance(weight, Tensor) else weight.dequantize()
-    return find_packaged(hash_norms(norms))
+    return find_parts(given, hash_norms(norms))
 
 
 def drafting_sampler(sampler: SamplerConfig, config: BackboneConfig, cfg: DrafterConfig | PageConfig) -> SamplerConfig:

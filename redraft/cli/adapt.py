@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from redraft.cli.options import Device, LongThreads, name_flags, option, parse_float, parse_int
 
 if TYPE_CHECKING:
+    from redraft.model.backbone import Backbone
     from redraft.model.drafter import DrafterConfig
     from redraft.model.page import PageConfig
     from redraft.tokenizer.tokenizer import Tokenizer
@@ -82,6 +83,9 @@ def adapt(
     sample_rows: Annotated[
         int | None, option("--sample-rows", help="Answers sampled at once. [by memory]", parser=parse_int)
     ] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", help="Folder of an earlier one to start with, with the same sizes. [a new one]")
+    ] = None,
     seed: Annotated[int, option("--seed", help="Own answers, order, first weights.", parser=parse_int)] = 0,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers: minutes at first, then faster.")] = False,
     device: Device = None,
@@ -106,15 +110,44 @@ def adapt(
             steps=steps,
             minutes=minutes,
             rate=rate,
+            start_adapter=str(Path(start).expanduser().resolve()) if start is not None else "",
             seed=seed,
             compile=compiled,
         )
+        if start is not None:
+            check_start(start, options)
         for name, number in (("--steps", steps), ("--sample-rows", sample_rows)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
         if data:
             require_texts(data, page, prompts)
         run_adapting(model, Path(out), prompts, data or [], options, sample_rows, device)
+
+
+def check_start(start: str, options: AdaptOptions) -> None:
+    """Refuses a folder to start with that holds nothing of the kind and sizes that are trained."""
+    from redraft import checkpoint
+    from redraft.checkpoint.drafter_files import NAMES
+
+    if not checkpoint.is_drafter(options.start_adapter):
+        raise ValueError(f"--from: {start} holds no drafter or page adapter")
+    earlier, wanted = checkpoint.read_drafter_config(options.start_adapter)[0], options.page or options.drafter
+    if type(earlier) is not type(wanted):
+        way_out = "leave out --page" if options.page is not None else "add --page"
+        raise ValueError(f"--from: {start} is a {NAMES[type(earlier)]}: {way_out}, or give another folder")
+    for name, value in vars(earlier).items():
+        if name in FLAGS and value != getattr(wanted, name):
+            number = max(value) if isinstance(value, tuple) else value
+            raise ValueError(f"--from: {start} was trained with {FLAGS[name]} {number}: give the same here")
+
+
+def check_start_base(start: str, model: Backbone) -> None:
+    """Refuses a folder to start with that was trained for another model, before the model writes its answers."""
+    from redraft import checkpoint
+
+    settings = checkpoint.read_drafter_config(start)[1]
+    if settings["fingerprint"] != checkpoint.fingerprint(model):
+        raise ValueError(f"--from: {start} was trained for another model, {settings['base']}: give another folder")
 
 
 def drafter_part(rank: int, canvas: int | None, head_size: int | None) -> dict[str, DrafterConfig]:
@@ -133,7 +166,7 @@ def page_part(rank: int, canvas: int | None, head_size: int | None) -> dict[str,
     if head_size is not None:
         raise ValueError(f"--head-size {head_size} is the size of a drafter's head: leave it out with --page")
     longest = 128 if canvas is None else canvas
-    lengths = (longest, *(part for part in (longest // 2, longest // 4) if part))
+    lengths = (longest, *(part for part in (longest // 2, longest // 4) if part > 1))
     return {"page": PageConfig(rank=rank, alpha=2.0 * rank, canvas_lengths=lengths)}
 
 
@@ -173,6 +206,8 @@ def run_adapting(
     console = Console(stderr=True, highlight=False)
     model, tokenizer, sampler = checkpoint.load_checkpoint(base, device=local_device, drafter=False)
     require_adaptable(model, base)
+    if options.start_adapter:
+        check_start_base(options.start_adapter, model)
     config_of = partial(adapting_config, name_base(base))  # now: `out` may have the name of the base
     context = model.config.max_position_embeddings
     if files:
@@ -226,7 +261,10 @@ def measure(out: Path, config: TrainConfig, device: Any, console: Console) -> di
         scores = measure_drafts(model, prompts, config.drafter.canvas_length)
         for score in scores:
             console.print(str(score), soft_wrap=True)
-        return {"tokens_per_round": {f"T={score.temperature:g}": round(score.exact, 3) for score in scores}}
+        return {
+            "tokens_per_round": {f"T={score.temperature:g}": round(score.exact, 3) for score in scores},
+            "tokens_per_round_in_trees": {f"T={score.temperature:g}": round(score.tree, 3) for score in scores},
+        }
     found = measure_gaps(model, tokenizer, sampler, config.data.sources[0])
     for name, gap_score in found.items():
         console.print(f"gaps, {name.replace('_', ' ')}: {gap_score}", soft_wrap=True)

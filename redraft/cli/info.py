@@ -51,7 +51,7 @@ def info(
     sampler = SamplerConfig()
     stored = None
     parts: list[PartSize] = []
-    drafter: Path | None = None
+    drafters: list[Path] = []
     if model:
         folder = checkpoint.find(model, weights=False)
         config, sampler = checkpoint.read_configs(folder)
@@ -60,14 +60,14 @@ def info(
         if stored:  # a hub id is shown without its weights
             tensors = checkpoint.open_weights(folder)[1]
             parts = checkpoint.measure_parts(tensors, config)
-            drafter = checkpoint.find_packaged_drafter(config, tensors)
-    if drafter is not None:
-        sampler = checkpoint.drafting_sampler(sampler, config, checkpoint.read_drafter_config(drafter)[0])
+            drafters = checkpoint.find_parts_of(config, tensors)
+    for folder in drafters:
+        sampler = checkpoint.drafting_sampler(sampler, config, checkpoint.read_drafter_config(folder)[0])
     console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)
     console.print(_shape_table(config))
     console.print(_generation_table(sampler))
-    if drafter is not None:
-        console.print(_drafter_table(drafter))
+    for folder in drafters:
+        console.print(_drafter_table(folder))
     if parts:
         console.print(_stored_table(parts))
     console.print(_memory_table(config, stored))

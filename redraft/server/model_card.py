@@ -53,17 +53,17 @@ class ModelCard:
     @classmethod
     def from_checkpoint(cls, path: str | Path) -> Self:
         """The card of a checkpoint on this machine, of which headers are read. One that is not complete is refused here."""
-        base, drafter = checkpoint.find_base(path)
+        base, given = checkpoint.find_base(path)
         opened = checkpoint.open_checkpoint(base)
-        drafter = drafter or checkpoint.find_packaged_drafter(opened.config, opened.tensors)
-        cfg = checkpoint.read_drafter_config(drafter)[0] if drafter is not None else None
+        folders = checkpoint.find_parts_of(opened.config, opened.tensors, given)
+        parts = [checkpoint.read_drafter_config(folder)[0] for folder in folders]
         files = [base] if checkpoint.is_gguf(base) else base.glob("*.safetensors")
         return cls(
             parameters=opened.config.parameter_counts()["total"],
             nbytes=sum(file.stat().st_size for file in files),
             precision=opened.config.quant or "unknown",
-            drafter=cfg if isinstance(cfg, DrafterConfig) else None,
-            is_diffusion=not opened.config.is_causal_only or isinstance(cfg, PageConfig),
+            drafter=next((cfg for cfg in parts if isinstance(cfg, DrafterConfig)), None),
+            is_diffusion=not opened.config.is_causal_only or any(isinstance(cfg, PageConfig) for cfg in parts),
             images=image_config_of(base, opened.tokenizer),
             **_abilities(opened.config, opened.tokenizer),
         )

@@ -16,6 +16,7 @@ config.py       TrainConfig: everything that describes a run
 text_task.py    training on text
 sudoku_task.py  training on puzzles
 draft_task.py   training of a drafter for a left-to-right model
+page_task.py    training of a page adapter for a left-to-right model
 held_out.py     evaluation on records that are not learned
 export.py       the model, the adapter or the drafter that a run leaves behind
 meter.py        averages losses between two reports

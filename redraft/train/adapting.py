@@ -13,6 +13,7 @@ import torch
 
 from redraft import checkpoint
 from redraft.config import SamplerConfig
+from redraft.diffusion.draft_tree import engine_tree
 from redraft.kernels.backend import has_bf16
 from redraft.model.backbone import Backbone
 from redraft.model.drafter import DrafterConfig
@@ -51,6 +52,7 @@ class AdaptOptions:
     steps: int | None = None  # instead of epochs
     minutes: float | None = None  # instead of steps: the learning rate cools down by the clock
     rate: float = 1e-3
+    start_adapter: str = ""  # a drafter or page adapter to start with; empty: a new one
     seed: int = 0
     compile: bool = False
 
@@ -106,6 +108,7 @@ def adapting_config(base: str, data: DataConfig, tokens: int, options: AdaptOpti
         data=data,
         held_out=held_out,
         init=name_base(base),
+        start_adapter=options.start_adapter,
         drafter=options.drafter if options.page is None else None,
         page=options.page,
         loss=loss,
@@ -183,6 +186,9 @@ def measure_drafts(model: Backbone, prompts: Sequence[Sequence[int]], canvas_len
     for temperature in TEMPERATURES:
         texts = sample_texts(model, prompts, temperature, length)
         lengths = [len(prompt) for prompt in prompts]
-        options = {"canvas_length": canvas_length, "draft_token": model.config.vocab_size}
-        found.append(measure(model, texts, lengths, temperature, **options))
+        rows, trees = (
+            measure(model, texts, lengths, temperature, canvas_length=length, draft_token=model.config.vocab_size)
+            for length in (canvas_length, engine_tree(canvas_length).depth + 1)  # canvases behind a tree may be shorter
+        )
+        found.append(replace(rows, tree=trees.tree))
     return found

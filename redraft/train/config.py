@@ -28,7 +28,7 @@ class TrainConfig:
     tokenizer: str = "bpe"  # "bpe": trained on the data; "bytes"; or a folder that holds one
     init: str = ""  # checkpoint with the initial weights and tokenizer; empty: random weights
     adapter: AdapterConfig | None = None  # train this adapter for `init`, whose weights stay as they are
-    start_adapter: str = ""  # folder of an adapter of the same shape, with which training starts; empty: a new one
+    start_adapter: str = ""  # folder of an adapter or drafter of the same shape to start with; empty: a new one
     drafter: DrafterConfig | None = None  # train this drafter for `init`, which then drafts for itself
     page: PageConfig | None = None  # train this page adapter for `init`, which then denoises canvases
     quant: str | None = None  # pack the weights of `init` like this; for adapters and drafters
@@ -56,8 +56,10 @@ class TrainConfig:
         parts = [part for part in (self.adapter, self.drafter, self.page) if part is not None]
         if parts and not self.init:
             raise ValueError("an adapter or a drafter needs a model: set init")
-        if self.start_adapter and self.adapter is None:
-            raise ValueError(f"start_adapter is {self.start_adapter!r}, but no adapter is trained: set adapter")
+        if self.start_adapter and not parts:
+            raise ValueError(
+                f"start_adapter is {self.start_adapter!r}, but no adapter is trained: set adapter, drafter or page"
+            )
         if len(parts) > 1:
             raise ValueError("train an adapter, a drafter or a page adapter, not two at once")
         for name in ("steps", "rows", "microbatches", "report_every", "save_every", "evaluate_every", "keep"):

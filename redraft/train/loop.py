@@ -28,9 +28,9 @@ from redraft import checkpoint
 from redraft.config import ModelConfig
 from redraft.model.backbone import Backbone
 from redraft.model.diffusion_gemma import DiffusionGemma
-from redraft.model.drafter import DraftHead, init_draft_head, new_drafter
+from redraft.model.drafter import Drafter, DraftHead, init_draft_head, new_drafter
 from redraft.model.lora import Adapter, AdapterError, new_adapter
-from redraft.model.page import new_page_adapter
+from redraft.model.page import PageAdapter, new_page_adapter
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints, data, sudoku_data
 from redraft.train.config import TrainConfig
@@ -42,6 +42,7 @@ from redraft.train.held_out import Evaluated, HeldOut
 from redraft.train.loss import Losses
 from redraft.train.meter import Meter, Report
 from redraft.train.optim import Optimizer, learning_rate_scale
+from redraft.train.page_task import PageTask
 from redraft.train.records import DataConfig, read_shuffled
 from redraft.train.sudoku_data import PuzzleConfig
 from redraft.train.sudoku_task import SudokuTask
@@ -171,6 +172,29 @@ def start_adapter(cfg: TrainConfig, model: Backbone) -> Adapter:
     return adapter
 
 
+def start_drafter(cfg: TrainConfig, model: Backbone) -> Drafter | PageAdapter:
+    """The drafter or page adapter before the first step: a new one, or an earlier one, whose weights become float32."""
+    if cfg.start_adapter:
+        earlier = checkpoint.load_drafter(cfg.start_adapter, model)
+        if earlier.cfg != (cfg.drafter or cfg.page):
+            raise AdapterError(f"{cfg.start_adapter} has {earlier.cfg}, but this run trains {cfg.drafter or cfg.page}")
+        return earlier.float().train().requires_grad_(True)
+    embedding_D = model.embed_tokens.weight.float().mean(dim=0).cpu()
+    if cfg.page is not None:
+        return new_page_adapter(cfg.page, model.config, embedding_D, cfg.seed)
+    assert cfg.drafter is not None
+    return new_drafter(cfg.drafter, model.config, embedding_D, cfg.seed)
+
+
+def choose_task(cfg: TrainConfig) -> type[SudokuTask] | type[TextTask]:
+    """What a run trains on, and with which objective."""
+    if isinstance(cfg.data, PuzzleConfig):
+        return SudokuTask
+    if cfg.drafter is not None:
+        return DraftTask
+    return PageTask if cfg.page is not None else TextTask
+
+
 def shard_objective(objective: nn.Module, precision: str) -> None:
     """Shards the weights of every layer over the processes with FSDP2, which gathers a layer when it runs."""
     dtype = getattr(torch, precision) if precision != "float32" else None
@@ -215,22 +239,20 @@ class Trainer:
             model, self.tokenizer = load_base(cfg, self.device)
             self.part = adapter = start_adapter(cfg, model)
             self.part_export = PartExport(adapter, cfg, model)
-        elif cfg.drafter is not None:
+        elif cfg.drafter is not None or cfg.page is not None:
             model, self.tokenizer = load_base(cfg, self.device)
-            embedding_D = model.embed_tokens.weight.float().mean(dim=0).cpu()
-            self.part = model.drafter = new_drafter(cfg.drafter, model.config, embedding_D, cfg.seed)
-            self.part_export = PartExport(model.drafter, cfg, model)
-        elif cfg.page is not None:
-            model, self.tokenizer = load_base(cfg, self.device)
-            self.part = model.page = new_page_adapter(cfg.page, model.config, cfg.seed)
-            self.part_export = PartExport(model.page, cfg, model)
+            self.part = part = start_drafter(cfg, model)
+            if isinstance(part, Drafter):
+                model.drafter = part
+            else:
+                model.page = part
+            self.part_export = PartExport(part, cfg, model)
         else:
             checkpoint.check_target(self.out / EXPORT, force=True)  # now, and not after days of training
             self.tokenizer = build_tokenizer(cfg, self.out)
             model = build_model(cfg)
         self.config = model.config
-        task_class = SudokuTask if isinstance(cfg.data, PuzzleConfig) else DraftTask if cfg.drafter else TextTask
-        self.task = task_class(cfg, self.config, self.tokenizer, self.device, self.microbatches)
+        self.task = choose_task(cfg)(cfg, self.config, self.tokenizer, self.device, self.microbatches)
         self.held_out: HeldOut | None = None
         if cfg.held_out and isinstance(self.task, TextTask):
             self.held_out = (DraftHeldOut if cfg.drafter else HeldOut)(cfg, self.task)
@@ -295,6 +317,8 @@ class Trainer:
             batch |= {"init": self.cfg.init}
         if self.cfg.page is not None:
             batch |= {"rank": self.cfg.page.rank, "page": self.cfg.page.canvas_lengths, "init": self.cfg.init}
+        if self.cfg.start_adapter and self.cfg.adapter is None:
+            batch |= {"start_adapter": self.cfg.start_adapter}
         return json.loads(json.dumps(batch))
 
     @property

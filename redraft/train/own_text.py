@@ -118,7 +118,7 @@ class FusedEncoder:
         from redraft.engine.cache_table import CacheTable  # Triton takes long to import
         from redraft.engine.fused_llama import FusedLlama
 
-        self.fused = FusedLlama(model)
+        self.fused = FusedLlama(model, canvases=False)
         self.cache = cache
         rows, capacity = cache.layers[0][0].shape[:2]
         self.table = CacheTable.empty(model, rows)

@@ -8,6 +8,7 @@ import tiny
 from test_cli import _run as _run  # the fixture `run`
 
 import redraft
+from redraft import checkpoint
 from redraft.tokenizer.tokenizer import Tokenizer
 
 FLAGS = (
@@ -65,6 +66,7 @@ def test_a_decoder_learns_to_draft_for_itself(run, folder, family):
         (["--tokens", "many"], "--tokens takes a number such as 500k or 50M, got 'many'"),
         (["--tokens", "0"], "--tokens takes a number"),
         (["--prompts", "no-such-file"], "--prompts: there is no file no-such-file"),
+        (["--from", "no-such-folder"], "--from: no-such-folder holds no drafter or page adapter"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--sample-rows", "0"], "--sample-rows must be at least 1, got 0"),
         (["--canvas", "1"], "--canvas must be from 2"),
@@ -73,6 +75,42 @@ def test_a_decoder_learns_to_draft_for_itself(run, folder, family):
     ],
 )
 def test_mistakes_are_one_sentence(run, tmp_path, flags, message):
+    assert_refused(run, tmp_path, flags, message)
+
+
+@pytest.fixture(name="earlier", scope="module")
+def _earlier(tmp_path_factory):
+    """A drafter and a page adapter of one model."""
+    folder = tmp_path_factory.mktemp("earlier")
+    llama_models.save_page(folder, checkpoint.load_model(llama_models.save_with_drafter(folder)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("drafter", ["--page"], "drafter is a drafter: leave out --page, or give another folder"),
+        ("page", [], "page is a page adapter: add --page, or give another folder"),
+        ("drafter", ["--head-size", "8", "--canvas", "5"], "drafter was trained with --rank 2: give the same here"),
+        ("drafter", ["--rank", "2", "--head-size", "8"], "drafter was trained with --canvas 5: give the same here"),
+        ("page", ["--page", "--rank", "2"], "page was trained with --canvas 16: give the same here"),
+    ],
+)
+def test_an_earlier_one_that_does_not_fit_is_refused_before_anything_is_sampled(
+    run, earlier, tmp_path, name, flags, message
+):
+    assert_refused(run, tmp_path, ["--from", str(earlier / name), *flags], message)
+
+
+def test_an_earlier_one_of_another_model_is_refused_before_anything_is_sampled(run, earlier, folder, tmp_path):
+    flags = ["--from", str(earlier / "drafter"), *FLAGS, "--rank", "2", "--head-size", "8", "--canvas", "5"]
+    code, _, log = run("adapt", str(folder / "qwen3"), "--out", str(tmp_path / "out"), *flags)
+    assert code == 2
+    assert "drafter was trained for another model, ../base: give another folder" in log
+    assert not (tmp_path / "out").exists()
+
+
+def assert_refused(run, tmp_path, flags, message):
     code, _, log = run("adapt", str(tmp_path), "--out", str(tmp_path / "out"), *flags)
     assert code == 2
     assert message in log

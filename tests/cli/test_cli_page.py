@@ -86,7 +86,7 @@ def test_a_decoder_learns_to_fill_gaps_from_texts(run, folder, tmp_path):
         (["--page", "--data", "a", "--prompts", "b"], "--data and --prompts are two sources of text: give one of them"),
         (["--page", "--head-size", "8"], "--head-size 8 is the size of a drafter's head: leave it out with --page"),
         (["--page", "--canvas", "0"], "--canvas must be"),
-        (["--page", "--canvas", "5000"], "--canvas must be at least one length, from 1 to 4096, got [1250, 2500, 5000]"),
+        (["--page", "--canvas", "5000"], "--canvas must be at least one length, from 2 to 4096, got [1250, 2500, 5000]"),
     ],
 )
 def test_mistakes_are_one_sentence(run, tmp_path, flags, message):

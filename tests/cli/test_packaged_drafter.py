@@ -1,6 +1,7 @@
 """A drafter in the package: the model that it was trained for drafts with it, by every door, and writes the same text."""
 
 import json
+import shutil
 
 import llama_gguf
 import llama_models
@@ -11,6 +12,7 @@ import redraft
 from redraft import checkpoint
 from redraft.checkpoint import drafter_files
 from redraft.cli import serve
+from redraft.model.lora import AdapterError
 from redraft.server.model_card import ModelCard
 from redraft.train import own_answers
 
@@ -54,9 +56,9 @@ def test_another_quantization_of_the_model_drafts_too(base, tmp_path):
     path = tmp_path / "model.gguf"
     reference = llama_models.make_reference("smollm2", vocab_size=260, max_position_embeddings=128)
     llama_gguf.make_file(path, reference, "F16")
-    assert checkpoint.find_packaged_drafter(*checkpoint.open_weights(path)) == base.parent / "drafter"
+    assert checkpoint.find_parts_of(*checkpoint.open_weights(path)) == [base.parent / "drafter"]
     loaded = checkpoint.fingerprint(checkpoint.load_model(path))
-    assert drafter_files.find_packaged(loaded) == base.parent / "drafter"
+    assert drafter_files.find_parts(None, loaded) == [base.parent / "drafter"]
 
 
 def test_the_folder_of_a_drafter_can_be_loaded_without_it(folder):
@@ -81,6 +83,59 @@ def test_a_server_drafts_and_says_so(base):
     source = serve.on_demand("llama", str(base), device="cpu")
     assert source.card.drafter == source.load().model.drafter.cfg
     assert serve.load_warm(str(base), device="cpu").model.drafter is not None
+
+
+@pytest.fixture(name="both", scope="module")
+def _both(tmp_path_factory):
+    """The same, with a page adapter in the package too."""
+    base = llama_models.save_with_drafter(tmp_path_factory.mktemp("both"))
+    llama_models.save_page(base.parent, checkpoint.load_model(base))
+    return base.parent
+
+
+@pytest.mark.parametrize("name", ["base", "drafter", "page"])
+def test_a_page_adapter_in_the_package_comes_with_the_drafter(both, name, monkeypatch):
+    """Texts are those of the model alone, gaps are filled as by the page adapter alone; whichever of the three is named."""
+    alone = redraft.load(both / "base", drafter=False)
+    with monkeypatch.context() as nothing:
+        nothing.setattr(drafter_files, "PACKAGED", both / "no package")
+        page_alone = redraft.load(both / "page")
+        drafter_alone = redraft.load(both / "drafter")
+    monkeypatch.setattr(drafter_files, "PACKAGED", both)
+    writer = redraft.load(both / name)
+    options = {"max_tokens": 8, "temperature": 1.0, "seed": 2}
+    written = writer.write("Once", **options)
+    assert written.ids == alone.write("Once", **options).ids
+    expected = drafter_alone.write("Once", **options).stats
+    assert (written.stats.drafted, written.stats.accepted) == (expected.drafted, expected.accepted)
+    assert written.stats.drafted > 0
+    assert writer.fill("Once [[4]] time", seed=1).text == page_alone.fill("Once [[4]] time", seed=1).text
+    card = ModelCard.from_checkpoint(both / name)
+    assert card.is_diffusion
+    assert card.drafter == writer.model.drafter.cfg
+
+
+def test_a_given_drafter_comes_before_the_one_in_the_package(both, tmp_path, monkeypatch):
+    monkeypatch.setattr(drafter_files, "PACKAGED", both)
+    given = tmp_path / "mine"
+    shutil.copytree(both / "drafter", given)
+    model = checkpoint.load_model(both / "base")
+    assert drafter_files.find_parts(given, checkpoint.fingerprint(model)) == [given, both / "page"]
+
+
+def test_a_drafter_of_a_diffusion_model_is_refused(both, tmp_path):
+    shutil.copytree(both / "drafter", tmp_path / "mine")
+    settings = json.loads((tmp_path / "mine" / "adapter.json").read_text())
+    (tmp_path / "mine" / "adapter.json").write_text(json.dumps(settings | {"base": "tiny"}))
+    with pytest.raises(AdapterError, match="was trained for another model, 'tiny'"):
+        redraft.load(tmp_path / "mine")
+
+
+def test_info_shows_both(run, both, monkeypatch):
+    monkeypatch.setattr(drafter_files, "PACKAGED", both)
+    text = run("info", str(both / "base"))[1]
+    assert "longest draft  4 tokens" in text
+    assert "canvas lengths  8, 16" in text
 
 
 def test_its_base_can_be_adapted_again(run, base, tmp_path, monkeypatch):

@@ -1,11 +1,11 @@
 """Page adapters of left-to-right models: canvases are denoised, and the causal half stays as it was."""
 
 import json
-from dataclasses import replace
 
 import llama_models
 import pytest
 import torch
+import torch.nn.functional as F
 from test_drafter import CONFIG, PROMPT
 from test_drafter import make_model as make_drafting
 
@@ -20,7 +20,8 @@ from redraft.model.llama import Llama
 from redraft.model.lora import AdapterError
 from redraft.model.masks import Layout
 from redraft.model.page import PageConfig, new_page_adapter
-from redraft.train.loss import dense_masks
+from redraft.train.loss import Batch, dense_masks
+from redraft.train.page_task import PageObjective, begin_canvases
 
 PAGE = PageConfig(rank=4, alpha=8.0, canvas_lengths=(4, 8))
 CANVASES = SamplerConfig(canvas_length=8, max_new_tokens=16, max_steps=6, eos_token_ids=(2,))
@@ -29,7 +30,7 @@ CANVASES = SamplerConfig(canvas_length=8, max_new_tokens=16, max_steps=6, eos_to
 def make_model(seed: int = 0, page: bool = True) -> Llama:
     model = make_drafting(seed, drafts=False)
     if page:
-        model.page = new_page_adapter(PAGE, CONFIG, seed)
+        model.page = new_page_adapter(PAGE, CONFIG, torch.zeros(CONFIG.hidden_size), seed)
         for p in model.page.parameters():
             torch.nn.init.normal_(p, std=0.2)
     return model.eval().requires_grad_(False)
@@ -62,7 +63,7 @@ def test_canvases_go_through_the_pairs():
     merged = make_model(page=False)
     for _, name, pair in model.page.adapter.pairs():
         merged.get_submodule(name).weight += pair.delta()
-    merged.config = replace(CONFIG, is_causal_only=False)
+    merged.page = new_page_adapter(PAGE, CONFIG, model.page.begin_D)  # its pairs add nothing
     assert torch.allclose(adapted, merged.denoise(canvas_1C, None, cache), atol=1e-4)
 
 
@@ -83,20 +84,44 @@ def test_no_clean_token_of_a_canvas_or_behind_it_leaks_into_it():
 
 
 def test_the_training_forward_is_encode_and_denoise():
-    """A row of three prompt tokens and two canvases of four: each sees the clean text before it, and itself."""
+    """A row of three prompt tokens and two canvases of four, whose first position is the begin vector.
+
+    Each sees the clean text before it, the clean token of its first position, and itself.
+    """
     model = make_model()
     ids_1L = torch.tensor([[1, 5, 9, 60, 33, 7, 8, 50, 51, 52, 53]])
     noisy_1L = torch.tensor([[1, 5, 9, 99, 33, 98, 8, 50, 97, 96, 53]])
     starts_1L = torch.tensor([[-1] * 3 + [3] * 4 + [7] * 4])
     layout = Layout(positions=torch.arange(11)[None], starts=starts_1L, documents=torch.zeros(1, 11, dtype=torch.long))
-    mask_of = dense_masks(CONFIG, layout)
-    noisy_1LD, clean_1LD, _ = model.forward_train(noisy_1L, ids_1L, None, layout.positions, mask_of)
+    batch, begun_1L = begin_canvases(Batch(ids_1L, layout), noisy_1L, CONFIG.vocab_size)
+    mask_of = dense_masks(CONFIG, batch.layout)
+    noisy_1LD, clean_1LD, _ = model.forward_train(begun_1L, ids_1L, None, layout.positions, mask_of)
     assert torch.allclose(clean_1LD, model.encode(ids_1L, model.new_cache(1, 16)), atol=1e-5)
+    losses = []
     for start in (3, 7):
         cache = model.new_cache(1, 16)
-        model.encode(ids_1L[:, :start], cache)
-        expected = model.denoise(noisy_1L[:, start : start + 4], None, cache)
-        assert torch.allclose(model.head(noisy_1LD[:, start : start + 4]), expected, atol=1e-4)
+        model.encode(ids_1L[:, : start + 1], cache)
+        logits_1CV = model.denoise(noisy_1L[:, start + 1 : start + 4], None, cache)
+        assert torch.allclose(model.head(noisy_1LD[:, start : start + 3]), logits_1CV, atol=1e-4)
+        losses.append(F.cross_entropy(logits_1CV[0], ids_1L[0, start + 1 : start + 4]))
+    loss = PageObjective(model)(batch, begun_1L, mask_of).total
+    assert float(loss) == pytest.approx(float(sum(losses)) / 2, abs=1e-5)
+
+
+def test_beside_a_drafter_each_has_its_own_canvases():
+    """Draft canvases go through the drafter's pairs, other canvases through the page adapter's."""
+    both = make_model()
+    drafting = make_drafting()
+    both.drafter = drafting.drafter
+    clean_1S, blank_1JC = torch.tensor([PROMPT]), torch.full((1, 2, 6), CONFIG.vocab_size)
+    hidden = [model.joint(clean_1S, blank_1JC, [0, 3], model.new_cache(1, 16)) for model in (both, drafting)]
+    assert all(map(torch.equal, *hidden))
+    logits = []
+    for model in (both, make_model()):
+        cache = model.new_cache(1, 16)
+        model.encode(clean_1S, cache)
+        logits.append(model.denoise(torch.tensor([[7, 30, 4, 99]]), None, cache))
+    assert torch.equal(*logits)
 
 
 def test_the_engine_denoises_what_the_plain_loop_does():
@@ -111,7 +136,7 @@ def test_without_a_page_adapter_there_is_no_denoiser():
     assert make_model().has_denoiser
     model = make_model(page=False)
     assert not model.has_denoiser
-    with pytest.raises(CausalOnlyError, match="infill needs a diffusion model"):
+    with pytest.raises(CausalOnlyError, match=r"infill needs a diffusion model; .*, and redraft adapt --page teaches it"):
         model.require_denoiser("infill")
     with pytest.raises(RuntimeError, match="soft_embed"):
         model.soft_embed(torch.zeros(1, 4, CONFIG.vocab_size))
@@ -136,10 +161,11 @@ def test_a_page_adapter_comes_back_from_its_files(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"kind": "drafter", "format": 1}, "is of the format 1, not 2: train it again"),
         ({"kind": "drafter"}, "head_size must be a number"),
         ({"canvas_lengths": 32}, "canvas_lengths must be a list"),
         ({"canvas_lengths": []}, "canvas_lengths must be at least one length"),
-        ({"canvas_lengths": [32, 10**6]}, "canvas_lengths must be at least one length, from 1 to 4096"),
+        ({"canvas_lengths": [32, 10**6]}, "canvas_lengths must be at least one length, from 2 to 4096"),
         ({"rank": 0}, "rank must be between"),
         ({"rank": 3}, "says"),
     ],

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 
+from redraft.diffusion.draft_tree import DraftTree
 from redraft.train.evals import acceptance
 
 CONFIG = replace(tiny.BASE, draft_head_size=12, eos_token_ids=(1,))
@@ -61,7 +62,14 @@ def test_offline_rounds_equal_those_of_a_real_loop(seed):
     found = acceptance.measure(model, texts, [3, 2], 0.0, canvas_length=CANVAS)
     assert (found.tokens, found.exact) == (tokens, tokens / rounds)
     assert found.checked >= found.exact
+    assert found.tree >= found.exact
     assert len(found.slots) == CANVAS - 1
+
+
+def test_a_tree_accepts_the_longest_path_of_right_ranks():
+    tree = DraftTree(parents=(-1, 0, 1, 0, 3), ranks=(0, 0, 0, 1, 0))
+    ranks_1NC = torch.tensor([[[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 1, 0], [2, 0, 0]]])
+    assert acceptance.count_in_tree(tree, ranks_1NC).tolist() == [[2, 1, 2, 1, 0]]
 
 
 def test_the_noise_of_a_token_makes_it_the_largest():

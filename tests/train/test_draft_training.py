@@ -1,4 +1,7 @@
-"""Drafters are trained in bf16 as in float32: they cast their own weights, also where logits are computed in pieces."""
+"""Drafters are trained in bf16 as in float32: they cast their own weights, also where logits are computed in pieces.
+
+Training may start with an earlier drafter.
+"""
 
 import json
 import random
@@ -8,7 +11,9 @@ import llama_models
 import pytest
 import torch
 
+from redraft import checkpoint
 from redraft.model.drafter import DrafterConfig
+from redraft.model.lora import AdapterError
 from redraft.train import draft_loss
 from redraft.train.adapting import AdaptOptions, adapting_config, adapting_data
 from redraft.train.held_out import Evaluated
@@ -42,3 +47,12 @@ def test_bf16_learns_what_float32_learns_also_in_pieces(folder, tmp_path, monkey
     found = train(folder, tmp_path / "bfloat16", precision="bfloat16")
     assert expected[-1]["draft"] < expected[0]["draft"] - 0.1
     assert [score["draft"] for score in found] == pytest.approx([score["draft"] for score in expected], rel=0.02)
+
+
+def test_an_earlier_drafter_is_the_start(folder, tmp_path):
+    first = train(folder, tmp_path / "first")
+    again = {"start_adapter": str(tmp_path / "first")}
+    assert train(folder, tmp_path / "second", **again)[0]["draft"] < first[0]["draft"] - 0.05
+    kept = checkpoint.read_drafter_config(tmp_path / "second")[0]
+    with pytest.raises(AdapterError, match=r"first has .*rank=4.*, but this run trains .*rank=2"):
+        train(folder, tmp_path / "third", **again, drafter=replace(kept, rank=2))

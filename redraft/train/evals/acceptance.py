@@ -13,12 +13,14 @@ estimate.
 Shapes: B rows, L tokens of a row, C slots, V vocabulary, N tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from redraft.diffusion.draft_tree import DraftTree, engine_tree
 from redraft.model.backbone import Backbone
 from redraft.model.drafter import shift_rows
 from redraft.model.masks import Layout
@@ -38,12 +40,14 @@ class Acceptance:
     temperature: float
     tokens: int
     exact: float  # tokens per round: accepted drafts and the one that the check itself gives
+    tree: float  # the same where a tree of drafts is verified, as on a GPU
     checked: float
     slots: tuple[float, ...]  # of exact mode, from slot 2 on
 
     def __str__(self) -> str:
         slots = " ".join(f"{share:.2f}" for share in self.slots)
-        return f"T {self.temperature:.1f}  exact {self.exact:.2f}  checked {self.checked:.2f} tokens a round  slots {slots}"
+        rounds = f"exact {self.exact:.2f}, in trees {self.tree:.2f}, checked {self.checked:.2f} tokens a round"
+        return f"T {self.temperature:.1f}  {rounds}  slots {slots}"
 
 
 @torch.no_grad()
@@ -74,7 +78,7 @@ def measure(
 ) -> Acceptance:
     """Measures texts that the causal half sampled at this temperature. Without a draft token, canvases are noise."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    counts = torch.zeros(2, dtype=torch.long)  # rounds of exact and of checked mode
+    counts = torch.zeros(3, dtype=torch.long)  # rounds of exact mode, of exact mode with trees, of checked mode
     tokens = 0
     reached_C = torch.zeros(canvas_length)
     canvases = 0
@@ -83,20 +87,22 @@ def measure(
     for begin in range(0, len(texts), batch_rows):
         rows = [list(ids) for ids in texts[begin : begin + batch_rows]]
         firsts = prompt_lengths[begin : begin + batch_rows]
-        exact_BL, checked_BL = accepted_drafts(model, rows, temperature, canvas_length, draft_token, tolerance, generator)
+        accepted_3BL = accepted_drafts(model, rows, temperature, canvas_length, draft_token, tolerance, generator)
         for row, (ids, first) in enumerate(zip(rows, firsts, strict=True)):
             if len(ids) <= first:
                 continue
             tokens += len(ids) - first
-            for mode, accepted_BL in enumerate((exact_BL, checked_BL)):
+            for mode, accepted_BL in enumerate(accepted_3BL):
                 counts[mode] += count_rounds(accepted_BL[row].tolist(), first, len(ids))
-            whole = exact_BL[row, first - 1 : max(first - 1, len(ids) - canvas_length)]  # canvases that fit into the text
+            whole = accepted_3BL[
+                0, row, first - 1 : max(first - 1, len(ids) - canvas_length)
+            ]  # canvases that fit into the text
             canvases += len(whole)
             reached_C += torch.bincount(whole, minlength=canvas_length).flip(0).cumsum(0).flip(0)
     reached_C[0] = canvases
     slots = tuple((reached_C[1:] / reached_C[:-1].clamp(min=1)).tolist())
-    exact, checked = (tokens / max(1, rounds) for rounds in counts.tolist())
-    return Acceptance(temperature, tokens, exact, checked, slots)
+    exact, in_tree, checked = (tokens / max(1, rounds) for rounds in counts.tolist())
+    return Acceptance(temperature, tokens, exact, in_tree, checked, slots)
 
 
 def count_rounds(accepted: Sequence[int], first: int, end: int) -> int:
@@ -120,15 +126,16 @@ def accepted_drafts(
     draft_token: int | None,
     tolerance: float,
     generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    """Returns for every token how many drafts of the canvas behind it are accepted, in exact and in checked mode, [B, L]."""
+) -> Tensor:
+    """Returns for every token how many drafts of the canvas behind it are accepted, [3, B, L]: exact, in trees, checked."""
     device = model.device
     length = max(map(len, rows)) + canvas_length  # room for the canvas behind the last token
     length += -length % 8
     pad = model.config.pad_token_id
     ids_BL = torch.tensor([[*ids, *[pad] * (length - len(ids))] for ids in rows], device=device)
     positions_BL = torch.arange(length, device=device).expand_as(ids_BL)
-    accepted = torch.zeros(2, *ids_BL.shape, dtype=torch.long)
+    accepted_3BL = torch.zeros(3, *ids_BL.shape, dtype=torch.long)
+    tree = engine_tree(canvas_length)
     gumbel_NV = None
     for phase in range(1, canvas_length + 1):
         starts_BL = positions_BL - (positions_BL - phase) % canvas_length
@@ -144,24 +151,46 @@ def accepted_drafts(
         log_p_NV = torch.log_softmax(model.head(clean_BLD.roll(1, dims=1).flatten(0, 1)), dim=-1)
         log_q_NV = torch.log_softmax(model.draft_logits(noisy_BLD.flatten(0, 1), ids_BL.roll(1, dims=1).flatten()), dim=-1)
         target_N = log_p_NV.argmax(dim=-1)
-        draft_N = log_q_NV.argmax(dim=-1)
+        scores_NV = log_q_NV
         if temperature > 0:
             target_N = ids_BL.flatten()
             if gumbel_NV is None:
                 gumbel_NV = posterior_gumbel(torch.log_softmax(log_p_NV / temperature, dim=-1), target_N, generator)
-            draft_N = (torch.log_softmax(log_q_NV / temperature, dim=-1) + gumbel_NV).argmax(dim=-1)
+            scores_NV = torch.log_softmax(log_q_NV / temperature, dim=-1) + gumbel_NV
+        draft_N = scores_NV.argmax(dim=-1)
+        rank_N = (scores_NV > scores_NV.gather(-1, target_N[:, None])).sum(dim=-1)
         below_best_N = log_p_NV.amax(dim=-1) - log_p_NV.gather(-1, draft_N[:, None])[:, 0]
-        for mode, is_right_N in enumerate((draft_N == target_N, (draft_N == target_N) | (below_best_N <= tolerance))):
-            _write_accepted(accepted[mode], is_right_N.view_as(ids_BL).cpu(), phase, canvas_length)
-    return accepted[0], accepted[1]
+        is_right_N = draft_N == target_N
+        _write_accepted(accepted_3BL[0], is_right_N.view_as(ids_BL).cpu(), phase, canvas_length, count_prefix)
+        _write_accepted(accepted_3BL[1], rank_N.view_as(ids_BL).cpu(), phase, canvas_length, partial(count_in_tree, tree))
+        is_right_N |= below_best_N <= tolerance
+        _write_accepted(accepted_3BL[2], is_right_N.view_as(ids_BL).cpu(), phase, canvas_length, count_prefix)
+    return accepted_3BL
 
 
-def _write_accepted(accepted_BL: Tensor, is_right_BL: Tensor, phase: int, canvas_length: int) -> None:
+def count_prefix(is_right_BNC: Tensor) -> Tensor:
+    """How many drafts are right from the left on, [B, N]."""
+    return is_right_BNC.long().cumprod(dim=-1).sum(dim=-1)
+
+
+def count_in_tree(tree: DraftTree, ranks_BNC: Tensor) -> Tensor:
+    """How many drafts of a tree are accepted, [B, N], if the right token of each position has this rank among its drafts."""
+    accepted_BN = torch.zeros(ranks_BNC.shape[:-1], dtype=torch.long)
+    for path, depth in zip(tree.paths, tree.depths, strict=True):
+        ranks = torch.tensor([tree.ranks[node] for node in path[1:]], dtype=torch.long)
+        is_path_BN = (ranks_BNC[..., :depth] == ranks).all(dim=-1)
+        accepted_BN = torch.where(is_path_BN, accepted_BN.clamp(min=depth), accepted_BN)
+    return accepted_BN
+
+
+def _write_accepted(
+    accepted_BL: Tensor, of_slots_BL: Tensor, phase: int, canvas_length: int, count: Callable[[Tensor], Tensor]
+) -> None:
     """Counts the accepted drafts of every whole canvas of one phase: slot 1 is no draft."""
-    count = (is_right_BL.shape[1] - phase) // canvas_length
-    is_right_BNC = is_right_BL[:, phase : phase + count * canvas_length].unflatten(1, (count, canvas_length))
-    behind_BN = accepted_BL[:, phase - 1 : phase - 1 + count * canvas_length : canvas_length]
-    behind_BN.copy_(is_right_BNC[..., 1:].long().cumprod(dim=-1).sum(dim=-1))
+    canvases = (of_slots_BL.shape[1] - phase) // canvas_length
+    of_slots_BNC = of_slots_BL[:, phase : phase + canvases * canvas_length].unflatten(1, (canvases, canvas_length))
+    behind_BN = accepted_BL[:, phase - 1 : phase - 1 + canvases * canvas_length : canvas_length]
+    behind_BN.copy_(count(of_slots_BNC[..., 1:]))
 
 
 def posterior_gumbel(log_p_NV: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:

@@ -47,6 +47,8 @@ Task = Callable[[Backbone, Tokenizer, SamplerConfig, Options], dict[str, Any]]
 
 def stories(model: Backbone, tokenizer: Tokenizer, sampler: SamplerConfig, options: Options) -> dict[str, Any]:
     """Likelihood and repair on TinyStories: paragraphs of more than 300 characters, each alone."""
+    if model.page is not None:
+        raise ValueError("the task stories needs a diffusion model; a page adapter is measured by the task gaps")
     texts = read_paragraphs(options.data / "stories/tinystories_val_a.txt.xz", options.count)
     canvas_length = options.canvas or 64
     autoregressive = likelihood.autoregressive(model, tokenizer, texts)
