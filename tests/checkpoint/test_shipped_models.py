@@ -1,4 +1,7 @@
-"""The packaged model: small, usable offline, writes words, and gives the same tokens in transformers."""
+"""The packaged model: small, usable offline, writes words, and gives the same tokens in transformers.
+
+And the packaged drafter, whose model is not in the package.
+"""
 
 import os
 import re
@@ -8,9 +11,11 @@ import sys
 import pytest
 import torch
 import transformers_reference
+from safetensors.torch import load_file
 from transformers import DiffusionGemmaForBlockDiffusion
 
 import redraft
+from redraft import checkpoint
 from redraft.diffusion.generate import Finished, generate
 from redraft.train.evals import likelihood
 from redraft.writer import DEFAULT_MODEL
@@ -33,6 +38,20 @@ def test_it_is_small_and_its_card_names_its_origin():
     assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) <= 32 * 2**20
     for word in ("stories15M", "recipes/tiny.py", "CDLA", "H200", "Apache-2.0"):
         assert word in CARD, word
+
+
+def test_the_drafter_of_smollm2_is_small_and_its_card_has_its_scores():
+    folder = checkpoint.PACKAGED / "smollm2-drafter"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 20 * 2**20
+    cfg, settings = checkpoint.read_drafter_config(folder)
+    assert (settings["base"], cfg.canvas_length) == ("smollm2", 8)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    for name, row in (("tokens_per_round", "rows of 7 drafts"), ("tokens_per_round_in_trees", "trees of 31 drafts")):
+        numbers = re.search(rf"^\| {row}[^|]*\|(.*)\|$", card, re.MULTILINE).group(1)
+        assert [float(number) for number in numbers.split("|")] == [round(n, 2) for n in settings["scores"][name].values()]
+    tensors = load_file(folder / "adapter.safetensors")
+    assert sum(tensor.numel() for tensor in tensors.values()) > 9e6
+    assert all(tensor.dtype == torch.bfloat16 and bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 
 def test_the_commands_of_the_card_name_eval_tasks():
