@@ -51,9 +51,10 @@ def environment() -> dict[str, str]:
 @contextmanager
 def two_nodes(**variables: str) -> Iterator[RayCluster]:
     """A cluster of two nodes. `variables` are those of its environment."""
-    env = {**environment(), **variables}
     folder = tempfile.mkdtemp(prefix="ray-")  # a short path: that of a socket has at most 107 characters
-    command = [sys.executable, __file__, folder]
+    Path(folder, "ray").mkdir()  # where Ray notes the address; Cluster does not create it
+    env = {**environment(), "RAY_TMPDIR": folder, **variables}
+    command = [sys.executable, __file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd=ROOT, text=True) as process:
         try:
             line = process.stdout.readline()
@@ -65,12 +66,12 @@ def two_nodes(**variables: str) -> Iterator[RayCluster]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(folder: str) -> None:
+def main() -> None:
     """Starts the cluster and waits until stdin is closed."""
     from ray.cluster_utils import Cluster
 
     options = {"num_cpus": CPUS, "object_store_memory": 100 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False, "temp_dir": folder})
+    cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
     try:
         cluster.add_node(**options)
         print(json.dumps({"address": cluster.address}), flush=True)
@@ -80,4 +81,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -231,10 +231,11 @@ def test_a_client_that_leaves_frees_its_engine(deployed, endless):
 
 
 def streams_on_both(deployed, body):
-    """A stream on each replica of tiny: by replica, its session and itself."""
+    """A stream on each replica of tiny, and no other request there: by replica, its session and itself."""
     streams = {}
     for number in range(64):
         if len(streams) == 2:
+            assert tiny.wait_until(lambda: all(row["active"] <= 1 for row in deployed.replicas("tiny").values()))
             return streams
         name, stream = deployed.stream(f"both {number}", **body)
         if name in streams:
