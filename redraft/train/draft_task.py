@@ -6,7 +6,6 @@ Shapes: B rows, L tokens of a row.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,12 +29,6 @@ class DraftObjective(nn.Module):
         self.model = model
         self.cfg = cfg
         self.terms = draft_terms
-
-    def compile(self, **options: Any) -> None:
-        """Compiles part by part: one graph serves all layers."""
-        for part in (*self.model.layers, self.model.norm):
-            part.compile(**options)
-        self.terms = torch.compile(draft_terms, **options)
 
     def forward(self, batch: Batch, temperature_B: Tensor, mask_of: Masks) -> Losses:
         """Returns the losses of one batch; `temperature_B` is that of teacher and student in each row."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -204,6 +205,19 @@ def shard_objective(objective: nn.Module, precision: str) -> None:
     fully_shard(objective, mp_policy=policy)
 
 
+def compile_parts(objective: nn.Module) -> None:
+    """Compiles the parts of the model, and the functions that the objective holds, one by one.
+
+    One graph then serves all layers of a kind. One graph for everything would compile for minutes.
+    """
+    model = objective.model
+    for part in (*model.layers, *(part for name, part in model.named_children() if name in ("self_conditioning", "norm"))):
+        part.compile(dynamic=False)
+    for name, function in list(vars(objective).items()):
+        if isinstance(function, FunctionType):
+            setattr(objective, name, torch.compile(function, dynamic=False))
+
+
 def with_compute_dtype(objective: nn.Module, precision: str) -> Callable[..., Any]:
     """Returns the objective with its float32 weights cast for the computation; gradients arrive in float32."""
     weights = dict(objective.named_parameters())
@@ -268,7 +282,7 @@ class Trainer:
         needs_cast = cfg.precision != "float32" and self.world == 1 and self.part is None
         self.compute = with_compute_dtype(self.objective, cfg.precision) if needs_cast else self.objective
         if cfg.compile:
-            self.objective.compile(dynamic=False)
+            compile_parts(self.objective)
         self.step = 0
         self.best: dict[str, Any] | None = None  # the best evaluation so far
         self.earlier_seconds = 0.0

@@ -438,16 +438,6 @@ class Objective(nn.Module):
         self.soft_embedding = predict_soft_embedding
         self.draft_terms = draft_terms
 
-    def compile(self, **options: Any) -> None:
-        """Compiles part by part: one graph serves all layers of a kind. One graph for everything compiles for minutes."""
-        conditioning = [part for name, part in self.model.named_children() if name == "self_conditioning"]  # Llama: none
-        parts: list[nn.Module] = [*self.model.layers, *conditioning, self.model.norm]
-        for part in parts:
-            part.compile(**options)
-        self.cross_entropy = torch.compile(cross_entropy, **options)
-        self.soft_embedding = torch.compile(predict_soft_embedding, **options)
-        self.draft_terms = torch.compile(draft_terms, **options)
-
     def forward(self, batch: Batch, noise: Noise, mask_of: Masks, self_conditioning_mask_of: Masks) -> Losses:
         """Returns the losses of one batch. `self_conditioning_mask_of` holds the masks of the self-conditioned rows."""
         canvas_BL = batch.canvas_BL

@@ -8,7 +8,6 @@ Shapes: B rows, L tokens of a row.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,12 +29,6 @@ class PageObjective(nn.Module):
         self.model = model
         self.recomputes = recomputes
         self.cross_entropy = cross_entropy
-
-    def compile(self, **options: Any) -> None:
-        """Compiles part by part: one graph serves all layers."""
-        for part in (*self.model.layers, self.model.norm):
-            part.compile(**options)
-        self.cross_entropy = torch.compile(cross_entropy, **options)
 
     def forward(self, batch: Batch, noisy_BL: Tensor, mask_of: Masks) -> Losses:
         """Returns the losses of one batch that `begin_canvases` has laid out."""

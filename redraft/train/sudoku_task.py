@@ -164,12 +164,6 @@ class BoardObjective(nn.Module):
         self.prompt_1S: Tensor
         self.register_buffer("prompt_1S", torch.tensor([[model.config.bos_token_id, *encoding.NAMES]]))
 
-    def compile(self, **options: Any) -> None:
-        """Compiles part by part, as the text objective does."""
-        parts: list[nn.Module] = [*self.model.layers, self.model.self_conditioning, self.model.norm]
-        for part in parts:
-            part.compile(**options)
-
     def forward(self, ids_BC: Tensor, probs_BCG: Tensor, puzzle_BC: Tensor, solution_BC: Tensor) -> tuple[Losses, Tensor]:
         """Returns the losses and the logits of the digits."""
         model = self.model
@@ -208,12 +202,6 @@ class CausalObjective(nn.Module):
         super().__init__()
         self.model = model
         self.balance_weight = balance_weight
-
-    def compile(self, **options: Any) -> None:
-        """Compiles part by part."""
-        parts: list[nn.Module] = [*self.model.layers, self.model.norm]
-        for part in parts:
-            part.compile(**options)
 
     def forward(self, puzzle_BC: Tensor, solution_BC: Tensor) -> tuple[Losses, Tensor]:
         """Returns the losses and the logits of the digits."""

@@ -11,7 +11,7 @@ from redraft.config import FULL, SLIDING, EngineConfig, LlamaConfig, SamplerConf
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion import draft_tree
 from redraft.diffusion.draft_tree import DraftTree
-from redraft.diffusion.generate import generate
+from redraft.diffusion.generate import Finished, generate
 from redraft.diffusion.verified import Round, Verdict, Verification, draft_tokens, generate_verified
 from redraft.engine.cache_table import CacheTable, TreeTensors
 from redraft.engine.cuda_graph_runner import CudaGraphRunner
@@ -143,9 +143,7 @@ def test_rounds_write_the_text_of_the_model_alone(name, monkeypatch):
     monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
     monkeypatch.setattr(draft_tree, "NODES", 6)
     config = CONFIGS[name]
-    model = make_model(config)
-    alone = make_model(config, drafts=False)
-    engine = Engine(model, EngineConfig(max_running=4, prefill_chunk=4))
+    engine = Engine(make_model(config), EngineConfig(max_running=4, prefill_chunk=4))
     assert isinstance(engine.runner, CudaGraphRunner)
     settings = {"check": "exact", "draft_length": 2, "draft_token": config.vocab_size, "canvas_length": 4}
     cfg = SamplerConfig(max_new_tokens=6, eos_token_ids=(2,), temperature=1.0, **settings)
@@ -153,8 +151,7 @@ def test_rounds_write_the_text_of_the_model_alone(name, monkeypatch):
     requests = [engine.add(prompt, cfg, seed=seed) for seed, prompt in enumerate(prompts)]
     found = engine.run(requests)
     for seed, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
-        *_, expected = generate_verified(alone, prompt, replace(cfg, draft_length=0, draft_token=None), seed=seed)
-        assert found[request].ids_BT.tolist() == expected.ids_BT.tolist()
+        assert found[request].ids_BT.tolist() == write_alone(config, prompt, cfg, seed).ids_BT.tolist()
         assert found[request].stats[0].drafted > 0
 
 
@@ -204,6 +201,13 @@ def test_own_texts_are_those_of_encode(monkeypatch):
     assert len({tuple(row) for row in found[0]}) == 3
 
 
+def write_alone(config: LlamaConfig, prompt: list[int], cfg: SamplerConfig, seed: int) -> Finished:
+    """What the model writes without drafts, in the reference."""
+    without = replace(cfg, draft_length=0, draft_token=None)
+    *_, end = generate_verified(make_model(config, drafts=False), prompt, without, seed=seed)
+    return end
+
+
 def tree_config(max_new_tokens: int = 7, temperature: float = 4.0) -> SamplerConfig:
     return SamplerConfig(
         check="exact", draft_length=2, draft_token=40, canvas_length=4, eos_token_ids=(2,),
@@ -224,9 +228,7 @@ def test_trees_are_accepted_and_change_no_token(seed, monkeypatch):
     kept = spy_on_paths(monkeypatch)
     request = engine.add([1, 5, 9], tree_config(), seed=seed)
     found = engine.run([request])[request]
-    alone = make_model(SMALL, drafts=False)
-    cfg = replace(tree_config(), draft_length=0, draft_token=None)
-    *_, expected = generate_verified(alone, [1, 5, 9], cfg, seed=seed)
+    expected = write_alone(SMALL, [1, 5, 9], tree_config(), seed)
     assert found.ids_BT.tolist() == expected.ids_BT.tolist()
     assert found.stats[0].logprob == pytest.approx(expected.stats[0].logprob, abs=1e-3)
     assert found.stats[0].accepted > 0
@@ -290,15 +292,13 @@ def test_a_tree_bucket_forgets_the_request_before(monkeypatch):
     monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
     monkeypatch.setattr(draft_tree, "NODES", 5)
     engine = Engine(make_model(SMALL), EngineConfig(max_running=2, prefill_chunk=8))
-    alone = make_model(SMALL, drafts=False)
     kept = []  # so that no cache gets the memory of the one before it
     for seed, (prompt, temperature) in enumerate((([1, 5, 9], 4.0), ([1, 30, 21, 7], 0.0))):
-        request = engine.add(prompt, tree_config(temperature=temperature), seed=seed)
+        cfg = tree_config(temperature=temperature)
+        request = engine.add(prompt, cfg, seed=seed)
         kept.append(request)
         found = engine.run([request])[request]
-        cfg = replace(tree_config(temperature=temperature), draft_length=0, draft_token=None)
-        *_, expected = generate_verified(alone, prompt, cfg, seed=seed)
-        assert found.ids_BT.tolist() == expected.ids_BT.tolist()
+        assert found.ids_BT.tolist() == write_alone(SMALL, prompt, cfg, seed).ids_BT.tolist()
     assert len(engine.runner.tree_buckets) == 1
 
 
@@ -334,15 +334,13 @@ def test_trees_and_rows_of_drafts_alternate(monkeypatch):
     monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
     monkeypatch.setattr(draft_tree, "NODES", 5)
     engine = Engine(make_model(SMALL), EngineConfig(max_running=4, prefill_chunk=8))
-    alone = make_model(SMALL, drafts=False)
     lengths = (2, 7, 8)
     requests = [engine.add([1, 5, 9], tree_config(length), seed=29 + length) for length in lengths]
     found = engine.run(requests)
     assert engine.runner.round_buckets
     assert engine.runner.tree_buckets
     for request, length in zip(requests, lengths, strict=True):
-        cfg = replace(tree_config(length), draft_length=0, draft_token=None)
-        *_, expected = generate_verified(alone, [1, 5, 9], cfg, seed=29 + length)
+        expected = write_alone(SMALL, [1, 5, 9], tree_config(length), 29 + length)
         assert found[request].ids_BT.tolist() == expected.ids_BT.tolist()
 
 

@@ -17,7 +17,7 @@ from redraft import checkpoint
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train import checkpoints
 from redraft.train.config import TrainConfig
-from redraft.train.loop import Ended, Report, Saved, Trainer, init_model, with_compute_dtype
+from redraft.train.loop import Ended, Report, Saved, Trainer, compile_parts, init_model, with_compute_dtype
 from redraft.train.loss import LossConfig, Objective
 from redraft.train.optim import OptimConfig
 from redraft.train.records import DataConfig, Source
@@ -274,3 +274,14 @@ def test_a_run_names_the_records_that_it_reads_skips_and_shortens(tmp_path):
     assert set(notes) == {f"{path}:4", f"{path}:10"}
     assert "divided between rows" in notes[f"{path}:4"]
     assert trainer.task.take_notes() == []
+
+
+def test_every_part_and_function_of_an_objective_is_compiled(monkeypatch):
+    functions = []
+    parts = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: functions.append(function.__name__) or function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **_: parts.append(part))
+    model = init_model(tiny.BASE, 0)
+    compile_parts(Objective(model, LossConfig()))
+    assert functions == ["cross_entropy", "predict_soft_embedding", "draft_terms"]
+    assert parts == [*model.layers, model.norm, model.self_conditioning]
