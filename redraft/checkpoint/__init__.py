@@ -56,7 +56,7 @@ from redraft.checkpoint.part_sizes import PartSize, measure_parts
 from redraft.checkpoint.parts import (
     drafting_sampler,
     find_base,
-    find_parts_of,
+    find_drafters,
     load_checkpoint,
     load_verifier,
     open_checkpoint,
@@ -99,8 +99,8 @@ __all__ = [
     "find",
     "find_adapter",
     "find_base",
+    "find_drafters",
     "find_on_hub",
-    "find_parts_of",
     "fingerprint",
     "folder_with_vision",
     "from_state_dict",

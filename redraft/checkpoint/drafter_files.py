@@ -34,10 +34,10 @@ def is_drafter(folder: str | Path) -> bool:
     return (Path(folder) / DRAFTER_CONFIG).is_file()
 
 
-def find_parts(given: Path | None, fingerprint: str) -> list[Path]:
-    """The folders of a model's drafter and page adapter, at most one of each: the given one, and those in the package.
+def find_by_fingerprint(given: Path | None, fingerprint: str) -> list[Path]:
+    """The folders of the drafter and the page adapter of the model with this fingerprint, at most one of each.
 
-    Those in the package are for the model with this fingerprint.
+    They are in the package. The given folder comes first, whatever its fingerprint.
     """
     found = {} if given is None else {type(read_drafter_config(given)[0]): given}
     for path in sorted(PACKAGED.glob(f"*/{DRAFTER_CONFIG}")):

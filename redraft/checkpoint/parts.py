@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from redraft.checkpoint.adapter_files import fingerprint, hash_norms, is_norm
-from redraft.checkpoint.drafter_files import NAMES, find_parts, give_drafter, is_drafter, read_drafter_config
+from redraft.checkpoint.drafter_files import NAMES, find_by_fingerprint, give_drafter, is_drafter, read_drafter_config
 from redraft.checkpoint.find import find
 from redraft.checkpoint.gguf import is_gguf, open_gguf
 from redraft.checkpoint.load import PRECISIONS, fetch_weight, from_state_dict, lay_out_for_cpu, open_weights
@@ -70,7 +70,7 @@ def load_checkpoint(
         model = lay_out_for_cpu(model)
     sampler = opened.sampler
     if drafter and (drafter_folder is not None or isinstance(model.config, LlamaConfig)):
-        for folder in find_parts(drafter_folder, fingerprint(model)):
+        for folder in find_by_fingerprint(drafter_folder, fingerprint(model)):
             sampler = drafting_sampler(sampler, model.config, give_drafter(folder, model))
     return model, opened.tokenizer, sampler
 
@@ -89,7 +89,7 @@ def find_base(path_or_id: str | Path, *, weights: bool = True) -> tuple[Path, Pa
         raise CheckpointError(f"{path} is a {name} for {settings['base']!r}, which cannot be found: {error}") from None
 
 
-def find_parts_of(
+def find_drafters(
     config: BackboneConfig, tensors: Mapping[str, Tensor | StoredWeight], given: Path | None = None
 ) -> list[Path]:
     """The folders of the drafter and the page adapter that `load_checkpoint` adds to a checkpoint. Reads the norms only.
@@ -105,7 +105,7 @@ def find_parts_of(
     for name, placeholder in expected.items():
         weight = fetch_weight(tensors, available, published_name(name, LLAMA), placeholder)
         norms[name] = weight if isinstance(weight, Tensor) else weight.dequantize()
-    return find_parts(given, hash_norms(norms))
+    return find_by_fingerprint(given, hash_norms(norms))
 
 
 def drafting_sampler(sampler: SamplerConfig, config: BackboneConfig, cfg: DrafterConfig | PageConfig) -> SamplerConfig:

@@ -60,7 +60,7 @@ def info(
         if stored:  # a hub id is shown without its weights
             tensors = checkpoint.open_weights(folder)[1]
             parts = checkpoint.measure_parts(tensors, config)
-            drafters = checkpoint.find_parts_of(config, tensors)
+            drafters = checkpoint.find_drafters(config, tensors)
     for folder in drafters:
         sampler = checkpoint.drafting_sampler(sampler, config, checkpoint.read_drafter_config(folder)[0])
     console.print(model or "DiffusionGemma 26B-A4B (released shape)", style="bold", markup=False)

@@ -55,7 +55,7 @@ class ModelCard:
         """The card of a checkpoint on this machine, of which headers are read. One that is not complete is refused here."""
         base, given = checkpoint.find_base(path)
         opened = checkpoint.open_checkpoint(base)
-        folders = checkpoint.find_parts_of(opened.config, opened.tensors, given)
+        folders = checkpoint.find_drafters(opened.config, opened.tensors, given)
         parts = [checkpoint.read_drafter_config(folder)[0] for folder in folders]
         files = [base] if checkpoint.is_gguf(base) else base.glob("*.safetensors")
         return cls(

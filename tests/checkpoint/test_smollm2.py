@@ -61,7 +61,7 @@ def test_it_equals_transformers():
 def _path(tmp_path):
     """It with a drafter: the one in the package, or a random one."""
     config, tensors = checkpoint.open_weights(REAL)
-    if checkpoint.find_parts_of(config, tensors):
+    if checkpoint.find_drafters(config, tensors):
         return REAL
     model = checkpoint.load_model(REAL, dtype=torch.float32)
     size = DrafterConfig(rank=4, head_size=64, canvas_length=3)

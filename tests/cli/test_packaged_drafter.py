@@ -56,9 +56,9 @@ def test_another_quantization_of_the_model_drafts_too(base, tmp_path):
     path = tmp_path / "model.gguf"
     reference = llama_models.make_reference("smollm2", vocab_size=260, max_position_embeddings=128)
     llama_gguf.make_file(path, reference, "F16")
-    assert checkpoint.find_parts_of(*checkpoint.open_weights(path)) == [base.parent / "drafter"]
+    assert checkpoint.find_drafters(*checkpoint.open_weights(path)) == [base.parent / "drafter"]
     loaded = checkpoint.fingerprint(checkpoint.load_model(path))
-    assert drafter_files.find_parts(None, loaded) == [base.parent / "drafter"]
+    assert drafter_files.find_by_fingerprint(None, loaded) == [base.parent / "drafter"]
 
 
 def test_the_folder_of_a_drafter_can_be_loaded_without_it(folder):
@@ -95,7 +95,7 @@ def _both(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["base", "drafter", "page"])
 def test_a_page_adapter_in_the_package_comes_with_the_drafter(both, name, monkeypatch):
-    """Texts are those of the model alone, gaps are filled as by the page adapter alone; whichever of the three is named."""
+    """Whichever of the three is named: the text is the model's own, and the page adapter fills gaps."""
     alone = redraft.load(both / "base", drafter=False)
     with monkeypatch.context() as nothing:
         nothing.setattr(drafter_files, "PACKAGED", both / "no package")
@@ -120,7 +120,7 @@ def test_a_given_drafter_comes_before_the_one_in_the_package(both, tmp_path, mon
     given = tmp_path / "mine"
     shutil.copytree(both / "drafter", given)
     model = checkpoint.load_model(both / "base")
-    assert drafter_files.find_parts(given, checkpoint.fingerprint(model)) == [given, both / "page"]
+    assert drafter_files.find_by_fingerprint(given, checkpoint.fingerprint(model)) == [given, both / "page"]
 
 
 def test_a_drafter_of_a_diffusion_model_is_refused(both, tmp_path):
