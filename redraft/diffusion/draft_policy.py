@@ -26,22 +26,23 @@ class DraftSpeed:
     On a CPU a forward of a few tokens may take twice as long as one of a single token, and each draft reads the whole head.
     """
 
-    rounds: int = 0
-    tokens: list[float] = field(default_factory=lambda: [0.0, 0.0])  # without drafts, with drafts
+    rounds: list[int] = field(default_factory=lambda: [0, 0])  # since both ways were last tried: without drafts, with them
+    tokens: list[float] = field(default_factory=lambda: [0.0, 0.0])
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def record(self, has_drafts: bool, tokens: int, seconds: float) -> None:
         """Counts a round."""
-        self.rounds += 1
+        self.rounds[has_drafts] += 1
+        if sum(self.rounds) == TRIED_AGAIN:
+            self.rounds = [0, 0]
         self.tokens[has_drafts] = MEMORY * self.tokens[has_drafts] + tokens
         self.seconds[has_drafts] = MEMORY * self.seconds[has_drafts] + seconds
 
     @property
     def pays(self) -> bool:
         """Whether the next round drafts."""
-        number = self.rounds % TRIED_AGAIN
-        if number < 2 * TRIED:
-            return number >= TRIED
+        if min(self.rounds) < TRIED:
+            return self.rounds[False] >= TRIED
         return self.tokens[True] * self.seconds[False] > self.tokens[False] * self.seconds[True]
 
 

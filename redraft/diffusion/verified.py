@@ -171,11 +171,6 @@ class Verification:
         after = tuple(range(len(clean_drafts) + 1)) if has_canvases else ()
         return Round((self.last, *clean_drafts), tuple(drafts), after, length + 1)
 
-    @property
-    def next_canvas_length(self) -> int:
-        """Positions of the next round's canvases: rounds with canvases of the same length can share a forward."""
-        return self.next_round().canvas_length
-
     def canvas_ids(self, work: Round, vocab_size: int, device: torch.device) -> Tensor:
         """The canvases of a round before they are denoised, ids_JC: blanks if the model was trained so, else noise."""
         shape = (len(work.after), work.canvas_length)

@@ -124,7 +124,7 @@ class Engine(WorkBeside):
             cfg = cfg.for_drafts
             verification = Verification.start(prompt, cfg, seed, constraints, self.model.config.vocab_size)
             verification.candidates = candidates
-            if cfg.check == "exact" and self.runner.token_cost and self.verifier is None:
+            if cfg.check == "exact" and cfg.draft_length and self.runner.token_cost and self.verifier is None:
                 verification.policy = DraftPolicy(self.runner.token_cost, cfg.draft_length, self.runner.draft_speed)
         ids = tuple(prompt)
         request = Request(

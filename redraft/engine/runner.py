@@ -102,18 +102,26 @@ class Runner:
                 with contain_failure(request):
                     tokens[request] = request.run_other_round()
         requests = [request for request in requests if request.other_verifier is None]
-        length_of = {request: verification_of(request).next_canvas_length for request in requests}
-        for _, group in groupby(sorted(requests, key=length_of.__getitem__), key=length_of.__getitem__):
-            rows = list(group)
-            for begin in range(0, len(rows), self.max_rows):
-                batch = rows[begin : begin + self.max_rows]
-                with contain_failure(*batch):
-                    tokens |= self._verify(batch)
+        works = {request: verification_of(request).next_round() for request in requests}
+        timed = []
+        for batch in group_by_length(requests, self.max_rows, lambda request: works[request].canvas_length):
+            began = perf_counter()
+            with contain_failure(*batch):
+                tokens |= self._verify(batch)
+                has_drafts = any(works[request].after or works[request].drafts for request in batch)
+                timed.append((batch, has_drafts, perf_counter() - began))
+        for batch, has_drafts, seconds in timed:  # now: it changes the canvases that the next rounds have
+            self._measure_drafts(batch, has_drafts, seconds)
         return tokens
+
+    def _measure_drafts(self, batch: Sequence[Request], has_drafts: bool, seconds: float) -> None:
+        """Counts a round of requests that may draft."""
+        states = [verification_of(request) for request in batch]
+        if self.draft_speed is not None and any(state.policy is not None for state in states):
+            self.draft_speed.record(has_drafts, sum(len(state.tokens) - state.round_begin for state in states), seconds)
 
     def _verify(self, batch: Sequence[Request]) -> dict[Request, int]:
         """One round of requests whose canvases have the same length, in one forward."""
-        began = perf_counter()
         works = [request.begin_round() for request in batch]
         hidden_BSD, hidden_BJCD = self.joint(batch, works)
         for row, (request, work) in enumerate(zip(batch, works, strict=True)):
@@ -125,12 +133,6 @@ class Runner:
                     canvas_CD = hidden_BJCD[row, verdict.accepted, 1:]  # its first position is the token's own
                     fresh = verified.draft_tokens(self.model, state, work, verdict, canvas_CD)
                 request.end_round(work, verdict, fresh)
-        if self.draft_speed is not None:
-            has_drafts = any(work.after or work.drafts for work in works)
-            states = map(verification_of, batch)
-            self.draft_speed.record(
-                has_drafts, sum(len(state.tokens) - state.round_begin for state in states), perf_counter() - began
-            )
         return dict(zip(batch, map(count_tokens, works), strict=True))
 
     def joint(self, batch: Sequence[Request], works: Sequence[Round]) -> tuple[Tensor, Tensor | None]:

@@ -73,8 +73,36 @@ def test_the_engine_leaves_out_drafts_that_are_slow(monkeypatch):
     *_, expected = generate_verified(make_model(drafts=False), PROMPT, sampler(draft_length=0, draft_token=None), seed=1)
     assert found.ids_BT.tolist() == expected.ids_BT.tolist()
     assert 0 < found.stats[0].drafted < TRIED * 5  # in the rounds that tried them
-    assert speed.rounds > 2 * TRIED
+    assert sum(speed.rounds) > 2 * TRIED
     assert not speed.pays
+
+
+def test_a_measurement_changes_no_canvas_in_the_middle_of_a_step(monkeypatch):
+    """Six requests are two batches of a step, and every round changes whether drafts pay, and how many are drafted."""
+    monkeypatch.setattr(Runner, "measures_drafts", True)
+    engine = Engine(make_model())
+    speed = engine.runner.draft_speed
+    monkeypatch.setattr(speed, "record", lambda *_: setattr(speed, "rounds", [TRIED - speed.rounds[0], 0]))
+    requests = [engine.add([*PROMPT, number], sampler(max_new_tokens=12), seed=number) for number in range(3, 9)]
+    for number, request in enumerate(requests):
+        request.verification.policy.max_length = 1 + number % 3
+    found = engine.run(requests)
+    without = sampler(max_new_tokens=12, draft_length=0, draft_token=None)
+    for number, request in enumerate(requests, 3):
+        *_, expected = generate_verified(make_model(drafts=False), [*PROMPT, number], without, seed=number)
+        assert found[request].ids_BT.tolist() == expected.ids_BT.tolist()
+
+
+def test_only_requests_that_may_draft_are_measured(monkeypatch):
+    monkeypatch.setattr(Runner, "measures_drafts", True)
+    engine = Engine(make_model())
+    speed = engine.runner.draft_speed
+    engine.run([engine.add(PROMPT, sampler(draft_length=0, max_new_tokens=6), seed=1)])
+    assert speed.rounds == [0, 0]
+    speed.rounds = [TRIED, 0]
+    request = engine.add(PROMPT, sampler(max_new_tokens=12), seed=1)
+    assert engine.run([request])[request].stats[0].drafted > 0
+    assert speed.rounds[0] == TRIED  # rounds that only verify drafts count as rounds with drafts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
