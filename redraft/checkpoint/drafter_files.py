@@ -24,7 +24,7 @@ from redraft.model.page import PageAdapter, PageConfig, new_page_adapter
 
 DRAFTER_CONFIG = "adapter.json"
 DRAFTER_WEIGHTS = "adapter.safetensors"
-FORMAT = 2  # 1 drafted and denoised a token at its own position, 2 at the one before
+FORMAT = 2  # format 1 predicted a token at its own position; format 2 predicts it at the position before
 KINDS: dict[str, type[DrafterConfig] | type[PageConfig]] = {"drafter": DrafterConfig, "page": PageConfig}
 NAMES = {DrafterConfig: "drafter", PageConfig: "page adapter"}
 
@@ -90,7 +90,8 @@ def read_drafter_config(folder: str | Path) -> tuple[DrafterConfig | PageConfig,
         known = " and ".join(map(repr, KINDS))
         raise AdapterError(f"{path} is of the kind {show_value(kind)}; redraft reads {known}")
     if raw.get("format") != FORMAT:
-        raise AdapterError(f"{path} is of the format {show_value(raw.get('format'))}, not {FORMAT}: train it again")
+        given = show_value(raw["format"]) if "format" in raw else 1
+        raise AdapterError(f"{path} has the format {given}, and redraft reads {FORMAT}: train it again with redraft adapt")
     for name in ("base", "fingerprint"):
         if not isinstance(raw.get(name), str):
             raise AdapterError(f"{path}: {name} must be a text, got {show_value(raw.get(name))}")

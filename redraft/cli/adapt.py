@@ -20,8 +20,6 @@ from redraft.cli.options import Device, LongThreads, name_flags, option, parse_f
 
 if TYPE_CHECKING:
     from redraft.model.backbone import Backbone
-    from redraft.model.drafter import DrafterConfig
-    from redraft.model.page import PageConfig
     from redraft.tokenizer.tokenizer import Tokenizer
     from redraft.train.adapting import AdaptOptions
     from redraft.train.config import TrainConfig
@@ -33,9 +31,11 @@ FLAGS = {
     "canvas_lengths": "--canvas",
     "head_size": "--head-size",
     "tokens": "--tokens",
+    "start_adapter": "--from",
 }
 FLAGS |= {name: f"--{name}" for name in ("rank", "batch", "rows", "steps", "minutes", "length", "epochs")}
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+DEFAULT_RANK = 24
 MOST_CPU_TOKENS = 1_000_000
 OWN_TEXT = "own"  # the folder of the model's own answers, in the run's folder
 
@@ -59,7 +59,7 @@ def adapt(
     data: Annotated[
         list[str] | None, typer.Option("--data", "-d", help="--page: files of texts, as of redraft tune. [its own answers]")
     ] = None,
-    rank: Annotated[int, option("--rank", "-r", help="Rank of the pairs.", parser=parse_int)] = 24,
+    rank: Annotated[int | None, option("--rank", "-r", help="Rank of the pairs. [24]", parser=parse_int)] = None,
     head_size: Annotated[
         int | None, option("--head-size", help="Inner size of the draft head. [1024]", parser=parse_int)
     ] = None,
@@ -84,7 +84,7 @@ def adapt(
         int | None, option("--sample-rows", help="Answers sampled at once. [by memory]", parser=parse_int)
     ] = None,
     start: Annotated[
-        str | None, typer.Option("--from", help="Folder of an earlier one to start with, with the same sizes. [a new one]")
+        str | None, typer.Option("--from", help="Go on from the drafter or page adapter in this folder. [new weights]")
     ] = None,
     seed: Annotated[int, option("--seed", help="Own answers, order, first weights.", parser=parse_int)] = 0,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers: minutes at first, then faster.")] = False,
@@ -100,8 +100,12 @@ def adapt(
 
     with name_flags(FLAGS):
         count = parse_tokens(tokens)
+        if start is not None:
+            part = earlier_part(start, page, {"--rank": rank, "--canvas": canvas, "--head-size": head_size})
+        else:
+            part = (page_part if page else drafter_part)(DEFAULT_RANK if rank is None else rank, canvas, head_size)
         options = AdaptOptions(
-            **(page_part(rank, canvas, head_size) if page else drafter_part(rank, canvas, head_size)),
+            **part,
             own=OwnAnswerConfig(tokens=count, part_tokens=min(count, 10**6), seed=seed),
             length=length,
             batch=batch,
@@ -110,12 +114,10 @@ def adapt(
             steps=steps,
             minutes=minutes,
             rate=rate,
-            start_adapter=str(Path(start).expanduser().resolve()) if start is not None else "",
+            start_adapter=str(Path(start).resolve()) if start is not None else "",
             seed=seed,
             compile=compiled,
         )
-        if start is not None:
-            check_start(start, options)
         for name, number in (("--steps", steps), ("--sample-rows", sample_rows)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
@@ -124,33 +126,39 @@ def adapt(
         run_adapting(model, Path(out), prompts, data or [], options, sample_rows, device)
 
 
-def check_start(start: str, options: AdaptOptions) -> None:
-    """Refuses a folder to start with that holds nothing of the kind and sizes that are trained."""
+def earlier_part(start: str, page: bool, sizes: dict[str, int | None]) -> dict[str, Any]:
+    """The drafter or page adapter of AdaptOptions, with the sizes of the one in a folder. Other sizes are refused."""
     from redraft import checkpoint
     from redraft.checkpoint.drafter_files import NAMES
+    from redraft.model.page import PageConfig
 
-    if not checkpoint.is_drafter(options.start_adapter):
+    if not checkpoint.is_drafter(start):
         raise ValueError(f"--from: {start} holds no drafter or page adapter")
-    earlier, wanted = checkpoint.read_drafter_config(options.start_adapter)[0], options.page or options.drafter
-    if type(earlier) is not type(wanted):
-        way_out = "leave out --page" if options.page is not None else "add --page"
-        raise ValueError(f"--from: {start} is a {NAMES[type(earlier)]}: {way_out}, or give another folder")
-    for name, value in vars(earlier).items():
-        if name in FLAGS and value != getattr(wanted, name):
-            number = max(value) if isinstance(value, tuple) else value
-            raise ValueError(f"--from: {start} was trained with {FLAGS[name]} {number}: give the same here")
+    cfg = checkpoint.read_drafter_config(start)[0]
+    if isinstance(cfg, PageConfig) != page:
+        way_out = "leave out --page" if page else "add --page"
+        raise ValueError(f"--from: {start} is a {NAMES[type(cfg)]}: {way_out}, or give another folder")
+    trained = {FLAGS[name]: value for name, value in vars(cfg).items() if name in FLAGS}
+    for flag, number in sizes.items():
+        value = trained.get(flag)
+        if number is not None and number != (max(value) if isinstance(value, tuple) else value):
+            raise ValueError(f"--from: {start} has sizes of its own: leave out {flag}")
+    return {"page" if page else "drafter": cfg}
 
 
-def check_start_base(start: str, model: Backbone) -> None:
-    """Refuses a folder to start with that was trained for another model, before the model writes its answers."""
+def check_start(start: str, out: Path, model: Backbone) -> None:
+    """Refuses a folder to start with that does not fit the model, before the model writes its answers."""
     from redraft import checkpoint
 
+    if Path(start) == out.resolve():
+        raise ValueError(f"--from and --out are both {out}: give --out another folder")
     settings = checkpoint.read_drafter_config(start)[1]
     if settings["fingerprint"] != checkpoint.fingerprint(model):
         raise ValueError(f"--from: {start} was trained for another model, {settings['base']}: give another folder")
+    checkpoint.load_drafter(start, model)  # refuses weights that are missing or damaged
 
 
-def drafter_part(rank: int, canvas: int | None, head_size: int | None) -> dict[str, DrafterConfig]:
+def drafter_part(rank: int, canvas: int | None, head_size: int | None) -> dict[str, Any]:
     """The drafter of AdaptOptions."""
     from redraft.model.drafter import DrafterConfig
 
@@ -159,7 +167,7 @@ def drafter_part(rank: int, canvas: int | None, head_size: int | None) -> dict[s
     return {"drafter": DrafterConfig(rank=rank, alpha=2.0 * rank, **sizes)}
 
 
-def page_part(rank: int, canvas: int | None, head_size: int | None) -> dict[str, PageConfig]:
+def page_part(rank: int, canvas: int | None, head_size: int | None) -> dict[str, Any]:
     """The page adapter of AdaptOptions: canvases of the given length, its half and its quarter."""
     from redraft.model.page import PageConfig
 
@@ -207,7 +215,7 @@ def run_adapting(
     model, tokenizer, sampler = checkpoint.load_checkpoint(base, device=local_device, drafter=False)
     require_adaptable(model, base)
     if options.start_adapter:
-        check_start_base(options.start_adapter, model)
+        check_start(options.start_adapter, out, model)
     config_of = partial(adapting_config, name_base(base))  # now: `out` may have the name of the base
     context = model.config.max_position_embeddings
     if files:

@@ -237,10 +237,10 @@ def generate_verified(
     The answer of exact mode is then the verifier's own. Exact mode may choose its drafts by a `policy`.
     """
     constraints = constraints or Constraints()
+    require_drafter(model, cfg)
     check_inputs(model, [prompt], cfg, [seed], [constraints], None)
     check_steering(cfg, constraints)
     check_verified_images(prompt, images, verifier)
-    require_drafter(model, cfg)
     counter = StatsCounter(cfg, [seed], [len(prompt)])
     state = Verification.start(prompt, cfg, seed, constraints, model.config.vocab_size)
     state.policy = policy

@@ -99,6 +99,7 @@ class Engine(WorkBeside):
         constraints = constraints or Constraints()
         replay = replay or Replay()
         try:
+            require_drafter(self.model, cfg)
             check_inputs(self.model, [prompt], cfg, [seed], [constraints], first_canvas_1C)
             check_images([prompt], [images])
             plan = replay.plan(cfg, self.model.config.vocab_size, constraints)
@@ -106,7 +107,6 @@ class Engine(WorkBeside):
                 check_verified_images(prompt, images, self.verifier)
             if self.verifier is not None and cfg.check != "off":
                 check_inputs(self.verifier, [prompt], cfg, [seed], [constraints], None)
-            require_drafter(self.model, cfg)
             check_steering(cfg, constraints, is_steered=replay.is_steered, has_draft=first_canvas_1C is not None)
         except USER_ERRORS:
             raise

@@ -101,7 +101,7 @@ class TreeBucket:
             ids = self._ids(state)
             accepted = self.tree.depths[last]
             room = state.cfg.max_new_tokens - len(state.tokens)
-            drafts = [ids[node] for node in self.tree.lines[last][1:]][: max(accepted, room - 1)]
+            drafts = [ids[node] for node in self.tree.lines[last][1:]][: room - 1]
             if not state.tree and not state.drafts:  # the first round has none
                 drafts = drafts[:accepted]
             stops = [step for step, draft in enumerate(drafts[:accepted]) if draft in state.cfg.eos_token_ids]

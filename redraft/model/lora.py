@@ -30,6 +30,7 @@ MODULES = {"attention": ATTENTION, "dense": DENSE, "experts": EXPERTS}  # of a l
 
 TARGETS = ("attention", "dense", "experts", "self_conditioning")
 LARGEST_RANK = 4096
+LARGEST_ALPHA = 1_000_000  # more would only overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,8 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= LARGEST_RANK:
             raise ConfigError(f"rank must be between 1 and {LARGEST_RANK}, got {self.rank!r}")
-        if not self.alpha > 0:
-            raise ConfigError(f"alpha must be above 0, got {self.alpha!r}")
+        if not 0 < self.alpha <= LARGEST_ALPHA:
+            raise ConfigError(f"alpha must be above 0 and at most {LARGEST_ALPHA:,}, got {self.alpha!r}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is a share from 0 to below 1, got {self.dropout!r}")
         unknown = [target for target in self.targets if target not in TARGETS]

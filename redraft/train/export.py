@@ -81,4 +81,6 @@ class PartExport:
             "tokens": step * self.cfg.step_tokens,
             "seed": self.cfg.seed,
         }
+        if self.cfg.start_adapter:
+            described["from"] = Path(self.cfg.start_adapter).name
         return described | ({"scores": {"held_out": scores}} if scores else {})

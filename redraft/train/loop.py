@@ -296,7 +296,14 @@ class Trainer:
             return
         state = checkpoints.read_state(folder)
         if state["batch"] != self._batch:
-            raise ValueError(f"{folder} was made with {state['batch']}, this run has {self._batch}: give another folder")
+            changed = [
+                name for name in {**state["batch"], **self._batch} if state["batch"].get(name) != self._batch.get(name)
+            ]
+            then, now = (
+                ", ".join(f"{name} {batch[name]}" if name in batch else f"no {name}" for name in changed)
+                for batch in (state["batch"], self._batch)
+            )
+            raise ValueError(f"{folder} was made with {then}, this run has {now}: give another folder")
         checkpoints.load(folder, self._tensors())
         self.step = state["step"]
         self.best = state["best"]

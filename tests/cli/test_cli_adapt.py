@@ -1,6 +1,7 @@
 """`redraft adapt` as users call it: a left-to-right model in, a drafter out with which it writes the same text."""
 
 import json
+import shutil
 
 import llama_models
 import pytest
@@ -11,10 +12,8 @@ import redraft
 from redraft import checkpoint
 from redraft.tokenizer.tokenizer import Tokenizer
 
-FLAGS = (
-    "--tokens 3k --sample-rows 24 --length 64 --batch 16 --rank 4 --head-size 32 --canvas 4 --lr 1e-2 --device cpu".split()
-)
-
+BASICS = "--tokens 3k --sample-rows 24 --length 64 --batch 16 --lr 1e-2 --device cpu".split()
+FLAGS = [*BASICS, *"--rank 4 --head-size 32 --canvas 4".split()]
 
 FAMILIES = ("smollm2", "qwen3")
 
@@ -91,9 +90,10 @@ def _earlier(tmp_path_factory):
     [
         ("drafter", ["--page"], "drafter is a drafter: leave out --page, or give another folder"),
         ("page", [], "page is a page adapter: add --page, or give another folder"),
-        ("drafter", ["--head-size", "8", "--canvas", "5"], "drafter was trained with --rank 2: give the same here"),
-        ("drafter", ["--rank", "2", "--head-size", "8"], "drafter was trained with --canvas 5: give the same here"),
-        ("page", ["--page", "--rank", "2"], "page was trained with --canvas 16: give the same here"),
+        ("drafter", ["--rank", "3", "--head-size", "8"], "drafter has sizes of its own: leave out --rank"),
+        ("drafter", ["--rank", "2", "--canvas", "6"], "drafter has sizes of its own: leave out --canvas"),
+        ("page", ["--page", "--canvas", "128"], "page has sizes of its own: leave out --canvas"),
+        ("page", ["--page", "--head-size", "8"], "page has sizes of its own: leave out --head-size"),
     ],
 )
 def test_an_earlier_one_that_does_not_fit_is_refused_before_anything_is_sampled(
@@ -103,10 +103,24 @@ def test_an_earlier_one_that_does_not_fit_is_refused_before_anything_is_sampled(
 
 
 def test_an_earlier_one_of_another_model_is_refused_before_anything_is_sampled(run, earlier, folder, tmp_path):
-    flags = ["--from", str(earlier / "drafter"), *FLAGS, "--rank", "2", "--head-size", "8", "--canvas", "5"]
+    flags = ["--from", str(earlier / "drafter"), *BASICS]
     code, _, log = run("adapt", str(folder / "qwen3"), "--out", str(tmp_path / "out"), *flags)
     assert code == 2
     assert "drafter was trained for another model, ../base: give another folder" in log
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_earlier_one_that_cannot_be_the_start_is_refused_before_anything_is_sampled(run, earlier, tmp_path):
+    shutil.copytree(earlier, tmp_path / "copy")
+    drafter = tmp_path / "copy/drafter"
+    command = ("adapt", str(tmp_path / "copy/base"), "--from", str(drafter), *BASICS)
+    code, _, log = run(*command, "--out", str(drafter))
+    assert code == 2
+    assert f"--from and --out are both {drafter}: give --out another folder" in log
+    (drafter / "adapter.safetensors").unlink()
+    code, _, log = run(*command, "--out", str(tmp_path / "out"))
+    assert code == 2
+    assert f"{drafter / 'adapter.safetensors'} cannot be read" in log
     assert not (tmp_path / "out").exists()
 
 

@@ -344,6 +344,32 @@ def test_trees_and_rows_of_drafts_alternate(monkeypatch):
         assert found[request].ids_BT.tolist() == expected.ids_BT.tolist()
 
 
+def make_bucket() -> TreeBucket:
+    """A bucket for one request, with a tree of two lines of two drafts."""
+    return TreeBucket(FusedLlama(make_model(SMALL)), DraftTree((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0)), 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("last", "room", "drafts", "accepted", "token"),
+    [(0, 5, (2, 9), 0, 7), (1, 5, (2,), 1, None), (2, 5, (8, 3), 1, 7), (2, 2, (8,), 1, 7), (4, 5, (8, 3), 2, 7)],
+)
+def test_a_tree_is_read_as_a_row_of_drafts(last, room, drafts, accepted, token):
+    """Stop tokens count where they are accepted. Behind the accepted path, the row goes on with the likeliest drafts."""
+    bucket = make_bucket()
+    state = Verification.start([1, 5], tree_config(3 + room), 0, Constraints(), 40)
+    state.tokens, state.tree = [4, 5, 6], [2, 8, 9, 3]  # node 1 is a stop token
+    bucket.results_host[0, :2] = torch.tensor([last, 7])
+    ((work, verdict, _),) = bucket.read([state])
+    assert (work.drafts, verdict.accepted, verdict.token) == (drafts, accepted, token)
+
+
+def test_a_request_with_fewer_drafts_has_no_tree(monkeypatch):
+    monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
+    runner = Engine(make_model(SMALL), EngineConfig(max_running=2, prefill_chunk=8)).runner
+    assert runner.spare_slots(tree_config()) > 0
+    assert runner.spare_slots(replace(tree_config(), draft_length=1)) == 0
+
+
 def test_windows_have_no_trees(monkeypatch):
     monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
     runner = Engine(make_model(CONFIGS["windows"]), EngineConfig(max_running=1, prefill_chunk=4)).runner

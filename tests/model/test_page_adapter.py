@@ -83,22 +83,24 @@ def test_no_clean_token_of_a_canvas_or_behind_it_leaks_into_it():
     assert not torch.allclose(last[:, :, 0], found[0][:, :, 0], atol=1e-3)
 
 
-def test_the_training_forward_is_encode_and_denoise():
-    """A row of three prompt tokens and two canvases of four, whose first position is the begin vector.
+@pytest.mark.parametrize("prompt", [3, 0])
+def test_the_training_forward_is_encode_and_denoise(prompt):
+    """A row of some prompt tokens and two canvases of four, whose first position is the begin vector.
 
     Each sees the clean text before it, the clean token of its first position, and itself.
     """
     model = make_model()
-    ids_1L = torch.tensor([[1, 5, 9, 60, 33, 7, 8, 50, 51, 52, 53]])
-    noisy_1L = torch.tensor([[1, 5, 9, 99, 33, 98, 8, 50, 97, 96, 53]])
-    starts_1L = torch.tensor([[-1] * 3 + [3] * 4 + [7] * 4])
-    layout = Layout(positions=torch.arange(11)[None], starts=starts_1L, documents=torch.zeros(1, 11, dtype=torch.long))
+    ids_1L = torch.tensor([[1, 5, 9, 60, 33, 7, 8, 50, 51, 52, 53]])[:, 3 - prompt :]
+    noisy_1L = torch.tensor([[1, 5, 9, 99, 33, 98, 8, 50, 97, 96, 53]])[:, 3 - prompt :]
+    starts_1L = torch.tensor([[-1] * prompt + [prompt] * 4 + [prompt + 4] * 4])
+    positions_1L = torch.arange(prompt + 8)[None]
+    layout = Layout(positions=positions_1L, starts=starts_1L, documents=torch.zeros_like(positions_1L))
     batch, begun_1L = begin_canvases(Batch(ids_1L, layout), noisy_1L, CONFIG.vocab_size)
     mask_of = dense_masks(CONFIG, batch.layout)
     noisy_1LD, clean_1LD, _ = model.forward_train(begun_1L, ids_1L, None, layout.positions, mask_of)
     assert torch.allclose(clean_1LD, model.encode(ids_1L, model.new_cache(1, 16)), atol=1e-5)
     losses = []
-    for start in (3, 7):
+    for start in (prompt, prompt + 4):
         cache = model.new_cache(1, 16)
         model.encode(ids_1L[:, : start + 1], cache)
         logits_1CV = model.denoise(noisy_1L[:, start + 1 : start + 4], None, cache)
@@ -161,19 +163,22 @@ def test_a_page_adapter_comes_back_from_its_files(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "drafter", "format": 1}, "is of the format 1, not 2: train it again"),
+        ({"kind": "drafter", "format": 3}, "has the format 3, and redraft reads 2: train it again with redraft adapt"),
+        ({"format": None}, "has the format 1, and redraft reads 2: train it again with redraft adapt"),
         ({"kind": "drafter"}, "head_size must be a number"),
         ({"canvas_lengths": 32}, "canvas_lengths must be a list"),
         ({"canvas_lengths": []}, "canvas_lengths must be at least one length"),
         ({"canvas_lengths": [32, 10**6]}, "canvas_lengths must be at least one length, from 2 to 4096"),
         ({"rank": 0}, "rank must be between"),
+        ({"alpha": float("inf")}, "alpha must be above 0 and at most 1,000,000, got inf"),
         ({"rank": 3}, "says"),
     ],
 )
 def test_damaged_settings_are_one_sentence(tmp_path, change, message):
     model = make_model()
     path = save(model, tmp_path) / "adapter.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    settings = {**json.loads(path.read_text()), **change}
+    path.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
     with pytest.raises(AdapterError, match=message):
         checkpoint.load_drafter(tmp_path, model)
 

@@ -107,7 +107,9 @@ def test_resumed_equals_unbroken(tmp_path):
 @pytest.mark.soak
 def test_another_adapter_in_the_same_folder_is_refused(tmp_path):
     list(Trainer(config(tmp_path, steps=1), tmp_path / "run").run())
-    with pytest.raises(ValueError, match=r"was made with .*'rank': 4.* this run has .*'rank': 2.*: give another folder"):
+    with pytest.raises(
+        ValueError, match=r"was made with rank 4, targets .*, this run has rank 2, targets .*: give another folder"
+    ):
         Trainer(config(tmp_path, steps=1, adapter=AdapterConfig(rank=2)), tmp_path / "run")
 
 
