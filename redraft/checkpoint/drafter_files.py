@@ -37,7 +37,7 @@ def is_drafter(folder: str | Path) -> bool:
 def find_by_fingerprint(given: Path | None, fingerprint: str) -> list[Path]:
     """The folders of the drafter and the page adapter of the model with this fingerprint, at most one of each.
 
-    They are in the package. The given folder comes first, whatever its fingerprint.
+    The given folder comes first. A kind that it does not hold is taken from the package.
     """
     found = {} if given is None else {type(read_drafter_config(given)[0]): given}
     for path in sorted(PACKAGED.glob(f"*/{DRAFTER_CONFIG}")):

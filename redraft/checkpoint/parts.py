@@ -57,8 +57,7 @@ def load_checkpoint(
     """The parts of a Writer, for a caller that wants no engine.
 
     `quant` and `keep_bf16`: see QuantPolicy. `place` is asked where weights go, and in which formats, once their sizes are
-    known. With `drafter=False` a model has neither a drafter nor a page adapter: not that of the folder that was given, and
-    none of the package.
+    known. With `drafter=False` the model is loaded alone, without a drafter or page adapter.
     """
     device = select_device(device)
     policy = QuantPolicy.for_device(device, quant=quant, keep_bf16=keep_bf16)
@@ -97,7 +96,7 @@ def find_drafters(
     `given` is the folder of a drafter or a page adapter for which the checkpoint was opened.
     """
     if not isinstance(config, LlamaConfig):
-        return [] if given is None else [given]  # which `load_checkpoint` refuses
+        return [] if given is None else [given]  # `load_checkpoint` refuses it: only Llamas have drafters
     with torch.device("meta"):
         expected = {name: tensor for name, tensor in build_model(config).state_dict().items() if is_norm(name)}
     available = set(tensors)

@@ -1,8 +1,8 @@
 """DraftTree: several drafts for a position, so that one of them is more often what the causal half picks.
 
-Node 0 is the root, the token before the cursor. Every other node is a draft: the token of its rank behind its parent, where
-rank 0 is the likeliest (with its Gumbel noise). A path from the root is a draft of several tokens. The shape of a tree is
-fixed, its tokens are not.
+Node 0 is the root, the token before the cursor. Every other node is a draft for the position behind its parent. Of the
+drafts there, rank 0 has the highest logit plus Gumbel noise, rank 1 the second highest. A path from the root is a draft of
+several tokens. The shape of a tree is fixed, its tokens are not.
 
     x ---- a0 ---- b0 ---- c0        x: root; a0, a1, a2: ranks 0 to 2 behind it
       \\        \\-- b1

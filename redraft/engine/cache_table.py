@@ -106,7 +106,7 @@ class TreeTensors:
     visible_N: Tensor  # int64: bit m of entry n says that node n attends to node m
     depths_N: Tensor
     parents_N: Tensor  # 0 for the root
-    paths_ND: Tensor  # the nodes of each path behind the root; behind its end, the number of the step from 1 on
+    paths_ND: Tensor  # the nodes of each path behind the root, padded with d + 1 in column d: that slot stays where it is
 
     @classmethod
     def of(cls, tree: DraftTree, device: torch.device) -> "TreeTensors":

@@ -389,7 +389,7 @@ def bucket_of(batch: Sequence[Request]) -> BucketKey:
 class ChunkBucket:
     """A chunk of one request's prompt, encoded as one graph: the host launches kernels slower than the GPU runs them.
 
-    A shorter chunk is padded behind its end, where no token attends to and nothing is stored.
+    A shorter chunk is padded at its end. No token attends to the padding, and it is not stored.
     """
 
     def __init__(self, fused: FusedLayers | FusedLlama, length: int, context: int, graph_pool: object) -> None:

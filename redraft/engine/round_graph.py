@@ -35,6 +35,20 @@ def uses_round_graph(state: Verification) -> bool:
     return state.next_token.is_empty and not pick.needs_shaping(state.cfg) and not state.candidates
 
 
+class LoadedRows:
+    """The requests whose addresses and settings a bucket's buffers hold. Weak, so that their caches are freed with them."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[weakref.ref[Verification], weakref.ref[KVCache]]] = []
+
+    def replace(self, rows: Sequence[tuple[Verification, KVCache]]) -> bool:
+        """Notes the requests of a round. Returns whether they are others than before."""
+        held = [(state(), cache()) for state, cache in self._rows]
+        self._rows = [(weakref.ref(state), weakref.ref(cache)) for state, cache in rows]
+        pairs = zip(rows, held, strict=False)
+        return len(rows) != len(held) or any(new[0] is not old[0] or new[1] is not old[1] for new, old in pairs)
+
+
 class RoundBucket:
     """Static buffers and the body of a round for a batch of at most B rows."""
 
@@ -54,15 +68,13 @@ class RoundBucket:
         self.settings_B2 = torch.zeros(rows, 2, dtype=torch.float64, device=device)  # temperature, tolerance
         self.results_host = torch.zeros(rows, 2 + draft_length, dtype=torch.int64, pin_memory=on_gpu)
         self.logprobs_host = torch.zeros(rows, self.clean_count, dtype=torch.float32, pin_memory=on_gpu)
-        # The requests whose addresses and settings the buffers hold. Weak, so that their caches are freed with them.
-        self._loaded: list[tuple[weakref.ref[Verification], weakref.ref[KVCache]]] = []
+        self.loaded = LoadedRows()
 
     def load(self, states: Sequence[Verification], works: Sequence[Round], caches: Sequence[KVCache]) -> None:
         """Fills the buffers. Each cache counts its clean tokens already."""
         rows = list(zip(states, caches, strict=True))
-        if not self._holds(rows):
+        if self.loaded.replace(rows):
             self.table.fill(caches, [len(work.clean) for work in works])
-            self._loaded = [(weakref.ref(state), weakref.ref(cache)) for state, cache in rows]
             settings = [
                 (
                     state.cfg.temperature if state.cfg.temperature >= pick.COLDEST else 0.0,
@@ -82,13 +94,6 @@ class RoundBucket:
         self.inputs_host.zero_()
         self.inputs_host[: len(inputs)] = torch.tensor(inputs)
         self.inputs_BI.copy_(self.inputs_host, non_blocking=True)
-
-    def _holds(self, rows: Sequence[tuple[Verification, KVCache]]) -> bool:
-        """Whether the buffers hold the addresses and settings of exactly these requests."""
-        if len(rows) != len(self._loaded):
-            return False
-        pairs = zip(rows, self._loaded, strict=True)
-        return all(state is held_state() and cache is held_cache() for (state, cache), (held_state, held_cache) in pairs)
 
     def body(self) -> None:
         """The round that is captured."""

@@ -9,7 +9,6 @@ path leave the KV cache again (`attention.keep_path`).
 Shapes: B rows, N nodes, D depth of the tree, C positions of a canvas, V vocabulary, K model size.
 """
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +20,7 @@ from redraft.diffusion.draft_tree import DraftTree
 from redraft.diffusion.verified import Round, Verdict, Verification
 from redraft.engine.cache_table import CacheTable, TreeTensors
 from redraft.engine.fused_llama import FusedLlama
+from redraft.engine.round_graph import LoadedRows
 from redraft.kernels.triton import attention
 from redraft.kernels.triton.draft_tree import AcceptedPath, accept_path
 from redraft.kernels.triton.pick import pick_gumbel, rank_gumbel
@@ -52,8 +52,7 @@ class TreeBucket:
         self.temperature_B = torch.zeros(rows, dtype=torch.float64, device=device)
         self.results_host = torch.zeros(rows, 1 + len(tree), dtype=torch.int64, pin_memory=on_gpu)
         self.logprobs_host = torch.zeros(rows, tree.depth + 1, dtype=torch.float32, pin_memory=on_gpu)
-        # The requests whose addresses and settings the buffers hold. Weak, so that their caches are freed with them.
-        self._loaded: list[tuple[weakref.ref[Verification], weakref.ref[KVCache]]] = []
+        self.loaded = LoadedRows()
 
     # 1. The host's part
 
@@ -61,13 +60,8 @@ class TreeBucket:
         """Fills the buffers. Each cache counts the nodes already."""
         rows = list(zip(states, caches, strict=True))
         nodes = len(self.tree)
-        is_loaded = len(rows) == len(self._loaded) and all(
-            state is held_state() and cache is held_cache()
-            for (state, cache), (held_state, held_cache) in zip(rows, self._loaded, strict=True)
-        )
-        if not is_loaded:
+        if self.loaded.replace(rows):
             self.table.fill(caches, [nodes] * len(rows))
-            self._loaded = [(weakref.ref(state), weakref.ref(cache)) for state, cache in rows]
             chosen = [state.cfg.temperature if state.cfg.temperature >= pick.COLDEST else 0.0 for state in states]
             self.temperature_B[: len(states)] = torch.tensor(chosen, dtype=torch.float64)
         inputs = []

@@ -128,14 +128,10 @@ class Backbone(nn.Module, ABC):
         """Whether the model denoises canvases: a diffusion model does, and a causal-only one with a page adapter."""
         return not self.config.is_causal_only or self.page is not None
 
-    def canvas_adapter(self, *, drafts: bool) -> Adapter | None:
-        """The pairs that canvas tokens have, whatever adapter a request has.
-
-        Those of draft canvases are the drafter's, and those of other canvases the page adapter's. A model with one of the
-        two has it for all canvases.
-        """
-        part = (self.drafter or self.page) if drafts else (self.page or self.drafter)
-        return None if part is None else part.adapter
+    @property
+    def draft_part(self) -> Drafter | PageAdapter | None:
+        """What draft canvases, and those of training, go through: the drafter, else the page adapter."""
+        return self.drafter or self.page
 
     def require_denoiser(self, what: str) -> None:
         """Raises CausalOnlyError, which speaks to the user, if the model has no denoiser. `what` names what needs one."""
@@ -148,7 +144,7 @@ class Backbone(nn.Module, ABC):
             self._refuse(what, "redraft adapt teaches it to draft")
 
     def _refuse(self, what: str, way_out: str) -> NoReturn:
-        """The way out is one for Llamas alone."""
+        """Raises CausalOnlyError. Only Llamas can be adapted, so only they are told the way out."""
         way_out = f", and {way_out}" if isinstance(self.config, LlamaConfig) else ""
         kind = self.config.causal_kind
         raise CausalOnlyError(
@@ -159,18 +155,16 @@ class Backbone(nn.Module, ABC):
         if not self.has_denoiser:
             raise RuntimeError(f"{method}() was called on a causal-only model; the caller must call require_denoiser first")
 
+    @staticmethod
     def _active_adapters(
-        self, of_rows: Sequence[Adapter | None], halves: Sequence[tuple[str, slice]], *, drafts: bool
+        of_rows: Sequence[Adapter | None], halves: Sequence[tuple[str, slice]], part: Drafter | PageAdapter | None
     ) -> ActiveAdapters | None:
-        """The adapters of each row, and the one of all canvas tokens. `halves`: see adapters_of_rows."""
+        """The adapters of each row, and the pairs that all canvas tokens have. `halves`: see adapters_of_rows."""
         active = adapters_of_rows(of_rows, halves)
-        of_canvases = self.canvas_adapter(drafts=drafts)
-        if of_canvases is None:
+        if part is None:
             return active
-        tree = of_canvases.tree(DENOISE)
+        tree = part.adapter.tree(DENOISE)
         spans = tuple(Span(tree, EVERYTHING, tokens) for half, tokens in halves if half == DENOISE)
-        if not spans:
-            return active
         return ActiveAdapters(spans if active is None else (*active.spans, *spans))
 
     def new_cache(self, rows: int, capacity: int, rewind: int | None = None, adapter: Adapter | None = None) -> KVCache:
@@ -207,7 +201,7 @@ class Backbone(nn.Module, ABC):
                 mask_of = {kind: masks.join_images(mask, images_BS) for kind, mask in mask_of.items()}
         rounding = self._rounding(ids_BS.shape[1])
         halves = [(ENCODE, ids_BS.shape[1])]
-        adapters = self._active_adapters(cache.adapters, [(ENCODE, EVERYTHING)], drafts=False)
+        adapters = adapters_of_rows(cache.adapters, [(ENCODE, EVERYTHING)])
         for index, kind in enumerate(self.config.layer_types):
             past = cache.view(index)
             of_layer = _of_layer(adapters, index)
@@ -222,7 +216,7 @@ class Backbone(nn.Module, ABC):
         Returns logits [B, C, V] for all canvas positions at once. With a page adapter they come from the positions before.
         """
         self._assert_denoiser("denoise")
-        adapters = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)], drafts=False)
+        adapters = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)], self.page)
         x_BCD = self.embed_canvas(canvas_BC, soft_BCD, adapters)
         before = 0
         if self.page is not None:
@@ -267,13 +261,13 @@ class Backbone(nn.Module, ABC):
         for kind, index in self._example_layers.items():
             keys = cache.key_positions(index)
             mask_of[kind] = masks.joint(starts_B, keys, clean_count, after_J, length, self.config.layer_window(index))
-        of_canvases = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)], drafts=True)
+        of_canvases = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)], self.draft_part)
         canvases_BJCD = self.embed_canvas(canvas_BJC, None, of_canvases)
         x_BND = torch.cat([self.embed(clean_BS), canvases_BJCD.flatten(1, 2)], dim=1)
         rounding = self._rounding(clean_count)
         halves = [(ENCODE, clean_count), (DENOISE, canvas_BJC[0].numel())]
         by_half = [(ENCODE, slice(clean_count)), (DENOISE, slice(clean_count, None))]
-        adapters = self._active_adapters(cache.adapters, by_half, drafts=True)
+        adapters = self._active_adapters(cache.adapters, by_half, self.draft_part)
         for index, kind in enumerate(self.config.layer_types):
             of_layer = _of_layer(adapters, index)
             past = cache.view(index)
@@ -307,7 +301,7 @@ class Backbone(nn.Module, ABC):
         length = noisy_BL.shape[1]
         ropes = self.rope_tables(positions_BL.repeat(1, 2))
         adapters = self._training_adapters(adapter, length)
-        of_noisy = self._active_adapters([adapter], [(DENOISE, EVERYTHING)], drafts=True)
+        of_noisy = self._active_adapters([adapter], [(DENOISE, EVERYTHING)], self.draft_part)
         noisy_BLD = self.embed_canvas(noisy_BL, soft_BLD, of_noisy)
         x_BSD = torch.cat([noisy_BLD, self.embed(clean_BL)], dim=1)
         if adapter is not None and torch.is_grad_enabled():
@@ -330,9 +324,9 @@ class Backbone(nn.Module, ABC):
     def _training_adapters(self, adapter: Adapter | None, length: int) -> ActiveAdapters | None:
         """The adapters of a training forward over [noisy | clean], of so many tokens each."""
         halves = [(DENOISE, slice(length)), (ENCODE, slice(length, None))]
-        if adapter is not None and adapter.is_tied and self.canvas_adapter(drafts=True) is None:
+        if adapter is not None and adapter.is_tied and self.draft_part is None:
             halves = [(DENOISE, EVERYTHING)]
-        return self._active_adapters([adapter], halves, drafts=True)
+        return self._active_adapters([adapter], halves, self.draft_part)
 
     def soft_embed(self, logits_BCV: Tensor) -> Tensor:
         """The expected embedding [B, C, D] under softmax(logits): the self-conditioning input of the next step."""

@@ -1,7 +1,7 @@
 """Page adapter: what lets a left-to-right model denoise whole canvases. What `encode` computes stays as it is.
 
-It has LoRA pairs that act on canvas tokens only, as those of a drafter, and one vector. Canvases begin as uniform noise, and
-there is no self-conditioning. The model then infills and edits; it still writes left to right, which it does better.
+It has LoRA pairs, which act on canvas tokens only, and one begin vector. Canvases begin as uniform noise, and there is no
+self-conditioning. The model then infills and edits; it still writes left to right, which it does better.
 
 A left-to-right model answers for the next position, and a page adapter keeps that: a canvas token is predicted at the
 position before its own. The vector stands before the first one, at the position of the last cached token; in training

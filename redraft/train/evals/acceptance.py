@@ -94,9 +94,8 @@ def measure(
             tokens += len(ids) - first
             for mode, accepted_BL in enumerate(accepted_3BL):
                 counts[mode] += count_rounds(accepted_BL[row].tolist(), first, len(ids))
-            whole = accepted_3BL[
-                0, row, first - 1 : max(first - 1, len(ids) - canvas_length)
-            ]  # canvases that fit into the text
+            last = max(first - 1, len(ids) - canvas_length)
+            whole = accepted_3BL[0, row, first - 1 : last]  # canvases that fit into the text
             canvases += len(whole)
             reached_C += torch.bincount(whole, minlength=canvas_length).flip(0).cumsum(0).flip(0)
     reached_C[0] = canvases
