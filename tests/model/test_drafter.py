@@ -222,6 +222,8 @@ def test_a_drafter_drafts_no_whole_canvases():
     model = make_model()
     with pytest.raises(CausalOnlyError, match="needs a diffusion model"):
         list(generate_verified(model, PROMPT, sampler(check="checked"), seed=0))
+    with pytest.raises(CausalOnlyError, match="needs a diffusion model"):  # whatever its canvases would take
+        Engine(model).add(PROMPT, sampler(check="checked", canvas_length=4096), seed=0)
     with pytest.raises(ValueError, match="draft_token 121 is outside"):
         list(generate_verified(model, PROMPT, sampler(draft_token=121), seed=0))
     with pytest.raises(ValueError, match="draft_token 120 is outside"):
