@@ -96,8 +96,8 @@ class TreeBucket:
             accepted = self.tree.depths[last]
             room = state.cfg.max_new_tokens - len(state.tokens)
             drafts = [ids[node] for node in self.tree.lines[last][1:]][: room - 1]
-            if not state.tree and not state.drafts:  # the first round has none
-                drafts = drafts[:accepted]
+            if not state.tree:  # the nodes beyond its drafts are padding
+                drafts = drafts[: max(accepted, len(state.drafts))]
             stops = [step for step, draft in enumerate(drafts[:accepted]) if draft in state.cfg.eos_token_ids]
             if stops:  # nothing follows a stop token
                 accepted = stops[0] + 1

@@ -363,6 +363,22 @@ def test_a_tree_is_read_as_a_row_of_drafts(last, room, drafts, accepted, token):
     assert (work.drafts, verdict.accepted, verdict.token) == (drafts, accepted, token)
 
 
+@pytest.mark.parametrize(
+    ("row", "last", "drafts", "accepted"),
+    [([], 0, (), 0), ([9], 0, (9,), 0), ([9], 1, (9,), 1), ([9], 3, (9, 0), 2), ([9, 8, 7], 0, (9, 8), 0)],
+)
+def test_padding_is_no_draft(row, last, drafts, accepted):
+    """The request comes from a round without a tree: only its own drafts count, and padding that was accepted."""
+    bucket = make_bucket()
+    state = Verification.start([1, 5], tree_config(8), 0, Constraints(), 40)
+    state.tokens, state.drafts = [4, 5, 6], row
+    bucket.results_host[0, :2] = torch.tensor([last, 7])
+    ((work, verdict, _),) = bucket.read([state])
+    assert (work.drafts, verdict.accepted, verdict.token) == (drafts, accepted, 7)
+    state.apply(work, verdict, [])
+    assert (state.drafted, state.accepted, state.corrected) == (len(drafts), accepted, int(accepted < len(drafts)))
+
+
 def test_a_request_with_fewer_drafts_has_no_tree(monkeypatch):
     monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
     runner = Engine(make_model(SMALL), EngineConfig(max_running=2, prefill_chunk=8)).runner
