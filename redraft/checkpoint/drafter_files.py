@@ -148,6 +148,8 @@ def load_drafter(folder: str | Path, model: Backbone) -> Drafter | PageAdapter:
                 if tensor.shape != placeholder.shape or tensor.dtype not in PRECISIONS:
                     found = f"{list(tensor.shape)} {tensor.dtype}"
                     raise AdapterError(f"{path}: tensor {name} is {found}, {DRAFTER_CONFIG} says {list(placeholder.shape)}")
+                if not tensor.isfinite().all():  # a drafter would draft nonsense, and training would lose its loss
+                    raise AdapterError(f"{path}: tensor {name} has numbers that are not finite: train it again")
                 weights[name] = tensor.to(model.device, model.dtype)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None

@@ -218,6 +218,17 @@ def test_damaged_weights_are_one_sentence(tmp_path):
         checkpoint.load_drafter(tmp_path, model)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_one_sentence(tmp_path, number):
+    model = make_model()
+    with torch.no_grad():
+        model.drafter.head.inner.weight[0, 0] = number
+    checkpoint.save_drafter(model.drafter, tmp_path, base="some model", fingerprint=checkpoint.fingerprint(model))
+    message = rf"{tmp_path}/adapter.safetensors: tensor head.inner.weight has numbers that are not finite: train it again"
+    with pytest.raises(AdapterError, match=f"^{message}$"):
+        checkpoint.load_drafter(tmp_path, make_model(drafts=False))
+
+
 def test_a_drafter_drafts_no_whole_canvases():
     model = make_model()
     with pytest.raises(CausalOnlyError, match="needs a diffusion model"):
