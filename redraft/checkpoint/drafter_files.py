@@ -126,7 +126,7 @@ def load_drafter(folder: str | Path, model: Backbone) -> Drafter | PageAdapter:
     folder = Path(folder)
     cfg, raw = read_drafter_config(folder)
     if raw["fingerprint"] != fingerprint(model):
-        raise AdapterError(f"{folder} was trained for another model, {show_value(raw['base'])}: load it with that one")
+        raise AdapterError(f"{folder} was trained for another model, {show_value(raw['base'])}: use it with that one")
     zeros_D = torch.zeros(model.config.hidden_size)
     drafter: Drafter | PageAdapter
     if isinstance(cfg, PageConfig):

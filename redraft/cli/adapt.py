@@ -100,8 +100,9 @@ def adapt(
 
     with name_flags(FLAGS):
         count = parse_tokens(tokens)
-        if start is not None:
-            part = earlier_part(start, page, {"--rank": rank, "--canvas": canvas, "--head-size": head_size})
+        earlier = find_earlier(start) if start is not None else None
+        if earlier is not None:
+            part = earlier_part(earlier, page, {"--rank": rank, "--canvas": canvas, "--head-size": head_size})
         else:
             part = (page_part if page else drafter_part)(DEFAULT_RANK if rank is None else rank, canvas, head_size)
         options = AdaptOptions(
@@ -114,7 +115,7 @@ def adapt(
             steps=steps,
             minutes=minutes,
             rate=rate,
-            start_adapter=str(Path(start).resolve()) if start is not None else "",
+            start_adapter=str(earlier.resolve()) if earlier is not None else "",
             seed=seed,
             compile=compiled,
         )
@@ -126,14 +127,25 @@ def adapt(
         run_adapting(model, Path(out), prompts, data or [], options, sample_rows, device)
 
 
-def earlier_part(start: str, page: bool, sizes: dict[str, int | None]) -> dict[str, Any]:
+def find_earlier(start: str) -> Path:
+    """The folder of --from."""
+    from redraft import checkpoint
+
+    folder = Path(start).expanduser()
+    if start and not folder.exists():
+        raise ValueError(f"--from: there is no folder {folder}")
+    if not start or not checkpoint.is_drafter(folder):
+        given = folder if start else "an empty name"
+        raise ValueError(f"--from: {given} is no drafter or page adapter: give the --out of an earlier redraft adapt")
+    return folder
+
+
+def earlier_part(start: Path, page: bool, sizes: dict[str, int | None]) -> dict[str, Any]:
     """The drafter or page adapter of AdaptOptions, with the sizes of the one in a folder. Other sizes are refused."""
     from redraft import checkpoint
     from redraft.checkpoint.drafter_files import NAMES
     from redraft.model.page import PageConfig
 
-    if not checkpoint.is_drafter(start):
-        raise ValueError(f"--from: {start} holds no drafter or page adapter")
     cfg = checkpoint.read_drafter_config(start)[0]
     if isinstance(cfg, PageConfig) != page:
         way_out = "leave out --page" if page else "add --page"
@@ -147,15 +159,25 @@ def earlier_part(start: str, page: bool, sizes: dict[str, int | None]) -> dict[s
 
 
 def check_start(start: str, out: Path, model: Backbone) -> None:
-    """Refuses a folder to start with that does not fit the model, before the model writes its answers."""
+    """Refuses what the run cannot start with, before the model writes its answers. An empty `start` is new weights."""
     from redraft import checkpoint
 
-    if Path(start) == out.resolve():
+    if start and Path(start) == out.resolve():
         raise ValueError(f"--from and --out are both {out}: give --out another folder")
-    settings = checkpoint.read_drafter_config(start)[1]
-    if settings["fingerprint"] != checkpoint.fingerprint(model):
-        raise ValueError(f"--from: {start} was trained for another model, {settings['base']}: give another folder")
-    checkpoint.load_drafter(start, model)  # refuses weights that are missing or damaged
+    check_same_start(start, out)
+    if start:
+        checkpoint.load_drafter(start, model)  # refuses one of another model, and weights that are missing or damaged
+
+
+def check_same_start(start: str, out: Path) -> None:
+    """Refuses to resume a run in `out` with another --from than it began with."""
+    from redraft.train import checkpoints
+
+    folder = checkpoints.latest(out)
+    began = checkpoints.read_state(folder)["batch"].get("start_adapter", "") if folder is not None else start
+    if began != start:
+        repeat = f"began with --from {began}: repeat it" if began else "began without --from: leave it out"
+        raise ValueError(f"the run in {out} {repeat}, or give another --out")
 
 
 def drafter_part(rank: int, canvas: int | None, head_size: int | None) -> dict[str, Any]:
@@ -214,8 +236,7 @@ def run_adapting(
     console = Console(stderr=True, highlight=False)
     model, tokenizer, sampler = checkpoint.load_checkpoint(base, device=local_device, drafter=False)
     require_adaptable(model, base)
-    if options.start_adapter:
-        check_start(options.start_adapter, out, model)
+    check_start(options.start_adapter, out, model)
     config_of = partial(adapting_config, name_base(base))  # now: `out` may have the name of the base
     context = model.config.max_position_embeddings
     if files:

@@ -6,11 +6,13 @@ import shutil
 import llama_models
 import pytest
 import tiny
+import torch
 from test_cli import _run as _run  # the fixture `run`
 
 import redraft
 from redraft import checkpoint
 from redraft.tokenizer.tokenizer import Tokenizer
+from redraft.train import checkpoints
 
 BASICS = "--tokens 3k --sample-rows 24 --length 64 --batch 16 --lr 1e-2 --device cpu".split()
 FLAGS = [*BASICS, *"--rank 4 --head-size 32 --canvas 4".split()]
@@ -65,7 +67,9 @@ def test_a_decoder_learns_to_draft_for_itself(run, folder, family):
         (["--tokens", "many"], "--tokens takes a number such as 500k or 50M, got 'many'"),
         (["--tokens", "0"], "--tokens takes a number"),
         (["--prompts", "no-such-file"], "--prompts: there is no file no-such-file"),
-        (["--from", "no-such-folder"], "--from: no-such-folder holds no drafter or page adapter"),
+        (["--from", "no-such-folder"], "--from: there is no folder no-such-folder"),
+        (["--from", ""], "--from: an empty name is no drafter or page adapter: give the --out of an earlier redraft adapt"),
+        (["--from", "."], "--from: . is no drafter or page adapter: give the --out of an earlier redraft adapt"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--sample-rows", "0"], "--sample-rows must be at least 1, got 0"),
         (["--canvas", "1"], "--canvas must be from 2"),
@@ -102,11 +106,48 @@ def test_an_earlier_one_that_does_not_fit_is_refused_before_anything_is_sampled(
     assert_refused(run, tmp_path, ["--from", str(earlier / name), *flags], message)
 
 
+def test_the_earlier_one_is_a_folder_and_not_its_file(run, earlier, tmp_path):
+    file = earlier / "drafter/adapter.json"
+    message = f"--from: {file} is no drafter or page adapter: give the --out of an earlier redraft adapt"
+    assert_refused(run, tmp_path, ["--from", str(file)], message)
+
+
+def test_the_earlier_one_may_be_in_the_home_folder(run, earlier, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(earlier))
+    message = f"--from: {earlier / 'drafter'} is a drafter: leave out --page, or give another folder"
+    assert_refused(run, tmp_path, ["--from", "~/drafter", "--page"], message)
+    assert_refused(run, tmp_path, ["--from", "~/missing"], f"--from: there is no folder {earlier / 'missing'}")
+
+
+@pytest.mark.parametrize(
+    ("began", "flags", "message"),
+    [
+        ("", ["--from", "{earlier}/drafter"], "the run in {out} began without --from: leave it out, or give another --out"),
+        ("{earlier}/page", [], "the run in {out} began with --from {earlier}/page: repeat it, or give another --out"),
+        (
+            "{earlier}/page",
+            ["--from", "{earlier}/drafter"],
+            "the run in {out} began with --from {earlier}/page: repeat it, or give another --out",
+        ),
+    ],
+)
+def test_a_run_resumes_with_the_start_that_it_began_with(run, earlier, tmp_path, began, flags, message):
+    """Another one is refused before anything is sampled."""
+    places = {"earlier": earlier, "out": tmp_path / "out"}
+    batch = {"rows": 16} | ({"start_adapter": began.format(**places)} if began else {})
+    checkpoints.save(tmp_path / "out", 5, {"weight": torch.zeros(1)}, {"step": 5, "batch": batch}, keep=1)
+    given = [flag.format(**places) for flag in flags]
+    code, _, log = run("adapt", str(earlier / "base"), "--out", str(tmp_path / "out"), *given, *BASICS)
+    assert code == 2
+    assert message.format(**places) in log
+    assert not (tmp_path / "out/own").exists()
+
+
 def test_an_earlier_one_of_another_model_is_refused_before_anything_is_sampled(run, earlier, folder, tmp_path):
     flags = ["--from", str(earlier / "drafter"), *BASICS]
     code, _, log = run("adapt", str(folder / "qwen3"), "--out", str(tmp_path / "out"), *flags)
     assert code == 2
-    assert "drafter was trained for another model, ../base: give another folder" in log
+    assert "drafter was trained for another model, '../base': use it with that one" in log
     assert not (tmp_path / "out").exists()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from redraft import checkpoint
+from redraft.cli.adapt import check_start
 from redraft.model.drafter import DrafterConfig
 from redraft.model.lora import AdapterError
 from redraft.train import draft_loss
@@ -54,5 +55,11 @@ def test_an_earlier_drafter_is_the_start(folder, tmp_path):
     again = {"start_adapter": str(tmp_path / "first")}
     assert train(folder, tmp_path / "second", **again)[0]["draft"] < first[0]["draft"] - 0.05
     kept = checkpoint.read_drafter_config(tmp_path / "second")[0]
+    model = checkpoint.load_model(folder / "base")
+    check_start(str(tmp_path / "first"), tmp_path / "second", model)  # as the run that made the checkpoint there
+    check_start("", tmp_path / "first", model)
+    for start, message in (("", r"began with --from .*first: repeat it"), (str(tmp_path), r"began with --from .*first")):
+        with pytest.raises(ValueError, match=message):
+            check_start(start, tmp_path / "second", model)
     with pytest.raises(AdapterError, match=r"first has .*rank=4.*, but this run trains .*rank=2"):
         train(folder, tmp_path / "third", **again, drafter=replace(kept, rank=2))
