@@ -219,7 +219,7 @@ def tree_config(max_new_tokens: int = 7, temperature: float = 4.0) -> SamplerCon
 SEEDS = {"side paths": (29, 30), "no room": (6, 37), "stops": (13, 16, 23)}
 
 
-@pytest.mark.parametrize("seed", [13, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (29, 30, 6, 37, 16, 23))])
+@pytest.mark.parametrize("seed", [29, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (30, 6, 37, 13, 16, 23))])
 def test_trees_are_accepted_and_change_no_token(seed, monkeypatch):
     """At a high temperature the noise decides, which drafts and picks share."""
     monkeypatch.setenv(backend.ENV_VARIABLE, "triton")
