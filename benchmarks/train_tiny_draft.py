@@ -251,7 +251,8 @@ def measure_acceptance(model: Any, sampler: Any, prompts: Sequence[list[int]], i
                 draft_token=sampler.draft_token,
                 tolerance=sampler.tolerance,
             )
-            rows.append({"canvas": length, **asdict(result)})
+            scores = {name: value for name, value in asdict(result).items() if value is not None}
+            rows.append({"canvas": length, **scores})
     return rows
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from redraft.tokenizer.tokenizer import Tokenizer
     from redraft.train.adapting import AdaptOptions
     from redraft.train.config import TrainConfig
+    from redraft.train.evals.acceptance import Acceptance
     from redraft.train.records import DataConfig
 
 FLAGS = {
@@ -290,14 +292,18 @@ def measure(out: Path, config: TrainConfig, device: Any, console: Console) -> di
         scores = measure_drafts(model, prompts, config.drafter.canvas_length)
         for score in scores:
             console.print(str(score), soft_wrap=True)
-        return {
-            "tokens_per_round": {f"T={score.temperature:g}": round(score.exact, 3) for score in scores},
-            "tokens_per_round_in_trees": {f"T={score.temperature:g}": round(score.tree, 3) for score in scores},
-        }
+        return name_scores(scores)
     found = measure_gaps(model, tokenizer, sampler, config.data.sources[0])
     for name, gap_score in found.items():
         console.print(f"gaps, {name.replace('_', ' ')}: {gap_score}", soft_wrap=True)
     return {"gaps": {name: asdict(gap_score) for name, gap_score in found.items()}}
+
+
+def name_scores(scores: Sequence[Acceptance]) -> dict[str, dict[str, float]]:
+    """Tokens a round as the drafter's file has them: in trees only where the engine verifies trees."""
+    rows = {f"T={score.temperature:g}": round(score.exact, 3) for score in scores}
+    trees = {f"T={score.temperature:g}": round(score.tree, 3) for score in scores if score.tree is not None}
+    return {"tokens_per_round": rows} | ({"tokens_per_round_in_trees": trees} if trees else {})
 
 
 def require_adaptable(model: Any, base: str) -> None:

@@ -14,6 +14,8 @@ import heapq
 from dataclasses import dataclass
 from functools import cached_property
 
+from redraft.model.backbone import Backbone
+
 NODES = 32  # of the tree that the engine verifies, root included: with canvases of 6 behind them, 32 * 7 positions
 DEPTH = 5  # of that tree, at most: every level is one more run of the draft head and the model's head
 # How often the draft of each rank is right, about: the drafter of SmolLM2 at temperatures 0.7 and 1, on its own answers.
@@ -71,6 +73,14 @@ class DraftTree:
     def level(self, depth: int) -> list[int]:
         """The nodes at a depth."""
         return [node for node, at in enumerate(self.depths) if at == depth]
+
+
+def choose_tree(model: Backbone) -> DraftTree | None:
+    """The tree that a model's drafts are verified in, if it has a drafter. Windows would have to be cut along the path."""
+    has_windows = any(model.config.layer_window(layer) is not None for layer in range(model.config.num_hidden_layers))
+    if model.drafter is None or has_windows:
+        return None
+    return engine_tree(model.drafter.cfg.canvas_length)
 
 
 def engine_tree(canvas_length: int) -> DraftTree:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from redraft.config import SamplerConfig
-from redraft.diffusion.draft_tree import DraftTree, engine_tree
+from redraft.diffusion.draft_tree import DraftTree, choose_tree
 from redraft.diffusion.sampler import Canvas
 from redraft.diffusion.verified import Round
 from redraft.engine.cache_table import CacheTable
@@ -358,14 +358,6 @@ def fuse(model: Backbone) -> FusedLayers | FusedLlama:
         return FusedLlama(model)
     assert isinstance(model, DiffusionGemma), "make_runner gives other models to the reference Runner"
     return FusedLayers(model)
-
-
-def choose_tree(model: Backbone) -> DraftTree | None:
-    """The tree that a model's drafts are verified in, if it has a drafter. Windows would have to be cut along the path."""
-    has_windows = any(model.config.layer_window(layer) is not None for layer in range(model.config.num_hidden_layers))
-    if model.drafter is None or has_windows:
-        return None
-    return engine_tree(model.drafter.cfg.canvas_length)
 
 
 def choose_chunk_alone(model: Backbone, prefill_chunk: int) -> int:

@@ -6,6 +6,7 @@ model -> own answers (`own_answers.py`) or texts -> TrainConfig -> Trainer (`loo
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from redraft import checkpoint
 from redraft.config import SamplerConfig
-from redraft.diffusion.draft_tree import engine_tree
+from redraft.diffusion.draft_tree import choose_tree
 from redraft.kernels.backend import has_bf16
 from redraft.model.backbone import Backbone
 from redraft.model.drafter import DrafterConfig
@@ -182,13 +183,16 @@ def measure_drafts(model: Backbone, prompts: Sequence[Sequence[int]], canvas_len
     """Tokens a round on answers that the model writes to these prompts now, at each temperature."""
     found = []
     canvases = canvas_length + 8  # room that measuring takes behind a text
-    length = min(max(map(len, prompts)) + MEASURED_TOKENS, model.config.max_position_embeddings - canvases)
+    longest = min(max(map(len, prompts)) + MEASURED_TOKENS, model.config.max_position_embeddings - canvases)
+    prompt_lengths = [len(prompt) for prompt in prompts]
+    tree = choose_tree(model)
     for temperature in TEMPERATURES:
-        texts = sample_texts(model, prompts, temperature, length)
-        lengths = [len(prompt) for prompt in prompts]
-        rows, trees = (
-            measure(model, texts, lengths, temperature, canvas_length=length, draft_token=model.config.vocab_size)
-            for length in (canvas_length, engine_tree(canvas_length).depth + 1)  # canvases behind a tree may be shorter
-        )
-        found.append(replace(rows, tree=trees.tree))
+        texts = sample_texts(model, prompts, temperature, longest)
+        run = partial(measure, model, texts, prompt_lengths, temperature, draft_token=model.config.vocab_size)
+        if tree is None or tree.depth + 1 == canvas_length:
+            found.append(run(canvas_length=canvas_length, tree=tree))
+        else:  # canvases behind a tree are shorter
+            rows = run(canvas_length=canvas_length)
+            trees = run(canvas_length=tree.depth + 1, tree=tree)
+            found.append(replace(rows, tree=trees.tree))
     return found

@@ -52,6 +52,7 @@ def test_a_decoder_learns_to_draft_for_itself(run, folder, family):
     assert scores["held_out"]["tokens_per_round"] == max(lengths)
     assert max(lengths) > lengths[0] + 0.1
     assert scores["tokens_per_round"].keys() == {"T=0", "T=0.7", "T=1"}
+    assert scores["tokens_per_round_in_trees"].keys() == scores["tokens_per_round"].keys()
     alone = redraft.load(base, dtype="float32")
     drafting = redraft.load(out, dtype="float32")
     for temperature in (0.0, 1.0):

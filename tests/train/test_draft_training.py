@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from redraft import checkpoint
-from redraft.cli.adapt import check_start
-from redraft.model.drafter import DrafterConfig
+from redraft.cli.adapt import check_start, name_scores
+from redraft.diffusion.draft_tree import engine_tree
+from redraft.model.drafter import DrafterConfig, new_drafter
 from redraft.model.lora import AdapterError
-from redraft.train import draft_loss
+from redraft.train import adapting, draft_loss
 from redraft.train.adapting import AdaptOptions, adapting_config, adapting_data
+from redraft.train.evals import acceptance
 from redraft.train.held_out import Evaluated
 from redraft.train.loop import Trainer
 from redraft.train.records import Source
@@ -63,3 +65,45 @@ def test_an_earlier_drafter_is_the_start(folder, tmp_path):
             check_start(start, tmp_path / "second", model)
     with pytest.raises(AdapterError, match=r"first has .*rank=4.*, but this run trains .*rank=2"):
         train(folder, tmp_path / "third", **again, drafter=replace(kept, rank=2))
+
+
+PROMPTS = [[1, 9], [1, 70, 71]]
+
+
+def make_drafting(folder, canvas_length: int, family: str = "smollm2"):
+    """A random model with a new drafter."""
+    llama_models.save_reference(folder, family, num_hidden_layers=2, max_position_embeddings=64)
+    model = checkpoint.load_model(folder)
+    cfg = DrafterConfig(rank=2, head_size=8, canvas_length=canvas_length)
+    model.drafter = new_drafter(cfg, model.config, torch.zeros(model.config.hidden_size))
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(("canvas_length", "runs"), [(4, 1), (8, 2)])
+def test_drafts_are_measured_in_rows_and_in_the_tree_of_the_engine(tmp_path, monkeypatch, canvas_length, runs):
+    """The canvases behind a tree may be shorter: then both are measured."""
+    monkeypatch.setattr(adapting, "MEASURED_TOKENS", 20)
+    monkeypatch.setattr(adapting, "TEMPERATURES", (0.7, 1.0))
+    model = make_drafting(tmp_path, canvas_length)
+    calls = []
+    monkeypatch.setattr(adapting, "measure", lambda *args, **kwargs: calls.append(1) or acceptance.measure(*args, **kwargs))
+    found = adapting.measure_drafts(model, PROMPTS, canvas_length)
+    assert len(calls) == 2 * runs
+    for score, temperature in zip(found, (0.7, 1.0), strict=True):
+        texts = acceptance.sample_texts(model, PROMPTS, temperature, 23)
+        measured = (model, texts, [2, 3], temperature)
+        rows = acceptance.measure(*measured, canvas_length=canvas_length, draft_token=llama_models.VOCAB)
+        tree = engine_tree(canvas_length)
+        trees = acceptance.measure(*measured, canvas_length=tree.depth + 1, draft_token=llama_models.VOCAB, tree=tree)
+        assert score == replace(rows, tree=trees.tree)
+        assert trees.tree > rows.exact
+        assert f", in trees {trees.tree:.2f}, " in str(score)
+    assert name_scores(found).keys() == {"tokens_per_round", "tokens_per_round_in_trees"}
+
+
+def test_windows_have_no_scores_in_trees(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapting, "MEASURED_TOKENS", 20)
+    found = adapting.measure_drafts(make_drafting(tmp_path, 4, "mistral"), PROMPTS, 4)
+    assert [score.tree for score in found] == [None] * 3
+    assert "trees" not in str(found[0])
+    assert name_scores(found).keys() == {"tokens_per_round"}

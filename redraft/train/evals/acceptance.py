@@ -10,7 +10,7 @@ mode; the noise of a text that was sampled elsewhere is drawn from its posterior
 draft at most `tolerance` nats less likely than the likeliest token; the text behind it stays the given one, so this is an
 estimate.
 
-Shapes: B rows, L tokens of a row, C slots, V vocabulary, N tokens.
+Shapes: B rows, L tokens of a row, C slots, M modes, V vocabulary, N tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from redraft.diffusion.draft_tree import DraftTree, engine_tree
+from redraft.diffusion.draft_tree import DraftTree
 from redraft.model.backbone import Backbone
 from redraft.model.drafter import shift_rows
 from redraft.model.masks import Layout
@@ -40,13 +40,14 @@ class Acceptance:
     temperature: float
     tokens: int
     exact: float  # tokens per round: accepted drafts and the one that the check itself gives
-    tree: float  # the same where a tree of drafts is verified, as on a GPU
     checked: float
     slots: tuple[float, ...]  # of exact mode, from slot 2 on
+    tree: float | None = None  # tokens per round of exact mode where a tree of drafts is verified, as on a GPU
 
     def __str__(self) -> str:
         slots = " ".join(f"{share:.2f}" for share in self.slots)
-        rounds = f"exact {self.exact:.2f}, in trees {self.tree:.2f}, checked {self.checked:.2f} tokens a round"
+        in_trees = "" if self.tree is None else f", in trees {self.tree:.2f}"
+        rounds = f"exact {self.exact:.2f}{in_trees}, checked {self.checked:.2f} tokens a round"
         return f"T {self.temperature:.1f}  {rounds}  slots {slots}"
 
 
@@ -74,11 +75,15 @@ def measure(
     canvas_length: int = 8,
     draft_token: int | None = 0,
     tolerance: float = 2.0,
+    tree: DraftTree | None = None,
     seed: int = 0,
 ) -> Acceptance:
-    """Measures texts that the causal half sampled at this temperature. Without a draft token, canvases are noise."""
+    """Measures texts that the causal half sampled at this temperature. Without a draft token, canvases are noise.
+
+    With a tree, whose depth is one less than the canvas length, also how many tokens a round gives that verifies it.
+    """
     generator = torch.Generator(model.device).manual_seed(seed)
-    counts = torch.zeros(3, dtype=torch.long)  # rounds of exact mode, of exact mode with trees, of checked mode
+    rounds_M = torch.zeros(3 if tree is not None else 2, dtype=torch.long)  # exact mode, checked mode, exact mode in trees
     tokens = 0
     reached_C = torch.zeros(canvas_length)
     canvases = 0
@@ -87,21 +92,21 @@ def measure(
     for begin in range(0, len(texts), batch_rows):
         rows = [list(ids) for ids in texts[begin : begin + batch_rows]]
         firsts = prompt_lengths[begin : begin + batch_rows]
-        accepted_3BL = accepted_drafts(model, rows, temperature, canvas_length, draft_token, tolerance, generator)
+        accepted_MBL = accepted_drafts(model, rows, temperature, canvas_length, draft_token, tolerance, tree, generator)
         for row, (ids, first) in enumerate(zip(rows, firsts, strict=True)):
             if len(ids) <= first:
                 continue
             tokens += len(ids) - first
-            for mode, accepted_BL in enumerate(accepted_3BL):
-                counts[mode] += count_rounds(accepted_BL[row].tolist(), first, len(ids))
+            for mode, accepted_BL in enumerate(accepted_MBL):
+                rounds_M[mode] += count_rounds(accepted_BL[row].tolist(), first, len(ids))
             last = max(first - 1, len(ids) - canvas_length)
-            whole = accepted_3BL[0, row, first - 1 : last]  # canvases that fit into the text
+            whole = accepted_MBL[0, row, first - 1 : last]  # canvases that fit into the text
             canvases += len(whole)
             reached_C += torch.bincount(whole, minlength=canvas_length).flip(0).cumsum(0).flip(0)
     reached_C[0] = canvases
     slots = tuple((reached_C[1:] / reached_C[:-1].clamp(min=1)).tolist())
-    exact, in_tree, checked = (tokens / max(1, rounds) for rounds in counts.tolist())
-    return Acceptance(temperature, tokens, exact, in_tree, checked, slots)
+    exact, checked, *in_trees = (tokens / max(1, rounds) for rounds in rounds_M.tolist())
+    return Acceptance(temperature, tokens, exact, checked, slots, *in_trees)
 
 
 def count_rounds(accepted: Sequence[int], first: int, end: int) -> int:
@@ -124,17 +129,20 @@ def accepted_drafts(
     canvas_length: int,
     draft_token: int | None,
     tolerance: float,
+    tree: DraftTree | None,
     generator: torch.Generator,
 ) -> Tensor:
-    """Returns for every token how many drafts of the canvas behind it are accepted, [3, B, L]: exact, in trees, checked."""
+    """Returns for every token how many drafts of the canvas behind it are accepted, [M, B, L].
+
+    The M modes are exact, checked and, if there is a tree, exact in trees.
+    """
     device = model.device
     length = max(map(len, rows)) + canvas_length  # room for the canvas behind the last token
     length += -length % 8
     pad = model.config.pad_token_id
     ids_BL = torch.tensor([[*ids, *[pad] * (length - len(ids))] for ids in rows], device=device)
     positions_BL = torch.arange(length, device=device).expand_as(ids_BL)
-    accepted_3BL = torch.zeros(3, *ids_BL.shape, dtype=torch.long)
-    tree = engine_tree(canvas_length)
+    accepted_MBL = torch.zeros(3 if tree is not None else 2, *ids_BL.shape, dtype=torch.long)
     gumbel_NV = None
     for phase in range(1, canvas_length + 1):
         starts_BL = positions_BL - (positions_BL - phase) % canvas_length
@@ -157,14 +165,16 @@ def accepted_drafts(
                 gumbel_NV = posterior_gumbel(torch.log_softmax(log_p_NV / temperature, dim=-1), target_N, generator)
             scores_NV = torch.log_softmax(log_q_NV / temperature, dim=-1) + gumbel_NV
         draft_N = scores_NV.argmax(dim=-1)
-        rank_N = (scores_NV > scores_NV.gather(-1, target_N[:, None])).sum(dim=-1)
         below_best_N = log_p_NV.amax(dim=-1) - log_p_NV.gather(-1, draft_N[:, None])[:, 0]
         is_right_N = draft_N == target_N
-        _write_accepted(accepted_3BL[0], is_right_N.view_as(ids_BL).cpu(), phase, canvas_length, count_prefix)
-        _write_accepted(accepted_3BL[1], rank_N.view_as(ids_BL).cpu(), phase, canvas_length, partial(count_in_tree, tree))
+        _write_accepted(accepted_MBL[0], is_right_N.view_as(ids_BL).cpu(), phase, canvas_length, count_prefix)
         is_right_N |= below_best_N <= tolerance
-        _write_accepted(accepted_3BL[2], is_right_N.view_as(ids_BL).cpu(), phase, canvas_length, count_prefix)
-    return accepted_3BL
+        _write_accepted(accepted_MBL[1], is_right_N.view_as(ids_BL).cpu(), phase, canvas_length, count_prefix)
+        if tree is not None:
+            rank_N = (scores_NV > scores_NV.gather(-1, target_N[:, None])).sum(dim=-1)
+            count = partial(count_in_tree, tree)
+            _write_accepted(accepted_MBL[2], rank_N.view_as(ids_BL).cpu(), phase, canvas_length, count)
+    return accepted_MBL
 
 
 def count_prefix(is_right_BNC: Tensor) -> Tensor:
