@@ -215,7 +215,8 @@ def tree_config(max_new_tokens: int = 7, temperature: float = 4.0) -> SamplerCon
     )  # fmt: skip
 
 
-# Seeds whose accepted paths leave the likeliest line, end at the last token of the answer, or hold a stop token.
+# Seeds whose accepted paths leave the likeliest line, would go on behind the last token of the answer, or hold a stop token,
+# which those of 16 and 23 go on behind.
 SEEDS = {"side paths": (29, 30), "no room": (6, 37), "stops": (13, 16, 23)}
 
 
@@ -235,6 +236,9 @@ def test_trees_are_accepted_and_change_no_token(seed, monkeypatch):
     assert found.stats[0].drafted >= found.stats[0].accepted
     if seed in SEEDS["side paths"]:
         assert any(path != [1, 2][: len(path)] for path in kept)
+    # A round gives its accepted drafts and one token more, but none behind an accepted stop token.
+    tokens = found.stats[0].accepted + found.stats[0].rounds - int(seed in SEEDS["stops"])
+    assert found.ids_BT.shape[1] == tokens
     if seed in SEEDS["stops"]:
         assert found.ids_BT[0, -1] == 2
     if seed in SEEDS["no room"]:
