@@ -23,6 +23,11 @@ def needs_shaping(cfg: SamplerConfig) -> bool:
     return is_filtered or cfg.repetition_penalty != 1 or bool(cfg.logit_bias)
 
 
+def gumbel_temperature(cfg: SamplerConfig) -> float:
+    """The temperature that a kernel picks with; 0 takes the likeliest token."""
+    return cfg.temperature if cfg.temperature >= COLDEST else 0.0
+
+
 def adjust_logits(logits_SV: Tensor, cfg: SamplerConfig, seen_SV: Tensor | None) -> Tensor:
     """Adds the logit bias and applies the repetition penalty to the tokens seen before each position, bool_SV."""
     if cfg.logit_bias:

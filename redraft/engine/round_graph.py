@@ -35,6 +35,13 @@ def uses_round_graph(state: Verification) -> bool:
     return state.next_token.is_empty and not pick.needs_shaping(state.cfg) and not state.candidates
 
 
+def pick_rows(logits_NV: Tensor, temperature_B: Tensor, seed_B: Tensor, positions_BS: Tensor) -> Tensor:
+    """The causal half's tokens, ids_BS: those of a row have one temperature and one seed."""
+    temperature_N = temperature_B[:, None].expand_as(positions_BS).flatten()
+    seeds_N = seed_B[:, None].expand_as(positions_BS).flatten()
+    return pick_gumbel(logits_NV, temperature_N, seeds_N, positions_BS.flatten()).view_as(positions_BS)
+
+
 class LoadedRows:
     """The requests whose addresses and settings a bucket's buffers hold. Weak, so that their caches are freed with them."""
 
@@ -77,7 +84,7 @@ class RoundBucket:
             self.table.fill(caches, [len(work.clean) for work in works])
             settings = [
                 (
-                    state.cfg.temperature if state.cfg.temperature >= pick.COLDEST else 0.0,
+                    pick.gumbel_temperature(state.cfg),
                     state.cfg.tolerance if state.cfg.check == "checked" else ACCEPT_EQUAL_ONLY,
                 )
                 for state in states
@@ -112,7 +119,7 @@ class RoundBucket:
         logits_NV = model.head(hidden_ND)
         temperature_B, tolerance_B = self.settings_B2.unbind(1)
         positions_BS = cursor_B[:, None] + offset_S
-        picks_BS = self._pick(logits_NV, temperature_B, seed_B, positions_BS)
+        picks_BS = pick_rows(logits_NV, temperature_B, seed_B, positions_BS)
         index_B1 = (count_B - 1).clamp(min=0)[:, None]
         compared_BS = ids_BS.roll(-1, dims=1).scatter(1, index_B1, last_draft_B[:, None])
         logits_BSV = logits_NV.view(*picks_BS.shape, -1)
@@ -146,12 +153,6 @@ class RoundBucket:
         noise_N = rng.draft_noise(seeds_BSC.flatten(), positions_BSC.flatten(), model.config.vocab_size)
         return torch.where(blank_B[:, None, None] >= 0, blank_B[:, None, None], noise_N.view_as(positions_BSC))
 
-    def _pick(self, logits_NV: Tensor, temperature_B: Tensor, seed_B: Tensor, positions_BS: Tensor) -> Tensor:
-        """The causal half's tokens, ids_BS."""
-        temperature_N = temperature_B[:, None].expand_as(positions_BS).flatten()
-        seeds_N = seed_B[:, None].expand_as(positions_BS).flatten()
-        return pick_gumbel(logits_NV, temperature_N, seeds_N, positions_BS.flatten()).view_as(positions_BS)
-
     def _draft(self, hidden_BCD: Tensor, token_B: Tensor, seed_B: Tensor, position_B: Tensor) -> list[Tensor]:
         """Drafts from left to right behind each row's token, which stands at `position_B`."""
         model = self.fused.model
@@ -160,7 +161,7 @@ class RoundBucket:
         previous_B = token_B
         for index in range(1, self.canvas_length):
             logits_BV = model.draft_logits(hidden_BCD[:, index], previous_B)
-            previous_B = self._pick(logits_BV, temperature_B, seed_B, (position_B + index)[:, None])[:, 0]
+            previous_B = pick_rows(logits_BV, temperature_B, seed_B, (position_B + index)[:, None])[:, 0]
             drafts.append(previous_B)
         return drafts
 

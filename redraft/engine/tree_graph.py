@@ -20,10 +20,10 @@ from redraft.diffusion.draft_tree import DraftTree
 from redraft.diffusion.verified import Round, Verdict, Verification
 from redraft.engine.cache_table import CacheTable, TreeTensors
 from redraft.engine.fused_llama import FusedLlama
-from redraft.engine.round_graph import LoadedRows
+from redraft.engine.round_graph import LoadedRows, pick_rows
 from redraft.kernels.triton import attention
 from redraft.kernels.triton.draft_tree import AcceptedPath, accept_path
-from redraft.kernels.triton.pick import pick_gumbel, rank_gumbel
+from redraft.kernels.triton.pick import rank_gumbel
 from redraft.model.kv_cache import KVCache
 
 # Columns behind the nodes in the table that the host fills: whether the row has a request, its cached tokens, how many
@@ -62,8 +62,8 @@ class TreeBucket:
         nodes = len(self.tree)
         if self.loaded.replace(rows):
             self.table.fill(caches, [nodes] * len(rows))
-            chosen = [state.cfg.temperature if state.cfg.temperature >= pick.COLDEST else 0.0 for state in states]
-            self.temperature_B[: len(states)] = torch.tensor(chosen, dtype=torch.float64)
+            temperatures = [pick.gumbel_temperature(state.cfg) for state in states]
+            self.temperature_B[: len(states)] = torch.tensor(temperatures, dtype=torch.float64)
         inputs = []
         for state, cache in rows:
             room = state.cfg.max_new_tokens - len(state.tokens)
@@ -127,8 +127,9 @@ class TreeBucket:
         canvas_BNC = torch.full((*ids_BN.shape, self.canvas_length), blank, device=model.device)
         hidden_ND, canvas_ND = self.fused.joint(ids_BN, self.table, canvas_BNC, self.canvas_table, self.context, shape)
         assert canvas_ND is not None
-        logits_BNV = model.logits(hidden_ND).unflatten(0, ids_BN.shape)
-        picks_BN = self._pick(logits_BNV, seed_B, cursor_B[:, None] + shape.depths_N)
+        logits_NV = model.logits(hidden_ND)
+        logits_BNV = logits_NV.unflatten(0, ids_BN.shape)
+        picks_BN = pick_rows(logits_NV, self.temperature_B, seed_B, cursor_B[:, None] + shape.depths_N)
         accepted = accept_path(ids_BN, picks_BN, room_B, shape.visible_N, shape.depths_N, shape.parents_N, shape.paths_ND)
         with self.fused.side_stream:  # the next drafts need neither
             attention.keep_path(
@@ -141,12 +142,6 @@ class TreeBucket:
         results = torch.cat([accepted.last_B[:, None], accepted.token_B[:, None], tree_BN], dim=1)
         self.results_host.copy_(results, non_blocking=True)
         self.fused.side_stream.wait()
-
-    def _pick(self, logits_BNV: Tensor, seed_B: Tensor, positions_BN: Tensor) -> Tensor:
-        """The causal half's token behind each node, ids_BN."""
-        temperature_N = self.temperature_B[:, None].expand_as(positions_BN).flatten()
-        seeds_N = seed_B[:, None].expand_as(positions_BN).flatten()
-        return pick_gumbel(logits_BNV.flatten(0, 1), temperature_N, seeds_N, positions_BN.flatten()).view_as(positions_BN)
 
     def _logprobs(self, logits_BNV: Tensor, accepted: AcceptedPath) -> Tensor:
         """Log probabilities of the accepted drafts and of the token behind them, [B, D + 1]."""
