@@ -3,7 +3,7 @@
 A forward has a fixed cost and a cost for each token. More drafts and more canvases give more tokens a forward and cost more.
 Two layouts are compared. "all": a canvas stands behind every verified token, so each round has drafts. "alternate": one
 round drafts behind the last token, the next one only verifies. Whether a drafter's drafts pay at all is measured
-(DraftSpeed). The choice changes an exact answer's speed, never its tokens.
+(DraftSpeed). The choice changes an exact answer's speed, never its tokens: a clock chooses in float32 only.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,16 @@ class DraftSpeed:
     On a CPU a forward of a few tokens may take twice as long as one of a single token, and each draft reads the whole head.
     """
 
+    rows: int = 1  # requests in each of the rounds that are compared
     rounds: list[int] = field(default_factory=lambda: [0, 0])  # since both ways were last tried: without drafts, with them
     tokens: list[float] = field(default_factory=lambda: [0.0, 0.0])
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
-    def record(self, has_drafts: bool, tokens: int, seconds: float) -> None:
-        """Counts a round."""
+    def record(self, has_drafts: bool, tokens: int, seconds: float, rows: int = 1) -> None:
+        """Counts a round of so many requests. With another number of them, both ways are tried anew."""
+        if rows != self.rows:
+            self.rows = rows
+            self.rounds, self.tokens, self.seconds = [0, 0], [0.0, 0.0], [0.0, 0.0]
         self.rounds[has_drafts] += 1
         if sum(self.rounds) == TRIED_AGAIN:
             self.rounds = [0, 0]
@@ -53,6 +57,7 @@ class DraftPolicy:
     token_cost: float
     max_length: int
     speed: DraftSpeed | None = None  # None: drafts pay
+    may_draft: bool = True
     tried: list[float] = field(init=False)  # by number of the draft: how often all before it were accepted
     accepted: list[float] = field(init=False)
 
@@ -68,7 +73,7 @@ class DraftPolicy:
 
     def choose(self) -> tuple[int, bool]:
         """The number of drafts, and whether canvases stand behind all verified tokens."""
-        if self.speed is not None and not self.speed.pays:
+        if not self.may_draft or (self.speed is not None and not self.speed.pays):
             return 0, False
         choices = [(length, is_all) for length in range(1, self.max_length + 1) for is_all in (True, False)]
         return max(choices, key=lambda choice: self._tokens_per_cost(*choice))

@@ -252,10 +252,11 @@ def check_steering(
 
 def require_drafter(model: Backbone, cfg: SamplerConfig) -> None:
     """Refuses a mode with drafts for a model that cannot draft."""
-    if cfg.check == "checked" or (cfg.check == "exact" and cfg.draft_length):
-        what = f"drafting (check={cfg.check}, draft_length={cfg.draft_length})"
-        # Checked mode drafts whole canvases first, which a drafter does not.
-        model.require_drafts(what) if cfg.check == "exact" else model.require_denoiser(what)
+    what = f"drafting (check={cfg.check}, draft_length={cfg.draft_length})"
+    if cfg.check == "checked":
+        model.require_denoiser(what)  # it drafts whole canvases first, which a drafter does not
+    if cfg.check != "off" and cfg.draft_length:
+        model.require_drafts(what)
 
 
 def step_cost(model: Backbone, cfg: SamplerConfig) -> StepCost:

@@ -125,7 +125,9 @@ class Engine(WorkBeside):
             verification = Verification.start(prompt, cfg, seed, constraints, self.model.config.vocab_size)
             verification.candidates = candidates
             if cfg.check == "exact" and cfg.draft_length and self.runner.token_cost and self.verifier is None:
-                verification.policy = DraftPolicy(self.runner.token_cost, cfg.draft_length, self.runner.draft_speed)
+                runner = self.runner
+                policy = DraftPolicy(runner.token_cost, cfg.draft_length, runner.draft_speed, runner.may_draft)
+                verification.policy = policy
         ids = tuple(prompt)
         request = Request(
             number=self.scheduler.next_number(),

@@ -42,8 +42,10 @@ class Runner:
     def __init__(self, model: Backbone, prefill_chunk: int) -> None:
         self.model = model
         self.prefill_chunk = prefill_chunk
-        is_measured = self.measures_drafts and model.drafter is not None and self.token_cost > 0
-        self.draft_speed = DraftSpeed() if is_measured else None
+        has_choice = model.drafter is not None and self.token_cost > 0
+        # In bf16 logits depend on how wide a forward is, so a clock that chooses the width would change the text.
+        self.may_draft = not has_choice or model.dtype == torch.float32
+        self.draft_speed = DraftSpeed() if has_choice and self.may_draft and self.measures_drafts else None
 
     def spare_slots(self, cfg: SamplerConfig) -> int:
         """Slots of a KV cache that a request in checked or exact mode needs beyond its tokens."""
@@ -118,7 +120,8 @@ class Runner:
         """Counts a round of requests that may draft."""
         states = [verification_of(request) for request in batch]
         if self.draft_speed is not None and any(state.policy is not None for state in states):
-            self.draft_speed.record(has_drafts, sum(len(state.tokens) - state.round_begin for state in states), seconds)
+            tokens = sum(len(state.tokens) - state.round_begin for state in states)
+            self.draft_speed.record(has_drafts, tokens, seconds, len(states))
 
     def _verify(self, batch: Sequence[Request]) -> dict[Request, int]:
         """One round of requests whose canvases have the same length, in one forward."""

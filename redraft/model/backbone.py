@@ -130,7 +130,7 @@ class Backbone(nn.Module, ABC):
 
     @property
     def draft_part(self) -> Drafter | PageAdapter | None:
-        """What draft canvases, and those of training, go through: the drafter, else the page adapter."""
+        """What the canvases of training go through: the drafter, else the page adapter."""
         return self.drafter or self.page
 
     def require_denoiser(self, what: str) -> None:
@@ -261,13 +261,13 @@ class Backbone(nn.Module, ABC):
         for kind, index in self._example_layers.items():
             keys = cache.key_positions(index)
             mask_of[kind] = masks.joint(starts_B, keys, clean_count, after_J, length, self.config.layer_window(index))
-        of_canvases = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)], self.draft_part)
+        of_canvases = self._active_adapters(cache.adapters, [(DENOISE, EVERYTHING)], self.drafter)
         canvases_BJCD = self.embed_canvas(canvas_BJC, None, of_canvases)
         x_BND = torch.cat([self.embed(clean_BS), canvases_BJCD.flatten(1, 2)], dim=1)
         rounding = self._rounding(clean_count)
         halves = [(ENCODE, clean_count), (DENOISE, canvas_BJC[0].numel())]
         by_half = [(ENCODE, slice(clean_count)), (DENOISE, slice(clean_count, None))]
-        adapters = self._active_adapters(cache.adapters, by_half, self.draft_part)
+        adapters = self._active_adapters(cache.adapters, by_half, self.drafter)
         for index, kind in enumerate(self.config.layer_types):
             of_layer = _of_layer(adapters, index)
             past = cache.view(index)

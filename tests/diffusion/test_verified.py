@@ -348,6 +348,18 @@ def test_drafts_that_do_not_pay_are_left_out(seconds, pays):
     assert (DraftPolicy(0.012, 7, speed).choose()[0] > 0) == pays
 
 
+def test_rounds_of_one_request_are_not_compared_with_those_of_four():
+    """One request: 0.10 s a round. Four: 0.12 s, and 0.30 s with drafts, which give a fifth token."""
+    speed = DraftSpeed()
+    for _ in range(TRIED):
+        speed.record(False, 1, 0.10, 1)
+    with_drafts = 0
+    for _ in range(TRIED_AGAIN):
+        with_drafts += speed.pays
+        speed.record(speed.pays, 5 if speed.pays else 4, 0.30 if speed.pays else 0.12, 4)
+    assert with_drafts == TRIED
+
+
 def test_steered_canvases_need_check_off():
     for check, options, message in (
         ("exact", {"is_steered": True, "has_draft": False}, "needs check 'off', got 'exact'"),

@@ -67,7 +67,7 @@ def test_the_engine_leaves_out_drafts_that_are_slow(monkeypatch):
     engine = Engine(make_model())
     speed = engine.runner.draft_speed
     record = speed.record
-    monkeypatch.setattr(speed, "record", lambda drafts, tokens, _: record(drafts, tokens, 100.0 if drafts else 1.0))
+    monkeypatch.setattr(speed, "record", lambda drafts, tokens, *_: record(drafts, tokens, 100.0 if drafts else 1.0))
     request = engine.add(PROMPT, sampler(), seed=1)
     found = engine.run([request])[request]
     *_, expected = generate_verified(make_model(drafts=False), PROMPT, sampler(draft_length=0, draft_token=None), seed=1)
@@ -103,6 +103,14 @@ def test_only_requests_that_may_draft_are_measured(monkeypatch):
     request = engine.add(PROMPT, sampler(max_new_tokens=12), seed=1)
     assert engine.run([request])[request].stats[0].drafted > 0
     assert speed.rounds[0] == TRIED  # rounds that only verify drafts count as rounds with drafts
+
+
+def test_no_clock_chooses_a_text_in_bf16():
+    """On a CPU, where a clock would say whether drafts pay, they are left out."""
+    engine = Engine(make_model().bfloat16())
+    request = engine.add(PROMPT, sampler(max_new_tokens=12), seed=1)
+    assert engine.runner.draft_speed is None
+    assert engine.run([request])[request].stats[0].drafted == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

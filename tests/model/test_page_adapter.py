@@ -68,19 +68,34 @@ def test_canvases_go_through_the_pairs():
 
 
 def test_no_clean_token_of_a_canvas_or_behind_it_leaks_into_it():
-    """A joint forward: what stands at the canvas and behind it in the clean text changes no logit of the canvas."""
+    """The training forward: clean tokens in a canvas, but its first, and behind it change nothing in the canvas."""
     model = make_model()
-    canvas_1JC = torch.tensor([[[50, 51, 52, 53]]])
-    found = []
-    for rest in ([60, 33, 7, 8], [99, 98, 97, 96]):
-        clean_1S = torch.tensor([[*PROMPT[:3], *rest]])
-        found.append(model.joint(clean_1S, canvas_1JC, [2], model.new_cache(1, 32))[1])
-    assert torch.equal(*found)
-    before = model.joint(torch.tensor([[1, 5, 10, 60, 33, 7, 8]]), canvas_1JC, [2], model.new_cache(1, 32))[1]
-    assert not torch.allclose(before, found[0], atol=1e-3)
-    other_1JC = torch.tensor([[[50, 51, 52, 54]]])  # inside a canvas, the first position sees the last
-    last = model.joint(torch.tensor([[*PROMPT[:3], 60]]), other_1JC, [2], model.new_cache(1, 32))[1]
-    assert not torch.allclose(last[:, :, 0], found[0][:, :, 0], atol=1e-3)
+    noisy_1L = torch.tensor([[1, 5, 9, CONFIG.vocab_size, 33, 98, 8, CONFIG.vocab_size, 97, 96, 53]])
+    positions_1L = torch.arange(11)[None]
+    starts_1L = torch.tensor([[-1] * 3 + [3] * 4 + [7] * 4])
+    layout = Layout(positions=positions_1L, starts=starts_1L, documents=torch.zeros_like(positions_1L))
+    batch, _ = begin_canvases(Batch(noisy_1L, layout), noisy_1L, CONFIG.vocab_size)
+    mask_of = dense_masks(CONFIG, batch.layout)
+
+    def first_canvas(clean: list[int], noisy_1L: torch.Tensor = noisy_1L) -> torch.Tensor:
+        hidden_1LD = model.forward_train(noisy_1L, torch.tensor([clean]), None, layout.positions, mask_of)[0]
+        return hidden_1LD[0, 3:7]
+
+    found = first_canvas([1, 5, 9, 60, 33, 7, 8, 50, 51, 52, 53])
+    assert torch.equal(found, first_canvas([1, 5, 9, 60, 99, 98, 97, 96, 95, 94, 93]))
+    assert not torch.allclose(found, first_canvas([1, 5, 10, 60, 33, 7, 8, 50, 51, 52, 53]), atol=1e-3)
+    other_1L = noisy_1L.clone()
+    other_1L[0, 6] = 9  # inside a canvas, the first position sees the last
+    assert not torch.allclose(found[0], first_canvas([1, 5, 9, 60, 33, 7, 8, 50, 51, 52, 53], other_1L)[0], atol=1e-3)
+
+
+def test_drafts_behind_verified_tokens_need_a_drafter():
+    """A page adapter is not trained for such canvases. Checked mode may still draft whole canvases with it."""
+    engine = Engine(make_model())
+    with pytest.raises(CausalOnlyError, match=r"draft_length=4\) needs a diffusion model"):
+        engine.add(PROMPT, CANVASES.changed(check="checked", draft_length=4), seed=1)
+    request = engine.add(PROMPT, CANVASES.changed(check="checked", draft_length=0), seed=1)
+    assert engine.run([request])[request].ids_BT.shape[1] > 0
 
 
 @pytest.mark.parametrize("prompt", [3, 0])
