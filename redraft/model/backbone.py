@@ -144,7 +144,7 @@ class Backbone(nn.Module, ABC):
             self._refuse(what, "redraft adapt teaches it to draft")
 
     def _refuse(self, what: str, way_out: str) -> NoReturn:
-        """Raises CausalOnlyError. Only Llamas can be adapted, so only they are told the way out."""
+        """Raises CausalOnlyError. Only a Llama can be adapted, so only its message names the way out."""
         way_out = f", and {way_out}" if isinstance(self.config, LlamaConfig) else ""
         kind = self.config.causal_kind
         raise CausalOnlyError(

@@ -95,7 +95,7 @@ def _both(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["base", "drafter", "page"])
 def test_a_page_adapter_in_the_package_comes_with_the_drafter(both, name, monkeypatch):
-    """Whichever of the three is named: the text is the model's own, and the page adapter fills gaps."""
+    """The base, its drafter or its page adapter is named: the text is the model's own, and the page adapter fills gaps."""
     alone = redraft.load(both / "base", drafter=False)
     with monkeypatch.context() as nothing:
         nothing.setattr(drafter_files, "PACKAGED", both / "no package")
