@@ -15,9 +15,9 @@ import json
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,27 +153,24 @@ def measure_gaps(writer: Writer, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds between two drafts of a text request, without and with pictures that come meanwhile."""
     pictures = [make_picture(SIZES["photo 4000x3000"]) for _ in range(rounds)]
     found = {}
-    with writer.engine.run_in_background():
+    with writer.engine.run_in_background(), ThreadPoolExecutor(1) as reader:
         drafts = list(writer.stream(TEXT, max_tokens=256, seed=0))  # warms up
         for name, sent in (("alone", []), ("beside images", pictures)):
-            done = threading.Event()
 
-            def read_all(sent: list[bytes] = sent, done: threading.Event = done) -> None:
+            def read_all(sent: list[bytes] = sent) -> None:
                 for picture in sent:
                     writer.encode(conversation(picture), GenerationOptions())
-                done.set()
 
-            thread = threading.Thread(target=read_all)
-            thread.start()
+            reading = reader.submit(read_all)
             gaps: list[float] = []
-            while not gaps or not done.is_set():
+            while not gaps or not reading.done():
                 last = None
                 for event in writer.stream(TEXT, max_tokens=256, seed=len(gaps)):
                     now = time.perf_counter()
                     if isinstance(event, TextDraft) and last is not None:
                         gaps.append(1000 * (now - last))
                     last = now
-            thread.join()
+            reading.result()  # raises what it raised
             gaps.sort()
             found[name] = {"drafts": len(gaps), "median ms": statistics.median(gaps), "longest ms": gaps[-1]}
     assert drafts

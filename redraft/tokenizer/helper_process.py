@@ -9,6 +9,7 @@ Messages are bytes, sent through pipes with their length in front.
 
 import atexit
 import ctypes
+import math
 import os
 import queue
 import struct
@@ -52,12 +53,17 @@ class HelperMemoryError(HelperError):
 class HelperProcess:
     """One process that answers one call at a time. It starts with the first call, and again after it was killed.
 
-    `setup` is a message that a new process receives first and does not answer.
+    `seconds` is the time limit of a call. With `longest_seconds` it counts processor time, up to that many seconds in all:
+    beside busy programs a process of the lowest priority gets hardly any. `setup` is a message that a new process receives
+    first and does not answer.
     """
 
-    def __init__(self, module: str, *, seconds: float, setup: bytes | None = None) -> None:
+    def __init__(
+        self, module: str, *, seconds: float, longest_seconds: float | None = None, setup: bytes | None = None
+    ) -> None:
         self.module = module
         self.seconds = seconds
+        self.longest_seconds = longest_seconds
         self.setup = setup
         self.starts = 0  # how many processes were started
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,7 +79,7 @@ class HelperProcess:
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # it has ended: `_wait_for_answer` says why
                 write_message(process.stdin, message)
-            return self._read_answer(self._wait_for_answer(self.seconds, stop))
+            return self._read_answer(self._wait_for_answer(self.seconds, stop, self.longest_seconds))
         except BaseException:
             self._kill()  # nobody waits for its answer
             raise
@@ -116,8 +122,9 @@ class HelperProcess:
                 write_message(self._process.stdin, self.setup)
         return self._process
 
-    def _wait_for_answer(self, seconds: float, stop: threading.Event | None) -> bytes:
-        deadline = time.monotonic() + seconds
+    def _wait_for_answer(self, seconds: float, stop: threading.Event | None, longest_seconds: float | None = None) -> bytes:
+        began = time.monotonic()
+        used_before = self._processor_seconds()
         while True:
             _check_stop(stop)
             with suppress(queue.Empty):
@@ -129,8 +136,22 @@ class HelperProcess:
                 if code < 0:  # killed, as by the operating system when memory runs out
                     raise HelperMemoryError(f"{self.module} was killed by signal {-code}")
                 raise HelperError(f"{self.module} has ended with exit code {code}")
-            if time.monotonic() > deadline:
+            elapsed = time.monotonic() - began
+            if elapsed <= seconds:
+                continue
+            is_starved = self._processor_seconds() - used_before < seconds
+            if not is_starved or elapsed > (longest_seconds or seconds):
                 raise HelperTimeoutError(f"{self.module} took longer than {seconds:g} s")
+
+    def _processor_seconds(self) -> float:
+        """What the process has used so far; infinity where the operating system does not say it."""
+        assert self._process is not None
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return math.inf
+        user, system = map(int, stat.rpartition(")")[2].split()[11:13])
+        return (user + system) / os.sysconf("SC_CLK_TCK")
 
     def _read_answer(self, answer: bytes) -> bytes:
         kind = answer[:1]

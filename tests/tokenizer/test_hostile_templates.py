@@ -1,8 +1,10 @@
 """Chat templates that want too much time, memory or output are refused; harmless ones go on working."""
 
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import tiny
@@ -120,6 +122,26 @@ def test_a_timeout_is_an_error_of_its_own(short_time):
     with pytest.raises(HelperTimeoutError):
         short_time.call(b'{"source": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", '
                         b'"variables": {}}')  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the processor time of a process is unknown here")
+def test_a_process_that_gets_no_processor_time_may_take_longer():
+    """As beside busy programs: it is stopped for a while. One that works all the time is killed at the time limit."""
+    call = b'{"source": "x", "variables": {}}'
+    for longest in (None, 600.0):
+        helper = HelperProcess(chat_template.MODULE, seconds=0.5, longest_seconds=longest)
+        process = helper._running_process(None)
+        process.send_signal(signal.SIGSTOP)
+        threading.Timer(2.0, process.send_signal, [signal.SIGCONT]).start()
+        if longest is None:
+            with pytest.raises(HelperTimeoutError):
+                helper.call(call)
+        else:
+            assert helper.call(call) == b'{"text": "x"}'
+            with pytest.raises(HelperTimeoutError):
+                helper.call(b'{"source": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", '
+                            b'"variables": {}}')  # fmt: skip
+        helper.close()
 
 
 def test_a_long_text_is_refused_before_all_of_it_is_tokenized(monkeypatch):
