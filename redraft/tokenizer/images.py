@@ -37,7 +37,7 @@ from redraft.tokenizer.tokenizer import Tokenizer
 
 MODULE = "redraft.tokenizer.image_decoder"  # what the helper process runs
 DECODE_SECONDS = 20.0
-LONGEST_SECONDS = 300.0  # on a busy machine, where a decoder gets a hundredth of a core
+LONGEST_SECONDS = 120.0  # on a busy machine, where a decoder gets a hundredth of a core
 DECODERS = 3  # helper processes; a client has two of them at most, so that its slow pictures leave one to others
 MAX_FILE_BYTES = 20 * 2**20
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.+-]+=[\w.+-]*)*)(;base64)?,", re.IGNORECASE)
