@@ -1,13 +1,13 @@
 """A model with its drafter against the same model alone, on chat prompts, one request at a time. The last line is JSON.
 
     python benchmarks/bench_adapt.py MODEL [--prompts 32] [--tokens 256] [--temperatures 0 0.7 1] [--device cuda]
-        [--dtype bfloat16] [--peer] [--out FILE.md|FILE.json]
+        [--dtype bfloat16] [--peer 8] [--out FILE.md|FILE.json]
 
 MODEL is the folder of a drafter, or a model for which the package has one. All run in one process, through `redraft.load`:
 
 autoregressive   the model without its drafter, in the same engine
 exact            the model with its drafter: the same text in fewer forwards
-transformers     with `--peer`: `generate` with the same weights in the same precision
+transformers     with `--peer N`: `generate` with the same weights in the same precision, for the first N prompts
 
 The three take turns, prompt by prompt. Before the first timed prompt each answers WARM_UP others at every temperature, which
 builds kernels and captures graphs. Seconds are those of whole answers: chat template, prefill, tokens. At the end the greedy
@@ -117,13 +117,15 @@ def load_all(options: argparse.Namespace, dtype: str | None) -> tuple[dict[str, 
 
 
 def time_answers(
-    ways: dict[str, Answering], prompts: Sequence[str], temperature: float
+    ways: dict[str, Answering], prompts: Sequence[str], temperature: float, peer_prompts: int
 ) -> tuple[dict[str, Cost], dict[str, list[list[int]]]]:
     """The cost of all answers, and the answers themselves, by the name of the way."""
     costs = {name: Cost() for name in ways}
     answers: dict[str, list[list[int]]] = {name: [] for name in ways}
     for seed, prompt in enumerate(prompts):
         for name, answer in ways.items():
+            if name == PEER and seed >= peer_prompts:
+                continue
             began = time.perf_counter()
             ids, cost = answer(prompt, temperature, seed)  # tokens on the host: the GPU is done
             cost.seconds = time.perf_counter() - began
@@ -141,7 +143,7 @@ def count_equal(answers: dict[str, list[list[int]]]) -> dict[str, int]:
 def compare_greedy(options: argparse.Namespace, prompts: Sequence[str]) -> dict[str, int]:
     """Compares greedy answers in float32."""
     ways, _ = load_all(options, "float32")
-    return count_equal(time_answers(ways, prompts, 0.0)[1])
+    return count_equal(time_answers(ways, prompts, 0.0, options.peer)[1])
 
 
 def describe(costs: dict[str, Cost]) -> list[dict[str, Any]]:
@@ -174,7 +176,8 @@ def to_markdown(result: dict[str, Any]) -> str:
     names = headings(result)
     lines = ["# A model with its drafter, one request at a time", "", f"    {result['command']}", ""]
     lines += [f"{result['device']}, {result['dtype']}; {result['versions']}; commit {result['commit']}.", ""]
-    lines += [f"{result['prompts']} chat prompts, at most {result['tokens']} new tokens each.", ""]
+    peer = f" transformers: the first {result['peer']} of them." if result["peer"] else ""
+    lines += [f"{result['prompts']} chat prompts, at most {result['tokens']} new tokens each.{peer}", ""]
     lines += [f"| {' | '.join(names)} |", f"|---:|---|{'---:|' * (len(names) - 2)}"]
     lines += [f"| {' | '.join(cells(row))} |" for row in result["rows"]]
     return "\n".join([*lines, "", *say_equal(result), ""])
@@ -182,8 +185,9 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 def say_equal(result: dict[str, Any]) -> list[str]:
     """One sentence for each way about its greedy answers."""
-    start = f"of {result['prompts']} greedy answers in float32 equal those of the model alone, token for token."
-    return [f"{name}: {count} {start}" for name, count in result["equal"].items()]
+    end = "greedy answers in float32 equal those of the model alone, token for token."
+    compared = {name: result["peer" if name == PEER else "prompts"] for name in result["equal"]}
+    return [f"{name}: {count} of {compared[name]} {end}" for name, count in result["equal"].items()]
 
 
 def describe_run(writer: Writer) -> dict[str, str]:
@@ -209,10 +213,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ways, writer = load_all(options, options.dtype)
     run = describe_run(writer)
     for temperature in options.temperatures:
-        time_answers(ways, PROMPTS[-WARM_UP:], temperature)
+        time_answers(ways, PROMPTS[-WARM_UP:], temperature, WARM_UP)
     rows, equal = [], None
     for temperature in options.temperatures:
-        costs, answers = time_answers(ways, prompts, temperature)
+        costs, answers = time_answers(ways, prompts, temperature, options.peer)
         rows += [{"temperature": temperature, **row} for row in describe(costs)]
         if temperature == 0 and writer.model.dtype == torch.float32:
             equal = count_equal(answers)
@@ -243,12 +247,14 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=list(TEMPERATURES))
     parser.add_argument("--device")
     parser.add_argument("--dtype")
-    parser.add_argument("--peer", action="store_true", help="time transformers too")
+    parser.add_argument("--peer", type=int, default=0, metavar="N", help="time transformers too, with the first N prompts")
     parser.add_argument("--out", type=Path, help="a file for the report (.md) or the figures (.json)")
     options = parser.parse_args()
     most = len(PROMPTS) - WARM_UP
     if not 1 <= options.prompts <= most:
         parser.error(f"--prompts must be from 1 to {most}, got {options.prompts}")
+    if not 0 <= options.peer <= options.prompts:
+        parser.error(f"--peer must be from 0 to the {options.prompts} prompts, got {options.peer}")
     if options.out is not None and options.out.suffix not in (".md", ".json"):
         parser.error(f"--out is a .md or a .json file, got {options.out}")
     result = measure(options)

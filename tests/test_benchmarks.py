@@ -145,14 +145,16 @@ def test_a_drafter_is_timed_beside_the_model_alone_and_transformers(tmp_path):
     bench_adapt = load_benchmark("bench_adapt")
     assert len(set(bench_adapt.PROMPTS)) == 64
     bench_adapt.WARM_UP = 1
-    settings = {"prompts": 2, "tokens": 4, "temperatures": [1.0], "device": "cpu", "dtype": "bfloat16", "peer": True}
+    settings = {"prompts": 2, "tokens": 4, "temperatures": [1.0], "device": "cpu", "dtype": "bfloat16", "peer": 1}
     result = bench_adapt.measure(argparse.Namespace(model=str(tmp_path / "drafter"), **settings))
-    assert result["equal"] == {"exact": 2, "transformers": 2}
+    assert result["equal"] == {"exact": 2, "transformers": 1}
     alone, exact, peer = result["rows"]
     assert alone["tokens"] == exact["tokens"] == alone["rounds"] == 8
+    assert peer["tokens"] == 4  # of the first prompt
     assert exact["tokens_per_round"] == exact["tokens"] / exact["rounds"]
     assert peer["times_transformers"] == alone["times_autoregressive"] == 1.0
     lines = bench_adapt.to_markdown(result).splitlines()
     assert [line.split(" | ")[1] for line in lines if line.startswith("| 1 ")] == ["autoregressive", "exact", "transformers"]
+    assert any(line.startswith("transformers: 1 of 1 greedy answers") for line in lines)
     with pytest.raises(SystemExit, match="has no drafter: give the folder of one"):
         bench_adapt.measure(argparse.Namespace(model=str(base), **settings))

@@ -30,12 +30,13 @@ from redraft.model.quant import QuantPolicy
 from redraft.model.quant.stored import StoredWeight
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError, check_same_vocabulary
 
-# How canvases of page adapters are denoised: as those of `tiny`, since small models exceed the released entropy bound.
+# How canvases of page adapters are denoised: as those of `tiny`, since small models exceed the released entropy bound, but
+# colder: few tokens are right in a gap.
 PAGE_SAMPLER: dict[str, Any] = {
     "max_steps": 32,
     "entropy_bound": 1.0,
-    "t_min": 0.5,
-    "t_max": 0.5,
+    "t_min": 0.2,
+    "t_max": 0.2,
     "confidence_threshold": 0.05,
     "quota": True,
     "accept_at_end": True,

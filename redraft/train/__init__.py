@@ -1,6 +1,7 @@
 """Training of text-diffusion models.
 
 draft_loss.py   the objective of draft rows: canvases behind any token, acceptance by the causal half
+noise.py        noise levels of canvases, and the tokens that noise replaces
 loss.py         the objective: noise, self-conditioning, cross-entropies of both halves, the loss of drafts
 records.py      files to records: JSON lines and texts, shuffled, in bounded memory
 documents.py    records to documents: prompt ids and answer ids, one pair for each turn of a conversation

@@ -36,7 +36,9 @@ MEASURED_PROMPTS = 128
 MEASURED_TOKENS = 128  # behind the longest prompt: no text is longer, so answers to short prompts may have more
 TEMPERATURES = (0.0, 0.7, 1.0)
 PROMPT_SHARE = 0.5  # of a page adapter's texts, whose beginning becomes the prompt: a canvas may start anywhere
-SPAN_NOISE = 0.3  # share of a page adapter's canvases whose noise hits spans, as gaps do
+BARE_SHARE = 0.5  # share of own answers that are learned without their question: edited texts have none
+SPAN_NOISE = 0.3  # share of a page adapter's canvases whose noise hits spans, as an edit does
+GAP_NOISE = 0.5  # share of its canvases that are a gap and the text after it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ def adapting_data(source: Source, context: int, options: AdaptOptions) -> DataCo
     """The texts, packed into rows that fit the model's context. Where pages begin is random: gaps are anywhere."""
     lengths = options.page.canvas_lengths if options.page is not None else (options.drafter.canvas_length,)
     if options.page is not None:
-        source = replace(source, prompt_share=PROMPT_SHARE)
+        source = replace(source, prompt_share=PROMPT_SHARE, bare_share=BARE_SHARE)
     return DataConfig(
         sources=(source,),
         length=min(options.length, context),
@@ -99,7 +101,7 @@ def adapting_config(base: str, data: DataConfig, tokens: int, options: AdaptOpti
     canvas_length = options.drafter.canvas_length
     loss = LossConfig(draft=DraftConfig(lengths=(*[canvas_length] * 3, max(2, canvas_length // 2))))
     if options.page is not None:
-        loss = LossConfig(span_noise=SPAN_NOISE, self_condition=0.0, ar_weight=0.0, balance_weight=0.0)
+        loss = LossConfig(span_noise=SPAN_NOISE, gap_noise=GAP_NOISE, self_condition=0.0, ar_weight=0.0, balance_weight=0.0)
     steps = options.steps or max(1, round(options.epochs * tokens / (options.batch * data.length)))
     if options.minutes is not None:
         steps = 10**9

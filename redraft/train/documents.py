@@ -3,7 +3,7 @@
     {"text"}                  -> BOS                                   | the text, end
     {"prompt", "completion"}  -> BOS and the prompt                    | the completion, end
     {"messages"}              -> the conversation before the assistant | what it says, end       one for each of its turns
-    {"ids"}                   -> BOS                                   | the ids
+    {"ids"}                   -> BOS, or the token between documents   | the ids
     {"prompt_ids", "ids"}     -> the prompt's ids                      | the ids
 
 The prompt of a turn is the one that generation would get, and the answer is what the model would have to generate there: a
@@ -77,6 +77,15 @@ def crop_text(record: Record | BadRecord, source: Source, rng: random.Random) ->
     return record
 
 
+def leave_out_prompt(record: Record | BadRecord, source: Source, rng: random.Random) -> Record | BadRecord:
+    """Leaves out the `prompt_ids` of a record, with probability `bare_share`."""
+    if not source.bare_share or isinstance(record, BadRecord) or "prompt_ids" not in record:
+        return record
+    if rng.random() >= source.bare_share:
+        return record
+    return {name: value for name, value in record.items() if name != "prompt_ids"}
+
+
 def check_record(record: Record | BadRecord, where: str) -> str:
     """Returns the kind of a record. Raises BadRecord if its structure is wrong: this needs no tokenizer, and is fast."""
     if isinstance(record, BadRecord):
@@ -112,7 +121,9 @@ def to_documents(record: Record | BadRecord, where: str, tokenizer: Tokenizer, s
     start_ids = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
     try:
         if kind == "ids":
-            prompt = _require_tokens(record["prompt_ids"], tokenizer.size) if "prompt_ids" in record else start_ids
+            prompt = tokenizer.start_ids  # as before a text that is edited
+            if "prompt_ids" in record:
+                prompt = _require_tokens(record["prompt_ids"], tokenizer.size)
             pairs = [(prompt, _require_tokens(record["ids"], tokenizer.size))]
         elif kind == "text":
             pairs = [(start_ids, [*tokenizer.encode(record["text"]), stop])]

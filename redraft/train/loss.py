@@ -5,10 +5,10 @@ canvas position, noised or not, so it learns to repair errors and to keep correc
 prediction, which keeps the encoder a language model. The loss has no weight by noise level, no term for prompt tokens, no
 time input. The last rows may be draft rows: `draft_loss.py` has their canvases and their loss.
 
-    batch -> [1 noise levels] -> t -> [2 noise] -> Noise       all random choices, made once before the forward
-    layout -> [3 attention masks]
-    Objective: [4 self-conditioning forward] -> soft embeddings -> training forward -> [5 cross-entropies, loss of drafts] +
-    [6 load balance]
+    batch -> [1 noise] -> Noise       all random choices, made once before the forward; `noise.py` selects the tokens
+    layout -> [2 attention masks]
+    Objective: [3 self-conditioning forward] -> soft embeddings -> training forward -> [4 cross-entropies, loss of drafts] +
+    [5 load balance]
 
 Shapes: B rows, R self-conditioned rows, O on-policy rows among them, W draft rows, L tokens of a row, N tokens or canvases,
 V vocabulary, D hidden size, E experts, S slots of a draft canvas.
@@ -40,6 +40,7 @@ from redraft.train.draft_loss import (
     lay_out_drafts,
     terms_in_pieces,
 )
+from redraft.train.noise import draw_levels, limit_to_gaps, number_canvases, select_noised
 
 Masks = Mapping[str, Tensor | BlockMask]  # layer type -> attention mask
 
@@ -55,6 +56,7 @@ class LossConfig:
     t_power: float = 1.0  # t is a uniform number to this power: above 1, more canvases get little noise
     full_noise: float = 0.1  # share of canvases with t = 1, as at a canvas's first step
     span_noise: float = 0.0  # share of canvases whose noise hits spans of tokens instead of single tokens
+    gap_noise: float = 0.0  # share of canvases with noise in their first tokens only: a gap to fill, and the text after it
     self_condition: float = 0.5  # share of rows
     on_policy: float = 0.0  # share of self-conditioned rows: the model's own confident samples replace their noise
     on_policy_nats: float = 2.0  # the entropy limit of such a sample is drawn between 0 and this for each row
@@ -69,7 +71,7 @@ class LossConfig:
             raise ValueError(f"noise is uniform or mask, got {self.noise!r}")
         if self.noise == "mask" and self.on_policy:
             raise ValueError(f"on_policy must be 0 with mask noise, which cannot show a wrong token, got {self.on_policy!r}")
-        for name in ("full_noise", "span_noise", "self_condition", "on_policy"):
+        for name in ("full_noise", "span_noise", "gap_noise", "self_condition", "on_policy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
         if not self.t_power > 0:
@@ -126,32 +128,7 @@ class Losses(NamedTuple):
     acceptance_S: Tensor = torch.zeros(0)  # by slot of a draft canvas; empty without draft rows
 
 
-# 1. Noise levels
-
-
-def number_canvases(layout: Layout) -> tuple[Tensor, int]:
-    """Numbers the canvases of a batch: the canvas index of each token (-1 outside), and how many canvases there are."""
-    starts = layout.starts
-    documents = layout.documents
-    is_first_BL = torch.ones_like(starts, dtype=torch.bool)
-    is_first_BL[:, 1:] = (starts[:, 1:] != starts[:, :-1]) | (documents[:, 1:] != documents[:, :-1])
-    canvas_BL = (starts >= 0) & (documents >= 0)
-    index_BL = (is_first_BL & canvas_BL).flatten().cumsum(0).view_as(starts) - 1
-    return torch.where(canvas_BL, index_BL, -1), int(index_BL[-1, -1]) + 1
-
-
-def noise_levels(count: int, cfg: LossConfig, generator: torch.Generator) -> Tensor:
-    """Draws t for every canvas: one from each of `count` equal slices of (0, 1), in random order; some become 1.
-
-    Stratified sampling: no batch is all easy or all hard.
-    """
-    slices = torch.randperm(count, generator=generator)
-    offset = torch.rand(1, generator=generator)
-    t_N = ((slices + offset) / max(1, count)).pow(cfg.t_power).clamp(1e-4, 1 - 1e-4)
-    return torch.where(torch.rand(count, generator=generator) < cfg.full_noise, 1.0, t_N)
-
-
-# 2. Noise
+# 1. Noise
 
 
 @dataclass(frozen=True)
@@ -172,25 +149,6 @@ class Noise:
         return Noise(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
 
 
-def select_noised(layout: Layout, t_N: Tensor, index_BL: Tensor, span_noise: float, generator: torch.Generator) -> Tensor:
-    """Selects the tokens that noise replaces, bool_BL: each token of a canvas with probability t, or each span as a whole.
-
-    Spans of one canvas have equal lengths, from 2 tokens to half of the canvas, uniform on a logarithmic scale.
-    """
-    uniform_BL = torch.rand(index_BL.shape, generator=generator)
-    if span_noise:
-        canvases = len(t_N)
-        length_N = torch.bincount(index_BL[index_BL >= 0], minlength=canvases)
-        size_N = (2 * (length_N / 4).clamp(min=1) ** torch.rand(canvases, generator=generator)).long()
-        size_N = torch.where(torch.rand(canvases, generator=generator) < span_noise, size_N, 1)
-        shift_N = (torch.rand(canvases, generator=generator) * size_N).long()
-        offset_BL = layout.positions - layout.starts
-        offset_in_span_BL = torch.minimum(offset_BL, (offset_BL + shift_N[index_BL]) % size_N[index_BL])
-        span_start_BL = torch.arange(index_BL.shape[1]) - torch.where(index_BL >= 0, offset_in_span_BL, 0)
-        uniform_BL = uniform_BL.gather(1, span_start_BL)
-    return (uniform_BL < t_N[index_BL]) & (index_BL >= 0)
-
-
 def draw_noise(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Generator) -> Noise:
     """Makes every random choice of one forward with a CPU generator, so that a seed means the same on every device.
 
@@ -202,8 +160,10 @@ def draw_noise(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.
     batch = Batch(batch.ids_BL[:page_rows], _slice_layout(batch.layout, slice(page_rows)))
     shape = batch.ids_BL.shape
     index_BL, count = number_canvases(batch.layout)
-    t_N = noise_levels(count, cfg, generator)
+    t_N = draw_levels(count, generator, power=cfg.t_power, full=cfg.full_noise)
     noised_BL = select_noised(batch.layout, t_N, index_BL, cfg.span_noise, generator)
+    if cfg.gap_noise:
+        noised_BL &= limit_to_gaps(batch.layout, index_BL, count, cfg.gap_noise, generator)
     noise_BL = torch.randint(vocab_size, shape, generator=generator)
     if cfg.noise == "mask":
         noise_BL = torch.full(shape, vocab_size - 1)
@@ -230,7 +190,7 @@ def prepare(batch: Batch, cfg: LossConfig, vocab_size: int, generator: torch.Gen
     return batch, draw_noise(batch, cfg, vocab_size, generator)
 
 
-# 3. Attention masks
+# 2. Attention masks
 
 
 def training_spans(config: BackboneConfig, layout: Layout) -> dict[str, Spans]:
@@ -301,7 +261,7 @@ def _slice_block_mask(mask: BlockMask, rows: int) -> BlockMask:
     )
 
 
-# 4. Self-conditioning
+# 3. Self-conditioning
 
 
 def scaled_logits(model: Backbone, hidden_NLD: Tensor, temperature_N: Tensor) -> Tensor:
@@ -349,7 +309,7 @@ def self_conditioning_forward(
     return soft_BLD, torch.cat([*ids_parts, noise.noisy_BL[on_policy:]])
 
 
-# 5. The two cross-entropies
+# 4. The two cross-entropies
 
 
 def cross_entropy(model: Backbone, hidden_BLD: Tensor, targets_BL: Tensor, most: int = MAX_LOGITS) -> Tensor:
@@ -369,7 +329,7 @@ def cross_entropy(model: Backbone, hidden_BLD: Tensor, targets_BL: Tensor, most:
     return total / (targets_N != IGNORED).sum().clamp(min=1)
 
 
-# 6. Load balance
+# 5. Load balance
 
 
 def load_balance(routings: Sequence[Routing]) -> tuple[Tensor, Tensor]:

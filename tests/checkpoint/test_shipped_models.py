@@ -54,6 +54,24 @@ def test_the_drafter_of_smollm2_is_small_and_its_card_has_its_scores():
     assert all(tensor.dtype == torch.bfloat16 and bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 
+def test_the_page_adapter_of_smollm2_is_small_and_its_card_has_its_scores():
+    folder = checkpoint.PACKAGED / "smollm2-page"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 20 * 2**20
+    cfg, settings = checkpoint.read_drafter_config(folder)
+    drafter_settings = checkpoint.read_drafter_config(checkpoint.PACKAGED / "smollm2-drafter")[1]
+    assert settings["fingerprint"] == drafter_settings["fingerprint"]
+    assert cfg.canvas_lengths == (32, 64, 128)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    for name, row in (("canvases", "canvases"), ("left_to_right", "left to right"), ("removed", "the true tokens")):
+        numbers = re.search(rf"^\| {row} \|([^|]*)\|([^|]*)\|([^|]*)\|", card, re.MULTILINE).groups()
+        score = settings["scores"]["gaps"][name]
+        expected = (f"{score['exact_tokens']:.1%}", f"{score['exact_gaps']:.1%}", f"{score['nats_after']:.3f}")
+        assert tuple(number.strip() for number in numbers) == expected
+    tensors = load_file(folder / "adapter.safetensors")
+    assert sum(tensor.numel() for tensor in tensors.values()) > 7e6
+    assert all(tensor.dtype == torch.bfloat16 and bool(tensor.isfinite().all()) for tensor in tensors.values())
+
+
 def test_the_commands_of_the_card_name_eval_tasks():
     commands = re.findall(r"`redraft eval ([^`]+)`", CARD)
     assert len(commands) >= 3

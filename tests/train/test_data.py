@@ -10,6 +10,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.train.data import (
     Batches,
     InterleavedBatches,
@@ -20,6 +21,7 @@ from redraft.train.data import (
     to_batch,
     train_tokenizer,
 )
+from redraft.train.documents import to_documents
 from redraft.train.records import BadRecord, DataConfig, Source, read_records
 
 TOKENIZER = tiny.byte_tokenizer()
@@ -285,6 +287,22 @@ def test_the_start_of_a_text_may_become_prompt(tmp_path):
     assert len(prompt_lengths) > 3
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_own_answers_may_be_learned_without_their_prompt(tmp_path, share):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt_ids": [BOS, 10, 11], "ids": [20, 21, STOP]}))
+    found, _ = rows((str(tmp_path / "a.jsonl"),), 30, source={"bare_share": share})
+    behind_bos = {row.ids[i + 1] for row in found for i, token in enumerate(row.ids) if token == BOS}
+    assert behind_bos == {0.0: {10}, 0.5: {10, 20}, 1.0: {20}}[share]
+
+
+def test_without_a_bos_token_an_answer_alone_begins_behind_the_token_between_documents():
+    tokenizer = Tokenizer.byte_level(["<eos>", "<|endoftext|>"])
+    assert tokenizer.bos_id is None
+    (document,) = to_documents({"ids": [20, 21]}, "a.jsonl:1", tokenizer, STOP)
+    assert (document.prompt, document.answer) == (tokenizer.start_ids, [20, 21])
+    assert len(document.prompt) == 1
+
+
 def test_a_trained_vocabulary_encodes_every_text(tmp_path):
     texts = ["the cat sat on the mat, " * 20, "naïve café 🦙 " * 20]
     tokenizer = train_tokenizer(iter(texts), 300, ["<pad>", "<eos>", "<bos>"])
@@ -305,7 +323,7 @@ def test_nonsense_is_refused(change):
         DataConfig(**{"sources": (Source(files=("x",)),), "length": 64, **change})
 
 
-@pytest.mark.parametrize("change", [{"files": ()}, {"share": 0.0}, {"mid_start": 2.0}])
+@pytest.mark.parametrize("change", [{"files": ()}, {"share": 0.0}, {"mid_start": 2.0}, {"bare_share": 1.5}])
 def test_a_source_refuses_nonsense(change):
     with pytest.raises(ValueError):
         Source(**{"files": ("x",), **change})

@@ -14,6 +14,7 @@ from redraft.model.moe import Routing
 from redraft.train import loss
 from redraft.train.evals import masked
 from redraft.train.loss import Batch, LossConfig
+from redraft.train.noise import draw_levels, number_canvases, select_noised
 
 BLOCK, PROMPT, LENGTH = 6, 5, 23  # 5 of prompt, blocks at 5, 11, 17
 TWO = [8, 15]  # and a packed row: a document without a prompt, and one with a prompt of 3
@@ -115,7 +116,7 @@ def many(rows: int) -> Batch:
 
 def test_canvases_are_numbered_over_the_batch():
     data = many(4)
-    index, count = loss.number_canvases(data.layout)
+    index, count = number_canvases(data.layout)
     seen = {}
     for b, i in itertools.product(range(4), range(LENGTH)):
         key = (b, *(int(getattr(data.layout, n)[b, i]) for n in ("starts", "documents")))
@@ -127,21 +128,21 @@ def test_canvases_are_numbered_over_the_batch():
 
 
 def test_noise_levels_are_stratified_and_sometimes_full():
-    levels = loss.noise_levels(200, LossConfig(full_noise=0.0), generator()).sort().values
+    levels = draw_levels(200, generator()).sort().values
     assert (levels.diff() - 1 / 200).abs().max() < 1e-3  # evenly spread over (0, 1)
-    offsets = {round(float(loss.noise_levels(4, LossConfig(full_noise=0.0), generator(i)).min()), 4) for i in range(9)}
+    offsets = {round(float(draw_levels(4, generator(i)).min()), 4) for i in range(9)}
     assert len(offsets) == 9  # the slices are the same, the place inside them is not
-    squared = loss.noise_levels(200, LossConfig(full_noise=0.0, t_power=2.0), generator()).sort().values
+    squared = draw_levels(200, generator(), power=2.0).sort().values
     assert torch.allclose(squared, levels.square(), atol=1e-4)
-    full = loss.noise_levels(2000, LossConfig(full_noise=0.25), generator())
+    full = draw_levels(2000, generator(), full=0.25)
     assert 0.2 < (full == 1).float().mean() < 0.3
 
 
 @pytest.mark.parametrize("t", [1e-4, 0.3, 1.0])
 def test_noise_replaces_a_share_t_of_the_canvas_and_nothing_else(t):
     data = many(600)
-    index, count = loss.number_canvases(data.layout)
-    hit = loss.select_noised(data.layout, torch.full((count,), t), index, 0.0, generator())
+    index, count = number_canvases(data.layout)
+    hit = select_noised(data.layout, torch.full((count,), t), index, 0.0, generator())
     assert abs(hit[data.canvas_BL].float().mean() - t) < 0.02
     assert not hit[~data.canvas_BL].any()
 
@@ -150,10 +151,9 @@ def test_span_noise_hits_spans_of_a_canvas_and_still_a_share_t_of_it():
     positions = torch.arange(3 + 2 * 64).repeat(200, 1)
     starts = torch.where(positions < 3, -1, 3 + (positions - 3) // 64 * 64)
     layout = Layout(positions, starts, torch.zeros_like(positions))
-    index, count = loss.number_canvases(layout)
+    index, count = number_canvases(layout)
     hits = [
-        loss.select_noised(layout, torch.full((count,), 0.4), index, span_noise, generator(1))
-        for span_noise in (0.0, 0.5, 1.0)
+        select_noised(layout, torch.full((count,), 0.4), index, span_noise, generator(1)) for span_noise in (0.0, 0.5, 1.0)
     ]
     for hit in hits:
         assert abs(hit[:, 3:].float().mean() - 0.4) < 0.05
@@ -163,6 +163,46 @@ def test_span_noise_hits_spans_of_a_canvas_and_still_a_share_t_of_it():
     runs = [len(list(run)) for row in hits[2][:, 3:].tolist() for struck, run in itertools.groupby(row) if struck]
     assert sum(run == 1 for run in runs) < 0.1 * len(runs)  # where a block's edge cuts a stretch off
     assert max(runs) >= 32
+
+
+def canvases_of(length: int) -> Batch:
+    """300 rows: a prompt of 3 tokens, and two canvases of so many. All clean tokens are 0."""
+    positions = torch.arange(3 + 2 * length).repeat(300, 1)
+    starts = torch.where(positions < 3, -1, 3 + (positions - 3) // length * length)
+    return Batch(torch.zeros_like(positions), Layout(positions, starts, torch.zeros_like(positions)))
+
+
+def draw_hits(length: int, cfg: LossConfig) -> torch.Tensor:
+    """Which tokens of 600 canvases noise replaces."""
+    data = canvases_of(length)
+    noise = loss.draw_noise(data, cfg, 10**6, generator())
+    return (noise.noisy_BL != data.ids_BL)[:, 3:].reshape(600, length)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_gap_noise_leaves_the_text_behind_a_gap(share):
+    hit = draw_hits(64, LossConfig(full_noise=1.0, gap_noise=share))
+    sizes = hit.sum(dim=1)
+    assert torch.equal(hit, torch.arange(64) < sizes[:, None])  # noise is what stands first
+    gaps = sizes[sizes < 64]
+    assert abs(len(gaps) / 600 - share) < 0.05
+    assert (gaps.min(), gaps.max()) == (2, 31)
+    assert 7 <= gaps.median() <= 9  # the middle of 2 and 32 on a logarithmic scale is 8
+
+
+@pytest.mark.parametrize(("length", "smallest", "largest"), [(1, 1, 1), (2, 2, 2), (3, 2, 2), (8, 2, 3), (128, 2, 63)])
+def test_gaps_fit_their_canvas(length, smallest, largest):
+    sizes = draw_hits(length, LossConfig(full_noise=1.0, gap_noise=1.0)).sum(dim=1)
+    assert (sizes.min(), sizes.max()) == (smallest, largest)
+
+
+def test_the_settings_of_noise_reach_the_canvases():
+    plain = draw_hits(64, LossConfig(full_noise=0.0))
+    assert abs(plain.float().mean() - 1 / 2) < 0.02
+    weak = draw_hits(64, LossConfig(full_noise=0.0, t_power=4.0))
+    assert abs(weak.float().mean() - 1 / 5) < 0.02  # the mean of t to the fourth power
+    in_spans = draw_hits(64, LossConfig(full_noise=0.0, span_noise=1.0))
+    assert in_spans.int().diff(dim=1).abs().sum() < 0.4 * plain.int().diff(dim=1).abs().sum()
 
 
 def test_soft_embeddings_use_the_temperature_of_their_row():
@@ -390,7 +430,15 @@ def test_a_few_steps_learn_a_sentence():
 
 
 @pytest.mark.parametrize(
-    "change", [{"full_noise": 1.5}, {"self_condition": -0.1}, {"ar_weight": -1.0}, {"t_min": 0.0}, {"t_power": 0.0}]
+    "change",
+    [
+        {"full_noise": 1.5},
+        {"self_condition": -0.1},
+        {"ar_weight": -1.0},
+        {"t_min": 0.0},
+        {"t_power": 0.0},
+        {"gap_noise": 1.5},
+    ],
 )
 def test_nonsense_is_refused(change):
     with pytest.raises(ValueError, match=str(next(iter(change.values())))):

@@ -42,6 +42,16 @@ def make_config(folder: Path, steps: int, **changes) -> TrainConfig:
     return replace(cfg, **changes)
 
 
+def test_only_page_adapters_learn_from_gaps_and_from_answers_without_questions(folder):
+    source = Source(files=(str(folder / "texts.jsonl"),), own=True, every=8)
+    found = []
+    for options in (AdaptOptions(page=PageConfig(canvas_lengths=(16, 32)), length=64), AdaptOptions(length=64)):
+        data = adapting_data(source, 128, options)
+        cfg = adapting_config(str(folder / "base"), data, 4000, options, torch.device("cpu"))
+        found.append((cfg.loss.gap_noise, cfg.loss.span_noise, data.sources[0].bare_share, data.sources[0].prompt_share))
+    assert found == [(0.5, 0.3, 0.5, 0.5), (0.0, 0.0, 0.0, 0.0)]
+
+
 def train(cfg: TrainConfig, out: Path) -> list[dict[str, float]]:
     return [event.scores for event in Trainer(cfg, out).run() if isinstance(event, Evaluated)]
 
@@ -49,7 +59,7 @@ def train(cfg: TrainConfig, out: Path) -> list[dict[str, float]]:
 @pytest.mark.soak
 def test_canvases_fill_gaps_that_left_to_right_cannot(folder, tmp_path):
     """The base knows nothing of the texts; trained pairs copy the letter that stands on both sides."""
-    cfg = make_config(folder, 60, evaluate_every=10, save_every=60)
+    cfg = make_config(folder, 90, evaluate_every=10, save_every=90)
     before = {path.name: path.read_bytes() for path in (folder / "base").iterdir()}
     scores = train(cfg, tmp_path)
     assert scores[-1]["denoiser"] < scores[0]["denoiser"] - 1
