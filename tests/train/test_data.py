@@ -199,9 +199,10 @@ def test_a_bad_record_is_named_and_stops_the_run_or_is_counted(tmp_path, line):
     path.write_text('{"text": "good"}\n\n' + line + '\n{"text": "good"}\n')
     with pytest.raises(BadRecord, match=r"d\.jsonl:3: "):
         rows((str(path),), 5, shuffle=1)
-    found, stream = rows((str(path),), 5, shuffle=1, skip_bad=True)
-    assert stream.position.bad >= 1
-    assert set(answers(found)) == set("good")
+    for source in ({}, {"bare_share": 0.5}):
+        found, stream = rows((str(path),), 5, shuffle=1, skip_bad=True, source=source)
+        assert stream.position.bad >= 1
+        assert set(answers(found)) == set("good")
 
 
 def test_an_empty_source_is_refused(tmp_path):
