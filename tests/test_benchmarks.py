@@ -158,3 +158,21 @@ def test_a_drafter_is_timed_beside_the_model_alone_and_transformers(tmp_path):
     assert any(line.startswith("transformers: 1 of 1 greedy answers") for line in lines)
     with pytest.raises(SystemExit, match="has no drafter: give the folder of one"):
         bench_adapt.measure(argparse.Namespace(model=str(base), **settings))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--prompts", "0"], "--prompts must be from 1 to"),
+        (["--peer", "-1"], "--peer must be from 0 to the 32 prompts, got -1"),
+        (["--prompts", "2", "--peer", "3"], "--peer must be from 0 to the 2 prompts, got 3"),
+        (["--out", "figures.txt"], "--out is a .md or a .json file, got figures.txt"),
+    ],
+)
+def test_mistakes_are_named_before_a_drafter_is_timed(monkeypatch, capsys, flags, sentence):
+    bench_adapt = load_benchmark("bench_adapt")
+    monkeypatch.setattr(sys, "argv", ["bench_adapt.py", "smollm2", *flags])
+    monkeypatch.setattr(bench_adapt, "measure", lambda options: pytest.fail("it began to measure"))
+    with pytest.raises(SystemExit, match="2"):
+        bench_adapt.main()
+    assert sentence in capsys.readouterr().err

@@ -36,8 +36,8 @@ MEASURED_PROMPTS = 128
 MEASURED_TOKENS = 128  # behind the longest prompt: no text is longer, so answers to short prompts may have more
 TEMPERATURES = (0.0, 0.7, 1.0)
 PROMPT_SHARE = 0.5  # of a page adapter's texts, whose beginning becomes the prompt: a canvas may start anywhere
-BARE_SHARE = 0.5  # share of own answers that are learned without their question: edited texts have none
-SPAN_NOISE = 0.3  # share of a page adapter's canvases whose noise hits spans, as an edit does
+DROP_PROMPT_SHARE = 0.5  # share of own answers that are learned without their question: texts with gaps have none
+SPAN_NOISE = 0.3  # share of a page adapter's canvases whose noise hits spans, as augmentation does
 GAP_NOISE = 0.5  # share of its canvases that are a gap and the text after it
 
 
@@ -83,7 +83,7 @@ def adapting_data(source: Source, context: int, options: AdaptOptions) -> DataCo
     """The texts, packed into rows that fit the model's context. Where pages begin is random: gaps are anywhere."""
     lengths = options.page.canvas_lengths if options.page is not None else (options.drafter.canvas_length,)
     if options.page is not None:
-        source = replace(source, prompt_share=PROMPT_SHARE, bare_share=BARE_SHARE)
+        source = replace(source, prompt_share=PROMPT_SHARE, drop_prompt_share=DROP_PROMPT_SHARE)
     return DataConfig(
         sources=(source,),
         length=min(options.length, context),

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Vocabulary
 
 from redraft.model.masks import Layout
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train.documents import Document, crop_text, leave_out_prompt, move_start_to_prompt, to_documents
+from redraft.train.documents import Document, crop_text, drop_prompt, move_start_to_prompt, to_documents
 from redraft.train.loss import Batch
 from redraft.train.records import BadRecord, DataConfig, Record, read_shuffled
 
@@ -217,7 +217,7 @@ class Rows:
         is_new = position.epochs[number] == 0 and position.begun[number] == 0
         rng = random.Random(f"{self.cfg.seed} {position.epochs[number]} {seen}")
         try:
-            record = leave_out_prompt(crop_text(record, source, rng), source, rng)
+            record = drop_prompt(crop_text(record, source, rng), source, rng)
             documents = to_documents(record, where, self.tokenizer, self.stop)
         except BadRecord as error:
             if not self.cfg.skip_bad:

@@ -77,11 +77,11 @@ def crop_text(record: Record | BadRecord, source: Source, rng: random.Random) ->
     return record
 
 
-def leave_out_prompt(record: Record | BadRecord, source: Source, rng: random.Random) -> Record | BadRecord:
-    """Leaves out the `prompt_ids` of a record, with probability `bare_share`."""
-    if not source.bare_share or isinstance(record, BadRecord) or "prompt_ids" not in record:
+def drop_prompt(record: Record | BadRecord, source: Source, rng: random.Random) -> Record | BadRecord:
+    """Drops the `prompt_ids` of a record, with probability `drop_prompt_share`."""
+    if not source.drop_prompt_share or isinstance(record, BadRecord) or "prompt_ids" not in record:
         return record
-    if rng.random() >= source.bare_share:
+    if rng.random() >= source.drop_prompt_share:
         return record
     return {name: value for name, value in record.items() if name != "prompt_ids"}
 

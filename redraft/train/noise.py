@@ -1,7 +1,7 @@
 """Noise of training canvases: how much each gets, and which of its tokens are replaced.
 
-A canvas draws a noise level t from 0 to 1, the share of its tokens that noise replaces. Noise hits single tokens, spans, or
-only the first tokens of a canvas, as in infilling.
+A canvas draws a noise level t: the probability that noise replaces a token. Noise hits single tokens or spans. In some
+canvases it can hit the first tokens only, as in infilling.
 Shapes: B rows, L tokens of a row, N canvases of a batch.
 """
 
@@ -23,7 +23,7 @@ def number_canvases(layout: Layout) -> tuple[Tensor, int]:
 
 
 def draw_levels(count: int, generator: torch.Generator, *, power: float = 1.0, full: float = 0.0) -> Tensor:
-    """Draws t for every canvas: one from each of `count` equal slices of (0, 1), in random order, to this power.
+    """Draws t for every canvas: one from each of `count` equal slices of (0, 1), in random order, raised to `power`.
 
     Stratified sampling: no batch is all easy or all hard. With probability `full` a canvas has t = 1.
     """
@@ -53,9 +53,10 @@ def select_noised(layout: Layout, t_N: Tensor, index_BL: Tensor, span_noise: flo
 
 
 def limit_to_gaps(layout: Layout, index_BL: Tensor, count: int, gap_noise: float, generator: torch.Generator) -> Tensor:
-    """Selects the tokens of canvases that noise may hit, bool_BL: of a share of the canvases the first ones only.
+    """Selects the tokens that noise may hit, bool_BL: the first ones of some canvases, all tokens of the others.
 
-    Infilling has such canvases: a gap, and the text after it. What is outside of canvases is undefined.
+    Infilling has such canvases: a gap, and the text after it. `gap_noise` is their share. Values outside canvases mean
+    nothing.
     """
     length_N = torch.bincount(index_BL[index_BL >= 0], minlength=count)
     gap_N = draw_sizes(length_N, generator)

@@ -39,8 +39,8 @@ class Source:
     share: float = 1.0  # of the documents, relative to the other sources
     text: str = "text"  # the key of the text in JSON records
     mid_start: float = 0.0  # share of text records that start at a random line instead of the first
-    prompt_share: float = 0.0  # share of text records whose beginning, up to a quarter of the text, becomes the prompt
-    bare_share: float = 0.0  # share of records with prompt_ids that are learned without them
+    prompt_share: float = 0.0  # share of documents whose beginning, up to a quarter of the text, becomes the prompt
+    drop_prompt_share: float = 0.0  # share of records with prompt_ids that are learned without them
     own: bool = False  # texts that the model itself wrote: the causal half does not learn from them
     every: int = 0  # of each file every so many-th record is held out; 0: none is
     is_held_out: bool = False  # read only the records that are held out, instead of all others
@@ -50,7 +50,7 @@ class Source:
             raise ValueError("a source has no files")
         if not self.share > 0:
             raise ValueError(f"share must be above 0, got {self.share!r}")
-        for name in ("mid_start", "prompt_share", "bare_share"):
+        for name in ("mid_start", "prompt_share", "drop_prompt_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, got {getattr(self, name)!r}")
         if self.every < 0 or self.every == 1:

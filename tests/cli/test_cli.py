@@ -399,8 +399,8 @@ def test_invalid_bytes_ascii_consoles_and_a_closed_stdin(run, folder, monkeypatc
 
 @pytest.mark.soak
 def test_a_closed_pipe_is_no_traceback(folder):
-    certain = "--regex '[a-z]{40}' --seed 3"  # an empty answer would not notice that the pipe is closed
-    command = f"{sys.executable} -m redraft Hello -m {folder} -n 400 --raw {certain} | true"
+    options = "--raw -n 400 --regex '[a-z]{40}' --seed 3"  # an empty answer writes nothing to the closed pipe
+    command = f"{sys.executable} -m redraft Hello -m {folder} {options} | true"
     process = subprocess.run(["bash", "-c", command], capture_output=True, env=environment())
     assert process.stderr == b""
 

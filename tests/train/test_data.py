@@ -199,7 +199,7 @@ def test_a_bad_record_is_named_and_stops_the_run_or_is_counted(tmp_path, line):
     path.write_text('{"text": "good"}\n\n' + line + '\n{"text": "good"}\n')
     with pytest.raises(BadRecord, match=r"d\.jsonl:3: "):
         rows((str(path),), 5, shuffle=1)
-    for source in ({}, {"bare_share": 0.5}):
+    for source in ({}, {"drop_prompt_share": 0.5}):
         found, stream = rows((str(path),), 5, shuffle=1, skip_bad=True, source=source)
         assert stream.position.bad >= 1
         assert set(answers(found)) == set("good")
@@ -291,7 +291,7 @@ def test_the_start_of_a_text_may_become_prompt(tmp_path):
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_own_answers_may_be_learned_without_their_prompt(tmp_path, share):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt_ids": [BOS, 10, 11], "ids": [20, 21, STOP]}))
-    found, _ = rows((str(tmp_path / "a.jsonl"),), 30, source={"bare_share": share})
+    found, _ = rows((str(tmp_path / "a.jsonl"),), 30, source={"drop_prompt_share": share})
     behind_bos = {row.ids[i + 1] for row in found for i, token in enumerate(row.ids) if token == BOS}
     assert behind_bos == {0.0: {10}, 0.5: {10, 20}, 1.0: {20}}[share]
 
@@ -324,7 +324,7 @@ def test_nonsense_is_refused(change):
         DataConfig(**{"sources": (Source(files=("x",)),), "length": 64, **change})
 
 
-@pytest.mark.parametrize("change", [{"files": ()}, {"share": 0.0}, {"mid_start": 2.0}, {"bare_share": 1.5}])
+@pytest.mark.parametrize("change", [{"files": ()}, {"share": 0.0}, {"mid_start": 2.0}, {"drop_prompt_share": 1.5}])
 def test_a_source_refuses_nonsense(change):
     with pytest.raises(ValueError):
         Source(**{"files": ("x",), **change})

@@ -48,7 +48,9 @@ def test_only_page_adapters_learn_from_gaps_and_from_answers_without_questions(f
     for options in (AdaptOptions(page=PageConfig(canvas_lengths=(16, 32)), length=64), AdaptOptions(length=64)):
         data = adapting_data(source, 128, options)
         cfg = adapting_config(str(folder / "base"), data, 4000, options, torch.device("cpu"))
-        found.append((cfg.loss.gap_noise, cfg.loss.span_noise, data.sources[0].bare_share, data.sources[0].prompt_share))
+        found.append(
+            (cfg.loss.gap_noise, cfg.loss.span_noise, data.sources[0].drop_prompt_share, data.sources[0].prompt_share)
+        )
     assert found == [(0.5, 0.3, 0.5, 0.5), (0.0, 0.0, 0.0, 0.0)]
 
 
