@@ -24,7 +24,6 @@ from redraft.config import SamplerConfig, require_int
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Draft, Finished
 from redraft.engine import Engine, Request, RequestError, Stopped
-from redraft.engine.runner import MAX_ROWS
 from redraft.tasks.canvas_html import render_marked, render_result, shorten_text
 from redraft.tasks.generation import check_deadline, require_text
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -222,12 +221,12 @@ class Infiller:
         candidates: int,
     ) -> Generator[Draft, None, list[Finished]]:
         """Denoises a canvas for each length, all in one batch; yields the drafts of the one in the middle."""
+        max_tokens = max(lengths) + min(len(context.suffix), SUFFIX_TOKENS)
         middle = len(lengths) // 2
         requests: list[Request] = []
         ends: dict[Request, Finished] = {}
         try:
-            for number, (length, room) in enumerate(zip(lengths, self._rooms(lengths), strict=True)):
-                max_tokens = room + min(len(context.suffix), SUFFIX_TOKENS)
+            for number, length in enumerate(lengths):
                 prompt, canvas_cfg, constraints = self._canvas_request(context, length, max_tokens, cfg)
                 request = self.engine.add(
                     prompt,
@@ -251,16 +250,6 @@ class Infiller:
         if len(ends) < len(requests):  # cancelled, by `stop` or because the engine's thread has ended
             raise Stopped
         return [ends[request] for request in requests]
-
-    def _rooms(self, lengths: Sequence[int]) -> list[int]:
-        """How many tokens of its canvas are left for the gap, for each of these lengths.
-
-        Canvases of a diffusion model have one size, so that a GPU runs as many as possible in one forward. Those of a page
-        adapter go through the reference forwards, MAX_ROWS at a time: they are as short as the longest gap of a forward.
-        """
-        together = len(lengths) if self.engine.model.page is None else MAX_ROWS
-        groups = [lengths[start : start + together] for start in range(0, len(lengths), together)]
-        return [max(group) for group in groups for _ in group]
 
     def _canvas_request(
         self, context: "_GapContext", length: int, max_tokens: int, cfg: SamplerConfig

@@ -4,7 +4,6 @@ import io
 import re
 from itertools import chain, zip_longest
 
-import llama_models
 import pytest
 import tiny
 import torch
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-import redraft
 from redraft.cli import terminal
 from redraft.cli.terminal import CanvasView
 from redraft.constraints.constraints import Constraints
@@ -95,20 +93,6 @@ def test_a_given_length_is_kept_and_others_have_at_most_the_longest(monkeypatch)
         )  # what follows is in sight, so nothing ends the text
         assert len(hole.encode("utf-8", "replace")) <= length
     assert len(WRITER.fill("x.[[ ]].", seed=1, longest=4).gaps[0].encode()) <= 4
-
-
-def test_canvases_of_a_page_adapter_are_as_short_as_the_four_of_a_forward(monkeypatch, tmp_path):
-    """Those of a diffusion model have one size."""
-    adapted = redraft.load(llama_models.save_with_page(tmp_path) / "page")
-    rooms = {}
-    for writer in (WRITER, adapted):
-        asked = []
-        add = writer.engine.add
-        monkeypatch.setattr(writer.engine, "add", lambda *a, asked=asked, add=add, **k: asked.append(a[1]) or add(*a, **k))
-        writer.fill("x.[[ ]]yz", seed=1, longest=12)
-        rooms[writer] = [cfg.max_new_tokens - len("yz") - 1 for cfg in asked]  # and a stop token
-    assert rooms[WRITER] == [12] * 9
-    assert rooms[adapted] == [4] * 4 + [10] * 4 + [12]  # 1, 2, 3, 4; 5, 6, 8, 10; 12
 
 
 def test_several_infills_differ_and_the_most_likely_is_first():
