@@ -1,6 +1,6 @@
 """Training documents: a record becomes pairs of prompt ids, which are given, and answer ids, which are learned.
 
-    {"text"}                  -> BOS                                   | the text, end
+    {"text"}                  -> BOS, or the token between documents   | the text, end
     {"prompt", "completion"}  -> BOS and the prompt                    | the completion, end
     {"messages"}              -> the conversation before the assistant | what it says, end       one for each of its turns
     {"ids"}                   -> BOS, or the token between documents   | the ids
@@ -118,15 +118,13 @@ def to_documents(record: Record | BadRecord, where: str, tokenizer: Tokenizer, s
     """Tokenizes a record: a document, or one for each turn of the assistant. Raises BadRecord if it cannot be used."""
     kind = check_record(record, where)
     assert not isinstance(record, BadRecord)
-    start_ids = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+    start = tokenizer.start_ids  # as before a text that begins with a gap, or is edited
     try:
         if kind == "ids":
-            prompt = tokenizer.start_ids  # as before a text that is edited
-            if "prompt_ids" in record:
-                prompt = _require_tokens(record["prompt_ids"], tokenizer.size)
+            prompt = _require_tokens(record["prompt_ids"], tokenizer.size) if "prompt_ids" in record else start
             pairs = [(prompt, _require_tokens(record["ids"], tokenizer.size))]
         elif kind == "text":
-            pairs = [(start_ids, [*tokenizer.encode(record["text"]), stop])]
+            pairs = [(start, [*tokenizer.encode(record["text"]), stop])]
         elif kind == "completion":
             pairs = [(tokenizer.encode_prompt(record["prompt"]), [*tokenizer.encode(record["completion"]), stop])]
         else:

@@ -296,12 +296,13 @@ def test_own_answers_may_be_learned_without_their_prompt(tmp_path, share):
     assert behind_bos == {0.0: {10}, 0.5: {10, 20}, 1.0: {20}}[share]
 
 
-def test_without_a_bos_token_an_answer_alone_begins_behind_the_token_between_documents():
+def test_without_a_bos_token_a_text_begins_behind_the_token_between_documents():
     tokenizer = Tokenizer.byte_level(["<eos>", "<|endoftext|>"])
     assert tokenizer.bos_id is None
-    (document,) = to_documents({"ids": [20, 21]}, "a.jsonl:1", tokenizer, STOP)
-    assert (document.prompt, document.answer) == (tokenizer.start_ids, [20, 21])
-    assert len(document.prompt) == 1
+    for record, answer in (({"ids": [20, 21]}, [20, 21]), ({"text": "hi"}, [*tokenizer.encode("hi"), STOP])):
+        (document,) = to_documents(record, "a.jsonl:1", tokenizer, STOP)
+        assert (document.prompt, document.answer) == (tokenizer.start_ids, answer)
+        assert len(document.prompt) == 1
 
 
 def test_a_trained_vocabulary_encodes_every_text(tmp_path):

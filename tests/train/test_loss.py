@@ -147,10 +147,15 @@ def test_noise_replaces_a_share_t_of_the_canvas_and_nothing_else(t):
     assert not hit[~data.canvas_BL].any()
 
 
+def canvases_of(length: int) -> Batch:
+    """300 rows: a prompt of 3 tokens, and two canvases of so many. All clean tokens are 0."""
+    positions = torch.arange(3 + 2 * length).repeat(300, 1)
+    starts = torch.where(positions < 3, -1, 3 + (positions - 3) // length * length)
+    return Batch(torch.zeros_like(positions), Layout(positions, starts, torch.zeros_like(positions)))
+
+
 def test_span_noise_hits_spans_of_a_canvas_and_still_a_share_t_of_it():
-    positions = torch.arange(3 + 2 * 64).repeat(200, 1)
-    starts = torch.where(positions < 3, -1, 3 + (positions - 3) // 64 * 64)
-    layout = Layout(positions, starts, torch.zeros_like(positions))
+    layout = canvases_of(64).layout
     index, count = number_canvases(layout)
     hits = [
         select_noised(layout, torch.full((count,), 0.4), index, span_noise, generator(1)) for span_noise in (0.0, 0.5, 1.0)
@@ -163,13 +168,6 @@ def test_span_noise_hits_spans_of_a_canvas_and_still_a_share_t_of_it():
     runs = [len(list(run)) for row in hits[2][:, 3:].tolist() for struck, run in itertools.groupby(row) if struck]
     assert sum(run == 1 for run in runs) < 0.1 * len(runs)  # where a block's edge cuts a stretch off
     assert max(runs) >= 32
-
-
-def canvases_of(length: int) -> Batch:
-    """300 rows: a prompt of 3 tokens, and two canvases of so many. All clean tokens are 0."""
-    positions = torch.arange(3 + 2 * length).repeat(300, 1)
-    starts = torch.where(positions < 3, -1, 3 + (positions - 3) // length * length)
-    return Batch(torch.zeros_like(positions), Layout(positions, starts, torch.zeros_like(positions)))
 
 
 def draw_hits(length: int, cfg: LossConfig) -> torch.Tensor:

@@ -139,6 +139,9 @@ def test_both_ways_are_scored_alike():
     assert all(score.nats_after > 0 for score in scores.values())
     assert scores["left_to_right"].exact_tokens < 1
     assert done == [2]
+    hot = score_gaps(writer.model, writer.tokenizer, writer.sampler.changed(t_min=9.0, t_max=9.0), gaps)
+    assert hot["canvases"] != scores["canvases"]  # the settings of the sampler are those of the canvases
+    assert hot["left_to_right"] == scores["left_to_right"]
     with pytest.raises(ValueError, match="no text is long enough"):
         score_gaps(writer.model, writer.tokenizer, writer.sampler, [])
 

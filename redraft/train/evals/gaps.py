@@ -26,7 +26,6 @@ LEAST_CONTEXT = 8  # tokens before a gap, and after it
 MOST_BEFORE = 256
 MOST_AFTER = 32
 BATCH = 16  # gaps at a time
-TEMPERATURE = 0.2  # of canvases; low: only one answer is right
 
 
 class TokenGap(NamedTuple):
@@ -89,7 +88,6 @@ def score_gaps(
         raise ValueError(f"no text is long enough to remove something from it: give texts of {least} tokens or more")
     engine = Engine(model)
     forbidden = tuple({*tokenizer.ids_without_text(model.config.vocab_size), *sampler.eos_token_ids})
-    canvases = sampler.changed(t_min=TEMPERATURE, t_max=TEMPERATURE)
     greedy = sampler.changed(check="exact", draft_length=0, temperature=0.0)
     filled: dict[str, list[list[int]]] = {"canvases": [], "left_to_right": [], "removed": []}
     remaining = iter(gaps)
@@ -98,7 +96,7 @@ def score_gaps(
         requests = []
         for number, (before, part, after) in enumerate(batch, begin):
             gap = range(len(part))
-            requests.append(add_canvas_request(engine, before, [*part, *after], gap, canvases, forbidden, number))
+            requests.append(add_canvas_request(engine, before, [*part, *after], gap, sampler, forbidden, number))
             cfg = greedy.changed(max_new_tokens=len(part))
             requests.append(engine.add(before, cfg, seed=number, constraints=Constraints(forbidden=forbidden)))
         ends = engine.run(requests)
