@@ -1,19 +1,26 @@
-# make demo: a Sudoku and a story, redrafted on your terminal.  make test: lint and tests.  make soak: minutes of load and long training.
+# make demo: a Sudoku and a story, redrafted on your terminal.  make test: lint and tests.  make soak: endurance, other processes, browsers.
+# make soak-long: the large counts, before a release.
 # make bench: speeds.  make lint: style and types.
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/ready
+# A group of tests (mostly a file) goes to one worker, the longest groups first: tests/conftest.py.
+PYTEST := $(VENV)/bin/python -m pytest --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test soak lint docs bench clean
+.PHONY: demo test soak soak-long lint docs bench clean
 
 demo: $(READY)
 	@$(VENV)/bin/redraft demo
 
 test: lint
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not soak"
+	$(PYTEST) -n 2 -m "not soak and not soak_long"
 
+# These tests wait for processes, browsers and servers: more workers than cores.
 soak: $(READY)
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m soak
+	$(PYTEST) -n 4 -m "soak and not soak_long"
+
+soak-long: $(READY)
+	$(PYTEST) -n 2 -m soak_long
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -2,16 +2,20 @@
 
 import functools
 import importlib.util
+import json
 import os
 import ssl
 import sys
 import tempfile
+from collections import Counter
+from pathlib import Path
 
 # What the user of this machine has pulled changes no test.
 os.environ["REDRAFT_HOME"] = os.path.join(tempfile.gettempdir(), f"redraft-tests-{os.getpid()}-empty")
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; processes that tests start inherit it
     os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest
 import torch
 
 from redraft.engine.runner import Runner
@@ -33,3 +37,18 @@ def pytest_runtest_logreport(report):
     """Says at once what failed: a run that is stopped before its end prints no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", file=sys.__stderr__, flush=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Puts the longest groups first, so that no worker works alone at the end. Unmarked tests are grouped by file."""
+    seconds = json.loads((Path(__file__).parent / "durations.json").read_text(encoding="utf-8"))
+    groups = {}
+    total = Counter()
+    for item in items:
+        mark = item.get_closest_marker("xdist_group")
+        if mark is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        groups[item] = mark.args[0] if mark else item.path.stem
+        total[groups[item]] += seconds.get(item.nodeid, 0.02)
+    items.sort(key=lambda item: (-total[groups[item]], groups[item]))
