@@ -453,9 +453,14 @@ class Writer:
             stop=stop,
         )
 
-    def suggest(self, text: str, *, least: float = DEFAULT_LEAST, most: int = 3) -> list[Suggestion]:
-        """Finds places where a small repair makes the text `least` times as likely. Lists `most` repairs at most."""
-        return self.mender.suggest(text, least=least, most=most)
+    def suggest(
+        self, text: str, *, least: float = DEFAULT_LEAST, most: int = 3, stop: threading.Event | None = None
+    ) -> list[Suggestion]:
+        """Finds places where a small repair makes the text `least` times as likely. Lists `most` repairs at most.
+
+        Raises Stopped once `stop` is set.
+        """
+        return self.mender.suggest(text, least=least, most=most, stop=stop)
 
     @cached_property
     def mender(self) -> Mender:

@@ -167,6 +167,10 @@ def body_attacks() -> dict[str, Callable[[str], str]]:
             {"messages": [{"role": "user", "content": "<|current_file_content|>" + "a\n" * 900_000
              + "<|/current_file_content|><|code_to_edit|>" + "a\n" * 400_000 + "b<|/code_to_edit|>"}]},
         ),
+        "a word of 8,000 letters to mend": (
+            "/v1/edit/completions",
+            {"messages": [{"role": "user", "content": f"<|code_to_edit|>{'z' * 8000}<|/code_to_edit|>"}]},
+        ),
         "512 pins": ("/v1/canvas", {"prompt": "a", "stream": False, "max_tokens": 8,
                                     "pins": [{"position": n, "text": "x" * 200} for n in range(512)]}),
         "a wide tool": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1,

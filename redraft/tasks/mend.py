@@ -5,24 +5,28 @@
 
 A repair deletes a word, inserts one, exchanges two neighbours, or changes the spelling of one. It is a noisy channel: the
 score of a repair is how much more likely it makes the text, minus the cost of its kind (`COSTS`), because a text with a word
-less is always more likely. All other text is the user's own string. Shapes: N repairs, S tokens, V vocabulary.
+less is always more likely. All other text is the user's own string. Only words that may change are looked at, and the work
+of one text is bounded: a word has at most LONGEST_WORD letters, a text at most MAX_PLACES unlikely words. Shapes: N repairs,
+S tokens, V vocabulary.
 """
 
 import math
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from redraft.config import require_int, require_number
-from redraft.engine import Engine, Stopped
+from redraft.engine import Engine, RequestError, Stopped
 from redraft.tasks.edit import Change, Edited, Span, Suggestion, TokenizedText, apply_changes, check_context, start_tokens
 from redraft.tokenizer.tokenizer import Tokenizer
 
 WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
+LONGEST_WORD = 24  # letters; a longer run of letters is no word, and has 50 strings one mistake away for each of them
+MAX_PLACES = 512  # unlikely words of one text: each takes up to 1,269 spellings and 16 scores
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DEFAULT_LEAST = 20.0  # how many times as likely a repair must make the text
 MIN_MARGIN = 3.0  # nats by which another token is likelier at the start of a word, before repairs of it are tried
@@ -53,7 +57,7 @@ class Repair:
 
 def find_words(text: str) -> list[Span]:
     """The spans of the words."""
-    return [match.span() for match in WORD.finditer(text)]
+    return [match.span() for match in WORD.finditer(text) if len(match[0]) <= LONGEST_WORD]
 
 
 class Dictionary:
@@ -61,10 +65,11 @@ class Dictionary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.token_of: dict[str, int] = {}
+        self.word_of: dict[int, str] = {}  # by token
         for token, piece in enumerate(tokenizer.token_bytes):
             if piece and piece.startswith(b" ") and piece[1:].isalpha():
-                self.token_of[piece[1:].decode("ascii")] = token
+                self.word_of[token] = piece[1:].decode("ascii")
+        self.words = frozenset(self.word_of.values())
 
     def spellings(self, word: str, logprobs_V: Tensor) -> Iterator[str]:
         """Words one mistake away, the likeliest first: known ones, and ones of fewer tokens than the word has."""
@@ -72,7 +77,7 @@ class Dictionary:
         likely = []
         for spelling in edits_of(word):
             ids = self.tokenizer.encode(f" {spelling}")
-            if len(ids) < length or spelling in self.token_of:
+            if len(ids) < length or spelling in self.words:
                 likely.append((float(logprobs_V[ids[0]]), spelling))
         yield from (spelling for _, spelling in sorted(likely, reverse=True)[:SPELLINGS])
 
@@ -92,35 +97,40 @@ def edits_of(word: str) -> set[str]:
 
 @torch.inference_mode()
 def find_unlikely_words(
-    engine: Engine, prompt: Sequence[int], tokens: TokenizedText, words: Sequence[Span], stop: threading.Event | None
+    engine: Engine, prompt: Sequence[int], ids: Sequence[int], word_at: Mapping[int, int], stop: threading.Event | None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields the number of each word that is unlikely after the text before it, and logprobs_V at its first token."""
+    """Yields the number of each word that is unlikely after the text before it, and logprobs_V at its first token.
+
+    `word_at` has the numbers of the words by the position of their first token. Text behind the last one is not read.
+    """
     model = engine.model
-    word_at: dict[int, int] = {}  # position of a word's first token -> the word's number
-    for number, span in enumerate(words):
-        word_at.setdefault(tokens.first_token(span[0]), number)
-    with engine.reserve(len(prompt) + len(tokens.ids), stop=stop) as cache:
+    context = [prompt[-1], *ids[: max(word_at)]]
+    with engine.reserve(len(prompt) + len(context), stop=stop) as cache:
         engine.prefill_beside(prompt[:-1], cache, stop)
-        context = [prompt[-1], *tokens.ids[:-1]]
         for begin in range(0, len(context), CHUNK):
-            if stop is not None and stop.is_set():
-                raise Stopped
+            _check_stop(stop)
             ids_1S = torch.tensor([context[begin : begin + CHUNK]], device=model.device)
             with engine.take_turn(ids_1S.shape[1], stop):
                 logprobs_SV = model.head(model.encode(ids_1S, cache)[0]).float().log_softmax(dim=-1).cpu()
             for row, logprobs_V in enumerate(logprobs_SV):
                 word = word_at.get(begin + row)
-                if word is not None and logprobs_V.max() - logprobs_V[tokens.ids[begin + row]] >= MIN_MARGIN:
+                if word is not None and logprobs_V.max() - logprobs_V[ids[begin + row]] >= MIN_MARGIN:
+                    _check_stop(stop)
                     yield word, logprobs_V
+
+
+def _check_stop(stop: threading.Event | None) -> None:
+    if stop is not None and stop.is_set():
+        raise Stopped
 
 
 # 3. Candidates
 
 
 def propose_repairs(
-    text: str, words: Sequence[Span], number: int, logprobs_V: Tensor, dictionary: Dictionary
+    text: str, words: Sequence[Span], number: int, logprobs_V: Tensor, dictionary: Dictionary, *, is_kept: bool = False
 ) -> Iterator[Repair]:
-    """Repairs of one unlikely word, or of the one before it."""
+    """Repairs of one unlikely word, or of the one before it. Of a kept word, only those of its neighbours."""
     start, end = words[number]
     word = text[start:end]
     for at in (number - 1, number):
@@ -132,12 +142,14 @@ def propose_repairs(
             first, second = text[slice(*words[left])], text[slice(*words[left + 1])]
             if first != second:
                 yield Repair(words[left][0], words[left + 1][1], f"{second} {first}", "exchange")
+    if is_kept:
+        return
     if number > 0 and text[start - 1] == " ":
         likeliest = logprobs_V.topk(min(4 * INSERTED, len(logprobs_V))).indices.tolist()
-        known = {token: other for other, token in dictionary.token_of.items()}
-        inserted = [known[token] for token in likeliest if token in known and known[token] != word][:INSERTED]
+        known = [dictionary.word_of[token] for token in likeliest if token in dictionary.word_of]
+        inserted = [other for other in known if other != word][:INSERTED]
         yield from (Repair(start, end, f"{other} {word}", "insert") for other in inserted)
-    if len(word) > 2 and word not in dictionary.token_of:
+    if len(word) > 2 and word not in dictionary.words:
         yield from (Repair(start, end, spelling, "spell") for spelling in dictionary.spellings(word, logprobs_V))
 
 
@@ -176,32 +188,62 @@ class Mender:
         self.engine = engine
         self.tokenizer = tokenizer
         self.dictionary = Dictionary(tokenizer)
-        self.forwards = 0
 
     def suggest(
         self, text: str, *, least: float, most: int, keep: Sequence[Span] = (), stop: threading.Event | None = None
     ) -> list[Suggestion]:
         """The places where some repair makes the text at least `least` times as likely, each with at most `most` repairs."""
+        return self._suggest(text, least, most, keep, stop)[0]
+
+    def mend(
+        self, text: str, *, least: float, keep: Sequence[Span] = (), seed: int, stop: threading.Event | None = None
+    ) -> Edited:
+        """The text with the best repair of each place. `seed` is reported only: mending draws no random numbers."""
+        suggestions, forwards = self._suggest(text, least, 1, keep, stop)
+        changes = tuple(Change(s.start, s.end, s.text, s.alternatives[0][0]) for s in suggestions)
+        return Edited(apply_changes(text, changes), text, changes, True, forwards, seed)
+
+    def _suggest(
+        self, text: str, least: float, most: int, keep: Sequence[Span], stop: threading.Event | None
+    ) -> tuple[list[Suggestion], int]:
+        """Suggestions, and the number of forwards that they took."""
         require_number("least", least, 1)
         require_int("most", most)
         prompt = start_tokens(self.tokenizer)
         tokens = TokenizedText(self.tokenizer, text, self.engine.model.config.max_position_embeddings)
         check_context(self.engine.model.config, len(prompt), len(tokens.ids))
         tokens.positions_in(keep, text)  # refuses spans outside of the text
+        is_kept = bytearray(len(text))  # of each character
+        for start, end in keep:
+            is_kept[start:end] = b"\1" * (end - start)
         words = find_words(text)
-        self.forwards = -(-len(tokens.ids) // CHUNK)
+        word_is_kept = [any(is_kept[start:end]) for start, end in words]
+        word_at: dict[int, int] = {}  # position of a word's first token -> the word's number
+        for number, (start, _) in enumerate(words):
+            if not all(word_is_kept[max(number - 1, 0) : number + 1]):  # it or the word before it may change
+                word_at.setdefault(tokens.first_token(start), number)
+        if not word_at:
+            return [], 0
         places = []
-        for number, logprobs_V in find_unlikely_words(self.engine, prompt, tokens, words, stop) if words else ():
-            repairs = dict.fromkeys(propose_repairs(text, words, number, logprobs_V, self.dictionary))
-            places.append([repair for repair in repairs if not _touches(repair, keep)])
-        scored = self._score(text, prompt, [repairs for repairs in places if repairs], stop)
+        for number, logprobs_V in find_unlikely_words(self.engine, prompt, tokens.ids, word_at, stop):
+            repairs = propose_repairs(text, words, number, logprobs_V, self.dictionary, is_kept=word_is_kept[number])
+            allowed = dict.fromkeys(repair for repair in repairs if not any(is_kept[repair.start : repair.end]))
+            if allowed:
+                places.append(list(allowed))
+            if len(places) > MAX_PLACES:
+                raise RequestError(
+                    f"the model finds more than {MAX_PLACES} words of this text unlikely, too many to mend at once: take it "
+                    "in parts, or keep parts of it"
+                )
+        scored, forwards = self._score(text, prompt, places, stop)
         likely = [repairs for repairs in scored if repairs[0].gain >= math.log(least)]
-        return [self._describe(text, repairs, most) for repairs in _choose_places(likely)]
+        suggestions = [self._describe(text, repairs, most) for repairs in _choose_places(likely)]
+        return suggestions, forwards + max(word_at) // CHUNK + 1
 
     def _score(
         self, text: str, prompt: Sequence[int], places: Sequence[Sequence[Repair]], stop: threading.Event | None
-    ) -> list[list[Repair]]:
-        """The repairs of each place with their gains, the best first."""
+    ) -> tuple[list[list[Repair]], int]:
+        """The repairs of each place with their gains, the best first, and the number of forwards."""
         sequences = []
         for repairs in places:
             begin = min(repair.start for repair in repairs)
@@ -211,7 +253,6 @@ class Mender:
             texts += [text[begin : repair.start] + repair.new + text[repair.end : until] for repair in repairs]
             sequences += [[*before, *self.tokenizer.encode(changed)] for changed in texts]
         totals, forwards = score_texts(self.engine, sequences, stop)
-        self.forwards += forwards
         scored = []
         for repairs in places:
             own, *rest = totals[: len(repairs) + 1]
@@ -219,7 +260,7 @@ class Mender:
             gains = [total - own - COSTS[repair.kind] for repair, total in zip(repairs, rest, strict=True)]
             with_gains = [replace(repair, gain=gain) for repair, gain in zip(repairs, gains, strict=True)]
             scored.append(sorted(with_gains, key=lambda repair: -repair.gain))
-        return scored
+        return scored, forwards
 
     def _describe(self, text: str, repairs: Sequence[Repair], most: int) -> Suggestion:
         """The place of the best repair, with the probability of the text as it is and of the repairs within the place."""
@@ -232,19 +273,6 @@ class Mender:
                 alternatives.setdefault(new, weight)
         own = text[best.start : best.end]
         return Suggestion(best.start, best.end, own, weights[0], tuple(alternatives.items())[:most])
-
-    def mend(
-        self, text: str, *, least: float, keep: Sequence[Span] = (), seed: int, stop: threading.Event | None = None
-    ) -> Edited:
-        """The text with the best repair of each place. `seed` is reported only: mending draws no random numbers."""
-        suggestions = self.suggest(text, least=least, most=1, keep=keep, stop=stop)
-        changes = tuple(Change(s.start, s.end, s.text, s.alternatives[0][0]) for s in suggestions)
-        return Edited(apply_changes(text, changes), text, changes, True, self.forwards, seed)
-
-
-def _touches(repair: Repair, spans: Sequence[Span]) -> bool:
-    """Whether a repair changes a character of the spans."""
-    return any(repair.start < end and start < repair.end for start, end in spans)
 
 
 def _choose_places(places: Sequence[list[Repair]]) -> list[list[Repair]]:

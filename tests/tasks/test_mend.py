@@ -1,10 +1,13 @@
 """Mending: scores are those of the causal half, repairs change nothing else, and the shipped model mends mistakes."""
 
+import threading
+
 import pytest
 import tiny
 import torch
 
 import redraft
+from redraft.engine import RequestError, Stopped
 from redraft.tasks import edit, infill, mend
 from redraft.writer import Writer
 
@@ -25,7 +28,8 @@ def test_an_unlikely_word_is_one_that_the_causal_half_would_not_write():
     """One forward in chunks = the causal logits behind each word's prefix."""
     tokens = edit.TokenizedText(WRITER.tokenizer, TEXT * 3)
     words = mend.find_words(TEXT * 3)
-    unlikely = dict(mend.find_unlikely_words(WRITER.engine, [2], tokens, words, None))
+    word_at = {tokens.first_token(start): number for number, (start, _) in enumerate(words)}
+    unlikely = dict(mend.find_unlikely_words(WRITER.engine, [2], tokens.ids, word_at, None))
     assert unlikely
     assert len(tokens.ids) > mend.CHUNK
     for number, (start, _) in enumerate(words):
@@ -66,7 +70,8 @@ def test_repairs_of_a_word():
     class Words(mend.Dictionary):
         def __init__(self) -> None:
             self.tokenizer = WRITER.tokenizer
-            self.token_of = {"three": 40, "free": 41}
+            self.word_of = {40: "three", 41: "free"}
+            self.words = frozenset(self.word_of.values())
 
     logprobs_V = torch.zeros(tiny.VOCAB)
     logprobs_V[40] = 1.0
@@ -81,6 +86,77 @@ def test_repairs_of_a_word():
     assert TEXT.replace("hree", "three hree") in texts["insert"]
     assert {TEXT.replace("hree", "three"), TEXT.replace("hree", "free")} <= set(texts["spell"])
     assert mend.edits_of("ab") >= {"b", "a", "ba", "cb", "ac", "cab", "abc"}
+
+
+class UnreadDict(dict):
+    """A dictionary whose keys are looked up one at a time."""
+
+    def __iter__(self):
+        raise AssertionError("the whole dictionary is read for one word")
+
+    items = values = __iter__
+
+
+@pytest.fixture(name="spelled")
+def _spelled(monkeypatch) -> list[str]:
+    """The words whose spellings are tried. The whole dictionary is read for none of them."""
+    words = []
+    monkeypatch.setattr(mend, "edits_of", lambda word, edits_of=mend.edits_of: words.append(word) or edits_of(word))
+    monkeypatch.setattr(WRITER.mender.dictionary, "word_of", UnreadDict(WRITER.mender.dictionary.word_of))
+    return words
+
+
+def test_a_long_run_of_letters_is_no_word(spelled):
+    """A word of 400 letters has 20,825 spellings one mistake away."""
+    WRITER.suggest(f"{'ab' * 200} {'z' * 25} {'z' * 24}.")
+    assert spelled == ["z" * 24]
+
+
+def test_no_word_is_spelled_once_the_client_has_left(spelled, monkeypatch):
+    stop = threading.Event()
+    propose = mend.propose_repairs
+
+    def leave(*args, **options):
+        yield from propose(*args, **options)
+        stop.set()
+
+    monkeypatch.setattr(mend, "propose_repairs", leave)
+    with pytest.raises(Stopped):
+        WRITER.suggest("hree hree hree hree", stop=stop)
+    assert spelled == ["hree"]
+    assert WRITER.engine.is_idle
+
+
+def test_a_text_of_unlikely_words_is_refused_before_all_are_spelled(spelled, monkeypatch):
+    monkeypatch.setattr(mend, "MAX_PLACES", 3)
+    text = "hree mnay " * 20
+    with pytest.raises(RequestError, match=r"more than 3 words of this text unlikely.*take it in parts"):
+        WRITER.suggest(text)
+    assert len(spelled) == 4
+    assert WRITER.edit(text, keep=[(10, len(text))]).text.endswith(text[10:])  # the way out
+
+
+def test_only_words_that_may_change_are_spelled_and_no_text_behind_them_is_read(spelled, monkeypatch):
+    text = "hree mnay " * 20
+    read = []
+    encode = WRITER.model.encode
+    monkeypatch.setattr(WRITER.model, "encode", lambda ids, *rest: read.append(ids.shape) or encode(ids, *rest))
+    WRITER.edit(text, keep=[(0, 10), (15, len(text))])
+    assert spelled == ["hree"]
+    assert read[0] == (1, 16)  # up to the word behind it, whose repairs may delete it
+
+
+def test_an_edit_counts_its_own_forwards_while_another_one_runs(monkeypatch):
+    alone = WRITER.edit("hree mnay", seed=1)
+    score = mend.score_texts
+
+    def score_beside_another(*args):
+        monkeypatch.setattr(mend, "score_texts", score)
+        WRITER.edit("a " * mend.CHUNK, keep=[(0, 2 * mend.CHUNK - 2)])  # reads a chunk more
+        return score(*args)
+
+    monkeypatch.setattr(mend, "score_texts", score_beside_another)
+    assert WRITER.edit("hree mnay", seed=1) == alone
 
 
 @pytest.fixture(name="shipped", scope="module")
