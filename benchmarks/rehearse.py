@@ -292,15 +292,13 @@ def serve_openai(folder: str, prompt: str, tokens: int, steps: int) -> dict[str,
             speeds = []
             for seed in (1, 2):  # the second finds everything built
                 at = time.perf_counter()
-                answer = client.completions.create(
-                    model="rehearsal", prompt=prompt, max_tokens=tokens, seed=seed, extra_body=more
-                )
+                answer = client.completions.create(model="", prompt=prompt, max_tokens=tokens, seed=seed, extra_body=more)
                 speeds.append(answer.usage.completion_tokens / (time.perf_counter() - at))
             at = time.perf_counter()
             pieces = [
                 time.perf_counter() - at
                 for _ in client.chat.completions.create(
-                    model="rehearsal",
+                    model="",
                     messages=[{"role": "user", "content": QUESTION}],
                     max_tokens=512,
                     seed=3,

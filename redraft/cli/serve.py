@@ -34,7 +34,7 @@ from redraft.cli.replicas import CONNECTIONS, KEEP_ALIVE, MAX_MODELS, build_mode
 from redraft.cli.terminal import QUIET
 from redraft.cli.warm import show_builds, show_loaded
 from redraft.config import show_value
-from redraft.server.addresses import LATEST, PORT, is_local
+from redraft.server.addresses import LATEST, PORT, check_aliases, is_local
 from redraft.server.first_launch import launch_if_triton
 
 if TYPE_CHECKING:
@@ -112,6 +112,14 @@ Adapters = Annotated[
         help="A LoRA adapter of the first model that clients name as their model; may be repeated.",
     ),
 ]
+Aliases = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--alias",
+        metavar="NAME=MODEL",
+        help="Another name for a model or adapter; *=MODEL for every name that there is not. May be repeated.",
+    ),
+]
 
 
 def serve(
@@ -144,6 +152,7 @@ def serve(
     context: Context = None,
     vision: Vision = False,
     adapters: Adapters = None,
+    aliases: Aliases = None,
     replicas: Replicas = None,
 ) -> None:
     """Serve models to OpenAI, Anthropic, Ollama and llama.cpp clients, and a web page that shows the canvas."""
@@ -165,7 +174,8 @@ def serve(
     loading = {"device": device, "dtype": dtype, "quant": quant, "keep_bf16": keep_bf16, "kv": kv}
     own: dict[str, Any] = {"verify_with": verify_with, "gpu_memory": gpu_memory, "context": context, "vision": vision}
     own["adapters"] = parse_adapters(adapters or (), paths)
-    limited: dict[str, Any] = {"requests": requests, "image_hosts": parse_image_hosts(allow_image_urls or ())}
+    limited: dict[str, Any] = {"aliases": parse_aliases(aliases or (), (*paths, *own["adapters"]))}
+    limited |= {"requests": requests, "image_hosts": parse_image_hosts(allow_image_urls or ())}
     limited |= {"compile_seconds": compile_seconds, "drain_seconds": drain_seconds}
     if replicas is not None:
         refuse_flags(connections=connections, keep_alive=keep_alive, max_models=max_models, device=device)
@@ -230,7 +240,6 @@ def on_demand(name: str, model: str, **options: Any) -> ModelSource:
 
 def parse_models(values: Sequence[str], first_name: str = "") -> dict[str, str]:
     """The models by the names that clients say, the default first. Refuses names that clients could not tell apart."""
-    from redraft.server.api.openai import EDIT_MODEL
     from redraft.writer import DEFAULT_MODEL
 
     paths: dict[str, str] = {}
@@ -247,8 +256,6 @@ def parse_models(values: Sequence[str], first_name: str = "") -> dict[str, str]:
             way_out = "put another name before one of them, NAME=MODEL"
             named = f"{paths[name] or 'tiny'} and {path or 'tiny'}"
             raise ValueError(f"--model gives the name {name} twice, for {named}: {way_out}")
-        if paths and name == EDIT_MODEL:
-            raise ValueError(f"--model {value} has a name that means edits by the first model: choose another one")
         paths[name] = path
     return paths
 
@@ -274,20 +281,33 @@ def check_several(paths: Mapping[str, str], max_models: int, gpu_memory: str | N
 
 def parse_adapters(values: Sequence[str], models: Collection[str]) -> dict[str, str]:
     """The folders of adapters by their names. Refuses names that clients could not tell apart."""
-    from redraft.server.api.openai import EDIT_MODEL
-
     folders: dict[str, str] = {}
     for value in values:
         name, _, folder = value.partition("=")
         if not name or not folder:
             raise ValueError(f"--adapter is a name and a folder, NAME=DIR, got {show_value(value)}")
         check_name(name, "--adapter", folder)
-        if name in (*models, EDIT_MODEL):
+        if name in models:
             raise ValueError(f"--adapter {value} has the name of a model that the server has already: choose another one")
         if name in folders:
             raise ValueError(f"--adapter gives the name {name} twice, for {folders[name]} and {folder}")
         folders[name] = folder
     return folders
+
+
+def parse_aliases(values: Sequence[str], models: Collection[str]) -> dict[str, str]:
+    """Other names of models and adapters. Refuses those that mean none of them, or that hide one."""
+    aliases: dict[str, str] = {}
+    for value in values:
+        name, _, model = value.partition("=")
+        if not name or not model:
+            raise ValueError(f"--alias is a name and a model, NAME=MODEL, got {show_value(value)}")
+        check_name(name, "--alias", model)
+        if name in aliases:
+            raise ValueError(f"--alias gives the name {name} twice, for {aliases[name]} and {model}")
+        aliases[name] = model
+    check_aliases(aliases, models)
+    return aliases
 
 
 def build_limits(max_body: int, body_seconds: float, connections: int, **options: Any) -> Limits:

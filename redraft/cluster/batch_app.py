@@ -18,6 +18,7 @@ from typing import Any
 
 from redraft.cluster.batch_file import BatchRequest, answer_result
 from redraft.cluster.jobs import Item, Result
+from redraft.server.addresses import ANY
 from redraft.server.app import make_app
 from redraft.server.server_config import ServerConfig
 from redraft.writer import Writer, load
@@ -35,7 +36,7 @@ class BatchProcessor:
         """`name` is the model's name in the answers."""
         self.writer = writer
         self.in_flight = 2 * writer.engine.config.max_running  # what the engine runs at once, and the next ones
-        self.app = make_app(writer, ServerConfig(name=name, drain_seconds=0.0))
+        self.app = make_app(writer, ServerConfig(name=name, aliases={ANY: name}, drain_seconds=0.0))
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._is_open: Future[None] = Future()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from redraft.config import ConfigError, read_file, show_value
 from redraft.config.values import require_int, require_number, require_object, require_range
-from redraft.server.addresses import LATEST, PORT, is_local
+from redraft.server.addresses import ANY, LATEST, PORT, check_aliases, is_local
 
 FRONT = "front"  # the deployment that has the address
 KEY_VARIABLE = "REDRAFT_API_KEY"
@@ -119,6 +119,7 @@ class ClusterConfig:
     """A Ray Serve application of one or several models behind one address."""
 
     models: tuple[ServedModel, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of models, as --alias
     host: str = "127.0.0.1"
     port: int = PORT
     key: str | None = None  # None: the front reads REDRAFT_API_KEY on its own node
@@ -140,6 +141,7 @@ class ClusterConfig:
         names = [name for model in self.models for name in model.names]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"two models or adapters have the name {doubled[0]!r}: choose another name for one of them")
+        check_aliases(require_object("aliases", self.aliases), names)
         deployments = [FRONT, *(model.deployment for model in self.models)]
         if doubled := sorted({name for name in deployments if deployments.count(name) > 1}):
             raise ConfigError(f"two deployments would have the name {doubled[0]!r}: choose another name for the model")
@@ -167,6 +169,10 @@ class ClusterConfig:
     def ongoing_of_a_replica(self) -> int:
         """Requests that Serve gives to one replica at once."""
         return min(self.ongoing, self.requests)
+
+    def aliases_of(self, model: ServedModel) -> dict[str, str]:
+        """The aliases in a replica of a model, which takes every request that the front sends to it."""
+        return {ANY: model.name} | {alias: name for alias, name in self.aliases.items() if name in model.names}
 
     def check_key(self, key: str | None) -> None:
         """Refuses an address that other machines reach without a key."""

@@ -91,6 +91,7 @@ def server_config(model: ServedModel, config: ClusterConfig) -> Any:
     size = config.max_body * 2**20
     return ServerConfig(
         name=model.name,
+        aliases=config.aliases_of(model),
         limits=Limits(bodies=BodyLimits(body_bytes=size, received_bytes=4 * size, body_seconds=config.body_seconds)),
         requests=2 * config.requests,  # the front has the limit; a request whose client left still has its slot for a moment
         compile_seconds=config.compile_seconds,

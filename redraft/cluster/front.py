@@ -17,7 +17,7 @@ from typing import Any
 from redraft.cluster.cluster_config import KEY_VARIABLE, ClusterConfig
 from redraft.cluster.replica import collect_families, listen_on_loopback, replica_name
 from redraft.cluster.routing import read_fields, session_of
-from redraft.server.addresses import LATEST, is_local
+from redraft.server.addresses import is_local, resolve_name
 
 Message = MutableMapping[str, Any]
 Batches = AsyncGenerator[list[Message], None]
@@ -85,7 +85,7 @@ class Front:
 
         fields = await asyncio.to_thread(read_fields, body) if len(body) > 2**16 else read_fields(body)
         path = scope["path"]
-        model = self.find_model(path.removeprefix(MODEL_PATH) if path.startswith(MODEL_PATH) else fields.model_name)
+        model = self.find_model(path.removeprefix(MODEL_PATH) if path.startswith(MODEL_PATH) else fields.model_name(path))
         session = session_of(dict(scope["headers"]), fields)
         try:
             async with aclosing(self.ask(model, scope, body, session)) as batches:
@@ -125,8 +125,15 @@ class Front:
             response.cancel()
 
     def find_model(self, name: str) -> str:
-        """The deployment of a model or adapter. An unknown name means the first model."""
-        return self.model_of.get(name) or self.model_of.get(name.removesuffix(LATEST)) or self.first
+        """The deployment of the model or adapter that a client names; the first if it names none."""
+        from redraft.server.errors import UnknownModelError
+
+        if not name:
+            return self.first
+        found = resolve_name(name, self.model_of, self.config.aliases)
+        if found is None:
+            raise UnknownModelError(name, list(self.model_of))
+        return self.model_of[found]
 
     # 2. What all replicas say
 

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 SESSION_HEADER = b"x-session-id"  # Ray's own name
+SHOW = "/api/show"
 LONGEST_SESSION = 256  # characters that count
 LONGEST_VALUE = 4096  # characters of an image that count
 MOST_VALUES = 300_000  # JSON values of a body; more are refused by the replica
@@ -27,17 +28,17 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     model: Any = None
-    name: Any = None  # what older clients of Ollama call the model
+    name: Any = None  # what older clients of Ollama call the model that they want to be shown
     prompt_cache_key: Any = None
     system: Any = None
     instructions: Any = None
     messages: Any = None
     input: Any = None
 
-    @property
-    def model_name(self) -> str:
-        """The model that the request names; empty if it names none."""
-        return next((value for value in (self.model, self.name) if isinstance(value, str) and value), "")
+    def model_name(self, path: str) -> str:
+        """The model that a request to this path names; empty if it names none."""
+        named = (self.model, self.name) if path == SHOW else (self.model,)
+        return next((value for value in named if isinstance(value, str) and value), "")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0;
 
 # What the fields mean that several routes share. A field that is not here says its meaning by its name.
 MEANINGS = {
-    "model": "ignored: the server has one model, and the response names it",
+    "model": "a model, an adapter or an alias that the server has; without one, its first model",
     "messages": "the conversation, oldest message first",
     "prompt": "the text to continue, or its token ids; several where a list is allowed",
     "suffix": "the text after the gap: infill instead of continuing",

@@ -6,7 +6,8 @@ a bare ValueError counts as a user mistake only where a request is checked befor
 """
 
 import logging
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from redraft.config import ConfigError
@@ -16,6 +17,7 @@ from redraft.model.backbone import CausalOnlyError
 from redraft.tasks.sudoku.board import BoardError
 from redraft.tokenizer.tokenizer import TokenizerError
 
+LONGEST_NAME = 100  # characters of a model's name in a sentence
 LOG = logging.getLogger("redraft.server")
 
 
@@ -27,8 +29,16 @@ class BadRequestError(ValueError):
         self.param = param
 
 
-class NotFoundError(LookupError):
-    """A thing that the server does not have."""
+class UnknownModelError(LookupError):
+    """A request names a model that the server does not have. `models` are those it has, the first one first."""
+
+    param = "model"
+
+    def __init__(self, model: str, models: Sequence[str]) -> None:
+        name = model if len(model) <= LONGEST_NAME else f"{model[:LONGEST_NAME]}..."
+        alias = shlex.quote(f"{name}={models[0]}")
+        way_out = f"name one of them, or start it with --alias {alias}"
+        super().__init__(f"there is no model {name!r} here; this server has {', '.join(models)}: {way_out}")
 
 
 class BodyTooLargeError(Exception):
@@ -79,7 +89,7 @@ class ClientDisconnected(RuntimeError):
 BAD_REQUESTS = (BadRequestError, PatternError, ConfigError, TokenizerError, BoardError, RequestError, CausalOnlyError)
 STATUS_CODES: dict[type[Exception], int] = {
     **dict.fromkeys(BAD_REQUESTS, 400),
-    NotFoundError: 404,
+    UnknownModelError: 404,
     Stopped: 409,
     BodyTimeoutError: 408,
     BodyTooLargeError: 413,

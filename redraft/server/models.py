@@ -22,8 +22,8 @@ import torch
 from fastapi import Request
 
 from redraft.config import ConfigError
-from redraft.server.addresses import LATEST
-from redraft.server.errors import LOG, ModelLoadError, ServerClosingError, message_of
+from redraft.server.addresses import check_aliases, resolve_name
+from redraft.server.errors import LOG, ModelLoadError, ServerClosingError, UnknownModelError, message_of
 from redraft.server.images import ServedImages, new_permits
 from redraft.server.keep_alive import FOREVER
 from redraft.server.middleware import AT_END, Metrics
@@ -73,6 +73,8 @@ class Models:
                 raise ConfigError(f"two models have the name {name!r}: the first, or an adapter of it, and another one")
         self.sources = dict(sources)
         self.config = config
+        self.names = (config.name, *writer.adapters, *sources)  # of models and adapters, as lists show them
+        check_aliases(config.aliases, self.names)
         self.metrics = metrics
         self.clock: Callable[[], float] = time.monotonic
         self.cards = {config.name: ModelCard.from_writer(writer)}
@@ -133,14 +135,13 @@ class Models:
     # 2. What is here
 
     def find_name(self, model: str | None) -> str:
-        """The name of the model or adapter that a client means. Clients of Ollama may add a tag.
-
-        A name that the server does not know means the first model.
-        """
-        for name in (model or "", (model or "").removesuffix(LATEST)):
-            if name in self.sources or name in self.first.writers:
-                return name
-        return self.first.name
+        """The model or adapter that a client names; the first model if it names none. Raises UnknownModelError."""
+        if not model:
+            return self.first.name
+        name = resolve_name(model, self.names, self.config.aliases)
+        if name is None:
+            raise UnknownModelError(model, self.names)
+        return name
 
     def base_of(self, name: str) -> str:
         """The model to which a name belongs: an adapter is one of the first model's."""

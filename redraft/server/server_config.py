@@ -1,5 +1,6 @@
 """ServerConfig: the settings of a server."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from redraft.config.values import require_int
@@ -13,6 +14,7 @@ class ServerConfig:
     """Settings of a server."""
 
     name: str = "redraft"  # the first model's name, as clients see it
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of models; "*" is any name that there is not
     limits: Limits = field(default_factory=Limits)
     requests: int = 72  # that run or wait at once; more are answered with 429
     compile_seconds: float = COMPILE_SECONDS  # for the patterns of one request

@@ -116,8 +116,8 @@ class Service:
         self.writer.pattern_compiler = self._own_compiler
 
     def select(self, name: str) -> "Service":
-        """This service for one of its adapters. A name that it does not know means the base."""
-        if name == self.name or name not in self.writers:
+        """This service for its model or one of its adapters."""
+        if name == self.name:
             return self
         selected = copy.copy(self)
         selected.name = name

@@ -94,6 +94,7 @@ def deployed(tmp_path_factory):
     }
     random = {"name": "b", "model": str(tiny.save_folder(folder / "b")), "cpus": 0, "threads": 1, "autoscaling": AUTO}
     settings = {"port": free_port(), "requests": 9, "drain_seconds": 300, "models": [story, random]}
+    settings["aliases"] = {"gpt-4o": "b", "gpt-4o-mini": "numbers"}
     with ray_cluster.two_nodes(REDRAFT_API_KEY=KEY) as cluster:
         subject = Deployed(cluster, settings, folder)
         subject.deploy()
@@ -167,17 +168,20 @@ def test_requests_of_one_conversation_reach_one_replica(deployed):
     assert set.union(*by_conversation) == set(deployed.replicas("tiny"))
 
 
-def test_a_model_an_adapter_and_an_unknown_name_are_answered_by_their_deployments(deployed):
-    for name, answered_by, deployment in (("b", "b", "b"), ("numbers", "numbers", "tiny"), ("unknown", "tiny", "tiny")):
+def test_a_model_an_adapter_and_an_alias_are_answered_by_their_deployments(deployed):
+    aliases = (("gpt-4o", "b", "b"), ("gpt-4o-mini", "numbers", "tiny"))
+    for name, answered_by, deployment in (("b", "b", "b"), ("numbers", "numbers", "tiny"), ("", "tiny", "tiny"), *aliases):
         body = {"model": name, "prompt": "ab", "max_tokens": 4, "seed": 1}
         whole = deployed.client.completions.with_raw_response.create(**body)
         assert whole.headers["x-redraft-replica"] in deployed.replicas(deployment)
         assert whole.parse().model == answered_by
         assert collect(deployed.client.completions.create(**body, stream=True))[0] == whole.parse().choices[0].text
     names = [row["id"] for row in deployed.http.get("/v1/models").json()["data"]]
-    assert names == ["tiny", "mercury-coder-local", "numbers", "b"]
+    assert names == ["tiny", "numbers", "b"]
     assert [row["name"] for row in deployed.http.get("/api/tags").json()["models"]] == ["tiny", "numbers", "b"]
-    assert deployed.http.get("/v1/models/b").json()["id"] == "b"
+    assert [deployed.http.get(f"/v1/models/{name}").json()["id"] for name in ("b", "gpt-4o")] == ["b", "b"]
+    with pytest.raises(openai.NotFoundError, match="there is no model 'unknown' here; this server has tiny, numbers, b"):
+        deployed.client.completions.create(model="unknown", prompt="ab")
 
 
 def test_access_is_checked_as_on_one_machine_and_all_ports_are_local(deployed):

@@ -14,6 +14,7 @@ from redraft.cluster import deploy, front, ray_connection
 from redraft.cluster.cluster_config import ClusterConfig, ServedModel, config_from, read_config
 from redraft.cluster.routing import Fields, read_fields, session_of
 from redraft.config import ConfigError
+from redraft.server.errors import UnknownModelError
 
 TINY = {"name": "tiny"}
 
@@ -40,7 +41,7 @@ def test_a_config_is_read_from_yaml(tmp_path):
         (None, "models must be a list with at least one model, got None"),
         ([], "the config must be an object, got \\[\\]"),
         ({"models": []}, "a cluster serves at least one model: name it under models"),
-        ({"models": [TINY], "ports": 1}, "the config has no setting 'ports'; it has models, host, port"),
+        ({"models": [TINY], "ports": 1}, "the config has no setting 'ports'; it has models, aliases, host"),
         ({"models": [{"model": "tiny"}]}, "a model needs a name, got {'model': 'tiny'}"),
         ({"models": [{**TINY, "gpu": 1}]}, "the model 'tiny' has no setting 'gpu'; it has name, model, replicas"),
         ({"models": [{**TINY, "replicas": 0}]}, "replicas of tiny must be a whole number from 1 to 10000, got 0"),
@@ -54,6 +55,8 @@ def test_a_config_is_read_from_yaml(tmp_path):
         ({"models": [{"name": "a:latest"}]}, "the model a:latest: leave out :latest, which clients add to any name"),
         ({"models": [TINY], "hosts": "example"}, "hosts must be a list of texts, got 'example'"),
         ({"models": [TINY], "image_hosts": ["http://a"]}, "image_hosts takes a host, .* got 'http://a'"),
+        ({"models": [TINY], "aliases": {"a": "b"}}, "the alias 'a' means 'b', which is no model here: name tiny"),
+        ({"models": [TINY], "aliases": ["gpt"]}, "aliases must be an object"),
         ({"models": [TINY], "port": 0}, "port must be a whole number from 1 to 65535, got 0"),
     ],
 )
@@ -163,7 +166,7 @@ def test_a_session_that_the_client_gives_comes_first():
 def test_any_body_has_a_session_and_a_model_name(body):
     found = read_fields(body)
     assert isinstance(session_of({}, found), str)
-    assert isinstance(found.model_name, str)
+    assert isinstance(found.model_name("/api/show"), str)
 
 
 VALUES = st.recursive(st.none() | st.integers() | st.text(max_size=4), lambda part: st.lists(part, max_size=3), max_leaves=5)
@@ -176,7 +179,7 @@ MESSAGES = st.lists(
 def test_fields_of_any_type_have_a_session_and_a_model_name(body):
     found = read_fields(json.dumps(body).encode())
     assert isinstance(session_of({}, found), str)
-    assert isinstance(found.model_name, str)
+    assert isinstance(found.model_name("/api/show"), str)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +204,8 @@ def test_a_lost_stream_ends_with_an_error_of_its_wire_format(path, start):
 # The front, without replicas
 
 
-def ask_front(monkeypatch, url, **settings):
-    """The status and the body of GET /v1/models at a front that Ray's proxy reaches at this address."""
+def ask_front(monkeypatch, url, path="/v1/models", **settings):
+    """The status and the message of a GET request at a front that Ray's proxy reaches at this address."""
     monkeypatch.setattr(front, "listen_on_loopback", lambda: None)
     monkeypatch.delenv("REDRAFT_API_KEY", raising=False)
     subject = front.Front(ClusterConfig(models=(ServedModel(name="tiny"),), **settings), None)
@@ -210,7 +213,7 @@ def ask_front(monkeypatch, url, **settings):
     async def ask():
         transport = httpx.ASGITransport(app=front.build_app(subject))
         async with httpx.AsyncClient(transport=transport, base_url=url) as client:
-            return await client.get("/v1/models")
+            return await client.get(path)
 
     response = asyncio.run(ask())
     return response.status_code, response.json()["error"]["message"]
@@ -225,3 +228,14 @@ def test_a_front_without_a_key_answers_this_machine_only(monkeypatch):
 def test_a_front_checks_key_and_host(monkeypatch):
     assert ask_front(monkeypatch, "http://10.0.0.7:8000", hosts=("10.0.0.7",), key="secret")[0] == 401
     assert ask_front(monkeypatch, "http://10.0.0.7:8000", key="secret")[0] == 403
+
+
+def test_a_front_knows_models_adapters_and_aliases(monkeypatch):
+    unknown = ask_front(monkeypatch, "http://127.0.0.1:8000", "/v1/models/gpt-9")
+    assert unknown == (404, str(UnknownModelError("gpt-9", ["tiny"])))
+    models = (ServedModel(name="tiny", adapters={"poet": "runs/poet"}), ServedModel(name="b"))
+    config = ClusterConfig(models=models, aliases={"gpt-4o": "poet", "*": "b"})
+    subject = front.Front(config, None, None)
+    assert [subject.find_model(name) for name in ("", "tiny", "poet:latest", "gpt-4o", "gpt-9")] == [*["tiny"] * 4, "b"]
+    assert config.aliases_of(models[0]) == {"*": "tiny", "gpt-4o": "poet"}
+    assert deploy.server_config(models[1], config).aliases == {"*": "b"}

@@ -24,7 +24,7 @@ TOOL = {"name": "find", "description": "Finds.", "parameters": {"type": "object"
 
 @pytest.fixture(scope="module")
 def url():
-    with served(make(), name="small") as address:
+    with served(make(), name="small", aliases={"mercury-coder-local": "small"}) as address:
         yield address
 
 
@@ -45,7 +45,7 @@ def client(url):
 
 def test_openai_chats_whole_and_streamed(client):
     asked = {
-        "model": "any",
+        "model": "",
         "messages": user("say: Hi there, who are you?"),
         "seed": 3,
         "max_tokens": 64,
@@ -204,7 +204,7 @@ def test_anthropic_messages_whole_and_streamed(url):
     said = "say: <|channel>thought\nhm<channel|>I look.<|tool_call>call:find{n:2}<tool_call|>"
     tools = [{"name": "find", "description": "Finds.", "input_schema": {"type": "object"}}]
     asked = {
-        "model": "any",
+        "model": "",
         "max_tokens": 96,
         "system": "Be brief.",
         "messages": user(said),
@@ -260,11 +260,11 @@ def test_ollama_generates_and_chats(url):
     assert client.list().models[0].model == "small"
     assert ".Suffix" in client.show("small").template
     assert client.ps().models[0].name == "small"
-    told = client.chat("m", user("say: ab"), logprobs=True, top_logprobs=2)
+    told = client.chat("small", user("say: ab"), logprobs=True, top_logprobs=2)
     assert [(one.token, one.logprob, len(one.top_logprobs)) for one in told.logprobs] == [("a", 0, 2), ("b", 0, 2)]
-    streamed = list(client.chat("m", user("say: ab"), logprobs=True, stream=True))
+    streamed = list(client.chat("small", user("say: ab"), logprobs=True, stream=True))
     assert [one.token for part in streamed for one in part.logprobs or []] == ["a", "b"]
-    assert client.chat("m", user("say: ab")).logprobs is None
+    assert client.chat("small", user("say: ab")).logprobs is None
     with pytest.raises(ollama.ResponseError, match="takes no images: send text only"):
         client.generate(model="small", prompt="x", images=["aGk="])
 
@@ -323,7 +323,7 @@ def test_zed_marks_the_gap_in_the_prompt(http, prompt):
     gap = fim.find_gap(prompt)
     assert (gap.prefix.rstrip(), gap.suffix) == ("a =", "\nc = 3")
     found = http.post(
-        "/v1/completions", json={"model": "m", "prompt": prompt, "max_tokens": 8, "stop": ["<|fim_middle|>"]}
+        "/v1/completions", json={"model": "small", "prompt": prompt, "max_tokens": 8, "stop": ["<|fim_middle|>"]}
     ).json()
     assert {"id", "object", "created", "model", "choices", "usage"} <= set(found)
     assert set(found["usage"]) >= {"prompt_tokens", "completion_tokens", "total_tokens"}
@@ -331,7 +331,7 @@ def test_zed_marks_the_gap_in_the_prompt(http, prompt):
 
 
 def test_continue_and_minuet(http):
-    body = {"model": "m", "prompt": "a = ", "suffix": "\nc = 3", "max_tokens": 8, "stream": True, "stop": ["\n\n"]}
+    body = {"model": "small", "prompt": "a = ", "suffix": "\nc = 3", "max_tokens": 8, "stream": True, "stop": ["\n\n"]}
     for path in ("/v1/fim/completions", "/v1/completions"):
         lines = http.post(path, json=body).text.split("\n\n")
         part = json.loads(lines[0].removeprefix("data: "))
@@ -339,7 +339,7 @@ def test_continue_and_minuet(http):
         assert lines[-2] == "data: [DONE]"
     blank = http.post("/v1/completions", json={**body, "suffix": "<|endoftext|>", "stream": False}).json()
     assert "delta" not in blank["choices"][0]  # there is no suffix: the text is continued
-    assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["small", "mercury-coder-local"]
+    assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["small"]
 
 
 def test_an_edit_of_a_long_file_keeps_the_text_nearest_to_the_region(http):

@@ -151,13 +151,6 @@ def test_models_are_listed(url, http):
         assert [model["details"]["parent_model"] for model in models] == ["", "base", "base"]
 
 
-def test_an_unknown_model_is_the_base(http):
-    body = {"prompt": "Once", "max_tokens": 20, "seed": 3, "model": "nobody/knows"}
-    reply = http.post("/v1/completions", json=body).json()
-    assert reply["model"] == "base"
-    assert reply["choices"][0]["text"] == alone("base", "Once", False, seed=3, max_tokens=20)
-
-
 def test_the_anthropic_client_streams_an_adapter(url):
     client = keep(anthropic.Anthropic(base_url=url, api_key="none", max_retries=0))
     options = {"model": "poet", "max_tokens": 20, "messages": user("hi"), "extra_body": {"seed": 3}}

@@ -176,12 +176,6 @@ def test_the_other_routes_use_the_named_model(url):
     assert 'redraft_tokens_total{kind="prompt",model="one"}' in text
 
 
-def test_an_unknown_model_means_the_first(url):
-    with httpx.Client(base_url=url, timeout=60) as http:
-        answer = http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 12, "seed": 3, "model": "gpt-9"}).json()
-    assert (answer["model"], answer["choices"][0]["text"]) == ("base", alone("base", "Once"))
-
-
 # 2. Loading
 
 

@@ -209,6 +209,7 @@ class LlamaCppRoutes(Handlers):
         """POST /infill: an editor's newest request replaces its previous one."""
         body = await read_body(request, InfillRequest)
         require_unchecked(body.check, "a gap")
+        self.models.find_name(body.model)  # that it exists; warming up loads none
         if body.n_predict == 0 or not (body.input_prefix or body.prompt or body.input_suffix):  # an editor warms up
             return JSONResponse(response_body([], body))
         gap = Gap(body.input_prefix + body.prompt, body.input_suffix, context_of(body.input_extra))

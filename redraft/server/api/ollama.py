@@ -204,13 +204,13 @@ class OllamaRoutes(Handlers):
 
     async def tags(self) -> dict[str, Any]:
         """GET /api/tags: all models, loaded or not."""
-        return {"models": [self._model_entry(name) for name in (*self.models.first.writers, *self.models.sources)]}
+        return {"models": [self._model_entry(name) for name in self.models.names]}
 
     async def running(self) -> dict[str, Any]:
         """GET /api/ps: the models that are in memory."""
         seconds_left = self.models.seconds_left
         entries = []
-        for name in (*self.models.first.writers, *self.models.sources):
+        for name in self.models.names:
             base = self.models.base_of(name)
             if base in seconds_left:
                 entry = self._model_entry(name)

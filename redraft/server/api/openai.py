@@ -33,7 +33,7 @@ from redraft.server.completion import (
     prompt_text,
     split_prompts,
 )
-from redraft.server.errors import BadRequestError, NotFoundError
+from redraft.server.errors import BadRequestError
 from redraft.server.fim import Gap, find_gap, find_region
 from redraft.server.frames import Frame
 from redraft.server.images import ignored_image_fields, text_of_content
@@ -48,9 +48,6 @@ from redraft.tasks import best_of
 from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import new_seed
-
-EDIT_MODEL = "mercury-coder-local"  # the model name under which Continue asks for edits
-
 
 # 1. Responses
 
@@ -254,35 +251,27 @@ class OpenAIRoutes(Handlers):
 
     async def list_models(self) -> dict[str, Any]:
         """GET /v1/models."""
-        return {"object": "list", "data": list(self._model_entries().values())}
+        return {"object": "list", "data": [self._model_entry(name) for name in self.models.names]}
 
     async def show_model(self, model_id: str) -> dict[str, Any]:
         """GET /v1/models/ID."""
-        entries = self._model_entries()
-        if model_id not in entries:
-            raise NotFoundError(f"there is no model {model_id[:100]!r} here; this server has {', '.join(entries)}")
-        return entries[model_id]
+        return self._model_entry(self.models.find_name(model_id))
 
-    def _model_entries(self) -> dict[str, dict[str, Any]]:
-        first = self.models.first
-        entries = {}
-        edits = [EDIT_MODEL] if first.is_diffusion else []
-        for name in (first.name, *edits, *first.writer.adapters, *self.models.sources):
-            card = self.models.cards[self.models.base_of(name)]
-            entries[name] = {
-                "id": name,
-                "object": "model",
-                "created": self.started_at,
-                "owned_by": "redraft",
-                "max_model_len": card.context_length,
-                "can_chat": card.can_chat,
-                "diffusion": card.is_diffusion,
-                "vision": card.takes_images,
-                **card.drafter_fields,
-            }
-            if name in first.writer.adapters:
-                entries[name]["parent"] = first.name  # as vLLM names the base of an adapter
-        return entries
+    def _model_entry(self, name: str) -> dict[str, Any]:
+        base = self.models.base_of(name)
+        card = self.models.cards[base]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.started_at,
+            "owned_by": "redraft",
+            "max_model_len": card.context_length,
+            "can_chat": card.can_chat,
+            "diffusion": card.is_diffusion,
+            "vision": card.takes_images,
+            **card.drafter_fields,
+            **({"parent": base} if name != base else {}),  # as vLLM names the base of an adapter
+        }
 
     async def _infill(
         self, request: Request, body: CompletionRequest, gaps: Sequence[Gap], builder: ResponseBuilder, *, paragraph: bool

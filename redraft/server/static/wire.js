@@ -1,7 +1,6 @@
 // Requests to the server, and its events as they arrive.
 
 const KEY = "redraft-key";
-const EDITS = "mercury-coder-local";
 
 async function post(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
@@ -40,11 +39,11 @@ export async function* events(path, body, signal, askKey) {
   }
 }
 
-// The models and adapters that the server has, the default first; none if it does not say. EDITS is the first model by another name.
+// The models and adapters that the server has, the default first; none if it does not say.
 export async function listModels() {
   const key = sessionStorage.getItem(KEY);
   const response = await fetch("/v1/models", key ? { headers: { Authorization: `Bearer ${key}` } } : {}).catch(() => null);
-  return response?.ok ? (await response.json()).data.filter(({ id }) => id !== EDITS) : [];
+  return response?.ok ? (await response.json()).data : [];
 }
 
 // Runs of a tab that ship with the page; none for a tab without.
