@@ -432,10 +432,14 @@ class Writer:
 
         With a strength it replaces at most this share of the tokens, the least likely ones; an instruction (chat models
         only, strength 0.3) conditions which are likely. Characters in the spans `keep` (start, end) do not change.
-        Raises Stopped once `stop` is set. `settings` are `temperature` and fields of SamplerConfig.
+        Raises Stopped once `stop` is set. `settings` are `temperature` and fields of SamplerConfig; repairs take none.
         """
         if instruction is None and strength is None:
             self._sampler_config(**settings)  # refuses unknown settings
+            if given := sorted(name for name, value in settings.items() if value is not None):
+                raise ValueError(
+                    f"{given[0]} has no meaning for repairs, which draw nothing: give a strength, or leave it out"
+                )
             return self.mender.mend(text, least=DEFAULT_LEAST, keep=keep, seed=choose_seed(seed), stop=stop)
         prompt: list[int] = []
         if instruction is not None:

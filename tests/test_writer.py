@@ -241,12 +241,17 @@ def test_python_takes_the_same_temperature_as_the_server():
     assert cold.ids != WRITER.write("Once", seed=3).ids
     assert WRITER.write("Once", seed=3, temperature=1.0).ids == WRITER.write("Once", seed=3).ids
     asked = []
-    for call in (lambda **k: WRITER.fill("a[[ 2 ]]b", seed=1, **k), lambda **k: WRITER.edit("some words", seed=1, **k)):
+    calls = (
+        lambda **k: WRITER.fill("a[[ 2 ]]b", seed=1, **k),
+        lambda **k: WRITER.edit("some words", seed=1, strength=1, **k),
+    )
+    for call in calls:
         with pytest.MonkeyPatch.context() as patch:
             add = WRITER.engine.add
             patch.setattr(WRITER.engine, "add", lambda ids, cfg, add=add, **k: asked.append(cfg.t_max) or add(ids, cfg, **k))
             call(temperature=0.5)
-    assert set(asked) == {0.5 * WRITER.sampler.t_max}
+        assert set(asked) == {0.5 * WRITER.sampler.t_max}
+        asked.clear()
 
 
 def test_options_as_a_record_equal_options_as_keywords():

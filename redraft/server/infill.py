@@ -99,10 +99,8 @@ def trim_infill(text: str, stop_strings: Sequence[str], indent: int, paragraph: 
     return text
 
 
-def rewrite_region(
-    writer: Writer, region: Region, stop: threading.Event, *, seed: int | None = None, temperature: float | None = None
-) -> Infill:
-    """Redrafts the least likely tokens of a region; the model reads the file around it, which does not change."""
+def rewrite_region(writer: Writer, region: Region, stop: threading.Event, *, seed: int | None = None) -> Infill:
+    """Repairs the mistakes in a region; the model reads the file before it. `seed` is reported only."""
     began = time.perf_counter()
     seed = seed if seed is not None else new_seed()
     with checking_request():
@@ -110,13 +108,7 @@ def rewrite_region(
     text = prefix + region.text + suffix
     region_end = len(prefix) + len(region.text)
     with checking_request():
-        edited = writer.edit(
-            text,
-            keep=[(0, len(prefix)), (region_end, len(text))],
-            seed=seed,
-            stop=stop,
-            **temperature_settings(writer.sampler.changed(check="off"), temperature),
-        )
+        edited = writer.edit(text, keep=[(0, len(prefix)), (region_end, len(text))], seed=seed, stop=stop)
     new_region = edited.text[len(prefix) : len(edited.text) - len(suffix)]
     stats = Stats(
         seed=seed,

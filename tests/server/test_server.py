@@ -345,9 +345,14 @@ def test_continue_and_minuet(http):
 def test_an_edit_of_a_long_file_keeps_the_text_nearest_to_the_region(http):
     far, region = "# far\n" * 400, "a = 1\nb = 2"
     file = f"current_file_path: a.py\n{far}near()\n<|code_to_edit|>\n{region}\n<|/code_to_edit|>\nbelow()\n{far}"
-    body = {"messages": user(f"<|current_file_content|>\n{file}<|/current_file_content|>"), "seed": 1}
-    found = http.post("/v1/edit/completions", json=body).json()["choices"][0]["message"]["content"]
-    assert found.startswith("```\n")
+    body = {"messages": user(f"<|current_file_content|>\n{file}<|/current_file_content|>")}
+    found = http.post("/v1/edit/completions", json=body)
+    assert "x-redraft-unknown-fields" not in found.headers
+    assert found.json()["choices"][0]["message"]["content"].startswith("```\n")
+    settings = {"temperature": 0.5, "seed": 1, "max_tokens": 2}  # of which a repair has no use
+    same = http.post("/v1/edit/completions", json=body | settings)
+    assert same.headers["x-redraft-unknown-fields"] == "temperature, seed, max_tokens"
+    assert same.json()["choices"] == found.json()["choices"]
     before, after = infill.surrounding_text(make(), fim.find_region(body["messages"][0]["content"]))
     assert before.endswith("near()\n")
     assert after.startswith("\nbelow()")

@@ -193,6 +193,7 @@ def test_nothing_is_suggested_for_nothing():
         (lambda: WRITER.edit("text", keep=(0, 3)), "a span is a pair of a start and an end, got 0"),
         (lambda: WRITER.edit("a<eos>b"), "'<eos>', a special token"),
         (lambda: WRITER.edit("long " * 200), "the text has 1000 tokens after a prompt of 1, but the model's context is"),
+        (lambda: WRITER.edit("text", temperature=0.5), "temperature has no meaning for repairs, which draw nothing"),
         (lambda: WRITER.suggest("long " * 2000), "take it in parts"),
         (lambda: WRITER.suggest("a", least=0.5), "least must be a number above 1, got 0.5"),
         (lambda: WRITER.suggest("a", most=0), "most must be a whole number from 1"),

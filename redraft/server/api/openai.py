@@ -228,17 +228,20 @@ class OpenAIRoutes(Handlers):
         return await own._infill(request, body, gaps, builder, paragraph=True)
 
     async def edit(self, request: Request) -> Response:
-        """POST /v1/edit/completions: rewrites a region of a file, between fences."""
+        """POST /v1/edit/completions: mends a region of a file, and returns it between fences."""
         body = await read_body(request, EditRequest)
         region = find_region("\n".join(text_of_content(message.content or "", "messages") for message in body.messages))
         if region is None:
             message = "there is nothing to edit: no <|code_to_edit|> ... <|/code_to_edit|> in the messages"
             raise BadRequestError(message, "messages")
 
+        # Repairs draw no random numbers, and a cut would lose text of the user's.
+        settings = ("temperature", "seed", "max_tokens")
+        name_ignored_fields(request, [name for name in settings if getattr(body, name) is not None])
         service = (await self.of(request, body)).service
 
         def work(stop: threading.Event) -> Iterator[Infill]:
-            yield rewrite_region(service.writer, region, stop, seed=body.seed, temperature=body.temperature)
+            yield rewrite_region(service.writer, region, stop, seed=body.seed)
 
         infill = await service.run_single(request, work, ("edit", program_of(request)))
         service.count_stats(infill.stats)
