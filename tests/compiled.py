@@ -6,8 +6,9 @@ Needs no GPU. Prints one JSON line per kernel: its name, its shared memory, and 
 to memory. `test_triton_kernels.py` runs this file in a process of its own, because a process that interprets kernels cannot
 compile them.
 
-With `--binaries` the products of one canvas and the experts of eight are compiled to a binary, from which spills are known,
-and for sm_90 the kernels without products too. The other variants are compiled up to the stage that allocates shared memory.
+The products of one canvas and the experts of eight are compiled to LLVM code on every card, with `--binaries` to a binary,
+from which spills are known. Kernels without products have no tiles to choose: they are compiled to LLVM code for sm_80, the
+oldest, and to a binary for sm_90. All other variants are compiled up to the stage that allocates shared memory.
 """
 
 import itertools
@@ -18,14 +19,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import triton
 import triton.backends.nvidia
+from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_options
 from triton.compiler import ASTSource
 
 from redraft.kernels import splitmix
@@ -82,8 +84,9 @@ TOP_PROBS = ("own_out", "draft_out", "probs_out")
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # per block, by architecture
 BINARY_PAIRS = (2048, 16384)  # of tokens and experts: one canvas and eight
 FORMULA_SLACK = 1024  # bytes: reductions and barriers, which the formulas leave out
+MEMORY, LLVM, BINARY = range(3)  # how far a kernel is compiled
 CARD = Card(90, 227 * KIB)  # the command line changes both
-TO_BINARY = True
+FARTHEST = BINARY
 
 Kernels = Iterator[Any]
 
@@ -94,7 +97,7 @@ def compile_kernel(
     """Compiles a kernel with these constants. Integer arguments and addresses count as multiples of 16, as in a real launch.
 
     Integer arguments have names in capitals, or names that end in _row or _token. Without `to_binary` the compiler stops
-    before LLVM's optimiser and ptxas. Types, shapes and shared memory are checked by then; the rest takes most of the time.
+    where shared memory is allocated. Types and shapes are checked by then; the rest takes most of the time.
     """
     constants = {"PDL": CARD.architecture >= 90, **constants}
     signature = {}
@@ -111,7 +114,7 @@ def compile_kernel(
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constant_values, attributes)
     options = {"num_warps": warps, "num_stages": stages}
-    with nullcontext() if to_binary and TO_BINARY else skip_binary_stages(kernel.fn.__name__):
+    with stop_after(FARTHEST if to_binary else MEMORY, kernel.fn.__name__):
         return triton.compile(source, target=GPUTarget("cuda", CARD.architecture, 32), options=options)
 
 
@@ -136,20 +139,38 @@ def spilled_bytes(kernel: Any) -> int:
 
 
 @contextmanager
-def skip_binary_stages(name: str) -> Iterator[None]:
-    """Makes triton.compile stop at unoptimised LLVM code. Its results must not go to a cache that a GPU reads."""
+def stop_after(stage: int, name: str) -> Iterator[None]:
+    """Makes triton.compile stop at a stage. Unless that is BINARY, its results must not go to a cache that a GPU reads."""
     add_stages = CUDABackend.add_stages
 
     def name_kernel(source: str, metadata: dict[str, Any]) -> str:
         metadata["name"] = name  # the skipped stage does this
         return ""
 
-    def add_stages_without_binary(self: Any, stages: dict[str, Any], *arguments: Any) -> None:
-        add_stages(self, stages, *arguments)
+    def allocate_memory(module: Any, metadata: dict[str, Any], options: Any) -> str:
+        """The first passes of Triton's stage "llir", up to the one that allocates shared memory."""
+        manager = ir.pass_manager(module.context)
+        passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+        passes.ttgpuir.add_allocate_warp_groups(manager)
+        passes.convert.add_scf_to_cf(manager)
+        passes.gluon.add_inliner(manager)
+        ptx_version = get_ptx_version_from_options(options, CARD.architecture)
+        nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, CARD.architecture, ptx_version)
+        manager.run(module, "allocate_memory")
+        metadata["shared"] = module.get_int_attr("ttg.shared")
+        return ""
+
+    def add_stages_to_stop(self: Any, stages: dict[str, Any], options: Any, *arguments: Any) -> None:
+        add_stages(self, stages, options, *arguments)
+        if stage == MEMORY:
+            stages["llir"] = lambda module, metadata: allocate_memory(module, metadata, options)
         stages["ptx"] = name_kernel
         stages["cubin"] = lambda source, metadata: b""
 
-    CUDABackend.add_stages = add_stages_without_binary
+    if stage == BINARY:
+        yield
+        return
+    CUDABackend.add_stages = add_stages_to_stop
     os.environ["DISABLE_LLVM_OPT"] = "1"
     try:
         yield
@@ -355,10 +376,10 @@ def automaton_kernels() -> Kernels:
 if __name__ == "__main__":
     architecture = int(sys.argv[1])
     CARD = Card(architecture, SHARED_KIB[architecture] * KIB)
-    TO_BINARY = "--binaries" in sys.argv
+    FARTHEST = BINARY if "--binaries" in sys.argv else LLVM
     for compiled_kernel in (*expert_kernels(), *fourbit_kernels(), *linear_fp8_kernels(), *attention_kernels()):
         metadata = compiled_kernel.metadata
         print(json.dumps({"name": metadata.name, "shared": metadata.shared, "spilled": spilled_bytes(compiled_kernel)}))
-    TO_BINARY = TO_BINARY and architecture == 90  # the others have no tiles to choose: one architecture is enough
+    FARTHEST = {80: LLVM, 90: BINARY}.get(architecture, MEMORY)  # of kernels without tiles to choose
     for compiled_kernel in (*other_kernels(), *automaton_kernels()):
         print(json.dumps({"name": compiled_kernel.metadata.name, "shared": compiled_kernel.metadata.shared, "spilled": 0}))
