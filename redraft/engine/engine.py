@@ -211,19 +211,24 @@ class Engine(WorkBeside):
         if self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)
         while self.has_thread:
-            with self._changed:
-                self._changed.wait_for(lambda: not self.has_thread or self._has_work())
-            if self.has_thread:
-                self._grant_turns()
-                self._step_for_streams()
-                self.notify()
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self.has_thread or self._has_work())
+                if self.has_thread:
+                    self._grant_turns()
+                    self._step_for_streams()
+                    self.notify()
+            except BaseException as error:  # the thread must live: without it all streams would wait for ever
+                self._fail_all(error)
 
     def _has_work(self) -> bool:
         """Whether a step would do something. A waiting request may have to wait until a reservation is released."""
+        if self.is_idle and not self.scheduler.turns and not self.scheduler.reservations:
+            return False
         running = list(self.scheduler.running)
         if any(not request.has_unread(self.max_unread) for request in running) or self.scheduler.can_admit:
             return True
-        if self.scheduler.turns:
+        if self.scheduler.waiting_turns:
             return True
         return any(request.is_unwanted for request in (*running, *list(self.scheduler.waiting)))
 
@@ -249,23 +254,26 @@ class Engine(WorkBeside):
         """One step of every running request. Returns the events and their requests.
 
         A failure that belongs to some requests ends these requests, and their streams raise it. Any other failure, and
-        Ctrl-C, ends all running requests and is raised here: their KV caches may be half written.
+        Ctrl-C, ends all requests and is raised here: KV caches may be half written, and it might come again at every step.
         """
         with self._lock:
             try:
                 emitted = self._step()
+                self.fault = self._release_failed()
             except BaseException as error:
-                failure = Failure.from_exception(error)
-                if isinstance(error, Exception):
-                    LOG.exception("a step of the engine failed; this ends all running requests")
-                for request in self.scheduler.running:
-                    if not request.is_over:
-                        request.fail(failure)
-                self._release_failed()
-                self.fault = failure.message
+                self._fail_all(error)
                 raise
-            self.fault = self._release_failed()
             return emitted
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Ends all that runs or waits: the failure belongs to no request."""
+        failure = Failure.from_exception(error)
+        self.fault = failure.message
+        self.scheduler.fail_all(failure)
+        if isinstance(error, Exception):
+            LOG.exception("the engine failed; this ends all requests")
+        with self._changed:
+            self._changed.notify_all()
 
     def _step_for_streams(self) -> None:
         """A step whose failures are left to the streams of the requests that failed."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from redraft.engine.errors import RequestError
+from redraft.engine.errors import Failure, RequestError
 from redraft.engine.fair_share import FairShare
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.request import Request
@@ -29,6 +29,7 @@ class Reservation:
     client: str = ""
     is_granted: bool = False
     is_released: bool = False
+    failure: Failure | None = None  # of the engine, while it waited
 
     @property
     def is_held(self) -> bool:
@@ -44,6 +45,12 @@ class Turn:
     tokens: int
     is_granted: bool = False
     is_done: bool = False
+    failure: Failure | None = None  # of the engine, while it waited
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nobody has granted or withdrawn it."""
+        return not self.is_granted and not self.is_done
 
 
 class Scheduler:
@@ -57,7 +64,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.reservations: deque[Reservation] = deque()  # waiting and granted ones
-        self.turns: deque[Turn] = deque()  # of work beside the engine, waiting
+        self.turns: deque[Turn] = deque()  # of work beside the engine; the thread that added one removes it
         self.fair_share = FairShare()
         self._numbers = itertools.count()
 
@@ -121,7 +128,7 @@ class Scheduler:
         """
         ready = [request for request in self.running if not request.is_over and not request.has_unread(max_unread)]
         clients = {request.client for request in ready}
-        furthest_behind = self.fair_share.choose(clients | {turn.client for turn in list(self.turns)})
+        furthest_behind = self.fair_share.choose(clients | {turn.client for turn in self.waiting_turns})
         if by_share:
             ready = [request for request in ready if request.client in furthest_behind]
         if len(ready) > self.max_running:
@@ -134,14 +141,18 @@ class Scheduler:
             ready = [request for request in ready if request.number in chosen]
         return ready
 
+    @property
+    def waiting_turns(self) -> list[Turn]:
+        """Turns that may be granted, oldest first."""
+        return [turn for turn in list(self.turns) if turn.is_waiting]
+
     def next_turn(self) -> Turn | None:
-        """The oldest turn of a client that is not ahead of others; it waits no longer and is charged."""
-        turns = list(self.turns)
+        """The oldest turn of a client that is not ahead of others; the client is charged for it."""
+        turns = self.waiting_turns
         clients = {request.client for request in self.running} | {turn.client for turn in turns}
         furthest_behind = self.fair_share.choose(clients)
         turn = next((turn for turn in turns if turn.client in furthest_behind), None)
         if turn is not None:
-            self.turns.remove(turn)
             self.fair_share.charge(turn.client, turn.tokens)
         return turn
 
@@ -151,6 +162,24 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+
+    def fail_all(self, failure: Failure) -> None:
+        """Ends all that runs or waits. Reservations and turns that were granted are in the hands of other threads."""
+        requests = [*self.running, *self.waiting]
+        for request in requests:
+            if not request.is_over:
+                request.fail(failure)
+            request.release()
+            with suppress(ValueError):  # its caller may have cancelled it meanwhile
+                self.waiting.remove(request)
+        self.running.clear()
+        for reservation in list(self.reservations):
+            if not reservation.is_granted:
+                reservation.failure = failure
+                reservation.is_released = True
+        for turn in self.waiting_turns:
+            turn.failure = failure
+            turn.is_done = True
 
     def _next_in_line(self) -> Request | Reservation | None:
         """The request or reservation that is next. Without a free slot, requests let reservations pass."""

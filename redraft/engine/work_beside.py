@@ -8,7 +8,7 @@ take_turn    runs a forward between two steps
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +38,7 @@ class WorkBeside(ABC):
     config: EngineConfig
     scheduler: Scheduler
     has_thread: bool  # whether a background thread makes the steps
+    memory_advice: str
     _lock: AbstractContextManager[bool]  # held during a step
     _changed: threading.Condition  # notified after steps, and when work arrives or leaves
 
@@ -108,9 +109,13 @@ class WorkBeside(ABC):
             while not reservation.is_granted:
                 if stop is not None and stop.is_set():
                     raise Stopped
+                if reservation.failure is not None:
+                    raise reservation.failure.to_exception(self.memory_advice)
                 if self.has_thread or not self._step_for_memory(reservation):
                     with self._changed:
-                        self._changed.wait_for(lambda: reservation.is_granted, timeout=POLL_SECONDS)
+                        self._changed.wait_for(
+                            lambda: reservation.is_granted or reservation.failure is not None, timeout=POLL_SECONDS
+                        )
             yield
         finally:
             reservation.is_released = True
@@ -131,23 +136,24 @@ class WorkBeside(ABC):
         self.scheduler.turns.append(turn)
         try:
             self.notify()
-            while self.has_thread and not turn.is_granted:
+            while self.has_thread and turn.is_waiting:
                 if stop is not None and stop.is_set():
                     raise Stopped
                 with self._changed:
-                    self._changed.wait_for(lambda: turn.is_granted or not self.has_thread, timeout=POLL_SECONDS)
+                    self._changed.wait_for(lambda: not turn.is_waiting or not self.has_thread, timeout=POLL_SECONDS)
+            if turn.failure is not None:
+                raise turn.failure.to_exception(self.memory_advice)
             with self._lock if not turn.is_granted else nullcontext():
                 if stop is not None and stop.is_set():
                     raise Stopped
                 yield
-        except (Stopped, *USER_ERRORS):
+        except (Stopped, EngineError, *USER_ERRORS):
             raise
         except Exception as error:
             raise EngineError(Failure.from_exception(error).message) from error
         finally:
             turn.is_done = True
-            with suppress(ValueError):
-                self.scheduler.turns.remove(turn)
+            self.scheduler.turns.remove(turn)
             self.notify()
 
     @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 import weakref
 
 import pytest
@@ -12,11 +13,13 @@ from redraft.config import EngineConfig
 from redraft.constraints.errors import PatternError
 from redraft.diffusion import sampler
 from redraft.diffusion.generate import Finished, generate
-from redraft.engine import Engine, EngineError, RequestError, RequestStatus
+from redraft.engine import Engine, EngineError, RequestError, RequestStatus, StopEvent
 from redraft.engine.request import LOG
+from redraft.engine.scheduler import Scheduler, Turn
 
 MODEL = tiny.decided(tiny.BASE)
 CFG = tiny.sampler(max_new_tokens=32)
+LONG = tiny.sampler(max_new_tokens=32, eos_token_ids=())
 SHORT = tiny.sampler(max_new_tokens=16, canvas_length=8)
 
 
@@ -126,3 +129,108 @@ def test_what_add_refuses_is_a_request_error(engine):
         engine.add([2, 10**6], CFG, seed=0)
     with pytest.raises(RequestError, match="a deadline must be ahead"):
         engine.add([2], CFG, seed=0, seconds=0)
+
+
+# Parts of the engine's loop: where they are and what they are called.
+PARTS = [
+    (lambda engine: engine, "_has_work"),
+    (lambda engine: Scheduler, "can_admit"),
+    (lambda engine: engine, "_grant_turns"),
+    (lambda engine: engine.scheduler, "next_turn"),
+    (lambda engine: engine.scheduler, "admit"),
+    (lambda engine: engine.scheduler, "choose_for_step"),
+    (lambda engine: engine.scheduler.fair_share, "choose"),
+    (lambda engine: engine.scheduler.fair_share, "charge"),
+    (lambda engine: engine.scheduler, "remove"),
+    (lambda engine: engine.scheduler.prefix_cache, "take"),
+    (lambda engine: engine.runner, "prefill"),
+    (lambda engine: engine.runner, "encode_canvases"),
+    (lambda engine: engine.runner, "step"),
+    (lambda engine: engine.runner, "denoise"),
+    (lambda engine: engine, "_verify"),
+    (lambda engine: engine, "_emit"),
+    (lambda engine: engine, "_settle"),
+    (lambda engine: engine, "_release_failed"),
+    (lambda engine: engine, "_release"),
+    (lambda engine: engine, "_step"),
+    (lambda engine: engine, "step"),
+    (lambda engine: engine, "_step_for_streams"),
+    (lambda engine: engine, "notify"),
+]
+ASKED_WHILE_PAUSED = ("_has_work", "can_admit")
+ASKED_AT_ADMISSION = ("take", "prefill")
+
+
+@pytest.mark.parametrize(("place_of", "name"), PARTS, ids=[name for _, name in PARTS])
+def test_a_fault_anywhere_in_the_loop_ends_every_stream(monkeypatch, place_of, name):
+    """One request runs and two wait when a part begins to fail. When it works again, so does the engine."""
+    engine = Engine(MODEL, EngineConfig(cache_bytes=2**24, max_running=1))
+    has_fault = threading.Event()
+
+    def failing(function):
+        def fail(*arguments, **keywords):
+            if has_fault.is_set() and threading.current_thread().name == "redraft-engine":
+                raise SystemExit("an inner fault") if name == "step" else RuntimeError("an inner fault")
+            return function(*arguments, **keywords)
+
+        return fail
+
+    place = place_of(engine)
+    part = getattr(place, name)
+    monkeypatch.setattr(place, name, property(failing(part.fget)) if isinstance(part, property) else failing(part))
+    with engine.run_in_background(max_unread=2):
+        requests = [engine.add([2, 30 + seed], LONG, seed=seed, stop=StopEvent("a")) for seed in range(3)]
+        streams = [engine.stream(request) for request in requests]
+        assert tiny.wait_until(lambda: len(requests[0].events) >= 2)  # it pauses, and the others wait
+        has_fault.set()
+        engine.notify()
+        if name in ASKED_WHILE_PAUSED:
+            assert tiny.wait_until(lambda: engine.is_idle)
+        if name in ASKED_AT_ADMISSION:
+            assert isinstance(list(streams.pop(0))[-1], Finished)
+        for stream in streams:
+            with pytest.raises(EngineError, match="an inner fault"):
+                list(stream)
+        assert "an inner fault" in engine.fault
+        assert engine.is_idle
+        has_fault.clear()
+        assert isinstance(list(engine.stream(engine.add([2, 40], SHORT, seed=1)))[-1], Finished)
+        assert tiny.wait_until(lambda: engine.fault == "")
+
+
+def test_a_fault_of_the_scheduler_does_not_come_again_at_every_step(engine, monkeypatch):
+    """Without a thread of the engine: it ends the requests that wait, which would bring it about again."""
+    calls = []
+    monkeypatch.setattr(engine.scheduler, "admit", lambda: 1 / len(calls.append(1) or []))
+    streams = [engine.stream(engine.add([2, 30], CFG, seed=seed)) for seed in (1, 2)]
+    for stream in streams:
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            next(stream)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("waits_for", ["turn", "memory"])
+def test_a_fault_in_the_loop_ends_work_beside_the_engine_that_waits(engine, monkeypatch, waits_for):
+    monkeypatch.setattr(engine, "_grant_turns" if waits_for == "turn" else "_step_for_streams", lambda: 1 / 0)
+    waiting = engine.take_turn(1) if waits_for == "turn" else engine.reserve(8)
+    with engine.run_in_background(), pytest.raises(EngineError, match="ZeroDivisionError"), waiting:
+        pytest.fail("it was granted")
+    assert not engine.scheduler.waiting_turns
+    assert "ZeroDivisionError" in engine.fault
+
+
+def test_a_turn_may_be_withdrawn_while_it_is_granted(engine, monkeypatch):
+    """Its client leaves after it was chosen."""
+    choose = engine.scheduler.fair_share.choose
+    turn = Turn("a", 1)
+    engine.scheduler.turns.append(turn)
+
+    def leave_and_choose(clients):
+        turn.is_done = True
+        if turn in engine.scheduler.turns:
+            engine.scheduler.turns.remove(turn)
+        return choose(clients)
+
+    monkeypatch.setattr(engine.scheduler.fair_share, "choose", leave_and_choose)
+    engine._grant_turns()
+    assert engine.scheduler.next_turn() is None

@@ -99,13 +99,15 @@ def test_running_requests_finish_when_the_server_shuts_down():
     assert len(found[0].json()["choices"][0]["text"]) > 10
 
 
-def test_health_reports_a_failed_step(monkeypatch):
+@pytest.mark.parametrize("part", ["runner.step", "_grant_turns", "scheduler.admit"])
+def test_health_reports_a_fault_of_the_engines_thread(monkeypatch, part):
     writer = make()
     with served(writer) as url, httpx.Client(base_url=url, timeout=30) as client:
         asked = {"prompt": "ab", "max_tokens": 4, "seed": 1}
         good = client.post("/v1/completions", json=asked).json()["choices"]
         with monkeypatch.context() as broken:
-            broken.setattr(writer.engine.runner, "step", lambda requests: 1 / 0)
+            place, _, name = part.rpartition(".")
+            broken.setattr(getattr(writer.engine, place) if place else writer.engine, name, lambda *_: 1 / 0)
             assert client.post("/v1/completions", json=asked).status_code == 500
             sick = client.get("/health")
             assert (sick.status_code, "division by zero" in sick.text) == (503, True)
