@@ -56,29 +56,26 @@ class SettledStop:
 
     def __init__(self, stop_strings: Sequence[str], tokenizer: Tokenizer, cfg: SamplerConfig, prompt: EncodedPrompt) -> None:
         self.stop_strings = [stop for stop in stop_strings if stop]
-        self.tokenizer = tokenizer
         self.cfg = cfg
-        self.prompt = prompt
-        self._ids: list[int] = []  # of committed canvases
-        self._text = 0  # characters of committed canvases
-        self._reasoning = 0
+        self._tokens_left = cfg.max_new_tokens  # behind the committed canvases
+        self._assembler = TextAssembler(tokenizer, prompt)  # has the committed canvases
+        self._end = ""  # of their text: a stop string may begin in it
         self._before_1C: Tensor | None = None  # the draft one step ago
         self._same_1C = torch.zeros(1, 0, dtype=torch.long)  # steps in which each of its tokens has not changed
 
     def add(self, event: TextDraft | TextCommitted) -> Parsed | None:
         """What the canvas in work adds to the completion, if a stop string has settled on it."""
         if isinstance(event, TextCommitted):
-            self._ids += event.ids_BC[0, : event.shown].tolist()
-            self._text += len(event.text)
-            self._reasoning += len(event.reasoning)
+            self._tokens_left -= event.shown
+            parsed = self._assembler.add(event.ids_BC[0, : event.shown].tolist(), final=False)
+            longest = max(map(len, self.stop_strings))
+            self._end = (self._end + parsed.text)[-longest:]
             self._before_1C = None
             return None
-        ids, _ = cut_at_stop(self._settled_ids(event), self.cfg, self.cfg.max_new_tokens - len(self._ids))
-        whole = [*self._ids, *ids]
-        parsed = TextAssembler(self.tokenizer, self.prompt).add(whole, final=True)
-        if not any(stop in parsed.text for stop in self.stop_strings):
-            return None
-        return Parsed(parsed.text[self._text :], parsed.reasoning[self._reasoning :])
+        ids, _ = cut_at_stop(self._settled_ids(event), self.cfg, self._tokens_left)
+        parsed = self._assembler.fork().add(ids, final=True)
+        has_stop = any(stop in self._end + parsed.text for stop in self.stop_strings)
+        return Parsed(parsed.text, parsed.reasoning) if has_stop else None
 
     def _settled_ids(self, event: TextDraft) -> list[int]:
         """The tokens of a draft that have settled by the sampler's own rule."""

@@ -5,6 +5,7 @@ events of `generate` -> [feed_streamer] -> a streamer of transformers
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,13 @@ class TextAssembler:
         self._follows_text = has_text and not prompt.is_chat
         self._decoder = Decoder(tokenizer, continues=self._follows_text)
         self._parser = ChatParser(tokenizer, prompt.ids) if prompt.is_chat else None
+
+    def fork(self) -> "TextAssembler":
+        """An assembler that continues from here on its own, for tokens that may still change."""
+        forked = copy(self)
+        forked._decoder = self._decoder.fork()
+        forked._parser = self._parser.fork() if self._parser is not None else None
+        return forked
 
     def decode_draft(self, ids: Sequence[int]) -> str:
         """The text of a canvas that may still change."""

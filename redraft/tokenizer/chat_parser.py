@@ -24,6 +24,7 @@ incremental: each of the three parts only ever grows, so streamed pieces add up 
 import json
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,13 @@ class ChatParser:
         self._start = ""  # the token with which the channel or the call began
         self._call_source: list[str] = []
         self.feed(find_opening(tokenizer, prompt))
+
+    def fork(self) -> "ChatParser":
+        """A parser that continues from here on its own."""
+        forked = copy(self)
+        forked._decoder = self._decoder.fork()
+        forked._text, forked._reasoning, forked._call_source = deepcopy((self._text, self._reasoning, self._call_source))
+        return forked
 
     def feed(self, ids: Iterable[int], *, final: bool = False) -> Parsed:
         """Parses more tokens and returns what they add to each part. `final` marks the end of the answer."""

@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
@@ -433,8 +434,7 @@ class Decoder:
         self.tokenizer = tokenizer
         self.keep_special = keep_special
         self._ids: list[int] = list(tokenizer.anchor[0]) if continues else []
-        self._shown = len(self._ids)  # the number of ids whose text was returned
-        self._context = 0  # the start of the last returned piece that has text
+        self._shown = len(self._ids)  # the number of ids whose text was returned: those of the last piece that has text
 
     def feed(self, ids: Iterable[int]) -> str:
         """The text that these ids add, without an incomplete character at the end."""
@@ -452,14 +452,21 @@ class Decoder:
         self._mark_shown(len(self._ids), text)
         return text
 
+    def fork(self) -> "Decoder":
+        """A decoder that continues from here on its own."""
+        forked = copy(self)
+        forked._ids = list(self._ids)
+        return forked
+
     def _mark_shown(self, end: int, text: str) -> None:
         if text:  # behind a piece without text, the next one would look like the start of a text
-            self._context = self._shown
+            del self._ids[: self._shown]
+            end -= self._shown
         self._shown = end
 
     def _pending(self, end: int | None = None) -> str:
-        head = self._decode(self._ids[self._context : self._shown])
-        return self._decode(self._ids[self._context : end])[len(head) :]
+        head = self._decode(self._ids[: self._shown])
+        return self._decode(self._ids[:end])[len(head) :]
 
     def _complete_part(self) -> str:
         """The pending text up to the last id behind which every character is complete."""

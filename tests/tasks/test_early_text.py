@@ -2,6 +2,7 @@
 
 import pytest
 import tiny
+import torch
 from serving import EchoWriter
 
 import redraft
@@ -9,8 +10,10 @@ from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import Draft, Finished, generate
 from redraft.engine.request import StopEvent
 from redraft.server.completion import CompletionParams, Finish, TextDelta, stream_completion
+from redraft.server.stop_strings import SettledStop
 from redraft.tasks.generation import GenerationOptions
-from redraft.tokenizer.chat_parser import ToolCall
+from redraft.tasks.text_events import EncodedPrompt, TextAssembler, TextCommitted, TextDraft
+from redraft.tokenizer.chat_parser import Parsed, ToolCall
 
 SAMPLER = tiny.sampler(max_new_tokens=40, draft_length=3, draft_steps=2, max_steps=12)
 WRITER = EchoWriter(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), SAMPLER)
@@ -122,6 +125,34 @@ def test_with_check_off_a_stop_string_ends_the_canvas_it_has_settled_on(settle_p
     assert ("".join(texts), end.finish_reason, end.stop_string) == ("one. two. thr", "stop", "ee.")
     assert end.stats.new_tokens == 13
     assert end.stats.steps == 2
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_step_parses_only_its_own_canvas_and_finds_what_the_whole_answer_has(is_chat, monkeypatch):
+    """Characters, channels and stop strings cross the canvases, of which each draft decodes its own tokens only."""
+    tokenizer = WRITER.tokenizer
+    said = "<|channel>thought\nhm öö<channel|>Grüße ää <|tool_call>call:find{n:2}<tool_call|> and so on, " * 6 + "x END y"
+    ids = tokenizer.encode(said if is_chat else said.replace("|", ""))
+    prompt = EncodedPrompt((2, 30), is_chat)
+    cfg = SAMPLER.changed(stability_threshold=0, max_new_tokens=len(ids), canvas_length=7)
+    decoded = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: decoded.extend(ids) or decode(ids, **options))
+    watch = SettledStop((" on, x END", "unsaid"), tokenizer, cfg, prompt)
+    committed = Parsed("")
+    for begin in range(0, len(ids), 7):
+        canvas_1C = torch.tensor([ids[begin : begin + 7]])
+        same = {"ids_BC": canvas_1C, "entropy_BC": torch.zeros(canvas_1C.shape), "settled_B": torch.tensor([True])}
+        decoded.clear()
+        draft = {**same, "canvas_BC": canvas_1C, "accepted_BC": canvas_1C > 0}
+        found = watch.add(TextDraft(block=0, step=1, max_steps=1, **draft))
+        assert len(decoded) < 20 * 7
+        whole = TextAssembler(tokenizer, prompt).add(ids[: begin + 7], final=True)
+        added = Parsed(whole.text[len(committed.text) :], whole.reasoning[len(committed.reasoning) :])
+        assert found == (added if " on, x END" in whole.text else None)
+        watch.add(TextCommitted(block=0, steps_B=torch.tensor([1]), shown=canvas_1C.shape[1], **same))
+        committed = TextAssembler(tokenizer, prompt).add(ids[: begin + 7], final=False)
+    assert found is not None
 
 
 def test_with_a_check_a_stop_string_ends_the_round_that_verifies_it():
