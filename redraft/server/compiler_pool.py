@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from redraft.constraints.compiled_cache import CompiledCache
 from redraft.constraints.pattern_compiler import CompilerProcess, Pattern, pack_patterns
 from redraft.constraints.token_automaton import TokenAutomaton
-from redraft.engine.request import client_of
 from redraft.tokenizer.helper_pool import HelperPool
 
 MAX_CACHED_BYTES = 64 * 2**20
@@ -27,7 +26,7 @@ class CompilerPool(HelperPool[CompilerProcess]):
         cached = self.compiled.get(key)
         if cached is not None:
             return cached
-        with self.lend(client_of(stop), stop) as process:
+        with self.lend(stop) as process:
             automata = self.compiled.get(key)  # another request of this client may have compiled it meanwhile
             if automata is None:
                 automata = process.compile(patterns, stop)

@@ -18,7 +18,6 @@ from redraft.config import ConfigError
 from redraft.config.vision import ImageConfig
 from redraft.constraints.errors import shorten
 from redraft.engine import RequestError, Stopped
-from redraft.engine.request import client_of
 from redraft.server.errors import BadRequestError, ModelLoadError
 from redraft.server.image_urls import ImageFetcher, RemoteImage, is_url
 from redraft.tasks.generation import GenerationOptions, Prompt, is_text_prompt, to_messages
@@ -170,7 +169,7 @@ class ServedImages:
     def _permit(self, prompt: Prompt, options: GenerationOptions) -> Iterator[None]:
         self.check(prompt)
         try:
-            with self.permits.lend(client_of(options.stop), options.stop):
+            with self.permits.lend(options.stop):
                 yield
         except HelperStoppedError:
             raise Stopped from None

@@ -1,8 +1,8 @@
 """Chat templates: rendered in jinja2's sandbox, with the extensions and functions that transformers gives to templates.
 
 A template that comes with a checkpoint is a stranger's program. The sandbox keeps it from files and from Python; a helper
-process limits its time and memory, and its output has a limit too. The helper process also renders long conversations of
-our own template, chat.jinja; short ones are rendered here.
+process limits its time and memory, and its output has a limit too. Helper processes also render long conversations of our
+own template, chat.jinja; short ones are rendered here. There are two, of which a client has one at most.
 A module of its own because jinja2 takes long to import and many uses of a tokenizer render no conversation.
 """
 
@@ -17,10 +17,13 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from redraft.tokenizer.helper_pool import HelperPool
 from redraft.tokenizer.helper_process import HelperMemoryError, HelperProcess, HelperTimeoutError, answer_calls
 
 MODULE = "redraft.tokenizer.chat_template"  # what the helper process runs
 RENDER_SECONDS = 5.0
+LONGEST_SECONDS = 60.0  # on a busy machine, where a helper process gets a hundredth of a core
+RENDERERS = 2
 MAX_OUTPUT = 16_000_000  # characters; more than a request's body can hold
 
 
@@ -51,10 +54,11 @@ def count_values(value: Any, most: int) -> int:
 
 
 def render_foreign(source: str, variables: Mapping[str, Any], stop: threading.Event | None = None) -> str:
-    """Renders a checkpoint's template, or a long conversation, in the helper process, within its limits."""
+    """Renders a checkpoint's template, or a long conversation, in a helper process, within its limits."""
     message = json.dumps({"source": source, "variables": variables}, default=_to_json).encode()
     try:
-        answer = json.loads(_helper().call(message, stop))
+        with _renderers().lend(stop) as renderer:
+            answer = json.loads(renderer.call(message, stop))
     except HelperTimeoutError:
         raise TemplateError(f"it takes longer than {RENDER_SECONDS:g} s") from None
     except HelperMemoryError:
@@ -90,8 +94,8 @@ def _raise_exception(message: str) -> None:
 
 
 @lru_cache(maxsize=1)
-def _helper() -> HelperProcess:
-    return HelperProcess(MODULE, seconds=RENDER_SECONDS)
+def _renderers() -> HelperPool[HelperProcess]:
+    return HelperPool(lambda: HelperProcess(MODULE, seconds=RENDER_SECONDS, longest_seconds=LONGEST_SECONDS), RENDERERS)
 
 
 def _to_json(value: Any) -> Any:

@@ -40,8 +40,12 @@ class HelperPool(Generic[Process]):
         self._changed = threading.Condition()
 
     @contextmanager
-    def lend(self, client: str, stop: threading.Event | None) -> Iterator[Process]:
-        """A process for the caller alone. Waits for one; raises HelperStoppedError once `stop` is set while it waits."""
+    def lend(self, stop: threading.Event | None) -> Iterator[Process]:
+        """A process for the caller alone. Waits for one; raises HelperStoppedError once `stop` is set while it waits.
+
+        The stop events of a server name the client; a program's own have none, and count as those of one client.
+        """
+        client = str(getattr(stop, "client", ""))
         process = self._acquire(client, stop)
         try:
             yield process

@@ -250,9 +250,8 @@ def _decoders() -> HelperPool[HelperProcess]:
 
 
 def _call_decoder(message: bytes, name: str, stop: threading.Event | None) -> tuple[dict[str, Any], bytes]:
-    client = str(getattr(stop, "client", ""))  # the stop events of a server name the client
     try:
-        with _decoders().lend(client, stop) as decoder:
+        with _decoders().lend(stop) as decoder:
             answer = decoder.call(message, stop)
     except HelperStoppedError:
         raise

@@ -23,11 +23,11 @@ def test_a_client_with_one_request_is_before_those_with_several():
     released = threading.Event()
 
     def wait(client):
-        with pool.lend(client, StopEvent(client)):
+        with pool.lend(StopEvent(client)):
             order.append(client)
             released.wait(60)
 
-    with pool.lend("a", None):
+    with pool.lend(StopEvent("a")):
         threads = [threading.Thread(target=wait, args=(client,)) for client in "abb"]
         for thread in threads:
             thread.start()
@@ -51,7 +51,7 @@ def test_a_client_has_its_share_and_the_longest_waiting_one_is_next():
     released = {name: threading.Event() for name in ("a", "b", "c", "d")}
 
     def wait(client):
-        with pool.lend(client, StopEvent(client)):
+        with pool.lend(StopEvent(client)):
             order.append(client)
             released[client].wait(60)
 
@@ -71,5 +71,5 @@ def test_a_client_has_its_share_and_the_longest_waiting_one_is_next():
     assert sorted(order) == ["a", "a", "b", "c", "d"]
     stop = StopEvent("e")
     stop.set()
-    with pool.lend("f", None), pool.lend("g", None), pytest.raises(HelperStoppedError), pool.lend("e", stop):
+    with pool.lend(StopEvent("f")), pool.lend(None), pytest.raises(HelperStoppedError), pool.lend(stop):
         pass

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import tiny
 
+from redraft.engine import StopEvent
 from redraft.tokenizer import chat_template
+from redraft.tokenizer.helper_pool import HelperPool
 from redraft.tokenizer.helper_process import HelperError, HelperProcess, HelperStoppedError, HelperTimeoutError
 from redraft.tokenizer.tokenizer import Tokenizer, TokenizerError
 
@@ -36,7 +38,8 @@ def tokenizer(template: str) -> Tokenizer:
 def short_time(monkeypatch):
     """A time limit that a test can wait for."""
     helper = HelperProcess(chat_template.MODULE, seconds=1.0)
-    monkeypatch.setattr(chat_template, "_helper", lambda: helper)
+    pool = HelperPool(lambda: helper, 1)
+    monkeypatch.setattr(chat_template, "_renderers", lambda: pool)
     yield helper
     helper.close()
 
@@ -110,13 +113,42 @@ def test_a_process_ends_with_its_parent():
         "from redraft.tokenizer import chat_template\n"
         "bomb = '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}'\n"
         "chat_template.render_foreign('x', {})\n"
-        "print(chat_template._helper()._process.pid, flush=True)\n"
+        "print(chat_template._renderers()._processes[0]._process.pid, flush=True)\n"
         "threading.Timer(0.5, os._exit, [0]).start()\n"
         "chat_template.render_foreign(bomb, {})\n"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     helper_pid = int(child.stdout)
     assert tiny.wait_until(lambda: tiny.has_ended(helper_pid))
+
+
+def test_long_conversations_of_a_client_do_not_hold_up_another_one(monkeypatch):
+    """However many a client has rendered: it has one helper process of two."""
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 600.0)
+    monkeypatch.setattr(chat_template, "LONGEST_SECONDS", 600.0)
+    chat_template._renderers.cache_clear()
+    pool = chat_template._renderers()
+    stops = [StopEvent("busy") for _ in range(6)]
+    outcomes = []
+
+    def render(stop):
+        with pytest.raises(HelperStoppedError):
+            tokenizer(BOMBS["nested ranges"]).render(HELLO, stop=stop)
+        outcomes.append("busy")
+
+    threads = [threading.Thread(target=render, args=(stop,)) for stop in stops]
+    for thread in threads:
+        thread.start()
+    assert tiny.wait_until(lambda: len(pool._waiting) == 5)  # and one is rendered
+    assert tokenizer(HARMLESS).render(HELLO, stop=StopEvent("other")) == "<user>hello"
+    assert outcomes == []
+    for stop in stops:
+        stop.set()
+    for thread in threads:
+        thread.join()
+    assert outcomes == ["busy"] * 6
+    pool.close()
+    chat_template._renderers.cache_clear()
 
 
 def test_a_timeout_is_an_error_of_its_own(short_time):
