@@ -92,13 +92,13 @@ class BatchProcessor:
         request = BatchRequest.from_text(item.text)
         pause = FIRST_PAUSE
         while True:
-            status, body = await self._call(item.number, request)
+            status, body = await self._call(request)
             if status != BUSY:
                 return answer_result(item.number, request, status, body)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def _call(self, number: int, request: BatchRequest) -> tuple[int, Any]:
+    async def _call(self, request: BatchRequest) -> tuple[int, Any]:
         """Calls a route of the app, and returns its status and body."""
         content = request.body.encode()
         is_read = False
@@ -120,20 +120,16 @@ class BatchProcessor:
                 pieces.append(message.get("body", b""))
 
         try:
-            await self.app(make_scope(number, request.url, len(content)), receive, send)
+            await self.app(make_scope(request.url, len(content)), receive, send)
         except Exception:  # a fault that the app has answered and logged; Starlette raises it again
             if not status:
                 raise
         return status, json.loads(b"".join(pieces))
 
 
-def make_scope(number: int, url: str, size: int) -> dict[str, Any]:
-    """The ASGI scope of a request.
-
-    The User-Agent is unique: a newer infill of a program would stop its older one, as editors want it.
-    """
-    headers = {"host": "localhost", "user-agent": f"redraft-batch {number}", "content-length": str(size)}
-    headers["content-type"] = "application/json"
+def make_scope(url: str, size: int) -> dict[str, Any]:
+    """The ASGI scope of a request."""
+    headers = {"host": "localhost", "content-length": str(size), "content-type": "application/json"}
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},

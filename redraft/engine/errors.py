@@ -28,7 +28,7 @@ class Stopped(RuntimeError):
     """The caller set the request's stop event."""
 
     def __init__(self) -> None:
-        super().__init__("this request was stopped: the client has left, or a newer request has taken its place")
+        super().__init__("this request was stopped: its client has left")
 
 
 MEMORY_ADVICE = "try a smaller model, a shorter prompt, or --device cpu"

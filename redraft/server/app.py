@@ -75,7 +75,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}, "application/x-ndjson": {}}},
     **{
         status: {"content": {"application/json": {"schema": ERROR_SCHEMA}}}
-        for status in (400, 401, 403, 404, 408, 409, 413, 429, 500, 503)
+        for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
     },
 }
 GET_RESPONSES: dict[int | str, dict[str, Any]] = {404: {"content": {"application/json": {"schema": ERROR_SCHEMA}}}}

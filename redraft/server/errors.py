@@ -90,11 +90,10 @@ BAD_REQUESTS = (BadRequestError, PatternError, ConfigError, TokenizerError, Boar
 STATUS_CODES: dict[type[Exception], int] = {
     **dict.fromkeys(BAD_REQUESTS, 400),
     UnknownModelError: 404,
-    Stopped: 409,
     BodyTimeoutError: 408,
     BodyTooLargeError: 413,
     ServerBusyError: 429,
-    ClientDisconnected: 499,
+    **dict.fromkeys((ClientDisconnected, Stopped), 499),
     ServerClosingError: 503,
     ReplicaLostError: 503,
 }

@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hmac import compare_digest
@@ -177,9 +177,14 @@ class AccessMiddleware:
         return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
     def _has_key(self, headers: dict[str, str]) -> bool:
-        expected = str(self.limits.key).encode()
-        given = (headers.get("authorization", "").removeprefix("Bearer ").strip(), headers.get("x-api-key", ""))
-        return any(compare_digest(key.encode(), expected) for key in given)
+        """Whether a header has the key, in UTF-8 or in Latin-1: clients differ in how they send other letters than ASCII."""
+        key = str(self.limits.key)
+        expected = [key.encode()]
+        with suppress(UnicodeEncodeError):
+            expected.append(key.encode("latin-1"))
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
+        given = (credentials.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        return any(compare_digest(each.encode("latin-1"), right) for each in given for right in expected)
 
 
 def is_preflight(scope: Scope, headers: dict[str, str]) -> bool:

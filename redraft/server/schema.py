@@ -227,7 +227,6 @@ class InfillRequest(Body):
     response_fields: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
     check: Check | None = None  # infill is never checked: anything but "off" is a bad request
     tolerance: Tolerance | None = None
-    id_slot: Annotated[int, NOT_BOOLEAN] = 0
     stream: bool = False
 
 

@@ -6,7 +6,7 @@ Wire formats (`api/`) build on this and know nothing of threads or of one anothe
 import asyncio
 import copy
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -163,22 +163,20 @@ class Service:
                 finishes[index] = chunk
         return [Completion(texts, finishes[index]) for index, texts in enumerate(deltas)]
 
-    async def infill(self, request: Request, gap: Gap, latest: Hashable | None = None, **options: Any) -> list[Infill]:
+    async def infill(self, request: Request, gap: Gap, **options: Any) -> list[Infill]:
         """Infills a gap. `options` are those of `infill_gap`."""
 
         def work(stop: threading.Event) -> Iterator[list[Infill]]:
             yield infill_gap(self.writer, gap, stop, **options)
 
-        infills = await self.run_single(request, work, latest)
+        infills = await self.run_single(request, work)
         for infill in infills:
             self.count_stats(infill.stats)
         return infills
 
-    async def run_single(
-        self, request: Request, work: Callable[[threading.Event], Iterator[T]], latest: Hashable | None = None
-    ) -> T:
+    async def run_single(self, request: Request, work: Callable[[threading.Event], Iterator[T]]) -> T:
         """Runs work that yields one item, and returns it."""
-        item = await next_until_disconnected(request, self.worker.run(work, latest, client=client_name_of(request)))
+        item = await next_until_disconnected(request, self.worker.run(work, client=client_name_of(request)))
         assert item is not END
         return item
 
@@ -222,11 +220,6 @@ class Service:
 def client_name_of(request: Request) -> str:
     """The name of the client, among whom slots and steps are shared."""
     return name_client(request.client.host if request.client else None)
-
-
-def program_of(request: Request) -> str:
-    """Identifies the program that asks: the client and its User-Agent."""
-    return f"{client_name_of(request)} {request.headers.get('user-agent', '')}"
 
 
 async def read_body(request: Request, kind: type[B]) -> B:

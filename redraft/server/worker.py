@@ -13,7 +13,7 @@ client gets all slots of a kind. This file knows nothing of HTTP.
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
@@ -33,11 +33,11 @@ MAX_COMPILING = 16  # requests that compile a pattern or wait to
 
 
 class Slots:
-    """A number of slots, of which one client gets at most eight ninths: others always find room."""
+    """A number of slots. One client gets all but a ninth, and of several all but one: others always find room."""
 
     def __init__(self, count: int, what: str) -> None:
         self.count = count
-        self.per_client = count - count // 9
+        self.per_client = max(1, count - max(1, count // 9))
         self.what = what
         self._taken: Counter[str] = Counter()
 
@@ -77,7 +77,6 @@ class Worker:
             self.slots = shares_slots_with.slots
             self.compile_slots = shares_slots_with.compile_slots
         self._stops: set[StopEvent] = set()
-        self._latest: dict[Hashable, StopEvent] = {}
         self._threads = ThreadPoolExecutor(limit, thread_name_prefix="redraft-request")
         self._engine_running = ExitStack()
 
@@ -103,16 +102,10 @@ class Worker:
         await asyncio.to_thread(self._engine_running.close)
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def run(
-        self, work: Work[T], latest: Hashable | None = None, *, client: str = "", compiles: bool = False
-    ) -> Stream[T]:
-        """Yields the items of `work` as they come. A newer request with the same `latest` key stops the older one.
-
-        With `compiles`, the work first compiles a pattern, and then yields its first item.
-        """
+    async def run(self, work: Work[T], *, client: str = "", compiles: bool = False) -> Stream[T]:
+        """Yields the items of `work` as they come. With `compiles`, it compiles a pattern before it yields its first one."""
         if self.closing:
             raise ServerClosingError("the server is shutting down")
-        self._stop_older(latest)
         stop = StopEvent(client)
         with ExitStack() as compile_slot:
             if compiles:
@@ -120,17 +113,18 @@ class Worker:
                 compile_slot.callback(self.compile_slots.release, client)
             self.slots.take(client)
             self._stops.add(stop)
-            if latest is not None:
-                self._latest[latest] = stop
             try:
                 async with aclosing(self._run_in_thread(work, stop)) as items:
                     async for item in items:
                         compile_slot.close()
                         yield item
+            except Stopped:
+                if self.closing:
+                    raise ServerClosingError("the server is shutting down") from None
+                raise
             finally:
-                self._stop(stop)
-                if latest is not None and self._latest.get(latest) is stop:
-                    del self._latest[latest]
+                stop.set()
+                self.writer.engine.notify()
 
     async def _run_in_thread(self, work: Work[T], stop: StopEvent) -> Stream[T]:
         """Runs the work in a thread of the pool and yields its items. The thread waits while MAX_QUEUED are unread."""
@@ -165,18 +159,7 @@ class Worker:
             room.release()
             yield item
 
-    def _stop_older(self, latest: Hashable | None) -> None:
-        """Stops the older request with this key; its slot is free for the newer one."""
-        older = self._latest.get(latest) if latest is not None else None
-        if older is not None:
-            self._stop(older)
-            self._release(older)
-
     def _release(self, stop: StopEvent) -> None:
         if stop in self._stops:
             self._stops.discard(stop)
             self.slots.release(stop.client)
-
-    def _stop(self, stop: StopEvent) -> None:
-        stop.set()
-        self.writer.engine.notify()

@@ -303,10 +303,16 @@ def test_slots_leave_room_for_other_clients():
     assert slots.taken == 18
 
 
-def test_a_single_client_may_use_all_of_a_few_slots():
-    slots = Slots(3, "running")
-    for _ in range(3):
-        slots.take("only")
+@pytest.mark.parametrize(("count", "share"), [(1, 1), (2, 1), (3, 2), (8, 7), (9, 8), (72, 64)])
+def test_of_a_few_slots_one_is_left_for_others(count, share):
+    slots = Slots(count, "running")
+    assert slots.per_client == share
+    for _ in range(share):
+        slots.take("greedy")
+    with pytest.raises(ServerBusyError):
+        slots.take("greedy")
+    if count > 1:
+        slots.take("honest")
 
 
 def test_a_slow_listener_holds_its_work_up():

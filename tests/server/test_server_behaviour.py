@@ -8,9 +8,11 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from serving import NO_END, make, served, wait_until
+from serving import NO_END, make, served, user, wait_until
 
 from redraft.cli import serve
+from redraft.server import service
+from redraft.server.api import openai
 from redraft.server.completion import Started
 from redraft.server.errors import BadRequestError, ServerClosingError
 from redraft.server.images import text_of_content
@@ -42,6 +44,18 @@ def test_requests_without_the_key_or_from_other_hosts_are_refused():
         assert pieces.status_code == 413
 
 
+@pytest.mark.parametrize("key", ["secret", "clé", "密钥"])
+def test_a_key_is_any_text_and_its_scheme_has_letters_of_any_case(key):
+    with served(make(), limits=Limits(key=key)) as url, httpx.Client(base_url=url) as client:
+        encodings = ["utf-8", "latin-1"] if key == "clé" else ["utf-8"]
+        for sent in [key.encode(encoding) for encoding in encodings]:
+            for name, value in [(b"x-api-key", sent), *((b"authorization", way + sent) for way in (b"Bearer ", b"bearer "))]:
+                assert client.get("/v1/models", headers=[(name, value)]).status_code == 200
+        for wrong in (b"Bearer ?", b"Basic " + key.encode(), b"Bearer ??", b"cl?", b"Bearer " + key.encode()[:-1]):
+            for name in (b"authorization", b"x-api-key"):
+                assert client.get("/v1/models", headers=[(name, wrong)]).status_code == 401
+
+
 @contextmanager
 def slow(writer: Writer, seconds: float = 0.05):
     """Makes every step take longer."""
@@ -63,7 +77,7 @@ def in_threads(tasks) -> list:
     return found
 
 
-def test_disconnected_clients_are_dropped_and_the_newest_infill_wins():
+def test_disconnected_clients_are_dropped():
     writer = make()
     body = {"prompt": "ab", "max_tokens": 400, "logit_bias": NO_END}
     with slow(writer), served(writer, requests=3) as url, httpx.Client(base_url=url, timeout=30) as client:
@@ -74,17 +88,32 @@ def test_disconnected_clients_are_dropped_and_the_newest_infill_wins():
             assert next(response.iter_lines()).startswith("data: ")
             assert not writer.engine.is_idle
         assert wait_until(lambda: writer.engine.is_idle)
-        asked = {"input_prefix": "a", "input_suffix": "b", "n_predict": 32}
-        post = lambda: httpx.post(f"{url}/infill", json=asked, timeout=60)  # noqa: E731
-        post_later = lambda: wait_until(lambda: not writer.engine.is_idle) and post()  # noqa: E731
-        older, newer = in_threads([post, post_later])
-        assert (older.status_code, newer.status_code) == (409, 200)
         ask = lambda: httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 64}, timeout=60)  # noqa: E731
         found = in_threads([ask] * 6)
         codes = sorted(one.status_code for one in found)
         assert codes[0] == 200
         assert codes[-1] == 429
         assert next(one for one in found if one.status_code == 429).headers["retry-after"] == "1"
+
+
+REGION = "<|current_file_content|>\n<|code_to_edit|>\na\n<|/code_to_edit|>\n<|/current_file_content|>"
+
+
+def test_editors_at_one_address_do_not_stop_each_other(monkeypatch):
+    """As in an office, whose people have the same address and the same editor."""
+    both_run = threading.Barrier(2)
+
+    def wait_for_both(work):
+        return lambda *args, **options: (both_run.wait(60), work(*args, **options))[1]
+
+    monkeypatch.setattr(service, "infill_gap", wait_for_both(service.infill_gap))
+    monkeypatch.setattr(openai, "rewrite_region", wait_for_both(openai.rewrite_region))
+    bodies = {"/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 4}}
+    bodies["/v1/edit/completions"] = {"messages": user(REGION)}
+    with served(make()) as url:
+        for path, body in bodies.items():
+            post = lambda path=path, body=body: httpx.post(f"{url}{path}", json=body, timeout=60)  # noqa: E731
+            assert [answer.status_code for answer in in_threads([post] * 2)] == [200, 200]
 
 
 def test_running_requests_finish_when_the_server_shuts_down():

@@ -42,7 +42,7 @@ from redraft.server.schema import (
     Temperature,
     TextPrompts,
 )
-from redraft.server.service import Route, name_ignored_fields, program_of, read_body
+from redraft.server.service import Route, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, sse_response, stream_list, to_json
 from redraft.server.worker import Stream
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -206,7 +206,7 @@ class LlamaCppRoutes(Handlers):
         return Response(await service.run_single(request, work), media_type="application/json")
 
     async def infill(self, request: Request) -> Response:
-        """POST /infill: an editor's newest request replaces its previous one."""
+        """POST /infill. An editor that leaves before its answer, as for a newer one, has it stopped."""
         body = await read_body(request, InfillRequest)
         require_unchecked(body.check, "a gap")
         self.models.find_name(body.model)  # that it exists; warming up loads none
@@ -217,7 +217,6 @@ class LlamaCppRoutes(Handlers):
         infills = await service.infill(
             request,
             gap,
-            ("infill", program_of(request), body.id_slot),
             count=body.n_cmpl,
             max_tokens=body.n_predict if body.n_predict > 0 else None,
             temperature=body.temperature,

@@ -41,7 +41,7 @@ from redraft.server.infill import MAX_GAP_TOKENS, Infill, rewrite_region
 from redraft.server.logprobs import TokenLogprob, logprobs_of
 from redraft.server.models import Handlers, Models
 from redraft.server.schema import ChatRequest, CompletionRequest, EditRequest
-from redraft.server.service import Completion, Route, Service, name_ignored_fields, program_of, read_body
+from redraft.server.service import Completion, Route, Service, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, sse_response, stream_list
 from redraft.server.worker import Stream
 from redraft.tasks import best_of
@@ -243,7 +243,7 @@ class OpenAIRoutes(Handlers):
         def work(stop: threading.Event) -> Iterator[Infill]:
             yield rewrite_region(service.writer, region, stop, seed=body.seed)
 
-        infill = await service.run_single(request, work, ("edit", program_of(request)))
+        infill = await service.run_single(request, work)
         service.count_stats(infill.stats)
         reply = {"role": "assistant", "content": f"```\n{infill.text}\n```"}
         builder = ResponseBuilder("edit.completion", service)
