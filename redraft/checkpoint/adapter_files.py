@@ -42,6 +42,7 @@ PEFT_PREFIX = "base_model.model."
 PREFIX_OF_HALF = {DENOISE: DECODER, ENCODE: ENCODER}
 HALF_OF_PREFIX = {DECODER: DENOISE, ENCODER: ENCODE, GEMMA4.text: ENCODE, GEMMA4_TEXT.text: ENCODE}
 TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
+MODULE_NAME = re.compile(r"(?P<start>\^?)(?P<name>\w+(\\?\.\w+)*)\$?")  # in a pattern of peft
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 # Settings of peft that change what an adapter computes, with the only value that redraft runs.
 UNSUPPORTED = {
@@ -222,7 +223,7 @@ def load_adapter(folder: str | Path, model: Backbone, name: str = "adapter") -> 
             raise AdapterError(f"{folder} has only one of the two tensors of {matrix}")
         a, b = _to_stacks(tensors["A"], tensors["B"], shapes[matrix])
         _check_shape(a, b, matrix, shapes[matrix], folder)
-        scale = _find_scale(settings, matrix, a.shape[-2])
+        scale = _find_scale(settings, half, matrix, a.shape[-2])
         pairs[half, matrix] = LoraPair(a.to(model.device, model.dtype), b.to(model.device, model.dtype), scale)
     if not pairs:
         raise AdapterError(f"{folder} has no tensor for a matrix of this model")
@@ -313,17 +314,26 @@ def _check_shape(a: Tensor, b: Tensor, matrix: str, shape: MatrixShape, folder: 
         )
 
 
-def _find_scale(settings: Mapping[str, Any], matrix: str, rank: int) -> float:
-    """The factor of a pair. As in peft, a pattern counts where it matches the end of the module's name."""
+def _find_scale(settings: Mapping[str, Any], half: str, matrix: str, rank: int) -> float:
+    """The factor of a pair. As in peft, the first name counts that is the module's, or the end of it.
+
+    peft takes names as regular expressions. One of a stranger's can run for hours, so only names without operators are read.
+    """
+    modules = [prefix + matrix for prefix, other in HALF_OF_PREFIX.items() if other == half]
     alpha = settings["lora_alpha"]
+    is_found = False
     for pattern, value in (settings.get("alpha_pattern") or {}).items():
-        try:
-            is_match = re.fullmatch(rf"(.*\.)?({pattern})", matrix) is not None
-        except re.error:
-            raise AdapterError(f"alpha_pattern has {show_value(pattern)}, which is no regular expression") from None
-        if is_match:
+        match = MODULE_NAME.fullmatch(pattern)
+        if match is None:
+            raise AdapterError(
+                f"alpha_pattern has {show_value(pattern)}, and redraft reads names of modules only, such as q_proj or "
+                "layers.0.self_attn.q_proj: write the regular expression out as names"
+            )
+        name = match["name"].replace("\\.", ".")
+        is_end = not match["start"] and any(module.endswith(f".{name}") for module in modules)
+        if not is_found and (is_end or name in modules):
             alpha = require_number("alpha_pattern", value)
-            break
+            is_found = True
     return float(alpha) / (rank**0.5 if settings.get("use_rslora") else rank)
 
 

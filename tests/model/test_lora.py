@@ -8,8 +8,10 @@ import pytest
 import tiny
 import torch
 import transformers_reference
+from peft.utils.other import get_pattern_key
 from transformers import DynamicCache
 
+from redraft.checkpoint import adapter_files
 from redraft.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, fingerprint, load_adapter, save_adapter
 from redraft.config import ConfigError
 from redraft.engine.batched_cache import BatchedCache
@@ -69,6 +71,7 @@ def test_adapters_of_some_layers_or_targets_reach_only_those(tmp_path):
         assert load_adapter(tmp_path / str(number), model).cfg.targets == changes["targets"]
 
 
+OPERATORS = ("(", "([a-z_.0-9]+)+!", "(q|k)_proj", r".*\.q_proj", "layers.[0-9].q_proj", "q_proj|v_proj", "")
 TARGETS = {
     "by last name": {"target_modules": ["q_proj", "v_proj", "up_proj"]},
     "the decoder alone": {"target_modules": r"model\.decoder\..*(o_proj|gate_proj)", "use_rslora": True},
@@ -183,7 +186,7 @@ def test_wrong_adapters_are_refused_with_a_sentence(tmp_path):
         ({"use_dora": True}, "use_dora True, which redraft does not run"),
         ({"peft_type": "IA3"}, "of the kind 'IA3'; redraft runs LORA"),
         ({"r": "four"}, "r must be a whole number"),
-        ({"alpha_pattern": {"(": 2}}, "no regular expression"),
+        *[({"alpha_pattern": {pattern: 2}}, "reads names of modules only") for pattern in OPERATORS],
     ]:
         raw = json.loads((folder / ADAPTER_CONFIG).read_text()) | changes
         (other / ADAPTER_CONFIG).write_text(json.dumps(raw))
@@ -195,6 +198,19 @@ def test_wrong_adapters_are_refused_with_a_sentence(tmp_path):
             load_adapter(folder, model)
     with pytest.raises(AdapterError, match="holds no adapter"):
         load_adapter(tmp_path, model)
+
+
+NAMES = ["k_proj", "self_attn.k_proj", r"self_attn\.k_proj$", "^k_proj", "^model.decoder.layers.0.self_attn.k_proj", "_proj"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_alpha_pattern_counts_as_in_peft(name):
+    """A whole module's name or the end of it, in whole parts."""
+    settings = {"lora_alpha": 8, "alpha_pattern": {name: 3, "k_proj": 4}}
+    for matrix in ("layers.0.self_attn.k_proj", "layers.10.self_attn.k_proj", "layers.0.self_attn.q_proj"):
+        found = get_pattern_key(settings["alpha_pattern"], f"model.decoder.{matrix}")
+        alpha = settings["alpha_pattern"].get(found, 8)
+        assert adapter_files._find_scale(settings, DENOISE, matrix, 2) == alpha / 2
 
 
 def test_settings_that_cannot_be_are_refused():
