@@ -165,6 +165,7 @@ def test_bad_model_values_are_refused_by_name(raw, words):
         {"quota": "yes"},
         {"stops_last": 1},
         {"spread": -1},
+        {"spread": 10**8},
         {"spread": 2.5},
         {"eos_token_ids": (-5,)},
         {"heat": "hot"},

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -68,7 +68,12 @@ def replace_file(path: str | Path, *, keep_unfinished: bool = False) -> Iterator
     path = Path(path).resolve()
     part = path.with_name(f".{path.name}.part-{secrets.token_hex(4)}")
     try:
-        with open(part, "x", encoding="utf-8", newline="") as file:
+        file = open(part, "x", encoding="utf-8", newline="")  # noqa: SIM115  (the block below closes it)
+    except OSError as error:
+        error.filename = str(path)  # the name that the user knows
+        raise
+    try:
+        with file:
             if path.exists():
                 shutil.copymode(path, part)  # before anything is written: the old file may be private
             yield file
@@ -76,8 +81,9 @@ def replace_file(path: str | Path, *, keep_unfinished: bool = False) -> Iterator
             os.fsync(file.fileno())  # a rename may reach the disk before the content, and then the power may fail
         os.replace(part, path)
     except BaseException:
-        if not keep_unfinished or not part.stat().st_size:
-            part.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may be gone: the first error counts
+            if not keep_unfinished or not part.stat().st_size:
+                part.unlink()
         raise
 
 

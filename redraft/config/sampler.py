@@ -20,6 +20,7 @@ DEFAULT_EDIT_STRENGTH = 0.3  # share of the tokens that an edit may replace: the
 AUTO = "auto"  # in place of a canvas length: chosen for the answer
 AUTO_LENGTHS = (32, 64, 128)  # that a checkpoint is given on request if it was trained at one length only
 MAX_DRAFT_LENGTH = 64
+MAX_SPREAD = 4096  # a step takes time in proportion, and a canvas is no longer
 
 
 def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
@@ -88,7 +89,7 @@ class SamplerConfig:
         require_number("temperature (t_max)", self.t_max, 1e-4)  # below this, soft-capped logits overflow
         if self.t_max < self.t_min:
             raise ConfigError(f"t_max must not be below t_min, got {self.t_max} and {self.t_min}")
-        require_int("spread", self.spread, 0)
+        require_int("spread", self.spread, 0, MAX_SPREAD)
         for name in ("settle_prefix", "quota", "accept_at_end", "stops_last"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")

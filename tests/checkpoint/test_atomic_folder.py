@@ -16,7 +16,7 @@ import redraft
 from redraft import checkpoint
 from redraft.checkpoint import CheckpointError, atomic_folder, load_checkpoint
 from redraft.cli import main
-from redraft.config import write_text
+from redraft.config import replace_file, write_text
 from redraft.tokenizer.tokenizer import Tokenizer
 
 SAVE = sys.modules["redraft.checkpoint.save"]
@@ -397,6 +397,22 @@ def test_links_permissions_and_line_ends_stay(tmp_path):
     folder.chmod(0o700)
     save(folder, NEW_SEED)
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("keep_unfinished", [True, False])
+def test_the_first_error_is_the_one_that_is_raised(tmp_path, keep_unfinished):
+    missing = tmp_path / "missing" / "a.txt"
+    with pytest.raises(FileNotFoundError, match=r"missing/a\.txt'"), replace_file(missing, keep_unfinished=keep_unfinished):
+        pass
+    missing.parent.mkdir()
+    with pytest.raises(ValueError, match="closed"), replace_file(missing, keep_unfinished=keep_unfinished) as file:
+        fail_after_removal(file, missing.parent)
+
+
+def fail_after_removal(file, folder) -> None:
+    shutil.rmtree(folder)
+    file.close()
+    file.write("x")
 
 
 def test_a_device_is_written_and_never_replaced(tmp_path):

@@ -157,6 +157,14 @@ def test_other_tensors_are_refused(name, message, tmp_path):
         checkpoint.load_model(tmp_path)
 
 
+def test_a_tensor_of_experts_is_refused(tmp_path):
+    save_reference(tmp_path, "llama 2")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.layers.0.router.proj.weight": torch.ones(4, 32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"num_experts is 0 in config.json and 4 in the weights"):
+        checkpoint.load_model(tmp_path)
+
+
 def test_quantizing_is_refused_with_one_sentence(tmp_path):
     save_reference(tmp_path, "llama 2", vocab_size=300)
     tokenizer().save(tmp_path)
