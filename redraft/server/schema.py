@@ -153,7 +153,7 @@ class ToolCallRequest(Body):
 class ChatMessage(Body):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallRequest], Field(fail_fast=True, max_length=256)] | None = None

@@ -9,11 +9,11 @@ from typing import Any
 from redraft.config import parse_json
 from redraft.train.config import TrainConfig
 
-FOLDERS = (Path("recipes"), Path(__file__).with_name("recipes"))  # the user's, then those that ship
+PACKAGED = Path(__file__).with_name("recipes")
 
 
 def load_recipe(name: str, out: Path, changes: Sequence[str] = ()) -> TrainConfig:
-    """Runs a recipe, given by name or by path, and applies changes such as "optim.warmup=20"."""
+    """Runs a recipe, a packaged one by its name or a file by its path; applies changes such as "optim.warmup=20"."""
     path = _find_recipe(name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -27,13 +27,14 @@ def load_recipe(name: str, out: Path, changes: Sequence[str] = ()) -> TrainConfi
 
 
 def _find_recipe(name: str) -> Path:
+    """A name never means a file of the working directory, which may be a stranger's: only a path does."""
     if name.endswith(".py") or "/" in name:
         if not Path(name).is_file():
             raise ValueError(f"there is no recipe {name}")
         return Path(name)
-    paths = {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("[!_]*.py"))}
+    paths = {path.stem: path for path in sorted(PACKAGED.glob("[!_]*.py"))}
     if name not in paths:
-        raise ValueError(f"there is no recipe {name!r}; known are {', '.join(sorted(paths)) or 'none'}, or give a path")
+        raise ValueError(f"there is no recipe {name!r}; known are {', '.join(paths)}, or give a path as ./{name}.py")
     return paths[name]
 
 

@@ -114,6 +114,18 @@ def test_a_missing_recipe_is_named(tmp_path):
         load_recipe(str(tmp_path / "empty.py"), tmp_path)
 
 
+def test_a_name_never_runs_a_file_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").mkdir()
+    for name in ("toy", "mine"):
+        Path(f"recipes/{name}.py").write_text("raise SystemExit('it has run')")
+    assert load_recipe("toy", tmp_path) == toy.recipe(tmp_path)
+    with pytest.raises(ValueError, match=r"no recipe 'mine'; .* or give a path as \./mine.py"):
+        load_recipe("mine", tmp_path)
+    with pytest.raises(SystemExit, match="it has run"):
+        load_recipe("recipes/mine.py", tmp_path)
+
+
 def test_metrics_are_plotted(tmp_path):
     lines = [{"tokens": n * 1000, "denoiser": 3 / n, "ar": 2 / n, "rate": 0.5, "balance": 1.1} for n in range(1, 9)]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
