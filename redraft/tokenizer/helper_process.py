@@ -12,6 +12,7 @@ import ctypes
 import math
 import os
 import queue
+import signal
 import struct
 import subprocess
 import sys
@@ -30,6 +31,7 @@ START_SECONDS = 120.0  # for the imports, on a machine that is busy
 POLL_SECONDS = 0.02  # how often a caller checks its stop event
 LOWEST_PRIORITY = 19
 MEMORY_BYTES = 1 << 30  # of address space
+LACK_OF_MEMORY = (signal.SIGABRT, signal.SIGSEGV)  # how libraries end a process that gets no memory
 THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # each thread would take address space
 PACKAGE = str(Path(__file__).parents[2])  # the folder that holds redraft
 
@@ -87,7 +89,7 @@ class HelperProcess:
             self._lock.release()
 
     def close(self) -> None:
-        """Ends the process. A call in another thread raises HelperMemoryError."""
+        """Ends the process. A call in another thread raises HelperError."""
         process = self._process
         if process is not None:
             process.kill()
@@ -133,8 +135,10 @@ class HelperProcess:
                     return answer
                 assert self._process is not None
                 code = self._process.wait()
-                if code < 0:  # killed, as by the operating system when memory runs out
-                    raise HelperMemoryError(f"{self.module} was killed by signal {-code}")
+                if -code in LACK_OF_MEMORY:
+                    raise HelperMemoryError(f"{self.module} was ended by signal {-code}")
+                if code < 0:  # by `close`, by whoever stops the server, or by the operating system for others' memory
+                    raise HelperError(f"{self.module} was killed by signal {-code}")
                 raise HelperError(f"{self.module} has ended with exit code {code}")
             elapsed = time.monotonic() - began
             if elapsed <= seconds:

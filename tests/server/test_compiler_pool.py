@@ -1,6 +1,7 @@
 """Patterns are compiled in helper processes: the same automata, the same errors, one process for each client."""
 
 import json
+import signal
 import threading
 from contextlib import contextmanager
 
@@ -13,7 +14,8 @@ from redraft.constraints.errors import BudgetError, PatternError
 from redraft.constraints.pattern_compiler import CompilerProcess, LocalCompiler, Pattern
 from redraft.engine import StopEvent
 from redraft.server.compiler_pool import CompilerPool
-from redraft.tokenizer.helper_process import HelperStoppedError
+from redraft.tokenizer import helper_process
+from redraft.tokenizer.helper_process import HelperError, HelperStoppedError
 from redraft.tokenizer.tokenizer import TokenizerError
 
 PLAIN = {"prompt": "ab", "max_tokens": 4, "seed": 1}
@@ -121,6 +123,28 @@ def test_sixteen_completions_share_one_compilation():
 def test_time_ends_a_compilation(monkeypatch):
     with pool(seconds=0.0) as (created, _), pytest.raises(BudgetError, match="longer to compile than the 0 s"):
         created.compile([SLOW])
+
+
+@pytest.mark.parametrize(("sent", "error"), [("SIGKILL", HelperError), ("SIGTERM", HelperError), ("SIGABRT", BudgetError)])
+def test_a_process_that_is_killed_from_outside_is_no_mistake_in_the_pattern(sent, error, monkeypatch):
+    """SIGABRT is how a library ends the process when it gets no memory."""
+    writer = make()
+    compiler = CompilerProcess(writer.token_bytes, writer.sampler.eos_token_ids)
+    assert compiler.compile([Pattern(regex="b")])
+    process = compiler.process._process
+
+    def end(*_):
+        process.send_signal(getattr(signal, sent))
+        process.wait()
+        raise BrokenPipeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(helper_process, "write_message", end)
+        with pytest.raises(error) as raised:
+            compiler.compile([Pattern(regex="a")])
+    assert type(raised.value) is error
+    assert compiler.compile([Pattern(regex="a")])
+    compiler.close()
 
 
 def test_a_closed_pool_compiles_nothing():
