@@ -1,15 +1,18 @@
-# make demo: a Sudoku and a story, redrafted on your terminal.  make test: lint and tests.  make soak: endurance, other processes, browsers.
-# make soak-long: the large counts, before a release.
+# make demo: a Sudoku and a story, redrafted on your terminal; installs what `pip install .` does. The others install .[dev] too.
+# make test: lint and equalities.  make soak: endurance, other processes, browsers, Ray.  make soak-long: the large counts, before a release.
 # make bench: speeds.  make lint: style and types.
 PYTHON ?= python3
 VENV := .venv
+RUNS := $(VENV)/runs
 READY := $(VENV)/ready
+# Modules are compiled when they are first imported: most never are.
+INSTALL := $(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt
 # A group of tests (mostly a file) goes to one worker, the longest groups first: tests/conftest.py.
 PYTEST := $(VENV)/bin/python -m pytest --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo test soak soak-long lint docs bench clean
 
-demo: $(READY)
+demo: $(RUNS)
 	@$(VENV)/bin/redraft demo
 
 test: lint
@@ -26,6 +29,7 @@ lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	@$(VENV)/bin/python tests/print_lengths.py
 
 docs: $(READY)
 	$(VENV)/bin/python docs/make_cli.py
@@ -39,9 +43,14 @@ bench: $(READY)
 clean:
 	rm -rf $(VENV) build
 
-$(READY): pyproject.toml constraints.txt
-	@echo "setting up $(VENV)" >&2
+$(RUNS): pyproject.toml constraints.txt
+	@echo "installing redraft into $(VENV): about a minute, once" >&2
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "redraft needs Python 3.11 or newer, this is " + sys.version)'
 	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" >&2
+	@$(INSTALL) --editable . >&2
+	@touch $(RUNS)
+
+$(READY): $(RUNS)
+	@echo "installing what the tests need into $(VENV)" >&2
+	@$(INSTALL) --editable ".[dev]" >&2
 	@touch $(READY)

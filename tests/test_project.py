@@ -1,14 +1,17 @@
-"""The project's own rules: imports point down, public names have docstrings, files stay small, documents match the code."""
+"""The project's own rules: imports point down, public functions have types, documents match the code."""
 
 import ast
 import graphlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import commands
+import print_lengths
 import pytest
 import test_transformers_parity
 
@@ -125,10 +128,9 @@ def definitions(path: Path):
 
 
 @pytest.mark.parametrize("path", [*MODULES, *(ROOT / "benchmarks").glob("*.py")], ids=str)
-def test_everything_public_has_a_docstring_and_types(path):
+def test_a_module_has_a_docstring_and_its_public_functions_have_types(path):
     assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} has no docstring"
     for node in definitions(path):
-        assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
         if isinstance(node, ast.FunctionDef):
             parameters = [*node.args.args, *node.args.kwonlyargs, *node.args.posonlyargs]
             untyped = [a.arg for a in parameters if a.annotation is None and a.arg not in ("self", "cls")]
@@ -136,14 +138,16 @@ def test_everything_public_has_a_docstring_and_types(path):
             assert node.returns is not None, f"{path.name}: {node.name} has no return type"
 
 
-def test_files_and_functions_stay_short():
-    for path in [*MODULES, *TESTS]:
-        source = path.read_text(encoding="utf-8")
-        assert source.count("\n") <= 500, f"{path} has {source.count(chr(10))} lines"
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef):
-                length = node.end_lineno - node.lineno + 1
-                assert length <= 80, f"{path.name}: {node.name} has {length} lines"
+def test_long_files_and_functions_are_asked_about(tmp_path, capsys):
+    long_function = "def f() -> None:\n" + "    pass\n" * 80
+    (tmp_path / "short.py").write_text(long_function.removesuffix("    pass\n"))
+    print_lengths.ask(tmp_path)
+    assert capsys.readouterr().out == ""
+    (tmp_path / "long.py").write_text(long_function + "\n" * 420)
+    print_lengths.ask(tmp_path)
+    assert capsys.readouterr().out == (
+        "long.py has 501 lines: is it two files?\nlong.py: f has 81 lines: does it tell two stories?\n"
+    )
 
 
 def test_the_top_level_reads_as_a_table_of_contents():
@@ -209,7 +213,7 @@ def _demo(tmp_path_factory):
     """An empty folder in which the README's commands find redraft."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "bin").mkdir()
-    (folder / "bin" / "redraft").write_text(f'#!/bin/sh\nexec {sys.executable} -m redraft "$@"\n')
+    (folder / "bin" / "redraft").write_text(f'#!/bin/sh\nexec {shlex.join(commands.redraft())} "$@"\n')
     (folder / "bin" / "redraft").chmod(0o755)
     return folder
 

@@ -17,6 +17,7 @@ import time
 import traceback
 from typing import NoReturn
 
+import commands
 import pyte
 import pytest
 import tiny
@@ -329,7 +330,7 @@ def test_ctrl_c_keeps_what_is_committed(restless, restless_canvases):
 
 @pytest.mark.soak
 def test_ctrl_c_in_a_pipe_is_130_and_keeps_the_text(restless, restless_canvases):
-    command = [sys.executable, "-m", "redraft", "Hello", "-m", restless, "--seed", "5", "--raw"]
+    command = [*commands.redraft(), "Hello", "-m", restless, "--seed", "5", "--raw"]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -340,7 +341,7 @@ def test_ctrl_c_in_a_pipe_is_130_and_keeps_the_text(restless, restless_canvases)
     )
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=60)
+    rest, err = process.communicate(timeout=SILENT_SECONDS)
     assert process.returncode == 130
     assert (first + rest).decode().startswith(restless_canvases[0])
     assert err == b""

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import commands
 import pytest
 import test_loop
 import tiny
@@ -91,13 +92,13 @@ def test_a_line_that_a_killed_run_did_not_finish_is_dropped(tmp_path):
 @pytest.mark.soak
 def test_ctrl_c_writes_a_checkpoint(recipe, tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "redraft", "train", recipe, "--out", str(out), "--set", "steps=100000"]
+    command = [*commands.redraft(), "train", recipe, "--out", str(out), "--set", "steps=100000"]
     process = subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     while not (out / "metrics.jsonl").exists() or not metrics(out):
         time.sleep(0.2)
         assert process.poll() is None, process.stderr.read()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 130
     assert "stopped at step" in err
     assert list(out.glob("step-*"))

@@ -3,10 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+import commands
 import peft
 import pytest
 import test_tuning
@@ -104,15 +104,15 @@ def test_mistakes_get_a_sentence(run, folder, tmp_path, arguments, complaint):
 @pytest.mark.soak
 def test_a_killed_run_loses_at_most_the_steps_since_its_last_checkpoint(folder, tmp_path):
     """kill -9 in the middle of it, then the same command: the adapter is that of a run that was never killed."""
-    flags = ["--steps", "60", "--save-every", "2", "--held-out", "0", *SMALL]
-    command = [sys.executable, "-m", "redraft", "tune", str(folder / "base"), "--data", str(folder / "chats.jsonl"), *flags]
+    flags = ["--steps", "24", "--save-every", "2", "--held-out", "0", *SMALL]
+    command = [*commands.redraft(), "tune", str(folder / "base"), "--data", str(folder / "chats.jsonl"), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
     run = subprocess.Popen([*command, "--out", str(tmp_path / "killed")], **options)
     while not any((tmp_path / "killed").glob("step-*/state.json")):
         assert run.poll() is None, run.stderr.read()
         time.sleep(0.05)
-    run.kill()
+    run.send_signal(commands.KILL)
     run.communicate()
     for name in ("killed", "unbroken"):
         done = subprocess.run([*command, "--out", str(tmp_path / name)], **options)

@@ -1,8 +1,12 @@
 """Help, version and usage errors come at once: what takes long to import is imported when it is needed."""
 
 import json
+import signal
 import subprocess
 import sys
+
+import commands
+import pytest
 
 SCRIPT = """
 import contextlib, io, json, sys
@@ -59,3 +63,20 @@ def test_help_and_usage_errors_import_neither_pytorch_nor_a_server():
         assert sentence in error
         assert error.startswith("redraft: ")
         assert error.count("\n") == 1
+
+
+@pytest.mark.soak
+def test_a_forked_command_answers_as_a_real_one(tmp_path):
+    """Other tests start their commands with `commands.redraft()`."""
+    lines = [["--version"], ["--nonsense"], ["pull"], ["sudoku", "123"], ["info", "-m", str(tmp_path)]]
+    for line in lines:
+        real, forked = (
+            subprocess.run([*start, *line], capture_output=True, cwd=tmp_path, check=False)
+            for start in ([sys.executable, "-m", "redraft"], commands.redraft())
+        )
+        assert (forked.returncode, forked.stdout, forked.stderr) == (real.returncode, real.stdout, real.stderr), line
+    command = [*commands.redraft(), "Once upon a time", "--seed", "1", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout.read(1)
+        killed.send_signal(commands.KILL)
+    assert killed.returncode == -signal.SIGKILL
