@@ -18,6 +18,7 @@ from redraft.engine.errors import Failure, RequestError
 from redraft.engine.fair_share import FairShare
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.request import Request
+from redraft.model.lora import Adapter
 
 
 @dataclass(eq=False)
@@ -27,6 +28,8 @@ class Reservation:
     number: int  # order of arrival, counted together with requests
     nbytes: int
     client: str = ""
+    prefix_key: tuple[int, ...] = ()  # of the prompt whose entry in the prefix cache it takes over
+    adapter: Adapter | None = None
     is_granted: bool = False
     is_released: bool = False
     failure: Failure | None = None  # of the engine, while it waited
@@ -220,7 +223,7 @@ class Scheduler:
         nbytes = self._bytes_of(candidate)
         if not self._fits(nbytes):
             return False
-        spared = (candidate.prefix_key, candidate.adapter) if isinstance(candidate, Request) else ()
+        spared = (candidate.prefix_key, candidate.adapter)
         while not self._fits(nbytes + self.prefix_cache.nbytes) and self.prefix_cache.evict(*spared):
             pass
         return True

@@ -1,6 +1,7 @@
 """Work beside the engine: forwards that belong to no request, as the ranking of infills, scores of edits, and vision towers.
 
 reserve      lends a KV cache within the engine's budget
+lend_prompt  lends the KV cache of a prompt, which the prefix cache may have
 take_memory  takes bytes out of this budget for good
 take_turn    runs a forward between two steps
 """
@@ -67,6 +68,26 @@ class WorkBeside(ABC):
         self.scheduler.check(nbytes, rows * tokens, "this text")
         with self._hold(Reservation(self.scheduler.next_number(), nbytes, client_of(stop)), stop):
             yield self.model.new_cache(rows, tokens, rewind, self.adapter)
+
+    @contextmanager
+    def lend_prompt(self, prompt: Sequence[int], stop: threading.Event | None = None) -> Iterator[KVCache]:
+        """Lends a KV cache that holds a prompt, as `reserve` does. Inside the block nothing is appended to it.
+
+        The cache begins with what the prefix cache has of the prompt, and goes there at the end: requests and loans that
+        continue this prompt encode only the rest.
+        """
+        key = tuple(prompt)
+        nbytes = KVCache.count_bytes(self.model.config, len(key), self.model.cache_dtype, self.config.rewind)
+        self.scheduler.check(nbytes, len(key), "this text")
+        number = self.scheduler.next_number()
+        with self._hold(Reservation(number, nbytes, client_of(stop), prefix_key=key, adapter=self.adapter), stop):
+            with self._lock:
+                cached = self.scheduler.prefix_cache.take(key, len(key), self.adapter)
+            context, cache = cached or ([], self.model.new_cache(1, len(key), self.config.rewind, self.adapter))
+            self.prefill_beside(key[len(context) :], cache, stop)
+            yield cache
+            with self._lock:
+                self.scheduler.prefix_cache.put(key, cache)
 
     def take_memory(
         self, nbytes: int, what: str, advice: str, *, least: int = 0, stop: threading.Event | None = None

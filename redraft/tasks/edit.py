@@ -155,30 +155,19 @@ class TokenizedText:
 
 
 @torch.inference_mode()
-def score_canvases(
-    engine: Engine, prompt: Sequence[int], ids: Sequence[int], size: int, stop: threading.Event | None = None
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields where each canvas begins, and the log-probabilities [C, V] at its positions, given the canvas as it is.
+def score_canvas(
+    engine: Engine, context: Sequence[int], canvas: Sequence[int], stop: threading.Event | None = None
+) -> Tensor:
+    """The log-probabilities [C, V] at the positions of a canvas after its context, given the canvas as it is.
 
-    The KV cache is reserved in the engine's budget until the iterator ends or is closed.
+    The canvases of a text share one KV cache, which follows them: none of them is encoded twice.
     """
     model = engine.model
-    check_context(model.config, len(prompt), len(ids))
-    begins = range(0, len(ids), size)
-    if not begins:
-        return
-    with engine.reserve(len(prompt) + begins[-1], stop=stop) as cache:
-        engine.prefill_beside(prompt, cache, stop)
-        for begin in begins:
-            if stop is not None and stop.is_set():
-                raise Stopped
-            canvas_1C = torch.tensor([ids[begin : begin + size]], device=model.device)
-            with engine.take_turn(canvas_1C.shape[1], stop):
-                logprobs_CV = model.denoise(canvas_1C, None, cache)[0].float().log_softmax(dim=-1)
-            yield begin, logprobs_CV
-            if begin != begins[-1]:
-                with engine.take_turn(canvas_1C.shape[1], stop):
-                    model.encode(canvas_1C, cache)
+    check_context(model.config, len(context), len(canvas))
+    with engine.lend_prompt(context, stop) as cache:
+        canvas_1C = torch.tensor([canvas], device=model.device)
+        with engine.take_turn(len(canvas), stop):
+            return model.denoise(canvas_1C, None, cache)[0].float().log_softmax(dim=-1)
 
 
 def check_context(config: BackboneConfig, prompt_tokens: int, text_tokens: int) -> None:
@@ -393,7 +382,7 @@ def _choose_positions(
     stop: threading.Event | None,
 ) -> set[int]:
     """The free positions of a canvas that become noise: those with the largest margins."""
-    ((_, logprobs_CV),) = score_canvases(engine, prefix, canvas, len(canvas), stop)
+    logprobs_CV = score_canvas(engine, prefix, canvas, stop)
     jitter_C = rng.draws([seed + SELECTION_SALT], block, logprobs_CV.device).uniform(0, len(canvas))[0]
     scores_C = logprob_margins(logprobs_CV, canvas) + 1e-3 * jitter_C  # breaks ties where every token is the most likely
     ordered = [position for position in scores_C.argsort(descending=True).tolist() if position in free]

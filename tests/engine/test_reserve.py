@@ -129,7 +129,7 @@ def test_infill_ranking_edits_and_decide_take_their_caches_from_the_budget(monke
 
     monkeypatch.setattr(writer.model, "new_cache", new_cache)
     infill.sequence_logprobs(writer.engine, [2, 30, 31], [[40], [41, 42]])
-    list(edit.score_canvases(writer.engine, [2], list(range(30, 60)), 16))
+    edit.score_canvas(writer.engine, [2, *range(30, 60)], [61, 62])
     writer.decide("to be or", ["not", "to be"])
     writer.fill("a [[ 3 ]] b", seed=1)
     writer.edit("some text", seed=1)
@@ -143,5 +143,5 @@ def test_side_work_stops_when_its_client_has_left():
     with pytest.raises(Stopped):
         infill.sequence_logprobs(writer.engine, [2, 30], [[40]], stop)
     with pytest.raises(Stopped):
-        list(edit.score_canvases(writer.engine, [2], [30, 31], 16, stop))
+        edit.score_canvas(writer.engine, [2], [30, 31], stop)
     assert writer.engine.scheduler.used == 0

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redraft.cli import edit as cli_edit
+from redraft.config import EngineConfig
 from redraft.constraints.constraints import ConstraintEdit
 from redraft.diffusion.generate import Committed, Draft
 from redraft.engine import Intervention, Replay
@@ -170,13 +171,24 @@ def test_logprob_margins():
     assert edit.logprob_margins(logs, [0, 0, 1]).tolist() == pytest.approx([0.0, 5.0, 1.0])
 
 
-def test_canvases_are_scored_after_one_another():
-    """Two canvases in one call = the second one alone after the first."""
-    ids = [30 + at % 20 for at in range(20)]
-    (_, first), (begin, second) = edit.score_canvases(WRITER.engine, [2], ids, 12)
-    ((_, alone),) = edit.score_canvases(WRITER.engine, [2, *ids[:12]], ids[12:], 12)
-    assert (begin, len(first)) == (12, 12)
-    assert torch.allclose(second, alone, atol=1e-4)
+def test_scores_and_canvases_follow_one_cache(monkeypatch):
+    """An edit that finds nothing in the prefix cache makes the same changes, and encodes 5 times as much."""
+    encoded = []
+    encode = WRITER.model.encode
+    monkeypatch.setattr(WRITER.model, "encode", lambda ids, *rest: encoded.append(ids.numel()) or encode(ids, *rest))
+    text = "some words that are there to be others, " * 6  # 15 canvases
+    edits = []
+    for entries in (0, 1):
+        config = EngineConfig(prefix_cache_entries=entries)
+        writer = Writer(WRITER.model, WRITER.tokenizer, WRITER.sampler, config=config)
+        encoded.clear()
+        edits.append((writer.edit(text, strength=0.4, keep=[(20, 100)], seed=3), sum(encoded)))
+        assert writer.engine.scheduler.used == 0
+    (plain, plain_work), (cached, cached_work) = edits
+    assert plain.changes
+    assert cached == plain
+    assert cached_work <= len(text) + 2  # the start token alone is encoded for the score and for the canvas
+    assert plain_work > 5 * cached_work
 
 
 def test_nothing_is_suggested_for_nothing():
