@@ -433,12 +433,13 @@ class Decoder:
     def __init__(self, tokenizer: Tokenizer, *, keep_special: bool = False, continues: bool = False) -> None:
         self.tokenizer = tokenizer
         self.keep_special = keep_special
+        self._without_text = () if keep_special else tokenizer.special_tokens.keys()
         self._ids: list[int] = list(tokenizer.anchor[0]) if continues else []
         self._shown = len(self._ids)  # the number of ids whose text was returned: those of the last piece that has text
 
     def feed(self, ids: Iterable[int]) -> str:
         """The text that these ids add, without an incomplete character at the end."""
-        self._ids.extend(ids)
+        self._ids += [token for token in ids if token < self.tokenizer.size and token not in self._without_text]
         text = self._pending()
         if text.endswith("�"):
             text = self._complete_part()
@@ -473,6 +474,16 @@ class Decoder:
         for end in range(len(self._ids) - 1, max(self._shown, len(self._ids) - 5), -1):
             text = self._pending(end)
             if not text.endswith("�"):
+                self._mark_shown(end, text)
+                return text
+        return self._broken_part()
+
+    def _broken_part(self) -> str:
+        """The pending text before the last three ids, where no character is complete: no later id completes one of it."""
+        pending = self._pending()
+        for end in range(len(self._ids) - 3, max(self._shown, len(self._ids) - 7), -1):
+            text = self._pending(end)
+            if pending.startswith(text):
                 self._mark_shown(end, text)
                 return text
         return ""

@@ -233,6 +233,29 @@ def test_any_ids_decode_piece_by_piece_as_at_once(ids):
     assert "".join(pieces) + decoder.flush() == BYTES.decode(ids, keep_special=True)
 
 
+@pytest.mark.parametrize("keep_special", [False, True])
+@given(st.lists(st.sampled_from([b"\x80", b"\xe2", b"\x82", b"\xac", b"\xf0", b"\x9f", b"\x98", b"a", None]), max_size=24))
+def test_bytes_that_make_no_character_decode_piece_by_piece_as_at_once(keep_special, parts):
+    ids = [7 if part is None else BYTES.token_bytes.index(part) for part in parts]
+    decoder = Decoder(BYTES, keep_special=keep_special)
+    pieces = [decoder.feed([i]) for i in ids]
+    assert "".join(pieces) + decoder.flush() == BYTES.decode(ids, keep_special=keep_special)
+
+
+@pytest.mark.parametrize("token", [BYTES.token_bytes.index(b"\x80"), 7, 10_000])
+def test_ids_that_make_no_character_are_decoded_a_few_times_each(monkeypatch, token):
+    """Not all of them again with every new one: a client may ask for an answer of such ids."""
+    decoded = []
+    usual = BYTES.decode
+    monkeypatch.setattr(BYTES, "decode", lambda ids, **options: decoded.append(len(ids)) or usual(ids, **options))
+    decoder = Decoder(BYTES)
+    decoder.feed(BYTES.encode("é")[:1])
+    pieces = [decoder.feed([token]) for _ in range(500)]
+    monkeypatch.undo()
+    assert sum(decoded) < 500 * 120
+    assert "".join(pieces) + decoder.flush() == BYTES.decode([*BYTES.encode("é")[:1], *[token] * 500])
+
+
 def test_decoding_a_fragment_keeps_a_leading_space():
     ids = GEMMA.encode("Hello world")
     assert [GEMMA.decode_fragment([i]) for i in ids] == ["Hello", " world"]
