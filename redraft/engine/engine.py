@@ -67,14 +67,13 @@ class Engine(WorkBeside):
             self.config.max_running,
             self.config.cache_bytes or measure_budget(self.runner, self.config.max_running),
             PrefixCache(self.config.prefix_cache_entries),
-            self._cache_bytes,
         )
         self.fault = ""  # the engine's own failure in the last step, as text; empty when there was none
         self.memory_advice = MEMORY_ADVICE  # what a request that lacks memory tells the user
         self.has_thread = False  # whether a background thread makes the steps
         self.max_unread: int | None = None  # events a stream may leave unread before its request pauses; None: any number
         self._lock = threading.RLock()  # held during a step
-        self._changed = threading.Condition()  # notified after steps, and when work arrives or leaves
+        self._changed = threading.Condition()  # for the engine's thread and for work beside it; requests have their own
 
     def add(
         self,
@@ -150,6 +149,7 @@ class Engine(WorkBeside):
             events=deque() if self.has_thread else None,  # the thread may run it before anybody streams it
             automaton_state=constraints.initial_state,
         )
+        request.nbytes = self._cache_bytes(request)
         self.scheduler.add(request)  # without the lock: the caller does not wait for the end of a step
         self.notify()
         return request
@@ -166,10 +166,15 @@ class Engine(WorkBeside):
     def _cancel(self, request: Request) -> None:
         if not request.is_over:
             self._release(request)
-            request.status = RequestStatus.CANCELLED
+            request.end(RequestStatus.CANCELLED)
 
     def notify(self) -> None:
-        """Wakes the threads that wait for an event, for work or for memory."""
+        """Says that something has changed: work has arrived or left, memory was freed, a stop event was set."""
+        self.scheduler.changes += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wakes the engine's thread, and the threads that wait for a turn or for memory."""
         with self._changed:
             self._changed.notify_all()
 
@@ -217,7 +222,7 @@ class Engine(WorkBeside):
                 if self.has_thread:
                     self._grant_turns()
                     self._step_for_streams()
-                    self.notify()
+                    self._wake()
             except BaseException as error:  # the thread must live: without it all streams would wait for ever
                 self._fail_all(error)
 
@@ -263,6 +268,8 @@ class Engine(WorkBeside):
             except BaseException as error:
                 self._fail_all(error)
                 raise
+            for request in {request for request, _ in emitted}:
+                request.wake_reader()
             return emitted
 
     def _fail_all(self, error: BaseException) -> None:
@@ -286,7 +293,7 @@ class Engine(WorkBeside):
         emitted: Emitted = []
         if device.type == "cpu":
             adapt_threads()
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+        for request in [*self.scheduler.running, *self.scheduler.choose_to_check()]:
             if request.is_unwanted:
                 self._cancel(request)
         self._admit()
@@ -328,7 +335,7 @@ class Engine(WorkBeside):
                     emitted += self._emit(request, events)
                     if is_last:
                         self._release(request)
-                        request.status = RequestStatus.FINISHED
+                        request.end(RequestStatus.FINISHED)
         return emitted
 
     def _admit(self) -> None:
@@ -378,7 +385,7 @@ class Engine(WorkBeside):
         emitted = self._emit(request, events)
         if is_last:
             self._release(request)
-            request.status = RequestStatus.FINISHED  # last: the stream ends when it sees this
+            request.end(RequestStatus.FINISHED)  # last: the stream ends when it sees this
         return emitted
 
     def _release_failed(self) -> str:
@@ -400,8 +407,8 @@ class Engine(WorkBeside):
     def wait_for_event(self, request: Request) -> None:
         """Waits until the request has moved. Without a background thread, this thread makes a step."""
         if self.has_thread:
-            with self._changed:
-                self._changed.wait_for(lambda: request.events or request.is_over or not self.has_thread)
+            with request.has_moved:
+                request.has_moved.wait_for(lambda: request.events or request.is_over)
             return
         with self._lock:
             if not request.events and not request.is_over:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,12 +91,14 @@ class Request:
     other_verifier: OtherVerifier | None = None  # if another model verifies
     images: Sequence["ImageSpan"] = ()  # those of the prompt, in order
     adapter: Adapter | None = None  # that its KV cache has, so that every forward goes through it
+    nbytes: int = 0  # of its KV cache, which it needs to run
     spare_slots: int = 0  # of its KV cache, for drafts that are written before they are verified
 
     status: RequestStatus = RequestStatus.WAITING
     cancel_requested: bool = False  # the engine's thread cancels the request at its next step
     failure: Failure | None = None  # why the status is FAILED
     events: deque[Event] | None = None  # events that its stream has not read yet; None without a stream
+    has_moved: threading.Condition = field(default_factory=threading.Condition)  # notified after events and at its end
 
     cache: KVCache | None = None
     context: list[int] = field(default_factory=list)  # the tokens that the cache holds, those of images as in prefix_key
@@ -120,7 +123,7 @@ class Request:
         """Whether its caller has cancelled it."""
         return self.cancel_requested or (self.stop is not None and self.stop.is_set())
 
-    @property
+    @cached_property
     def client(self) -> str:
         """The client that asked for it."""
         return client_of(self.stop)
@@ -363,7 +366,17 @@ class Request:
     def fail(self, failure: Failure) -> None:
         """Ends the request. The engine releases its memory at the end of the step."""
         self.failure = failure
-        self.status = RequestStatus.FAILED
+        self.end(RequestStatus.FAILED)
+
+    def end(self, status: RequestStatus) -> None:
+        """No event comes any more. The thread that reads its stream sees that at once."""
+        self.status = status
+        self.wake_reader()
+
+    def wake_reader(self) -> None:
+        """Wakes the thread that reads its stream, and no thread of another request."""
+        with self.has_moved:
+            self.has_moved.notify_all()
 
     def release(self) -> None:
         """Drops all tensors."""

@@ -4,13 +4,16 @@ Memory is counted in bytes of KV cache. A request states its bytes before it sta
 beside the engine (ranking of infills, scoring of edits) takes its caches from the same budget through a `Reservation`.
 Entries of the prefix cache use the memory that is left, and are evicted when a request or a reservation needs it.
 
+A step costs the same however many requests wait: admission is decided again only after a change, from sums that are kept for
+each client, and a few waiting requests are looked at in each step.
+
 Clients are treated alike. The next request is one of the client that has the fewest running. A client without a running
 request gets a slot even when all slots are taken; the steps then rotate among the requests.
 """
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,6 +22,8 @@ from redraft.engine.fair_share import FairShare
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.engine.request import Request
 from redraft.model.lora import Adapter
+
+CHECKED_PER_STEP = 16  # waiting requests whose callers may have left unnoticed
 
 
 @dataclass(eq=False)
@@ -59,17 +64,21 @@ class Turn:
 class Scheduler:
     """Admits requests and reservations in the order of their arrival, within `budget` bytes."""
 
-    def __init__(self, max_running: int, budget: int, prefix_cache: PrefixCache, cost: Callable[[Request], int]) -> None:
+    def __init__(self, max_running: int, budget: int, prefix_cache: PrefixCache) -> None:
         self.max_running = max_running
         self.budget = budget
         self.prefix_cache = prefix_cache
-        self.cost = cost  # bytes of KV cache that a request needs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.reservations: deque[Reservation] = deque()  # waiting and granted ones
         self.turns: deque[Turn] = deque()  # of work beside the engine; the thread that added one removes it
         self.fair_share = FairShare()
+        self.changes = 0  # counts what may change who is admitted, or that a caller has left
         self._numbers = itertools.count()
+        self._bytes: Counter[str] = Counter()  # of running requests, by client
+        self._admitted_at = -1  # `changes` when nothing more could be admitted
+        self._checked_at = -1  # `changes` when all waiting requests were checked
+        self._next_check = 0  # the place in the line that is checked next
 
     def next_number(self) -> int:
         """The next number in the order of arrival."""
@@ -78,8 +87,16 @@ class Scheduler:
     @property
     def used(self) -> int:
         """Bytes promised to running requests and granted reservations."""
-        reserved = [reservation.nbytes for reservation in list(self.reservations) if reservation.is_held]
-        return sum(self.cost(request) for request in self.running) + sum(reserved)
+        return self._bytes.total() + sum(self._reserved_bytes.values())
+
+    @property
+    def _reserved_bytes(self) -> Counter[str]:
+        """Bytes of granted reservations, by client."""
+        reserved: Counter[str] = Counter()
+        for reservation in list(self.reservations):
+            if reservation.is_held:
+                reserved[reservation.client] += reservation.nbytes
+        return reserved
 
     def check(self, nbytes: int, tokens: int, what: str = "this request") -> None:
         """Refuses a cache that would never fit."""
@@ -95,8 +112,9 @@ class Scheduler:
         It is checked when it is in the line, so that a budget which shrinks at the same time (`take_memory`) considers it.
         """
         self.waiting.append(request)
+        self.changes += 1
         try:
-            self.check(self.cost(request), request.capacity)
+            self.check(request.nbytes, request.capacity)
         except RequestError:
             with suppress(ValueError):  # its caller may have cancelled it meanwhile
                 self.waiting.remove(request)
@@ -105,12 +123,28 @@ class Scheduler:
     @property
     def can_admit(self) -> bool:
         """Whether `admit` would admit something now."""
+        if self._admitted_at == self.changes:
+            return False
         candidate = self._next_in_line()
-        return candidate is not None and self._fits(self._bytes_of(candidate))
+        return candidate is not None and self._fits(candidate.nbytes)
+
+    def choose_to_check(self) -> list[Request]:
+        """Waiting requests whose callers may have left: all of them after a change, else a few, in turn."""
+        changes = self.changes
+        waiting = list(self.waiting)
+        if self._checked_at != changes or len(waiting) <= CHECKED_PER_STEP:
+            self._checked_at = changes
+            return waiting
+        begin = self._next_check % len(waiting)
+        self._next_check = begin + CHECKED_PER_STEP
+        return (waiting[begin:] + waiting[:begin])[:CHECKED_PER_STEP]
 
     def admit(self) -> list[Request]:
         """Admits what is next in line while slots and memory last. Returns the requests among it, which run from now on."""
         admitted: list[Request] = []
+        changes = self.changes
+        if self._admitted_at == changes:
+            return admitted
         for reservation in list(self.reservations):
             if reservation.is_released:
                 self.reservations.remove(reservation)
@@ -120,7 +154,9 @@ class Scheduler:
                 continue
             self.waiting.remove(candidate)
             self.running.append(candidate)
+            self._bytes[candidate.client] += candidate.nbytes
             admitted.append(candidate)
+        self._admitted_at = changes
         return admitted
 
     def choose_for_step(self, max_unread: int | None, *, by_share: bool) -> list[Request]:
@@ -161,8 +197,12 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Takes a request out of the running or the waiting ones."""
+        self.changes += 1
         if request in self.running:
             self.running.remove(request)
+            self._bytes[request.client] -= request.nbytes
+            if not self._bytes[request.client]:
+                del self._bytes[request.client]
         elif request in self.waiting:
             self.waiting.remove(request)
 
@@ -176,6 +216,8 @@ class Scheduler:
             with suppress(ValueError):  # its caller may have cancelled it meanwhile
                 self.waiting.remove(request)
         self.running.clear()
+        self._bytes.clear()
+        self.changes += 1
         for reservation in list(self.reservations):
             if not reservation.is_granted:
                 reservation.failure = failure
@@ -186,16 +228,17 @@ class Scheduler:
 
     def _next_in_line(self) -> Request | Reservation | None:
         """The request or reservation that is next. Without a free slot, requests let reservations pass."""
-        request = self._next_request()
+        held = self._bytes + self._reserved_bytes
+        request = self._next_request(held)
         ungranted = (r for r in list(self.reservations) if not r.is_granted and not r.is_released)
-        reservation = next((r for r in ungranted if self._is_within_share(r.client, r.nbytes)), None)
+        reservation = next((r for r in ungranted if self._is_within_share(r, held)), None)
         if request is None or reservation is None:
             return request or reservation
         return request if request.number < reservation.number else reservation
 
-    def _next_request(self) -> Request | None:
+    def _next_request(self, held: Mapping[str, int]) -> Request | None:
         """The oldest waiting request of the client that has the fewest running; None if it must wait for a slot."""
-        waiting = [request for request in list(self.waiting) if self._is_within_share(request.client, self.cost(request))]
+        waiting = [request for request in list(self.waiting) if self._is_within_share(request, held)]
         if not waiting:
             return None
         running = Counter(request.client for request in self.running)
@@ -204,23 +247,19 @@ class Scheduler:
         is_first_of_client = not running[request.client] and len(self.running) < 2 * self.max_running
         return request if has_slot or is_first_of_client else None
 
-    def _is_within_share(self, client: str, nbytes: int) -> bool:
-        """Whether a client may take so many bytes more: at most eight ninths of the budget, unless it has nothing."""
-        if not client:  # a program that uses redraft from Python
+    def _is_within_share(self, candidate: Request | Reservation, held: Mapping[str, int]) -> bool:
+        """Whether its client may take its bytes beside those it holds: at most eight ninths of the budget."""
+        client = candidate.client
+        if not client or client not in held:  # a program that uses redraft from Python, or a client that has nothing
             return True
-        held = sum(self.cost(request) for request in self.running if request.client == client)
-        held += sum(r.nbytes for r in list(self.reservations) if r.is_held and r.client == client)
-        return not held or held + nbytes <= self.budget - self.budget // 9
-
-    def _bytes_of(self, candidate: Request | Reservation) -> int:
-        return candidate.nbytes if isinstance(candidate, Reservation) else self.cost(candidate)
+        return held[client] + candidate.nbytes <= self.budget - self.budget // 9
 
     def _fits(self, nbytes: int) -> bool:
         return self.used + nbytes <= self.budget
 
     def _make_room_for(self, candidate: Request | Reservation) -> bool:
         """Whether it fits beside what is promised; if so, evicts prefix cache entries until its bytes are free."""
-        nbytes = self._bytes_of(candidate)
+        nbytes = candidate.nbytes
         if not self._fits(nbytes):
             return False
         spared = (candidate.prefix_key, candidate.adapter)

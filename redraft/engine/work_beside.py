@@ -109,7 +109,7 @@ class WorkBeside(ABC):
     def _check_rest(self, nbytes: int, what: str, advice: str, least: int, rest: int) -> None:
         """Refuses a rest of the budget that is too small."""
         requests = [*self.scheduler.running, *self.scheduler.waiting]
-        least = max([least, *map(self.scheduler.cost, requests)])
+        least = max([least, *(request.nbytes for request in requests)])
         if rest < least:
             raise RequestError(
                 f"{what} needs {nbytes / 2**20:,.1f} MiB, and the KV caches need {least / 2**20:,.1f} of their "

@@ -155,7 +155,7 @@ PARTS = [
     (lambda engine: engine, "_step"),
     (lambda engine: engine, "step"),
     (lambda engine: engine, "_step_for_streams"),
-    (lambda engine: engine, "notify"),
+    (lambda engine: engine, "_wake"),
 ]
 ASKED_WHILE_PAUSED = ("_has_work", "can_admit")
 ASKED_AT_ADMISSION = ("take", "prefill")

@@ -14,6 +14,8 @@ from redraft.config import EngineConfig
 from redraft.diffusion.generate import Draft, Finished, generate
 from redraft.engine import Engine, Replay, StopEvent, Stopped
 from redraft.engine.fair_share import FairShare
+from redraft.engine.request import Request, RequestStatus
+from redraft.engine.scheduler import CHECKED_PER_STEP
 from redraft.model.kv_cache import KVCache
 
 CFG = tiny.sampler(canvas_length=16, max_new_tokens=16, max_steps=6, entropy_bound=1e-6, confidence_threshold=1e-9)
@@ -193,3 +195,103 @@ def test_turns_of_many_threads_leave_steps_between_them(monkeypatch):
             thread.join(60)
     assert order.count("turn") == 40
     assert ("turn", "turn") not in list(pairwise(order))
+
+
+class Reads:
+    """Counts attributes of requests that are read."""
+
+    def __init__(self, monkeypatch):
+        self.names = Counter()
+        read = Request.__getattribute__
+        monkeypatch.setattr(
+            Request, "__getattribute__", lambda request, name: (self.add(request, name), read(request, name))[1]
+        )
+
+    def add(self, request, name):
+        status = object.__getattribute__(request, "__dict__").get("status")
+        if status is RequestStatus.WAITING:
+            self.names[name] += 1
+
+
+@pytest.mark.parametrize("clients", [1, 16], ids=["one client", "many clients"])
+def test_a_step_costs_the_same_however_many_requests_wait(monkeypatch, clients):
+    """Counted is how often anything is read of requests that wait, and how often bytes of KV caches are computed."""
+    cfg = CFG.changed(max_new_tokens=160, eos_token_ids=())
+    count_bytes = KVCache.count_bytes
+    costs, computed = [], []
+    monkeypatch.setattr(KVCache, "count_bytes", lambda *arguments: (computed.append(1), count_bytes(*arguments))[1])
+    for waiting in (16, 256):
+        subject = engine(max_running=2)
+        requests = [subject.add([2, 30], cfg, seed=n, stop=StopEvent(f"client {n % clients}")) for n in range(4 + waiting)]
+        subject.step()
+        subject.step()
+        running = subject.scheduler.running
+        assert (len(running), len(subject.scheduler.waiting)) in ((2, 2 + waiting), (4, waiting))
+        computed.clear()
+        with monkeypatch.context() as patched:
+            reads = Reads(patched)
+            for _ in range(10):
+                subject.step()
+        assert not computed
+        costs.append(reads.names.total())
+        for request in requests:
+            subject.cancel(request)
+    few, many = costs
+    assert 0 < many <= few
+
+
+def test_a_change_reads_every_waiting_request_a_few_times(monkeypatch):
+    """When a request has ended, the next one is chosen without a look at those that run, or at layers."""
+    costs = []
+    for waiting in (16, 64):
+        subject = engine(max_running=2)
+        requests = [subject.add([2, 30], CFG, seed=n, stop=StopEvent("a")) for n in range(2 + waiting)]
+        subject.step()
+        subject.cancel(requests[0])
+        with monkeypatch.context() as patched:
+            reads = Reads(patched)
+            subject.step()
+        costs.append(reads.names.total() / waiting)
+        assert requests[2] in subject.scheduler.running
+        for request in requests:
+            subject.cancel(request)
+    assert max(costs) <= 16
+
+
+def test_a_step_wakes_the_readers_of_its_own_requests_only(monkeypatch):
+    subject = engine(max_running=1)
+    woken = Counter()
+    is_over = Request.is_over
+    monkeypatch.setattr(
+        Request,
+        "is_over",
+        property(lambda request: (woken.update([threading.current_thread().name]), is_over.fget(request))[1]),
+    )
+    with subject.run_in_background(max_unread=1):
+        requests = [subject.add([2, 30 + n], CFG.changed(max_new_tokens=64), seed=n, stop=StopEvent("a")) for n in range(4)]
+        streams = [subject.stream(request) for request in requests]
+        readers = [threading.Thread(target=lambda s=stream: list(s), name=f"reader {n}") for n, stream in enumerate(streams)]
+        for reader in readers[1:]:
+            reader.start()
+        steps = len(list(streams[0]))
+        assert steps > 10
+        assert all(woken[reader.name] <= 3 for reader in readers[2:])
+        for reader in readers[1:]:
+            reader.join()
+    assert subject.is_idle
+
+
+def test_all_waiting_requests_are_checked_in_turn():
+    """A caller may set its stop event without a word to the engine."""
+    subject = engine(max_running=1)
+    cfg = CFG.changed(max_new_tokens=160, eos_token_ids=())
+    stops = [threading.Event() for _ in range(2 * CHECKED_PER_STEP + 5)]
+    requests = [subject.add([2, 30], cfg, seed=n, stop=stop) for n, stop in enumerate(stops)]
+    subject.step()
+    subject.step()
+    for stop in stops[1:]:
+        stop.set()
+    for _ in range(3):
+        subject.step()
+    assert [request.is_over for request in requests] == [False, *[True] * (len(requests) - 1)]
+    subject.cancel(requests[0])

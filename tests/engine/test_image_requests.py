@@ -184,7 +184,7 @@ def test_eviction_spares_the_conversation_that_goes_on(model):
     second = make_prompt(18, picture(30, 2), 4)
     probe = Engine(model, CONFIG)
     turn = [*first[0], *run(probe, first, CFG), 50, 51, 52, 53]
-    nbytes = probe.scheduler.cost(probe.add(turn, CFG, seed=1, images=first[1]))
+    nbytes = probe.add(turn, CFG, seed=1, images=first[1]).nbytes
     engine = Engine(model, replace(CONFIG, cache_bytes=int(2.2 * nbytes)))
     run(engine, first, CFG)
     run(engine, second, CFG)
