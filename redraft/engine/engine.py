@@ -91,9 +91,10 @@ class Engine(WorkBeside):
     ) -> Request:
         """Adds a request to continue this prompt. A request that cannot be carried out is refused here.
 
-        After `seconds` the canvas in work is committed as it is, and the request ends. Setting `stop` cancels the request.
-        A `replay` repeats an earlier run up to some point. Drafts show the probabilities of the `candidates` most likely
-        tokens of each position. `images` are those of the prompt, in order.
+        After `seconds` the canvas in work is committed as it is, and the request ends; while it waits or is prefilled, it
+        ends with no tokens. Setting `stop` cancels the request. A `replay` repeats an earlier run up to some point. Drafts
+        show the probabilities of the `candidates` most likely tokens of each position. `images` are those of the prompt, in
+        order.
         """
         constraints = constraints or Constraints()
         replay = replay or Replay()
@@ -217,9 +218,10 @@ class Engine(WorkBeside):
             torch.cuda.set_device(self.model.device)
         while self.has_thread:
             try:
+                seconds = POLL_SECONDS if self.scheduler.waiting else None  # deadlines wake nobody
                 with self._changed:
-                    self._changed.wait_for(lambda: not self.has_thread or self._has_work())
-                if self.has_thread:
+                    has_work = self._changed.wait_for(lambda: not self.has_thread or self._has_work(), seconds)
+                if self.has_thread and has_work:
                     self._grant_turns()
                     self._step_for_streams()
                     self._wake()
@@ -235,7 +237,7 @@ class Engine(WorkBeside):
             return True
         if self.scheduler.waiting_turns:
             return True
-        return any(request.is_unwanted for request in (*running, *list(self.scheduler.waiting)))
+        return any(request.must_end for request in (*running, *list(self.scheduler.waiting)))
 
     @property
     def is_idle(self) -> bool:
@@ -294,8 +296,13 @@ class Engine(WorkBeside):
         if device.type == "cpu":
             adapt_threads()
         for request in [*self.scheduler.running, *self.scheduler.choose_to_check()]:
+            if not request.must_end:
+                continue
             if request.is_unwanted:
                 self._cancel(request)
+            else:
+                emitted += self._emit(request, [request.finish_empty()])
+                self._finish(request)
         self._admit()
         chosen = self.scheduler.choose_for_step(self.max_unread, by_share=device.type == "cpu")
         self._prefill(with_status(chosen, RequestStatus.PREFILLING))
@@ -330,12 +337,10 @@ class Engine(WorkBeside):
             self.scheduler.fair_share.charge(request.client, max(tokens.get(request, 0), MIN_STEP_TOKENS))
             if not request.is_over:
                 with contain_failure(request):
-                    is_late = request.deadline is not None and time.monotonic() >= request.deadline
-                    events, is_last = request.verified_events(is_late=is_late, device=self.model.device)
+                    events, is_last = request.verified_events(is_late=request.is_late, device=self.model.device)
                     emitted += self._emit(request, events)
                     if is_last:
-                        self._release(request)
-                        request.end(RequestStatus.FINISHED)
+                        self._finish(request)
         return emitted
 
     def _admit(self) -> None:
@@ -372,7 +377,7 @@ class Engine(WorkBeside):
         """After a step: applies an intervention; commits the canvas when it is done or the deadline has passed."""
         if request.has_intervention_now:
             request.apply_intervention(self.model.config.vocab_size, self.model.device)
-        is_late = request.deadline is not None and time.monotonic() >= request.deadline
+        is_late = request.is_late
         if not request.is_canvas_done and not is_late:
             return []
         if request.verification is not None and request.is_canvas_done and not is_late:
@@ -384,9 +389,13 @@ class Engine(WorkBeside):
             events, is_last = request.commit(is_late=is_late)
         emitted = self._emit(request, events)
         if is_last:
-            self._release(request)
-            request.end(RequestStatus.FINISHED)  # last: the stream ends when it sees this
+            self._finish(request)
         return emitted
+
+    def _finish(self, request: Request) -> None:
+        """Its last event was emitted."""
+        self._release(request)
+        request.end(RequestStatus.FINISHED)  # last: the stream ends when it sees this
 
     def _release_failed(self) -> str:
         """Releases the requests that failed in this step. Returns the last of the engine's own faults as text, or ""."""

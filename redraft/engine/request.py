@@ -10,6 +10,7 @@ Shapes: one row, C canvas positions, V vocabulary, D model size.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,16 @@ from torch import Tensor
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, Constraints, build_canvas_constraints
 from redraft.diffusion import rng, sampler
-from redraft.diffusion.generate import Committed, Draft, Event, StatsCounter, find_chunk_end, images_inside, make_draft
+from redraft.diffusion.generate import (
+    Committed,
+    Draft,
+    Event,
+    Finished,
+    StatsCounter,
+    find_chunk_end,
+    images_inside,
+    make_draft,
+)
 from redraft.diffusion.verified import OtherVerifier, Round, Verdict, Verification, make_checked_draft
 from redraft.engine.errors import Failure
 from redraft.engine.replay import ReplayPlan
@@ -122,6 +132,16 @@ class Request:
     def is_unwanted(self) -> bool:
         """Whether its caller has cancelled it."""
         return self.cancel_requested or (self.stop is not None and self.stop.is_set())
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its deadline has passed."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    @property
+    def must_end(self) -> bool:
+        """Whether it ends before its next step: its caller has cancelled it, or it is late and has nothing to commit."""
+        return self.is_unwanted or (self.is_late and self.status in (RequestStatus.WAITING, RequestStatus.PREFILLING))
 
     @cached_property
     def client(self) -> str:
@@ -276,6 +296,12 @@ class Request:
         if is_late and not has_ended and not (was_done and fills_answer):
             finished = replace(finished, reasons=("deadline",))
         return [*events, finished], True
+
+    def finish_empty(self) -> Finished:
+        """A deadline has passed while the request waited or was prefilled: the answer has no tokens."""
+        self.counter.canvases.append(torch.empty(1, 0, dtype=torch.long))
+        self.counter.logprob = None if self.verification is None else 0.0
+        return replace(self.counter.finish(torch.zeros(1, dtype=torch.bool)), reasons=("deadline",))
 
     def start_verifying(self) -> None:
         """Checked mode: the canvas is drafted, and its tokens are verified from now on."""

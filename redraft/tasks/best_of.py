@@ -3,6 +3,7 @@
 The measure is the mean log probability of a token, as for OpenAI's `best_of`: the sum would prefer short answers.
 """
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -48,7 +49,9 @@ def choose_likeliest(
     totals = [end.stats[0].logprob for end in ends]
     if None in totals:  # not verified, so the causal half has not seen them yet
         totals = list(sequence_logprobs(engine, requests[0].prompt, answers, stop, requests[0].images))
-    means = [float(total or 0.0) / max(1, len(answer)) for total, answer in zip(totals, answers, strict=True)]
+    means = [  # an answer that a deadline has left empty is the last choice
+        float(total or 0.0) / len(answer) if answer else -math.inf for total, answer in zip(totals, answers, strict=True)
+    ]
     return means.index(max(means))
 
 

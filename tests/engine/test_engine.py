@@ -15,9 +15,10 @@ from redraft.constraints.constraints import Constraints
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, Finished, generate
 from redraft.diffusion.verified import generate_verified
-from redraft.engine import Engine, StopEvent
+from redraft.engine import Engine, RequestStatus, StopEvent
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.model.kv_cache import KVCache
+from redraft.tasks.best_of import choose_likeliest
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
 MODEL = tiny.decided(CONFIG, 4)
@@ -304,6 +305,40 @@ def test_a_deadline_commits_the_canvas_in_work(monkeypatch):
     assert end.stats[0].canvases == 2
     assert end.stats[0].commits == 1
     assert end.ids_BT.shape[1] == 32
+
+
+@pytest.mark.parametrize("check", ["off", "checked", "exact"])
+def test_a_deadline_ends_a_request_that_waits_or_is_prefilled(monkeypatch, check):
+    """It has no tokens, and its memory and its slot are free."""
+    now = [100.0]
+    monkeypatch.setattr("redraft.engine.engine.time.monotonic", lambda: now[0])
+    subject = Engine(MODEL, EngineConfig(cache_bytes=2**24, max_running=1, prefill_chunk=8))
+    cfg = tiny.sampler(max_new_tokens=16, check=check, draft_length=2)
+    prefilled, waiting = (subject.add([2, *range(30, 60)], cfg, seed=1, seconds=5.0) for _ in range(2))
+    other = subject.add([2, 30], cfg, seed=1)
+    subject.step()
+    assert (prefilled.status, waiting.status) == (RequestStatus.PREFILLING, RequestStatus.WAITING)
+    now[0] = 106.0
+    ends = subject.run([prefilled, waiting, other])
+    for request in (prefilled, waiting):
+        assert (ends[request].ids_BT.shape, ends[request].reasons) == ((1, 0), ("deadline",))
+        assert ends[request].stats[0].new_tokens == 0
+    assert ends[other].ids_BT.shape[1] > 0
+    assert subject.is_idle
+    assert choose_likeliest(subject, [waiting, other], [ends[waiting], ends[other]]) == 1
+
+
+def test_a_deadline_passes_while_the_engines_thread_has_nothing_else_to_do(monkeypatch):
+    """The request waits for memory that work beside the engine holds."""
+    now = [100.0]
+    subject = engine()
+    with subject.run_in_background(), subject.reserve(1):
+        subject.scheduler.budget = subject.scheduler.used
+        monkeypatch.setattr(subject.scheduler, "check", lambda *_: None)
+        monkeypatch.setattr("redraft.engine.engine.time.monotonic", lambda: now[0])
+        request = subject.add([2, 30], tiny.sampler(max_new_tokens=16), seed=1, seconds=5.0)
+        now[0] = 106.0
+        assert list(subject.stream(request))[-1].reasons == ("deadline",)
 
 
 def test_a_stream_closed_early_is_cancelled_and_others_continue():
