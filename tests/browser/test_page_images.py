@@ -11,17 +11,16 @@ import re
 
 import numpy as np
 import pytest
-from browsing import DONE, screenshot
+from browsing import DONE, check_accessibility, screenshot
 from PIL import Image
-from serving import make, served
-from test_page_visits import check_accessibility
+from serving import served
 
 import redraft
 
 sync_api = pytest.importorskip("playwright.sync_api")
+pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("browser")]
 LARGE = (3000, 1200)
 THUMBNAIL = 256
-SEED = 2  # of an answer that fills its canvas; those of some seeds have hardly a token
 
 
 HAND_OVER = """([kind, files, text]) => {
@@ -35,13 +34,6 @@ HAND_OVER = """([kind, files, text]) => {
   const event = kind === "drop" ? new DragEvent(kind, options) : new ClipboardEvent(kind, options);
   document.querySelector("#form-chat [name=message]").dispatchEvent(event);
 }"""
-
-
-@pytest.fixture(scope="module")
-def url():
-    """A server of a tiny random model, which is fast."""
-    with served(make(32), name="tiny") as address:
-        yield address
 
 
 def picture(size=(60, 40), kind="PNG", mode="RGB", **options) -> bytes:
@@ -78,7 +70,7 @@ def _chat(opened, url):
         def answer(route):
             body = route.request.post_data_json
             bodies.append(body)
-            changed = {"messages": without_images(body["messages"]), "seed": SEED}
+            changed = {"messages": without_images(body["messages"])}
             route.continue_(post_data=json.dumps(body | changed))
 
         page.route("**/v1/models", describe)
@@ -146,19 +138,14 @@ def test_images_are_chosen_dropped_and_pasted_and_go_with_the_message(chat):
     assert page.bodies[1]["messages"][2] == {"role": "user", "content": "And now?"}
 
 
-@pytest.mark.soak
 def test_images_are_removed_edited_and_retried_with_the_keyboard_alone(chat):
     page = chat()
-    choosers = []
-    page.on("filechooser", lambda chooser: choosers.append(chooser))
-    for _ in range(100):  # the first one may come before Playwright takes it: a browser without a screen then closes it
-        if choosers:
-            break
+    with page.expect_file_chooser() as chosen:
+        page.evaluate("0")  # once it is answered, the browser knows that Playwright takes its file choosers
         page.focus("#attach-image")
         page.keyboard.press("Enter")
-        page.wait_for_timeout(300)
-    assert choosers[0].is_multiple()
-    choosers[0].set_files([file_of(f"{i}.png", picture((20 + i, 20))) for i in range(3)])
+    assert chosen.value.is_multiple()
+    chosen.value.set_files([file_of(f"{i}.png", picture((20 + i, 20))) for i in range(3)])
     sync_api.expect(attached(page)).to_have_count(3)
     page.get_by_role("button", name="Remove 1.png").focus()
     page.keyboard.press("Enter")
@@ -188,7 +175,6 @@ def test_images_are_removed_edited_and_retried_with_the_keyboard_alone(chat):
     assert page.locator("#conversation li.user img").count() == 1
 
 
-@pytest.mark.soak
 def test_large_images_are_scaled_down(chat, tmp_path):
     page = chat()
     paths = [tmp_path / "large.jpg", tmp_path / "heavy.png"]
@@ -208,7 +194,6 @@ def test_large_images_are_scaled_down(chat, tmp_path):
     assert np.asarray(Image.open(io.BytesIO(sent[1][1]))).mean() > 150  # what is transparent becomes white
 
 
-@pytest.mark.soak
 def test_a_message_waits_for_its_image(chat):
     page = chat()
     page.evaluate("""() => {
@@ -225,7 +210,6 @@ def test_a_message_waits_for_its_image(chat):
     assert [images_of(body["messages"][0]) for body in page.bodies] == [[("image/png", picture())]]
 
 
-@pytest.mark.soak
 def test_a_kept_conversation_has_thumbnails_and_says_that_the_images_are_lost(chat):
     page = chat()
     page.set_input_files("#image", file_of("cat.jpg", picture((1000, 500), "JPEG"), "image/jpeg"))
@@ -249,7 +233,6 @@ def test_a_kept_conversation_has_thumbnails_and_says_that_the_images_are_lost(ch
     sync_api.expect(page.locator("#lost-images")).to_be_hidden()
 
 
-@pytest.mark.soak
 def test_a_browser_without_room_keeps_the_text(chat):
     page = chat()
     page.evaluate("""() => {
@@ -273,7 +256,6 @@ def test_a_browser_without_room_keeps_the_text(chat):
     assert page.inner_text("#conversation li.user .images") == "cat.png"
 
 
-@pytest.mark.soak
 def test_mistakes_are_one_sentence_and_keep_the_message(chat, opened):
     page = chat()
     good = file_of("cat.png", picture())
@@ -292,7 +274,6 @@ def test_mistakes_are_one_sentence_and_keep_the_message(chat, opened):
     opened.messages.clear()  # the browser logs the 400
 
 
-@pytest.mark.soak
 def test_a_model_without_vision_takes_no_images(chat):
     page = chat(vision=False)
     sync_api.expect(page.locator("#model")).to_have_text("tiny")
@@ -307,7 +288,6 @@ def test_a_model_without_vision_takes_no_images(chat):
     sync_api.expect(page.locator("#files li")).to_have_count(1)
 
 
-@pytest.mark.soak
 def test_a_steered_answer_belongs_to_its_conversation(chat):
     """Another conversation is opened before the answer comes. The buttons that save a run come and go with its canvas."""
     page = chat(vision=False)
@@ -331,7 +311,6 @@ def test_a_steered_answer_belongs_to_its_conversation(chat):
     assert page.bodies[1]["interventions"]
 
 
-@pytest.mark.soak
 def test_a_run_with_images_is_steered_and_its_replay_has_none(chat, tmp_path):
     page = chat()
     page.set_input_files("#image", file_of("cat.png", picture()))
@@ -356,7 +335,6 @@ def test_a_run_with_images_is_steered_and_its_replay_has_none(chat, tmp_path):
     assert "data:image" not in replay
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(("width", "height", "scheme"), [(390, 844, "dark"), (1440, 900, "light")])
 def test_images_fit_the_screen_and_are_accessible(chat, width, height, scheme):
     page = chat(width=width, height=height, color_scheme=scheme, reduced_motion="reduce")
@@ -376,8 +354,7 @@ def test_images_fit_the_screen_and_are_accessible(chat, width, height, scheme):
         assert page.evaluate("document.scrollingElement.scrollWidth") <= width
 
 
-@pytest.mark.soak
-def test_the_model_sees_the_image(opened, tmp_path):
+def test_the_model_sees_the_image(opened, url, tmp_path):
     import vision_models  # transformers takes seconds to import
 
     writer = redraft.load(vision_models.published(tmp_path), device="cpu")
@@ -397,8 +374,7 @@ def test_the_model_sees_the_image(opened, tmp_path):
         assert kept["messages"][1]["content"] == expected
         page.set_input_files("#image", file_of("damaged.png", file[:-40]))
         sync_api.expect(page.locator("#status")).to_have_text(re.compile("damaged.png"))
-    with served(make(32), name="tiny") as address:
-        page = opened(f"{address}/#chat")
-        sync_api.expect(page.locator("#model")).to_have_text("tiny")
-        hand_over(page, "drop", file_of("cat.png", file))
-        sync_api.expect(page.locator("#status")).to_have_text("tiny takes no images: cat.png is not attached")
+    page = opened(f"{url}/#chat")
+    sync_api.expect(page.locator("#model")).to_have_text("tiny")
+    hand_over(page, "drop", file_of("cat.png", file))
+    sync_api.expect(page.locator("#status")).to_have_text("tiny takes no images: cat.png is not attached")
