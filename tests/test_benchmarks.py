@@ -35,6 +35,12 @@ def test_a_step_is_timed_beside_transformers():
 
 
 @pytest.mark.soak
+def test_a_step_is_timed_beside_requests_that_wait():
+    found = last_line("benchmarks/bench_waiting.py", "--steps", "2", "--rounds", "1", "--waiting", "0", "8")
+    assert found["ms"].keys() == {"0", "8"}
+
+
+@pytest.mark.soak
 def test_images_are_timed_and_others_are_served_meanwhile():
     found = last_line("benchmarks/bench_images.py", "--shape", "small", "--rounds", "2")
     assert set(found["gaps"]) == {"alone", "beside images"}
