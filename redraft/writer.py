@@ -232,7 +232,7 @@ class Writer:
             best_of.check_memory(self.engine, len(encoded.ids) + cfg.max_answer, options.best_of)
         seeds = best_of.seeds_of(choose_seed(options.seed), options.best_of)
         streams = [self.engine.stream(self._add_request(encoded, cfg, seed, options, constraints)) for seed in seeds]
-        events = best_of.stream_likeliest(self.engine, streams, options.stop) if len(streams) > 1 else streams[0]
+        events = best_of.stream_likeliest(self.engine, encoded, streams, options.stop) if len(streams) > 1 else streams[0]
         return add_text(events, cfg, assembler, decodes_drafts=options.drafts, is_compared=len(streams) > 1)
 
     def plan(
@@ -304,7 +304,7 @@ class Writer:
                 self.engine.cancel(request)
         if len(ends) < len(requests):  # cancelled, by `stop` or because the engine's thread has ended
             raise Stopped
-        chosen = zip(encoded, best_of.choose_answers(self.engine, requests, ends, options), strict=True)
+        chosen = zip(encoded, best_of.choose_answers(self.engine, encoded, requests, ends, options), strict=True)
         return [Answer.from_finished(end, 0, self.tokenizer, prompt, cfg) for prompt, (end, cfg) in chosen]
 
     def _add_request(

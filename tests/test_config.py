@@ -181,6 +181,7 @@ def test_bad_model_values_are_refused_by_name(raw, words):
         {"logit_bias": {"a": 1}},
         {"logit_bias": {"3": 101}},
         {"logit_bias": 5},
+        {"logit_bias": [(3, 1.0), (4, 2.0), (3, 1.0)]},
         {"draft_length": 65},
         {"draft_steps": 0},
         {"draft_token": -1},

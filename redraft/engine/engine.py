@@ -41,6 +41,7 @@ from redraft.engine.request import LOG, MIN_STEP_TOKENS, Request, RequestStatus,
 from redraft.engine.scheduler import Reservation, Scheduler
 from redraft.engine.stream import Stream
 from redraft.engine.work_beside import POLL_SECONDS, WorkBeside
+from redraft.kernels.backend import use_device
 from redraft.kernels.threads import adapt_threads
 from redraft.model.backbone import Backbone
 from redraft.model.kv_cache import KVCache
@@ -214,8 +215,6 @@ class Engine(WorkBeside):
 
     def _work(self) -> None:
         """The background thread."""
-        if self.model.device.type == "cuda":
-            torch.cuda.set_device(self.model.device)
         while self.has_thread:
             try:
                 seconds = POLL_SECONDS if self.scheduler.waiting else None  # deadlines wake nobody
@@ -263,7 +262,7 @@ class Engine(WorkBeside):
         A failure that belongs to some requests ends these requests, and their streams raise it. Any other failure, and
         Ctrl-C, ends all requests and is raised here: KV caches may be half written, and it might come again at every step.
         """
-        with self._lock:
+        with self._lock, use_device(self.model.device):
             try:
                 emitted = self._step()
                 self.fault = self._release_failed()

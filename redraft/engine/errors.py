@@ -41,23 +41,20 @@ class Failure:
 
     error_type: type[Exception]
     message: str
+    is_out_of_memory: bool = False  # the GPU's memory was not enough
 
     @classmethod
     def from_exception(cls, error: BaseException) -> "Failure":
         """User errors keep their type. Everything else becomes an EngineError that names the original type."""
         if isinstance(error, USER_ERRORS):
             return cls(type(error), str(error))
-        return cls(EngineError, f"the engine failed while this request ran: {type(error).__name__}: {error}")
+        message = f"the engine failed while this request ran: {type(error).__name__}: {error}"
+        return cls(EngineError, message, isinstance(error, torch.OutOfMemoryError))
 
     @property
     def is_engine_fault(self) -> bool:
         """Whether the fault is the engine's own."""
         return issubclass(self.error_type, EngineError)
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        """Whether the GPU's memory was not enough."""
-        return self.is_engine_fault and torch.OutOfMemoryError.__name__ in self.message
 
     def to_exception(self, memory_advice: str) -> Exception:
         """A new exception of the same type and message, without frames. A lack of memory says what to do about it."""

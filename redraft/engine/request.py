@@ -405,12 +405,18 @@ class Request:
             self.has_moved.notify_all()
 
     def release(self) -> None:
-        """Drops all tensors."""
+        """Drops all tensors but those of events that its stream has not read yet."""
         self.cache = None
         self.canvas = None
         self.soft_1CD = None
         self.committed = None
         self.other_verifier = None
+        self.first_canvas_1C = None
+        self.draws = None
+        self.canvas_constraints = None
+        self.top_probs = None
+        self.images = ()
+        self.counter.canvases.clear()
 
     def _set_committed(self, committed: sampler.CommitResult) -> None:
         self.committed = committed

@@ -20,6 +20,7 @@ from redraft.engine.errors import USER_ERRORS, EngineError, Failure, RequestErro
 from redraft.engine.request import client_of
 from redraft.engine.runner import encode_chunk
 from redraft.engine.scheduler import Reservation, Scheduler, Turn
+from redraft.kernels.backend import use_device
 from redraft.model.backbone import Backbone
 from redraft.model.kv_cache import KVCache
 from redraft.model.lora import Adapter
@@ -164,14 +165,14 @@ class WorkBeside(ABC):
                     self._changed.wait_for(lambda: not turn.is_waiting or not self.has_thread, timeout=POLL_SECONDS)
             if turn.failure is not None:
                 raise turn.failure.to_exception(self.memory_advice)
-            with self._lock if not turn.is_granted else nullcontext():
+            with self._lock if not turn.is_granted else nullcontext(), use_device(self.model.device):
                 if stop is not None and stop.is_set():
                     raise Stopped
                 yield
         except (Stopped, EngineError, *USER_ERRORS):
             raise
         except Exception as error:
-            raise EngineError(Failure.from_exception(error).message) from error
+            raise Failure.from_exception(error).to_exception(self.memory_advice) from error
         finally:
             turn.is_done = True
             self.scheduler.turns.remove(turn)

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import platform
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -48,6 +49,11 @@ def select_device(asked: torch.device | str | None) -> torch.device:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)  # kernels, streams and graphs go where the model is
     return device
+
+
+def use_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside the block it is the current device of this thread. Kernels, streams and graphs go to the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def has_bf16(device: torch.device | str) -> bool:

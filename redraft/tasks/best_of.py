@@ -14,6 +14,7 @@ from redraft.engine.engine import Stream
 from redraft.model.kv_cache import KVCache
 from redraft.tasks.generation import GenerationOptions
 from redraft.tasks.infill import sequence_logprobs
+from redraft.tasks.text_events import EncodedPrompt
 
 SEED_STRIDE = 1_000_003  # between the seeds of two answers to a prompt: prompts of a batch have seeds one apart
 
@@ -40,15 +41,15 @@ def check_memory(engine: Engine, tokens: int, best_of: int) -> None:
 
 
 def choose_likeliest(
-    engine: Engine, requests: Sequence[Request], ends: Sequence[Finished], stop: threading.Event | None = None
+    engine: Engine, prompt: EncodedPrompt, ends: Sequence[Finished], stop: threading.Event | None = None
 ) -> int:
-    """The number of the answer whose tokens the causal half finds likeliest on average."""
+    """The number of the answer to the prompt whose tokens the causal half finds likeliest on average."""
     if len(ends) == 1:
         return 0
     answers = [end.ids_BT[0, : end.stats[0].new_tokens].tolist() for end in ends]
     totals = [end.stats[0].logprob for end in ends]
     if None in totals:  # not verified, so the causal half has not seen them yet
-        totals = list(sequence_logprobs(engine, requests[0].prompt, answers, stop, requests[0].images))
+        totals = list(sequence_logprobs(engine, prompt.ids, answers, stop, prompt.images))
     means = [  # an answer that a deadline has left empty is the last choice
         float(total or 0.0) / len(answer) if answer else -math.inf for total, answer in zip(totals, answers, strict=True)
     ]
@@ -57,19 +58,22 @@ def choose_likeliest(
 
 def choose_answers(
     engine: Engine,
+    prompts: Sequence[EncodedPrompt],
     requests: Sequence[Request],
     ends: Mapping[Request, Finished],
     options: GenerationOptions,
 ) -> Iterator[tuple[Finished, SamplerConfig]]:
     """The end of the likeliest answer to each prompt, and its settings. A prompt has `options.best_of` requests."""
-    for first in range(0, len(requests), options.best_of):
-        candidates = requests[first : first + options.best_of]
+    for number, prompt in enumerate(prompts):
+        candidates = requests[number * options.best_of : (number + 1) * options.best_of]
         candidate_ends = [ends[request] for request in candidates]
-        best = choose_likeliest(engine, candidates, candidate_ends, options.stop)
+        best = choose_likeliest(engine, prompt, candidate_ends, options.stop)
         yield candidate_ends[best], candidates[best].cfg
 
 
-def stream_likeliest(engine: Engine, streams: Sequence[Stream], stop: threading.Event | None = None) -> Iterator[Event]:
+def stream_likeliest(
+    engine: Engine, prompt: EncodedPrompt, streams: Sequence[Stream], stop: threading.Event | None = None
+) -> Iterator[Event]:
     """Yields the drafts of the first answer as they happen, then the committed canvases and the end of the likeliest one.
 
     All answers are generated together. The best one is known when the last one is finished.
@@ -85,6 +89,6 @@ def stream_likeliest(engine: Engine, streams: Sequence[Stream], stop: threading.
             elif isinstance(event, Draft) and number == 0:
                 yield event
     if len(ends) == len(streams):  # else the request was cancelled
-        best = choose_likeliest(engine, [stream.request for stream in streams], ends, stop)
+        best = choose_likeliest(engine, prompt, ends, stop)
         yield from committed[best]
         yield ends[best]

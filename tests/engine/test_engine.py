@@ -19,6 +19,7 @@ from redraft.engine import Engine, RequestStatus, StopEvent
 from redraft.engine.prefix_cache import PrefixCache
 from redraft.model.kv_cache import KVCache
 from redraft.tasks.best_of import choose_likeliest
+from redraft.tasks.text_events import EncodedPrompt
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
 MODEL = tiny.decided(CONFIG, 4)
@@ -325,7 +326,7 @@ def test_a_deadline_ends_a_request_that_waits_or_is_prefilled(monkeypatch, check
         assert ends[request].stats[0].new_tokens == 0
     assert ends[other].ids_BT.shape[1] > 0
     assert subject.is_idle
-    assert choose_likeliest(subject, [waiting, other], [ends[waiting], ends[other]]) == 1
+    assert choose_likeliest(subject, EncodedPrompt((2, 30), is_chat=False), [ends[waiting], ends[other]]) == 1
 
 
 def test_a_deadline_passes_while_the_engines_thread_has_nothing_else_to_do(monkeypatch):

@@ -4,12 +4,16 @@ import gc
 import logging
 import threading
 import weakref
+from collections import deque
+from dataclasses import fields
+from unittest.mock import Mock
 
 import pytest
 import tiny
 import torch
 
 from redraft.config import EngineConfig
+from redraft.constraints.constraints import Constraints
 from redraft.constraints.errors import PatternError
 from redraft.diffusion import sampler
 from redraft.diffusion.generate import Finished, generate
@@ -234,3 +238,48 @@ def test_a_turn_may_be_withdrawn_while_it_is_granted(engine, monkeypatch):
     monkeypatch.setattr(engine.scheduler.fair_share, "choose", leave_and_choose)
     engine._grant_turns()
     assert engine.scheduler.next_turn() is None
+
+
+def test_a_lack_of_memory_is_known_by_its_type(engine, monkeypatch):
+    class LackOfMemory(torch.OutOfMemoryError):
+        """A name that says nothing."""
+
+    named = ValueError("OutOfMemoryError")
+    for error, message in ((LackOfMemory("2 GiB"), "^out of GPU memory: "), (named, "OutOfMemoryError$")):
+        monkeypatch.setattr(engine.runner, "step", Mock(side_effect=error))
+        with pytest.raises(EngineError, match=message):
+            list(engine.stream(engine.add([2, 30], CFG, seed=1)))
+        with pytest.raises(EngineError, match=message), engine.take_turn(1):
+            raise error
+
+
+@pytest.mark.parametrize("check", ["off", "checked", "exact"])
+def test_a_request_that_is_over_keeps_no_tensor(engine, check):
+    """But for those of events that its stream has not read yet."""
+    cfg = tiny.sampler(max_new_tokens=32, check=check, draft_length=2)
+    draft = None if check == "exact" else torch.full((1, 16), 40)
+    pins = Constraints(pins={0: 40})
+    finished, cancelled = (
+        engine.add([2, 30], cfg, seed=1, candidates=2, constraints=pins, first_canvas_1C=draft) for _ in range(2)
+    )
+    engine.step()
+    engine.step()
+    assert any(holds_tensor(getattr(cancelled, field.name)) for field in fields(cancelled))
+    engine.cancel(cancelled)
+    engine.run([finished])
+    for request in (finished, cancelled):
+        kept = [field.name for field in fields(request) if holds_tensor(getattr(request, field.name))]
+        assert [name for name in kept if name != "events"] == []
+
+
+def holds_tensor(value, depth: int = 0) -> bool:
+    """Whether there is a tensor in a value, or in its attributes and elements."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 6 or isinstance(value, str | int | float | type | None):
+        return False
+    if isinstance(value, dict):
+        return any(holds_tensor(each, depth + 1) for each in value.values())
+    if isinstance(value, tuple | list | deque | frozenset | set):
+        return any(holds_tensor(each, depth + 1) for each in value)
+    return any(holds_tensor(each, depth + 1) for each in getattr(value, "__dict__", {}).values())

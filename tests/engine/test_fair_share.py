@@ -2,6 +2,8 @@
 
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import pytest
@@ -16,7 +18,9 @@ from redraft.engine import Engine, Replay, StopEvent, Stopped
 from redraft.engine.fair_share import FairShare
 from redraft.engine.request import Request, RequestStatus
 from redraft.engine.scheduler import CHECKED_PER_STEP
+from redraft.kernels.backend import use_device
 from redraft.model.kv_cache import KVCache
+from redraft.tasks.infill import sequence_logprobs
 
 CFG = tiny.sampler(canvas_length=16, max_new_tokens=16, max_steps=6, entropy_bound=1e-6, confidence_threshold=1e-9)
 MODEL = tiny.decided(tiny.BASE)
@@ -295,3 +299,48 @@ def test_all_waiting_requests_are_checked_in_turn():
         subject.step()
     assert [request.is_over for request in requests] == [False, *[True] * (len(requests) - 1)]
     subject.cancel(requests[0])
+
+
+def test_every_thread_that_makes_a_forward_uses_the_models_device(monkeypatch):
+    """A thread begins with the first GPU, whatever the thread is in which the model was loaded."""
+    inside = Counter()
+
+    @contextmanager
+    def use_device(device):
+        assert device == MODEL.device
+        inside[threading.get_ident()] += 1
+        yield
+        inside[threading.get_ident()] -= 1
+
+    for module in ("engine", "work_beside"):
+        monkeypatch.setattr(f"redraft.engine.{module}.use_device", use_device)
+    forwards = []
+
+    def watch(function):
+        def forward(*arguments, **keywords):
+            forwards.append(inside[threading.get_ident()])
+            return function(*arguments, **keywords)
+
+        return forward
+
+    model = tiny.decided(tiny.BASE)
+    for name in ("encode", "denoise", "head"):
+        monkeypatch.setattr(model, name, watch(getattr(model, name)))
+    subject = Engine(model, EngineConfig(cache_bytes=2**26))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: subject.run([subject.add([2, 30], CFG, seed=1)])).result()
+        pool.submit(lambda: list(sequence_logprobs(subject, (2, 30), [[31, 32]]))).result()
+        with subject.run_in_background():
+            pool.submit(lambda: list(sequence_logprobs(subject, (2, 30), [[31, 32]]))).result()
+            list(subject.stream(subject.add([2, 30], CFG, seed=1)))
+    assert len(forwards) > 4
+    assert set(forwards) == {1}
+
+
+def test_the_device_is_the_current_one_inside_only(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
+    for device in (torch.device("cpu"), torch.device("cuda:1")):
+        with use_device(device):
+            pass
+    assert current == [torch.device("cuda:1")]

@@ -16,6 +16,7 @@ from redraft.engine.prefix_cache import make_prefix_key
 from redraft.model.vision import ImageSpan
 from redraft.tasks import best_of
 from redraft.tasks.infill import sequence_logprobs
+from redraft.tasks.text_events import EncodedPrompt
 
 BEGIN, IMAGE, END = vision_models.IMAGE_IDS
 CFG = tiny.sampler(max_new_tokens=32, draft_length=2)
@@ -250,7 +251,9 @@ def test_the_likeliest_answer_is_chosen_with_the_image(model, monkeypatch):
     monkeypatch.setattr(
         best_of, "sequence_logprobs", lambda *given: measured.append(sequence_logprobs(*given)) or measured[-1]
     )
-    chosen = best_of.choose_likeliest(engine, requests, [ends[request] for request in requests])
+    prompt = EncodedPrompt(ids, is_chat=False, images=spans)
+    chosen = best_of.choose_likeliest(engine, prompt, [ends[request] for request in requests])
+    assert all(request.images == () for request in requests)  # a request that is over keeps none
     assert measured == [logprobs]
     assert chosen == means.index(max(means))
     without = sequence_logprobs(engine, ids, answers)

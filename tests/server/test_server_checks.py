@@ -418,6 +418,7 @@ def test_autoregressive_equals_exact_mode_without_drafts(by_default):
         ("/v1/chat/completions", {"messages": user("a"), "repetition_penalty": 0}, "repetition_penalty", "0.01"),
         ("/v1/completions", {"prompt": "a", "check": "exact", "logit_bias": {"9999": 1}}, None, "outside the vocabulary"),
         ("/v1/completions", {"prompt": "a", "check": "exact", "logit_bias": {"7": 101}}, "logit_bias", "from -100 to 100"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"7": -100, "07": -100}}, "logit_bias", "token 7 twice"),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"7": 5}}, "logit_bias", "only forbid a token"),
         ("/v1/completions", {"prompt": "a", "best_of": 2, "n": 3}, "best_of", "at least n"),
         ("/v1/completions", {"prompt": "a", "best_of": 2, "stream": True}, "best_of", "cannot be streamed"),

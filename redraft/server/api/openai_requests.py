@@ -124,6 +124,8 @@ def parse_logit_bias(logit_bias: Mapping[str, Any] | None) -> dict[int, float]:
         if not TOKEN_ID.fullmatch(token) or not is_number or not bias <= -FORBIDDING_BIAS:
             message = f"logit_bias has token ids and numbers from -100 to 100, got {shorten(token)}: {shorten(bias)}"
             raise BadRequestError(message, "logit_bias")
+        if int(token) in biases:
+            raise BadRequestError(f"logit_bias names token {int(token)} twice: give one number for each", "logit_bias")
         biases[int(token)] = float(max(bias, FORBIDDING_BIAS))
     return biases
 
