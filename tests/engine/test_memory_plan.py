@@ -278,7 +278,12 @@ def _fractions(monkeypatch):
     card = SimpleNamespace(total_memory=24 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: int(fractions[-1] * 24e9) / 24e9)
+
+    def share(device) -> float:
+        """1.0 at first: a limit of an earlier test, which Python finds only now, must lift nothing."""
+        return int((fractions or [1.0])[-1] * 24e9) / 24e9
+
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", share)
     monkeypatch.setattr(gpu_limit, "measure_cuda_context", lambda device: 6 * 10**8)
     monkeypatch.setattr(gpu_limit, "use_expandable_segments", lambda: None)
     yield fractions

@@ -160,7 +160,7 @@ def test_a_chat_is_parsed_the_same_in_every_mode(by_default):
     assert "".join(pieces) == last.content[1].text == "I look, I do."
     assert len(pieces) >= (4 if check == "exact" else 1)
     assert [event.usage.check for event in events if event.type == "message_delta"] == [check]
-    lines = list(keep(ollama.Client(host=url)).chat("m", user("say: one, two, three"), stream=True))
+    lines = list(keep(ollama.Client(host=url)).chat("small", user("say: one, two, three"), stream=True))
     assert "".join(line.message.content for line in lines) == "one, two, three"
     assert len(lines) >= (5 if check == "exact" else 2)
 
@@ -304,7 +304,7 @@ def test_logprobs_are_those_of_the_causal_half(url, client, check):
         tops = [top for part in parts if part.logprobs for top in part.logprobs.top_logprobs]
         assert all(1 <= len(top) <= 3 for top in tops)
     options = {"num_predict": 24, "seed": 7, "temperature": 1.5, "check": check}
-    told = keep(ollama.Client(host=url)).generate("m", PROMPT, raw=True, logprobs=True, top_logprobs=2, options=options)
+    told = keep(ollama.Client(host=url)).generate("small", PROMPT, raw=True, logprobs=True, top_logprobs=2, options=options)
     assert [entry.logprob for entry in told.logprobs] == pytest.approx([logprob for _, logprob in pairs], abs=1e-3)
 
 
