@@ -1,11 +1,17 @@
-"""Kills every writer of files with SIGKILL at random moments; after each kill, reads what is left. A program for a test.
+"""Kills every writer of files with SIGKILL; after each kill, reads what is left. A program for a test.
 
-A child process saves one content after another, in an endless loop, so that a kill falls into a save at a random place.
-After each save it writes a byte into a pipe. If there are n bytes, what is left must be exactly save n, or exactly the next
-one. Contents repeat after VARIANTS saves. Usage: killed_writers.py FOLDER KILLS SEED [WRITER]. Prints JSON: for each kill of
-a writer, 0 if the last completed save was left and 1 if the next one was.
+What is left must be exactly the last completed save, or exactly the next one. Contents repeat after VARIANTS saves.
+
+Writers that replace a file or a folder are killed before every single change that a save makes to the file system, in turn,
+until a save survives them all. Writers that append do so at any place in a file: a child process saves one content after
+another, in an endless loop, and is killed at random moments. After each save it writes a byte into a pipe.
+
+Usage: killed_writers.py FOLDER KILLS SEED [WRITER]. Prints JSON: for each kill of a writer, 0 if the last completed save was
+left and 1 if the next one was.
 """
 
+import builtins
+import io
 import itertools
 import json
 import os
@@ -18,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pytest
 import tiny
@@ -27,7 +33,7 @@ import wheels
 
 from redraft import checkpoint
 from redraft import writer as writers
-from redraft.checkpoint import load_checkpoint
+from redraft.checkpoint import load_checkpoint, tensor_file
 from redraft.cli import augment as cli_augment
 from redraft.cli import batch as cli_batch
 from redraft.cli import quantize
@@ -41,6 +47,7 @@ from redraft.train.export import export_model
 from redraft.writer import Writer
 
 VARIANTS = 3
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "opened", "save_file")
 ANY = None  # what is left is right, whichever save it is of
 
 
@@ -49,7 +56,25 @@ class FileWriter(NamedTuple):
 
     write: Callable[[int], None]
     read: Callable[[], int | None]
-    longest_wait: float = 0.15  # seconds from the first completed save to the kill: a few times the length of a save
+    longest_wait: float | None = None  # of one that appends: seconds from the first completed save to the kill
+
+
+def save_file(*args: Any, _save_file: Callable[..., None] = tensor_file.save_file) -> None:
+    """The writer of safetensors, which is no Python: it raises no audit events of its own."""
+    sys.audit("save_file")
+    _save_file(*args)
+
+
+def open_file(*args: Any, _open: Callable[..., IO[Any]] = open, **options: Any) -> IO[Any]:
+    """A file that was opened for writing has lost its content, and has none yet."""
+    file = _open(*args, **options)
+    if file.writable():
+        sys.audit("opened")
+    return file
+
+
+tensor_file.save_file = save_file
+builtins.open = io.open = open_file
 
 
 def make_tokenizer(variant: int) -> Tokenizer:
@@ -170,7 +195,7 @@ def writes_metrics(folder: Path) -> FileWriter:
         numbers = sorted(set(steps))
         assert numbers == list(range(len(numbers)))
 
-    return FileWriter(write, read)
+    return FileWriter(write, read, longest_wait=0.15)
 
 
 def writes_variants(folder: Path) -> FileWriter:
@@ -238,7 +263,7 @@ def writes_pulled(folder: Path) -> FileWriter:
                 return variant
         raise AssertionError(os.listdir(folder / "home" / "models"))
 
-    return FileWriter(write, read, longest_wait=0.6)
+    return FileWriter(write, read)
 
 
 WRITERS = {
@@ -254,6 +279,54 @@ WRITERS = {
     "redraft batch": writes_answers,
     "redraft pull": writes_pulled,
 }
+
+
+def is_change(event: str, arguments: tuple[object, ...]) -> bool:
+    """Whether an audit event of Python precedes a change of the file system."""
+    if event == "open":
+        return isinstance(arguments[2], int) and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    return event in CHANGES or (event == "ctypes.dlsym" and arguments[1] == "renameat2")
+
+
+def kill_before_change(writer: FileWriter, number: int, at: int) -> bool:
+    """Lets a child make save `number` and kills it before the change `at`. Returns whether there was such a change."""
+    child = os.fork()
+    if not child:
+        changes = itertools.count(1)
+
+        def watch(event: str, arguments: tuple[object, ...]) -> None:
+            if is_change(event, arguments) and next(changes) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(watch)
+            writer.write(number)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL), "the writer failed"
+    return code != 0
+
+
+def kill_before_every_change(name: str, writer: FileWriter) -> list[int]:
+    """Kills a writer before each change of a save in turn. Made again, the save finds what was left in its way."""
+    writer.write(0)
+    outcomes = []
+    for number in itertools.count(1):
+        was_killed = kill_before_change(writer, number, at=number)
+        variant = writer.read()
+        old, new = (number - 1) % VARIANTS, number % VARIANTS
+        assert variant in (old, new, ANY), f"{name}: killed before change {number}, something else is left: {variant}"
+        outcomes.append(int(variant == new))
+        if not was_killed:
+            return outcomes
+        writer.write(number)
+        assert writer.read() == new
+    raise AssertionError
 
 
 def kill_during_saves(writer: FileWriter, number: int, wait: float) -> int:
@@ -280,15 +353,13 @@ def kill_during_saves(writer: FileWriter, number: int, wait: float) -> int:
     return completed
 
 
-def check_writer(name: str, folder: Path, kills: int, rng: random.Random) -> list[int]:
-    """Kills one writer again and again. Fails if anything but the last completed save or the next one is left."""
-    folder.mkdir()
-    writer = WRITERS[name](folder)
+def kill_at_random(name: str, writer: FileWriter, longest_wait: float, kills: int, rng: random.Random) -> list[int]:
+    """Kills a writer that appends again and again."""
     number = 0
     writer.write(number)
     outcomes = []
     for _ in range(kills):
-        number += kill_during_saves(writer, number, rng.uniform(0, writer.longest_wait))
+        number += kill_during_saves(writer, number, rng.uniform(0, longest_wait))
         variant = writer.read()
         allowed = [n for n in (number, number + 1) if variant is ANY or n % VARIANTS == variant]
         assert allowed, f"{name}: after save {number}, something else is left: {variant}"
@@ -296,6 +367,17 @@ def check_writer(name: str, folder: Path, kills: int, rng: random.Random) -> lis
         number = allowed[0]
     writer.write(number + 1)  # what was left behind is in nobody's way
     assert writer.read() in (ANY, (number + 1) % VARIANTS)
+    return outcomes
+
+
+def check_writer(name: str, folder: Path, kills: int, rng: random.Random) -> list[int]:
+    """Kills one writer again and again. Fails if anything but the last completed save or the next one is left."""
+    folder.mkdir()
+    writer = WRITERS[name](folder)
+    if writer.longest_wait is not None:
+        outcomes = kill_at_random(name, writer, writer.longest_wait, kills, rng)
+    else:
+        outcomes = kill_before_every_change(name, writer)
     leftovers = [entry for entry in os.listdir(folder) if (folder / entry).is_dir() and ".part" in entry]
     assert not leftovers, leftovers
     return outcomes
@@ -305,9 +387,7 @@ if __name__ == "__main__":
     base, kill_count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     random_moments = random.Random(seed)
     names = sys.argv[4:] or list(WRITERS)
-    share, rest = divmod(kill_count, len(names))
     results = {}
     for index, writer_name in enumerate(names):
-        count = share + (index < rest)
-        results[writer_name] = check_writer(writer_name, base / str(index), count, random_moments)
+        results[writer_name] = check_writer(writer_name, base / str(index), kill_count, random_moments)
     sys.stdout.write("\n" + json.dumps(results) + "\n")

@@ -4,8 +4,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import torch
 
 from redraft import checkpoint
 from redraft.tokenizer.tokenizer import Tokenizer
-from redraft.train import checkpoints
 from redraft.train.config import TrainConfig
 from redraft.train.loop import Ended, Report, Saved, Trainer, compile_parts, init_model, with_compute_dtype
 from redraft.train.loss import LossConfig, Objective
@@ -197,67 +194,6 @@ def test_an_export_replaces_that_of_an_earlier_run_and_nothing_else(tmp_path):
     (out / "model" / "thesis.txt").write_text("x")
     with pytest.raises(checkpoint.CheckpointError, match=r"holds 'thesis\.txt', which is no file of a checkpoint"):
         Trainer(config(tmp_path), out)
-
-
-KILLED = """
-import os, signal, sys, torch
-from pathlib import Path
-from redraft.train import checkpoints
-torch.set_num_threads(1)
-tensors = {"a": torch.full((1000,), 1.0), "b": torch.full((3, 3), 1.0)}
-
-
-def one_life(out, at):
-    checkpoints.save(out, 1, tensors, {"value": 1.0}, 1)
-    seen = 0
-
-    def watch(event, arguments):
-        nonlocal seen
-        writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
-        if writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"):
-            seen += 1
-            if seen == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
-    for tensor in tensors.values():
-        tensor.fill_(2.0)
-    checkpoints.save(out, int(sys.argv[2]), tensors, {"value": 2.0}, 1)
-
-
-at, status = 0, -1
-while status:
-    at += 1
-    child = os.fork()
-    if not child:
-        one_life(Path(sys.argv[1]) / str(at), at)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    print(os.waitstatus_to_exitcode(status))
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("step", [2, 1], ids=["the next step", "the same step again"])
-def test_a_killed_run_leaves_no_checkpoint_that_loads_wrongly(tmp_path, step):
-    """Killed before every single change to the file system in turn, until it survives them all."""
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(step)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    codes, outcomes = [int(line) for line in run.stdout.split()], []
-    assert codes == [-signal.SIGKILL] * (len(codes) - 1) + [0], run.stderr
-    for at in range(1, len(codes) + 1):
-        out = tmp_path / str(at)
-        tensors = {"a": torch.zeros(1000), "b": torch.zeros(3, 3)}
-        checkpoints.load(checkpoints.latest(out), tensors)
-        state = checkpoints.read_state(checkpoints.latest(out))
-        assert all((tensor == state["value"]).all() for tensor in tensors.values())
-        outcomes.append(state["value"])
-        checkpoints.save(out, 2, tensors, {"value": 3.0}, 1)  # what was left behind is in nobody's way
-        checkpoints.load(checkpoints.latest(out), tensors)
-        assert checkpoints.read_state(checkpoints.latest(out)) == {"value": 3.0}
-    assert len(outcomes) >= 6
-    assert outcomes == sorted(outcomes)  # the old one, then from the rename on the new one
-    assert set(outcomes[:-1]) == {1.0, 2.0}
 
 
 def test_a_run_names_the_records_that_it_reads_skips_and_shortens(tmp_path):
