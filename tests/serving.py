@@ -1,5 +1,6 @@
 """A server in a thread, on a free port, for tests with real clients."""
 
+import json
 import socket
 import threading
 import time
@@ -46,7 +47,7 @@ def served(writer: Writer, send_buffer: int | None = None, sources=None, **chang
         thread.join(30)
 
 
-__all__ = ["NO_END", "EchoWriter", "make", "served", "user", "wait_until"]
+__all__ = ["NO_END", "EchoWriter", "make", "post_and_leave", "served", "user", "wait_until"]
 NO_END = {"1": -100, "5": -100}  # a logit_bias that forbids the stop tokens
 
 
@@ -81,6 +82,27 @@ def make(canvas: int = 16) -> Writer:
     """A writer with a tiny random model."""
     sampler = tiny.sampler(canvas_length=canvas, max_steps=3, max_new_tokens=32)
     return EchoWriter(tiny.decided(tiny.BASE), tiny.byte_tokenizer(), sampler)
+
+
+async def post_and_leave(app, path, body, has_left):
+    """Posts a body; the client has left once the event is set. Returns the status."""
+    raw = json.dumps(body).encode()
+    headers = [(b"host", b"localhost"), (b"content-length", str(len(raw)).encode())]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "client": ("a", 1)}
+    messages = [{"type": "http.request", "body": raw, "more_body": False}]
+    statuses = []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        statuses.append(message.get("status"))
+
+    await app(scope, receive, send)
+    return statuses[0]
 
 
 OPENED = []  # clients to close after a test: a socket that the garbage collector closes fails another test

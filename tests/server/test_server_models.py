@@ -13,7 +13,7 @@ import ollama
 import openai
 import pytest
 import tiny
-from serving import keep, served, user
+from serving import keep, post_and_leave, served, user
 
 from redraft.server.app import ServerConfig, make_app
 from redraft.server.model_card import ModelCard
@@ -248,27 +248,6 @@ def test_a_load_that_fails_is_answered_and_tried_again():
             assert await server.ask("one") == alone("one", "Once")
 
     asyncio.run(fail())
-
-
-async def post_and_leave(app, path, body, has_left):
-    """Posts a body; the client has left once the event is set. Returns the status."""
-    raw = json.dumps(body).encode()
-    headers = [(b"host", b"localhost"), (b"content-length", str(len(raw)).encode())]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "client": ("a", 1)}
-    messages = [{"type": "http.request", "body": raw, "more_body": False}]
-    statuses = []
-
-    async def receive():
-        if messages:
-            return messages.pop()
-        await has_left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        statuses.append(message.get("status"))
-
-    await app(scope, receive, send)
-    return statuses[0]
 
 
 def test_a_client_that_leaves_while_a_model_loads_is_let_go():

@@ -17,7 +17,7 @@ def stream_decision(writer: Writer, body: DecideRequest, stop: threading.Event) 
     seed = body.seed or 0
     with checking_request():
         prompt = prompt_of(writer, body)
-        prompt_tokens = len(writer.encode_prompt(prompt))
+        prompt_tokens = len(writer.encode_prompt(prompt, stop=stop))
     with checking_request():  # `decide` checks its prompt and makes its one forward in the same call
         probabilities = writer.decide(prompt, body.choices, seed=seed, stop=stop)
     yield begin_event(writer, seed, prompt if isinstance(prompt, str) else "")
