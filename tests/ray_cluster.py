@@ -15,8 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import commands
+
 ROOT = Path(__file__).parent.parent
 CPUS = 2  # of a node, as Ray counts them
+KEY = "a key for tests"  # of what is served
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class RayCluster:
 
     def redraft(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
         """Runs a command of redraft beside the cluster."""
-        command = [sys.executable, "-m", "redraft", *arguments]
+        command = [*commands.redraft(), *arguments]
         run = subprocess.run(command, env=self.env, cwd=ROOT, capture_output=True, text=True)
         assert not check or run.returncode == 0, run.stderr
         return run

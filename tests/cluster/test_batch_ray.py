@@ -7,14 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 import tiny
 from batches import choices_by_id, read_answers, request, write_batch
+from ray_cluster import RayCluster
 from tiny import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
-LINES = [request(f"r{number}", prompt=f"prompt {number}", max_tokens=6, seed=number) for number in range(500)]
-pytestmark = pytest.mark.soak
+LINES = [request(f"r{number}", prompt=f"prompt {number}", max_tokens=6, seed=number) for number in range(150)]
+pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(name="folder", scope="module")
@@ -28,13 +30,14 @@ def _folder(tmp_path_factory):
     return folder
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen:
-    """Starts a command of redraft in a folder."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "REDRAFT_MODEL": str(folder / "model")}
-    log = (folder / "log.txt").open("ab")
-    with log:
+def start(folder: Path, *arguments: str, cluster: RayCluster | None = None) -> subprocess.Popen:
+    """Starts a command of redraft in a folder, on a cluster or without one."""
+    on_cluster = ("--ray", cluster.address) if cluster else ()
+    environment = cluster.env if cluster else {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**environment, "REDRAFT_MODEL": str(folder / "model")}
+    with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "redraft", *arguments], cwd=folder, env=environment, stdout=log, stderr=log
+            [*commands.redraft(), *arguments, *on_cluster], cwd=folder, env=environment, stdout=log, stderr=log
         )
 
 
@@ -67,97 +70,65 @@ def find_workers(pid: int) -> list[int]:
     return workers
 
 
-def first_choices(folder: Path, count: int) -> dict[str, object]:
-    """The answers of one machine to the first requests."""
-    alone = choices_by_id(folder / "alone.jsonl")
-    return {line["custom_id"]: alone[line["custom_id"]] for line in LINES[:count]}
-
-
 def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def kill_a_worker(command: subprocess.Popen) -> None:
-    assert wait_until(lambda: bool(find_workers(command.pid)) or command.poll() is not None, checks=12_000)
-    os.kill(find_workers(command.pid)[0], signal.SIGKILL)
+def kill_a_worker(cluster: RayCluster, command: subprocess.Popen) -> None:
+    assert wait_until(lambda: bool(find_workers(cluster.pid)) or command.poll() is not None, checks=12_000)
+    os.kill(find_workers(cluster.pid)[0], signal.SIGKILL)
 
 
-def test_500_requests_are_answered_once_while_workers_are_killed(folder):
+def test_requests_are_answered_once_while_workers_of_a_running_cluster_are_killed(folder, cluster):
     out = folder / "killed.jsonl"
-    with start(folder, "batch", "in.jsonl", "--out", out.name, "--ray", "local", "--workers", "2") as command:
-        for least in (1, 200):
+    with start(folder, "batch", "in.jsonl", "--out", out.name, "-m", "model", cluster=cluster) as command:
+        for least in (1, 60):
             assert wait_until(lambda least=least: count_lines(out) >= least or command.poll() is not None, checks=12_000)
             assert command.poll() is None, (folder / "log.txt").read_text()
             assert count_lines(out) < len(LINES)
-            kill_a_worker(command)
+            kill_a_worker(cluster, command)
         assert command.wait() == 0, (folder / "log.txt").read_text()
     answers = choices_by_id(out)  # no custom_id is there twice
-    assert len(answers) == 500
+    assert len(answers) == len(LINES)
     assert answers == choices_by_id(folder / "alone.jsonl")
 
 
-def test_a_killed_batch_resumes_on_a_cluster(folder):
+def test_a_killed_batch_leaves_no_worker_and_resumes_on_a_cluster(folder, cluster):
     out = folder / "resumed.jsonl"
-    write_batch(folder / "fewer.jsonl", LINES[:200])
-    arguments = ["batch", "fewer.jsonl", "--out", out.name, "--ray", "local", "--workers", "2"]
-    with start(folder, *arguments) as command:
+    arguments = ["batch", "in.jsonl", "--out", out.name, "--workers", "2"]
+    local = [sys.executable, "-m", "redraft", *arguments, "--ray", "local"]  # whose processes are found below its own
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "REDRAFT_MODEL": str(folder / "model")}
+    with subprocess.Popen(local, cwd=folder, env=environment, stderr=subprocess.DEVNULL) as command:
         assert wait_until(lambda: count_lines(out) > 0 or command.poll() is not None, checks=12_000)
         workers = find_workers(command.pid)
+        assert len(workers) == 2
         command.kill()
     assert wait_until(lambda: all(tiny.has_ended(pid) for pid in workers), checks=12_000)  # they end with it
     kept = out.read_bytes()
-    assert 0 < count_lines(out) < 200
+    assert 0 < count_lines(out) < len(LINES)
     with out.open("ab") as file:
         file.write(b'{"id": "batch_req_to')  # a torn line
-    with start(folder, *arguments, "--resume") as command:
+    with start(folder, *arguments, "--resume", cluster=cluster) as command:
         assert command.wait() == 0, (folder / "log.txt").read_text()
     assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
-    assert choices_by_id(out) == first_choices(folder, 200)
+    assert choices_by_id(out) == choices_by_id(folder / "alone.jsonl")
 
 
-CLUSTER = """
-from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-cluster.add_node(num_cpus=1)
-print(cluster.address, flush=True)
-input()
-cluster.shutdown()
-"""
-
-
-@pytest.fixture(name="address", scope="module")
-def _address():
-    """A running cluster of two nodes."""
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen([sys.executable, "-c", CLUSTER], env=environment, **pipes) as process:
-        line = next(line for line in process.stdout if ":" in line and " " not in line)
-        yield line.strip()
-        process.communicate("\n")
-
-
-def test_a_batch_joins_a_running_cluster(folder, address):
-    write_batch(folder / "some.jsonl", LINES[:40])
-    with start(folder, "batch", "some.jsonl", "--out", "joined.jsonl", "--ray", address, "-m", "model") as command:
-        assert command.wait() == 0, (folder / "log.txt").read_text()
-    assert choices_by_id(folder / "joined.jsonl") == first_choices(folder, 40)
-
-
-def test_a_worker_says_what_the_user_did_wrong(folder, address):
+def test_a_worker_says_what_the_user_did_wrong(folder, cluster):
     out = folder / "none.jsonl"
     (folder / "log.txt").unlink()
-    with start(folder, "batch", "in.jsonl", "--out", out.name, "--ray", address, "--adapter", "none") as command:
+    with start(folder, "batch", "in.jsonl", "--out", out.name, "--adapter", "none", cluster=cluster) as command:
         assert command.wait() == 2
     assert "redraft: a worker of the Ray cluster cannot begin: none holds no adapter" in (folder / "log.txt").read_text()
     assert not out.exists()
 
 
-def test_augment_on_a_cluster_equals_augment_on_one_machine(folder, address):
+def test_augment_on_a_cluster_equals_augment_on_one_machine(folder, cluster):
     records = [json.dumps({"id": number, "text": f"record {number} has six words"}) for number in range(30)]
     (folder / "records.jsonl").write_text("\n".join(records))
     options = ["augment", "records.jsonl", "--share", "50%", "-n", "2", "--seed", "3", "--out"]
-    for name, more in (("alone.aug", []), ("ray.aug", ["--ray", address])):
-        with start(folder, *options, name, *more) as command:
+    for name, where in (("alone.aug", None), ("ray.aug", cluster)):
+        with start(folder, *options, name, cluster=where) as command:
             assert command.wait() == 0, (folder / "log.txt").read_text()
     assert len(read_answers(folder / "alone.aug")) > 10
     assert (folder / "ray.aug").read_bytes() == (folder / "alone.aug").read_bytes()

@@ -14,16 +14,19 @@ import httpx
 import openai
 import psutil
 import pytest
-import ray_cluster
 import serving
 import tiny
 import yaml
+from ray_cluster import KEY
 
 import redraft
 
-pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]  # from the clients' own libraries
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.filterwarnings("ignore"),  # from the clients' own libraries
+]
 
-KEY = "a key for tests"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 LOST = "the replica that worked on this request has ended before its answer was complete: send the request again"
 STORY = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 24}
@@ -82,7 +85,7 @@ class Deployed:
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory):
+def deployed(cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
     story = {
         "name": "tiny",
@@ -95,14 +98,13 @@ def deployed(tmp_path_factory):
     random = {"name": "b", "model": str(tiny.save_folder(folder / "b")), "cpus": 0, "threads": 1, "autoscaling": AUTO}
     settings = {"port": free_port(), "requests": 9, "drain_seconds": 300, "models": [story, random]}
     settings["aliases"] = {"gpt-4o": "b", "gpt-4o-mini": "numbers"}
-    with ray_cluster.two_nodes(REDRAFT_API_KEY=KEY) as cluster:
-        subject = Deployed(cluster, settings, folder)
-        subject.deploy()
-        assert tiny.wait_until(lambda: subject.http.get("/health").status_code == 200)  # the proxy may hear of it later
-        yield subject
-        subject.http.close()
-        subject.client.close()
-        cluster.redraft("cluster", "down", "--address", cluster.address)
+    subject = Deployed(cluster, settings, folder)
+    subject.deploy()
+    assert tiny.wait_until(lambda: subject.http.get("/health").status_code == 200)  # the proxy may hear of it later
+    yield subject
+    subject.http.close()
+    subject.client.close()
+    cluster.redraft("cluster", "down", "--address", cluster.address)
 
 
 @pytest.fixture(scope="module")

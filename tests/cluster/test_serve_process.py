@@ -22,6 +22,7 @@ from redraft.cluster.cluster_config import ServedModel
 
 
 @pytest.mark.soak
+@pytest.mark.xdist_group("ray")
 def test_serve_with_replicas_drains_at_sigterm_and_leaves_no_process(tmp_path):
     folder = tiny.save_folder(tmp_path / "model")
     with socket.socket() as free:
@@ -72,13 +73,11 @@ def test_a_signal_while_replicas_start_lets_requests_finish(monkeypatch):
     assert done == ["taken down"]
 
 
-@pytest.mark.soak
-@pytest.mark.filterwarnings("ignore")  # on the import of Ray Serve
 def test_requests_may_drain_longer_than_ray_waits(monkeypatch):
     """Ray's own call gives up after a minute."""
     delete = Mock(side_effect=[TimeoutError, TimeoutError, None])
-    monkeypatch.setattr("ray.serve.delete", delete)
-    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications=[deploy.APPLICATION]))
+    serve = SimpleNamespace(delete=delete, status=lambda: SimpleNamespace(applications=[deploy.APPLICATION]))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(serve=serve))
     assert deploy.take_down()
     assert delete.call_count == 3
 
