@@ -385,7 +385,7 @@ def test_a_model_waits_for_room_until_another_is_idle():
     async def wait():
         one, two = Loader("one"), Loader("two")
         one.may_begin.clear()
-        async with running(one, two, max_models=2, requests=3) as server:
+        async with running(one, two, max_models=2, requests=4) as server:  # of which a client has three
             using_one = asyncio.create_task(server.ask("one"))
             await until(lambda: server.models.active == 1)
             waiting = [asyncio.create_task(server.ask("two")) for _ in range(2)]
