@@ -23,7 +23,6 @@ pieces = st.one_of(
 texts = st.lists(pieces, max_size=8).map("".join)
 
 
-@pytest.mark.soak
 @settings(max_examples=150)
 @given(texts)
 def test_ids_and_text_equal_those_of_tokenizer_json(text):

@@ -30,7 +30,6 @@ def test_a_killed_writer_leaves_the_old_content_or_the_new_one(tmp_path):
             assert len(of_writer) == KILLS
         else:  # killed before each change: the old content, then from one change on the new one
             assert len(of_writer) >= (3 if name == "write_text" else 6), name
-            assert (
-                of_writer == sorted(of_writer) or name == "redraft pull"
-            )  # which waits for pip: its changes vary in number
+            if name != "redraft pull":  # it waits for pip: its changes vary in number
+                assert of_writer == sorted(of_writer), name
             assert set(of_writer) == {0, 1}, name

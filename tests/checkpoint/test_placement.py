@@ -68,7 +68,7 @@ def write(path, layout: str):
     [
         *product([*LAYOUTS, *GGUF_FORMATS, "padded", "halves of two formats"], ["GPU"]),
         *product(["mixed", "padded"], ["CPU", "bf16", "int4", "small"]),
-        *(pytest.param(layout, "small", marks=pytest.mark.soak) for layout in [*LAYOUTS, *GGUF_FORMATS]),
+        *((layout, "small") for layout in [*LAYOUTS, *GGUF_FORMATS]),
     ],
 )
 def test_planned_bytes_are_those_of_the_model(files, layout, policy):

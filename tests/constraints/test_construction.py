@@ -49,7 +49,6 @@ def join_entries_plainly(entries: list[tuple[str, bool]]) -> str:
     return first + rest if is_required else f"(?:{first}{rest}|{join_entries_plainly(entries[1:])})"
 
 
-@pytest.mark.soak
 @settings(max_examples=60, deadline=None)
 @given(required=st.lists(st.booleans(), min_size=1, max_size=9), seed=st.integers(0, 2**32))
 def test_properties_equal_the_plain_construction(required, seed):
@@ -64,7 +63,6 @@ def test_properties_equal_the_plain_construction(required, seed):
     assert canonical(regex_dfa.compile_dfa(json_schema.build_regex(schema))) == canonical(regex_dfa.compile_dfa(plain))
 
 
-@pytest.mark.soak
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_equivalent_patterns_have_the_same_minimal_dfa(seed):

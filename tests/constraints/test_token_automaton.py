@@ -7,6 +7,7 @@ import random
 import re
 from dataclasses import replace
 from datetime import date
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -167,8 +168,13 @@ def prepare(cfg: SamplerConfig, constraints: Constraints, pattern: str) -> Const
     return constrained
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("block", range(8))
+def blocks(*marks: pytest.MarkDecorator) -> list[Any]:
+    """Half of the blocks of random cases are for a release."""
+    later = [pytest.param(block, marks=pytest.mark.soak_long) for block in range(4, 8)]
+    return [pytest.param(0, marks=marks), *(pytest.param(block, marks=pytest.mark.soak) for block in range(1, 4)), *later]
+
+
+@pytest.mark.parametrize("block", blocks(pytest.mark.soak))
 def test_two_thousand_random_patterns_are_matched(block):
     """On one canvas or several, cut off by the length or not, some with a pin. 50 answers share a batch."""
     rng = random.Random(block)
@@ -251,7 +257,7 @@ def random_schema(rng: random.Random, depth: int = 2):
     return found | {"required": rng.sample(names, rng.randrange(len(names) + 1)), "additionalProperties": False}
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.soak) for block in range(1, 8))])
+@pytest.mark.parametrize("block", blocks())
 def test_a_thousand_schema_answers_are_valid(block):
     """25 answers share a batch."""
     rng = random.Random(block)

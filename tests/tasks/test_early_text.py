@@ -85,7 +85,6 @@ def test_a_settled_prefix_gives_the_tokens_of_the_plain_loop_alone_and_in_a_batc
         assert WRITER.write(prompts[row], seed=5 + row, **options).ids == answer.ids
 
 
-@pytest.mark.soak
 def test_drafts_of_best_of_deliver_nothing():
     """They are those of one answer among several: another one may be the best."""
     events = [event for event in WRITER.stream("Once", seed=1, check="checked", best_of=2) if is_text(event)]

@@ -35,14 +35,13 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=40).filter(has_no_special_
 EDITS = given(TEXT, st.floats(0, 1), st.integers(0, 99), st.data())
 
 
-@pytest.mark.soak
 @settings(max_examples=40, deadline=None)
 @EDITS
 def test_kept_spans_stay_and_at_most_the_share_of_tokens_changes(text, strength, seed, data):
     check_edit(text, strength, seed, data)
 
 
-@pytest.mark.soak
+@pytest.mark.soak_long
 @settings(max_examples=400, deadline=None)
 @EDITS
 def test_kept_spans_stay_in_any_edit(text, strength, seed, data):

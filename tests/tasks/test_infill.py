@@ -43,7 +43,7 @@ def test_the_text_around_gaps_is_unchanged(texts, marks, seed):
     check_gaps(texts, marks, seed)
 
 
-@pytest.mark.soak
+@pytest.mark.soak_long
 @settings(max_examples=400, deadline=None)
 @GAPS
 def test_the_text_around_any_gaps_is_unchanged(texts, marks, seed):

@@ -63,7 +63,6 @@ def test_full_boards_are_full_and_differ():
     assert len(set(full)) == 64
 
 
-@pytest.mark.soak
 def test_generated_puzzles_have_one_solution_and_the_requested_clues():
     full = generator.full_boards(24, chance())
     wanted = torch.tensor([40, 30, 0] * 8)

@@ -76,7 +76,6 @@ def test_clues_are_never_overwritten(seed, open_cells, canvases):
             assert all(1 <= digit <= 9 for digit in board)
 
 
-@pytest.mark.soak
 def test_a_wrong_board_is_attempted_again_and_reported_as_wrong():
     unsolvable = PUZZLES[5]
     (once,) = solve_all([unsolvable], check=False)

@@ -100,8 +100,7 @@ def kept_tokens(end, cfg) -> list[int]:
     return [token for token in end.ids_BT[0, : end.stats[0].new_tokens].tolist() if token not in cfg.eos_token_ids]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("check", ["off", "checked", "exact"])
+@pytest.mark.parametrize("check", ["off", *(pytest.param(check, marks=pytest.mark.soak) for check in ("checked", "exact"))])
 def test_samples_of_every_mode_equal_the_story(check):
     """A batch of the engine gives what `generate` and `generate_verified` give alone."""
     model, sampler = tiny.decided(tiny.BASE), tiny.sampler(max_new_tokens=32, check=check, draft_length=3)

@@ -86,7 +86,6 @@ def test_the_exported_model_is_the_average_and_loads(tmp_path):
     assert Tokenizer.from_folder(ended.model).encode("hi") == trainer.tokenizer.encode("hi")
 
 
-@pytest.mark.soak
 def test_only_the_last_checkpoints_are_kept(tmp_path):
     events(config(tmp_path, steps=6, save_every=1, keep=2), tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-00000005", "step-00000006"]

@@ -91,7 +91,6 @@ def test_bad_prompts_are_named(tmp_path, text, message):
         read_prompts(path, tiny.byte_tokenizer(), 40)
 
 
-@pytest.mark.soak
 def test_a_model_that_only_loops_is_refused(model, tmp_path):
     cfg = replace(CFG, rows=4, most_repeats=1, temperatures=(1e-6,))
     head = model.head

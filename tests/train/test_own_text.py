@@ -34,7 +34,6 @@ def test_a_fixed_cache_gives_the_hidden_states_of_encode():
         assert (hidden_B1D[:, 0] - expected[:, position]).abs().max() < 1e-4
 
 
-@pytest.mark.soak
 def test_at_a_low_temperature_the_text_is_the_greedy_one():
     model = tiny.build(CONFIG)
     beginnings = [[2, 30, 40, 50], [2], [2, 77]]

@@ -66,7 +66,6 @@ def test_tokens_are_words_of_their_vocabulary():
     assert encoding.board_from_ids([0, encoding.BLANK, encoding.NAMES[0]]) == (0, 0, 0)
 
 
-@pytest.mark.soak
 def test_puzzles_drawn_from_the_pool_keep_their_solutions(puzzles):
     drawn, solved = PuzzlePool(puzzles, torch.device("cpu")).draw(40, chance())
     assert ((drawn == 0) | (drawn == solved)).all()

@@ -104,7 +104,6 @@ def test_resumed_equals_unbroken(tmp_path):
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.soak
 def test_another_adapter_in_the_same_folder_is_refused(tmp_path):
     list(Trainer(config(tmp_path, steps=1), tmp_path / "run").run())
     with pytest.raises(
@@ -195,7 +194,6 @@ def objective_loss(model, adapter) -> torch.Tensor:
     return Objective(model, cfg, adapter)(batch, noise, mask_of, slice_masks(mask_of, 0)).total
 
 
-@pytest.mark.soak
 def test_packed_bases_stay_packed(tmp_path, monkeypatch):
     """A base of 4-bit experts trains with its codes in memory."""
     cfg = config(tmp_path, steps=2)
