@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from hostile import doubling_references, optional_properties
 
 ATTACKER = "127.0.0.66"
 ATTACKERS = (ATTACKER, "127.0.0.67")
@@ -82,20 +83,6 @@ def post(
 # 1. Patterns
 
 
-def doubling_schema(levels: int) -> dict[str, Any]:
-    """Each definition refers twice to the next one."""
-    definitions: dict[str, Any] = {
-        f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}, {"$ref": f"#/$defs/d{n + 1}"}]} for n in range(levels)
-    }
-    definitions[f"d{levels}"] = {"type": "boolean"}
-    return {"$ref": "#/$defs/d0", "$defs": definitions}
-
-
-def optional_properties(count: int, length: int) -> dict[str, Any]:
-    """Many optional properties with long names."""
-    return {"type": "object", "properties": {f"{n:04}{'p' * length}": {"type": "boolean"} for n in range(count)}}
-
-
 def with_pattern(url: str, pattern: dict[str, Any], is_right: Callable[[Any], bool] = lambda body: True) -> str:
     """A completion under a pattern."""
     return post(url, "/v1/completions", {**SMALL, **pattern}, is_right)
@@ -110,9 +97,9 @@ def pattern_attacks() -> dict[str, Callable[[str], str]]:
     """Attacks 1, 2, 3, 4 and 6."""
     attacks: dict[str, Callable[[str], str]] = {}
     for levels in (14, 18, 40):
-        schema = doubling_schema(levels)
+        schema = doubling_references(levels)
         attacks[f"references doubled {levels} times"] = lambda url, schema=schema: with_pattern(
-            url, {"guided_json": schema}, lambda body: text_of(body) in ("true", "false")
+            url, {"guided_json": schema}, lambda body: isinstance(json.loads(text_of(body)), str)
         )
     long_canvas = {"max_tokens": 3900, "diffusion_canvas_length": 3900, "guided_regex": "[a-z ]{0,4500}"}
     attacks["a canvas of 3,900 under 4,500 states"] = lambda url: with_pattern(url, long_canvas)

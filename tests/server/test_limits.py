@@ -131,7 +131,6 @@ def test_a_body_in_tiny_chunks_is_cut_off(strict):
     assert b"HTTP/1.1 200" in exchange(strict, start, pieces)
 
 
-@pytest.mark.soak
 def test_a_client_that_does_not_read_is_let_go(hurried):
     url, writer = hurried
     body = {"prompt": "ab", "max_tokens": 480, "canvas_length": 4, "candidates": 20, "forbidden": [1, 5]}

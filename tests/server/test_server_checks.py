@@ -68,7 +68,7 @@ def expected(check, prompt=PROMPT, seed=7, max_new_tokens=24, **changes):
 # 1. The same tokens on every wire
 
 
-@pytest.mark.parametrize("check", [pytest.param("checked", marks=pytest.mark.soak), "exact"])
+@pytest.mark.parametrize("check", ["checked", "exact"])
 def test_every_wire_gives_the_tokens_of_the_plain_loop(url, check):
     ids, stats = expected(check, temperature=0.8)
     text = WRITER.tokenizer.decode(ids)
@@ -193,15 +193,15 @@ def test_a_stop_string_ends_the_stream_with_the_counts_so_far(by_default):
     ("field", "value", "setting"),
     [
         ("top_k", 3, {"top_k": 3}),
-        pytest.param("top_k", -1, {}, marks=pytest.mark.soak),
-        pytest.param("top_p", 0.4, {"top_p": 0.4}, marks=pytest.mark.soak),
-        pytest.param("top_p", 0, {"temperature": 0}, marks=pytest.mark.soak),
-        pytest.param("min_p", 0.2, {"min_p": 0.2}, marks=pytest.mark.soak),
-        pytest.param("repetition_penalty", 1.8, {"repetition_penalty": 1.8}, marks=pytest.mark.soak),
-        pytest.param("repeat_penalty", 1.8, {"repetition_penalty": 1.8}, marks=pytest.mark.soak),
-        pytest.param("logit_bias", {"80": 9.0}, {"logit_bias": ((80, 9.0),)}, marks=pytest.mark.soak),
-        pytest.param("temperature", 0, {"temperature": 0}, marks=pytest.mark.soak),
-        pytest.param("tolerance", 0, {"tolerance": 0}, marks=pytest.mark.soak),
+        ("top_k", -1, {}),
+        ("top_p", 0.4, {"top_p": 0.4}),
+        ("top_p", 0, {"temperature": 0}),
+        ("min_p", 0.2, {"min_p": 0.2}),
+        ("repetition_penalty", 1.8, {"repetition_penalty": 1.8}),
+        ("repeat_penalty", 1.8, {"repetition_penalty": 1.8}),
+        ("logit_bias", {"80": 9.0}, {"logit_bias": ((80, 9.0),)}),
+        ("temperature", 0, {"temperature": 0}),
+        ("tolerance", 0, {"tolerance": 0}),
     ],
 )
 def test_samplers_are_honoured_in_checked_and_exact_mode(url, field, value, setting):
@@ -217,7 +217,6 @@ def test_samplers_are_honoured_in_checked_and_exact_mode(url, field, value, sett
         assert warnings == [f"{field} has no meaning for a canvas and was not applied"]
 
 
-@pytest.mark.soak
 def test_other_wires_honour_samplers_too_and_name_what_they_ignore(url):
     ids, _ = expected("exact", temperature=1.5, top_k=3, repetition_penalty=1.5)
     text = WRITER.tokenizer.decode(ids)
@@ -237,7 +236,6 @@ def test_other_wires_honour_samplers_too_and_name_what_they_ignore(url):
     assert "frequency_penalty" in post(url, "/v1/completions", **penalty).json()["warnings"][0]
 
 
-@pytest.mark.soak
 def test_steps_of_checked_mode_draft_the_canvas(url):
     body = {"prompt": PROMPT, "seed": 7, "max_tokens": 16, "check": "checked", "temperature": 1.0}
     for steps in (1, 3):
@@ -333,7 +331,6 @@ def test_logprobs_spell_the_text_behind_reasoning_and_before_a_stop_string(by_de
 # 5. The canvas
 
 
-@pytest.mark.soak
 def test_frames_of_checked_mode_carry_the_cursor(url):
     body = {"prompt": PROMPT, "seed": 7, "max_tokens": 32, "temperature": 1.0, "check": "checked", "forbidden": [1, 5]}
     begin, *events = post(url, "/v1/canvas", **body, stream=False).json()["events"]

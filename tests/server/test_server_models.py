@@ -296,7 +296,6 @@ def test_an_idle_model_is_unloaded_and_gives_its_memory_back():
     asyncio.run(idle())
 
 
-@pytest.mark.soak
 def test_the_compilers_of_an_idle_model_are_ended():
     async def idle():
         async with running(Loader("one"), compile_seconds=600) as server:
