@@ -177,14 +177,19 @@ def measure_gaps(writer: Writer, rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def main(shape: str, quant: str, rounds: int) -> None:
+def main() -> None:
     """Measures everything, and prints it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=("released", "small"), default="released")
+    parser.add_argument("--quant", choices=("none", "fp8"), default="none")
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        writer = make_writer(shape, quant, device, Path(folder))
+        writer = make_writer(options.shape, options.quant, device, Path(folder))
         memory = measure_memory(writer)
-        sizes = measure_sizes(writer, rounds)
-        gaps = measure_gaps(writer, rounds)
+        sizes = measure_sizes(writer, options.rounds)
+        gaps = measure_gaps(writer, options.rounds)
     console = Console()
     table = Table(title="one image, medians")
     columns = list(next(iter(sizes.values())))
@@ -199,8 +204,8 @@ def main(shape: str, quant: str, rounds: int) -> None:
         json.dumps(
             {
                 "bench": "images",
-                "shape": shape,
-                "quant": quant,
+                "shape": options.shape,
+                "quant": options.quant,
                 "versions": versions,
                 "memory": memory,
                 "sizes": sizes,
@@ -211,9 +216,4 @@ def main(shape: str, quant: str, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=("released", "small"), default="released")
-    parser.add_argument("--quant", choices=("none", "fp8"), default="none")
-    parser.add_argument("--rounds", type=int, default=10)
-    arguments = parser.parse_args()
-    main(arguments.shape, arguments.quant, arguments.rounds)
+    main()

@@ -10,11 +10,28 @@ from pathlib import Path
 import llama_models
 import pytest
 import tiny
+import torch
 
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(name="run_main")
+def _run_main(monkeypatch, capsys):
+    """Runs a benchmark in this process, which has torch, and returns its last line."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    threads = torch.get_num_threads()
+
+    def run(name: str, *arguments: str) -> dict:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        load_benchmark(name).main()
+        return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+    yield run
+    torch.set_num_threads(threads)
+
+
 def last_line(*arguments: str) -> dict:
+    """Runs a benchmark that measures processes, or the memory of its own."""
     run = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.strip().splitlines()[-1])
@@ -28,21 +45,21 @@ def load_benchmark(name: str):
 
 
 @pytest.mark.soak
-def test_a_step_is_timed_beside_transformers():
-    result = last_line("benchmarks/bench_step.py", "--rounds", "1", "--steps", "2")
+def test_a_step_is_timed_beside_transformers(run_main):
+    result = run_main("bench_step", "--rounds", "1", "--steps", "2", "--threads", str(torch.get_num_threads()))
     assert 29e6 < result["parameters"] < 31e6
     assert result["ratio"] > 0
 
 
 @pytest.mark.soak
-def test_a_step_is_timed_beside_requests_that_wait():
-    found = last_line("benchmarks/bench_waiting.py", "--steps", "2", "--rounds", "1", "--waiting", "0", "8")
+def test_a_step_is_timed_beside_requests_that_wait(run_main):
+    found = run_main("bench_waiting", "--steps", "2", "--rounds", "1", "--waiting", "0", "8")
     assert found["ms"].keys() == {"0", "8"}
 
 
 @pytest.mark.soak
-def test_images_are_timed_and_others_are_served_meanwhile():
-    found = last_line("benchmarks/bench_images.py", "--shape", "small", "--rounds", "2")
+def test_images_are_timed_and_others_are_served_meanwhile(run_main):
+    found = run_main("bench_images", "--shape", "small", "--rounds", "2")
     assert set(found["gaps"]) == {"alone", "beside images"}
     for size in found["sizes"].values():
         assert 0 < size["again ms"] < size["encode ms"]
@@ -92,9 +109,9 @@ def test_the_cost_of_a_request_is_a_curve(monkeypatch):
 
 
 @pytest.mark.soak
-def test_steps_are_timed_by_canvases_and_context():
+def test_steps_are_timed_by_canvases_and_context(run_main):
     sizes = ["--canvases", "1", "2", "4", "--contexts", "64", "128", "--most-tokens", "256", "--steps", "4"]
-    curves = last_line("benchmarks/bench_curve.py", "--shape", "small", *sizes)["curves"]
+    curves = run_main("bench_curve", "--shape", "small", *sizes)["curves"]
     assert [(curve["context"], list(curve["step_ms"])) for curve in curves] == [(64, ["1", "2", "4"]), (128, ["1", "2"])]
     assert all(step_ms > 0 for curve in curves for step_ms in curve["step_ms"].values())
 
@@ -118,10 +135,10 @@ def test_an_adversary_stalls_nobody(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_limit_on_memory_changes_no_token():
+def test_a_limit_on_memory_changes_no_token(run_main):
     """On a CPU nothing is limited, but experts are offloaded as planned."""
     options = {"shape": "tiny", "context": 96, "prompt": 20, "new": 16, "steps": 2}
-    found = last_line("benchmarks/bench_home.py", *(f"--{name}={value}" for name, value in options.items()))["limited"]
+    found = run_main("bench_home", *(f"--{name}={value}" for name, value in options.items()))["limited"]
     assert [run["equal"] for run in found] == [True] * 3
     assert [run["offloaded"] for run in found] == [0, 3, 5]
     assert [run["step_bytes"] > 0 for run in found] == [False, True, True]
