@@ -31,7 +31,6 @@ def test_a_row_draws_the_same_alone_and_in_a_batch(seeds, block, step):
         assert torch.equal(together.noise(step, 16, 100)[row], draws([seed], block).noise(step, 16, 100)[0])
 
 
-@pytest.mark.soak
 def test_every_coordinate_matters():
     cases = [(s, b, t) for s in range(12) for b in range(12) for t in range(12)]
     numbers = torch.stack([draws([s], b).uniform(t, 8)[0] for s, b, t in cases])

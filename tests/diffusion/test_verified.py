@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from redraft.config import SamplerConfig
+from redraft.config import FULL, SLIDING, SamplerConfig
 from redraft.constraints.constraints import Constraints
 from redraft.constraints.next_token import NextToken
 from redraft.constraints.token_automaton import AutomatonCompiler
@@ -26,7 +26,7 @@ from redraft.diffusion.verified import (
 )
 from redraft.model import masks
 
-CONFIG = replace(tiny.CONFIGS["short window"], draft_head_size=24)
+CONFIG = replace(tiny.CONFIGS["short window"], draft_head_size=24, layer_types=(SLIDING, FULL))
 MODEL = tiny.decided(CONFIG, 4)
 FLAT = tiny.build(CONFIG, 4)  # its probabilities are nearly even, so shared Gumbel numbers decide, and drafts are accepted
 FLAT.embed_tokens.weight.data *= 0.05
@@ -140,7 +140,8 @@ def test_exact_mode_equals_autoregressive_sampling():
 
 @pytest.mark.soak
 def test_exact_mode_equals_autoregressive_sampling_in_a_thousand_cases():
-    assert sum(check_exact(number) for number in range(1000)) > 200
+    """With those above."""
+    assert sum(check_exact(number) for number in range(24, 1000)) > 200
 
 
 def test_drafts_are_accepted_and_save_forwards():

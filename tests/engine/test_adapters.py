@@ -88,7 +88,6 @@ def test_checked_and_unchecked_requests_may_commit_in_the_same_step():
     assert run_together(engine, requests) == expected
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("order", [("all", "none"), ("none", "all"), ("all", "attention")])
 def test_the_prefix_cache_never_hands_a_context_to_another_adapter(order):
     engine = Engine(MODEL)
@@ -126,7 +125,6 @@ def test_eviction_spares_the_entry_of_the_same_adapter():
         assert cache.take([*PROMPT, 70], 50, adapter) is None
 
 
-@pytest.mark.soak
 def test_an_engine_without_memory_for_both_evicts_the_other_adapters_context():
     cfg = tiny.sampler(max_new_tokens=20)
     probe = Engine(MODEL)
@@ -208,7 +206,7 @@ def merged_model():
     return model
 
 
-LONG_TASKS = ("several", "checked", "left to right", "best of", "edit", "streamer", "checked streamer")
+LONG_TASKS = ("checked", "checked streamer")
 
 
 @pytest.mark.parametrize("task", [pytest.param(t, marks=[pytest.mark.soak] if t in LONG_TASKS else []) for t in TASKS])

@@ -71,7 +71,7 @@ def dequantize_some(model):
         setattr(parent, name, linear)
 
 
-@pytest.mark.parametrize("quant", ["", *(pytest.param(quant, marks=pytest.mark.soak) for quant in ("fp8", "mixed"))])
+@pytest.mark.parametrize("quant", ["", "fp8", "mixed"])
 def test_fused_layers_equal_the_models_layers(quant, monkeypatch):
     """Two prompts encoded and two canvases denoised: the same keys, values and logits. Weights are shared, not copied."""
     config = (
@@ -197,7 +197,7 @@ def test_a_committed_canvas_is_encoded_with_the_first_step_of_the_next(engine, m
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param({}, marks=pytest.mark.soak), {"quota": True, "accept_at_end": True, "spread": 2, "stops_last": True}],
+    [{}, {"quota": True, "accept_at_end": True, "spread": 2, "stops_last": True}],
 )
 def test_watched_requests_and_those_of_small_models_are_sampled_in_the_graph(engine, model, settings):
     """The probabilities of every draft are the reference's, beside a request that does not ask for them."""
@@ -222,7 +222,6 @@ def test_watched_requests_and_those_of_small_models_are_sampled_in_the_graph(eng
     assert found[-1][1].ids_BT.tolist() == expected_plain.ids_BT.tolist()
 
 
-@pytest.mark.soak
 def test_a_step_launched_ahead_is_dropped_when_requests_come_or_leave(engine, model):
     cfg = replace(CFG, max_new_tokens=4, confidence_threshold=1e-9)
     first = engine.add([2, 3, 4], cfg, seed=5)
@@ -305,7 +304,6 @@ def test_the_cache_of_temperatures_is_bounded():
     assert temperatures.cache_info().currsize == temperatures.cache_info().maxsize < 100
 
 
-@pytest.mark.soak
 def test_a_checkpoint_with_neighbours_in_different_formats_generates(tmp_path, monkeypatch):
     """From the folder to the text: q and gate in fp8, k, v and up in bf16."""
     rules = {r".*\.self_attn\.q_proj": compress_fp8, r".*\.mlp\.gate_proj": compress_fp8}

@@ -86,9 +86,10 @@ def test_every_mix_of_requests_gives_the_tokens_of_generate(data):
 
 
 @pytest.mark.soak
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=375, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_four_hundred_mixes_of_requests_give_the_tokens_of_generate(data):
+    """With those above."""
     check_mix(data)
 
 

@@ -164,7 +164,6 @@ def test_attention_over_an_fp8_cache(causal, new, length, window, splits, has_ty
     assert torch.allclose(found, attend(q, *both, mask), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.soak
 def test_fused_layers_equal_the_models_layers():
     """The bytes that the kernels write are those of the reference, but where a rounding error decides a tie."""
     model, other = (fp8_model(SMALL) for _ in range(2))

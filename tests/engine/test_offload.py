@@ -142,7 +142,6 @@ def test_layers_of_different_formats_share_the_slots():
     assert torch.equal(other.encode(ids, other.new_cache(1, 40)), model.encode(ids, model.new_cache(1, 40)))
 
 
-@pytest.mark.soak
 def test_captured_layers_stream_experts():
     """A replay begins and ends with filled slots, also after a forward that failed."""
     config = replace(

@@ -40,18 +40,6 @@ def engine(model, monkeypatch):
 
 
 @pytest.mark.soak
-def test_a_batch_of_exact_rounds_equals_the_story(engine, model):
-    """With drafts that are accepted and drafts that are not; `make soak` mixes all modes."""
-    asked = [([2, 3, 4], EXACT, 1), ([9, 10], replace(EXACT, draft_token=0, temperature=0.5, max_new_tokens=3), 2)]
-    requests = [engine.add(prompt, cfg, seed=seed) for prompt, cfg, seed in asked]
-    found = engine.run(requests)
-    for request, (prompt, cfg, seed) in zip(requests, asked, strict=True):
-        *_, expected = generate_verified(model, prompt, cfg, seed=seed)
-        assert torch.equal(found[request].ids_BT, expected.ids_BT)
-        assert found[request].stats[0].rounds == expected.stats[0].rounds
-
-
-@pytest.mark.soak
 def test_rounds_equal_those_of_the_story(engine, model):
     """Exact, checked and autoregressive requests, with blanks and with noise; the last two need the reference's picks."""
     asked = [

@@ -100,7 +100,6 @@ def test_top_probabilities_are_those_of_the_causal_half():
     assert not any(isinstance(event, Draft) for event in events)
 
 
-@pytest.mark.soak
 def test_best_of_returns_the_answer_that_the_causal_half_finds_likeliest():
     writer = tiny.writer()
     for check in ("off", "exact"):

@@ -1,13 +1,11 @@
 """Thread counts follow the load of the cores; the user's own choice is respected."""
 
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 
+from redraft.cli import options
 from redraft.kernels import threads
 from redraft.kernels.threads import ThreadGovernor, free_cores
 
@@ -135,11 +133,8 @@ def test_the_load_of_this_machine_can_be_read():
     assert after[2] > before[2]
 
 
-@pytest.mark.soak
-def test_the_command_line_fixes_the_count():
-    code = (
-        "import torch; from redraft.cli import options; from redraft.kernels.threads import GOVERNOR;"
-        "options._fix_threads(1); print(torch.get_num_threads(), GOVERNOR.is_fixed)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
-    assert run.stdout.split() == ["1", "True"]
+def test_the_command_line_fixes_the_count(load, monkeypatch):
+    governor = threads.ThreadGovernor()
+    monkeypatch.setattr(threads, "GOVERNOR", governor)
+    options._fix_threads(1)
+    assert (torch.get_num_threads(), governor.is_fixed) == (1, True)

@@ -171,7 +171,7 @@ def cached(lengths, groups: int, size: int, window: int | None, counts=(99, 99))
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(
     ("new", "lengths", "size", "splits"),
-    [(5, (9, 0), 16, 1), pytest.param(33, (3, 40), 24, 4, marks=pytest.mark.soak), (1, (70, 2), 16, 2)],
+    [(5, (9, 0), 16, 1), (33, (3, 40), 24, 4), (1, (70, 2), 16, 2)],
 )
 def test_attention_over_caches_in_place(causal, window, new, lengths, size, splits):
     groups = 2
@@ -197,8 +197,8 @@ SMALL_WIDE = attention_wide.WideTiles(rows=16, keys=32, inner=16, columns=32, st
     [
         (5, (9, 0), 2**20),
         (21, (3, 70), 2**20),
-        pytest.param(9, (3, 70), 1024, marks=pytest.mark.soak),
-        pytest.param(1, (70, 2), 128, marks=pytest.mark.soak),
+        (9, (3, 70), 1024),
+        (1, (70, 2), 128),
     ],
 )
 def test_attention_of_wide_heads_equals_the_reference(causal, new, lengths, max_weights, monkeypatch):
@@ -238,7 +238,7 @@ def test_new_keys_and_values_are_written_to_their_slots(counts):
             assert torch.equal(mine.nan_to_num(77.0), theirs.nan_to_num(77.0))
 
 
-@pytest.mark.parametrize("vocab", [112, *(pytest.param(vocab, marks=pytest.mark.soak) for vocab in (300, 9000))])
+@pytest.mark.parametrize("vocab", [112, 300, 9000])
 def test_vocabulary_kernels_equal_the_reference(vocab):
     raw, embedding = randn(12, vocab) * 20, randn(vocab, 16, seed=1)
     generator = torch.Generator().manual_seed(2)
