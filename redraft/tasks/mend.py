@@ -133,12 +133,14 @@ def propose_repairs(
     """Repairs of one unlikely word, or of the one before it. Of a kept word, only those of its neighbours."""
     start, end = words[number]
     word = text[start:end]
-    for at in (number - 1, number):
+    has_neighbour = number > 0 and start - words[number - 1][1] <= NEAR  # else what stands between them is scored too
+    near = (number - 1, number) if has_neighbour else (number,)
+    for at in near:
         if at > 0 and text[words[at - 1][1] : words[at][0]] == " ":
             is_doubled = text[slice(*words[at])].lower() == text[slice(*words[at - 1])].lower()
             yield Repair(words[at - 1][1], words[at][1], "", "doubled" if is_doubled else "delete")
-    for left in (number - 1, number):
-        if left >= 0 and left + 1 < len(words) and text[words[left][1] : words[left + 1][0]] == " ":
+    for left in near:
+        if left + 1 < len(words) and text[words[left][1] : words[left + 1][0]] == " ":
             first, second = text[slice(*words[left])], text[slice(*words[left + 1])]
             if first != second:
                 yield Repair(words[left][0], words[left + 1][1], f"{second} {first}", "exchange")

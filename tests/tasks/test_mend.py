@@ -112,6 +112,16 @@ def test_a_long_run_of_letters_is_no_word(spelled):
     assert spelled == ["z" * 24]
 
 
+@pytest.mark.parametrize("between", ["z" * 200, "-" * 200])
+def test_scores_see_no_long_text_between_two_words(monkeypatch, between):
+    scored = []
+    score = mend.score_texts
+    monkeypatch.setattr(mend, "score_texts", lambda engine, ids, *rest: scored.extend(ids) or score(engine, ids, *rest))
+    WRITER.suggest(f"too mnay {between} hree")
+    assert scored
+    assert max(map(len, scored)) < 150
+
+
 def test_no_word_is_spelled_once_the_client_has_left(spelled, monkeypatch):
     stop = threading.Event()
     propose = mend.propose_repairs
