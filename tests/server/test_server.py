@@ -342,6 +342,17 @@ def test_continue_and_minuet(http):
     assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["small"]
 
 
+def test_an_infill_echoes_its_prefix_once_in_each_choice_and_no_long_one(http):
+    body = {"prompt": "a = ", "suffix": "\nc = 3", "max_tokens": 4, "n": 2, "echo": True}
+    for choice in http.post("/v1/completions", json=body).json()["choices"]:
+        assert choice["text"] == "a = " + choice["delta"]["content"]
+        assert choice["message"]["content"] == choice["delta"]["content"]
+    refused = http.post("/v1/completions", json={**body, "prompt": "a" * 200_000, "n": 6})
+    assert refused.status_code == 400
+    message = "echo would repeat 1,200,000 characters, at most 1,048,576 are: leave it out, or ask for fewer choices"
+    assert refused.json()["error"]["message"] == message
+
+
 def test_an_edit_of_a_long_file_keeps_the_text_nearest_to_the_region(http):
     far, region = "# far\n" * 400, "a = 1\nb = 2"
     file = f"current_file_path: a.py\n{far}near()\n<|code_to_edit|>\n{region}\n<|/code_to_edit|>\nbelow()\n{far}"

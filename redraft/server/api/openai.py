@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from redraft.diffusion.generate import Stats
 from redraft.server.api.openai_requests import (
     chat_params,
+    check_echo,
     check_infill_options,
     count_candidates,
     find_gaps,
@@ -280,6 +281,7 @@ class OpenAIRoutes(Handlers):
         self, request: Request, body: CompletionRequest, gaps: Sequence[Gap], builder: ResponseBuilder, *, paragraph: bool
     ) -> Response:
         check_infill_options(body)
+        check_echo(gaps, body.n or 1, is_echoed=body.echo)
         choices: list[dict[str, Any]] = []
         stats_by_prompt = []
         for gap in gaps:
@@ -295,8 +297,9 @@ class OpenAIRoutes(Handlers):
             )
             stats_by_prompt.append([infill.stats for infill in infills])
             for infill in infills:
-                text = (gap.prefix if body.echo else "") + infill.text
-                shapes = {"text": text, "delta": {"content": text}, "message": {"role": "assistant", "content": text}}
+                text = infill.text
+                echoed = gap.prefix + text if body.echo else text
+                shapes = {"text": echoed, "delta": {"content": text}, "message": {"role": "assistant", "content": text}}
                 choices.append({"index": len(choices), **shapes, "logprobs": None, "finish_reason": "stop"})
         warnings = warnings_of(body, "off")
         if (body.max_tokens or 0) > MAX_GAP_TOKENS:

@@ -23,6 +23,7 @@ from redraft.server.schema import ChatRequest, CompletionRequest, SamplingOption
 UNSUPPORTED = "guided_grammar stop_token_ids functions function_call audio modalities structured_outputs".split()
 FORBIDDING_BIAS = -100.0
 TOKEN_ID = re.compile("[0-9]{1,9}")
+MAX_ECHO = 1 << 20  # characters of prompts in all choices of an infill: a prefix may be longer than what the model reads
 RESPONSE_FORMATS = "text, json_object, json_schema, regex or choice"
 # Fields of CompletionParams that infill does not support, and the client's name for each.
 NOT_FOR_INFILL = {
@@ -178,3 +179,11 @@ def check_infill_options(body: CompletionRequest) -> None:
         value = params.get(name)
         if value is not None if name == "logprobs" else value:
             raise BadRequestError(f"infill does not support {client_name}: leave that out", client_name)
+
+
+def check_echo(gaps: Sequence[Gap], count: int, *, is_echoed: bool) -> None:
+    """Refuses to repeat long prefixes in `count` choices of each gap."""
+    size = count * sum(len(gap.prefix) for gap in gaps)
+    if is_echoed and size > MAX_ECHO:
+        message = f"echo would repeat {size:,} characters, at most {MAX_ECHO:,} are: leave it out, or ask for fewer choices"
+        raise BadRequestError(message, "echo")
