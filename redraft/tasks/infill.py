@@ -16,6 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ def parse_template(text: str) -> Template:
     texts: list[str] = []
     lengths: list[int | None] = []
     position = 0
-    for match in [*GAP.finditer(text), None]:
+    for match in chain(GAP.finditer(text), [None]):
         part = text[position : match.start() if match else len(text)]
         if stray := re.search(r"\[\[|\]\]", part):
             line = text.count("\n", 0, position + stray.start()) + 1
@@ -78,6 +79,8 @@ def parse_template(text: str) -> Template:
                 "give a text with such brackets of its own as prefix and suffix"
             )
         texts.append(part)
+        if len(texts) > MAX_GAPS and match:
+            raise RequestError(f"the text has more than {MAX_GAPS} gaps, the most that are filled at once: fill it in parts")
         if match:
             lengths.append(int(match[1][:MAX_DIGITS]) if match[1] else None)
             position = match.end()
@@ -276,8 +279,6 @@ class Infiller:
         """Refuses gaps that do not fit the context, before any list of that length is built."""
         self.engine.model.require_denoiser("infill")
         limit = self.engine.model.config.max_position_embeddings
-        if len(template.lengths) > MAX_GAPS:
-            raise RequestError(f"the text has {len(template.lengths):,} gaps, at most {MAX_GAPS} are filled at once")
         lengths = [length or 0 for length in template.lengths]
         if sum(lengths) >= limit:
             raise RequestError(

@@ -106,6 +106,24 @@ def test_several_infills_differ_and_the_most_likely_is_first():
     assert len({one.text for one in many}) == len(many)
 
 
+def test_a_text_of_gaps_is_refused_at_the_first_one_too_many(monkeypatch):
+    parsed = []
+
+    class CountedGap:
+        @staticmethod
+        def finditer(text):
+            for match in gap.finditer(text):
+                parsed.append(match)
+                yield match
+
+    gap = infill.GAP
+    monkeypatch.setattr(infill, "GAP", CountedGap)
+    with pytest.raises(ValueError, match=r"more than 256 gaps.*fill it in parts"):
+        infill.parse_template("[[]]" * 100_000)
+    assert len(parsed) == 257
+    assert len(infill.parse_template("a[[]]" * 256).lengths) == 256
+
+
 def test_between_a_prefix_and_a_suffix():
     found = WRITER.fill(prefix="x = ", suffix="\nprint(x)", seed=2, longest=4)
     assert found.text == f"x = {found.gaps[0]}\nprint(x)"
