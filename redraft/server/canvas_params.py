@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from redraft.constraints.errors import shorten
 from redraft.server.errors import BadRequestError
 from redraft.server.schema import CanvasFields, CanvasOptions
 from redraft.server.service import bad_request_from
@@ -15,7 +16,7 @@ def canvas_params(body: CanvasFields) -> dict[str, Any]:
     in_body = body.model_dump(include=names, exclude_unset=True)
     in_xargs = body.vllm_xargs or {}
     if unknown := sorted(set(in_xargs) - names):
-        raise BadRequestError(f"vllm_xargs has {unknown[0]!r}, which is not supported", "vllm_xargs")
+        raise BadRequestError(f"vllm_xargs has {shorten(unknown[0])}, which is not supported", "vllm_xargs")
     try:
         options = CanvasOptions.model_validate({**in_body, **in_xargs})
     except ValidationError as error:

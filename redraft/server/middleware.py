@@ -183,7 +183,7 @@ class AccessMiddleware:
         with suppress(UnicodeEncodeError):
             expected.append(key.encode("latin-1"))
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
-        given = (credentials.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        given = (credentials.strip(" \t") if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
         return any(compare_digest(each.encode("latin-1"), right) for each in given for right in expected)
 
 

@@ -119,8 +119,8 @@ class SamplingOptions(CanvasFields, CausalOptions):
 
     temperature: Temperature | None = None
     repeat_penalty: Penalty | None = None  # llama.cpp's name of the repetition penalty
-    frequency_penalty: Annotated[float, NOT_BOOLEAN] | None = None
-    presence_penalty: Annotated[float, NOT_BOOLEAN] | None = None
+    frequency_penalty: Annotated[float, Field(allow_inf_nan=False), NOT_BOOLEAN] | None = None
+    presence_penalty: Annotated[float, Field(allow_inf_nan=False), NOT_BOOLEAN] | None = None
     seed: Seed | None = None
     stop: Stop = None
     n: Annotated[int, Field(ge=1, le=16), NOT_BOOLEAN] | None = None

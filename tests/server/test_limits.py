@@ -275,6 +275,9 @@ def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(strict, monk
         b'"logit_bias": {"' + b"9" * 5000 + b'": -100}',
         b'"logit_bias": {"1": "x"}',
         b'"logit_bias": {"1": true}',
+        b'"frequency_penalty": NaN',
+        b'"presence_penalty": 1e999',
+        b'"vllm_xargs": {"' + b"x" * 5000 + b'": 1}',
         b'"guided_json": {"type": "integer", "minimum": ' + b"9" * 5000 + b"}",
     ],
 )
@@ -411,7 +414,7 @@ def test_pins_and_gaps_are_bounded():
         assert "pins have more than 4,096 tokens" in canvas_error(url, pins=pins)
         interventions = [{"block": 0, "step": 0, "bans": pins}]
         assert "bans have more than 4,096 tokens" in canvas_error(url, interventions=interventions)
-        assert "300 gaps, at most 256" in canvas_error(url, prompt=None, max_tokens=None, text="a [[ ]] " * 300)
+        assert "more than 256 gaps" in canvas_error(url, prompt=None, max_tokens=None, text="a [[ ]] " * 300)
         assert "does not fit" in canvas_error(url, prompt=None, max_tokens=None, text=f"a [[ {'9' * 5000} ]]")
 
 
