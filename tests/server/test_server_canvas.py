@@ -253,6 +253,14 @@ def test_a_decision_equals_the_writers_and_is_ranked(url):
     assert "exactly one of" in refusal(url, "/decide", choices=["a", "b"])
 
 
+def test_the_prompt_of_a_decision_is_tokenized_once(url, monkeypatch):
+    prompts = []
+    encode = WRITER.tokenizer.encode_prompt
+    monkeypatch.setattr(WRITER.tokenizer, "encode_prompt", lambda text, *rest: prompts.append(text) or encode(text, *rest))
+    events(url, "/decide", prompt="x", choices=["a", "b"])
+    assert prompts == ["x"]
+
+
 def test_the_end_event_has_the_memory_in_use(url):
     memory = events(url, prompt="a", seed=1)[-1]["memory"]
     assert 2**26 < memory["process"] < 2**40

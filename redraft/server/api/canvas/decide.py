@@ -17,15 +17,15 @@ def stream_decision(writer: Writer, body: DecideRequest, stop: threading.Event) 
     seed = body.seed or 0
     with checking_request():
         prompt = prompt_of(writer, body)
-        prompt_tokens = len(writer.encode_prompt(prompt, stop=stop))
+        ids = writer.encode_prompt(prompt, stop=stop)
     with checking_request():  # `decide` checks its prompt and makes its one forward in the same call
-        probabilities = writer.decide(prompt, body.choices, seed=seed, stop=stop)
+        probabilities = writer.decide(ids, body.choices, seed=seed, stop=stop)
     yield begin_event(writer, seed, prompt if isinstance(prompt, str) else "")
     ranked = sorted(probabilities.items(), key=lambda pair: -pair[1])
     choices = [{"text": text, "probability": probability} for text, probability in ranked]
     stats = Stats(
         seed=seed,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=len(ids),
         new_tokens=0,
         canvases=1,
         settled=1,
