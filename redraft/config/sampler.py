@@ -1,5 +1,6 @@
 """SamplerConfig: how tokens are generated."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -34,9 +35,9 @@ def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         raise ConfigError(message) from None
     if not is_whole or any(token < 0 or not -100 <= number <= 100 for token, number in bias):
         raise ConfigError(message)
-    tokens = [token for token, _ in bias]
-    if twice := [token for token in tokens if tokens.count(token) > 1]:
-        raise ConfigError(f"{message}: give one number for token {twice[0]}")
+    for token, count in Counter(token for token, _ in bias).most_common(1):
+        if count > 1:
+            raise ConfigError(f"{message}: give one number for token {token}")
     return bias
 
 

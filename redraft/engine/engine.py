@@ -153,7 +153,7 @@ class Engine(WorkBeside):
         )
         request.nbytes = self._cache_bytes(request)
         self.scheduler.add(request)  # without the lock: the caller does not wait for the end of a step
-        self.notify()
+        self.wake()
         return request
 
     def cancel(self, request: Request) -> None:
@@ -173,9 +173,9 @@ class Engine(WorkBeside):
     def notify(self) -> None:
         """Says that something has changed: work has arrived or left, memory was freed, a stop event was set."""
         self.scheduler.changes += 1
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Wakes the engine's thread, and the threads that wait for a turn or for memory."""
         with self._changed:
             self._changed.notify_all()
@@ -198,17 +198,18 @@ class Engine(WorkBeside):
         """
         if self.has_thread:
             raise RuntimeError("the engine runs in a thread already: leave the first run_in_background() block before")
+        thread = threading.Thread(target=self._work, name="redraft-engine", daemon=True)
         self.has_thread = True
         self.max_unread = max_unread
-        thread = threading.Thread(target=self._work, name="redraft-engine", daemon=True)
-        thread.start()
         try:
+            thread.start()
             yield
         finally:
             self.has_thread = False
             self.max_unread = None
             self.notify()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 self.cancel(request)
             self.notify()
@@ -217,13 +218,14 @@ class Engine(WorkBeside):
         """The background thread."""
         while self.has_thread:
             try:
-                seconds = POLL_SECONDS if self.scheduler.waiting else None  # deadlines wake nobody
                 with self._changed:
-                    has_work = self._changed.wait_for(lambda: not self.has_thread or self._has_work(), seconds)
+                    has_work = self._has_work()
+                    if self.has_thread and not has_work:  # deadlines and stop events wake nobody
+                        self._changed.wait(None if self.is_idle else POLL_SECONDS)
                 if self.has_thread and has_work:
                     self._grant_turns()
                     self._step_for_streams()
-                    self._wake()
+                    self.wake()
             except BaseException as error:  # the thread must live: without it all streams would wait for ever
                 self._fail_all(error)
 
@@ -232,7 +234,7 @@ class Engine(WorkBeside):
         if self.is_idle and not self.scheduler.turns and not self.scheduler.reservations:
             return False
         running = list(self.scheduler.running)
-        if any(not request.has_unread(self.max_unread) for request in running) or self.scheduler.can_admit:
+        if any(not request.is_paused(self.max_unread) for request in running) or self.scheduler.can_admit:
             return True
         if self.scheduler.waiting_turns:
             return True
@@ -346,9 +348,7 @@ class Engine(WorkBeside):
         """Gives admitted requests a KV cache: one from the prefix cache, or an empty one."""
         for request in self.scheduler.admit():
             with contain_failure(request):
-                # The first round of a verified request encodes the last prompt token itself.
-                prompt = request.prefix_key if request.verification is None else request.prefix_key[:-1]
-                cached = self.scheduler.prefix_cache.take(prompt, request.capacity, request.adapter)
+                cached = self.scheduler.prefix_cache.take(request.wanted_prefix, request.capacity, request.adapter)
                 if cached is None:
                     request.start(self.model.new_cache(1, request.capacity, self.config.rewind, request.adapter), [])
                 else:
@@ -397,12 +397,16 @@ class Engine(WorkBeside):
         request.end(RequestStatus.FINISHED)  # last: the stream ends when it sees this
 
     def _release_failed(self) -> str:
-        """Releases the requests that failed in this step. Returns the last of the engine's own faults as text, or ""."""
+        """Releases the requests that failed in this step. Returns the last of the engine's own faults as text, or "".
+
+        A lack of memory is none: smaller requests go on.
+        """
         fault = ""
         for request in [*self.scheduler.running]:
             if request.failure is not None:
                 self._release(request, keep_context=False)
-                fault = request.failure.message if request.failure.is_engine_fault else fault
+                if request.failure.is_engine_fault and not request.failure.is_out_of_memory:
+                    fault = request.failure.message
         return fault
 
     def _release(self, request: Request, *, keep_context: bool = True) -> None:
@@ -412,11 +416,11 @@ class Engine(WorkBeside):
             self.scheduler.prefix_cache.put(request.context, request.cache)
         request.release()
 
-    def wait_for_event(self, request: Request) -> None:
-        """Waits until the request has moved. Without a background thread, this thread makes a step."""
+    def wait_for_event(self, request: Request, seconds: float | None = None) -> None:
+        """Waits until the request has moved, or so long. Without a background thread, this thread makes a step."""
         if self.has_thread:
             with request.has_moved:
-                request.has_moved.wait_for(lambda: request.events or request.is_over)
+                request.has_moved.wait_for(lambda: request.events or request.is_over, seconds)
             return
         with self._lock:
             if not request.events and not request.is_over:
@@ -439,11 +443,21 @@ class Engine(WorkBeside):
         return {request: event for request, event in self.events(requests) if isinstance(event, Finished)}
 
     def events(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Event]]:
-        """All events of these requests: those of the first as they happen, then those of the others."""
-        streams = [self.stream(request) for request in requests]  # before the first step, so that no event is lost
-        for request, stream in zip(requests, streams, strict=True):
-            for event in stream:
-                yield request, event
+        """All events of these requests, those of the first as they happen.
+
+        No request pauses because an earlier one is still read: it would keep the memory that the earlier one waits for.
+        """
+        streams = {request: self.stream(request) for request in requests}  # before the first step: no event is lost
+        while streams:
+            for request, stream in list(streams.items()):
+                while request.events or request.is_over:
+                    event = next(stream, None)
+                    if event is None:
+                        del streams[request]
+                        break
+                    yield request, event
+            for request in list(streams)[:1]:
+                self.wait_for_event(request, POLL_SECONDS)
 
 
 def with_status(requests: Sequence[Request], status: RequestStatus) -> list[Request]:

@@ -169,6 +169,15 @@ class Request:
         """Whether its stream has left this many events unread. None means any number may be."""
         return count is not None and self.events is not None and len(self.events) >= count
 
+    def is_paused(self, max_unread: int | None) -> bool:
+        """Whether it waits for its reader. Its deadline ends that."""
+        return self.has_unread(max_unread) and not self.is_late
+
+    @property
+    def wanted_prefix(self) -> tuple[int, ...]:
+        """What it takes over from the prefix cache. The first round of a verified request encodes the last token itself."""
+        return self.prefix_key if self.verification is None else self.prefix_key[:-1]
+
     @property
     def has_intervention_now(self) -> bool:
         """Whether the constraints change after the step that was just made."""

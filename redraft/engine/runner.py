@@ -103,10 +103,13 @@ class Runner:
             if request.other_verifier is not None:
                 with contain_failure(request):
                     tokens[request] = request.run_other_round()
-        requests = [request for request in requests if request.other_verifier is None]
-        works = {request: verification_of(request).next_round() for request in requests}
+        works: dict[Request, Round] = {}
+        for request in requests:
+            if request.other_verifier is None:
+                with contain_failure(request):
+                    works[request] = verification_of(request).next_round()
         timed = []
-        for batch in group_by_length(requests, self.max_rows, lambda request: works[request].canvas_length):
+        for batch in group_by_length(list(works), self.max_rows, lambda request: works[request].canvas_length):
             began = perf_counter()
             with contain_failure(*batch):
                 tokens |= self._verify(batch)

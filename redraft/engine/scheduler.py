@@ -33,7 +33,7 @@ class Reservation:
     number: int  # order of arrival, counted together with requests
     nbytes: int
     client: str = ""
-    prefix_key: tuple[int, ...] = ()  # of the prompt whose entry in the prefix cache it takes over
+    wanted_prefix: tuple[int, ...] = ()  # what it takes over from the prefix cache, or the longest part that is there
     adapter: Adapter | None = None
     is_granted: bool = False
     is_released: bool = False
@@ -162,10 +162,10 @@ class Scheduler:
     def choose_for_step(self, max_unread: int | None, *, by_share: bool) -> list[Request]:
         """The running requests that the next step works on, at most `max_running`, oldest first.
 
-        A request with `max_unread` unread events waits for its reader. With `by_share`, clients that are ahead of others
-        wait too: on a CPU a step takes as long as all its rows together, so a row of one client delays all others.
+        A request with `max_unread` unread events waits for its reader until its deadline. With `by_share`, clients that are
+        ahead of others wait too: on a CPU a step takes as long as all its rows together, so a row of one client delays all.
         """
-        ready = [request for request in self.running if not request.is_over and not request.has_unread(max_unread)]
+        ready = [request for request in self.running if not request.is_over and not request.is_paused(max_unread)]
         clients = {request.client for request in ready}
         furthest_behind = self.fair_share.choose(clients | {turn.client for turn in self.waiting_turns})
         if by_share:
@@ -262,7 +262,7 @@ class Scheduler:
         nbytes = candidate.nbytes
         if not self._fits(nbytes):
             return False
-        spared = (candidate.prefix_key, candidate.adapter)
+        spared = (candidate.wanted_prefix, candidate.adapter)
         while not self._fits(nbytes + self.prefix_cache.nbytes) and self.prefix_cache.evict(*spared):
             pass
         return True

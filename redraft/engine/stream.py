@@ -15,8 +15,8 @@ class Source(Protocol):
     def wait_for_event(self, request: Request) -> None:
         """Waits until the request has moved."""
 
-    def notify(self) -> None:
-        """Wakes the threads that wait."""
+    def wake(self) -> None:
+        """Wakes the engine's thread."""
 
     def cancel(self, request: Request) -> None:
         """Ends a request."""
@@ -41,7 +41,7 @@ class Stream:
             event = events.popleft()
             max_unread = self.engine.max_unread
             if max_unread is not None and len(events) == max_unread - 1:
-                self.engine.notify()  # the request goes on
+                self.engine.wake()  # the request goes on
             return event
         if self.request.failure is not None:
             raise self.request.failure.to_exception(self.engine.memory_advice)

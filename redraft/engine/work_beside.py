@@ -46,7 +46,11 @@ class WorkBeside(ABC):
 
     @abstractmethod
     def notify(self) -> None:
-        """Wakes the threads that wait for an event, for work or for memory."""
+        """Says that something has changed which may admit a request or end one, and wakes the threads that wait."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Wakes the threads that wait for work, for a turn or for memory."""
 
     @abstractmethod
     def _step_for_memory(self, reservation: Reservation) -> bool:
@@ -68,7 +72,9 @@ class WorkBeside(ABC):
         nbytes = rows * KVCache.count_bytes(self.model.config, tokens, self.model.cache_dtype, rewind)
         self.scheduler.check(nbytes, rows * tokens, "this text")
         with self._hold(Reservation(self.scheduler.next_number(), nbytes, client_of(stop)), stop):
-            yield self.model.new_cache(rows, tokens, rewind, self.adapter)
+            with self._explain_fault():
+                cache = self.model.new_cache(rows, tokens, rewind, self.adapter)
+            yield cache
 
     @contextmanager
     def lend_prompt(self, prompt: Sequence[int], stop: threading.Event | None = None) -> Iterator[KVCache]:
@@ -81,10 +87,10 @@ class WorkBeside(ABC):
         nbytes = KVCache.count_bytes(self.model.config, len(key), self.model.cache_dtype, self.config.rewind)
         self.scheduler.check(nbytes, len(key), "this text")
         number = self.scheduler.next_number()
-        with self._hold(Reservation(number, nbytes, client_of(stop), prefix_key=key, adapter=self.adapter), stop):
-            with self._lock:
+        with self._hold(Reservation(number, nbytes, client_of(stop), wanted_prefix=key, adapter=self.adapter), stop):
+            with self._lock, self._explain_fault():
                 cached = self.scheduler.prefix_cache.take(key, len(key), self.adapter)
-            context, cache = cached or ([], self.model.new_cache(1, len(key), self.config.rewind, self.adapter))
+                context, cache = cached or ([], self.model.new_cache(1, len(key), self.config.rewind, self.adapter))
             self.prefill_beside(key[len(context) :], cache, stop)
             yield cache
             with self._lock:
@@ -144,6 +150,16 @@ class WorkBeside(ABC):
             self.notify()
 
     @contextmanager
+    def _explain_fault(self) -> Iterator[None]:
+        """A fault in the block becomes an EngineError, which says what to do about a lack of memory."""
+        try:
+            yield
+        except (Stopped, EngineError, *USER_ERRORS):
+            raise
+        except Exception as error:
+            raise Failure.from_exception(error).to_exception(self.memory_advice) from error
+
+    @contextmanager
     def take_turn(self, tokens: int, stop: threading.Event | None = None) -> Iterator[None]:
         """Inside the block no step runs: for a forward of work beside the engine.
 
@@ -157,7 +173,7 @@ class WorkBeside(ABC):
         turn = Turn(client_of(stop), tokens)
         self.scheduler.turns.append(turn)
         try:
-            self.notify()
+            self.wake()
             while self.has_thread and turn.is_waiting:
                 if stop is not None and stop.is_set():
                     raise Stopped
@@ -165,18 +181,14 @@ class WorkBeside(ABC):
                     self._changed.wait_for(lambda: not turn.is_waiting or not self.has_thread, timeout=POLL_SECONDS)
             if turn.failure is not None:
                 raise turn.failure.to_exception(self.memory_advice)
-            with self._lock if not turn.is_granted else nullcontext(), use_device(self.model.device):
+            with self._explain_fault(), self._lock if not turn.is_granted else nullcontext(), use_device(self.model.device):
                 if stop is not None and stop.is_set():
                     raise Stopped
                 yield
-        except (Stopped, EngineError, *USER_ERRORS):
-            raise
-        except Exception as error:
-            raise Failure.from_exception(error).to_exception(self.memory_advice) from error
         finally:
             turn.is_done = True
             self.scheduler.turns.remove(turn)
-            self.notify()
+            self.wake()
 
     @torch.inference_mode()
     def prefill_beside(

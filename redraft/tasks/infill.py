@@ -314,11 +314,13 @@ class Infiller:
     ) -> list[_Ranked]:
         """The infills that differ, the most likely first."""
         infills: dict[str, tuple[list[int], bool]] = {}
-        for length, end in zip(lengths, ends, strict=True):
+        pairs = list(zip(lengths, ends, strict=True))
+        tried = [pair for pair in pairs if pair[1].stats[0].canvases]  # a deadline ends those without that still wait
+        for length, end in tried or pairs:
             ids = _cut_at_stop(end.ids_BT[0, : length + context.healed_tokens].tolist(), cfg.eos_token_ids)
             gap_bytes = b"".join(self.tokenizer.token_bytes[token] or b"" for token in ids)[len(context.healed) :]
             gap = gap_bytes.decode("utf-8", "ignore")
-            settled = end.stats[0].settled == end.stats[0].canvases
+            settled = 0 < end.stats[0].canvases == end.stats[0].settled
             if template.is_fim and (cut := trim_gap(template, gap)) != gap:
                 gap = cut
                 ids = self.tokenizer.encode(context.healed.decode("utf-8", "ignore") + cut)

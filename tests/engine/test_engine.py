@@ -23,6 +23,7 @@ from redraft.tasks.text_events import EncodedPrompt
 
 CONFIG = replace(tiny.BASE, sliding_window=7, layer_types=(SLIDING, FULL))
 MODEL = tiny.decided(CONFIG, 4)
+PATIENCE = 120  # seconds after which a wait that should have ended fails the test
 BUDGET = 4 * KVCache.count_bytes(CONFIG, 200, torch.float32)
 
 
@@ -331,16 +332,53 @@ def test_a_deadline_ends_a_request_that_waits_or_is_prefilled(monkeypatch, check
 
 
 def test_a_deadline_passes_while_the_engines_thread_has_nothing_else_to_do(monkeypatch):
-    """The request waits for memory that work beside the engine holds."""
+    """The request waits for memory that work beside the engine holds. The thread sleeps when the deadline passes."""
     now = [100.0]
     subject = engine()
+    sleeps = threading.Event()
+    wait = subject._changed.wait
+    monkeypatch.setattr(subject._changed, "wait", lambda seconds=None: (sleeps.set(), wait(seconds))[1])
     with subject.run_in_background(), subject.reserve(1):
         subject.scheduler.budget = subject.scheduler.used
         monkeypatch.setattr(subject.scheduler, "check", lambda *_: None)
         monkeypatch.setattr("redraft.engine.engine.time.monotonic", lambda: now[0])
+        sleeps.wait()
         request = subject.add([2, 30], tiny.sampler(max_new_tokens=16), seed=1, seconds=5.0)
+        sleeps.clear()
+        assert sleeps.wait(PATIENCE)
         now[0] = 106.0
+        with request.has_moved:
+            assert request.has_moved.wait_for(lambda: request.is_over, PATIENCE)
         assert list(subject.stream(request))[-1].reasons == ("deadline",)
+
+
+def test_a_deadline_ends_a_request_whose_reader_does_not_read(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("redraft.engine.engine.time.monotonic", lambda: now[0])
+    subject = engine()
+    with subject.run_in_background(max_unread=2):
+        request = subject.add([2, 30], tiny.sampler(max_new_tokens=64, eos_token_ids=()), seed=1, seconds=5.0)
+        with request.has_moved:
+            assert request.has_moved.wait_for(lambda: request.has_unread(2), PATIENCE)
+        now[0] = 106.0
+        with request.has_moved:
+            assert request.has_moved.wait_for(lambda: request.is_over, PATIENCE)
+        assert list(subject.stream(request))[-1].reasons == ("deadline",)
+
+
+def test_streams_that_are_read_together_do_not_wait_for_each_other():
+    """One slot: the request that has it must not pause because the one that waits for it is read first."""
+    subject, cfg = engine(max_running=1), tiny.sampler(max_new_tokens=48, eos_token_ids=())
+    with subject.run_in_background(max_unread=2):
+        first, second = (subject.add([2, 30], cfg, seed=seed) for seed in (1, 2))
+        with first.has_moved:
+            assert first.has_moved.wait_for(lambda: first.has_unread(2), PATIENCE)
+        ends: dict = {}
+        reader = threading.Thread(target=lambda: ends.update(subject.run([second, first])), daemon=True)
+        reader.start()
+        reader.join(PATIENCE)
+    for request, seed in ((first, 1), (second, 2)):
+        same([ends[request]], alone([2, 30], cfg, seed, Constraints(), None)[-1:])
 
 
 def test_a_stream_closed_early_is_cancelled_and_others_continue():

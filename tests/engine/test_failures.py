@@ -159,7 +159,7 @@ PARTS = [
     (lambda engine: engine, "_step"),
     (lambda engine: engine, "step"),
     (lambda engine: engine, "_step_for_streams"),
-    (lambda engine: engine, "_wake"),
+    (lambda engine: engine, "wake"),
 ]
 ASKED_WHILE_PAUSED = ("_has_work", "can_admit")
 ASKED_AT_ADMISSION = ("take", "prefill")
@@ -283,3 +283,37 @@ def holds_tensor(value, depth: int = 0) -> bool:
     if isinstance(value, tuple | list | deque | frozenset | set):
         return any(holds_tensor(each, depth + 1) for each in value)
     return any(holds_tensor(each, depth + 1) for each in getattr(value, "__dict__", {}).values())
+
+
+def test_a_fault_while_a_round_is_chosen_ends_only_its_request(engine):
+    exact = tiny.sampler(max_new_tokens=16, check="exact", draft_length=2)
+    failing, checked, plain = (engine.add([2, 30], cfg, seed=seed) for seed, cfg in ((1, exact), (2, exact), (3, CFG)))
+    streams = [engine.stream(request) for request in (failing, checked, plain)]
+    failing.verification.next_round = Mock(side_effect=IndexError("an inner fault"))
+    with pytest.raises(EngineError, match="IndexError: an inner fault"):
+        list(streams[0])
+    assert [list(stream)[-1].reasons for stream in streams[1:]] == [("length",), ("length",)]
+
+
+@pytest.mark.parametrize("lend", [lambda engine: engine.reserve(8), lambda engine: engine.lend_prompt([2] * 20)])
+def test_a_lack_of_memory_for_work_beside_the_engine_says_what_to_do(engine, monkeypatch, lend):
+    monkeypatch.setattr(MODEL, "new_cache", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried")))
+    with pytest.raises(EngineError, match="out of GPU memory: try a smaller model"), lend(engine):
+        pass
+    assert engine.scheduler.used == 0
+
+
+def test_a_lack_of_memory_of_one_request_is_no_fault_of_the_engine(engine, monkeypatch):
+    request = engine.add([2, 30], CFG, seed=1)
+    monkeypatch.setattr(MODEL, "new_cache", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried")))
+    with pytest.raises(EngineError, match="out of GPU memory"):
+        list(engine.stream(request))
+    assert engine.fault == ""
+
+
+def test_an_engine_whose_thread_cannot_start_goes_on_without(engine, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError, match="can't start"), engine.run_in_background():
+            pass
+    assert_unharmed(engine, engine.add([2, 30], CFG, seed=1))

@@ -145,3 +145,18 @@ def test_side_work_stops_when_its_client_has_left():
     with pytest.raises(Stopped):
         edit.score_canvas(writer.engine, [2], [30, 31], stop)
     assert writer.engine.scheduler.used == 0
+
+
+def test_a_verified_request_evicts_the_entry_that_it_only_copies():
+    """It takes the prompt without its last token over: the entry of the whole prompt would stay beside the copy."""
+    engine = make_engine(2**26)
+    prompt = [2, *range(30, 90)]
+    with engine.lend_prompt(prompt):
+        pass
+    request = engine.add(prompt, tiny.sampler(max_new_tokens=16, check="exact", draft_length=2, eos_token_ids=()), seed=1)
+    engine.scheduler.budget = max(request.nbytes, engine.scheduler.prefix_cache.nbytes)  # for one of them
+    stream = engine.stream(request)
+    engine.step()
+    assert engine.scheduler.running == [request]
+    assert engine.scheduler.used + engine.scheduler.prefix_cache.nbytes <= engine.scheduler.budget
+    stream.close()

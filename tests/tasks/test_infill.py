@@ -13,8 +13,10 @@ from rich.console import Console
 
 from redraft.cli import terminal
 from redraft.cli.terminal import CanvasView
+from redraft.config import EngineConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import generate
+from redraft.engine.request import Request, RequestStatus
 from redraft.tasks import infill
 from redraft.writer import Writer
 
@@ -208,3 +210,20 @@ def test_a_stop_token_in_the_text_does_not_end_it():
 def test_mistakes_are_named(call, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         call()
+
+
+def test_tries_that_a_deadline_ends_before_they_run_are_no_infills(monkeypatch):
+    """One slot: the first length runs, and the deadline passes while the others wait."""
+    writer = Writer(WRITER.model, WRITER.tokenizer, WRITER.sampler, None, EngineConfig(max_running=1))
+    first = []
+
+    def is_late(request) -> bool:
+        first.append(request)
+        return request.status is RequestStatus.WAITING and request is not first[0]
+
+    monkeypatch.setattr(Request, "is_late", property(is_late))
+    found = writer.fill("one [[ ]] three", seed=1, longest=8, count=8)
+    assert len(found) == 1
+    monkeypatch.setattr(Request, "is_late", property(lambda request: request.status is RequestStatus.WAITING))
+    found = writer.fill("one [[ ]] three", seed=1, longest=8)
+    assert (found.gaps, found.settled) == (("",), False)
