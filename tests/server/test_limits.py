@@ -12,10 +12,11 @@ import pytest
 from adversary import head
 from serving import make, served, wait_until
 
+from redraft.server import fim
+from redraft.server.api import ollama, openai, openai_requests
 from redraft.server.bodies import BodyCounter, BodyLimits, check_json_size, count_json_values
 from redraft.server.connections import ConnectionLimits, name_client
 from redraft.server.errors import BadRequestError, ServerBusyError, TooManyBytesError
-from redraft.server.fim import find_region
 from redraft.server.middleware import Limits
 from redraft.server.worker import MAX_QUEUED, Slots, Worker
 
@@ -450,11 +451,38 @@ def test_a_region_that_almost_matches_takes_linear_time():
     file = "a\n" * 50_000
     region = "a\n" * 20_000 + "b"
     prompt = f"<|current_file_content|>{file}<|/current_file_content|><|code_to_edit|>{region}<|/code_to_edit|>"
-    found = find_region(prompt)
+    found = fim.find_region(prompt)
     assert (found.text, found.prefix, found.suffix) == (region, file, "")
     prompt = "<|current_file_content|>a\nbc\nb\nc<|/current_file_content|><|code_to_edit|>b<|/code_to_edit|>"
-    found = find_region(prompt)
+    found = fim.find_region(prompt)
     assert (found.prefix, found.suffix) == ("a\nbc\n", "\nc")
+
+
+def test_gaps_and_regions_are_searched_in_threads(monkeypatch):
+    """Sentinels are removed one by one, each in linear time, and never on the event loop."""
+
+    class CountedText(str):
+        def replace(self, old, new):
+            removed.append(old)
+            return CountedText(super().replace(old, new))
+
+    removed = []
+    assert fim._without_sentinels(CountedText("a<PRE>b[MIDDLE]c")) == "abc"
+    assert removed == [sentinel for family in fim.SENTINELS for sentinel in family]
+
+    threads = []
+    for module, name in ((openai_requests, "find_gap"), (openai, "find_gap"), (openai, "find_region"), (ollama, "find_gap")):
+        real = getattr(module, name)
+        note = lambda *args, real=real: threads.append(threading.current_thread().name) or real(*args)  # noqa: E731
+        monkeypatch.setattr(module, name, note)
+    gap = {"prompt": "<fim_prefix>a<fim_suffix>b<fim_middle>", "max_tokens": 1, "stream": False}
+    edit = {"messages": [{"role": "user", "content": "<|code_to_edit|>a<|/code_to_edit|>"}]}
+    bodies = {"/v1/completions": gap, "/v1/fim/completions": gap, "/api/generate": gap, "/v1/edit/completions": edit}
+    with served(make()) as url, httpx.Client(base_url=url, timeout=60) as client:
+        for path, body in bodies.items():
+            assert client.post(path, json=body).status_code == 200, path
+    assert len(threads) == 4
+    assert {name.rpartition("_")[0] for name in threads} <= {"asyncio", "uvloop"}  # their pools; the loop's is a Thread-N
 
 
 def test_a_prompt_of_seven_megabytes_is_refused_untouched_and_others_are_tokenized_in_threads():

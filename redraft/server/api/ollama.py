@@ -1,5 +1,6 @@
 """Ollama's wire format: generate and chat as JSON lines, and the model listing that clients read."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
@@ -130,7 +131,7 @@ class OllamaRoutes(Handlers):
 
     async def _generate(self, request: Request, body: GenerateRequest) -> Response:
         options = body.options or Options()
-        if gap := find_gap(body.prompt, body.suffix):
+        if gap := await asyncio.to_thread(find_gap, body.prompt, body.suffix):
             if body.images:
                 raise BadRequestError("infill takes no images: leave images or the suffix out", "images")
             require_unchecked(options.check, "a gap")

@@ -209,7 +209,7 @@ class OpenAIRoutes(Handlers):
         prompts = split_prompts(body.prompt)
         own = await self.of(request, body)
         builder = ResponseBuilder("text_completion", own.service)
-        gaps = find_gaps(body, prompts)
+        gaps = await asyncio.to_thread(find_gaps, body, prompts)
         if not gaps:
             return await own._complete(request, body, [text_params(body, prompt) for prompt in prompts], builder)
         if len(gaps) < len(prompts):
@@ -223,7 +223,8 @@ class OpenAIRoutes(Handlers):
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if len(texts) < len(prompts):
             raise BadRequestError("infill needs texts as prompts, got token ids", "prompt")
-        gaps = [find_gap(text, body.suffix) or Gap(text, "") for text in texts]
+        marked = [await asyncio.to_thread(find_gap, text, body.suffix) for text in texts]
+        gaps = [gap or Gap(text, "") for gap, text in zip(marked, texts, strict=True)]
         own = await self.of(request, body)
         builder = ResponseBuilder("text_completion", own.service)
         return await own._infill(request, body, gaps, builder, paragraph=True)
@@ -231,7 +232,8 @@ class OpenAIRoutes(Handlers):
     async def edit(self, request: Request) -> Response:
         """POST /v1/edit/completions: mends a region of a file, and returns it between fences."""
         body = await read_body(request, EditRequest)
-        region = find_region("\n".join(text_of_content(message.content or "", "messages") for message in body.messages))
+        prompt = "\n".join(text_of_content(message.content or "", "messages") for message in body.messages)
+        region = await asyncio.to_thread(find_region, prompt)
         if region is None:
             message = "there is nothing to edit: no <|code_to_edit|> ... <|/code_to_edit|> in the messages"
             raise BadRequestError(message, "messages")
