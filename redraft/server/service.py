@@ -104,7 +104,7 @@ class Service:
 
     def open(self) -> None:
         """Starts the engine's own thread."""
-        self._own_compiler = self.writer.pattern_compiler
+        self._own_compilers = {name: each.pattern_compiler for name, each in self.writers.items()}
         for each in self.writers.values():
             each.pattern_compiler = self.pool
         self.worker.start()
@@ -113,7 +113,8 @@ class Service:
         """Ends its threads and processes; running requests may take `drain_seconds` to finish."""
         await self.worker.close(drain_seconds)
         self.pool.close()
-        self.writer.pattern_compiler = self._own_compiler
+        for name, own_compiler in self._own_compilers.items():
+            self.writers[name].pattern_compiler = own_compiler
 
     def select(self, name: str) -> "Service":
         """This service for its model or one of its adapters."""

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from redraft.tokenizer.helper_process import HelperStoppedError
@@ -25,6 +26,13 @@ class Closable(Protocol):
 Process = TypeVar("Process", bound=Closable)
 
 
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One caller that waits for a process."""
+
+    client: str
+
+
 class HelperPool(Generic[Process]):
     """At most `size` processes. `make_process` is called when one is first needed."""
 
@@ -34,7 +42,7 @@ class HelperPool(Generic[Process]):
         self._make_process = make_process
         self._processes: list[Process] = []
         self._free: list[Process] = []
-        self._waiting: list[str] = []  # clients, in order
+        self._waiting: list[Place] = []  # in order
         self._busy: Counter[str] = Counter()  # processes of each client
         self._is_closed = False
         self._changed = threading.Condition()
@@ -63,15 +71,16 @@ class HelperPool(Generic[Process]):
 
     def _acquire(self, client: str, stop: threading.Event | None) -> Process:
         with self._changed:
-            self._waiting.append(client)
+            place = Place(client)
+            self._waiting.append(place)
             try:
-                while not self._is_next(client):
+                while not self._is_next(place):
                     if self._is_closed or (stop is not None and stop.is_set()):
                         raise HelperStoppedError("the caller has stopped waiting")
                     self._changed.wait(timeout=POLL_SECONDS)
                 self._busy[client] += 1
             finally:
-                self._waiting.remove(client)
+                self._waiting.remove(place)
             if self._free:
                 return self._free.pop()
             try:
@@ -87,10 +96,13 @@ class HelperPool(Generic[Process]):
             self._free += [process] if process is not None else []
             self._busy -= Counter([client])  # drops clients that have none
             self._changed.notify_all()
+            is_late = self._is_closed
+        if is_late and process is not None:
+            process.close()  # its caller may have started it after `close`
 
-    def _is_next(self, client: str) -> bool:
-        """Whether a process is free, and it is the turn of this client."""
+    def _is_next(self, place: Place) -> bool:
+        """Whether a process is free, and it is the turn of this place."""
         if self._is_closed or (not self._free and len(self._processes) >= self.size):
             return False
-        allowed = [other for other in self._waiting if self._busy[other] < self.per_client]
-        return client == min(allowed, key=lambda other: self._busy[other], default=None)
+        allowed = [other for other in self._waiting if self._busy[other.client] < self.per_client]
+        return place is min(allowed, key=lambda other: self._busy[other.client], default=None)

@@ -70,6 +70,7 @@ class HelperProcess:
         self.starts = 0  # how many processes were started
         self._process: subprocess.Popen[bytes] | None = None
         self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._reader: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def call(self, message: bytes, stop: threading.Event | None = None) -> bytes:
@@ -89,10 +90,14 @@ class HelperProcess:
             self._lock.release()
 
     def close(self) -> None:
-        """Ends the process. A call in another thread raises HelperError."""
-        process = self._process
-        if process is not None:
-            process.kill()
+        """Ends the process and closes its pipes. A call in another thread raises HelperError."""
+        while not self._lock.acquire(timeout=POLL_SECONDS):
+            if process := self._process:
+                process.kill()  # its caller closes the pipes
+        try:
+            self._kill()
+        finally:
+            self._lock.release()
 
     def _running_process(self, stop: threading.Event | None) -> "subprocess.Popen[bytes]":
         if self._process is None or self._process.poll() is not None:
@@ -110,10 +115,10 @@ class HelperProcess:
             self.starts += 1
             self._answers = queue.SimpleQueue()
             assert self._process.stdout is not None
-            reader = threading.Thread(
+            self._reader = threading.Thread(
                 target=_read_answers, args=(self._process.stdout, self._answers), name="redraft-helper", daemon=True
             )
-            reader.start()
+            self._reader.start()
             try:
                 ready = self._wait_for_answer(START_SECONDS, stop)
             except HelperTimeoutError:
@@ -175,6 +180,8 @@ class HelperProcess:
             with suppress(OSError):
                 process.stdin.close()
             atexit.unregister(self._kill)
+            assert self._reader is not None
+            self._reader.join()  # it closes the other pipe
 
 
 def _check_stop(stop: threading.Event | None) -> None:

@@ -1,21 +1,30 @@
 """Patterns are compiled in helper processes: the same automata, the same errors, one process for each client."""
 
+import asyncio
+import gc
 import json
 import signal
 import threading
+import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
+import tiny
 from serving import make, served
 
 from redraft.constraints.errors import BudgetError, PatternError
-from redraft.constraints.pattern_compiler import CompilerProcess, LocalCompiler, Pattern
+from redraft.constraints.pattern_compiler import CompilerProcess, LocalCompiler, Pattern, pack_patterns, pack_vocabulary
 from redraft.engine import StopEvent
 from redraft.server.compiler_pool import CompilerPool
+from redraft.server.middleware import Metrics
+from redraft.server.service import Service
+from redraft.server.worker import Worker
 from redraft.tokenizer import helper_process
-from redraft.tokenizer.helper_process import HelperError, HelperStoppedError
+from redraft.tokenizer.helper_pool import HelperPool
+from redraft.tokenizer.helper_process import HelperError, HelperProcess, HelperStoppedError
 from redraft.tokenizer.tokenizer import TokenizerError
 
 PLAIN = {"prompt": "ab", "max_tokens": 4, "seed": 1}
@@ -125,9 +134,12 @@ def test_time_ends_a_compilation(monkeypatch):
         created.compile([SLOW])
 
 
-@pytest.mark.parametrize(("sent", "error"), [("SIGKILL", HelperError), ("SIGTERM", HelperError), ("SIGABRT", BudgetError)])
+LACK_OF_MEMORY = (("SIGABRT", BudgetError), ("SIGSEGV", BudgetError))
+
+
+@pytest.mark.parametrize(("sent", "error"), [("SIGKILL", HelperError), ("SIGTERM", HelperError), *LACK_OF_MEMORY])
 def test_a_process_that_is_killed_from_outside_is_no_mistake_in_the_pattern(sent, error, monkeypatch):
-    """SIGABRT is how a library ends the process when it gets no memory."""
+    """SIGABRT and SIGSEGV are how libraries end the process when it gets no memory."""
     writer = make()
     compiler = CompilerProcess(writer.token_bytes, writer.sampler.eos_token_ids)
     assert compiler.compile([Pattern(regex="b")])
@@ -164,5 +176,39 @@ def test_the_server_compiles_in_helper_processes_and_ends_them():
         assert isinstance(created, CompilerPool)
         process = created._processes[0].process._process
         assert process.poll() is None
-    assert process.wait(60) is not None
+    assert process.returncode is not None  # without `wait`: it is no zombie
     assert writer.pattern_compiler is usual
+
+
+def test_nothing_is_left_of_a_closed_process():
+    """No child process, no pipe, and no vocabulary, which the list of what is done at exit would keep."""
+    helper = HelperProcess("redraft.constraints.pattern_compiler", seconds=60, setup=pack_vocabulary([b"a"], [0]))
+    helper.call(pack_patterns([Pattern(regex="a")]).encode())
+    process, kept = helper._process, weakref.ref(helper)
+    helper.close()
+    assert process.returncode == -signal.SIGKILL
+    assert (process.stdin.closed, process.stdout.closed) == (True, True)
+    del helper
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_process_that_its_caller_starts_after_the_pool_was_closed_is_ended_with_the_loan():
+    closed = []
+    pool = HelperPool(lambda: SimpleNamespace(close=lambda: closed.append(1)), 1)
+    with pool.lend(None):
+        pool.close()
+        assert len(closed) == 1
+    assert len(closed) == 2
+
+
+def test_a_closed_service_gives_each_writer_its_own_compiler_back():
+    writer = make()
+    writer.adapters = {"pirate": tiny.trained(tiny.BASE, seed=1)}
+    service = Service(writer, Worker(writer), Metrics(), "base")
+    usual = {name: each.pattern_compiler for name, each in service.writers.items()}
+    assert set(usual) == {"base", "pirate"}
+    service.open()
+    assert all(each.pattern_compiler is service.pool for each in service.writers.values())
+    asyncio.run(service.close(0.0))
+    assert {name: each.pattern_compiler for name, each in service.writers.items()} == usual

@@ -1,6 +1,7 @@
 """Helper pool: helpers are lent to clients in a fair order."""
 
 import threading
+from contextlib import suppress
 
 import pytest
 from tiny import wait_until
@@ -73,3 +74,25 @@ def test_a_client_has_its_share_and_the_longest_waiting_one_is_next():
     stop.set()
     with pool.lend(StopEvent("f")), pool.lend(None), pytest.raises(HelperStoppedError), pool.lend(stop):
         pass
+
+
+def test_a_caller_that_stops_waiting_leaves_the_others_of_its_client_their_places():
+    pool = HelperPool(Helper, 1)
+    order = []
+    stop = StopEvent("a")
+
+    def wait(event):
+        with suppress(HelperStoppedError), pool.lend(event):
+            order.append(event.client)
+
+    threads = []
+    with pool.lend(None):
+        for count, event in enumerate((StopEvent("a"), StopEvent("b"), stop), 1):
+            threads.append(threading.Thread(target=wait, args=(event,)))
+            threads[-1].start()
+            assert wait_until(lambda count=count: len(pool._waiting) == count)
+        stop.set()
+        assert wait_until(lambda: len(pool._waiting) == 2)
+    for thread in threads:
+        thread.join(60)
+    assert order == ["a", "b"]
