@@ -237,20 +237,26 @@ class Mender:
                     f"the model finds more than {MAX_PLACES} words of this text unlikely, too many to mend at once: take it "
                     "in parts, or keep parts of it"
                 )
-        scored, forwards = self._score(text, prompt, places, stop)
+        scored, forwards = self._score(text, tokens, prompt, places, stop)
         likely = [repairs for repairs in scored if repairs[0].gain >= math.log(least)]
         suggestions = [self._describe(text, repairs, most) for repairs in _choose_places(likely)]
         return suggestions, forwards + max(word_at) // CHUNK + 1
 
     def _score(
-        self, text: str, prompt: Sequence[int], places: Sequence[Sequence[Repair]], stop: threading.Event | None
+        self,
+        text: str,
+        tokens: TokenizedText,
+        prompt: Sequence[int],
+        places: Sequence[Sequence[Repair]],
+        stop: threading.Event | None,
     ) -> tuple[list[list[Repair]], int]:
         """The repairs of each place with their gains, the best first, and the number of forwards."""
         sequences = []
         for repairs in places:
+            _check_stop(stop)
             begin = min(repair.start for repair in repairs)
             until = max(repair.end for repair in repairs) + HORIZON
-            before = [*prompt, *self.tokenizer.encode(text[:begin])[-CONTEXT_TOKENS:]]
+            before = [*prompt, *self._last_tokens(text, tokens, begin)]
             texts = [text[begin:until]]
             texts += [text[begin : repair.start] + repair.new + text[repair.end : until] for repair in repairs]
             sequences += [[*before, *self.tokenizer.encode(changed)] for changed in texts]
@@ -263,6 +269,12 @@ class Mender:
             with_gains = [replace(repair, gain=gain) for repair, gain in zip(repairs, gains, strict=True)]
             scored.append(sorted(with_gains, key=lambda repair: -repair.gain))
         return scored, forwards
+
+    def _last_tokens(self, text: str, tokens: TokenizedText, begin: int) -> list[int]:
+        """The last tokens before a character, as those of the whole text before it: twice as many are tokenized anew."""
+        last = tokens.first_token(begin)
+        start, _ = tokens.to_characters(max(0, last - 2 * CONTEXT_TOKENS), last)
+        return self.tokenizer.encode(text[start:begin])[-CONTEXT_TOKENS:]
 
     def _describe(self, text: str, repairs: Sequence[Repair], most: int) -> Suggestion:
         """The place of the best repair, with the probability of the text as it is and of the repairs within the place."""

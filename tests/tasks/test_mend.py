@@ -187,6 +187,51 @@ def test_the_shipped_model_mends_a_sentence(shipped, wrong, right):
     assert len(edited.changes) == 1
 
 
+def test_scores_see_the_last_tokens_of_the_text_and_little_is_tokenized_for_them(shipped, monkeypatch):
+    text = "They drank water the, üben\n\nand  felt 12,000 times hapy. " * 20
+    tokens = edit.TokenizedText(shipped.tokenizer, text)
+    begins = [begin for span in mend.find_words(text) for begin in span]
+    expected = [shipped.tokenizer.encode(text[:begin])[-mend.CONTEXT_TOKENS :] for begin in begins]
+    lengths = []
+    encode = shipped.tokenizer.encode
+    monkeypatch.setattr(shipped.tokenizer, "encode", lambda text, *rest: lengths.append(len(text)) or encode(text, *rest))
+    assert [shipped.mender._last_tokens(text, tokens, begin) for begin in begins] == expected
+    assert max(lengths) < len(text) // 2
+
+
+def test_the_whole_text_is_tokenized_once(monkeypatch):
+    text = TEXT * 9
+    lengths = []
+    encode = WRITER.tokenizer.encode
+    monkeypatch.setattr(WRITER.tokenizer, "encode", lambda text, *rest: lengths.append(len(text)) or encode(text, *rest))
+    assert WRITER.edit(text, keep=[(0, len(text) - len(TEXT))]).changes
+    assert [length for length in lengths if length > len(text) // 2] == [len(text)]
+
+
+def test_no_place_is_tokenized_once_the_client_has_left(monkeypatch):
+    stop = threading.Event()
+    seen = []
+    last_tokens = mend.Mender._last_tokens
+    monkeypatch.setattr(mend.Mender, "_last_tokens", lambda *args: (stop.set(), seen.append(args[-1]), last_tokens(*args))[2])
+    with pytest.raises(Stopped):
+        WRITER.suggest(TEXT, stop=stop)
+    assert len(seen) == 1
+    assert WRITER.engine.is_idle
+
+
+@pytest.mark.parametrize(("word", "kept"), [("are hree", "hree"), ("too mnay", "mnay")])
+def test_no_repair_touches_a_kept_span_inside_of_it(word, kept, monkeypatch):
+    """A repair of two words, of which the second is kept: its first character may change, and another may not."""
+    start = TEXT.index(word) + word.rindex(kept)
+    scored = []
+    score = mend.Mender._score
+    monkeypatch.setattr(mend.Mender, "_score", lambda *args: scored.extend(args[4]) or score(*args))
+    WRITER.edit(TEXT, keep=[(start, start + len(kept))])
+    repairs = [repair for place in scored for repair in place]
+    assert repairs
+    assert all(repair.end <= start or repair.start >= start + len(kept) for repair in repairs)
+
+
 def test_a_repair_must_make_the_text_much_more_likely(shipped):
     wrong = "She was was very happy to see him."
     (suggestion,) = shipped.suggest(wrong)
