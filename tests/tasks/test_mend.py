@@ -211,8 +211,8 @@ def test_the_whole_text_is_tokenized_once(monkeypatch):
 def test_no_place_is_tokenized_once_the_client_has_left(monkeypatch):
     stop = threading.Event()
     seen = []
-    last_tokens = mend.Mender._last_tokens
-    monkeypatch.setattr(mend.Mender, "_last_tokens", lambda *args: (stop.set(), seen.append(args[-1]), last_tokens(*args))[2])
+    usual = mend.Mender._last_tokens
+    monkeypatch.setattr(mend.Mender, "_last_tokens", lambda *args: (stop.set(), seen.append(args[-1]), usual(*args))[2])
     with pytest.raises(Stopped):
         WRITER.suggest(TEXT, stop=stop)
     assert len(seen) == 1
