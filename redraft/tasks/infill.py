@@ -177,6 +177,7 @@ class Infiller:
         check_deadline(seconds, stop)
         self._check_lengths(template)
         text = template.texts[0]
+        suffixes = self._encode_suffixes(template)
         gaps: list[str] = []
         spans: list[tuple[int, int]] = []
         ranked: list[_Ranked] = []
@@ -184,7 +185,9 @@ class Infiller:
         settled = True
         for number, length in enumerate(template.lengths):
             is_last = number + 1 == len(template.lengths)
-            context = _GapContext(self.tokenizer, template, number, text, cfg.eos_token_ids, self._reach)
+            if stop is not None and stop.is_set():
+                raise Stopped
+            context = _GapContext(self.tokenizer, template, number, text, cfg.eos_token_ids, self._reach, suffixes)
             lengths = [length] if length else [option for option in LENGTHS if option < longest] + [longest]
             repeats = -(-count // len(lengths)) if is_last else 1
             tries = [option for option in lengths for _ in range(repeats)]
@@ -290,6 +293,10 @@ class Infiller:
         """The most characters that the model's context can hold."""
         return self.engine.model.config.max_position_embeddings * self.tokenizer.longest_token
 
+    def _encode_suffixes(self, template: Template) -> list[list[int]]:
+        """The tokens of the text after each gap, for the contexts of all gaps."""
+        return [self.tokenizer.encode(text[: self._reach]) for text in template.texts[1:]]
+
     def build_request(self, template: Template, cfg: SamplerConfig) -> tuple[str, list[int], SamplerConfig, Constraints]:
         """One request for all gaps at once, each of its given length: the text before it, prompt, settings, constraints."""
         lengths = [length for length in template.lengths if length is not None]
@@ -297,7 +304,9 @@ class Infiller:
             raise RequestError("a canvas with all gaps needs the length of each: write it as [[ 8 ]]")
         self._check_lengths(template)
         text = template.texts[0]
-        context = _GapContext(self.tokenizer, template, 0, text, cfg.eos_token_ids, self._reach)
+        context = _GapContext(
+            self.tokenizer, template, 0, text, cfg.eos_token_ids, self._reach, self._encode_suffixes(template)
+        )
         before = text.encode("utf-8", "replace").removesuffix(context.healed).decode("utf-8", "replace")
         return before, *self._canvas_request(context, lengths[0], lengths[0] + len(context.suffix), cfg)
 
@@ -341,7 +350,14 @@ class _GapContext:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: Template, number: int, text: str, stops: Sequence[int], reach: int
+        self,
+        tokenizer: Tokenizer,
+        template: Template,
+        number: int,
+        text: str,
+        stops: Sequence[int],
+        reach: int,
+        suffixes: Sequence[list[int]],
     ) -> None:
         before = tokenizer.encode(text[-reach:])
         start = tokenizer.encode_prompt("") if before else tokenizer.start_ids
@@ -354,7 +370,7 @@ class _GapContext:
         if start + shorter and text[-1:] in (" ", "\t"):
             self.healed = text[-1:].encode()
             before = shorter
-        elif before and start + before[:-1] and re.search(r"\w\Z", text):
+        elif before and start + before[:-1] and re.fullmatch(r"\w", text[-1:]):
             self.healed = tokenizer.token_bytes[before[-1]] or b""
             self.healed_tokens = 1
             before = before[:-1]
@@ -362,16 +378,16 @@ class _GapContext:
             token_bytes = enumerate(tokenizer.token_bytes)
             self.allowed_first = tuple(token for token, piece in token_bytes if piece and piece.startswith(self.healed))
         self.prompt = [*start, *before]
-        self.suffix = self._encode_suffix(tokenizer, template, number, stops, reach)
+        self.suffix = self._join_suffixes(template, number, stops, suffixes)
 
     @staticmethod
-    def _encode_suffix(
-        tokenizer: Tokenizer, template: Template, number: int, stops: Sequence[int], reach: int
+    def _join_suffixes(
+        template: Template, number: int, stops: Sequence[int], suffixes: Sequence[list[int]]
     ) -> list[int | None]:
         """The tokens after the gap; None at the positions of later gaps."""
         suffix: list[int | None] = []
-        for later, text in enumerate(template.texts[number + 1 :], number + 1):
-            suffix += tokenizer.encode(text[:reach])
+        for later, ids in enumerate(suffixes[number:], number + 1):
+            suffix += ids
             if later < len(template.lengths):
                 suffix += [None] * (template.lengths[later] or ASSUMED_LENGTH)
         if not template.is_fim:

@@ -2,6 +2,7 @@
 
 import io
 import re
+import threading
 from itertools import chain, zip_longest
 
 import pytest
@@ -16,6 +17,7 @@ from redraft.cli.terminal import CanvasView
 from redraft.config import EngineConfig
 from redraft.constraints.constraints import Constraints
 from redraft.diffusion.generate import generate
+from redraft.engine import Stopped
 from redraft.engine.request import Request, RequestStatus
 from redraft.tasks import infill
 from redraft.writer import Writer
@@ -149,15 +151,45 @@ def test_a_gap_in_an_indented_block_stays_in_it():
     assert infill.cut_at_dedent("", hole) == hole
 
 
+def gap_context(text, before):
+    template = infill.parse_template(text)
+    suffixes = infill.Infiller(WRITER.engine, WRITER.tokenizer)._encode_suffixes(template)
+    return infill._GapContext(WRITER.tokenizer, template, 0, before, (1,), 1000, suffixes)
+
+
+def test_a_text_after_gaps_is_tokenized_once(monkeypatch):
+    tokenized = []
+    encode = WRITER.tokenizer.encode
+    monkeypatch.setattr(WRITER.tokenizer, "encode", lambda text, *rest: tokenized.append(text) or encode(text, *rest))
+    WRITER.fill("a.[[ 1 ]] first[[ 1 ]] second[[ 1 ]] third", seed=1)
+    assert [tokenized.count(text) for text in (" first", " second", " third")] == [1, 1, 1]
+
+
+def test_the_text_around_a_gap_is_not_tokenized_once_the_client_has_left(monkeypatch):
+    stop = threading.Event()
+    contexts = []
+    usual = infill._GapContext
+
+    def rank(*_args):
+        stop.set()
+        return [infill._Ranked(0.0, "x", settled=True)]
+
+    monkeypatch.setattr(infill, "_GapContext", lambda *args: contexts.append(args) or usual(*args))
+    monkeypatch.setattr(infill.Infiller, "_rank", rank)
+    with pytest.raises(Stopped):
+        WRITER.fill("a[[ 1 ]]b[[ 1 ]]c", stop=stop)
+    assert len(contexts) == 1
+
+
 def test_a_canvas_begins_with_the_healed_bytes():
-    context = infill._GapContext(WRITER.tokenizer, infill.parse_template("hap[[ ]]y"), 0, "hap", (1,), 1000)
+    context = gap_context("hap[[ ]]y", "hap")
     spelled = WRITER.tokenizer.token_bytes
     assert context.healed == b"p"
     assert all(spelled[token].startswith(b"p") for token in context.allowed_first)
     assert context.prompt == WRITER.tokenizer.encode_prompt("ha")
-    context = infill._GapContext(WRITER.tokenizer, infill.parse_template("the  [[ ]]y"), 0, "the  ", (1,), 1000)
+    context = gap_context("the  [[ ]]y", "the  ")
     assert (context.healed, context.prompt, context.healed_tokens) == (b" ", WRITER.tokenizer.encode_prompt("the "), 0)
-    assert infill._GapContext(WRITER.tokenizer, infill.parse_template("a.[[ ]]"), 0, "a.", (1,), 1000).allowed_first == ()
+    assert gap_context("a.[[ ]]", "a.").allowed_first == ()
 
 
 def test_an_answer_begins_with_one_of_the_first_tokens():
