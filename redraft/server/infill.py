@@ -11,6 +11,7 @@ from redraft.server.checks import temperature_settings
 from redraft.server.errors import checking_request
 from redraft.server.fim import Gap, Region
 from redraft.server.stop_strings import StopStringFilter
+from redraft.tasks.edit import check_context
 from redraft.writer import Writer, new_seed
 
 MAX_GAP_TOKENS = 64  # even if the client allows more: several lengths are tried, so each token costs
@@ -130,7 +131,8 @@ def surrounding_text(writer: Writer, region: Region) -> tuple[str, str]:
     after = region.suffix
     limit = writer.model.config.max_position_embeddings - 1  # one position for the start token
     reach = limit * writer.tokenizer.longest_token  # characters; more can never fit
-    writer.tokenizer.encode(region.text, limit)  # refuses a region that is clearly too long
+    region_ids = writer.tokenizer.encode(region.text, limit)  # refuses a region that is clearly too long
+    check_context(writer.model.config, 1, len(region_ids))
     before = before[-reach:]
     after = after[:reach]
     while (size := len(writer.tokenizer.encode(before + region.text + after))) > limit and before + after:

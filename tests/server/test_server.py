@@ -370,6 +370,16 @@ def test_an_edit_of_a_long_file_keeps_the_text_nearest_to_the_region(http):
     assert 300 < len(before + region + after) < tiny.BASE.max_position_embeddings
 
 
+def test_a_region_beyond_the_context_is_refused_before_the_file_around_it_is_tokenized(monkeypatch):
+    writer = make()
+    lengths = []
+    encode = writer.tokenizer.encode
+    monkeypatch.setattr(writer.tokenizer, "encode", lambda text, *rest: lengths.append(len(text)) or encode(text, *rest))
+    with pytest.raises(ValueError, match=r"the text has 600 tokens after a prompt of 1.*take it in parts"):
+        infill.surrounding_text(writer, fim.Region("x" * 600, "y" * 2000, "z" * 2000, ""))
+    assert lengths == [600]
+
+
 def test_unknown_fields_are_named_in_a_header(http):
     ollama = {"prompt": "a", "stream": False, "template": "x", "options": {"top_k": 3, "num_predict": 2}}
     assert http.post("/api/generate", json=ollama).headers["x-redraft-unknown-fields"] == "template, options.top_k"
