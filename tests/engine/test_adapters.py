@@ -105,6 +105,22 @@ def test_the_prefix_cache_never_hands_a_context_to_another_adapter(order):
     assert request.counter.reused[0] == 0
 
 
+@pytest.mark.parametrize("order", [("all", "none"), ("none", "all"), ("all", "attention")])
+def test_a_prompt_is_lent_with_the_context_of_its_own_adapter(order):
+    """Whatever the prefix cache has of the prompt for others: the canvas behind it is that of an engine of its own."""
+    canvas_1C = torch.tensor([[70, 71, 72, 73]])
+
+    def score(engine, name):
+        with torch.inference_mode(), AdaptedEngine(engine, ADAPTERS[name]).lend_prompt(PROMPT) as cache:
+            assert cache.adapter is ADAPTERS[name]
+            return MODEL.denoise(canvas_1C, None, cache)
+
+    shared = Engine(MODEL)
+    for name in order * 2:
+        assert torch.equal(score(shared, name), score(Engine(MODEL), name))
+    assert len(shared.scheduler.prefix_cache) == 2
+
+
 def test_eviction_spares_the_entry_of_the_same_adapter():
     def entry(adapter):
         cache = MODEL.new_cache(1, 40, adapter=adapter)
