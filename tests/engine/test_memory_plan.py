@@ -1,6 +1,6 @@
 """The memory plan: within the limit, better with more memory, refused only when nothing fits; bytes = those of models."""
 
-import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -278,16 +278,19 @@ def _fractions(monkeypatch):
     card = SimpleNamespace(total_memory=24 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
-
-    def share(device) -> float:
-        """1.0 at first: a limit of an earlier test, which Python finds only now, must lift nothing."""
-        return int((fractions or [1.0])[-1] * 24e9) / 24e9
-
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", share)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: int(fractions[-1] * 24e9) / 24e9)
     monkeypatch.setattr(gpu_limit, "measure_cuda_context", lambda device: 6 * 10**8)
     monkeypatch.setattr(gpu_limit, "use_expandable_segments", lambda: None)
+    lifts = []
+
+    def finalize(*arguments) -> weakref.finalize:
+        lifts.append(weakref.finalize(*arguments))
+        return lifts[-1]
+
+    monkeypatch.setattr(gpu_limit, "weakref", SimpleNamespace(finalize=finalize))
     yield fractions
-    gc.collect()  # limits end while the card is there
+    for lift in lifts:  # while the card is there, not when Python finds the limit
+        lift()
 
 
 @pytest.mark.soak
