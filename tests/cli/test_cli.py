@@ -230,8 +230,9 @@ def on_terminal(
 ):
     """Runs the command on a pseudo-terminal: exit code, all that was written, its text, the lines left on the screen.
 
-    `typing` is what to type, in order, each once something has been written. An end of input or an interrupt that comes
-    while the command turns its line editing on may be lost; after a silence it comes again, as from a user.
+    `typing` is what to type, in order, each once something has been written behind the one before. An end of input or an
+    interrupt that comes while the command turns its line editing on may be lost; after a silence it comes again, as from a
+    user.
     """
     screen = pyte.HistoryScreen(columns, lines, history=500)
     stream = pyte.ByteStream(screen)
@@ -241,6 +242,7 @@ def on_terminal(
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     written = b""
     typed = b""
+    answered = 0  # how much of what was written has been answered
     is_interrupted = False
     silent = 0
     while True:
@@ -267,8 +269,9 @@ def on_terminal(
             os.kill(pid, signal.SIGINT)
             interrupt_at = None
             is_interrupted = True
-        if typing and typing[0][0] in written:
-            typed = typing.pop(0)[1]
+        while typing and (begin := written.find(typing[0][0], answered)) >= 0:
+            cue, typed = typing.pop(0)
+            answered = begin + len(cue)
             os.write(fd, typed)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(fd)
