@@ -5,8 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUNS := $(VENV)/runs
 READY := $(VENV)/ready
-# Modules are compiled when they are first imported: most never are.
-INSTALL := $(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt
+INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
 # A group of tests (mostly a file) goes to one worker, the longest groups first: tests/conftest.py.
 PYTEST := $(VENV)/bin/python -m pytest --dist loadgroup --no-loadscope-reorder
 
@@ -47,7 +46,7 @@ $(RUNS): pyproject.toml constraints.txt
 	@echo "installing redraft into $(VENV): about a minute, once" >&2
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "redraft needs Python 3.11 or newer, this is " + sys.version)'
 	@$(PYTHON) -m venv $(VENV)
-	@$(INSTALL) --editable . >&2
+	@$(INSTALL) --no-compile --editable . >&2 # modules are compiled when they are first imported: most never are
 	@touch $(RUNS)
 
 $(READY): $(RUNS)

@@ -45,6 +45,8 @@ def environment() -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",  # 5 of its own: less than a busy machine takes to import
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }

@@ -21,6 +21,7 @@ def import_ray(address: str) -> Any:
     several machines. Every port of it then asks for a token, which only the processes of this cluster have.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # of its own 5: a busy machine is slower
     if address == LOCAL:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if "RAY_AUTH_MODE" not in os.environ:

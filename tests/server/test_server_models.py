@@ -1,7 +1,6 @@
 """Several models in one server: loaded when a request names them, unloaded when idle, each with the answers it has alone."""
 
 import asyncio
-import json
 import threading
 import weakref
 from contextlib import asynccontextmanager
@@ -437,22 +436,6 @@ def test_lists_have_all_models(url):
     assert [model.model for model in tags] == NAMES
     assert all(model.size > 0 for model in tags)
     assert ollama_client.show("two").modelinfo["diffusion_gemma.context_length"] == 512
-
-
-@pytest.mark.soak
-def test_the_page_has_a_choice_of_models(opened, url):
-    page = opened(f"{url}/#write")
-    page.wait_for_selector("#models:not([hidden])")
-    assert page.locator("#models option").all_text_contents() == NAMES
-    page.select_option("#models", "two")
-    page.fill("#form-write [name=prompt]", "Once")
-    page.fill("#form-write [name=max_tokens]", "12")
-    page.fill("#form-write [name=seed]", "3")
-    with page.expect_response("**/v1/canvas") as response:
-        page.click("#form-write [type=submit]")
-    assert response.value.request.post_data_json["model"] == "two"
-    events = [json.loads(line.removeprefix("data: ")) for line in response.value.text().split("\n\n") if "{" in line]
-    assert events[-1]["text"] == alone("two", "Once")
 
 
 def test_a_keep_alive_that_is_no_time_is_a_bad_request(url):
