@@ -6,8 +6,8 @@ VENV := .venv
 RUNS := $(VENV)/runs
 READY := $(VENV)/ready
 INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
-# A group of tests (mostly a file) goes to one worker, the longest groups first: tests/conftest.py.
-PYTEST := $(VENV)/bin/python -m pytest --dist loadgroup --no-loadscope-reorder
+# A group of tests (a file, all tests of the browser, all of Ray) goes to one worker, the longest groups first: tests/conftest.py.
+PYTEST := $(VENV)/bin/python -m pytest --dist loadscope --no-loadscope-reorder
 
 .PHONY: demo test soak soak-long lint docs bench clean
 

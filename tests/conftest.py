@@ -39,16 +39,35 @@ def pytest_runtest_logreport(report):
         print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", file=sys.__stderr__, flush=True)
 
 
-@pytest.hookimpl(tryfirst=True)
+GROUPS = {  # tests of a group run one after another in one worker; other groups are files
+    "tests/browser/": "browser",
+    "tests/cluster/": "ray",
+    "tests/test_benchmarks.py::test_a_replica": "ray",
+}
+
+
+def group_of(nodeid: str) -> str:
+    return next((group for start, group in GROUPS.items() if nodeid.startswith(start)), nodeid.split("::")[0])
+
+
 def pytest_collection_modifyitems(items):
-    """Puts the longest groups first, so that no worker works alone at the end. Unmarked tests are grouped by file."""
+    """Puts the longest groups first, so that no worker works alone at the end."""
     seconds = json.loads((Path(__file__).parent / "durations.json").read_text(encoding="utf-8"))
-    groups = {}
     total = Counter()
     for item in items:
-        mark = item.get_closest_marker("xdist_group")
-        if mark is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        groups[item] = mark.args[0] if mark else item.path.stem
-        total[groups[item]] += seconds.get(item.nodeid, 0.02)
-    items.sort(key=lambda item: (-total[groups[item]], groups[item]))
+        total[group_of(item.nodeid)] += seconds.get(item.nodeid, 0.02)
+    items.sort(key=lambda item: (-total[group_of(item.nodeid)], group_of(item.nodeid)))
+
+
+if importlib.util.find_spec("xdist"):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        """Gives whole groups to workers. xdist's own loadgroup has no effect with pytest 9.2, whose nodes keep their ids."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(config, log):
+        return GroupScheduling(config, log)

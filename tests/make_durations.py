@@ -20,10 +20,7 @@ def read_durations(report: str) -> dict[str, float]:
     durations = {}
     for case in ElementTree.parse(report).iter("testcase"):
         file = case.attrib["classname"].replace(".", "/")
-        name = case.attrib["name"]
-        if "@" in name[name.rfind("]") + 1 :]:  # pytest-xdist appends the group
-            name = name[: name.rfind("@")]
-        durations[f"{file}.py::{name}"] = round(float(case.attrib["time"]), 1)
+        durations[f"{file}.py::{case.attrib['name']}"] = round(float(case.attrib["time"]), 1)
     return durations
 
 

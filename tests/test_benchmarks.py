@@ -93,7 +93,6 @@ def test_the_server_bears_many_clients_some_of_which_leave():
 
 
 @pytest.mark.soak
-@pytest.mark.xdist_group("ray")  # two that start Ray at the same time may not get it up
 def test_a_replica_is_timed_beside_the_plain_server():
     found = last_line("benchmarks/bench_replicas.py", "--rounds", "2", "--tokens", "4", "--steps", "2")
     assert found["different_answers"] == 0

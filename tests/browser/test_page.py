@@ -26,7 +26,7 @@ from redraft.config import DEFAULT_EDIT_STRENGTH
 from redraft.server.middleware import Limits
 
 sync_api = pytest.importorskip("playwright.sync_api")
-pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.soak
 
 
 DRAGON = slice(5, 5 + len(" dragon"))  # where a letter is a token

@@ -18,7 +18,7 @@ from serving import served
 import redraft
 
 sync_api = pytest.importorskip("playwright.sync_api")
-pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.soak
 LARGE = (3000, 1200)
 THUMBNAIL = 256
 

@@ -6,7 +6,7 @@ import pytest
 import test_server_models as models
 from serving import served
 
-pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.soak
 
 
 def test_the_page_has_a_choice_of_models(opened):

@@ -7,7 +7,7 @@ import pytest
 from browsing import DONE, STORY, answer_from, check_accessibility, go_to, recorded, screenshot, tokens, write
 
 sync_api = pytest.importorskip("playwright.sync_api")
-pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.soak
 TABS = ("write", "chat", "fill", "edit", "sudoku", "decide")
 SIZES = {390: 844, 768: 1024, 1440: 900, 2560: 1440}
 

@@ -6,6 +6,6 @@ import ray_cluster
 
 @pytest.fixture(scope="package")
 def cluster():
-    """A Ray cluster of two nodes. A test that needs it has the mark xdist_group("ray"): it starts once."""
+    """A Ray cluster of two nodes."""
     with ray_cluster.two_nodes(REDRAFT_API_KEY=ray_cluster.KEY) as running:
         yield running

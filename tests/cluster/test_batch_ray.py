@@ -16,7 +16,7 @@ from tiny import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = [request(f"r{number}", prompt=f"prompt {number}", max_tokens=6, seed=number) for number in range(150)]
-pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(name="folder", scope="module")

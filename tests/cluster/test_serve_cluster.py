@@ -23,7 +23,6 @@ import redraft
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.xdist_group("ray"),
     pytest.mark.filterwarnings("ignore"),  # from the clients' own libraries
 ]
 

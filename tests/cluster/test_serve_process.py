@@ -22,7 +22,6 @@ from redraft.cluster.cluster_config import ServedModel
 
 
 @pytest.mark.soak
-@pytest.mark.xdist_group("ray")
 def test_serve_with_replicas_drains_at_sigterm_and_leaves_no_process(tmp_path):
     folder = tiny.save_folder(tmp_path / "model")
     with socket.socket() as free:
