@@ -1,4 +1,4 @@
-"""Starts `redraft ...` as a fork of a process that has imported everything: in 50 ms instead of seconds.
+"""Starts `redraft ...` as a fork of a process that has imported everything: in a fraction of a second instead of seconds.
 
     subprocess.Popen([*commands.redraft(), "write", "Hello"], ...)
 
@@ -19,7 +19,7 @@ import sys
 
 KILL = signal.SIGUSR1
 FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, KILL: signal.SIGKILL}
-MAX_BYTES = 2**20  # of arguments and environment
+MAX_BYTES = 2**16  # of arguments and environment: a socket takes so many at once
 
 
 @functools.cache

@@ -279,33 +279,34 @@ def check_several(paths: Mapping[str, str], max_models: int, gpu_memory: str | N
         raise ValueError("--gpu-memory plans the memory of one model: leave it out, or serve one model")
 
 
+def parse_pairs(values: Sequence[str], flag: str, rule: str) -> dict[str, str]:
+    """The values of a flag NAME=VALUE, by their names. Refuses names that clients could not tell apart."""
+    pairs: dict[str, str] = {}
+    for text in values:
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise ValueError(f"{flag} is {rule}, got {show_value(text)}")
+        check_name(name, flag, value)
+        if name in pairs:
+            raise ValueError(f"{flag} gives the name {name} twice, for {pairs[name]} and {value}")
+        pairs[name] = value
+    return pairs
+
+
 def parse_adapters(values: Sequence[str], models: Collection[str]) -> dict[str, str]:
-    """The folders of adapters by their names. Refuses names that clients could not tell apart."""
-    folders: dict[str, str] = {}
-    for value in values:
-        name, _, folder = value.partition("=")
-        if not name or not folder:
-            raise ValueError(f"--adapter is a name and a folder, NAME=DIR, got {show_value(value)}")
-        check_name(name, "--adapter", folder)
+    """The folders of adapters, by their names. Refuses the name of a model."""
+    folders = parse_pairs(values, "--adapter", "a name and a folder, NAME=DIR")
+    for name in folders:
         if name in models:
-            raise ValueError(f"--adapter {value} has the name of a model that the server has already: choose another one")
-        if name in folders:
-            raise ValueError(f"--adapter gives the name {name} twice, for {folders[name]} and {folder}")
-        folders[name] = folder
+            raise ValueError(
+                f"--adapter {name}={folders[name]} has the name of a model that the server has already: choose another one"
+            )
     return folders
 
 
 def parse_aliases(values: Sequence[str], models: Collection[str]) -> dict[str, str]:
-    """Other names of models and adapters. Refuses those that mean none of them, or that hide one."""
-    aliases: dict[str, str] = {}
-    for value in values:
-        name, _, model = value.partition("=")
-        if not name or not model:
-            raise ValueError(f"--alias is a name and a model, NAME=MODEL, got {show_value(value)}")
-        check_name(name, "--alias", model)
-        if name in aliases:
-            raise ValueError(f"--alias gives the name {name} twice, for {aliases[name]} and {model}")
-        aliases[name] = model
+    """The models and adapters that aliases stand for. Refuses an alias of one that is not served."""
+    aliases = parse_pairs(values, "--alias", "a name and a model, NAME=MODEL")
     check_aliases(aliases, models)
     return aliases
 

@@ -220,7 +220,7 @@ class Engine(WorkBeside):
             try:
                 with self._changed:
                     has_work = self._has_work()
-                    if self.has_thread and not has_work:  # deadlines and stop events wake nobody
+                    if self.has_thread and not has_work:  # no notification comes with a deadline or a stop event
                         self._changed.wait(None if self.is_idle else POLL_SECONDS)
                 if self.has_thread and has_work:
                     self._grant_turns()

@@ -135,12 +135,12 @@ class Request:
 
     @property
     def is_late(self) -> bool:
-        """Whether its deadline has passed."""
+        """Its deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     @property
     def must_end(self) -> bool:
-        """Whether it ends before its next step: its caller has cancelled it, or it is late and has nothing to commit."""
+        """It ends before its next step: its caller has cancelled it, or it is late and has nothing to commit."""
         return self.is_unwanted or (self.is_late and self.status in (RequestStatus.WAITING, RequestStatus.PREFILLING))
 
     @cached_property
@@ -170,12 +170,15 @@ class Request:
         return count is not None and self.events is not None and len(self.events) >= count
 
     def is_paused(self, max_unread: int | None) -> bool:
-        """Whether it waits for its reader. Its deadline ends that."""
+        """It makes no steps until its stream is read, or until its deadline."""
         return self.has_unread(max_unread) and not self.is_late
 
     @property
     def wanted_prefix(self) -> tuple[int, ...]:
-        """What it takes over from the prefix cache. The first round of a verified request encodes the last token itself."""
+        """The tokens whose KV cache it takes over from the prefix cache.
+
+        The first round of a verified request encodes the last token of the prompt itself.
+        """
         return self.prefix_key if self.verification is None else self.prefix_key[:-1]
 
     @property

@@ -57,7 +57,7 @@ class Turn:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nobody has granted or withdrawn it."""
+        """It has been neither granted nor withdrawn."""
         return not self.is_granted and not self.is_done
 
 
@@ -248,7 +248,7 @@ class Scheduler:
         return request if has_slot or is_first_of_client else None
 
     def _is_within_share(self, candidate: Request | Reservation, held: Mapping[str, int]) -> bool:
-        """Whether its client may take its bytes beside those it holds: at most eight ninths of the budget."""
+        """Its client would hold at most eight ninths of the budget with its bytes."""
         client = candidate.client
         if not client or client not in held:  # a program that uses redraft from Python, or a client that has nothing
             return True

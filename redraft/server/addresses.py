@@ -29,10 +29,10 @@ def resolve_name(name: str, models: Collection[str], aliases: Mapping[str, str])
 
 
 def check_aliases(aliases: Mapping[str, str], models: Collection[str]) -> None:
-    """Refuses aliases that mean no model, or that hide one."""
+    """Refuses an alias of a model that is not there, and one that is itself the name of a model."""
     for alias, model in aliases.items():
         if alias in models:
             raise ConfigError(f"the alias {show_value(alias)} is the name of a model already: choose another one")
         if model not in models:
-            mistake = f"the alias {show_value(alias)} means {show_value(model)}, which is no model here"
-            raise ConfigError(f"{mistake}: name {', '.join(models)}")
+            mistake = f"the alias {show_value(alias)} is for {show_value(model)}, a model that is not served"
+            raise ConfigError(f"{mistake}: choose one of {', '.join(models)}")

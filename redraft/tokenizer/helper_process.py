@@ -142,7 +142,7 @@ class HelperProcess:
                 code = self._process.wait()
                 if -code in LACK_OF_MEMORY:
                     raise HelperMemoryError(f"{self.module} was ended by signal {-code}")
-                if code < 0:  # by `close`, by whoever stops the server, or by the operating system for others' memory
+                if code < 0:  # `close`, an operator, or the system, which needed memory for others
                     raise HelperError(f"{self.module} was killed by signal {-code}")
                 raise HelperError(f"{self.module} has ended with exit code {code}")
             elapsed = time.monotonic() - began

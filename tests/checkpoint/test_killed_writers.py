@@ -17,7 +17,7 @@ APPENDING = {"metrics.jsonl", "redraft augment", "redraft batch"}
 
 @pytest.mark.soak
 def test_a_killed_writer_leaves_the_old_content_or_the_new_one(tmp_path):
-    """The moments at which those that append are killed depend on the machine; the result must not."""
+    """Writers that append are killed at random moments; the rule for what they leave holds at every moment."""
     one_thread = {"OMP_NUM_THREADS": "1"}  # a pool of threads does not survive a fork
     environment = {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(PROGRAM), str(tmp_path), str(KILLS), "1"]

@@ -69,8 +69,11 @@ def test_models_are_named_on_the_command_line(tmp_path, monkeypatch):
         ({"models": ["tiny"], "name": "a\n"}, r"--name gives 'tiny' the name 'a\\n': a name has"),
         ({"models": ["tiny"], "adapters": ["a\n=x"]}, r"--adapter gives 'x' the name 'a\\n': a name has"),
         ({"models": ["tiny", "sudoku"], "quant": "int5"}, "there is no quantization 'int5'; try nvfp4, int4, fp8"),
-        ({"models": ["tiny"], "aliases": ["gpt=nobody"]}, "alias 'gpt' means 'nobody', which is no model here: name tiny"),
-        ({"models": ["tiny"], "aliases": ["*=gpt", "gpt=tiny"]}, r"the alias '\*' means 'gpt', which is no model here"),
+        (
+            {"models": ["tiny"], "aliases": ["gpt=nobody"]},
+            "'gpt' is for 'nobody', a model that is not served: choose one of tiny",
+        ),
+        ({"models": ["tiny"], "aliases": ["*=gpt", "gpt=tiny"]}, r"the alias '\*' is for 'gpt', a model that is not served"),
         ({"models": ["tiny", "sudoku"], "aliases": ["sudoku=tiny"]}, "the alias 'sudoku' is the name of a model already"),
         ({"models": ["tiny"], "aliases": ["a=tiny", "a=tiny"]}, "--alias gives the name a twice, for tiny and tiny"),
         ({"models": ["tiny"], "aliases": ["tiny"]}, "--alias is a name and a model, NAME=MODEL, got 'tiny'"),

@@ -94,7 +94,7 @@ def test_requests_are_answered_once_while_workers_of_a_running_cluster_are_kille
     assert answers == choices_by_id(folder / "alone.jsonl")
 
 
-def test_a_killed_batch_leaves_no_worker_and_resumes_on_a_cluster(folder, cluster):
+def test_a_killed_batch_leaves_no_worker_and_resumes(folder):
     out = folder / "resumed.jsonl"
     arguments = ["batch", "in.jsonl", "--out", out.name, "--workers", "2"]
     local = [sys.executable, "-m", "redraft", *arguments, "--ray", "local"]  # whose processes are found below its own
@@ -109,7 +109,7 @@ def test_a_killed_batch_leaves_no_worker_and_resumes_on_a_cluster(folder, cluste
     assert 0 < count_lines(out) < len(LINES)
     with out.open("ab") as file:
         file.write(b'{"id": "batch_req_to')  # a torn line
-    with start(folder, *arguments, "--resume", cluster=cluster) as command:
+    with start(folder, *arguments, "--ray", "local", "--resume") as command:
         assert command.wait() == 0, (folder / "log.txt").read_text()
     assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     assert choices_by_id(out) == choices_by_id(folder / "alone.jsonl")

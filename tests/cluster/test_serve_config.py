@@ -55,7 +55,7 @@ def test_a_config_is_read_from_yaml(tmp_path):
         ({"models": [{"name": "a:latest"}]}, "the model a:latest: leave out :latest, which clients add to any name"),
         ({"models": [TINY], "hosts": "example"}, "hosts must be a list of texts, got 'example'"),
         ({"models": [TINY], "image_hosts": ["http://a"]}, "image_hosts takes a host, .* got 'http://a'"),
-        ({"models": [TINY], "aliases": {"a": "b"}}, "the alias 'a' means 'b', which is no model here: name tiny"),
+        ({"models": [TINY], "aliases": {"a": "b"}}, "'a' is for 'b', a model that is not served: choose one of tiny"),
         ({"models": [TINY], "aliases": ["gpt"]}, "aliases must be an object"),
         ({"models": [TINY], "port": 0}, "port must be a whole number from 1 to 65535, got 0"),
     ],

@@ -245,7 +245,7 @@ def test_a_step_costs_the_same_however_many_requests_wait(monkeypatch, clients):
 
 
 def test_a_change_reads_every_waiting_request_a_few_times(monkeypatch):
-    """When a request has ended, the next one is chosen without a look at those that run, or at layers."""
+    """When a request has ended, the choice of the next one reads neither the running requests' bytes nor the layers."""
     costs = []
     for waiting in (16, 64):
         subject = engine(max_running=2)

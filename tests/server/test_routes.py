@@ -351,7 +351,7 @@ def test_a_long_name_is_shortened():
 @pytest.mark.parametrize(
     ("aliases", "sentence"),
     [
-        ({"gpt-4o": "nobody"}, "the alias 'gpt-4o' means 'nobody', which is no model here: name base, other"),
+        ({"gpt-4o": "nobody"}, "the alias 'gpt-4o' is for 'nobody', a model that is not served: choose one of base, other"),
         ({"other": "base"}, "the alias 'other' is the name of a model already: choose another one"),
     ],
 )
