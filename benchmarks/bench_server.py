@@ -3,8 +3,8 @@
 Every completion is compared with the same request sent alone; weights are loaded as float32, because in bf16 a batch rounds
 differently. Memory is the resident memory of the server process, after a quarter of the time and at the end.
 
-    python benchmarks/bench_server.py [--clients 64] [--seconds 300] [--leave 0.3] [--model tiny] [--tokens 64] [--steps 8]
-                                      [--rounds 20]
+    python benchmarks/bench_server.py [--clients 64] [--seconds 300 | --requests 120] [--leave 0.3] [--model tiny]
+                                      [--tokens 64] [--steps 8] [--rounds 20]
 """
 
 import argparse
@@ -63,12 +63,13 @@ def text_of(response: httpx.Response) -> str:
 
 
 class Load:
-    """Clients that send requests until the time is over."""
+    """Clients that send requests until the time is over, or until all of a number of requests are taken."""
 
     def __init__(self, url: str, options: argparse.Namespace) -> None:
         self.url = url
         self.options = options
-        self.deadline = time.monotonic() + options.seconds
+        self.began = time.monotonic()
+        self.taken = 0  # requests that a client has begun
         self.latencies: list[float] = []
         self.texts: dict[tuple[str, int], set[str]] = {}
         self.disconnected = 0
@@ -85,13 +86,13 @@ class Load:
         """Sends requests one after another, and sometimes disconnects midway."""
         rng = random.Random(number)
         with httpx.Client(base_url=self.url, timeout=600) as http:
-            while time.monotonic() < self.deadline:
+            while self._take():
                 prompt = rng.choice(PROMPTS)
                 seed = rng.randrange(4)
                 body = self.body(prompt, seed)
                 began = time.perf_counter()
                 if rng.random() < self.options.leave:
-                    self._disconnect_midway(http, body, rng.uniform(0.05, 1.0))
+                    self._disconnect_midway(http, body, rng.randrange(3))
                     continue
                 response = http.post("/v1/completions", json=body)
                 with self._lock:
@@ -103,22 +104,44 @@ class Load:
                     else:
                         self.failures.append(f"{response.status_code}: {response.text[:200]}")
 
-    def _disconnect_midway(self, http: httpx.Client, body: dict[str, Any], seconds: float) -> None:
-        try:
-            http.post("/v1/completions", json={**body, "stream": True}, timeout=seconds)
-        except httpx.TimeoutException:
-            with self._lock:
-                self.disconnected += 1
+    def progress(self) -> float:
+        """The part of the time, or of the requests, that is over."""
+        if self.options.requests:
+            return self.taken / self.options.requests
+        return (time.monotonic() - self.began) / self.options.seconds
+
+    def _take(self) -> bool:
+        """Counts one more request, if there is one."""
+        with self._lock:
+            if self.progress() >= 1:
+                return False
+            self.taken += 1
+            return True
+
+    def _disconnect_midway(self, http: httpx.Client, body: dict[str, Any], lines: int) -> None:
+        """Asks for frames of every step, and leaves after some lines of the answer."""
+        with http.stream("POST", "/v1/completions", json={**body, "stream": True, "diffusing": True}) as response:
+            received = response.iter_lines()
+            if response.status_code == 429:
+                with self._lock:
+                    self.rejected += 1
+                return
+            for _ in range(lines):
+                next(received, None)
+        with self._lock:
+            self.disconnected += 1
 
     def run(self, server: int) -> dict[str, Any]:
         """Runs all clients and returns the figures."""
         threads = [threading.Thread(target=self.client, args=(number,)) for number in range(self.options.clients)]
         for thread in threads:
             thread.start()
-        time.sleep(self.options.seconds / 4)
+        while self.progress() < 0.25:
+            time.sleep(0.05)
         memory_before = memory_mib(server)
         for thread in threads:
             thread.join()
+        seconds = time.monotonic() - self.began
         with httpx.Client(base_url=self.url, timeout=600) as http:
             stuck = self._stuck(http)
             memory_after = memory_mib(server)
@@ -129,7 +152,7 @@ class Load:
         latencies = sorted(self.latencies) or [0.0]
         return {
             "clients": self.options.clients,
-            "seconds": self.options.seconds,
+            "seconds": seconds,
             "completions": len(self.latencies),
             "disconnected": self.disconnected,
             "rejected_429": self.rejected,
@@ -138,7 +161,7 @@ class Load:
             "stuck": stuck,
             "p50_seconds": statistics.median(latencies),
             "p99_seconds": latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))],
-            "completions_per_second": len(self.latencies) / self.options.seconds,
+            "completions_per_second": len(self.latencies) / seconds,
             "memory_mib": [memory_before, memory_after],
         }
 
@@ -185,6 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--requests", type=int, default=0, help="end after so many, whatever their time")
     parser.add_argument("--leave", type=float, default=0.3)
     parser.add_argument("--model", default="")
     parser.add_argument("--tokens", type=int, default=64)

@@ -192,7 +192,7 @@ def body_attacks() -> dict[str, Callable[[str], str]]:
 def open_socket(url: str) -> socket.socket:
     """A connection of the attacker's."""
     parts = urlsplit(url)
-    return socket.create_connection((parts.hostname, parts.port), timeout=120, source_address=(ATTACKER, 0))
+    return socket.create_connection((parts.hostname, parts.port), timeout=600, source_address=(ATTACKER, 0))
 
 
 def send_raw(url: str, *pieces: bytes) -> str:

@@ -97,7 +97,7 @@ def tokens(page):
 
 
 def server_events(url, **body):
-    answer = httpx.post(f"{url}/v1/canvas", json={"stream": False, **body}, timeout=60)
+    answer = httpx.post(f"{url}/v1/canvas", json={"stream": False, **body}, timeout=600)
     return answer.json()["events"]
 
 

@@ -67,7 +67,7 @@ def two_nodes(**variables: str) -> Iterator[RayCluster]:
             yield RayCluster(json.loads(line)["address"], env, process.pid)
         finally:
             process.stdin.close()
-            process.wait(120)
+            process.wait(600)
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -44,7 +44,7 @@ def served(writer: Writer, send_buffer: int | None = None, sources=None, **chang
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(600)
 
 
 __all__ = ["NO_END", "EchoWriter", "make", "post_and_leave", "served", "user", "wait_until"]

@@ -153,8 +153,8 @@ def remove_manifest(folder: Path) -> Path:
     return folder
 
 
-def wait_until(condition: Callable[[], bool], checks: int = 6000) -> bool:
-    """Checks a condition every hundredth of a second until it holds; False when it never does. Reads no clock."""
+def wait_until(condition: Callable[[], bool], checks: int = 10**5) -> bool:
+    """Checks a condition until it holds; False when it never does. Reads no clock: it gives up after 15 minutes."""
     for _ in range(checks):
         if condition():
             return True

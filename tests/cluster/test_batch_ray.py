@@ -16,7 +16,6 @@ from tiny import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = [request(f"r{number}", prompt=f"prompt {number}", max_tokens=6, seed=number) for number in range(150)]
-PATIENT = 10**6  # checks: hours, for what each waits for ends with a process at the latest
 pytestmark = pytest.mark.soak
 
 
@@ -76,7 +75,7 @@ def count_lines(path: Path) -> int:
 
 
 def kill_a_worker(cluster: RayCluster, command: subprocess.Popen) -> None:
-    assert wait_until(lambda: bool(find_workers(cluster.pid)) or command.poll() is not None, checks=PATIENT)
+    assert wait_until(lambda: bool(find_workers(cluster.pid)) or command.poll() is not None)
     os.kill(find_workers(cluster.pid)[0], signal.SIGKILL)
 
 
@@ -84,7 +83,7 @@ def test_requests_are_answered_once_while_workers_of_a_running_cluster_are_kille
     out = folder / "killed.jsonl"
     with start(folder, "batch", "in.jsonl", "--out", out.name, "-m", "model", cluster=cluster) as command:
         for least in (1, 60):
-            assert wait_until(lambda least=least: count_lines(out) >= least or command.poll() is not None, checks=PATIENT)
+            assert wait_until(lambda least=least: count_lines(out) >= least or command.poll() is not None)
             assert command.poll() is None, (folder / "log.txt").read_text()
             assert count_lines(out) < len(LINES)
             kill_a_worker(cluster, command)
@@ -100,11 +99,11 @@ def test_a_killed_batch_leaves_no_worker_and_resumes(folder):
     local = [sys.executable, "-m", "redraft", *arguments, "--ray", "local"]  # whose processes are found below its own
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "REDRAFT_MODEL": str(folder / "model")}
     with subprocess.Popen(local, cwd=folder, env=environment, stderr=subprocess.DEVNULL) as command:
-        assert wait_until(lambda: count_lines(out) > 0 or command.poll() is not None, checks=PATIENT)
+        assert wait_until(lambda: count_lines(out) > 0 or command.poll() is not None)
         workers = find_workers(command.pid)
         assert len(workers) == 2
         command.kill()
-    assert wait_until(lambda: all(tiny.has_ended(pid) for pid in workers), checks=PATIENT)  # they end with it
+    assert wait_until(lambda: all(tiny.has_ended(pid) for pid in workers))  # they end with it
     kept = out.read_bytes()
     assert 0 < count_lines(out) < len(LINES)
     with out.open("ab") as file:

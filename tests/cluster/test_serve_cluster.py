@@ -47,8 +47,8 @@ class Deployed:
         self.settings = settings
         self.file = folder / "config.yaml"
         self.url = f"http://127.0.0.1:{settings['port']}"
-        self.http = httpx.Client(base_url=self.url, headers=HEADERS, timeout=120)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=120)
+        self.http = httpx.Client(base_url=self.url, headers=HEADERS, timeout=600)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=600)
 
     def deploy(self, **tiny_settings):
         """Deploys, with other settings of the model tiny."""
@@ -109,7 +109,7 @@ def deployed(cluster, tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone():
     """The answer of a single process to a request."""
-    with serving.served(redraft.load("tiny", dtype="float32"), name="tiny") as url, httpx.Client(timeout=120) as http:
+    with serving.served(redraft.load("tiny", dtype="float32"), name="tiny") as url, httpx.Client(timeout=600) as http:
 
         @functools.cache
         def ask(body):
@@ -186,7 +186,7 @@ def test_a_model_an_adapter_and_an_alias_are_answered_by_their_deployments(deplo
 
 
 def test_access_is_checked_as_on_one_machine_and_all_ports_are_local(deployed):
-    with httpx.Client(base_url=deployed.url, timeout=60) as stranger:
+    with httpx.Client(base_url=deployed.url, timeout=600) as stranger:
         assert stranger.get("/v1/models").status_code == 401
         assert stranger.get("/metrics").status_code == 401
         assert stranger.get("/health").json()["replicas"][0].keys() == {"model", "replica", "status", "active"}
@@ -215,7 +215,7 @@ def test_too_many_requests_are_answered_429(deployed):
             if response.status_code == 429:
                 response.read()
                 refused.append((response.headers["retry-after"], response.json()["error"]["message"]))
-            done.wait(60) if not refused else done.set()
+            done.wait(600) if not refused else done.set()
 
     with ThreadPoolExecutor(40) as clients:
         list(clients.map(ask, range(40)))

@@ -40,7 +40,7 @@ def test_serve_with_replicas_drains_at_sigterm_and_leaves_no_process(tmp_path):
         assert server.poll() is None
         children = psutil.Process(server.pid).children(recursive=True)
         body = {"prompt": "ab", "max_tokens": 400, "seed": 3, "logit_bias": {"1": -100, "5": -100}, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as response:
             lines = response.iter_lines()
             next(lines)
             server.send_signal(signal.SIGTERM)

@@ -417,7 +417,7 @@ def test_a_background_thread_makes_the_steps_of_all_streams():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(600)
         assert engine.is_idle
         with pytest.raises(RuntimeError, match="in a thread already"), engine.run_in_background():
             pass

@@ -196,7 +196,7 @@ def test_turns_of_many_threads_leave_steps_between_them(monkeypatch):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(600)
     assert order.count("turn") == 40
     assert ("turn", "turn") not in list(pairwise(order))
 

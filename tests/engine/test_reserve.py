@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from tiny import wait_until
 
 from redraft.config import FULL, SLIDING, EngineConfig
 from redraft.diffusion.generate import Finished
@@ -65,7 +66,7 @@ def test_requests_wait_for_a_reservation_and_do_not_overtake_one_that_waits():
         stop = threading.Event()
         waits = threading.Thread(target=reserve_until_stopped, args=(engine, 90, stop))
         waits.start()
-        wait_until(lambda: len(engine.scheduler.reservations) == 2)
+        assert wait_until(lambda: len(engine.scheduler.reservations) == 2)
         small = engine.add([2], CFG, seed=1)  # fits, but came later than the second reservation
         finished = threading.Event()
         reader = threading.Thread(target=lambda: (list(engine.stream(small)), finished.set()))
@@ -73,19 +74,13 @@ def test_requests_wait_for_a_reservation_and_do_not_overtake_one_that_waits():
         assert not finished.wait(0.3)
         stop.set()
         waits.join()
-        assert finished.wait(60)
+        assert finished.wait(600)
         reader.join()
 
 
 def reserve_until_stopped(engine: Engine, tokens: int, stop: threading.Event) -> None:
     with pytest.raises(Stopped), engine.reserve(tokens, stop=stop):
         pass
-
-
-def wait_until(condition) -> None:
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -101,10 +96,10 @@ def test_a_client_that_leaves_while_it_waits_for_memory_is_let_go(in_background)
         with engine.reserve(90):
             thread = threading.Thread(target=wait_for_memory)
             thread.start()
-            wait_until(lambda: len(engine.scheduler.reservations) == 2)
+            assert wait_until(lambda: len(engine.scheduler.reservations) == 2)
             assert not stopped.is_set()
             stop.set()
-            thread.join(60)
+            thread.join(600)
             assert stopped.is_set()
 
     if in_background:

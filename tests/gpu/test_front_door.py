@@ -234,7 +234,7 @@ def test_serve_with_the_openai_client(tmp_path):
         assert filled.choices[0].text
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(600)
 
 
 @pytest.mark.elsewhere

@@ -98,10 +98,10 @@ def test_a_choice_that_cannot_be_made_is_refused(url):
         ({**chat, "tool_choice": NAMED, "max_tokens": 3}, "takes 24 tokens, the answer may have 3"),
     ]  # fmt: skip
     for body, words in odd:
-        refused = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        refused = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600)
         assert (refused.status_code, words in refused.text) == (400, True), refused.text
     refused = httpx.post(
-        f"{url}/v1/messages", json={"messages": user("x"), "max_tokens": 9, "tool_choice": {"type": "tool"}}, timeout=60
+        f"{url}/v1/messages", json={"messages": user("x"), "max_tokens": 9, "tool_choice": {"type": "tool"}}, timeout=600
     )
     assert (refused.status_code, "any or a tool by its name" in refused.text) == (400, True)
 

@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
             while not server.is_over.is_set():
                 self.wfile.write(bytes(2**16))
         elif kind == "slow":
-            server.is_over.wait(60)
+            server.is_over.wait(600)
         elif kind == "drip":  # a response that ends its connection, as most servers send it
             self.answer(200, b"", **{"Content-Length": "100000", "Connection": "close"})
             while not server.is_over.wait(0.05):
@@ -95,7 +95,7 @@ def web():
         server.is_over.set()
         server.shutdown()
         server.server_close()
-        thread.join(30)
+        thread.join(600)
 
 
 @pytest.fixture(name="site")
@@ -255,7 +255,7 @@ def test_an_image_of_several_completions_is_fetched_once(site):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(600)
         assert len(found) == 4
         assert all(data == PICTURE if words is None else words in data for data in found)
         assert [asked for _, asked in server.asked].count(f"/{path}") == 1
@@ -328,7 +328,7 @@ def test_a_server_fetches_what_its_flag_names(site, tmp_path):
 
     def ask(url, image):
         body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": image}}]}]}
-        return httpx.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 8, "seed": 1}, timeout=60)
+        return httpx.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 8, "seed": 1}, timeout=600)
 
     with served(redraft.load(folder, device="cpu"), image_hosts=(f"127.0.0.1:{port}",)) as url:
         direct = ask(url, vision_models.data_url(PICTURE)).json()["choices"][0]["message"]["content"]

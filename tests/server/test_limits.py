@@ -25,7 +25,7 @@ PLAIN = {"prompt": "ab", "max_tokens": 4, "seed": 1}
 
 def raw_socket(url: str) -> socket.socket:
     parts = httpx.URL(url)
-    return socket.create_connection((parts.host, parts.port), timeout=60)
+    return socket.create_connection((parts.host, parts.port), timeout=600)
 
 
 def exchange(url: str, *pieces: bytes) -> bytes:
@@ -213,7 +213,7 @@ def test_bytes_that_are_being_received_are_limited_by_client(strict):
 
 
 def post(url: str, content: bytes) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", content=content, timeout=60)
+    return httpx.post(f"{url}/v1/completions", content=content, timeout=600)
 
 
 def test_bytes_are_counted_while_a_body_is_received_and_not_longer():
@@ -381,7 +381,7 @@ def test_requests_that_compile_have_slots_of_their_own():
         gate = threading.Event()
 
         def work(stop):
-            gate.wait(60)
+            gate.wait(600)
             yield "started"
             yield "text"
 
@@ -404,7 +404,7 @@ def test_requests_that_compile_have_slots_of_their_own():
 
 
 def canvas_error(url: str, **body) -> str:
-    refused = httpx.post(f"{url}/v1/canvas", json={"prompt": "a", "stream": False, "max_tokens": 64, **body}, timeout=60)
+    refused = httpx.post(f"{url}/v1/canvas", json={"prompt": "a", "stream": False, "max_tokens": 64, **body}, timeout=600)
     assert refused.status_code == 400
     return refused.json()["error"]["message"]
 
@@ -433,7 +433,7 @@ def test_of_a_long_draft_only_the_canvas_is_tokenized(path, body, monkeypatch):
     monkeypatch.setattr(writer.tokenizer, "encode", lambda text, limit=None: lengths.append(len(text)) or real(text, limit))
     with served(writer) as url:
         messages = {} if "canvas" in path else {"messages": [{"role": "user", "content": "a"}]}
-        assert httpx.post(url + path, json={**messages, **body}, timeout=60).status_code == 200
+        assert httpx.post(url + path, json={**messages, **body}, timeout=600).status_code == 200
     assert max(lengths) < 10_000
 
 
@@ -442,7 +442,7 @@ def test_json_inside_of_json_is_counted_too():
     call = {"function": {"name": "f", "arguments": arguments}}
     message = {"role": "assistant", "content": "a", "tool_calls": [call]}
     with served(make()) as url:
-        refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": [message]}, timeout=60)
+        refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": [message]}, timeout=600)
         assert (refused.status_code, "at most 10,000 are accepted" in refused.text) == (400, True)
 
 
@@ -478,7 +478,7 @@ def test_gaps_and_regions_are_searched_in_threads(monkeypatch):
     gap = {"prompt": "<fim_prefix>a<fim_suffix>b<fim_middle>", "max_tokens": 1, "stream": False}
     edit = {"messages": [{"role": "user", "content": "<|code_to_edit|>a<|/code_to_edit|>"}]}
     bodies = {"/v1/completions": gap, "/v1/fim/completions": gap, "/api/generate": gap, "/v1/edit/completions": edit}
-    with served(make()) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with served(make()) as url, httpx.Client(base_url=url, timeout=600) as client:
         for path, body in bodies.items():
             assert client.post(path, json=body).status_code == 200, path
     assert len(threads) == 4
@@ -506,7 +506,7 @@ def test_a_prompt_of_seven_megabytes_is_refused_untouched_and_others_are_tokeniz
         "/v1/canvas": {"prompt": text},
         "/v1/canvas/edit": {"text": text},
     }
-    with served(writer) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with served(writer) as url, httpx.Client(base_url=url, timeout=600) as client:
         for path, body in bodies.items():
             refused = client.post(path, json=body)
             assert (refused.status_code, "has more than 512 tokens" in refused.text) == (400, True), path

@@ -127,5 +127,5 @@ def test_schemas_and_forced_tools_are_obeyed(client):
     ],
 )
 def test_what_cannot_be_done_is_refused_with_a_sentence(url, fields, words):
-    refused = httpx.post(f"{url}/v1/responses", json={"input": "x", **fields, "stream": True}, timeout=60)
+    refused = httpx.post(f"{url}/v1/responses", json={"input": "x", **fields, "stream": True}, timeout=600)
     assert (refused.status_code, words in refused.json()["error"]["message"]) == (400, True), refused.text

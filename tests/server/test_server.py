@@ -30,7 +30,7 @@ def url():
 
 @pytest.fixture(scope="module")
 def http(url):
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=600) as client:
         yield client
 
 

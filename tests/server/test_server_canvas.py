@@ -23,13 +23,13 @@ def url():
 
 
 def events(url, path="", **body):
-    answer = httpx.post(f"{url}/v1/canvas{path}", json={"stream": False, **body}, timeout=60)
+    answer = httpx.post(f"{url}/v1/canvas{path}", json={"stream": False, **body}, timeout=600)
     assert answer.status_code == 200, answer.text
     return answer.json()["events"]
 
 
 def refusal(url, path="", **body):
-    answer = httpx.post(f"{url}/v1/canvas{path}", json=body, timeout=60)
+    answer = httpx.post(f"{url}/v1/canvas{path}", json=body, timeout=600)
     assert answer.status_code == 400, answer.text
     return answer.json()["error"]["message"]
 
@@ -73,7 +73,7 @@ def test_frames_add_up_to_the_drafts_of_the_engine(url):
 
 
 def test_a_stream_is_the_same_events(url):
-    with httpx.stream("POST", f"{url}/v1/canvas", json=STORY, timeout=60) as answer:
+    with httpx.stream("POST", f"{url}/v1/canvas", json=STORY, timeout=600) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert lines.pop() == "[DONE]"
     told, expected = [json.loads(line) for line in lines], events(url, **STORY)
@@ -293,7 +293,7 @@ def test_bad_edits_raise_before_anything_is_streamed(url):
 
 def test_frames_of_chats_have_probabilities_too(url):
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "diffusing": True, "max_tokens": 16, "seed": 1}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     frames = [json.loads(line) for line in lines if "diffusion_frame" in line]
     assert set(frames[0]["tokens"][0]) == {"i", "t", "s", "p", "e"}
@@ -303,4 +303,4 @@ def test_frames_of_chats_have_probabilities_too(url):
 def test_watching_does_not_change_the_text(url):
     seen = events(url, **STORY)[-1]["text"]
     plain = {"prompt": "Hello", "seed": 7, "max_tokens": 32, "diffusion_max_steps": 6, "logit_bias": {"1": -100, "5": -100}}
-    assert httpx.post(f"{url}/v1/completions", json=plain, timeout=60).json()["choices"][0]["text"] == seen
+    assert httpx.post(f"{url}/v1/completions", json=plain, timeout=600).json()["choices"][0]["text"] == seen

@@ -52,7 +52,7 @@ def client(url):
 
 
 def post(url, path, **body):
-    return httpx.post(f"{url}{path}", json=body, timeout=60)
+    return httpx.post(f"{url}{path}", json=body, timeout=600)
 
 
 def expected(check, prompt=PROMPT, seed=7, max_new_tokens=24, **changes):
@@ -174,7 +174,7 @@ def test_a_stop_string_ends_the_stream_with_the_counts_so_far(by_default):
     assert whole["usage"]["completion_tokens"] == 13
     timings = whole["timings"]
     assert timings["check"] == check
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=60) as answer:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=600) as answer:
         chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "one. two. thr"
     if check == "off":

@@ -68,7 +68,7 @@ def _answer(folder):
 
 
 def post(url, path, **body):
-    return httpx.post(url + path, json=body, timeout=120)
+    return httpx.post(url + path, json=body, timeout=600)
 
 
 # 1. The same answers
@@ -164,7 +164,7 @@ def test_answers_are_the_same_beside_other_requests(url, answer):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(300)
+        thread.join(600)
     assert results == {f"image {n}": answer.text for n in range(5)} | {f"text {n}": alone[n] for n in range(5)}
 
 
@@ -177,7 +177,7 @@ def test_the_route_of_the_page_takes_images(url, answer):
     assert tuple(ids[: len(answer.ids)]) == answer.ids
     assert {event["type"] for event in events} == {"begin", "frame", "canvas", "end"}
     assert (events[-1]["text"], events[-1]["timings"]["seed"]) == (answer.text, SEED)
-    streamed = httpx.post(f"{url}/v1/canvas", json=body | {"stream": True}, timeout=120)
+    streamed = httpx.post(f"{url}/v1/canvas", json=body | {"stream": True}, timeout=600)
     lines = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: {")]
     assert lines[-1]["text"] == answer.text
 
@@ -426,7 +426,7 @@ def test_a_client_that_leaves_while_its_picture_is_decoded_frees_its_slot(folder
 
     def sleep(message, name, stop):
         calls.append(name)
-        stop.wait(300)
+        stop.wait(600)
         raise HelperStoppedError
 
     with served(load(folder)) as url:

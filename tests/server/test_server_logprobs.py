@@ -90,11 +90,11 @@ def test_logprobs_of_ids_that_only_the_model_has():
     assert writer.tokenizer.size < 300
     with served(writer) as url:
         body = {"prompt": "ab", "max_tokens": 24, "seed": 1, "logprobs": 20, "logit_bias": NO_END}
-        found = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        found = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
         assert found.status_code == 200, found.text
         choice = found.json()["choices"][0]
         for at, token in zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True):
             assert token == "\ufffd" or choice["text"][at : at + len(token)] == token
         canvases = [[290] * 16]
-        edit = httpx.post(f"{url}/v1/canvas/edit", json={"text": "x" * 20, "canvases": canvases}, timeout=60)
+        edit = httpx.post(f"{url}/v1/canvas/edit", json={"text": "x" * 20, "canvases": canvases}, timeout=600)
         assert (edit.status_code, "the token 290 is no text" in edit.text) == (400, True)

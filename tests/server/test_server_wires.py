@@ -36,7 +36,7 @@ def plain_url():
 
 @pytest.fixture(scope="module")
 def http(url):
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=600) as client:
         yield client
 
 
@@ -94,10 +94,10 @@ def test_thinking_on_a_model_without_it_is_refused_with_the_reason(plain_url):
         "/api/chat": {"think": True},
     }
     for path, fields in asked.items():
-        refused = httpx.post(f"{plain_url}{path}", json={"messages": user("x"), **fields}, timeout=60)
+        refused = httpx.post(f"{plain_url}{path}", json={"messages": user("x"), **fields}, timeout=600)
         assert (refused.status_code, reason in refused.text) == (400, True), path
     adaptive = {"messages": user("x"), "max_tokens": 4, "thinking": {"type": "adaptive"}}
-    assert httpx.post(f"{plain_url}/v1/messages", json=adaptive, timeout=60).status_code == 200
+    assert httpx.post(f"{plain_url}/v1/messages", json=adaptive, timeout=600).status_code == 200
     assert "thinking" not in httpx.post(f"{plain_url}/api/show", json={}).json()["capabilities"]
 
 
@@ -125,7 +125,7 @@ def test_a_page_may_use_the_server_only_if_its_origin_is_named():
     page = {"Origin": "https://app.example"}
     wants = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
     limits = Limits(key="secret", origins=(parse_origin("https://App.example:443/"),))
-    with served(make(), limits=limits) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with served(make(), limits=limits) as url, httpx.Client(base_url=url, timeout=600) as client:
         allowed = client.options("/v1/completions", headers={**page, **wants})
         assert (allowed.status_code, allowed.text) == (204, "")
         assert allowed.headers["access-control-allow-origin"] == "https://app.example"

@@ -26,7 +26,7 @@ def test_a_client_with_one_request_is_before_those_with_several():
     def wait(client):
         with pool.lend(StopEvent(client)):
             order.append(client)
-            released.wait(60)
+            released.wait(600)
 
     with pool.lend(StopEvent("a")):
         threads = [threading.Thread(target=wait, args=(client,)) for client in "abb"]
@@ -42,7 +42,7 @@ def test_a_client_with_one_request_is_before_those_with_several():
     assert order[-1] == "c"  # it came last, and has none
     released.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert len(order) == 5
 
 
@@ -54,7 +54,7 @@ def test_a_client_has_its_share_and_the_longest_waiting_one_is_next():
     def wait(client):
         with pool.lend(StopEvent(client)):
             order.append(client)
-            released[client].wait(60)
+            released[client].wait(600)
 
     threads = []
     for count, client in enumerate(("a", "a", "b", "c", "d"), 1):
@@ -68,7 +68,7 @@ def test_a_client_has_its_share_and_the_longest_waiting_one_is_next():
     for event in released.values():
         event.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert sorted(order) == ["a", "a", "b", "c", "d"]
     stop = StopEvent("e")
     stop.set()
@@ -94,5 +94,5 @@ def test_a_caller_that_stops_waiting_leaves_the_others_of_its_client_their_place
         stop.set()
         assert wait_until(lambda: len(pool._waiting) == 2)
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert order == ["a", "b"]

@@ -189,7 +189,7 @@ def test_a_slow_picture_does_not_hold_the_others(monkeypatch):
         if not message.endswith(slow):
             return call(self, message, stop)
         is_in_work.release()
-        assert stop.wait(60)
+        assert stop.wait(600)
         raise helper_process.HelperStoppedError
 
     monkeypatch.setattr(helper_process.HelperProcess, "call", wait_if_slow)
@@ -204,17 +204,17 @@ def test_a_slow_picture_does_not_hold_the_others(monkeypatch):
 
     threads = [threading.Thread(target=read_slowly)]
     threads[0].start()
-    assert is_in_work.acquire(timeout=60)
+    assert is_in_work.acquire(timeout=600)
     assert read_picture(data, stop=StopEvent("hostile")).format == "PNG"
     threads += [threading.Thread(target=read_slowly) for _ in range(3)]
     for thread in threads[1:]:
         thread.start()
-    assert is_in_work.acquire(timeout=60)
+    assert is_in_work.acquire(timeout=600)
     assert read_picture(data, stop=StopEvent("honest")).format == "PNG"
     assert not is_in_work.acquire(blocking=False)  # the others of this client wait
     stop.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert outcomes == ["stopped"] * 4
 
 

@@ -18,16 +18,15 @@ from redraft.model.drafter import DrafterConfig, new_drafter
 from redraft.model.lora import AdapterError
 from redraft.train import adapting, draft_loss
 from redraft.train.adapting import AdaptOptions, adapting_config, adapting_data
+from redraft.train.config import TrainConfig
 from redraft.train.evals import acceptance
 from redraft.train.held_out import Evaluated
 from redraft.train.loop import Trainer
 from redraft.train.records import Source
 
 
-@pytest.fixture(name="folder", scope="module")
-def _folder(tmp_path_factory):
+def write_answers(folder):
     """A random Llama with a byte vocabulary in `base`, and answers in `own-0000.jsonl`."""
-    folder = tmp_path_factory.mktemp("drafts")
     llama_models.save_with_bytes(folder / "base", num_hidden_layers=1)
     rng = random.Random(0)
     answers = [{"prompt_ids": [1, 9], "ids": [rng.choice((70, 71, 72))] * 40} for _ in range(64)]
@@ -35,13 +34,21 @@ def _folder(tmp_path_factory):
     return folder
 
 
-def train(folder, out, **changes) -> list[dict[str, float]]:
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory):
+    return write_answers(tmp_path_factory.mktemp("drafts"))
+
+
+def make_config(folder, **changes) -> TrainConfig:
     drafter = DrafterConfig(rank=4, alpha=8.0, head_size=16, canvas_length=4)
     options = AdaptOptions(drafter=drafter, length=64, batch=4, rows=4, steps=4, rate=3e-2)
     source = Source(files=(str(folder / "own-0000.jsonl"),), own=True, every=8)
     cfg = adapting_config(str(folder / "base"), adapting_data(source, 128, options), 2560, options, torch.device("cpu"))
-    cfg = replace(cfg, evaluate_every=1, save_every=4, **changes)
-    return [event.scores for event in Trainer(cfg, out).run() if isinstance(event, Evaluated)]
+    return replace(cfg, **{"evaluate_every": 1, "save_every": 4, **changes})
+
+
+def train(folder, out, **changes) -> list[dict[str, float]]:
+    return [event.scores for event in Trainer(make_config(folder, **changes), out).run() if isinstance(event, Evaluated)]
 
 
 def test_bf16_learns_what_float32_learns_also_in_pieces(folder, tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import llama_models
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
 
 from redraft import checkpoint
 from redraft.model.page import PageConfig
@@ -19,19 +18,22 @@ from redraft.train.config import TrainConfig
 from redraft.train.documents import Document
 from redraft.train.evals.gaps import TokenGap, read_documents, remove_spans, score_gaps
 from redraft.train.held_out import Evaluated
-from redraft.train.loop import Saved, Trainer
+from redraft.train.loop import Trainer
 from redraft.train.records import Source
 
 
-@pytest.fixture(name="folder", scope="module")
-def _folder(tmp_path_factory):
+def write_texts(folder: Path) -> Path:
     """A random Llama with a byte vocabulary in `base`, and in `texts.jsonl` texts that repeat one letter each."""
-    folder = tmp_path_factory.mktemp("pages")
     llama_models.save_with_bytes(folder / "base", num_hidden_layers=1)
     rng = random.Random(0)
     texts = [rng.choice("abcdefgh") * 40 for _ in range(96)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return folder
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("pages"))
 
 
 def make_config(folder: Path, steps: int, **changes) -> TrainConfig:
@@ -75,21 +77,14 @@ def test_canvases_fill_gaps_that_left_to_right_cannot(folder, tmp_path):
     assert found["removed"].exact_gaps == 1
 
 
-def test_a_few_steps_lower_the_loss_and_a_resumed_run_is_the_unbroken_one(folder, tmp_path):
-    scores = train(make_config(folder, 2, evaluate_every=1, save_every=2), tmp_path / "whole")
+def test_a_few_steps_lower_the_loss(folder, tmp_path):
+    cfg = make_config(folder, 2, evaluate_every=1)
+    scores = train(cfg, tmp_path)
     assert scores[-1]["denoiser"] < scores[0]["denoiser"]
     assert scores[0].keys() == {"denoiser"}  # the causal half is frozen
-    cfg = make_config(folder, 2, evaluate_every=1, save_every=1)
-    for event in Trainer(cfg, tmp_path / "broken").run():
-        if isinstance(event, Saved):
-            break
-    train(cfg, tmp_path / "broken")
-    whole, resumed = (load_file(tmp_path / run / "adapter.safetensors") for run in ("whole", "broken"))
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     for page in (replace(cfg.page, rank=4), replace(cfg.page, canvas_lengths=(16,))):
         with pytest.raises(ValueError, match="give another folder"):
-            Trainer(replace(cfg, page=page), tmp_path / "broken")
+            Trainer(replace(cfg, page=page), tmp_path)
 
 
 def test_one_part_is_trained_at_a_time(folder):

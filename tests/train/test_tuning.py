@@ -85,25 +85,6 @@ def test_a_run_learns_and_leaves_the_base_as_it_was(tmp_path):
     assert found[-1].model == tmp_path / "run"
 
 
-@pytest.mark.soak
-def test_resumed_equals_unbroken(tmp_path):
-    """Dropout, positions inside a conversation and the best score included."""
-    unbroken = config(tmp_path, save_every=3)
-    list(Trainer(unbroken, tmp_path / "one").run())
-    run = Trainer(unbroken, tmp_path / "two").run()
-    for event in run:
-        if isinstance(event, Report) and event.step == 5:
-            run.close()  # as a kill would: the checkpoint of step 3 is the last
-            break
-    resumed = Trainer(unbroken, tmp_path / "two")
-    assert resumed.step == 3
-    list(resumed.run())
-    for folder in ("", "last"):
-        one, two = (tensors(tmp_path / run / folder) for run in ("one", "two"))
-        assert one.keys() == two.keys()
-        assert all(torch.equal(one[name], two[name]) for name in one)
-
-
 def test_another_adapter_in_the_same_folder_is_refused(tmp_path):
     list(Trainer(config(tmp_path, steps=1), tmp_path / "run").run())
     with pytest.raises(
