@@ -119,10 +119,7 @@ def test_steps_are_timed_by_canvases_and_context(run_main):
 
 @pytest.mark.soak
 def test_an_adversary_stalls_nobody(tmp_path):
-    """The catalogue and 2,000 generated requests: every one refused or answered, honest answers as if asked alone.
-
-    The server's helper processes have the lowest priority. With pauses the honest clients leave them a core.
-    """
+    """The catalogue and 2,000 generated requests: every one refused or answered, honest answers as if asked alone."""
     folder = tiny.save_folder(tmp_path / "model")
     options = {"model": folder, "generated": 2000, "tokens": 32, "answers": 4, "attackers": 2, "pause": 3}
     found = last_line("benchmarks/bench_adversary.py", *(f"--{name}={value}" for name, value in options.items()))

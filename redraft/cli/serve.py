@@ -91,7 +91,7 @@ BodySeconds = Annotated[
     float, option("--body-seconds", help="Maximum time for a request body to arrive.", parser=parse_float)
 ]
 CompileSeconds = Annotated[
-    float, option("--compile-seconds", help="Maximum time to compile a request's pattern.", parser=parse_float)
+    float, option("--compile-seconds", help="Maximum processor time to compile a request's pattern.", parser=parse_float)
 ]
 DrainSeconds = Annotated[
     float, option("--drain-seconds", help="Time for running requests to finish at shutdown.", parser=parse_float)

@@ -22,7 +22,6 @@ from redraft.tokenizer.helper_process import HelperMemoryError, HelperProcess, H
 
 MODULE = "redraft.tokenizer.chat_template"  # what the helper process runs
 RENDER_SECONDS = 5.0
-LONGEST_SECONDS = 60.0  # on a busy machine, where a helper process gets a hundredth of a core
 RENDERERS = 2
 MAX_OUTPUT = 16_000_000  # characters; more than a request's body can hold
 
@@ -95,7 +94,7 @@ def _raise_exception(message: str) -> None:
 
 @lru_cache(maxsize=1)
 def _renderers() -> HelperPool[HelperProcess]:
-    return HelperPool(lambda: HelperProcess(MODULE, seconds=RENDER_SECONDS, longest_seconds=LONGEST_SECONDS), RENDERERS)
+    return HelperPool(lambda: HelperProcess(MODULE, seconds=RENDER_SECONDS), RENDERERS)
 
 
 def _to_json(value: Any) -> Any:

@@ -3,13 +3,12 @@
     HelperProcess.call(message) -> [python -m MODULE: answer_calls(handle)] -> answer
 
 A thread cannot be stopped, and Python code in one thread slows down all others, which wait for the interpreter's lock. A
-process can be killed. It runs at the lowest priority, so that the engine keeps the cores it needs. It imports no PyTorch.
-Messages are bytes, sent through pipes with their length in front.
+process can be killed. Its time limit counts processor time: beside busy programs the same work takes longer by the clock.
+It imports no PyTorch. Messages are bytes, sent through pipes with their length in front.
 """
 
 import atexit
 import ctypes
-import math
 import os
 import queue
 import signal
@@ -27,9 +26,8 @@ from typing import IO
 HEADER = struct.Struct("<q")  # the length of a message
 READY = b"ready"  # the first message of a process: its imports are done
 ANSWER, OUT_OF_MEMORY, FAULT = b"a", b"m", b"f"  # the first byte of every later one
-START_SECONDS = 120.0  # for the imports, on a machine that is busy
 POLL_SECONDS = 0.02  # how often a caller checks its stop event
-LOWEST_PRIORITY = 19
+COUNTS_PROCESSOR_TIME = hasattr(signal, "setitimer")  # not on Windows, where the clock limits a call
 MEMORY_BYTES = 1 << 30  # of address space
 LACK_OF_MEMORY = (signal.SIGABRT, signal.SIGSEGV)  # how libraries end a process that gets no memory
 THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # each thread would take address space
@@ -41,7 +39,7 @@ class HelperError(RuntimeError):
 
 
 class HelperTimeoutError(HelperError):
-    """The work took longer than its time limit and was killed."""
+    """The work took more processor time than its limit and was killed."""
 
 
 class HelperStoppedError(HelperError):
@@ -55,17 +53,13 @@ class HelperMemoryError(HelperError):
 class HelperProcess:
     """One process that answers one call at a time. It starts with the first call, and again after it was killed.
 
-    `seconds` is the time limit of a call. With `longest_seconds` it counts processor time, up to that many seconds in all:
-    beside busy programs a process of the lowest priority gets hardly any. `setup` is a message that a new process receives
-    first and does not answer.
+    `seconds` is the processor time that a call may take. `setup` is a message that a new process receives first and does
+    not answer.
     """
 
-    def __init__(
-        self, module: str, *, seconds: float, longest_seconds: float | None = None, setup: bytes | None = None
-    ) -> None:
+    def __init__(self, module: str, *, seconds: float, setup: bytes | None = None) -> None:
         self.module = module
         self.seconds = seconds
-        self.longest_seconds = longest_seconds
         self.setup = setup
         self.starts = 0  # how many processes were started
         self._process: subprocess.Popen[bytes] | None = None
@@ -82,7 +76,7 @@ class HelperProcess:
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # it has ended: `_wait_for_answer` says why
                 write_message(process.stdin, message)
-            return self._read_answer(self._wait_for_answer(self.seconds, stop, self.longest_seconds))
+            return self._read_answer(self._wait_for_answer(stop))
         except BaseException:
             self._kill()  # nobody waits for its answer
             raise
@@ -109,7 +103,7 @@ class HelperProcess:
                 **dict.fromkeys(THREAD_COUNTS, "1"),
                 "PYTHONPATH": os.pathsep.join([PACKAGE, *paths]),
             }
-            command = [sys.executable, "-P", "-m", self.module]
+            command = [sys.executable, "-P", "-m", self.module, str(self.seconds)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
             atexit.register(self._kill)
             self.starts += 1
@@ -119,19 +113,14 @@ class HelperProcess:
                 target=_read_answers, args=(self._process.stdout, self._answers), name="redraft-helper", daemon=True
             )
             self._reader.start()
-            try:
-                ready = self._wait_for_answer(START_SECONDS, stop)
-            except HelperTimeoutError:
-                raise HelperError(f"{self.module} did not start within {START_SECONDS:g} s") from None
-            assert ready == READY
+            assert self._wait_for_answer(stop) == READY
             if self.setup is not None:
                 assert self._process.stdin is not None
                 write_message(self._process.stdin, self.setup)
         return self._process
 
-    def _wait_for_answer(self, seconds: float, stop: threading.Event | None, longest_seconds: float | None = None) -> bytes:
+    def _wait_for_answer(self, stop: threading.Event | None) -> bytes:
         began = time.monotonic()
-        used_before = self._processor_seconds()
         while True:
             _check_stop(stop)
             with suppress(queue.Empty):
@@ -140,27 +129,18 @@ class HelperProcess:
                     return answer
                 assert self._process is not None
                 code = self._process.wait()
+                if COUNTS_PROCESSOR_TIME and code == -signal.SIGPROF:
+                    raise self._timeout_error()
                 if -code in LACK_OF_MEMORY:
                     raise HelperMemoryError(f"{self.module} was ended by signal {-code}")
                 if code < 0:  # `close`, an operator, or the system, which needed memory for others
                     raise HelperError(f"{self.module} was killed by signal {-code}")
                 raise HelperError(f"{self.module} has ended with exit code {code}")
-            elapsed = time.monotonic() - began
-            if elapsed <= seconds:
-                continue
-            is_starved = self._processor_seconds() - used_before < seconds
-            if not is_starved or elapsed > (longest_seconds or seconds):
-                raise HelperTimeoutError(f"{self.module} took longer than {seconds:g} s")
+            if not COUNTS_PROCESSOR_TIME and time.monotonic() - began > self.seconds:
+                raise self._timeout_error()
 
-    def _processor_seconds(self) -> float:
-        """What the process has used so far; infinity where the operating system does not say it."""
-        assert self._process is not None
-        try:
-            stat = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return math.inf
-        user, system = map(int, stat.rpartition(")")[2].split()[11:13])
-        return (user + system) / os.sysconf("SC_CLK_TCK")
+    def _timeout_error(self) -> HelperTimeoutError:
+        return HelperTimeoutError(f"{self.module} took longer than {self.seconds:g} s")
 
     def _read_answer(self, answer: bytes) -> bytes:
         kind = answer[:1]
@@ -217,9 +197,11 @@ def read_message(pipe: IO[bytes]) -> bytes | None:
 def answer_calls(handle: Callable[[bytes], bytes], set_up: Callable[[bytes], None] | None = None) -> None:
     """The main function of a helper process: answers messages until its parent closes the pipe or dies.
 
-    `set_up` takes the first message, which has no answer.
+    `set_up` takes the first message, which has no answer. The first argument of the program is the processor time of a
+    call, at whose end the operating system ends the process with SIGPROF.
     """
-    _limit_resources()
+    _limit_memory()
+    seconds = float(sys.argv[1])
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     sys.stdout = sys.stderr  # a print of the work must not look like an answer
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -235,12 +217,15 @@ def answer_calls(handle: Callable[[bytes], bytes], set_up: Callable[[bytes], Non
         if set_up is not None:
             set_up(messages.get())
         while True:
+            message = messages.get()
+            _limit_processor_time(seconds)
             try:
-                answer = ANSWER + handle(messages.get())
+                answer = ANSWER + handle(message)
             except MemoryError:
                 answer = OUT_OF_MEMORY
             except Exception:
                 answer = FAULT + traceback.format_exc().encode()
+            _limit_processor_time(0)
             write_message(answers, answer)
             return_free_memory()
 
@@ -252,9 +237,13 @@ def return_free_memory() -> None:
         trim(0)
 
 
-def _limit_resources() -> None:
-    with suppress(OSError):
-        os.nice(LOWEST_PRIORITY)
+def _limit_processor_time(seconds: float) -> None:
+    """Ends the process after so much processor time from now on; 0 lifts the limit."""
+    if COUNTS_PROCESSOR_TIME:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _limit_memory() -> None:
     try:
         import resource
     except ModuleNotFoundError:  # not on Windows

@@ -37,7 +37,6 @@ from redraft.tokenizer.tokenizer import Tokenizer
 
 MODULE = "redraft.tokenizer.image_decoder"  # what the helper process runs
 DECODE_SECONDS = 20.0
-LONGEST_SECONDS = 120.0  # on a busy machine, where a decoder gets a hundredth of a core
 DECODERS = 3  # helper processes; a client has two of them at most, so that its slow pictures leave one to others
 MAX_FILE_BYTES = 20 * 2**20
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.+-]+=[\w.+-]*)*)(;base64)?,", re.IGNORECASE)
@@ -243,7 +242,7 @@ def _decoders() -> HelperPool[HelperProcess]:
     if importlib.util.find_spec("PIL") is None:
         raise ImageError("reading images needs Pillow: pip install 'redraft[vision]'")
     return HelperPool(
-        lambda: HelperProcess(MODULE, seconds=DECODE_SECONDS, longest_seconds=LONGEST_SECONDS),
+        lambda: HelperProcess(MODULE, seconds=DECODE_SECONDS),
         DECODERS,
         per_client=DECODERS - 1,
     )
