@@ -130,7 +130,7 @@ def test_sixteen_completions_share_one_compilation():
 
 
 def test_processor_time_ends_a_compilation():
-    with pool(seconds=0.01) as (created, _), pytest.raises(BudgetError, match="longer to compile than the 0.01 s"):
+    with pool(seconds=0.01) as (created, _), pytest.raises(BudgetError, match=r"longer to compile than the 0\.01 s"):
         created.compile([SLOW])
 
 
