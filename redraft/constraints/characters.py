@@ -1,6 +1,7 @@
 """Characters of a regular expression: the code points that an item matches, and their UTF-8 bytes."""
 
 import _sre  # the functions by which `re` ignores case
+import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -22,11 +23,14 @@ OPPOSITES = {
     op.CATEGORY_NOT_SPACE: op.CATEGORY_SPACE,
     op.CATEGORY_NOT_WORD: op.CATEGORY_WORD,
 }
+ECMA_SPACES = ((9, 13), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),
+               (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF))  # fmt: skip
+PLAIN_IN_JSON = ((0x20, 0x21), (0x23, 0x5B), (0x5D, LAST_CODE_POINT))
 Ranges = tuple[tuple[int, int], ...]  # of code points or of bytes, both ends included, in ascending order
 
 
-def character_ranges(kind: Any, value: Any, flags: int, budget: Budget) -> Ranges:
-    """The code points that one item of the syntax tree matches."""
+def character_ranges(kind: Any, value: Any, flags: int, budget: Budget, *, is_ecma: bool = False) -> Ranges:
+    """The code points that one item of the syntax tree matches, in Python or in ECMA-262."""
     if kind is op.ANY:
         return merge_ranges([(0, LAST_CODE_POINT)]) if flags & re.DOTALL else complement([(10, 10)])
     if kind is op.LITERAL:
@@ -47,7 +51,7 @@ def character_ranges(kind: Any, value: Any, flags: int, budget: Budget) -> Range
             low, high = detail
             ranges += case_variants(low, high, flags)
         elif member is op.CATEGORY:
-            ranges += category_ranges(detail, bool(flags & re.ASCII))
+            ranges += category_ranges(detail, bool(flags & re.ASCII), is_ecma)
     budget.spend(RANGE_WORK * (len(ranges) - spent), CHARACTER_CLASS)
     return complement(ranges) if is_negated else merge_ranges(ranges)
 
@@ -95,10 +99,12 @@ def _group_cases(families: Iterable[set[int]]) -> _CaseVariants:
 
 
 @lru_cache(maxsize=16)
-def category_ranges(category: Any, ascii_only: bool) -> Ranges:
+def category_ranges(category: Any, ascii_only: bool, is_ecma: bool = False) -> Ranges:
     r"""The code points of \d, \w, \s, \D, \W or \S: `re` itself finds their runs in a text of all characters."""
     if category in OPPOSITES:
-        return complement(category_ranges(OPPOSITES[category], ascii_only))
+        return complement(category_ranges(OPPOSITES[category], ascii_only, is_ecma))
+    if is_ecma and category is op.CATEGORY_SPACE:
+        return ECMA_SPACES
     escapes = {op.CATEGORY_DIGIT: r"\d", op.CATEGORY_SPACE: r"\s", op.CATEGORY_WORD: r"\w"}
     runs = re.compile(f"{escapes[category]}+", re.ASCII if ascii_only else re.UNICODE)
     codes = np.arange(128 if ascii_only else LAST_CODE_POINT + 1, dtype="<u4")
@@ -130,6 +136,20 @@ def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
         at = high + 1
     gaps.append((at, LAST_CODE_POINT))
     return merge_ranges((low, high) for low, high in gaps if low <= high)
+
+
+@lru_cache(maxsize=64)
+def json_trie(ranges: Ranges) -> tuple:
+    r"""Like `utf8_trie`, of these code points as json.dumps writes them in a string: \" \\ \n \u001f, all others plainly."""
+    sequences: list[list[tuple[int, int]]] = []
+    for low, high in ranges:
+        for code in (*range(low, min(high, 0x1F) + 1), *(code for code in (0x22, 0x5C) if low <= code <= high)):
+            sequences.append([(byte, byte) for byte in json.dumps(chr(code))[1:-1].encode()])
+    plain = [(max(low, first), min(high, last)) for low, high in ranges for first, last in PLAIN_IN_JSON]
+    for low, high in plain:
+        if low <= high:
+            _split_into_byte_ranges(low, high, sequences)
+    return _build_trie(sequences)
 
 
 @lru_cache(maxsize=32)
@@ -177,3 +197,6 @@ def _build_trie(sequences: Sequence[Sequence[tuple[int, int]]]) -> tuple:
         else:
             edges.append([low, high, subtrie])
     return tuple(map(tuple, edges))
+
+
+ANY_CHARACTER = merge_ranges([(0, LAST_CODE_POINT)])

@@ -3,21 +3,26 @@
 Shapes: Q states, B bytes that the automaton tells apart, T transitions (a state and one of these bytes).
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from redraft.constraints.budget import Budget
+from redraft.constraints.errors import BudgetError
 from redraft.constraints.graph import UNREACHABLE, distances_to, expand_segments
 
 # Units of the budget (see budget.py for the unit) for each ...
 TABLE_WORK = 200  # state: its 256 transitions are copied and sorted
+PRODUCT_WORK = 400  # state of a product of two automata
+MAX_PRODUCT_STATES = 5_000
 ROUND_WORK = 800  # round of the minimization
 SPLIT_WORK = 30  # state that gets a new class
 TRANSITIONS_PER_UNIT = 4  # transitions into such states
 
 
-class DFA(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class DFA:
     """A deterministic finite automaton over bytes. State 0 is dead: no transition leaves it."""
 
     transitions_Q256: np.ndarray  # the next state for each state and byte
@@ -28,6 +33,68 @@ class DFA(NamedTuple):
     def bytes(self) -> int:
         """The size of the tables."""
         return self.transitions_Q256.nbytes + self.accepting_Q.nbytes
+
+    @property
+    def is_empty(self) -> bool:
+        """It accepts nothing. Only for minimized automata."""
+        return not self.accepting_Q.any()
+
+    @cached_property
+    def byte_ranges(self) -> list[list[tuple[int, int, int]]]:
+        """The transitions of each state: first byte, last byte, next state."""
+        rows = []
+        for row_256 in self.transitions_Q256:
+            cuts = np.flatnonzero(np.diff(row_256, prepend=-1, append=-1))
+            pieces = zip(cuts[:-1].tolist(), (cuts[1:] - 1).tolist(), row_256[cuts[:-1]].tolist(), strict=True)
+            rows.append([(low, high, target) for low, high, target in pieces if target])
+        return rows
+
+    def accepts(self, text: bytes) -> bool:
+        """Whether the whole text is a match."""
+        state = self.start
+        for byte in text:
+            state = int(self.transitions_Q256[state, byte])
+        return bool(self.accepting_Q[state])
+
+
+def intersect(one: DFA, two: DFA, budget: Budget) -> DFA:
+    """The texts that both accept."""
+    return _combine(one, two, budget, keeps_dead=False)
+
+
+def subtract(one: DFA, two: DFA, budget: Budget) -> DFA:
+    """The texts that the first one accepts and the second one does not."""
+    return _combine(one, two, budget, keeps_dead=True)
+
+
+def _combine(one: DFA, two: DFA, budget: Budget, *, keeps_dead: bool) -> DFA:
+    """The product of two automata. `keeps_dead`: it goes on where the second one is dead, and takes its rejections."""
+    numbers = {(0, 0): 0, (one.start, two.start): 1}
+    rows = [np.zeros(256, dtype=np.int32)]
+    accepting = [False]
+    waiting = [(one.start, two.start)]
+    for pair in waiting:  # grows
+        budget.spend(PRODUCT_WORK, "combining patterns")
+        firsts = one.transitions_Q256[pair[0]]
+        seconds = two.transitions_Q256[pair[1]]
+        width = len(two.accepting_Q)
+        keys, inverse = np.unique(firsts.astype(np.int64) * width + seconds, return_inverse=True)
+        targets = []
+        for first, second in zip(*np.divmod(keys, width), strict=True):
+            target = (int(first), int(second))
+            if not target[0] or not (target[1] or keeps_dead):
+                target = (0, 0)
+            if target not in numbers:
+                if len(numbers) > MAX_PRODUCT_STATES:
+                    raise BudgetError(
+                        f"patterns that apply together have more than {MAX_PRODUCT_STATES:,} states: make them simpler"
+                    )
+                numbers[target] = len(numbers)
+                waiting.append(target)
+            targets.append(numbers[target])
+        rows.append(np.array(targets, dtype=np.int32)[inverse.ravel()])
+        accepting.append(bool(one.accepting_Q[pair[0]] and bool(two.accepting_Q[pair[1]]) != keeps_dead))
+    return minimize(DFA(np.stack(rows), np.array(accepting), 1), budget)
 
 
 def minimize(dfa: DFA, budget: Budget) -> DFA:

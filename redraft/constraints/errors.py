@@ -13,6 +13,10 @@ class BudgetError(PatternError):
     """A pattern or schema that would take more work or memory than one request may use; the message names the limit."""
 
 
+class UnboundedError(PatternError):
+    """A schema that no finite automaton expresses; a grammar from left to right may."""
+
+
 def shorten(value: Any) -> str:
     """A value as an error message shows it: the first characters of its `repr`, on one line."""
     if isinstance(value, str):

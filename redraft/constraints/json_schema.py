@@ -1,92 +1,73 @@
-"""JSON schemas compiled to regular expressions: every match is JSON on one line and satisfies the schema.
+"""Reads JSON schemas: from keywords to shapes, as the specification says (2020-12 and earlier drafts).
 
-Objects have their properties in the schema's order and no others. A keyword that a regular expression cannot express, or
-that is not supported, is refused by name: no keyword is ignored silently.
+Annotations and unknown keywords restrict nothing. Keywords beside `$ref`, `anyOf`, `allOf` and `oneOf` apply with them.
+A keyword that restricts a value is read, or the schema is refused by its path: none is ignored silently.
+Two rules make answers what programs expect: properties come in the schema's order, and an object that names properties has
+no others, unless `additionalProperties` has a schema or a name matches `patternProperties`.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from redraft.config import JSONDepthError, parse_json
-from redraft.constraints import regex_dfa
 from redraft.constraints.budget import Budget
 from redraft.constraints.errors import MAX_SHOWN, BudgetError, PatternError, shorten
-
-MAX_DIGITS = 15  # of an integer with a bound: all integers of 15 digits are exact as floating-point numbers
-# Where a schema has no limit, a value has at most so many ...
-FREE_DIGITS = 9  # digits, before the point
-FREE_DECIMALS = 6  # digits behind the point
-MAIL_PART = (
-    "[a-z0-9]{1,12}"  # characters of a part of an e-mail address, at most three parts before the @ and four behind it
+from redraft.constraints.formats import FORMATS
+from redraft.constraints.number_range import NumberRange, read_bound
+from redraft.constraints.regex_dfa import compile_dfa, compile_string_dfa
+from redraft.constraints.schema_shapes import (
+    ANY_SHAPES,
+    CONSTANTS,
+    FREE_STRING,
+    ArrayShape,
+    Literal,
+    Node,
+    NumberShape,
+    ObjectShape,
+    Shape,
+    Side,
+    StringShape,
+    Subschema,
+    are_equal,
+    exclude_literal,
+    intersect_shapes,
+    is_number,
 )
-MAX_BOUND_DIGITS = 20  # of `minimum` and `maximum`
+
 MAX_REPEAT = 20_000  # `minLength`, `maxLength`, `minItems`, `maxItems`
 MAX_SCHEMA_CHARACTERS = 1_000_000  # of JSON text
 MAX_DEPTH = 100  # of subschemas and references inside one another; see config/json_text.py for the reason
 MAX_PATH = 120  # characters of a path in an error message
+MAX_SHAPES = 256  # alternatives of one value
+MAX_ONE_OF = 12  # branches of a `oneOf` that may overlap
 
 # Units of the budget (see budget.py for the unit) for each ...
 NODE_WORK = 200  # subschema
 KEYWORD_WORK = 10  # keyword of a subschema, part of a reference
 VALUE_WORK = 60  # value of an enum, name of a property
 ESCAPE_WORK = 1  # character of them
-INTEGER_WORK = 5_000  # range of integers
-COPY_WORK = 1  # character of a regular expression that is kept
-CHARACTER = r'(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt])'
-STRING = f'"{CHARACTER}*"'
-INTEGER = f"-?(?:0|[1-9][0-9]{{0,{FREE_DIGITS - 1}}})"
-NUMBER = rf"{INTEGER}(?:\.[0-9]{{1,{FREE_DECIMALS}}})?"
+SHAPE_WORK = 40  # pair of shapes that is compared
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
+NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+ARRAY_KEYWORDS = (
+    "items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains", "minContains", "maxContains",
+)  # fmt: skip
+OBJECT_KEYWORDS = (
+    "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties", "maxProperties",
+    "unevaluatedProperties",
+)  # fmt: skip
+NOT_PATTERN, NOT_VALUES = object(), object()  # keywords of schemas that negation makes
+TRUE, FALSE = True, False
+ANCHORS = ("$anchor", "$dynamicAnchor")
+AMBIGUOUS = object()  # a name that several subschemas have
 
 
-def _build_date_regex() -> str:
-    """All dates of the Gregorian calendar from 0001-01-01 to 9999-12-31."""
-    year = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-    multiple_of_4 = "(?:0[48]|[2468][048]|[13579][26])"  # two digits, without 00
-    leap_year = f"(?:[0-9]{{2}}{multiple_of_4}|{multiple_of_4}00)"
-    days_28 = "(?:0[1-9]|1[0-9]|2[0-8])"
-    days_30 = "(?:0[1-9]|[12][0-9]|30)"
-    days_31 = "(?:0[1-9]|[12][0-9]|3[01])"
-    month_and_day = f"(?:02-{days_28}|(?:0[469]|11)-{days_30}|(?:0[13578]|1[02])-{days_31})"
-    return f"(?:{year}-{month_and_day}|{leap_year}-02-29)"
-
-
-DATE = _build_date_regex()
-TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]Z"
-IPV4_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-FORMATS = {
-    "date": DATE,
-    "time": TIME,
-    "date-time": f"{DATE}T{TIME}",
-    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "ipv4": rf"(?:{IPV4_BYTE}\.){{3}}{IPV4_BYTE}",
-    "email": rf"{MAIL_PART}(?:[._+-]{MAIL_PART}){{0,2}}@(?:{MAIL_PART}(?:-{MAIL_PART})?\.){{1,3}}[a-z]{{2,10}}",
-}
-ANNOTATION_KEYWORDS = {  # they describe a schema and do not restrict it
-    "title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly", "writeOnly",
-    "$defs", "definitions", "$anchor",
-}  # fmt: skip
-KEYWORDS_OF_TYPE: dict[str, set[str]] = {
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": set(),
-    "boolean": set(),
-    "null": set(),
-    "array": {"items", "minItems", "maxItems"},
-    "object": {"properties", "required", "additionalProperties"},
-}
-ESCAPES = str.maketrans({character: f"\\{character}" for character in r"\.^$*+?{}[]|()-"})
-Builder = Callable[[Mapping[str, Any], str], str]
-
-
-def build_regex(schema: Mapping[str, Any] | str, budget: Budget | None = None) -> str:
-    """The regular expression of a schema, given as an object or as JSON text. It spends from `budget`."""
-    if isinstance(schema, str):
-        schema = _parse_schema(schema)
-    return _RegexBuilder(schema, budget if budget is not None else Budget()).build(schema, "")
-
-
-def _parse_schema(text: str) -> Any:
+def parse_schema(text: str) -> Any:
+    """A schema that was given as JSON text."""
     if len(text) > MAX_SCHEMA_CHARACTERS:
         raise BudgetError(f"the schema has {len(text):,} characters, at most {MAX_SCHEMA_CHARACTERS:,} are supported")
     try:
@@ -99,351 +80,573 @@ def _parse_schema(text: str) -> Any:
         raise PatternError("the schema has an integer with thousands of digits: make it smaller") from None
 
 
-class _RegexBuilder:
-    """Builds the regular expression of one schema, every subschema once.
+class SchemaReader:
+    """Reads one schema, every node once."""
 
-    Every builder takes a subschema and its path in the whole schema, for error messages. Lengths are checked before texts
-    are concatenated, because a text repeats what its references contain.
-    """
-
-    def __init__(self, root: Any, budget: Budget) -> None:
-        self.root = root
+    def __init__(self, schema: Any, budget: Budget) -> None:
+        self.root = parse_schema(schema) if isinstance(schema, str) else schema
         self.budget = budget
-        self.built: dict[int, tuple[Any, str]] = {}  # id of a subschema -> the subschema, so that it lives, and its regex
-        self.unfinished: set[int] = set()  # ids of the subschemas that contain the current one
-        self.combining_builders: dict[str, Builder] = {  # keywords that define a schema without a type
-            "$ref": self._build_reference,
-            "enum": self._build_enum,
-            "const": lambda schema, path: self._escape_json(schema["const"], f"{path}/const"),
-            "anyOf": lambda schema, path: self._build_any(schema["anyOf"], f"{path}/anyOf"),
-            "oneOf": self._build_one_of,
-            "allOf": self._build_all_of,
-        }
-        self.type_builders: dict[str, Builder] = {
-            "string": self._build_string,
-            "integer": self._build_integer,
-            "number": lambda schema, path: NUMBER,
-            "boolean": lambda schema, path: "(?:true|false)",
-            "null": lambda schema, path: "null",
-            "array": self._build_array,
-            "object": self._build_object,
-        }
+        self._shapes: dict[frozenset[int], tuple[Shape, ...]] = {}
+        self._unfinished: list[frozenset[int]] = []
+        self._kept: list[Any] = []  # schemas that were made, so that their ids stay theirs
+        self._anchors: dict[str, Any] | None = None
 
-    def build(self, schema: Any, path: str) -> str:
-        """The regular expression of a subschema."""
-        if len(path) > MAX_PATH:  # nested paths would grow without limit
-            path = f"...{path[-MAX_PATH:]}"
-        if id(schema) not in self.built:
-            if len(self.unfinished) >= MAX_DEPTH:
+    @property
+    def root_node(self) -> Node:
+        """The whole schema."""
+        return self.node(self.root, "")
+
+    def node(self, schema: Any, path: str) -> Node:
+        """The values that a subschema allows."""
+        if schema is True or (isinstance(schema, Mapping) and not schema):
+            return Node()
+        if schema is not False and not isinstance(schema, Mapping):
+            raise PatternError(f"{name_path(path)} must be an object, true or false, got {shorten(schema)}")
+        return Node((Subschema(schema, path if len(path) <= MAX_PATH else f"...{path[-MAX_PATH:]}"),))
+
+    def made_node(self, schema: Any, path: str) -> Node:
+        """The values that a schema allows which this reader has made."""
+        self._kept.append(schema)
+        return self.node(schema, path)
+
+    def shapes(self, node: Node) -> tuple[Shape, ...]:
+        """The shapes of the values that obey a node; none if nothing does."""
+        key = node.key
+        if key not in self._shapes:
+            if key in self._unfinished:
+                raise PatternError(f"{name_path(node.path)} refers to itself without a value in between")
+            if len(self._unfinished) >= MAX_DEPTH:
                 raise PatternError(f"the schema is nested too deeply: at most {MAX_DEPTH} levels")
-            self.unfinished.add(id(schema))
-            self.built[id(schema)] = (schema, self._build_new(schema, path))
-            self.unfinished.remove(id(schema))
-        return self.built[id(schema)][1]
+            self._unfinished.append(key)
+            shapes = ANY_SHAPES
+            for part in node.parts:
+                shapes = self._intersect(shapes, self._read(part.value, part.path), part.path)
+            self._unfinished.pop()
+            self._shapes[key] = shapes
+        return self._shapes[key]
 
-    def _build_new(self, schema: Any, path: str) -> str:
-        where = _name_path(path)
-        if not isinstance(schema, Mapping):
-            raise PatternError(f"{where} must be an object, got {shorten(schema)}")
-        self.budget.spend(NODE_WORK + KEYWORD_WORK * len(schema), where)
-        keywords = {keyword for keyword in schema if keyword not in ANNOTATION_KEYWORDS}
-        for keyword, builder in self.combining_builders.items():
-            if keyword in keywords:
-                allowed = {keyword, "type"} if keyword in ("enum", "const") else {keyword}
-                _refuse_other_keywords(keywords, allowed, where)
-                return builder(schema, path)
-        types = self._find_types(schema, keywords, where)
-        _refuse_other_keywords(keywords, {"type"}.union(*(KEYWORDS_OF_TYPE[name] for name in types)), where)
-        return self._join_alternatives([self.type_builders[name](schema, path) for name in types], path)
+    def contains(self, node: Node, value: Any) -> bool:
+        """Whether a value obeys a node."""
+        return any(self._shape_contains(shape, value) for shape in self.shapes(node))
 
-    def _concatenate(self, parts: Sequence[str], path: str) -> str:
-        """The parts one after another, if they are not too long together."""
-        length = sum(map(len, parts))
-        self.budget.check_length(length, _name_path(path))
-        self.budget.spend(len(parts) + length * COPY_WORK, _name_path(path))
-        return "".join(parts)
+    # 1. Sets of shapes
 
-    def _join_alternatives(self, parts: Sequence[str], path: str) -> str:
-        """One of the parts; parts that are equal are one alternative."""
-        different = list(dict.fromkeys(parts))
-        if len(different) == 1:
-            return different[0]
-        separators = ["(?:", *["|"] * (len(different) - 1)]
-        pieces = [piece for pair in zip(separators, different, strict=True) for piece in pair]
-        return self._concatenate([*pieces, ")"], path)
+    def _intersect(self, ones: Sequence[Shape], twos: Sequence[Shape], path: str) -> tuple[Shape, ...]:
+        """What one of the first and one of the second shapes allow."""
+        if ones is ANY_SHAPES:
+            return tuple(twos)
+        if twos is ANY_SHAPES:
+            return tuple(ones)
+        self.budget.spend(SHAPE_WORK * len(ones) * len(twos), name_path(path))
+        found: list[Shape] = []
+        for one in ones:
+            for two in twos:
+                both: Shape | None
+                if isinstance(one, Literal):
+                    both = one if self._shape_contains(two, one.value) else None
+                elif isinstance(two, Literal):
+                    both = two if self._shape_contains(one, two.value) else None
+                else:
+                    both = intersect_shapes(one, two)
+                if both is not None:
+                    found.append(both)
+        return self._unite(found, path)
 
-    def _escape_json(self, value: Any, path: str) -> str:
-        """A regular expression that matches the JSON of exactly this value."""
-        try:
-            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):  # NaN, thousands of digits, an object in itself
-            raise PatternError(f"{_name_path(path)} has {shorten(value)}, which JSON cannot express") from None
-        self.budget.check_length(len(text), _name_path(path))
-        self.budget.spend(VALUE_WORK + len(text) * ESCAPE_WORK, _name_path(path))
-        return text.translate(ESCAPES)
+    def _unite(self, shapes: Sequence[Shape], path: str) -> tuple[Shape, ...]:
+        """Different shapes, each once."""
+        different = tuple(dict.fromkeys(shapes))
+        if len(different) > MAX_SHAPES and any(not isinstance(shape, Literal) for shape in different):
+            raise BudgetError(f"{name_path(path)} has more than {MAX_SHAPES} alternatives: make it simpler")
+        return different
 
-    def _find_types(self, schema: Mapping[str, Any], keywords: set[str], where: str) -> list[str]:
-        """The types that a schema names, or the type that its keywords imply."""
-        types = schema.get("type")
-        if types is None:
-            types = [name for name in ("object", "array", "string") if keywords & KEYWORDS_OF_TYPE[name]]
-            if len(types) != 1:
-                problem = (
-                    f"has {shorten(min(keywords, key=str))}, which is not supported"
-                    if keywords
-                    else "allows anything; name a type"
+    def _shape_contains(self, shape: Shape, value: Any) -> bool:
+        match shape:
+            case Literal():
+                return are_equal(shape.value, value)
+            case NumberShape():
+                return (
+                    is_number(value)
+                    and shape.range.contains(value)
+                    and not any(are_equal(json.loads(text), value) for text in shape.excluded)
                 )
-                raise PatternError(f"{where} {problem}")
-        types = types if isinstance(types, list) else [types]
-        self.budget.spend(KEYWORD_WORK * len(types), where)
-        if not types or not all(isinstance(name, str) and name in KEYWORDS_OF_TYPE for name in types):
-            known = ", ".join(KEYWORDS_OF_TYPE)
-            raise PatternError(f"{where} has the type {shorten(schema.get('type'))}; known are {known}")
-        return list(dict.fromkeys(types))
+            case StringShape():
+                return isinstance(value, str) and self._string_contains(shape, value)
+            case ArrayShape():
+                return isinstance(value, list) and self._array_contains(shape, value)
+            case ObjectShape():
+                return isinstance(value, Mapping) and self._object_contains(shape, value)
 
-    def _build_reference(self, schema: Mapping[str, Any], path: str) -> str:
-        where = _name_path(path)
-        name = schema["$ref"]
-        if not isinstance(name, str) or not name.startswith("#"):
-            raise PatternError(f"{where} refers to {shorten(name)}; only references inside the schema (#/...) are supported")
+    def _string_contains(self, shape: StringShape, value: str) -> bool:
+        text = json.dumps(value, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass")
+        self.budget.spend(len(text), "a value of the schema")
+        return (
+            shape.least <= len(value) <= (shape.most if shape.most is not None else len(value))
+            and value not in shape.excluded
+            and all(compile_string_dfa(pattern, self.budget).accepts(text) for pattern in shape.patterns)
+            and not any(compile_string_dfa(pattern, self.budget).accepts(text) for pattern in shape.excluded_patterns)
+            and all(compile_dfa(FORMATS[name], self.budget).accepts(text) for name in shape.formats)
+        )
+
+    def _array_contains(self, shape: ArrayShape, value: Sequence[Any]) -> bool:
+        if not shape.least <= len(value) <= (shape.most if shape.most is not None else len(value)):
+            return False
+        if shape.unique and any(are_equal(one, two) for one, two in combinations(value, 2)):
+            return False
+        for node, least, most in shape.contains:
+            count = sum(self.contains(node, item) for item in value)
+            if count < least or (most is not None and count > most):
+                return False
+        return all(self.contains(shape.item(index), item) for index, item in enumerate(value))
+
+    def _object_contains(self, shape: ObjectShape, value: Mapping[str, Any]) -> bool:
+        return (
+            all(name in value for name in shape.required)
+            and shape.least <= len(value) <= (shape.most if shape.most is not None else len(value))
+            and all(self.contains(node, name) for node in shape.names for name in value)
+            and all(self.contains(self.property_node(shape, name), item) for name, item in value.items())
+        )
+
+    def property_node(self, shape: ObjectShape, name: str) -> Node:
+        """What the value of a property obeys."""
+        text = json.dumps(name, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass")
+        node = Node()
+        for side in shape.sides:
+            matching = [value for pattern, value in side.patterns if compile_string_dfa(pattern, self.budget).accepts(text)]
+            own = side.properties.get(name)
+            for part in matching if own is None else [own, *matching]:
+                node &= part
+            if own is None and not matching:
+                node &= side.additional
+        return node
+
+    # 2. Keywords
+
+    def _read(self, schema: Any, path: str) -> tuple[Shape, ...]:
+        """The shapes of one subschema."""
+        where = name_path(path)
+        if isinstance(schema, bool):
+            return ANY_SHAPES if schema else ()
+        self.budget.spend(NODE_WORK + KEYWORD_WORK * len(schema), where)
+        shapes = self._read_types(schema, path)
+        if any(keyword in schema for keyword in NUMBER_KEYWORDS):
+            shapes = self._intersect(shapes, self._others("number", self._read_number(schema, path)), path)
+        if any(keyword in schema for keyword in (*STRING_KEYWORDS, NOT_PATTERN)):
+            shapes = self._intersect(shapes, self._others("string", [self._read_string(schema, path)]), path)
+        if any(keyword in schema for keyword in ARRAY_KEYWORDS):
+            shapes = self._intersect(shapes, self._others("array", [self._read_array(schema, path)]), path)
+        if any(keyword in schema for keyword in OBJECT_KEYWORDS):
+            shapes = self._intersect(shapes, self._others("object", [self._read_object(schema, path)]), path)
+        for keyword, read in self._combining.items():
+            if keyword in schema:
+                shapes = self._intersect(shapes, read(self, schema, path), f"{path}/{keyword}")
+        for value in schema.get(NOT_VALUES, ()):
+            literal = self._literal(value, path)
+            if isinstance(value, list | dict) and any(isinstance(shape, ArrayShape | ObjectShape) for shape in shapes):
+                raise PatternError(f"{where} forbids {shorten(value)}, which is not supported")
+            shapes = self._unite([left for shape in shapes for left in exclude_literal(shape, literal)], path)
+        for keyword in ("const", "enum"):
+            if keyword in schema:
+                values = [schema["const"]] if keyword == "const" else check_list(schema["enum"], f"{path}/enum")
+                literals = [self._literal(value, f"{path}/{keyword}") for value in values]
+                shapes = self._intersect(self._unite(literals, path), shapes, path)
+        return shapes
+
+    def _literal(self, value: Any, path: str) -> Literal:
+        try:
+            literal = Literal.of(value)
+        except (TypeError, ValueError, RecursionError):  # NaN, thousands of digits, an object in itself
+            raise PatternError(f"{name_path(path)} has {shorten(value)}, which JSON cannot express") from None
+        self.budget.check_length(len(literal.text), name_path(path))
+        self.budget.spend(VALUE_WORK + len(literal.text) * ESCAPE_WORK, name_path(path))
+        return literal
+
+    def _others(self, kind: str, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+        """These shapes of one type, and all values of the other types."""
+        classes = {"number": NumberShape, "string": StringShape, "array": ArrayShape, "object": ObjectShape}
+        return (*(shape for shape in ANY_SHAPES if not isinstance(shape, classes[kind])), *shapes)
+
+    def _read_types(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
+        if "type" not in schema:
+            return ANY_SHAPES
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        self.budget.spend(KEYWORD_WORK * len(types), name_path(path))
+        if not types or not all(isinstance(name, str) and name in TYPES for name in types):
+            known = ", ".join(TYPES)
+            raise PatternError(f"{name_path(path)} has the type {shorten(schema['type'])}; known are {known}")
+        shapes: list[Shape] = []
+        for name in types:
+            shapes += {
+                "null": [CONSTANTS[0]],
+                "boolean": list(CONSTANTS[1:]),
+                "integer": [] if "number" in types else [NumberShape(NumberRange(is_integer=True))],
+                "number": [NumberShape()],
+                "string": [FREE_STRING],
+                "array": [ArrayShape()],
+                "object": [ObjectShape()],
+            }[name]
+        return tuple(dict.fromkeys(shapes))
+
+    def _read_number(self, schema: Mapping[str, Any], path: str) -> list[Shape]:
+        bounds: dict[str, Any] = {}
+        for name, exclusive, bound in (("low", "exclusiveMinimum", "minimum"), ("high", "exclusiveMaximum", "maximum")):
+            value = read_bound(schema[bound], f"{path}/{bound}") if bound in schema else None
+            excludes = schema.get(exclusive) is True  # draft 4
+            if exclusive in schema and not isinstance(schema[exclusive], bool):
+                own = read_bound(schema[exclusive], f"{path}/{exclusive}")
+                if value is None or (own >= value if name == "low" else own <= value):
+                    value, excludes = own, True
+            bounds |= {name: value, f"excludes_{name}": excludes and value is not None}
+        low, high = bounds["low"], bounds["high"]
+        if low is not None and high is not None:
+            if low > high or (low == high and (bounds["excludes_low"] or bounds["excludes_high"])):
+                return []
+        if "multipleOf" in schema:
+            multiple = read_bound(schema["multipleOf"], f"{path}/multipleOf")
+            if multiple <= 0:
+                raise PatternError(f"{path}/multipleOf must be above 0, got {shorten(schema['multipleOf'])}")
+            bounds["multiples"] = (multiple,)
+        return [NumberShape(NumberRange(**bounds))]
+
+    def _read_string(self, schema: Mapping[str, Any], path: str) -> StringShape:
+        least, most = _read_bounds(schema, "minLength", "maxLength", path)
+        if most is not None and least > most:
+            raise PatternError(f"{name_path(path)}: minLength is {least}, maxLength is {most}")
+        pattern = schema.get("pattern")
+        if "pattern" in schema and not isinstance(pattern, str):
+            raise PatternError(f"{path}/pattern must be a text, got {shorten(pattern)}")
+        form = schema.get("format")
+        not_pattern = schema.get(NOT_PATTERN)
+        return StringShape(
+            least,
+            most,
+            (pattern,) if pattern is not None else (),
+            (form,) if isinstance(form, str) and form in FORMATS else (),
+            (not_pattern,) if not_pattern is not None else (),
+        )
+
+    def _read_array(self, schema: Mapping[str, Any], path: str) -> ArrayShape:
+        least, most = _read_bounds(schema, "minItems", "maxItems", path)
+        if most is not None and least > most:
+            raise PatternError(f"{name_path(path)}: minItems is {least}, maxItems is {most}")
+        items = schema.get("items", True)
+        first_key, rest_key = ("items", "additionalItems") if isinstance(items, list) else ("prefixItems", "items")
+        first = schema.get(first_key, [])
+        if not isinstance(first, list):
+            raise PatternError(f"{path}/{first_key} must be a list of schemas, got {shorten(first)}")
+        contains = ()
+        if "contains" in schema:
+            low, high = _read_bounds(schema, "minContains", "maxContains", path)
+            low = low if "minContains" in schema else 1
+            contains = ((self.node(schema["contains"], f"{path}/contains"), low, high),) if low or high is not None else ()
+        return ArrayShape(
+            tuple(self.node(item, f"{path}/{first_key}/{number}") for number, item in enumerate(first)),
+            self.node(schema.get(rest_key, True), f"{path}/{rest_key}"),
+            least,
+            most,
+            contains,
+            schema.get("uniqueItems") is True,
+        )
+
+    def _read_object(self, schema: Mapping[str, Any], path: str) -> ObjectShape:
+        where = name_path(path)
+        properties = schema.get("properties", {})
+        patterns = schema.get("patternProperties", {})
+        required = schema.get("required", [])
+        if isinstance(required, bool):  # draft 3: of a property, not of its own properties
+            required = []
+        if not isinstance(properties, Mapping) or not isinstance(patterns, Mapping) or not isinstance(required, list):
+            raise PatternError(f"{where}: properties and patternProperties must be objects, required a list")
+        self.budget.spend(VALUE_WORK * (len(properties) + len(required) + len(patterns)), where)
+        if not all(isinstance(name, str) for name in (*required, *properties, *patterns)):
+            wrong = next(name for name in (*required, *properties, *patterns) if not isinstance(name, str))
+            raise PatternError(f"{where} must name its properties by texts, got {shorten(wrong)}")
+        required = [*required, *(name for name, value in properties.items() if _is_required(value))]
+        least, most = _read_bounds(schema, "minProperties", "maxProperties", path)
+        if most is not None and least > most:
+            raise PatternError(f"{where}: minProperties is {least}, maxProperties is {most}")
+        additional = schema.get("additionalProperties", True)
+        values = {name: self.node(value, f"{path}/properties/{name[:MAX_SHOWN]}") for name, value in properties.items()}
+        matched = tuple((pattern, self.node(value, f"{path}/patternProperties")) for pattern, value in patterns.items())
+        if schema.get("unevaluatedProperties", True) is not True and "additionalProperties" not in schema:
+            names, others = self._find_evaluated(schema, path, set())
+            if "*" not in others:
+                additional = schema["unevaluatedProperties"]
+                values = {**dict.fromkeys(names, Node()), **values}
+                matched = (*matched, *((pattern, Node()) for pattern in others if pattern not in patterns))
+        is_open = additional is True or additional == {}
+        side = Side(values, matched, self.node(additional, f"{path}/additionalProperties"), is_open)
+        names = (self.node(schema["propertyNames"], f"{path}/propertyNames"),) if "propertyNames" in schema else ()
+        return ObjectShape((side,), tuple(dict.fromkeys(required)), least, most, names)
+
+    def _find_evaluated(self, schema: Any, path: str, seen: set[int]) -> tuple[list[str], list[str]]:
+        """The properties that `unevaluatedProperties` beside this schema leaves alone: names and patterns; "*" is all."""
+        if not isinstance(schema, Mapping) or id(schema) in seen:
+            return [], []
+        seen.add(id(schema))
+        self.budget.spend(NODE_WORK, name_path(path))
+        conditional = ("anyOf", "oneOf", "if", "not", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
+        if other := [keyword for keyword in conditional if keyword in schema]:
+            raise PatternError(f"{path}/unevaluatedProperties is not supported beside {other[0]}: use additionalProperties")
+        names = list(schema.get("properties", {}))
+        patterns = [*schema.get("patternProperties", {}), *(["*"] if "additionalProperties" in schema else [])]
+        if seen != {id(schema)} and "unevaluatedProperties" in schema:
+            patterns.append("*")
+        inner = [self._find(schema["$ref"], path)] if "$ref" in schema else []
+        for part in [*inner, *schema.get("allOf", [])]:
+            more_names, more_patterns = self._find_evaluated(part, path, seen)
+            names += more_names
+            patterns += more_patterns
+        return names, patterns
+
+    # 3. Keywords that combine schemas
+
+    def _read_reference(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
+        keyword = next(name for name in ("$ref", "$dynamicRef", "$recursiveRef") if name in schema)
+        target = self._find(schema[keyword], path)
+        return self.shapes(self.node(target, schema[keyword][:MAX_SHOWN]))
+
+    def _find(self, name: Any, path: str) -> Any:
+        """The subschema that a reference names."""
+        where = name_path(path)
+        if not isinstance(name, str):
+            raise PatternError(f"{where} refers to {shorten(name)}; a reference is a text")
+        address, _, pointer = name.partition("#")
         target = self.root
-        parts = name.removeprefix("#").strip("/").split("/") if name != "#" else []
+        if address or (pointer and not pointer.startswith("/")):
+            anchors = self._find_anchors()
+            found = [anchors[key] for key in (name, f"#{pointer}", address) if key and key != "#" and key in anchors]
+            if any(each is AMBIGUOUS for each in found):
+                raise PatternError(f"{where} refers to {shorten(name)}, a name that the schema gives more than once")
+            if not found:
+                raise PatternError(
+                    f"{where} refers to {shorten(name)}; only references inside the schema (#/...) are supported"
+                )
+            if address and pointer and f"#{pointer}" not in anchors and not pointer.startswith("/"):
+                raise PatternError(f"{where} refers to {shorten(name)}, which is not there")
+            target = found[0]
+            if not pointer.startswith("/"):
+                return target
+        parts = pointer.removeprefix("/").split("/") if pointer else []
         self.budget.spend(KEYWORD_WORK * len(parts), where)
         for part in parts:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(target, Mapping) or key not in target:
+            key = _unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and key.isdigit() and int(key) < len(target):
+                target = target[int(key)]
+            elif isinstance(target, Mapping) and key in target:
+                target = target[key]
+            else:
                 raise PatternError(f"{where} refers to {shorten(name)}, which is not there")
-            target = target[key]
-        if id(target) in self.unfinished:
-            raise PatternError(
-                f"the schema refers to itself ({shorten(name)}), which is not supported: its nesting has no limit"
+        return target
+
+    def _find_anchors(self) -> dict[str, Any]:
+        """Subschemas by their `$id` and `$anchor`."""
+        if self._anchors is None:
+            self._anchors = {}
+            waiting = [self.root]
+            for value in waiting:  # grows
+                self.budget.spend(KEYWORD_WORK, "the references of the schema")
+                if isinstance(value, Mapping):
+                    names = [
+                        value[keyword].removesuffix("#") for keyword in ("$id", "id") if isinstance(value.get(keyword), str)
+                    ]
+                    names += [f"#{value[keyword]}" for keyword in ANCHORS if isinstance(value.get(keyword), str)]
+                    for name in names:
+                        self._anchors[name] = AMBIGUOUS if name in self._anchors else value
+                    waiting += value.values()
+                elif isinstance(value, list):
+                    waiting += value
+        return self._anchors
+
+    def _read_all_of(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
+        shapes = ANY_SHAPES
+        for number, branch in enumerate(check_list(schema["allOf"], f"{path}/allOf")):
+            shapes = self._intersect(shapes, self.shapes(self.node(branch, f"{path}/allOf/{number}")), path)
+        return shapes
+
+    def _read_any_of(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
+        branches = check_list(schema["anyOf"], f"{path}/anyOf")
+        self.budget.spend(KEYWORD_WORK * len(branches), path)
+        nodes = [self.node(branch, f"{path}/anyOf/{number}") for number, branch in enumerate(branches)]
+        return self._unite_nodes(nodes, path)
+
+    def _unite_nodes(self, nodes: Sequence[Node], path: str) -> tuple[Shape, ...]:
+        sets = [self.shapes(node) for node in nodes]
+        return ANY_SHAPES if ANY_SHAPES in sets else self._unite([shape for shapes in sets for shape in shapes], path)
+
+    def _read_one_of(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
+        branches = check_list(schema["oneOf"], f"{path}/oneOf")
+        nodes = [self.node(branch, f"{path}/oneOf/{number}") for number, branch in enumerate(branches)]
+        self.budget.spend(SHAPE_WORK * len(nodes) ** 2, name_path(path))
+        overlapping = {number for pair in combinations(range(len(nodes)), 2) for number in pair
+                       if self._may_overlap(nodes[pair[0]], nodes[pair[1]], 3)}  # fmt: skip
+        if len(overlapping) > MAX_ONE_OF:
+            raise BudgetError(
+                f"{path}/oneOf has {len(overlapping)} branches that may overlap, at most {MAX_ONE_OF} are supported"
             )
-        return self.build(target, name[:MAX_SHOWN])
+        exclusive = []
+        for number, (branch, node) in enumerate(zip(branches, nodes, strict=True)):
+            others = [{"not": branches[other]} for other in overlapping if other != number]
+            if number in overlapping and others:
+                others = [each for other, each in zip([o for o in overlapping if o != number], others, strict=True)
+                          if self._may_overlap(node, nodes[other], 3)]  # fmt: skip
+                node = self.made_node({"allOf": [branch, *others]}, f"{path}/oneOf/{number}")
+            exclusive.append(node)
+        return self._unite_nodes(exclusive, path)
 
-    def _build_enum(self, schema: Mapping[str, Any], path: str) -> str:
-        path = f"{path}/enum"
-        values = _check_list(schema["enum"], path)
-        self.budget.check_length(2 * len(values) + 3, path)  # a character and a separator at the least
-        return self._join_alternatives([self._escape_json(value, path) for value in values], path)
+    def _may_overlap(self, one: Node, two: Node, depth: int) -> bool:
+        """Whether a value may obey both nodes. True where that is not certain."""
+        for shape in self.shapes(one & two):
+            if not isinstance(shape, ObjectShape) or not depth:
+                return True
+            needed = (self.property_node(shape, name) for name in shape.required)
+            if all(self._may_exist(node, depth - 1) for node in needed):
+                return True
+        return False
 
-    def _build_any(self, branches: Any, path: str) -> str:
-        checked = _check_list(branches, path)
-        self.budget.spend(KEYWORD_WORK * len(checked), path)
-        return self._join_alternatives([self.build(branch, f"{path}/{n}") for n, branch in enumerate(checked)], path)
+    def _may_exist(self, node: Node, depth: int) -> bool:
+        """Whether a value may obey a node."""
+        return self._may_overlap(node, Node(), depth)
 
-    def _build_one_of(self, schema: Mapping[str, Any], path: str) -> str:
-        branches = _check_list(schema["oneOf"], f"{path}/oneOf")
-        regex = self._build_any(branches, f"{path}/oneOf")
-        types: list[Any] = []
-        for branch in branches:
-            named = branch.get("type") if isinstance(branch, Mapping) else None
-            types += named if isinstance(named, list) else [named]
-        if (
-            not all(isinstance(name, str) for name in types)
-            or len(set(types)) < len(types)
-            or {"integer", "number"} <= set(types)
-        ):
-            raise PatternError(f"{_name_path(path)} has 'oneOf' with branches that may overlap; use 'anyOf'")
-        return regex
+    def _read_not(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
+        return self._negated(schema["not"], f"{path}/not")
 
-    def _build_all_of(self, schema: Mapping[str, Any], path: str) -> str:
-        branches = _check_list(schema["allOf"], f"{path}/allOf")
-        if len(branches) > 1:
-            raise PatternError(f"{_name_path(path)} has 'allOf' with {len(branches)} parts; only one is supported")
-        return self.build(branches[0], f"{path}/allOf/0")
+    def _negated(self, schema: Any, path: str) -> tuple[Shape, ...]:
+        if isinstance(schema, bool):
+            return () if schema else ANY_SHAPES
+        if not isinstance(schema, Mapping):
+            raise PatternError(f"{name_path(path)} must be an object, true or false, got {shorten(schema)}")
+        alternatives = list(self._negations(schema, path))
+        if not alternatives:
+            if not set(schema) & RESTRICTING:
+                return ()
+            raise PatternError(f"{name_path(path)} is not supported: it forbids more than single keywords say")
+        return self._unite_nodes([self.made_node(each, path) for each in alternatives], path)
 
-    def _build_string(self, schema: Mapping[str, Any], path: str) -> str:
-        keywords = set(schema) - ANNOTATION_KEYWORDS
-        if "format" in schema:
-            _refuse_other_keywords(keywords, {"type", "format"}, _name_path(path))
-            if not isinstance(schema["format"], str) or schema["format"] not in FORMATS:
-                raise PatternError(f"{path}/format is {shorten(schema['format'])}; known are {', '.join(sorted(FORMATS))}")
-            return f'"{FORMATS[schema["format"]]}"'
-        if "pattern" in schema:
-            _refuse_other_keywords(keywords, {"type", "pattern"}, _name_path(path))
-            return f'"(?:{_check_string_pattern(schema["pattern"], path, self.budget)})"'
-        least, most = _read_bounds(schema, "minLength", "maxLength", path)
-        return f'"{CHARACTER}{_format_repeat(least, most)}"'
+    def _negations(self, schema: Mapping[str, Any], path: str) -> Iterator[Any]:
+        """Schemas of which a value obeys one if it breaks a keyword of this schema. Some keywords have none."""
+        self.budget.spend(NODE_WORK * (1 + len(schema)), name_path(path))
+        if "type" in schema:
+            types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+            left = [name for name in TYPES if name != "integer" and name not in types]
+            left = [name for name in left if name != "number" or "integer" not in types]
+            if left:
+                yield {"type": left}
+        for keyword in ("enum", "const"):
+            if keyword in schema:
+                yield {NOT_VALUES: schema["enum"] if keyword == "enum" else [schema["const"]]}
+        numeric = {"minimum": "exclusiveMaximum", "maximum": "exclusiveMinimum", "exclusiveMinimum": "maximum",
+                   "exclusiveMaximum": "minimum"}  # fmt: skip
+        for keyword, opposite in numeric.items():
+            if is_number(schema.get(keyword)):
+                yield {"type": "number", opposite: schema[keyword]}
+        for kind, low, high in (("string", "minLength", "maxLength"), ("array", "minItems", "maxItems"),
+                                ("object", "minProperties", "maxProperties")):  # fmt: skip
+            if isinstance(schema.get(low), int) and schema[low] > 0:
+                yield {"type": kind, high: schema[low] - 1}
+            if isinstance(schema.get(high), int):
+                yield {"type": kind, low: schema[high] + 1}
+        if isinstance(schema.get("pattern"), str):
+            yield {"type": "string", NOT_PATTERN: schema["pattern"]}
+        for name in schema["required"] if isinstance(schema.get("required"), list) else ():
+            yield {"type": "object", "properties": {name: FALSE}}
+        for name, value in schema["properties"].items() if isinstance(schema.get("properties"), Mapping) else ():
+            if value is not True and value != {}:
+                yield {"type": "object", "required": [name], "properties": {name: {"not": value}}}
+        if isinstance(schema.get("items"), Mapping) and schema["items"] and "prefixItems" not in schema:
+            yield {"type": "array", "contains": {"not": schema["items"]}}
+        if "contains" in schema and not {"minContains", "maxContains"} & set(schema):
+            yield {"type": "array", "items": {"not": schema["contains"]}}
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if keyword in schema:
+                yield {"not": self._find(schema[keyword], path)}
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                yield {"allOf": [{"not": branch} for branch in check_list(schema[keyword], f"{path}/{keyword}")]}
+        if "oneOf" in schema:
+            for one, two in combinations(schema["oneOf"], 2):
+                yield {"allOf": [one, two]}
+        for branch in check_list(schema["allOf"], f"{path}/allOf") if "allOf" in schema else ():
+            yield {"not": branch}
+        if "not" in schema:
+            yield schema["not"]
+        if "if" in schema and ("then" in schema or "else" in schema):
+            yield {"allOf": [schema["if"], {"not": schema.get("then", TRUE)}]}
+            yield {"allOf": [{"not": schema["if"]}, {"not": schema.get("else", TRUE)}]}
 
-    def _build_integer(self, schema: Mapping[str, Any], path: str) -> str:
-        if not KEYWORDS_OF_TYPE["integer"] & set(schema):
-            return INTEGER
-        limit = 10**MAX_DIGITS - 1
-        low = _read_integer(schema, "minimum", -limit, path)
-        high = _read_integer(schema, "maximum", limit, path)
-        low = max(low, _read_integer(schema, "exclusiveMinimum", -limit - 1, path) + 1)
-        high = min(high, _read_integer(schema, "exclusiveMaximum", limit + 1, path) - 1)
-        free = 10**FREE_DIGITS - 1
-        if high == limit and low <= free:
-            high = free
-        if low == -limit and high >= -free:
-            low = -free
-        if low > high:
-            raise PatternError(f"{_name_path(path)} has no whole number between {shorten(low)} and {shorten(high)}")
-        self.budget.spend(INTEGER_WORK, _name_path(path))
-        return integers_between(low, high)
+    def _read_if(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
+        if "then" not in schema and "else" not in schema:
+            return ANY_SHAPES
+        then = {"allOf": [schema["if"], schema.get("then", TRUE)]}
+        otherwise = {"allOf": [{"not": schema["if"]}, schema.get("else", TRUE)]}
+        return self._unite_nodes([self.made_node(then, f"{path}/then"), self.made_node(otherwise, f"{path}/else")], path)
 
-    def _build_array(self, schema: Mapping[str, Any], path: str) -> str:
-        if "items" not in schema:
-            raise PatternError(f"{_name_path(path)} is an array without 'items': say what it holds")
-        item = self.build(schema["items"], f"{path}/items")
-        least, most = _read_bounds(schema, "minItems", "maxItems", path)
-        if most == 0:
-            return r"\[\]"
-        repeat = _format_repeat(max(0, least - 1), most - 1 if most is not None else None)
-        nonempty = self._concatenate([r"\[", item, "(?:, ", item, f"){repeat}", r"\]"], path)
-        return nonempty if least else rf"(?:\[\]|{nonempty})"
+    def _read_dependencies(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
+        shapes = ANY_SHAPES
+        for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            rules = schema.get(keyword, {})
+            if not isinstance(rules, Mapping):
+                raise PatternError(f"{path}/{keyword} must be an object, got {shorten(rules)}")
+            for name, rule in rules.items():
+                names = [rule] if isinstance(rule, str) else rule
+                wanted = {"required": [name, *names]} if isinstance(names, list) else {"allOf": [{"required": [name]}, rule]}
+                either = {"anyOf": [{"properties": {name: FALSE}}, wanted]}
+                shapes = self._intersect(shapes, self.shapes(self.made_node(either, f"{path}/{keyword}")), path)
+        return shapes
 
-    def _build_object(self, schema: Mapping[str, Any], path: str) -> str:
-        where = _name_path(path)
-        properties = schema.get("properties", {})
-        required = schema.get("required", [])
-        additional = schema.get("additionalProperties", True)
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
-            raise PatternError(f"{where}: properties must be an object and required a list")
-        self.budget.spend(KEYWORD_WORK * (len(properties) + len(required)), where)
-        if not all(isinstance(name, str) for name in required):
-            raise PatternError(f"{where}: required must be a list of names, got {shorten(required)}")
-        if missing := [name for name in required if name not in properties]:
-            raise PatternError(f"{where} requires {shorten(missing[0])}, which is not among its properties")
-        if not isinstance(additional, bool) and (properties or not isinstance(additional, Mapping)):
-            raise PatternError(
-                f"{path}/additionalProperties may be true or false beside properties, or a schema without them"
-            )
-        if properties:
-            return self._build_properties(properties, set(required), path)
-        if isinstance(additional, Mapping):
-            entry = f"{STRING}: {self.build(additional, f'{path}/additionalProperties')}"
-            return self._concatenate([r"\{(?:", entry, "(?:, ", entry, r")*)?\}"], path)
-        if "properties" not in schema and additional:
-            raise PatternError(f"{where} is an object without 'properties': say what it holds")
-        return r"\{\}"
+    def _refuse_items(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
+        if schema["unevaluatedItems"] is not True:
+            raise PatternError(f"{path}/unevaluatedItems is not supported: say it with items")
+        return ANY_SHAPES
 
-    def _build_properties(self, properties: Mapping[str, Any], required: set[str], path: str) -> str:
-        entries = []
-        for name, value in properties.items():
-            if not isinstance(name, str):
-                raise PatternError(f"{path}/properties must have names, got {shorten(name)}")
-            key = self._escape_json(name, f"{path}/properties")
-            regex = self.build(value, f"{path}/properties/{name[:MAX_SHOWN]}")
-            entries.append((self._concatenate([key, ": ", regex], path), name in required))
-        return self._concatenate([r"\{", *_join_entries(entries), r"\}"], path)
+    _combining: dict[str, Callable[["SchemaReader", Mapping[str, Any], str], tuple[Shape, ...]]] = {  # noqa: RUF012
+        "$ref": _read_reference,
+        "$dynamicRef": _read_reference,
+        "$recursiveRef": _read_reference,
+        "allOf": _read_all_of,
+        "anyOf": _read_any_of,
+        "oneOf": _read_one_of,
+        "not": _read_not,
+        "if": _read_if,
+        "dependencies": _read_dependencies,
+        "dependentRequired": _read_dependencies,
+        "dependentSchemas": _read_dependencies,
+        "unevaluatedItems": _refuse_items,
+    }
 
 
-def _name_path(path: str) -> str:
+RESTRICTING = {
+    "type", "enum", "const", *NUMBER_KEYWORDS, *STRING_KEYWORDS, *ARRAY_KEYWORDS, *OBJECT_KEYWORDS, *SchemaReader._combining,
+    NOT_PATTERN, NOT_VALUES,
+}  # fmt: skip
+
+
+def name_path(path: str) -> str:
+    """A path as error messages show it."""
     return path or "the schema"
 
 
-def _refuse_other_keywords(keywords: set[str], allowed: set[str], where: str) -> None:
-    if other := sorted(keywords - allowed, key=str):
-        raise PatternError(f"{where} has {shorten(other[0])}, which is not supported here")
-
-
-def _join_entries(entries: Sequence[tuple[str, bool]]) -> list[str]:
-    """The entries of an object in order, with commas between those that are present. The flag says which are required.
-
-    Returns the parts of a regular expression. Every entry occurs once if one is required: those before it have a comma
-    behind them, those after it a comma before them.
-    """
-    first_required = next((number for number, (_, is_required) in enumerate(entries) if is_required), None)
-    if first_required is None:
-        return ["(?:", *_join_optional([entry for entry, _ in entries]), ")?"]
-    parts: list[str] = []
-    for entry, _ in entries[:first_required]:
-        parts += ["(?:", entry, ", )?"]
-    parts.append(entries[first_required][0])
-    for entry, is_required in entries[first_required + 1 :]:
-        parts += [", ", entry] if is_required else ["(?:, ", entry, ")?"]
-    return parts
-
-
-def _join_optional(entries: Sequence[str]) -> list[str]:
-    """At least one of the entries, in order, with commas between them.
-
-    Either one of the first half is present, and the second half follows with commas, or the second half stands alone. An
-    entry occurs about log2(n) times.
-    """
-    if len(entries) == 1:
-        return [entries[0]]
-    half = len(entries) // 2
-    followers = [part for entry in entries[half:] for part in ("(?:, ", entry, ")?")]
-    return ["(?:", *_join_optional(entries[:half]), *followers, "|", *_join_optional(entries[half:]), ")"]
-
-
-def _check_list(value: Any, path: str) -> list:
+def check_list(value: Any, path: str) -> list:
+    """Refuses anything but a list of at least one."""
     if not isinstance(value, list) or not value:
         raise PatternError(f"{path} must be a list of at least one")
     return value
 
 
-def _format_repeat(least: int, most: int | None) -> str:
-    return "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
+def _is_required(schema: Any) -> bool:
+    """Draft 3 says of a property itself that it is required."""
+    return isinstance(schema, Mapping) and schema.get("required") is True
+
+
+def _unquote(text: str) -> str:
+    from urllib.parse import unquote
+
+    return unquote(text) if "%" in text else text
 
 
 def _read_bounds(schema: Mapping[str, Any], low: str, high: str, path: str) -> tuple[int, int | None]:
     least = schema.get(low, 0)
     most = schema.get(high)
     for name, value in ((low, least), (high, 0 if most is None else most)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1 != 0:
             raise PatternError(f"{path}/{name} must be a whole number, 0 or more, got {shorten(value)}")
-        if value > MAX_REPEAT:
-            raise BudgetError(f"{path}/{name} is {shorten(value)}, at most {MAX_REPEAT:,} is supported")
-    if most is not None and least > most:
-        raise PatternError(f"{_name_path(path)}: {low} is {least}, {high} is {most}")
-    return least, most
-
-
-def _read_integer(schema: Mapping[str, Any], name: str, default: int, path: str) -> int:
-    value = schema.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
-        raise PatternError(f"{path}/{name} must be a whole number, got {shorten(value)}")
-    if abs(value) >= 10**MAX_BOUND_DIGITS:
-        raise PatternError(f"{path}/{name} is {shorten(value)}, at most {MAX_BOUND_DIGITS} digits are supported")
-    return int(value)
-
-
-def _check_string_pattern(pattern: Any, path: str, budget: Budget) -> str:
-    """The inside of a string's `pattern`, ^...$. It must match no character that JSON would write as an escape."""
-    if not isinstance(pattern, str):
-        raise PatternError(f"{path}/pattern must be a text, got {shorten(pattern)}")
-    backslashes = len(pattern) - 1 - len(pattern[:-1].rstrip("\\"))  # directly before the last character
-    if not (pattern.startswith("^") and pattern.endswith("$")) or backslashes % 2:
-        raise PatternError(f"{path}/pattern is {shorten(pattern)}; only patterns of the whole text, ^...$, are supported")
-    dfa = regex_dfa.compile_dfa(pattern, budget)
-    if dfa.transitions_Q256[1:, [*range(32), ord('"'), ord("\\"), 127]].any():
-        raise PatternError(
-            f"{path}/pattern {shorten(pattern)} matches quotes, backslashes or control characters; leave them out"
-        )
-    return pattern.removeprefix("^")[:-1]
-
-
-def integers_between(low: int, high: int) -> str:
-    """A regular expression of the integers from low to high."""
-    parts = []
-    if low < 0:
-        parts += [f"-{part}" for part in _split_into_digit_ranges(max(1, -high), -low)]
-    if high >= 0:
-        parts += _split_into_digit_ranges(max(0, low), high)
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
-
-
-def _split_into_digit_ranges(low: int, high: int) -> list[str]:
-    """Regular expressions of the integers from low to high, 0 and up: a prefix, a digit range, free digits."""
-    parts = []
-    if low == 0:
-        parts.append("0")
-        low = 1
-    while low <= high:
-        free_digits = 0
-        while low % 10 ** (free_digits + 1) == 0 and low + 10 ** (free_digits + 1) - 1 <= high:
-            free_digits += 1
-        step = 10**free_digits
-        digit = low // step % 10
-        count = 1
-        while digit + count <= 9 and low + (count + 1) * step - 1 <= high:
-            count += 1
-        prefix = str(low // step // 10) if low // step >= 10 else ""
-        digits = str(digit) if count == 1 else f"[{digit}-{digit + count - 1}]"
-        parts.append(prefix + digits + (f"[0-9]{{{free_digits}}}" if free_digits else ""))
-        low += count * step
-    return parts
+    return int(least), None if most is None else int(most)

@@ -1,47 +1,37 @@
-"""Regular expressions compiled to DFAs over UTF-8 bytes. A DFA accepts the texts that `re.fullmatch` accepts.
+"""Regular expressions compiled to DFAs over UTF-8 bytes.
 
-    pattern -> [Python's own parser] -> syntax tree -> [1 NFA] -> [2 subset construction] -> [minimization, dfa.py] -> DFA
+    pattern -> [Python's own parser] -> syntax tree -> [RegexBuilder] -> NFA -> [determinize, minimize] -> DFA
 
-Python's parser reads the pattern, so syntax and meaning are those of `re`. Constructs that are not regular, or not supported
-(back-references, lookaround, word boundaries), are refused by name. Shapes: Q states.
+`compile_dfa` accepts the texts that `re.fullmatch` accepts. `compile_string_dfa` is for the `pattern` of a JSON schema: it
+reads ECMA-262, finds the pattern anywhere in the text, and accepts the text as JSON writes it inside of quotes.
+Constructs that are not regular, or not supported (back-references, lookaround inside a pattern, word boundaries), are
+refused by name.
 """
 
 import re
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from re import _constants as op  # type: ignore[attr-defined]  # not in typeshed
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
-import numpy as np
-
 from redraft.constraints.budget import Budget
-from redraft.constraints.characters import character_ranges, utf8_trie
+from redraft.constraints.characters import ANY_CHARACTER, character_ranges, json_trie, utf8_trie
 from redraft.constraints.compiled_cache import CompiledCache
-from redraft.constraints.dfa import DFA, minimize
-from redraft.constraints.errors import BudgetError, PatternError, shorten
+from redraft.constraints.dfa import DFA, intersect, minimize, subtract
+from redraft.constraints.errors import PatternError, shorten
+from redraft.constraints.nfa import NFA, determinize
 
-MAX_NFA_STATES = 20_000
-MAX_DFA_STATES = 5_000
 MAX_DEPTH = 150  # of groups inside one another; the limit of Python's stack is more than twice as deep
 GROUPS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|[()]", re.DOTALL)  # brackets, with what hides them: \( and [(]
 MAX_REASON = 120  # characters of Python's own error message
 CHARACTER_TYPES = int(re.ASCII | re.UNICODE | re.LOCALE)
+PARSE_WORK = 40  # units of the budget (see budget.py for the unit) for each character of the pattern
+ECMA = int(re.ASCII)  # \d and \w are ASCII there
+ESCAPES = str.maketrans({character: f"\\{character}" for character in r"\.^$*+?{}[]|()-"})
+NAMED_GROUP = re.compile(r"(\\.)|\(\?<(?![=!])", re.DOTALL)
 
-# Units of the budget (see budget.py for the unit) for each ...
-PARSE_WORK = 40  # character of the pattern
-NFA_STATE_WORK = 60  # state of the NFA
-NFA_EDGE_WORK = 20  # byte edge of the NFA
-EDGE_WORK = 4  # edge that a search visits
-STORED_WORK = 10  # member of a set of states that is kept
-SUBSET_WORK = 4  # member of a subset that is expanded
-CLOSURE_WORK = 4  # closure in a union; each of its members takes one more unit
-DFA_STATE_WORK = 250  # state of the DFA
-DETERMINIZATION = "making the pattern deterministic"
-CLOSURES = "the pattern's optional parts"
-
-
+HANDLES_ENDS = (op.AT, op.SUBPATTERN, op.BRANCH)  # items that say themselves what may stand before or behind them
 COMPILED: CompiledCache[DFA] = CompiledCache(64, 32 * 2**20, lambda dfa: dfa.bytes)
 
 
@@ -51,33 +41,67 @@ def compile_dfa(pattern: str, budget: Budget | None = None) -> DFA:
         raise PatternError(f"a pattern is a text, got {shorten(pattern)}")
     dfa = COMPILED.get(pattern)
     if dfa is None:
-        dfa = _compile(pattern, budget if budget is not None else Budget())
+        nfa = NFA(pattern, budget if budget is not None else Budget())
+        start = nfa.add_state()
+        dfa = minimize(determinize(nfa, start, add_regex(nfa, start, pattern)), nfa.budget)
         COMPILED.put(pattern, dfa)
     return dfa
 
 
-def _compile(pattern: str, budget: Budget) -> DFA:
+def compile_string_dfa(pattern: str, budget: Budget) -> DFA:
+    """The texts in which a schema's `pattern` (ECMA-262) is found, as JSON writes them inside of quotes."""
+    key = f"in a string: {pattern}"
+    dfa = COMPILED.get(key)
+    if dfa is None:
+        _check_text(pattern, budget)
+        source = NAMED_GROUP.sub(lambda match: match[1] or "(?P<", pattern)
+        tree = _parse(source, ECMA)
+        looks, items = _split_lookaheads(tree)
+        dfa = _compile_items(pattern, items, budget, searches=True)
+        for kind, look in looks:
+            ends_text = bool(look) and look[-1] == (op.AT, op.AT_END)
+            at_start = _compile_items(pattern, list(look) if ends_text else [*look, *ANYTHING], budget, searches=False)
+            dfa = (intersect if kind is op.ASSERT else subtract)(dfa, at_start, budget)
+        COMPILED.put(key, dfa)
+    return dfa
+
+
+ANYTHING = list(parser.parse(r"[\s\S]*"))
+
+
+def _compile_items(pattern: str, items: Sequence[tuple[Any, Any]], budget: Budget, *, searches: bool) -> DFA:
+    nfa = NFA(pattern, budget)
+    start, end = RegexBuilder(nfa, in_json=True, searches=searches).add_sequence(items, ECMA, (True, True))
+    return minimize(determinize(nfa, start, end), budget)
+
+
+def _split_lookaheads(tree: Any) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+    """The lookaheads directly behind ^ at the start of a pattern, and the pattern without them."""
+    items = list(tree)
+    looks = []
+    while len(items) > 1 and items[0] == (op.AT, op.AT_BEGINNING) and items[1][0] in (op.ASSERT, op.ASSERT_NOT):
+        kind, (direction, look) = items.pop(1)
+        if direction < 0:
+            return [], list(tree)
+        looks.append((kind, look))
+    return looks, items
+
+
+def add_regex(nfa: NFA, start: int, pattern: str) -> int:
+    """Adds the texts that a regular expression matches in full, with the meaning that Python gives it."""
+    _check_text(pattern, nfa.budget)
+    tree = _parse(pattern, 0)
+    item_start, end = RegexBuilder(nfa).add_sequence(tree, tree.state.flags, (True, True))
+    nfa.link(start, item_start)
+    return end
+
+
+def _check_text(pattern: str, budget: Budget) -> None:
+    """Refuses what takes long to parse. Groups that are nested too deeply: see config/json_text.py for the reason."""
+    if not isinstance(pattern, str):
+        raise PatternError(f"a pattern is a text, got {shorten(pattern)}")
     budget.spend_characters(len(pattern), "the pattern")
     budget.spend(len(pattern) * PARSE_WORK, "parsing the pattern")
-    _check_depth(pattern)
-    nfa = _NFA(pattern, budget)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of syntax whose meaning may change in a later version
-            tree = parser.parse(pattern)
-        start, end = nfa.add_sequence(tree, tree.state.flags, (True, True))
-    except (re.error, OverflowError) as error:
-        reason = str(error.args[0])[:MAX_REASON]  # it may repeat a name of the pattern
-        raise PatternError(f"the pattern {shorten(pattern)} is not a regular expression: {reason}") from None
-    except PatternError:
-        raise
-    except ValueError:  # Python reads no number with thousands of digits
-        raise PatternError(f"the pattern {shorten(pattern)} has a number with too many digits") from None
-    return minimize(_determinize(nfa, start, end), budget)
-
-
-def _check_depth(pattern: str) -> None:
-    """Refuses groups that are nested too deeply, before the parser is: see config/json_text.py for the reason."""
     depth = 0
     for match in GROUPS.finditer(pattern) if pattern.count("(") > MAX_DEPTH else ():
         depth += {"(": 1, ")": -1}.get(match[0], 0)
@@ -85,51 +109,55 @@ def _check_depth(pattern: str) -> None:
             raise PatternError(f"the pattern {shorten(pattern)} is nested too deeply: at most {MAX_DEPTH} groups")
 
 
-# 1. From the syntax tree to an NFA
+def _parse(pattern: str, flags: int) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python warns of syntax whose meaning may change in a later version
+            return parser.parse(pattern, flags)
+    except (re.error, OverflowError) as error:
+        reason = str(error.args[0])[:MAX_REASON]  # it may repeat a name of the pattern
+        raise PatternError(f"the pattern {shorten(pattern)} is not a regular expression: {reason}") from None
+    except ValueError:  # Python reads no number with thousands of digits
+        raise PatternError(f"the pattern {shorten(pattern)} has a number with too many digits") from None
 
 
-class _NFA:
-    """A nondeterministic automaton under construction (Thompson's construction).
+class RegexBuilder:
+    """Adds parts of a syntax tree to an NFA (Thompson's construction).
 
-    `byte_edges[state]` holds (first byte, last byte, next state); `epsilon_edges[state]` holds next states that need no
-    byte. Every `add_` method adds states for one part of the pattern and returns the part's first and last state. No edge
-    leaves a part's last state.
+    Every `add_` method returns the part's first and last state. No edge leaves a part's last state. `in_json` writes
+    characters as JSON does inside of quotes. `searches` finds the pattern anywhere: where it has no ^ or $, any text may
+    stand before or behind it.
     """
 
-    def __init__(self, pattern: str, budget: Budget) -> None:
-        self.pattern = pattern
-        self.budget = budget
-        self.byte_edges: list[list[tuple[int, int, int]]] = []
-        self.epsilon_edges: list[list[int]] = []
+    def __init__(self, nfa: NFA, *, in_json: bool = False, searches: bool = False) -> None:
+        self.nfa = nfa
+        self.in_json = in_json
+        self.searches = searches
         self.tries: dict[tuple, tuple] = {}  # of character classes, which repeats use again
-
-    def add_state(self) -> int:
-        if len(self.byte_edges) >= MAX_NFA_STATES:
-            raise BudgetError(
-                f"the pattern {shorten(self.pattern)} has more than {MAX_NFA_STATES:,} parts: repeat less often"
-            )
-        self.budget.spend(NFA_STATE_WORK, "the pattern's NFA")
-        self.byte_edges.append([])
-        self.epsilon_edges.append([])
-        return len(self.byte_edges) - 1
 
     def add_sequence(
         self, items: Sequence[tuple[Any, Any]], flags: int, at_ends: tuple[bool, bool] = (False, False)
     ) -> tuple[int, int]:
         """Items one after another. `at_ends`: whether the sequence stands at the start and at the end of the pattern."""
-        start = end = self.add_state()
+        start = end = self.nfa.add_state()
+        if self.searches and at_ends[0] and not (items and items[0][0] in HANDLES_ENDS):
+            end = self._add_anything(end)
         for number, (kind, value) in enumerate(items):
             is_first = at_ends[0] and number == 0
             is_last = at_ends[1] and number == len(items) - 1
             if kind is op.AT:
                 self._check_anchor(value, is_first, is_last)
+                if self.searches and len(items) == 1 and at_ends == (True, True):  # ^ or $ alone: any text
+                    end = self._add_anything(end)
                 continue
             if kind in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN):
                 end = self._add_character(end, kind, value, flags)
                 continue
             item_start, item_end = self._add_item(kind, value, flags, (is_first, is_last))
-            self.epsilon_edges[end].append(item_start)
+            self.nfa.epsilon_edges[end].append(item_start)
             end = item_end
+        if self.searches and at_ends[1] and not (items and items[-1][0] in HANDLES_ENDS):
+            end = self._add_anything(end)
         return start, end
 
     def _add_item(self, kind: Any, value: Any, flags: int, at_ends: tuple[bool, bool]) -> tuple[int, int]:
@@ -139,12 +167,12 @@ class _NFA:
                 flags &= ~CHARACTER_TYPES
             return self.add_sequence(items, (flags | added_flags) & ~removed_flags, at_ends)
         if kind is op.BRANCH:
-            start = self.add_state()
-            end = self.add_state()
+            start = self.nfa.add_state()
+            end = self.nfa.add_state()
             for branch in value[1]:
                 branch_start, branch_end = self.add_sequence(branch, flags, at_ends)
-                self.epsilon_edges[start].append(branch_start)
-                self.epsilon_edges[branch_end].append(end)
+                self.nfa.epsilon_edges[start].append(branch_start)
+                self.nfa.epsilon_edges[branch_end].append(end)
             return start, end
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
             least, most, items = value
@@ -156,49 +184,48 @@ class _NFA:
             op.ASSERT_NOT: "looks around",
         }
         reason = reasons.get(kind, f"uses {kind}")
-        raise PatternError(f"the pattern {shorten(self.pattern)} {reason}, which a finite automaton cannot express")
+        raise PatternError(f"the pattern {shorten(self.nfa.pattern)} {reason}, which a finite automaton cannot express")
 
     def _add_repeat(self, least: int, most: Any, items: Sequence, flags: int) -> tuple[int, int]:
-        start = end = self.add_state()
+        start = end = self.nfa.add_state()
         for _ in range(least):
             item_start, item_end = self.add_sequence(items, flags)
-            self.epsilon_edges[end].append(item_start)
+            self.nfa.epsilon_edges[end].append(item_start)
             end = item_end
         if most is op.MAXREPEAT:
-            out = self.add_state()
+            out = self.nfa.add_state()
             if not least:
                 item_start, item_end = self.add_sequence(items, flags)
-                self.epsilon_edges[end] += [item_start, out]
-            self.epsilon_edges[item_end] += [item_start, out]
+                self.nfa.epsilon_edges[end] += [item_start, out]
+            self.nfa.epsilon_edges[item_end] += [item_start, out]
             return start, out
-        out = self.add_state()
+        out = self.nfa.add_state()
         for _ in range(most - least):
             item_start, item_end = self.add_sequence(items, flags)
-            self.epsilon_edges[end] += [item_start, out]
+            self.nfa.epsilon_edges[end] += [item_start, out]
             end = item_end
-        self.epsilon_edges[end].append(out)
+        self.nfa.epsilon_edges[end].append(out)
         return start, out
 
     def _add_character(self, start: int, kind: Any, value: Any, flags: int) -> int:
-        """Adds one character as its UTF-8 bytes, from a state that no edge leaves yet. Returns the state behind it."""
+        """Adds one character as its bytes, from a state that no edge leaves yet. Returns the state behind it."""
         key = (kind, tuple(value) if kind is op.IN else value, flags)
         if key not in self.tries:
-            self.tries[key] = utf8_trie(character_ranges(kind, value, flags, self.budget))
-        end = self.add_state()
-        state_of_node: dict[tuple, int] = {(): end}
+            ranges = character_ranges(kind, value, flags, self.nfa.budget, is_ecma=self.in_json)
+            self.tries[key] = (json_trie if self.in_json else utf8_trie)(ranges)
+        return self.nfa.add_trie(start, self.tries[key])
 
-        def add_edges(state: int, node: tuple) -> None:
-            self.budget.spend(NFA_EDGE_WORK * len(node), "the pattern's NFA")
-            self.byte_edges[state] = [(low, high, add_node(rest)) for low, high, rest in node]
-
-        def add_node(node: tuple) -> int:
-            if node not in state_of_node:
-                state_of_node[node] = self.add_state()
-                add_edges(state_of_node[node], node)
-            return state_of_node[node]
-
-        add_edges(start, self.tries[key])
-        return end
+    def _add_anything(self, end: int) -> int:
+        """Any text, behind a state."""
+        trie = (json_trie if self.in_json else utf8_trie)(ANY_CHARACTER)
+        loop = self.nfa.add_state()
+        self.nfa.link(end, loop)
+        start = self.nfa.add_state()
+        self.nfa.link(loop, start)
+        self.nfa.link(self.nfa.add_trie(start, trie), loop)
+        out = self.nfa.add_state()
+        self.nfa.link(loop, out)
+        return out
 
     def _check_anchor(self, anchor: Any, is_first: bool, is_last: bool) -> None:
         """Refuses anchors except ^ at the start and $ at the end, which are implied."""
@@ -206,70 +233,5 @@ class _NFA:
         ends = anchor in (op.AT_END, op.AT_END_STRING)
         if not (starts and is_first) and not (ends and is_last):
             raise PatternError(
-                f"the pattern {shorten(self.pattern)} has an anchor inside (^, $ or \\b), which is not supported: remove it"
+                f"the pattern {shorten(self.nfa.pattern)} has an anchor inside (^, $ or \\b), which is not supported: remove it"
             )
-
-
-# 2. From the NFA to a DFA
-
-
-def _determinize(nfa: _NFA, start: int, end: int) -> DFA:
-    """Subset construction: each DFA state is the set of NFA states that can be active at once."""
-    closures = _epsilon_closures(nfa, end)
-    if not closures[start]:  # the pattern matches no text at all
-        return DFA(np.zeros((2, 256), dtype=np.int32), np.zeros(2, dtype=bool), 1)
-    numbers: dict[frozenset[int], int] = {frozenset(): 0, closures[start]: 1}
-    rows = [np.zeros(256, dtype=np.int32)]
-    waiting = deque([closures[start]])
-    while waiting:
-        subset = waiting.popleft()
-        nfa.budget.spend(DFA_STATE_WORK + SUBSET_WORK * len(subset), DETERMINIZATION)
-        edges = [edge for state in subset for edge in nfa.byte_edges[state]]
-        row = np.zeros(256, dtype=np.int32)
-        for low, high, next_states in _split_by_byte(edges, nfa.budget):
-            nfa.budget.spend(sum(CLOSURE_WORK + len(closures[state]) for state in next_states), DETERMINIZATION)
-            target = frozenset().union(*(closures[state] for state in next_states))
-            if target and target not in numbers:
-                if len(numbers) > MAX_DFA_STATES:
-                    raise BudgetError(
-                        f"the pattern {shorten(nfa.pattern)} has more than {MAX_DFA_STATES:,} states: repeat less often"
-                    )
-                nfa.budget.spend(STORED_WORK * len(target), DETERMINIZATION)
-                numbers[target] = len(numbers)
-                waiting.append(target)
-            row[low:high] = numbers[target]
-        rows.append(row)
-    return DFA(np.stack(rows), np.array([end in subset for subset in numbers]), 1)
-
-
-def _split_by_byte(edges: Sequence[tuple[int, int, int]], budget: Budget) -> list[tuple[int, int, set[int]]]:
-    """Ranges of bytes (the first, and the one behind the last), and the next states of each range."""
-    budget.spend(EDGE_WORK * len(edges), DETERMINIZATION)
-    by_range: dict[tuple[int, int], set[int]] = {}
-    for low, high, state in edges:
-        by_range.setdefault((low, high + 1), set()).add(state)
-    cuts = sorted({cut for pair in by_range for cut in pair})
-    index_of_cut = {cut: index for index, cut in enumerate(cuts)}
-    next_states: list[set[int]] = [set() for _ in cuts]
-    for (low, high), states in by_range.items():
-        covered = range(index_of_cut[low], index_of_cut[high])
-        budget.spend(EDGE_WORK * len(covered) * len(states), DETERMINIZATION)
-        for index in covered:
-            next_states[index] |= states
-    return [(low, high, states) for low, high, states in zip(cuts, cuts[1:], next_states, strict=False) if states]
-
-
-def _epsilon_closures(nfa: _NFA, end: int) -> list[frozenset[int]]:
-    """The states with edges that each state reaches without reading a byte; `end` counts as one of them."""
-    closures = []
-    for start in range(len(nfa.byte_edges)):
-        closure = {start}
-        waiting = [start]
-        while waiting:
-            next_states = nfa.epsilon_edges[waiting.pop()]
-            nfa.budget.spend(EDGE_WORK * (1 + len(next_states)), CLOSURES)
-            waiting += [state for state in next_states if state not in closure]
-            closure.update(next_states)
-        nfa.budget.spend(STORED_WORK * len(closure), CLOSURES)
-        closures.append(frozenset([state for state in closure if nfa.byte_edges[state] or state == end]))
-    return closures

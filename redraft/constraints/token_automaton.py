@@ -18,9 +18,9 @@ import numpy as np
 from redraft.constraints import regex_dfa
 from redraft.constraints.budget import Budget
 from redraft.constraints.compiled_cache import CompiledCache
+from redraft.constraints.dfa import DFA
 from redraft.constraints.errors import BudgetError, PatternError, shorten
 from redraft.constraints.graph import UNREACHABLE, distances_to
-from redraft.constraints.regex_dfa import DFA
 from redraft.constraints.token_trie import TokenTrie, build_trie
 
 MAX_EDGES = 100_000
@@ -183,12 +183,13 @@ class AutomatonCompiler:
             raise PatternError(f"a pattern is a text, got {shorten(pattern)}")
         automaton = self.compiled.get(pattern)
         if automaton is None:
-            automaton = self._compile(pattern, budget if budget is not None else Budget())
+            budget = budget if budget is not None else Budget()
+            automaton = self.compile_tokens(pattern, regex_dfa.compile_dfa(pattern, budget), budget)
             self.compiled.put(pattern, automaton)
         return automaton
 
-    def _compile(self, pattern: str, budget: Budget) -> TokenAutomaton:
-        dfa = regex_dfa.compile_dfa(pattern, budget)
+    def compile_tokens(self, pattern: str, dfa: DFA, budget: Budget) -> TokenAutomaton:
+        """The token automaton of a DFA, which error messages call `pattern`."""
         states = len(dfa.accepting_Q)
         budget.spend(self.size * VOCABULARY_WORK, "the vocabulary")
         classes_V, edges_E3 = self._classify_tokens(dfa, budget)
