@@ -1,0 +1,404 @@
+"""Prefix grammars: schemas that no finite automaton expresses, for an answer that grows from left to right.
+
+    shapes -> [to_grammar] -> JSON schema of plain keywords -> [llguidance] -> the tokens that may come next
+
+llguidance says which tokens may follow the tokens before. It knows no `uniqueItems`: `DistinctItems` adds that.
+A grammar has no state of an answer: states are numbers, each of which stands for the tokens from the start to it.
+Shapes: V vocabulary.
+"""
+
+import json
+from collections.abc import Sequence
+from decimal import Decimal
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from redraft.constraints.errors import PatternError, UnboundedError, shorten
+from redraft.constraints.json_schema import SchemaReader, name_path
+from redraft.constraints.schema_shapes import (
+    ANY_SHAPES,
+    ArrayShape,
+    Literal,
+    Node,
+    NumberShape,
+    ObjectShape,
+    Shape,
+    StringShape,
+)
+
+MAX_DEFINITIONS = 2_000  # nodes of a schema
+SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+BITS = 32
+
+
+# 1. From shapes to a schema of plain keywords
+
+
+def to_grammar(schema: Any, reader: SchemaReader) -> str:
+    """The grammar of a schema as text. Raises UnboundedError where llguidance cannot express it either."""
+    writer = _GrammarWriter(reader)
+    root = writer.write(reader.root_node)
+    text = {"x-guidance": SEPARATORS, "$defs": writer.definitions, **root}
+    return json.dumps({"schema": text, "distinct": writer.has_distinct}, ensure_ascii=False)
+
+
+class _GrammarWriter:
+    """Writes each node once, as a definition that others refer to."""
+
+    def __init__(self, reader: SchemaReader) -> None:
+        self.reader = reader
+        self.definitions: dict[str, Any] = {}
+        self.has_distinct = False  # some array has only different items
+        self._names: dict[Node, str] = {}
+
+    def write(self, node: Node) -> dict[str, Any]:
+        """A reference to the definition of a node."""
+        if self.reader.shapes(node) is ANY_SHAPES:
+            return {}
+        if node not in self._names:
+            if len(self._names) >= MAX_DEFINITIONS:
+                raise UnboundedError(f"the schema has more than {MAX_DEFINITIONS:,} different parts")
+            name = self._names[node] = f"n{len(self._names)}"
+            self.definitions[name] = None  # in the order of the schema
+            shapes = self.reader.shapes(node)
+            literals = [shape.value for shape in shapes if isinstance(shape, Literal)]
+            branches = [{"enum": literals}] if literals else []
+            branches += [self._write_shape(shape, node) for shape in shapes if not isinstance(shape, Literal)]
+            self.definitions[name] = branches[0] if len(branches) == 1 else {"anyOf": branches} if branches else False
+        return {"$ref": f"#/$defs/{self._names[node]}"}
+
+    def _write_shape(self, shape: Shape, node: Node) -> dict[str, Any]:
+        where = name_path(node.path)
+        match shape:
+            case NumberShape():
+                return self._write_number(shape, where)
+            case StringShape():
+                return self._write_string(shape, where)
+            case ArrayShape():
+                return self._write_array(shape, where)
+            case ObjectShape():
+                return self._write_object(shape, where)
+        raise AssertionError
+
+    def _write_number(self, shape: NumberShape, where: str) -> dict[str, Any]:
+        numbers = shape.range
+        if shape.excluded or len(numbers.multiples) > 1:
+            raise UnboundedError(f"{where} combines limits of numbers that are not supported together")
+        schema: dict[str, Any] = {"type": "integer" if numbers.is_integer else "number"}
+        if numbers.low is not None:
+            schema["exclusiveMinimum" if numbers.excludes_low else "minimum"] = _to_number(numbers.low)
+        if numbers.high is not None:
+            schema["exclusiveMaximum" if numbers.excludes_high else "maximum"] = _to_number(numbers.high)
+        return {**schema, **{"multipleOf": _to_number(multiple) for multiple in numbers.multiples}}
+
+    def _write_string(self, shape: StringShape, where: str) -> dict[str, Any]:
+        if shape.excluded or shape.excluded_patterns:
+            raise UnboundedError(f"{where} forbids strings, which is not supported there")
+        schema: dict[str, Any] = {"type": "string"}
+        if shape.least:
+            schema["minLength"] = shape.least
+        if shape.most is not None:
+            schema["maxLength"] = shape.most
+        others = [{"type": "string", "pattern": pattern} for pattern in shape.patterns]
+        others += [{"type": "string", "format": name} for name in shape.formats]
+        return {"allOf": [schema, *others]} if others else schema
+
+    def _write_array(self, shape: ArrayShape, where: str) -> dict[str, Any]:
+        if shape.contains:
+            raise UnboundedError(f"{where} has contains, which is not supported there")
+        self.has_distinct |= shape.unique
+        schema: dict[str, Any] = {"type": "array", "items": self.write(shape.rest)}
+        if shape.first:
+            schema["prefixItems"] = [self.write(node) for node in shape.first]
+        if shape.least:
+            schema["minItems"] = shape.least
+        if shape.most is not None:
+            schema["maxItems"] = shape.most
+        return schema
+
+    def _write_object(self, shape: ObjectShape, where: str) -> dict[str, Any]:
+        reader = self.reader
+        if shape.names:
+            raise UnboundedError(f"{where} has propertyNames, which is not supported there")
+        values = {name: reader.property_node(shape, name) for name in shape.named}
+        forbidden = [name for name, value in values.items() if not reader.shapes(value)]
+        known = {name: self.write(value) for name, value in values.items() if name not in forbidden}
+        if any(name in forbidden for name in shape.required):
+            return {"enum": []}
+        sides = [side for side in shape.sides if side.patterns or not side.is_open]
+        schema: dict[str, Any] = {"type": "object", "properties": {**known, **dict.fromkeys(forbidden, False)}}
+        if shape.required:
+            schema["required"] = list(shape.required)
+        if not sides:
+            schema["additionalProperties"] = not known
+        elif len(sides) > 1:
+            raise UnboundedError(f"{where} combines names that are not known, which is not supported there")
+        else:
+            (side,) = sides
+            if side.patterns:
+                schema["patternProperties"] = {pattern: self.write(value) for pattern, value in side.patterns}
+            is_closed = side.is_open and bool(known or side.patterns)
+            schema["additionalProperties"] = False if is_closed else self._write_or_false(side.additional)
+        if shape.least > len(shape.required):
+            schema["minProperties"] = shape.least
+        if shape.most is not None:
+            schema["maxProperties"] = shape.most
+        return schema
+
+    def _write_or_false(self, node: Node) -> Any:
+        return self.write(node) if self.reader.shapes(node) else False
+
+
+def _to_number(value: Decimal) -> int | float:
+    return int(value) if value == value.to_integral_value() else float(value)
+
+
+# 2. Which tokens may come next
+
+
+class GrammarVocabulary:
+    """The tokens of a vocabulary, as llguidance reads them. Made once for all grammars of a model."""
+
+    def __init__(self, token_bytes: Sequence[bytes | None], stops: Sequence[int]) -> None:
+        self.token_bytes = token_bytes
+        self.stops = tuple(stops)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """llguidance's own form."""
+        import llguidance  # only few requests need it
+
+        return llguidance.LLTokenizer(_TokenList(self.token_bytes, self.stops), n_vocab=len(self.token_bytes))  # type: ignore[arg-type]
+
+    @cached_property
+    def closing_tokens(self) -> np.ndarray:
+        """Tokens that may end an item of an array."""
+        return np.array([number for number, text in enumerate(self.token_bytes) if text and any(c in b'",]}' for c in text)])
+
+
+class _TokenList:
+    """What llguidance asks of a tokenizer. Special tokens begin with a byte that no text has."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, token_bytes: Sequence[bytes | None], stops: Sequence[int]) -> None:
+        self.tokens = [text if text else b"\xff<%d>" % number for number, text in enumerate(token_bytes)]
+        for stop in stops:
+            self.tokens[stop] = b"\xff<%d>" % stop
+        self.special_token_ids = [number for number, text in enumerate(self.tokens) if text.startswith(b"\xff<")]
+        self.eos_token_id = stops[0] if stops else self.special_token_ids[0]
+        self.bos_token_id = None
+        self.number_of = {text: number for number, text in reversed(list(enumerate(self.tokens)))}
+        self.longest = max(map(len, self.tokens))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The longest tokens from the left. Any tokenization will do: an answer may use another one."""
+        rest = text.encode() if isinstance(text, str) else bytes(text)
+        ids = []
+        while rest:
+            length = next((n for n in range(min(self.longest, len(rest)), 0, -1) if rest[:n] in self.number_of), 0)
+            if not length:  # a byte that no token has
+                break
+            ids.append(self.number_of[rest[:length]])
+            rest = rest[length:]
+        return ids
+
+
+class PrefixGrammar:
+    """The grammar of one pattern over one vocabulary."""
+
+    def __init__(self, pattern: str, grammar: str, vocabulary: GrammarVocabulary) -> None:
+        self.pattern = pattern
+        self.grammar = grammar
+        self.vocabulary = vocabulary
+        self.stops = vocabulary.stops
+        self.start = 0
+        parsed = json.loads(grammar)
+        self.is_distinct = parsed["distinct"]
+        self.text = json.dumps(parsed["schema"], ensure_ascii=False)
+        self.matcher()  # refuses what llguidance does not know
+
+    @property
+    def bytes(self) -> int:
+        """About what it takes in memory."""
+        return 4 * len(self.text)
+
+    def matcher(self) -> Any:
+        """A new matcher at the start."""
+        import llguidance
+
+        matcher = llguidance.LLMatcher(self.vocabulary.tokenizer, llguidance.LLMatcher.grammar_from_json_schema(self.text))
+        if matcher.is_error():
+            reason = matcher.get_error().splitlines()[0].rstrip(". ")
+            raise PatternError(f"the schema is not supported: {shorten(reason)}")
+        return matcher
+
+    def new_cursor(self) -> "GrammarCursor":
+        """Follows one answer."""
+        return GrammarCursor(self)
+
+    def accepts_text(self, text: bytes) -> bool:
+        """Whether a whole text is a match."""
+        cursor = self.new_cursor()
+        by_byte = {token: number for number, token in enumerate(self.vocabulary.token_bytes) if token and len(token) == 1}
+        state: int | None = 0
+        for byte in text:
+            token = by_byte.get(bytes([byte]))
+            state = cursor.advance(state, token) if token is not None and state is not None else None
+        return state is not None and cursor.is_final(state)
+
+    def accepts(self, ids: Sequence[int]) -> bool:
+        """Whether these tokens are a whole match."""
+        cursor = self.new_cursor()
+        state: int | None = 0
+        for token in ids:
+            state = cursor.advance(state, token) if state is not None else None
+        return state is not None and cursor.is_final(state)
+
+
+class GrammarCursor:
+    """States of one answer: state 0 is the start, every later one a token behind another state.
+
+    The matcher stands at one state and moves to another by taking tokens back and consuming others.
+    """
+
+    def __init__(self, grammar: PrefixGrammar) -> None:
+        self.grammar = grammar
+        self.matcher = grammar.matcher()
+        self.parents = [-1]
+        self.tokens = [-1]
+        self.children: dict[tuple[int, int], int] = {}
+        self.at = 0
+
+    def path_to(self, state: int) -> list[int]:
+        """The states from the start to this one."""
+        path = []
+        while state > 0:
+            path.append(state)
+            state = self.parents[state]
+        return path[::-1]
+
+    def move_to(self, state: int) -> None:
+        """Moves the matcher."""
+        if state == self.at:
+            return
+        old = self.path_to(self.at)
+        new = self.path_to(state)
+        common = next((index for index, (one, two) in enumerate(zip(old, new, strict=False)) if one != two), min(len(old), len(new)))
+        if len(old) > common:
+            self.matcher.rollback(len(old) - common)
+        for each in new[common:]:
+            self.matcher.consume_token(self.tokens[each])
+        self.at = state
+
+    def advance(self, state: int, token: int) -> int | None:
+        """The state behind a token; None if the token does not fit."""
+        if (state, token) in self.children:
+            return self.children[state, token]
+        if token in self.grammar.stops:
+            return state if self.is_final(state) else None
+        if not self.allowed(state)[token]:
+            return None
+        self.parents.append(state)
+        self.tokens.append(token)
+        self.children[state, token] = len(self.parents) - 1
+        return len(self.parents) - 1
+
+    def is_final(self, state: int) -> bool:
+        """Whether the tokens up to a state are a whole match."""
+        self.move_to(state)
+        return bool(self.matcher.is_accepting())
+
+    def allowed(self, state: int) -> np.ndarray:
+        """The tokens that may follow, bool_V."""
+        self.move_to(state)
+        vocabulary = self.grammar.vocabulary
+        size = len(vocabulary.token_bytes)
+        words = np.zeros((size + BITS - 1) // BITS, dtype=np.int32)
+        self.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        allowed_V = np.unpackbits(words.view(np.uint8), bitorder="little")[:size].astype(bool)
+        allowed_V[list(vocabulary.stops)] = self.matcher.is_accepting()
+        if self.grammar.is_distinct:
+            self._forbid_repeats(state, allowed_V)
+        return allowed_V
+
+    def _forbid_repeats(self, state: int, allowed_V: np.ndarray) -> None:
+        """Removes tokens that would end an item that its array has already."""
+        token_bytes = self.grammar.vocabulary.token_bytes
+        items = DistinctItems()
+        for each in self.path_to(state):
+            items.read(token_bytes[self.tokens[each]] or b"")
+        if not items.has_items:
+            return
+        closing = self.grammar.vocabulary.closing_tokens
+        for token in closing[allowed_V[closing]].tolist():
+            allowed_V[token] = items.copy().read(token_bytes[token] or b"")
+
+
+class DistinctItems:
+    """Reads JSON byte by byte and finds an array that has an item twice."""
+
+    def __init__(self) -> None:
+        self.arrays: list[tuple[list[str], bytearray] | None] = []  # items and the one in work; None for an object
+        self.in_string = False
+        self.is_escaped = False
+
+    @property
+    def has_items(self) -> bool:
+        """Some array that is not closed yet has an item."""
+        return any(array is not None and array[0] for array in self.arrays)
+
+    def copy(self) -> "DistinctItems":
+        """The same state, on its own."""
+        other = DistinctItems()
+        other.arrays = [None if array is None else (list(array[0]), bytearray(array[1])) for array in self.arrays]
+        other.in_string, other.is_escaped = self.in_string, self.is_escaped
+        return other
+
+    def read(self, text: bytes) -> bool:
+        """Reads on. False if an item repeats an earlier one."""
+        is_distinct = True
+        for byte in text:
+            character = chr(byte)
+            if self.in_string:
+                self.in_string = character != '"' or self.is_escaped
+                self.is_escaped = character == "\\" and not self.is_escaped
+            elif character == '"':
+                self.in_string = True
+            elif character in "[{":
+                self._add(byte)
+                self.arrays.append(([], bytearray()) if character == "[" else None)
+                continue
+            elif character in "]}":
+                is_distinct &= self._end_item()
+                if self.arrays:
+                    self.arrays.pop()
+            elif character == "," and self.arrays and self.arrays[-1] is not None:
+                is_distinct &= self._end_item()
+                for array in self.arrays[:-1]:
+                    if array is not None:
+                        array[1].append(byte)
+                continue
+            self._add(byte)
+        return is_distinct
+
+    def _add(self, byte: int) -> None:
+        for array in self.arrays:
+            if array is not None:
+                array[1].append(byte)
+
+    def _end_item(self) -> bool:
+        array = self.arrays[-1] if self.arrays else None
+        if array is None or not array[1].strip():
+            return True
+        items, current = array
+        try:
+            value = json.dumps(json.loads(bytes(current)), sort_keys=True)
+        except ValueError:
+            return True
+        current.clear()
+        is_new = value not in items
+        items.append(value)
+        return is_new
