@@ -24,7 +24,7 @@ Batches = AsyncGenerator[list[Message], None]
 FORWARDED = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "client", "server")
 SECRET_HEADERS = (b"host", b"origin", b"authorization", b"x-api-key")  # checked here; the replica does not see them
 PRIVATE = ("deployment", "node", "pid")  # of a replica: for `redraft cluster status`, not for everybody
-LISTS = ("/v1/models", "/api/tags", "/api/ps")
+LISTS = ("/v1/models", "/v1/models/", "/models", "/api/tags", "/api/ps")
 MODEL_PATH = "/v1/models/"
 FRESH_SECONDS = 1.0  # for which /health and /metrics answer without asking the replicas again
 GATHER_SECONDS = 10.0  # for all replicas of a model to answer
@@ -264,7 +264,7 @@ def build_app(front: Front) -> Any:
     metrics.active.set_function(lambda: front.slots.taken)
     add_error_handlers(app)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         state = await front.health()
         for replica in state["replicas"]:
@@ -272,7 +272,7 @@ def build_app(front: Front) -> Any:
                 replica.pop(private, None)
         return JSONResponse(state, status_code=200 if state["status"] == "ok" else 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=["GET", "HEAD"])
     async def metrics_page() -> Response:
         return PlainTextResponse(await front.metrics(metrics.registry), media_type="text/plain; version=0.0.4")
 
@@ -282,7 +282,7 @@ def build_app(front: Front) -> Any:
             return JSONResponse(await front.lists(request.scope))
 
         for path in LISTS:
-            app.add_api_route(path, lists, methods=["GET"])
+            app.add_api_route(path, lists, methods=["GET", "HEAD"])
     app.mount("/", front.forward)
     return app
 

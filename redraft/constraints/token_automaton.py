@@ -161,6 +161,13 @@ class TokenAutomaton:
             state = int(targets[0])
         return state
 
+    def accepts(self, ids: Sequence[int]) -> bool:
+        """Whether these tokens are a whole match, with or without a stop token behind it."""
+        try:
+            return bool(self.final_Q[self.advance(self.start, ids)])
+        except PatternError:
+            return False
+
 
 class AutomatonCompiler:
     """Compiles regular expressions to token automata over one vocabulary.

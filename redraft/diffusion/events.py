@@ -98,7 +98,8 @@ class Stats:
 class Finished:
     """The last event: the tokens of every row (whole canvases, padded), why each row ended, and its cost.
 
-    A reason is "stop" (the row has a stop token) or "length" (max_new_tokens reached); the engine adds "deadline".
+    A reason is "stop" (the row has a stop token, or all of it matches its pattern) or "length" (max_new_tokens reached); the
+    engine adds "deadline".
     """
 
     ids_BT: Tensor

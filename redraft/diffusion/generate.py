@@ -58,7 +58,7 @@ def generate(
     rows = len(prompts)
     length = cfg.canvas_length
     vocab_size = model.config.vocab_size
-    counter = StatsCounter(cfg, list(seeds), [len(prompt) for prompt in prompts])
+    counter = StatsCounter(cfg, list(seeds), [len(prompt) for prompt in prompts], constraints)
 
     # 2. Prefill: run the prompts causally and write their keys and values into the cache.
     capacity = max(map(len, prompts)) + (cfg.max_canvases - 1) * length  # the last canvas is never encoded
@@ -291,6 +291,7 @@ class StatsCounter:
     cfg: SamplerConfig
     seeds: list[int]
     prompt_tokens: list[int]
+    constraints: Sequence[Constraints]
     started_at: float = field(default_factory=time.perf_counter)
     prefill_seconds: float = 0.0
     canvases: list[Tensor] = field(default_factory=list)  # ids_BC of each committed canvas
@@ -331,13 +332,20 @@ class StatsCounter:
         self.rows[0]["new_tokens"] += len(tokens)
 
     def finish(self, ended_B: Tensor) -> Finished:
-        """Makes the last event from all canvases and counts."""
+        """Makes the last event from all canvases and counts.
+
+        A row that matches its pattern is complete without a stop token: what fills max_new_tokens has room for none.
+        """
+        ids_BT = torch.cat(self.canvases, dim=1)
         seconds = time.perf_counter() - self.started_at
         max_new_tokens = self.cfg.max_new_tokens - self.replayed_tokens
         reasons = []
         stats = []
         for row, counts in enumerate(self.rows):
             stopped = bool(ended_B[row]) and counts["new_tokens"] <= max_new_tokens
+            automaton = self.constraints[row].automaton
+            if not stopped and automaton is not None:
+                stopped = automaton.accepts(ids_BT[row, : self.cfg.max_new_tokens].tolist())
             reasons.append("stop" if stopped else "length")
             counts["new_tokens"] = min(counts["new_tokens"], max_new_tokens)
             row_stats = Stats(
@@ -351,4 +359,4 @@ class StatsCounter:
                 **counts,
             )
             stats.append(row_stats)
-        return Finished(torch.cat(self.canvases, dim=1), tuple(reasons), tuple(stats))
+        return Finished(ids_BT, tuple(reasons), tuple(stats))

@@ -241,7 +241,7 @@ def generate_verified(
     check_inputs(model, [prompt], cfg, [seed], [constraints], None)
     check_steering(cfg, constraints)
     check_verified_images(prompt, images, verifier)
-    counter = StatsCounter(cfg, [seed], [len(prompt)])
+    counter = StatsCounter(cfg, [seed], [len(prompt)], [constraints])
     state = Verification.start(prompt, cfg, seed, constraints, model.config.vocab_size)
     state.policy = policy
     worker = OwnVerifier(model, adapter) if verifier is None else OtherVerifier(model, verifier)

@@ -138,7 +138,7 @@ class Engine(WorkBeside):
             seed=seed,
             constraints=constraints,
             plan=plan,
-            counter=StatsCounter(cfg, [seed], [len(prompt)]),
+            counter=StatsCounter(cfg, [seed], [len(prompt)], [constraints]),
             first_canvas_1C=first_canvas_1C,
             deadline=time.monotonic() + seconds if seconds is not None else None,
             stop=stop,

@@ -4,7 +4,7 @@ Every error is JSON with one sentence, in the shape that clients of the path rea
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -51,22 +51,27 @@ def make_app(
     metrics.gpu_peak.set_function(lambda: peak_bytes(writer.model.device))
     metrics.gpu_limit.set(writer.gpu_limit.limit if writer.gpu_limit is not None else 0)
     add_error_handlers(app)
+
+    def add_get(path: str, handler: Callable[..., Any], **options: Any) -> None:
+        app.add_api_route(path, handler, methods=["GET"], **options)
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)  # one route would have one id for both
+
     for wire in (canvas, openai, responses, anthropic, ollama, llamacpp):
         for route in wire.routes(models):
             if route.body is None:
-                app.add_api_route(route.path, route.handler, methods=["GET"], responses=GET_RESPONSES)
+                add_get(route.path, route.handler, responses=GET_RESPONSES)
             else:
                 schema = {"requestBody": describe_body(route.body)}
                 app.add_api_route(route.path, route.handler, methods=["POST"], openapi_extra=schema, responses=RESPONSES)
 
     docs = docs_page.docs_handler(app.openapi)
     for path, handler in (("/", page.index), ("/page/{name}", page.file), ("/docs", docs)):
-        app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
+        add_get(path, handler, include_in_schema=False)
 
-    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_page() -> Response:
         return PlainTextResponse(prometheus_client.generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
+    add_get("/metrics", metrics_page, response_class=PlainTextResponse)
     return app
 
 

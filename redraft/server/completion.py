@@ -35,7 +35,7 @@ from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
 from redraft.writer import Writer, is_text_prompt, new_seed
 
 MAX_ARGUMENT_VALUES = 10_000  # of the JSON in a tool call's arguments
-JSON_OBJECT_SCHEMA = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}
+JSON_OBJECT_SCHEMA = {"type": "object"}  # any object, with lists and objects inside
 
 
 @dataclass(frozen=True, kw_only=True)

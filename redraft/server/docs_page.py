@@ -53,6 +53,7 @@ MEANINGS = {
     "tools": "functions that the model may call",
     "tool_choice": "none, auto, required, or one tool by its name; a forced call always matches the tool's schema",
     "response_format": "text, json_object, json_schema, regex or choice: the completion always matches",
+    "output_config": "output_config.format is a JSON schema: the answer always matches",
     "text": "for /v1/responses, text.format is the response format; for the canvas, a text with gaps [[ ]]",
     "prediction": "a text that the first canvas starts from",
     "diffusing": "sends every denoising step",

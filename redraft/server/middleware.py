@@ -33,7 +33,7 @@ CORS_HEADERS = (
     (b"access-control-expose-headers", b"x-redraft-unknown-fields, retry-after"),
 )
 PREFLIGHT_HEADERS = (
-    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+    (b"access-control-allow-methods", b"GET, HEAD, POST, OPTIONS"),
     (b"access-control-max-age", b"600"),
     (b"access-control-allow-private-network", b"true"),
 )
@@ -121,7 +121,7 @@ class AccessMiddleware:
             if refusal := self._refusal(scope, headers):
                 await refuse(*refusal)
                 return
-            if is_preflight(scope, headers) and cors_headers:
+            if is_preflight(scope, headers):
                 await _answer_preflight(send_and_note_status, headers)
                 return
             length = headers.get("content-length", "0")

@@ -16,7 +16,7 @@ class Answer:
     """A generated answer. `str(answer)` is its text."""
 
     text: str
-    reason: str  # why it ended: "stop" (a stop token), "length" (max_tokens) or "deadline" (`seconds` have passed)
+    reason: str  # why it ended: "stop" (complete: a stop token, or a match), "length" (max_tokens) or "deadline" (`seconds`)
     settled: bool  # False when a canvas used all its steps without settling: its text is less reliable
     ids: tuple[int, ...]  # without the stop token
     stats: Stats

@@ -140,6 +140,16 @@ def test_marginals_are_those_of_all_matching_texts(pattern, room):
     assert canvas.log_match_probability(logits, np.log(probs.sum(axis=1))) == pytest.approx(np.log(share), abs=1e-5)
 
 
+@pytest.mark.parametrize("pattern", ["a*", "(ab|b1)+", "é{2,3}", "1[^a]?"])
+def test_a_token_automaton_accepts_whole_matches_with_and_without_a_stop_token(pattern):
+    tokenizer = tiny.byte_tokenizer()
+    automaton = AutomatonCompiler(tokenizer.token_bytes, (1, 5)).compile(pattern)
+    for length in range(4):
+        for text in map("".join, itertools.product(ALPHABET, repeat=length)):
+            ids = tokenizer.encode(text)
+            assert automaton.accepts(ids) == automaton.accepts([*ids, 5, 0, 70]) == bool(re.fullmatch(pattern, text))
+
+
 def test_a_very_improbable_match_is_found():
     """The most probable first token leads to no match; the match is a hundred orders of magnitude less probable."""
     automaton = COMPILER.compile("b{6}1")

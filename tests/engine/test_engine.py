@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from redraft.config import FULL, SLIDING, ConfigError, EngineConfig
 from redraft.constraints.constraints import Constraints
+from redraft.constraints.token_automaton import AutomatonCompiler
 from redraft.diffusion import rng
 from redraft.diffusion.generate import Committed, Draft, Finished, generate
 from redraft.diffusion.verified import generate_verified
@@ -280,6 +281,25 @@ def test_requests_wait_for_memory_and_are_not_overtaken():
     assert subject.scheduler.running == large[:2]
     assert list(subject.scheduler.waiting) == [large[2], small]
     assert set(subject.run([*large, small])) == {*large, small}
+
+
+@pytest.mark.parametrize("check", ["off", "checked", "exact"])
+def test_an_answer_that_matches_its_pattern_is_complete_without_a_stop_token(check):
+    """The reason of the engine is that of `generate`, alone and in a batch, also where max_tokens ends inside a canvas."""
+    compiler = AutomatonCompiler(tiny.byte_tokenizer().token_bytes, (1, 5))
+    patterns = ["[0-9]{12}", "a*", "[a-c]{2,5}", "(foo|bar)+"]
+    rows = [Constraints(automaton=compiler.compile(pattern)) for pattern in patterns] + [Constraints(forbidden=(1, 5))]
+    cfg = tiny.sampler(check=check, canvas_length=8, max_new_tokens=12, max_steps=2, draft_length=2, draft_steps=2)
+    subject = engine(max_running=len(rows))
+    requests = [subject.add([2, 30], cfg, seed=1, constraints=constraints) for constraints in rows]
+    found = subject.run(requests)
+    for request, constraints in zip(requests, rows, strict=True):
+        same([found[request]], alone([2, 30], cfg, 1, constraints, None)[-1:])
+    assert [found[request].reasons for request in requests] == [("stop",)] * 4 + [("length",)]
+    assert found[requests[0]].stats[0].new_tokens == 12
+    if check == "off":
+        *_, end = generate(MODEL, [[2, 30]] * len(rows), cfg, seeds=[1] * len(rows), constraints=rows)
+        assert end.reasons == ("stop",) * 4 + ("length",)
 
 
 def test_a_deadline_commits_the_canvas_in_work(monkeypatch):

@@ -33,7 +33,10 @@ NO_WORK = {  # routes that only say what is there
     "/metrics": "/metrics",
     "/health": "/health",
     "/props": "/props",
+    "/slots": "/slots",
+    "/models": "/models",
     "/v1/models": "/v1/models",
+    "/v1/models/": "/v1/models/",
     "/v1/models/{model_id:path}": f"/v1/models/{'x' * 8000}",
     "/v1/fim/completions/models": "/v1/fim/completions/models",
     "/v1/edit/completions/models": "/v1/edit/completions/models",
@@ -241,6 +244,7 @@ def test_a_route_that_only_says_what_is_there_does_no_work(work):
             for path in NO_WORK.values():
                 answer = await client.get(path)
                 assert answer.status_code == (404 if "xxx" in path else 200), path
+                assert (await client.head(path)).status_code == answer.status_code
                 assert "xxx" not in path or len(answer.content) < 500
 
     asyncio.run(get())

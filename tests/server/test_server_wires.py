@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from datetime import datetime, timedelta
 
 import anthropic
@@ -9,7 +10,7 @@ import httpx
 import openai
 import pytest
 import tiny
-from serving import EchoWriter, keep, make, served, user, wait_until
+from serving import NO_END, EchoWriter, keep, make, served, user, wait_until
 
 from redraft.cli import serve
 from redraft.server.middleware import Limits, parse_origin
@@ -139,8 +140,50 @@ def test_a_page_may_use_the_server_only_if_its_origin_is_named():
         for origin in ("https://other.example", "http://app.example", "https://app.example:8443", "null"):
             refused = client.options("/v1/completions", headers={**wants, "Origin": origin})
             assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (403, False)
-        own = client.get("/health", headers={"Origin": "http://localhost:3000"})
-        assert (own.status_code, "access-control-allow-origin" in own.headers) == (200, False)
+        assert "pages from 'null' may not use this server; start it with --cors" in refused.json()["error"]["message"]
+        own = {"Origin": "http://localhost:3000"}
+        for answer in (client.get("/health", headers=own), client.options("/v1/completions", headers={**own, **wants})):
+            assert (answer.is_success, "access-control-allow-origin" in answer.headers) == (True, False)
+        assert answer.headers["access-control-allow-methods"] == "GET, HEAD, POST, OPTIONS"
+
+
+def test_a_head_is_what_a_get_is_without_its_body(http):
+    for path in ("/", "/docs", "/metrics", "/health", "/slots", "/v1/models/", "/api/version", "/v1/models/nobody"):
+        whole = http.get(path)
+        head = http.head(path)
+        assert (head.status_code, head.content) == (whole.status_code, b""), path
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        assert path == "/metrics" or head.headers["content-length"] == whole.headers["content-length"]
+    assert http.head("/v1/completions").status_code == 405
+
+
+def test_the_lists_of_models_are_one_under_all_their_names(http):
+    lists = [http.get(path).json() for path in ("/v1/models", "/v1/models/", "/models")]
+    assert [entry["id"] for entry in lists[0]["data"]] == ["small"]
+    assert lists == [lists[0]] * 3
+
+
+def test_slots_say_how_many_requests_run_and_not_what_they_are():
+    writer = make()
+    fields = {"n_ctx": writer.model.config.max_position_embeddings, "speculative": False}
+    with served(writer) as url, httpx.Client(base_url=url, timeout=600) as client:
+
+        def busy():
+            slots = client.get("/slots").json()
+            running = [slot.pop("is_processing") for slot in slots]
+            assert slots == [{"id": number, **fields} for number in range(8)]
+            return running
+
+        assert busy() == [False] * 8
+        asked = {"prompt": "my secret", "max_tokens": 32, "logit_bias": NO_END, "stream": True}
+        goes_on = threading.Event()
+        step = writer.engine.runner.step
+        writer.engine.runner.step = lambda requests: (goes_on.wait(600), step(requests))[1]
+        with client.stream("POST", "/v1/completions", json=asked) as running:
+            assert wait_until(lambda: busy() == [True] + [False] * 7)
+            goes_on.set()
+            assert running.read()
+        assert client.get("/props").json()["total_slots"] == 8
 
 
 @pytest.mark.parametrize("origin", ["*", "null", "app.example", "ftp://app.example", "https://app.example/page", ""])

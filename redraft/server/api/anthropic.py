@@ -36,6 +36,12 @@ class InputMessage(Body):
     content: Content
 
 
+class OutputConfig(Body):
+    """The form of the answer. An `effort` is ignored; a header of the response names it."""
+
+    format: dict[str, Any] | None = None  # {"type": "json_schema", "schema": {...}}
+
+
 class MessagesRequest(CanvasFields, CausalOptions):
     """POST /v1/messages. With check "off", settings of the causal half are ignored; a header of the response names them."""
 
@@ -48,6 +54,7 @@ class MessagesRequest(CanvasFields, CausalOptions):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=256)] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
     stream: bool = False
 
 
@@ -144,8 +151,21 @@ def params_of(body: MessagesRequest, can_think: bool) -> CompletionParams:
         tools=tools or None,
         forced_call=forced_call,
         think=thinking == "enabled" or (thinking == "adaptive" and can_think),
+        pattern=pattern_of(body.output_config),
         **canvas_params(body),
     )
+
+
+def pattern_of(output_config: OutputConfig | None) -> dict[str, Any]:
+    """Returns the pattern that the answer must match."""
+    match output_config and output_config.format:
+        case None:
+            return {}
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {"schema": schema}
+        case other:
+            message = f'output_config.format can be {{"type": "json_schema", "schema": {{...}}}}, got {shorten(other)}'
+            raise BadRequestError(message, "output_config.format")
 
 
 def tool_choice_of(body: MessagesRequest) -> Any:

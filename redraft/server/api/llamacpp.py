@@ -1,4 +1,4 @@
-"""llama.cpp's wire format: /completion, /infill as its editor plugins read it, /tokenize, /detokenize, /props, /health.
+"""llama.cpp's wire format: /completion, /infill as its editor plugins read it, tokens, /props, /slots, /health.
 
 Timings are nested, or flat where a client names fields by path in `response_fields`.
 """
@@ -90,6 +90,7 @@ def routes(models: Models) -> list[Route]:
         Route("/tokenize", handlers.tokenize, TokenizeRequest),
         Route("/detokenize", handlers.detokenize, DetokenizeRequest),
         Route("/props", handlers.props),
+        Route("/slots", handlers.slots),
         Route("/health", handlers.health),
     ]
 
@@ -244,6 +245,19 @@ class LlamaCppRoutes(Handlers):
             "can_chat": writer.tokenizer.can_chat,
             "modalities": {"vision": self.models.cards[self.service.name].takes_images, "audio": False},
         }
+
+    async def slots(self) -> list[dict[str, Any]]:
+        """GET /slots, of the first model: how many requests run, and nothing of what they are."""
+        writer = self.service.writer
+        sampler = writer.sampler
+        running = len(writer.engine.scheduler.running)
+        shared = {
+            "n_ctx": writer.model.config.max_position_embeddings,
+            "speculative": sampler.check != "off" and sampler.draft_length > 0,
+        }
+        return [
+            {"id": number, **shared, "is_processing": number < running} for number in range(writer.engine.config.max_running)
+        ]
 
     async def health(self) -> Response:
         """GET /health: 503 if the last step of some model failed."""

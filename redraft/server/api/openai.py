@@ -176,7 +176,7 @@ def error(status: int, message: str, param: str | None = None) -> dict[str, Any]
 def routes(models: Models) -> list[Route]:
     """Returns the routes of this wire format."""
     handlers = OpenAIRoutes(models)
-    model_paths = ("/v1/models", "/v1/fim/completions/models", "/v1/edit/completions/models")
+    model_paths = ("/v1/models", "/v1/models/", "/models", "/v1/fim/completions/models", "/v1/edit/completions/models")
     return [
         Route("/v1/chat/completions", handlers.chat, ChatRequest),
         Route("/v1/apply/completions", handlers.chat, ChatRequest),

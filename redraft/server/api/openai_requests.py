@@ -20,7 +20,9 @@ from redraft.server.forced_calls import choose_tools
 from redraft.server.images import text_of_content
 from redraft.server.schema import ChatRequest, CompletionRequest, SamplingOptions
 
-UNSUPPORTED = "guided_grammar stop_token_ids functions function_call audio modalities structured_outputs".split()
+UNSUPPORTED = (
+    "grammar json_schema guided_grammar stop_token_ids functions function_call audio modalities structured_outputs".split()
+)
 FORBIDDING_BIAS = -100.0
 TOKEN_ID = re.compile("[0-9]{1,9}")
 MAX_ECHO = 1 << 20  # characters of prompts in all choices of an infill: a prefix may be longer than what the model reads
@@ -69,7 +71,7 @@ def text_params(body: CompletionRequest, prompt: str | Sequence[int]) -> Complet
 def sampling_params(body: SamplingOptions) -> dict[str, Any]:
     """Translates the options that chat and text share into fields of CompletionParams."""
     for name in UNSUPPORTED:
-        if (body.model_extra or {}).get(name) not in (None, [], {}):
+        if (body.model_extra or {}).get(name) not in (None, "", [], {}):
             raise BadRequestError(f"{name} is not supported; response_format knows json_schema, regex and choice", name)
     options = body.stream_options
     biases = parse_logit_bias(body.logit_bias)
@@ -144,7 +146,7 @@ def pattern_of_format(response_format: Any, field: str) -> dict[str, Any]:
         case {"type": "text"}:
             return {}
         case {"type": "json_object"}:
-            return {"schema": JSON_OBJECT_SCHEMA}
+            return {"schema": response_format.get("schema") or JSON_OBJECT_SCHEMA}  # llama.cpp's clients send a schema
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
             "type": "json_schema",
             "schema": dict(schema),
