@@ -9,7 +9,8 @@ Python's parser reads the pattern, so syntax and meaning are those of `re`. Cons
 import re
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from re import _constants as op  # type: ignore[attr-defined]  # not in typeshed
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
@@ -57,15 +58,28 @@ def compile_dfa(pattern: str, budget: Budget | None = None) -> DFA:
 
 
 def _compile(pattern: str, budget: Budget) -> DFA:
+    nfa = _NFA(pattern, budget)
+    with explain_syntax_errors(pattern):
+        tree = parse(pattern, budget)
+        start, end = nfa.add_sequence(tree, tree.state.flags, (True, True))
+    return minimize(_determinize(nfa, start, end), budget)
+
+
+def parse(pattern: str, budget: Budget) -> Any:
+    """The syntax tree of a pattern."""
     budget.spend_characters(len(pattern), "the pattern")
     budget.spend(len(pattern) * PARSE_WORK, "parsing the pattern")
     _check_depth(pattern)
-    nfa = _NFA(pattern, budget)
+    with warnings.catch_warnings(), explain_syntax_errors(pattern):
+        warnings.simplefilter("ignore")  # Python warns of syntax whose meaning may change in a later version
+        return parser.parse(pattern)
+
+
+@contextmanager
+def explain_syntax_errors(pattern: str) -> Iterator[None]:
+    """Turns the errors of Python's parser into PatternError."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of syntax whose meaning may change in a later version
-            tree = parser.parse(pattern)
-        start, end = nfa.add_sequence(tree, tree.state.flags, (True, True))
+        yield
     except (re.error, OverflowError) as error:
         reason = str(error.args[0])[:MAX_REASON]  # it may repeat a name of the pattern
         raise PatternError(f"the pattern {shorten(pattern)} is not a regular expression: {reason}") from None
@@ -73,7 +87,6 @@ def _compile(pattern: str, budget: Budget) -> DFA:
         raise
     except ValueError:  # Python reads no number with thousands of digits
         raise PatternError(f"the pattern {shorten(pattern)} has a number with too many digits") from None
-    return minimize(_determinize(nfa, start, end), budget)
 
 
 def _check_depth(pattern: str) -> None:

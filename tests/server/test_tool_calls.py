@@ -11,7 +11,7 @@ import tiny
 from serving import keep, make, served, user
 
 from redraft.server.errors import BadRequestError
-from redraft.server.forced_calls import NO_PARAMETERS, choose_tools, force_call
+from redraft.server.tool_calls import NO_PARAMETERS, NO_TOOLS, choose_tools
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import Writer
 
