@@ -30,7 +30,7 @@ ERRORS: dict[str, type[PatternError]] = {"PatternError": PatternError, "BudgetEr
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """What a whole answer must match: a regular expression, a JSON schema (an object or JSON text), choices or a structure."""
+    """What a whole answer must match: a regular expression, a JSON schema (or its JSON text), choices, a structure."""
 
     regex: str | None = None
     schema: Any = None

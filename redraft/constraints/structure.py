@@ -64,9 +64,8 @@ def check_node(node: Any) -> Mapping[str, Any]:
     if not isinstance(kind, str) or kind not in FIELDS:
         raise PatternError(f"a node of a structure has one of the types {', '.join(FIELDS)}, got {shorten(node)}")
     if node.keys() != FIELDS[kind] | {"type"}:
-        raise PatternError(
-            f"a node of type {kind!r} has the fields {', '.join(sorted(FIELDS[kind]))}, got {shorten(list(node))}"
-        )
+        fields = ", ".join(sorted(FIELDS[kind]))
+        raise PatternError(f"a node of type {kind!r} has the fields {fields} beside its type, got {shorten(list(node))}")
     return node
 
 
@@ -79,10 +78,13 @@ def build_schema(schema: Any, budget: Budget) -> str:
         raise type(error)(f"{title}: {error}" if isinstance(title, str) else str(error)) from None
 
 
-def check_bounds(least: int, most: int | None) -> None:
+def check_bounds(least: Any, most: Any) -> None:
     """Refuses bounds of a repetition that are none."""
-    if not 0 <= least <= MAX_REPEAT or (most is not None and not max(1, least) <= most <= MAX_REPEAT):
-        raise PatternError(f"a repeat has min and max up to {MAX_REPEAT}, min not above max, got {least} and {most}")
+    are_numbers = type(least) is int and (most is None or type(most) is int)
+    if not are_numbers or not 0 <= least <= MAX_REPEAT or (most is not None and not max(1, least) <= most <= MAX_REPEAT):
+        raise PatternError(
+            f"a repeat has min and max up to {MAX_REPEAT}, min not above max, got {shorten(least)} and {shorten(most)}"
+        )
 
 
 def repeat(item: str, separator: str, least: int, most: int | None) -> str:

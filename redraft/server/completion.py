@@ -236,7 +236,7 @@ def stream_completion(
 def watch_for_stop(writer: Writer, params: CompletionParams, prompt: EncodedPrompt) -> SettledStop | None:
     """With check off, what ends a canvas when a stop string has settled on it. Logprobs come with whole canvases only.
 
-    With `settle_prefix` the deltas of drafts have the settled text already. A stop string in the text of a call ends nothing.
+    With `settle_prefix` the deltas of drafts have the settled text already. A stop string in a call ends nothing.
     """
     cfg = writer.sampler.changed(
         max_new_tokens=params.max_tokens, settle_prefix=params.sampler_settings.get("settle_prefix")

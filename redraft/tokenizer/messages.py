@@ -120,12 +120,12 @@ def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def number_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Prepared messages in which every call and its result have an id of nine letters and digits, as Mistral's templates ask.
+    """Prepared messages in which a call and its result have an id of nine letters and digits, as Mistral's templates ask.
 
     A result without an id belongs to the first call that has no result yet.
     """
     waiting: list[str] = []  # ids of the calls without a result
-    numbered = []
+    numbered: list[dict[str, Any]] = []
     for message in messages:
         if calls := message.get("tool_calls"):
             ids = [_short_id(call.get("id") or f"{len(numbered)}.{number}") for number, call in enumerate(calls)]

@@ -71,7 +71,7 @@ def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     fields = ("name", "description", "parameters")
     lines = [{name: function[name] for name in fields if function.get(name)} for function in functions]
     declarations = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
-    form = HERMES.write("NAME", "{...}").replace('"NAME"', "NAME")
+    form = HERMES.write("NAME", "{...}")
     return (
         f"You have these tools:\n{declarations}\n\n"
         f"To call a tool, answer with the call alone, in this form:\n{form}\n"
