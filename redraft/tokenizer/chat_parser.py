@@ -149,9 +149,9 @@ class ChatParser:
         if self._state == "call":
             if name == CALLS[self._start]:
                 self._end_call(name, added)
-            elif name == MISTRAL_CALLS == self._start:  # the next call ends the one before it
-                self._end_call("", added)
-                self._state = "call"
+            elif self._start == MISTRAL_CALLS and name not in (MISTRAL_ARGUMENTS, MISTRAL_ID):
+                self._end_call("", added)  # the next call ends the one before it, and so does the end of the answer
+                self._state = "call" if name == MISTRAL_CALLS else "text"
             else:
                 self._call_source.append(_QUOTE_MARK if name == QUOTE else name)
         elif self._state == "channel":
